@@ -1,0 +1,272 @@
+"""Start local ranks and get their values back: `launch(fn, nproc, *args)`, or a `World` that stays up between calls.
+
+    values = isograd.launch(train, 4, "dp2 tp2 sp zero1")     # in a script or a notebook
+
+Ranks meet in a temporary directory and gloo binds to the loopback interface: no port is open to anyone else. When a
+rank fails, the error begins with that rank's own traceback; the others, which only wait for it, are stopped.
+"""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import pickle
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import weakref
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from isograd.comm.worker import Answer, Seat, main, stack_file
+from isograd.errors import LaunchError
+
+GRACE = 1.0  # seconds to collect the errors of other ranks after the first
+STOP = 5.0  # seconds between asking a rank to end and killing it
+
+
+def launch(
+    fn: Callable[..., Any], nproc: int, *args: Any, timeout: float | None = None, threads: int = 1
+) -> list[Any]:
+    """Run fn(*args) on `nproc` new local ranks; return each rank's value, in rank order."""
+    world = World(nproc, threads=threads)
+    try:
+        return world.run(fn, *args, timeout=timeout)
+    finally:
+        world.close()
+
+
+class World:
+    """`nproc` ranks that are started once and reused by every `run`. After a failed run they are started anew."""
+
+    def __init__(self, nproc: int, *, threads: int = 1, interface: str | None = "lo") -> None:
+        if nproc < 1:
+            raise LaunchError("IG250", "a world needs at least one rank", seen=nproc, expected="nproc >= 1")
+        self.nproc, self._threads, self._interface = nproc, threads, interface
+        self._ranks: _Ranks | None = None
+
+    def run(self, fn: Callable[..., Any], *args: Any, timeout: float | None = None) -> list[Any]:
+        """fn(*args) on every rank; `timeout` in seconds ends a run that hangs and shows where each rank was."""
+        if self._ranks is None:
+            # The first job goes along with the fork: a forked rank (notebook) inherits it and needs no pickle.
+            self._ranks = _Ranks(self, (fn, args))
+        else:
+            self._ranks.send(_pickled(fn, args))
+        try:
+            return self._ranks.collect(timeout)
+        except BaseException:
+            self.close(kill=True)
+            raise
+
+    @property
+    def pids(self) -> list[int]:
+        return [p.pid or 0 for p in self._ranks.processes] if self._ranks else []
+
+    def close(self, kill: bool = False) -> None:
+        if self._ranks is not None:
+            self._ranks.stop(kill)
+            self._ranks = None
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _Ranks:
+    """The processes of one incarnation of a World."""
+
+    def __init__(self, world: World, first: tuple[Callable[..., Any], tuple[Any, ...]]) -> None:
+        context, forked = _context()
+        self.directory = tempfile.mkdtemp(prefix="isograd-")
+        self.processes: list[Any] = []
+        self.pipes: list[Connection] = []
+        watch, self._alive = context.Pipe(duplex=False)
+        job = first if forked else _pickled(*first)
+        self._end = weakref.finalize(self, _stop, self.processes, self.pipes, self.directory, self._alive)
+        for rank in range(world.nproc):
+            alive = self._alive.fileno() if forked else None
+            seat = Seat(rank, world.nproc, self.directory, world._threads, world._interface, alive)
+            ours, theirs = context.Pipe()
+            process = context.Process(target=main, args=(seat, theirs, watch, job), name=f"isograd rank {rank}")
+            process.start()
+            theirs.close()
+            self.processes.append(process)
+            self.pipes.append(ours)
+        watch.close()
+
+    def send(self, job: bytes) -> None:
+        for pipe in self.pipes:
+            pipe.send_bytes(job)
+
+    def collect(self, timeout: float | None) -> list[Any]:
+        end = None if timeout is None else time.monotonic() + timeout
+        answers: dict[int, Answer] = {}
+        while len(answers) < len(self.pipes):
+            left = None if end is None else max(0.0, end - time.monotonic())
+            news = self._listen(answers, left)
+            if any(not answer.ok for answer in answers.values()) or self._dead(answers):
+                self._listen_until(answers, time.monotonic() + GRACE)
+                raise self._failure(answers)
+            if not news and end is not None and time.monotonic() >= end:
+                raise self._hang(answers, timeout)
+        # Values were pickled by our own children from what the caller's function returned.
+        return [pickle.loads(answers[rank].payload) for rank in range(len(self.pipes))]  # type: ignore[arg-type]
+
+    def _listen(self, answers: dict[int, Answer], timeout: float | None) -> bool:
+        """Take in what arrives; True when something did (an answer or a death)."""
+        open_ranks = [r for r in range(len(self.pipes)) if r not in answers]
+        sources: dict[Any, int] = {self.pipes[r]: r for r in open_ranks}
+        sources |= {self.processes[r].sentinel: r for r in open_ranks}
+        ready = wait(list(sources), timeout)
+        for source in ready:
+            rank = sources[source]
+            if rank in answers or not self.pipes[rank].poll():
+                continue
+            try:
+                answers[rank] = self.pipes[rank].recv()
+            except EOFError:  # a rank that died closes its pipe; its exit code speaks for it
+                self.processes[rank].join(STOP)
+        return bool(ready)
+
+    def _listen_until(self, answers: dict[int, Answer], end: float) -> None:
+        while len(answers) < len(self.pipes) and time.monotonic() < end:
+            self._listen(answers, max(0.0, end - time.monotonic()))
+            if len(self._dead(answers)) + len(answers) >= len(self.pipes):
+                return
+
+    def _dead(self, answers: dict[int, Answer]) -> list[int]:
+        return [r for r, p in enumerate(self.processes) if r not in answers and p.exitcode is not None]
+
+    def _failure(self, answers: dict[int, Answer]) -> LaunchError:
+        """The root cause first: a rank that was killed, else the earliest exception; the rest in a line each."""
+        dead = self._dead(answers)
+        failed = sorted((r for r, a in answers.items() if not a.ok), key=lambda r: answers[r].when)
+        order = dead + failed
+        first = order[0]
+        others = [f"rank {r}: {_headline(answers.get(r), self.processes[r].exitcode)}" for r in order[1:]]
+        waiting = [r for r in range(len(self.pipes)) if r not in answers and r not in dead]
+        where = f"rank {first} of {len(self.pipes)}"
+        consequences = "; ".join(others) if others else None
+        if first in dead:
+            return LaunchError(
+                "IG252",
+                f"rank {first} ended: {_exit_words(self.processes[first].exitcode)}",
+                seen=consequences,
+                expected="every rank to return a value or raise",
+                fix=_exit_advice(self.processes[first].exitcode),
+                where=where,
+            )
+        return _RankError(
+            "IG253",
+            f"{str(answers[first].payload).rstrip()}\n\nrank {first} of {len(self.pipes)} raised the above first",
+            seen=consequences,
+            fix=f"ranks {waiting} waited for it and were stopped" if waiting else None,
+            where=where,
+        )
+
+    def _hang(self, answers: dict[int, Answer], timeout: float | None) -> LaunchError:
+        silent = [r for r in range(len(self.pipes)) if r not in answers]
+        for rank in silent:
+            os.kill(self.processes[rank].pid, signal.SIGUSR1)
+        time.sleep(0.5)
+        stacks = "\n\n".join(f"rank {rank}:\n{self._stack(rank)}" for rank in silent)
+        return LaunchError(
+            "IG254",
+            f"no answer within {timeout} s from ranks {silent}; where each of them was:\n\n{stacks}\n",
+            seen=f"ranks {sorted(answers)} finished" if answers else "no rank finished",
+            expected="all ranks to reach the same collectives in the same order",
+            fix="look for a collective that only some ranks call, or for different numbers of steps per rank",
+        )
+
+    def _stack(self, rank: int) -> str:
+        with open(stack_file(self.directory, rank)) as file:
+            return file.read(1 << 16).rstrip()
+
+    def stop(self, kill: bool) -> None:
+        if not kill:
+            for pipe, process in zip(self.pipes, self.processes, strict=True):
+                try:
+                    pipe.send_bytes(b"")
+                except OSError:
+                    process.kill()
+            end = time.monotonic() + STOP
+            for process in self.processes:
+                process.join(max(0.0, end - time.monotonic()))
+        self._end()
+
+
+class _RankError(LaunchError):
+    """A rank's exception. Its traceback is the first thing printed."""
+
+    def __str__(self) -> str:
+        head, _, rest = super().__str__().partition("\n\nrank ")
+        return f"\n{head.removeprefix(self.code + ': ')}\n\n{self.code}: rank {rest}"
+
+
+def _stop(processes: list[Any], pipes: list[Connection], directory: str, alive: Connection) -> None:
+    """End whatever still runs: ask, then kill; leave no zombie and no directory."""
+    for process in processes:
+        if process.is_alive():
+            process.terminate()
+    end = time.monotonic() + STOP
+    for process in processes:
+        process.join(max(0.0, end - time.monotonic()))
+        if process.is_alive():
+            process.kill()
+        process.join()
+    for pipe in pipes:
+        pipe.close()
+    alive.close()
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+def _context() -> tuple[Any, bool]:
+    """(multiprocessing context, whether ranks are forked from this very process).
+
+    A fork server that has torch loaded makes ranks in milliseconds from a clean process. A notebook's functions live in
+    a __main__ that no other process can import; there, ranks are forked from the notebook itself.
+    """
+    main_module = sys.modules["__main__"]
+    if not os.path.exists(getattr(main_module, "__file__", None) or "") and getattr(main_module, "__spec__", None) is None:
+        return mp.get_context("fork"), True
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["isograd.comm.worker"])
+    return context, False
+
+
+def _pickled(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    try:
+        return pickle.dumps((fn, args))
+    except Exception as error:
+        raise LaunchError(
+            "IG251",
+            "the function or its arguments cannot be sent to the ranks",
+            seen=f"{error}",
+            expected="a function defined at the top level of a module, and arguments that can be pickled",
+            fix="move the function out of the function or class it is defined in; pass tensors and plain data",
+        ) from error
+
+
+def _headline(answer: Answer | None, exitcode: int | None) -> str:
+    if answer is None:
+        return _exit_words(exitcode)
+    return str(answer.payload).strip().splitlines()[-1]
+
+
+def _exit_words(exitcode: int | None) -> str:
+    if exitcode is not None and exitcode < 0:
+        return f"killed by signal {-exitcode} ({signal.Signals(-exitcode).name})"
+    return f"exit code {exitcode} without an answer"
+
+
+def _exit_advice(exitcode: int | None) -> str | None:
+    if exitcode == -signal.SIGKILL:
+        return "-9 is what the kernel sends when memory runs out: use a smaller batch, more recompute, or a higher ZeRO stage"
+    if exitcode == -signal.SIGSEGV:
+        return "a crash in compiled code: run with PYTHONFAULTHANDLER=1 to see the Python line"
+    return "the rank left through os._exit or sys.exit; return from the function instead"

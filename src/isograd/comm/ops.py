@@ -1,0 +1,187 @@
+"""Differentiable collectives: each is a pair (forward, adjoint), and this file is the list of them.
+
+Types along the group's axis (docs/theory.md): R replicated with many uses, I one logical value held by all,
+V different on each member, P summands of a pending sum. The naive definition of each, on the list of all members'
+tensors, stands in comm/naive.py and is the oracle of tests/comm/test_ops.py.
+
+    copy_in                    I -> R    adjoint all_reduce        enter a column-parallel region
+    all_reduce                 P -> I    adjoint identity          leave a row-parallel region
+    all_gather                 V -> R    adjoint reduce_scatter    enter it from sequence shards
+    reduce_scatter             P -> V    adjoint all_gather        leave it into sequence shards
+    gather_for_identical_use   V -> I    adjoint slice             every member goes on with the same computation
+    slice                      I -> V    adjoint gather            take my part of a value all members hold
+    all_to_all                 V -> V    adjoint all_to_all back   move a cut from one dimension to another
+    shift                      V -> V    adjoint shift back        pass along a ring
+
+A group of one makes each of them the identity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isograd.comm import raw
+from isograd.comm.raw import Group
+from isograd.errors import CommError
+
+Move = Callable[[Tensor], Tensor]
+
+
+class _Pair(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: Move, adjoint: Move) -> Tensor:
+        ctx.adjoint = adjoint
+        y = forward(x)
+        return y.view_as(y) if y is x else y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.adjoint(gradient), None, None
+
+
+@torch.compiler.disable  # a collective is a border between compiled regions
+def _pair(x: Tensor, forward: Move, adjoint: Move) -> Tensor:
+    return _Pair.apply(x, forward, adjoint)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _identity(x: Tensor) -> Tensor:
+    return x
+
+
+def copy_in(x: Tensor, group: Group) -> Tensor:
+    if group.size == 1:
+        return x
+    return _pair(x, _identity, lambda g: raw.all_reduce(g, group))
+
+
+def all_reduce(x: Tensor, group: Group) -> Tensor:
+    if group.size == 1:
+        return x
+    return _pair(x, lambda t: raw.all_reduce(t, group), _identity)
+
+
+def all_gather(x: Tensor, group: Group, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor:
+    """`sizes`: how long each member's part is along `dim`; left out, all are as long as mine."""
+    if group.size == 1:
+        return x
+    parts = _gathered_sizes(x, group, dim, sizes)
+    return _pair(x, lambda t: _gather(t, group, dim, parts), lambda g: _scatter_sum(g, group, dim, parts))
+
+
+def reduce_scatter(x: Tensor, group: Group, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor:
+    """`sizes`: how much of `dim` each member keeps; left out, `dim` is cut evenly and must divide."""
+    if group.size == 1:
+        return x
+    parts = _cut_sizes(x, group, dim, sizes)
+    return _pair(x, lambda t: _scatter_sum(t, group, dim, parts), lambda g: _gather(g, group, dim, parts))
+
+
+def gather_for_identical_use(x: Tensor, group: Group, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor:
+    if group.size == 1:
+        return x
+    parts = _gathered_sizes(x, group, dim, sizes)
+    return _pair(x, lambda t: _gather(t, group, dim, parts), lambda g: _take(g, group, dim, parts))
+
+
+def slice(x: Tensor, group: Group, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor:
+    if group.size == 1:
+        return x
+    parts = _cut_sizes(x, group, dim, sizes)
+    return _pair(x, lambda t: _take(t, group, dim, parts), lambda g: _gather(g, group, dim, parts))
+
+
+def all_to_all(
+    x: Tensor,
+    group: Group,
+    split_dim: int,
+    cat_dim: int,
+    split_sizes: Sequence[int] | None = None,
+    cat_sizes: Sequence[int] | None = None,
+) -> Tensor:
+    """Cut `split_dim` into the members' parts, send each its own, join what arrives along `cat_dim` in rank order.
+
+    x is whole along `split_dim` and my part of `cat_dim`; the result is the other way round. `split_sizes` and
+    `cat_sizes` are every member's share of the two dimensions; left out, shares are equal.
+    """
+    if group.size == 1:
+        return x
+    if split_dim % x.dim() == cat_dim % x.dim():
+        raise CommError("IG204", "all_to_all moves a cut between two different dimensions", seen=f"dim {split_dim} twice")
+    splits = _cut_sizes(x, group, split_dim, split_sizes)
+    cats = _gathered_sizes(x, group, cat_dim, cat_sizes)
+
+    def move(t: Tensor, split: int, cat: int, split_parts: tuple[int, ...], cat_parts: tuple[int, ...]) -> Tensor:
+        shapes = []
+        for length in cat_parts:
+            shape = list(t.shape)
+            shape[split], shape[cat] = split_parts[group.index], length
+            shapes.append(shape)
+        return torch.cat(raw.all_to_all(t.split(list(split_parts), split), shapes, group), cat)
+
+    return _pair(
+        x, lambda t: move(t, split_dim, cat_dim, splits, cats), lambda g: move(g, cat_dim, split_dim, cats, splits)
+    )
+
+
+def shift(x: Tensor, group: Group, by: int = 1) -> Tensor:
+    """What the member `by` places before me along the ring holds."""
+    if group.size == 1:
+        return x
+    return _pair(x, lambda t: raw.shift(t, group, by), lambda g: raw.shift(g, group, -by))
+
+
+def _gather(x: Tensor, group: Group, dim: int, sizes: tuple[int, ...]) -> Tensor:
+    if dim % x.dim() == 0:
+        return raw.all_gather(x, group, sizes)
+    return raw.all_gather(x.movedim(dim, 0), group, sizes).movedim(0, dim)
+
+
+def _scatter_sum(x: Tensor, group: Group, dim: int, sizes: tuple[int, ...]) -> Tensor:
+    if dim % x.dim() == 0:
+        return raw.reduce_scatter(x, group, sizes)
+    return raw.reduce_scatter(x.movedim(dim, 0), group, sizes).movedim(0, dim)
+
+
+def _take(x: Tensor, group: Group, dim: int, sizes: tuple[int, ...]) -> Tensor:
+    return x.narrow(dim, sum(sizes[: group.index]), sizes[group.index]).contiguous()
+
+
+def _gathered_sizes(x: Tensor, group: Group, dim: int, sizes: Sequence[int] | None) -> tuple[int, ...]:
+    mine = x.shape[dim]
+    if sizes is None:
+        return (mine,) * group.size
+    if len(sizes) != group.size or sizes[group.index] != mine:
+        raise CommError(
+            "IG202",
+            f"the sizes given for dim {dim} over {group.axes!r} do not describe this tensor",
+            seen=f"sizes {tuple(sizes)}, my index {group.index}, my tensor {tuple(x.shape)}",
+            expected=f"{group.size} sizes of which number {group.index} is {mine}",
+        )
+    return tuple(sizes)
+
+
+def _cut_sizes(x: Tensor, group: Group, dim: int, sizes: Sequence[int] | None) -> tuple[int, ...]:
+    total = x.shape[dim]
+    if sizes is None:
+        if total % group.size:
+            raise CommError(
+                "IG203",
+                f"dim {dim} of length {total} cannot be cut evenly over {group.axes!r}",
+                seen=f"shape {tuple(x.shape)} over {group.size} ranks",
+                expected=f"a multiple of {group.size}, or explicit sizes",
+                fix=f"pass sizes=raw.even_sizes({total}, {group.size})",
+            )
+        return (total // group.size,) * group.size
+    if len(sizes) != group.size or sum(sizes) != total:
+        raise CommError(
+            "IG202",
+            f"the sizes given for dim {dim} over {group.axes!r} do not describe this tensor",
+            seen=f"sizes {tuple(sizes)} (sum {sum(sizes)}), tensor {tuple(x.shape)}",
+            expected=f"{group.size} sizes that sum to {total}",
+        )
+    return tuple(sizes)

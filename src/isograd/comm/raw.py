@@ -1,0 +1,322 @@
+"""The only file that calls torch.distributed.
+
+Everything above speaks in `Group`s and tensors. Two reasons: names differ between torch versions, and the best
+primitive differs between backends, so both choices are made here, once.
+
+On gloo every collective is built from one primitive, `exchange`: each member sends a list of tensors to each other
+member and receives a list from each, all at once, straight from and into the memory it is given. Its bytes are the
+lower bound for gathers and reduce-scatters, it needs no packing, sums happen here in a *chosen* order (rank order),
+and it is 2-4x faster than gloo's own reductions (docs/log.md has the table). On NCCL the native collectives are used.
+
+Invariant: members of a group that all-reduce or all-gather obtain the same bits.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from isograd.errors import CommError
+
+# torch 2.13 renamed both and warns at the old names.
+_gather_equal = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_equal = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+SMALL_BYTES = 1 << 16  # below this an all-reduce is one exchange of whole tensors: one latency instead of two
+
+
+@dataclass(eq=False)
+class Group:
+    """Members of one axis (or several, flattened): global ranks in order, and which of them I am."""
+
+    axes: str
+    ranks: tuple[int, ...]
+    index: int
+    handle: Any = field(default=None, repr=False)  # torch ProcessGroup; None for a group of one or an unbound mesh
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+
+class Handle:
+    """Communication under way. `wait` returns when received tensors are filled and sent ones may be reused."""
+
+    def __init__(self, works: Sequence[Any] = (), keep: Sequence[object] = (), then: Any = None) -> None:
+        self._works, self._keep, self._then = list(works), list(keep), then
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+        self._works.clear()
+        if self._then is not None:
+            self._then()
+        self._then = None
+        self._keep.clear()
+
+
+# -- the world ---------------------------------------------------------------------------------------------------
+
+
+def join(rank: int, world_size: int, store_dir: str, interface: str | None = "lo", backend: str | None = None) -> None:
+    """Join a world of local ranks that meet in a directory: no port is opened, and gloo binds to `interface`."""
+    if interface is not None:
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
+    store = dist.FileStore(os.path.join(store_dir, "store"), world_size)
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    chosen = backend or _best_backend(local)
+    dist.init_process_group(chosen, store=store, rank=rank, world_size=world_size, timeout=timedelta(minutes=10))
+
+
+def leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def world() -> tuple[int, int]:
+    """(rank, world size) of the running world: one already joined, else torchrun's, else a world of one."""
+    if dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size == 1 or "RANK" not in os.environ:
+        return 0, 1
+    dist.init_process_group(_best_backend(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    return dist.get_rank(), dist.get_world_size()
+
+
+def _best_backend(local_world_size: int) -> str:
+    # NCCL refuses two ranks on one card, so ranks that share a card talk through gloo.
+    enough = torch.cuda.is_available() and torch.cuda.device_count() >= local_world_size
+    return "nccl" if enough else "gloo"
+
+
+def device() -> torch.device:
+    """Where this rank's tensors live: its own card when every local rank has one, else the CPU."""
+    if torch.cuda.is_available() and torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    return torch.device("cpu")
+
+
+def new_group(axes: str, ranks: tuple[int, ...], rank: int) -> Group:
+    """The group of `ranks`. Only its members call this, in the same order on each of them."""
+    index = ranks.index(rank)
+    if len(ranks) == 1:
+        return Group(axes, ranks, index)
+    if len(ranks) == dist.get_world_size():
+        return Group(axes, ranks, index, dist.group.WORLD)
+    return Group(axes, ranks, index, dist.new_group(list(ranks), use_local_synchronization=True))
+
+
+def native(group: Group) -> bool:
+    """Whether this group's backend has collectives worth using as they are (NCCL), or `exchange` is better (gloo)."""
+    return group.handle is not None and "nccl" in dist.get_backend(group.handle)
+
+
+def _handle(group: Group) -> Any:
+    if group.handle is None:
+        raise CommError(
+            "IG201",
+            f"a collective over {group.axes!r} was called on a mesh that is bound to no world",
+            seen=f"group of ranks {group.ranks}",
+            expected="a mesh made by Mesh(layout) inside a running world",
+            fix="use isograd.launch(fn, nproc) or torchrun; Mesh.unbound is for looking only",
+        )
+    return group.handle
+
+
+# -- the one primitive of gloo -----------------------------------------------------------------------------------
+
+
+def exchange(
+    out: Sequence[Sequence[torch.Tensor]], into: Sequence[Sequence[torch.Tensor]], group: Group
+) -> Handle:
+    """Send the tensors out[i] to member i while filling into[i] with what member i sends here. My own entry is skipped.
+
+    Received in the order sent; all tensors contiguous; empty ones are not sent.
+    """
+    pg = _handle(group)
+    if native(group):
+        return _exchange_nccl(out, into, group)
+    if any(t.is_cuda for pieces in (*out, *into) for t in pieces):
+        return _exchange_staged(out, into, group)
+    works: list[Any] = []
+    # Receives are posted first so that nothing that arrives waits in a kernel buffer.
+    for step in range(1, group.size):
+        peer = (group.index - step) % group.size
+        works += [pg.recv([t], peer, 0) for t in into[peer] if t.numel()]
+    for step in range(1, group.size):
+        peer = (group.index + step) % group.size
+        works += [pg.send([t], peer, 0) for t in out[peer] if t.numel()]
+    return Handle(works, keep=(out, into))
+
+
+def _exchange_nccl(
+    out: Sequence[Sequence[torch.Tensor]], into: Sequence[Sequence[torch.Tensor]], group: Group
+) -> Handle:
+    ops = []
+    for peer in range(group.size):
+        if peer != group.index:
+            ops += [dist.P2POp(dist.isend, t, group.ranks[peer], group.handle) for t in out[peer] if t.numel()]
+            ops += [dist.P2POp(dist.irecv, t, group.ranks[peer], group.handle) for t in into[peer] if t.numel()]
+    return Handle(dist.batch_isend_irecv(ops) if ops else (), keep=(out, into))
+
+
+def _exchange_staged(
+    out: Sequence[Sequence[torch.Tensor]], into: Sequence[Sequence[torch.Tensor]], group: Group
+) -> Handle:
+    """gloo sends host memory only: ranks that share a card pass through it."""
+    host_out = [[t.cpu() for t in pieces] if i != group.index else [] for i, pieces in enumerate(out)]
+    host_in = [[torch.empty_like(t, device="cpu") for t in p] if i != group.index else [] for i, p in enumerate(into)]
+    inner = exchange(host_out, host_in, group)
+
+    def finish() -> None:
+        inner.wait()
+        for host, target in zip(host_in, into, strict=True):
+            for h, t in zip(host, target, strict=False):
+                t.copy_(h)
+
+    return Handle(then=finish, keep=(into,))
+
+
+# -- collectives, built on it or native --------------------------------------------------------------------------
+
+
+def even_sizes(total: int, parts: int) -> tuple[int, ...]:
+    """`total` cut into `parts` that differ by at most one, larger ones first."""
+    base, extra = divmod(total, parts)
+    return tuple(base + (i < extra) for i in range(parts))
+
+
+def all_reduce(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """A new tensor: the sum over the group, in rank order, the same bits on every member."""
+    if group.size == 1:
+        return x
+    if native(group):
+        total = x.contiguous().clone()
+        dist.all_reduce(total, group=group.handle)
+        return total
+    if group.size == 2 or x.numel() * x.element_size() <= SMALL_BYTES:
+        pieces = _gather_whole(x, group)
+        total = pieces[0] + pieces[1]
+        for piece in pieces[2:]:
+            total += piece
+        return total
+    flat = x.contiguous().view(-1)
+    sizes = even_sizes(flat.numel(), group.size)
+    mine = reduce_scatter(flat, group, sizes)
+    return all_gather(mine, group, sizes).view(x.shape)
+
+
+def all_max(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """A new tensor: the elementwise maximum over the group."""
+    if group.size == 1:
+        return x
+    if native(group):
+        top = x.contiguous().clone()
+        dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group.handle)
+        return top
+    return torch.stack(_gather_whole(x, group)).amax(0)
+
+
+def gather_list(x: torch.Tensor, group: Group) -> list[torch.Tensor]:
+    """Every member's tensor (all of one shape), in rank order."""
+    if group.size == 1:
+        return [x]
+    if native(group):
+        flat = x.new_empty(group.size * x.numel())
+        _gather_equal(flat, x.contiguous().view(-1), group=group.handle)
+        return list(flat.view(group.size, *x.shape))
+    return _gather_whole(x, group)
+
+
+def _gather_whole(x: torch.Tensor, group: Group) -> list[torch.Tensor]:
+    x = x.contiguous()
+    pieces = [x if i == group.index else torch.empty_like(x) for i in range(group.size)]
+    exchange([[x]] * group.size, [[p] for p in pieces], group).wait()
+    return pieces
+
+
+def all_gather(x: torch.Tensor, group: Group, sizes: Sequence[int]) -> torch.Tensor:
+    """Concatenation along dim 0 of every member's tensor; member i's has sizes[i] rows."""
+    if group.size == 1:
+        return x
+    x = x.contiguous()
+    whole = x.new_empty((sum(sizes), *x.shape[1:]))
+    if native(group) and len(set(sizes)) == 1:
+        _gather_equal(whole, x, group=group.handle)
+        return whole
+    pieces = whole.split(list(sizes))
+    handle = exchange([[x]] * group.size, [[p] for p in pieces], group)
+    pieces[group.index].copy_(x)
+    handle.wait()
+    return whole
+
+
+def reduce_scatter(x: torch.Tensor, group: Group, sizes: Sequence[int]) -> torch.Tensor:
+    """The sum over the group, of which member i keeps the rows (dim 0) of its sizes[i]; summed in rank order."""
+    if group.size == 1:
+        return x
+    x = x.contiguous()
+    if native(group) and len(set(sizes)) == 1:
+        mine = x.new_empty((sizes[group.index], *x.shape[1:]))
+        _reduce_scatter_equal(mine, x, group=group.handle)
+        return mine
+    pieces = x.split(list(sizes))
+    own = pieces[group.index]
+    arrived = [own if i == group.index else torch.empty_like(own) for i in range(group.size)]
+    exchange([[p] for p in pieces], [[t] for t in arrived], group).wait()
+    total = arrived[0] + arrived[1]
+    for piece in arrived[2:]:
+        total += piece
+    return total
+
+
+def reduce_scatter_start(flat: torch.Tensor, group: Group) -> tuple[torch.Tensor, Handle]:
+    """Native reduce-scatter of equal chunks of a flat buffer, under way: (my chunk, handle)."""
+    mine = flat.new_empty(flat.numel() // group.size)
+    work = _reduce_scatter_equal(mine, flat, group=_handle(group), async_op=True)
+    return mine, Handle([work], keep=(flat, mine))
+
+
+def all_gather_start(whole: torch.Tensor, mine: torch.Tensor, group: Group) -> Handle:
+    """Native all-gather of equal chunks into a flat buffer, under way."""
+    return Handle([_gather_equal(whole, mine, group=_handle(group), async_op=True)], keep=(whole, mine))
+
+
+def all_to_all(pieces: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]], group: Group) -> list[torch.Tensor]:
+    """Send pieces[i] to member i; return what arrived from each, arrival i having shapes[i]."""
+    out = [[p.contiguous()] for p in pieces]
+    into = [out[i] if i == group.index else [pieces[i].new_empty(tuple(shapes[i]))] for i in range(group.size)]
+    exchange(out, into, group).wait()
+    return [t for (t,) in into]
+
+
+def shift(x: torch.Tensor, group: Group, by: int) -> torch.Tensor:
+    """Each member sends to the one `by` places on along the ring and returns what it receives (all of one shape)."""
+    if group.size == 1 or by % group.size == 0:
+        return x
+    x = x.contiguous()
+    got = torch.empty_like(x)
+    out: list[list[torch.Tensor]] = [[] for _ in group.ranks]
+    into: list[list[torch.Tensor]] = [[] for _ in group.ranks]
+    out[(group.index + by) % group.size].append(x)
+    into[(group.index - by) % group.size].append(got)
+    exchange(out, into, group).wait()
+    return got
+
+
+def broadcast_(x: torch.Tensor, group: Group, source: int = 0) -> None:
+    """Overwrite x with member `source`'s."""
+    if group.size > 1:
+        dist.broadcast(x, group.ranks[source], group=_handle(group))
+
+
+def barrier(group: Group) -> None:
+    if group.size > 1:
+        dist.barrier(group=_handle(group))

@@ -1,0 +1,99 @@
+"""One rank of a World: joins the group, then does what it is sent until told to stop.
+
+Imported before forking, so torch is loaded once for all ranks. Functions, arguments and results cross pipes between a
+parent and its own children as pickled bytes, tensors by value; pickle touches no file.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import pickle
+import signal
+import threading
+import time
+import traceback
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from isograd.comm import raw
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where a rank sits: everything it needs to join its world."""
+
+    rank: int
+    nproc: int
+    directory: str
+    threads: int
+    interface: str | None
+    alive: int | None = None  # in forked ranks: the parent's end of the watch pipe, to be closed here
+
+
+@dataclass(frozen=True)
+class Answer:
+    ok: bool
+    payload: bytes | str  # pickled value, or a traceback
+    when: float
+
+
+def stack_file(directory: str, rank: int) -> str:
+    return os.path.join(directory, f"stack.{rank}")
+
+
+def main(seat: Seat, jobs: Connection, watch: Connection, first: Any) -> None:
+    if seat.alive is not None:
+        os.close(seat.alive)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle: it stops all ranks
+    threading.Thread(target=_die_with_parent, args=(watch,), daemon=True).start()
+    stacks = open(stack_file(seat.directory, seat.rank), "w")  # noqa: SIM115  (open as long as the rank lives)
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    os.environ.update(
+        RANK=str(seat.rank), LOCAL_RANK=str(seat.rank), WORLD_SIZE=str(seat.nproc), LOCAL_WORLD_SIZE=str(seat.nproc),
+        OMP_NUM_THREADS=str(seat.threads),
+    )
+    torch.set_num_threads(seat.threads)
+    try:
+        if seat.nproc > 1:
+            raw.join(seat.rank, seat.nproc, seat.directory, seat.interface)
+    except Exception:
+        jobs.send(Answer(False, traceback.format_exc(), time.time()))
+    job = first if first is not None else _next(jobs)
+    while job is not None:
+        jobs.send(_do(job))
+        job = _next(jobs)
+    raw.leave()
+    # Not sys.exit: gloo's threads abort an interpreter that unwinds under them.
+    os._exit(0)
+
+
+def _next(jobs: Connection) -> Any:
+    try:
+        data = jobs.recv_bytes()
+        return pickle.loads(data) if data else None
+    except EOFError:
+        return None
+
+
+def _do(job: Any) -> Answer:
+    try:
+        function, arguments = pickle.loads(job) if isinstance(job, bytes) else job
+        value = function(*arguments)
+    except BaseException:
+        return Answer(False, traceback.format_exc(), time.time())
+    try:
+        return Answer(True, pickle.dumps(value), time.time())
+    except Exception as error:
+        text = f"the value that the function returned cannot be sent to the parent: {error!r} (type {type(value)})"
+        return Answer(False, text, time.time())
+
+
+def _die_with_parent(watch: Connection) -> None:
+    try:
+        watch.recv_bytes()
+    except (EOFError, OSError):
+        os._exit(1)

@@ -1,0 +1,180 @@
+"""What a parameter's gradient owes, declared once, where the parameter is made.
+
+A Contract says the parameter's global shape, which part of it this rank holds along which axis, and over which axes its
+gradient is still a partial sum. One module (engine/reduce.py) settles all debts; buckets, norm, clip, checkpoint and
+replica checks are derived from contracts and from nothing else. `contracts(model, mesh)` is the table that answers
+"who reduces this gradient, over which ranks, with which divisor".
+
+The data axes (dp, cp) are owed by every parameter and therefore never written down. A parameter of a foreign module
+that declares nothing owes exactly them. A parameter of one of our own layers without a record is an error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from isograd.comm import raw
+from isograd.comm.raw import even_sizes
+from isograd.errors import ContractError
+from isograd.mesh import DATA, Mesh
+
+_MARK = "_isograd_contract"
+
+
+@dataclass(frozen=True)
+class Shard:
+    """This parameter is cut along `dim` over `axis`: the member with index i holds rows ranges[i] = (start, stop).
+
+    Members with equal ranges are replicas of one another (key and value heads fewer than tp ranks).
+    """
+
+    axis: str
+    dim: int
+    ranges: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def even(cls, axis: str, dim: int, length: int, parts: int) -> Shard:
+        """Cut `length` into parts that differ by at most one."""
+        ends, at = [], 0
+        for size in even_sizes(length, parts):
+            ends.append((at, at + size))
+            at += size
+        return cls(axis, dim, tuple(ends))
+
+
+@dataclass(frozen=True)
+class Contract:
+    shape: tuple[int, ...]  # global
+    shards: tuple[Shard, ...] = ()
+    owes: tuple[str, ...] = ()  # beyond the data axes: "tp", or "tp/2" for blocks of 2 tp neighbours
+
+    def local(self, mesh: Mesh) -> tuple[tuple[int, int], ...]:
+        """The (start, stop) this rank holds along each dimension of the global tensor."""
+        box = [(0, size) for size in self.shape]
+        for shard in self.shards:
+            box[shard.dim] = shard.ranges[mesh.index(shard.axis)]
+        return tuple(box)
+
+    def counted_here(self, mesh: Mesh) -> bool:
+        """Whether this rank's copy is the one that stands for its replicas over tp in norms and checkpoints."""
+        cut = {shard.axis: shard for shard in self.shards}
+        index = mesh.index("tp")
+        if "tp" not in cut:
+            return index == 0
+        ranges = cut["tp"].ranges
+        return ranges.index(ranges[index]) == index
+
+
+def declare(
+    parameter: nn.Parameter,
+    mesh: Mesh,
+    *,
+    shape: tuple[int, ...],
+    shards: tuple[Shard, ...] = (),
+    owes: tuple[str, ...] = (),
+) -> nn.Parameter:
+    """Attach the contract to a parameter this rank has just made; its local shape must be what the contract says."""
+    contract = Contract(tuple(shape), tuple(s for s in shards if mesh.size(s.axis) > 1), owing(mesh, owes))
+    expected = tuple(stop - start for start, stop in contract.local(mesh))
+    if tuple(parameter.shape) != expected:
+        raise ContractError(
+            "IG302",
+            "a parameter's local shape contradicts its contract",
+            seen=tuple(parameter.shape),
+            expected=f"{expected} of global {contract.shape}",
+            where=mesh.where(),
+        )
+    setattr(parameter, _MARK, contract)
+    return parameter
+
+
+def owing(mesh: Mesh, owes: tuple[str, ...]) -> tuple[str, ...]:
+    """The debts that exist under this mesh: axes of one rank are no debt."""
+    return tuple(axes for axes in owes if mesh.size(axes) > 1)
+
+
+@dataclass(frozen=True)
+class Record:
+    name: str
+    parameter: nn.Parameter
+    contract: Contract
+
+
+class Table:
+    """Every parameter of a model, once, by name, with its contract. Printing it gives the debts in words."""
+
+    def __init__(self, records: list[Record], mesh: Mesh) -> None:
+        self.records = {record.name: record for record in records}
+        self.mesh = mesh
+
+    def __getitem__(self, name: str) -> Contract:
+        return self.records[name].contract
+
+    def __iter__(self) -> Iterator[Record]:
+        return iter(self.records.values())
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def fingerprint(self) -> torch.Tensor:
+        """4 x int64 that differ when any name, global shape, cut or debt differs."""
+        text = repr([(r.name, r.contract, str(r.parameter.dtype), r.parameter.requires_grad) for r in self])
+        digest = hashlib.sha256(text.encode()).digest()
+        return torch.frombuffer(bytearray(digest), dtype=torch.int64).clone()
+
+    def render(self, width: int = 140) -> str:
+        from isograd.explain import render_contracts
+
+        return render_contracts(self, width)
+
+    __str__ = render
+
+
+def contracts(model: nn.Module, mesh: Mesh) -> Table:
+    """The contract of every parameter; one that two modules share is listed once, under its first name."""
+    records: list[Record] = []
+    seen: set[int] = set()
+    for prefix, module in model.named_modules():
+        for leaf, parameter in module.named_parameters(prefix, recurse=False):
+            if id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            contract = getattr(parameter, _MARK, None)
+            if contract is None:
+                if type(module).__module__.startswith("isograd."):
+                    raise ContractError(
+                        "IG301",
+                        f"parameter {leaf!r} of an isograd layer has no contract",
+                        seen=f"{type(module).__name__} made it without declare(), or it was replaced afterwards",
+                        expected="declare(parameter, mesh, shape=..., shards=..., owes=...) where it is made",
+                        where=mesh.where(),
+                    )
+                contract = Contract(tuple(parameter.shape))
+            records.append(Record(leaf, parameter, contract))
+    return Table(records, mesh)
+
+
+def describe_sum(contract: Contract, mesh: Mesh) -> str:
+    """'dp+tp [0, 1, 2, 3]': over which axes, and which ranks, this rank's gradient of the parameter is summed."""
+    axes = [axis for axis in DATA.split() if mesh.size(axis) > 1] + list(contract.owes)
+    ranks = {mesh.rank}
+    for axis in axes:
+        ranks = {other for rank in ranks for other in mesh.layout.ranks(axis, rank)}
+    return f"{'+'.join(axes)} {sorted(ranks)}" if axes else "nothing to sum"
+
+
+def assemble(local: torch.Tensor, contract: Contract, mesh: Mesh) -> torch.Tensor:
+    """The whole global tensor from every rank's part of it, on every rank; replicas are taken once."""
+    for shard in contract.shards:
+        group = mesh.group(shard.axis)
+        lengths = [stop - start for start, stop in shard.ranges]
+        rows = local.movedim(shard.dim, 0)
+        parts = raw.all_gather(rows, group, lengths).split(lengths)
+        firsts = [part for i, part in enumerate(parts) if shard.ranges.index(shard.ranges[i]) == i]
+        local = torch.cat(firsts).movedim(0, shard.dim)
+    return local

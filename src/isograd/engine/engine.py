@@ -1,0 +1,231 @@
+"""Engine: backward, step, no_sync. The gradient of one device under every layout.
+
+One step, as the gradient lives it: `backward` seeds the loss with its weight (the number of tokens, rows, ... that it
+is the mean of) and adds the weight to a running count. Gradients are sums from there on and nothing divides them until
+`step` multiplies once by 1 / (global weight). Uneven ranks, uneven micro-batches and ranks without data are exact by
+construction. engine/reduce.py settles the debts, engine/norm.py counts each element once, engine/zero.py steps.
+
+What every rank must know to decide alike (weights, losses, which parameters were used, unsent gradients) crosses the
+wire once per step in one small gather, and every decision is taken from it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from isograd.comm import raw
+from isograd.contract import assemble, contracts
+from isograd.engine import norm, start
+from isograd.engine.plan import Bucket, Slot, make_plan
+from isograd.engine.precision import LossScale
+from isograd.engine.reduce import Reducer
+from isograd.engine.transport import gather_rows
+from isograd.engine.zero import Factory, Optimized
+from isograd.errors import EngineError
+from isograd.mesh import DATA, Mesh
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What one step did; equal on all ranks."""
+
+    loss: float  # sum of weighted losses / global weight: the number that was optimized
+    grad_norm: float  # of the mean gradient, before clipping
+    weight: float  # global: all tokens (rows, ...) of the step
+    skipped: bool  # the norm was not finite: no rank stepped
+    loss_scale: float
+
+
+class Engine:
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: Mesh,
+        optimizer: Factory,
+        *,
+        clip: float | None = None,
+        reproducible: bool = False,
+        overlap: bool = True,
+        loss_scale: LossScale | None = None,
+        bucket_mb: float = 16.0,
+    ) -> None:
+        """`optimizer` makes a torch optimizer from the row shards it is given.
+
+        reproducible: the same bits for every ZeRO stage and for every split of the same micro-batches into data ranks
+            x accumulation steps (powers of two). Costs log2(micro-batches) + 1 full gradients and all overlap.
+        overlap: False sends everything at `step`; then ranks may run different numbers of backwards, or none.
+        loss_scale: made when a parameter is fp16; give one to use fp16 autocast with fp32 parameters.
+        """
+        start.refuse_unbuilt(mesh)
+        self.model, self.mesh, self.clip, self.reproducible = model, mesh, clip, reproducible
+        self.table = contracts(model, mesh)
+        self.plan = make_plan(self.table, mesh, int(bucket_mb * 2**20))
+        start.check_plan(self.plan, self.table, mesh)
+        start.equal_replicas(model, self.table, mesh)
+        fp16 = any(slot.parameter.dtype == torch.float16 for slot in self.plan.slots)
+        self.loss_scale = loss_scale or (LossScale() if fp16 else None)
+        stage = mesh.layout.zero
+        self._reducer = Reducer(self.plan, mesh, keep_full=stage == 0, reproducible=reproducible)
+        self._optimized = Optimized(self.plan, stage, mesh.group(DATA), optimizer)
+        self._counted = norm.counted(self.plan.slots, mesh)
+        self._overlap = overlap
+        self._sync = True
+        self._in_backward = False
+        self._weight: Tensor | float = 0.0
+        self._losses: list[Tensor] = []  # weighted, one per backward of this step
+        self._settled: _Totals | None = None
+        self._watch = start.Watch(model, self.plan)
+        for bucket in self.plan.buckets:
+            for slot in bucket.slots:
+                slot.parameter.register_post_accumulate_grad_hook(self._hook(slot, bucket))
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The torch optimizer: for learning-rate schedulers and for looking at its state."""
+        return self._optimized.optimizer
+
+    def _hook(self, slot: Slot, bucket: Bucket) -> Callable[[Tensor], None]:
+        def arrived(_: Tensor) -> None:
+            if not self._in_backward:
+                raise EngineError(
+                    "IG510",
+                    f"a gradient of {slot.name!r} arrived outside engine.backward",
+                    seen="loss.backward() or torch.autograd.backward on a model that an Engine holds",
+                    expected="engine.backward(loss, weight=...), which knows the weight of the loss",
+                    where=self.mesh.where(),
+                )
+            self._reducer.arrived(slot, bucket, self._syncing)
+
+        return arrived
+
+    @property
+    def _syncing(self) -> bool:
+        return self._sync and self._overlap
+
+    def backward(self, loss: Tensor, weight: float | Tensor = 1.0) -> None:
+        """Add the gradient of loss * weight to the step. `weight`: how many tokens (rows, ...) the loss is the mean of."""
+        start.check_loss(loss, weight, self.mesh)
+        seed = torch.as_tensor(weight, dtype=torch.float64, device=loss.device)
+        weighted = loss.detach().double() * seed
+        # A mean over nothing is NaN in torch; its weight of zero says that it adds nothing.
+        weighted = torch.where(seed == 0, torch.zeros_like(weighted), weighted)
+        scale = self.loss_scale.value if self.loss_scale else 1.0
+        if self._syncing:
+            self._reducer.arm()
+        self._in_backward = True
+        try:
+            if not (isinstance(weight, float | int) and weight == 0 and not bool(loss.isfinite())):
+                torch.autograd.backward(loss, (seed * scale).to(loss.dtype))
+        finally:
+            self._in_backward = False
+        self._weight = self._weight + seed
+        self._losses.append(weighted)
+        self._settled = None
+        self._reducer.after_backward(self._syncing)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards in here accumulate locally; the next one outside, or the step, reduces all of it once."""
+        before, self._sync = self._sync, False
+        try:
+            yield
+        finally:
+            self._sync = before
+
+    def step(self) -> Stats:
+        """Settle every gradient, clip, step the optimizer. All ranks step or none does."""
+        if not self._sync:
+            raise EngineError(
+                "IG511",
+                "step() was called inside no_sync()",
+                seen="no_sync is still open",
+                expected="step() after the with-block",
+                fix="move engine.step() out of 'with engine.no_sync():'",
+                where=self.mesh.where(),
+            )
+        totals = self._settle()
+        scale = 1.0 / (totals.weight * totals.loss_scale)
+        find_norm = norm.reproducible_norm if self.reproducible else norm.global_norm
+        grad_norm = find_norm(self._counted, self.mesh.group("world"), self._device) * scale
+        skipped = not math.isfinite(grad_norm)
+        if not skipped:
+            factor = min(1.0, self.clip / (grad_norm + 1e-6)) if self.clip is not None else 1.0
+            self._optimized.step(scale * factor, totals.unused)
+        if self.loss_scale:
+            self.loss_scale.update(overflow=skipped)
+        self._reducer.clear()
+        self._weight, self._losses, self._settled = 0.0, [], None
+        return Stats(totals.loss, grad_norm, totals.weight, skipped, totals.loss_scale)
+
+    @torch.no_grad()
+    def grads(self) -> Iterator[tuple[str, Tensor]]:
+        """Full gradients of the mean loss by name, before clipping, on every rank, one at a time. All ranks iterate."""
+        totals = self._settle()
+        for slot in self.plan.slots:
+            whole = torch.zeros_like(slot.parameter, dtype=slot.dtype)
+            if slot.paid is not None:
+                slot.rows(whole).copy_(slot.paid)
+            gather_rows([slot], [whole], self.mesh.group(DATA)).wait()
+            yield slot.name, assemble(whole, slot.contract, self.mesh).mul_(1.0 / (totals.weight * totals.loss_scale))
+
+    @property
+    def _device(self) -> torch.device:
+        return self.plan.slots[0].parameter.device
+
+    def _settle(self) -> _Totals:
+        """Learn what all ranks did in this step, and pay every debt."""
+        if self._settled is None:
+            self._watch.check(self.mesh)
+            totals = self._totals()
+            self._reducer.settle(flush=totals.unsent)
+            self._settled = totals
+        return self._settled
+
+    def _totals(self) -> _Totals:
+        """The one small gather of a step."""
+        loss = _tree(self._losses) if self._losses else torch.zeros((), dtype=torch.float64)
+        head = [float(self._weight), float(loss), float(self._reducer.pending())]
+        mine = torch.tensor(
+            head + [float(slot.used) for slot in self.plan.slots], dtype=torch.float64, device=self._device
+        )
+        world = self.mesh.group("world")
+        table = torch.stack(raw.gather_list(mine, world)).cpu()
+        start.check_peers(table, self.mesh)
+        data = table[list(self.mesh.layout.ranks(DATA, self.mesh.rank))]
+        weight = float(data[:, 0].sum())
+        if not weight > 0:
+            raise EngineError(
+                "IG512",
+                "the step has no weight: no rank contributed a token",
+                seen=f"weights per data rank: {data[:, 0].tolist()}",
+                expected="a positive sum of weights over the data ranks and backwards of a step",
+                fix="call engine.backward(loss, weight=count) at least once before engine.step()",
+                where=self.mesh.where(),
+            )
+        used = data[:, len(head) :].sum(0)
+        unused = {slot.name for slot, times in zip(self.plan.slots, used, strict=True) if times == 0}
+        scale = self.loss_scale.value if self.loss_scale else 1.0
+        return _Totals(float(_tree(list(data[:, 1]))) / weight, weight, bool(table[:, 2].any()), unused, scale)
+
+
+@dataclass(frozen=True)
+class _Totals:
+    loss: float
+    weight: float
+    unsent: bool
+    unused: set[str]
+    loss_scale: float
+
+
+def _tree(values: list[Tensor]) -> Tensor:
+    """The sum in one binary tree: the same bits for any power-of-two split into ranks and micro-batches."""
+    if len(values) == 1:
+        return values[0]
+    half = 1 << ((len(values) - 1).bit_length() - 1)
+    return _tree(values[:half]) + _tree(values[half:])

@@ -1,0 +1,32 @@
+"""The dynamic loss scale of fp16. bf16 and fp32 do not need one.
+
+Only the decision is here; the engine takes it from the global gradient norm, which is the same number on all ranks, so
+no rank skips a step alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass
+class LossScale:
+    """Halved at an overflow, doubled after `growth_interval` good steps in a row. Powers of two: scaling is exact.
+
+    The initial value is low because gradients arrive multiplied by their weight (a token count), not as a mean.
+    """
+
+    value: float = 2.0**8
+    growth_interval: int = 2000
+    smallest: float = 2.0**-24
+    largest: float = 2.0**24
+    good_steps: int = 0
+
+    def update(self, overflow: bool) -> None:
+        if overflow:
+            self.value = max(self.value / 2, self.smallest)
+            self.good_steps = 0
+            return
+        self.good_steps += 1
+        if self.good_steps % self.growth_interval == 0:
+            self.value = min(self.value * 2, self.largest)

@@ -1,0 +1,175 @@
+"""How a bucket's gradients reach the owners of their rows, and how rows come back. Two ways, the same sums of rows.
+
+Direct (gloo, and everywhere when reproducible): slices of the gradients themselves go straight to their owners; only
+small ones are packed into one message. The owner adds the pieces in rank order, or in one binary tree.
+
+Packed (NCCL): rows are copied into one flat buffer of equal chunks, one per owner, for the native reduce-scatter and
+all-gather.
+
+Both give the owner, for each slot, the sum over the data ranks of its rows, in fp32 (fp64 in fp64 models).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+from isograd.comm import raw
+from isograd.comm.raw import Group, Handle
+from isograd.engine.plan import Slot
+
+SMALL = 1 << 14  # elements: below this a slice is packed with others rather than sent by itself
+
+Pieces = list[Tensor]
+
+
+class Flight:
+    """A bucket's reduction under way. `wait` returns my rows of each slot, summed over the group."""
+
+    def __init__(self, handle: Handle, members: list[Pieces], own: Pieces | None, tree: bool) -> None:
+        self._handle, self._members, self._own, self._tree = handle, members, own, tree
+
+    def wait(self) -> Pieces:
+        self._handle.wait()
+        return tree_sum(self._members, self._own) if self._tree else reduce(self._add, self._members)
+
+    def _add(self, a: Pieces, b: Pieces) -> Pieces:
+        return _add(a, b, self._own)
+
+
+def _add(a: Pieces, b: Pieces, keep: Pieces | None) -> Pieces:
+    """a + b, in the memory of one of them: never in `keep`'s, which is a slice of something larger to be freed."""
+    into, other = (b, a) if a is keep else (a, b)
+    torch._foreach_add_(into, other)
+    return into
+
+
+def tree_sum(members: Sequence[Pieces], keep: Pieces | None = None) -> Pieces:
+    """((0 + 1) + (2 + 3)) + ...: the order that a power-of-two split into ranks and micro-batches leaves unchanged."""
+    level = list(members)
+    while len(level) > 1:
+        pairs = [_add(level[i], level[i + 1], keep) for i in range(0, len(level) - 1, 2)]
+        level = pairs + level[len(level) - len(level) % 2 :]
+    return level[0]
+
+
+def reduce_rows(slots: Sequence[Slot], gradients: Pieces, group: Group, *, tree: bool) -> Flight:
+    """Start sending each owner its rows of my full gradients."""
+    if group.size == 1:
+        return Flight(Handle(), [[g.view(1) if g.dim() == 0 else g for g in gradients]], None, tree)
+    if raw.native(group) and not tree:
+        return _reduce_packed(slots, gradients, group)
+    own = [slot.rows(g) for slot, g in zip(slots, gradients, strict=True)]
+    out = [_outgoing([s.rows(g, o) for s, g in zip(slots, gradients, strict=True)]) for o in range(group.size)]
+    members: list[Pieces] = []
+    into: list[Pieces] = []
+    for member in range(group.size):
+        if member == group.index:
+            members.append(own)
+            into.append([])
+        else:
+            pieces, messages = _incoming(own)
+            members.append(pieces)
+            into.append(messages)
+    return Flight(raw.exchange(out, into, group), members, own, tree)
+
+
+def gather_rows(slots: Sequence[Slot], whole: Pieces, group: Group) -> Handle:
+    """Start filling the rows of others in whole tensors, in which each member has already put its own rows."""
+    if group.size == 1:
+        return Handle()
+    if raw.native(group):
+        return _gather_packed(slots, whole, group)
+    mine = _outgoing([slot.rows(w) for slot, w in zip(slots, whole, strict=True)])
+    into: list[Pieces] = []
+    unpack: list[tuple[Pieces, Pieces]] = []
+    for member in range(group.size):
+        if member == group.index:
+            into.append([])
+            continue
+        targets = [slot.rows(w, member) for slot, w in zip(slots, whole, strict=True)]
+        small = [t for t in targets if t.numel() < SMALL]
+        packed = _flat_like(small)
+        into.append([t for t in targets if t.numel() >= SMALL] + ([packed] if packed is not None else []))
+        if packed is not None:
+            unpack.append((small, _views(packed, small)))
+    handle = raw.exchange([mine] * group.size, into, group)
+
+    def place() -> None:
+        handle.wait()
+        for targets, arrived in unpack:
+            torch._foreach_copy_(targets, arrived)
+
+    return Handle(then=place)
+
+
+def _outgoing(pieces: Pieces) -> Pieces:
+    """The messages for one owner: large slices as they are, small ones as one."""
+    small = [p.reshape(-1) for p in pieces if p.numel() < SMALL]
+    large = [p for p in pieces if p.numel() >= SMALL]
+    return large + ([torch.cat(small)] if small else [])
+
+
+def _incoming(like: Pieces) -> tuple[Pieces, Pieces]:
+    """Memory for one member's rows: (a tensor per slot, the messages that fill them)."""
+    small = [p for p in like if p.numel() < SMALL]
+    packed = _flat_like(small)
+    views = iter(_views(packed, small) if packed is not None else [])
+    pieces = [next(views) if p.numel() < SMALL else torch.empty_like(p) for p in like]
+    large = [p for p in pieces if p.numel() >= SMALL]
+    return pieces, large + ([packed] if packed is not None else [])
+
+
+def _flat_like(pieces: Pieces) -> Tensor | None:
+    return pieces[0].new_empty(sum(p.numel() for p in pieces)) if pieces else None
+
+
+def _views(flat: Tensor, like: Pieces) -> Pieces:
+    return [part.view(p.shape) for part, p in zip(flat.split([p.numel() for p in like]), like, strict=True)]
+
+
+def _chunks(slots: Sequence[Slot], like: Pieces, flat: Tensor, owners: int) -> list[Pieces]:
+    """Views into a flat buffer of `owners` equal chunks: where each owner's rows of each slot lie."""
+    chunk = flat.numel() // owners
+    found = []
+    for owner in range(owners):
+        rows = [slot.rows(t, owner) for slot, t in zip(slots, like, strict=True)]
+        used = sum(r.numel() for r in rows)
+        found.append(_views(flat[owner * chunk : owner * chunk + used], rows))
+    return found
+
+
+def _chunk_size(slots: Sequence[Slot], like: Pieces, owners: int) -> int:
+    pairs = list(zip(slots, like, strict=True))
+    return max(sum(slot.rows(t, owner).numel() for slot, t in pairs) for owner in range(owners))
+
+
+def _reduce_packed(slots: Sequence[Slot], gradients: Pieces, group: Group) -> Flight:
+    size = _chunk_size(slots, gradients, group.size)
+    flat = gradients[0].new_zeros(size * group.size)
+    for owner, places in enumerate(_chunks(slots, gradients, flat, group.size)):
+        torch._foreach_copy_(places, [s.rows(g, owner) for s, g in zip(slots, gradients, strict=True)])
+    mine, handle = raw.reduce_scatter_start(flat, group)
+    rows = [slot.rows(g) for slot, g in zip(slots, gradients, strict=True)]
+    return Flight(handle, [_views(mine[: sum(r.numel() for r in rows)], rows)], None, False)
+
+
+def _gather_packed(slots: Sequence[Slot], whole: Pieces, group: Group) -> Handle:
+    size = _chunk_size(slots, whole, group.size)
+    flat = whole[0].new_empty(size * group.size)
+    places = _chunks(slots, whole, flat, group.size)
+    torch._foreach_copy_(places[group.index], [s.rows(w) for s, w in zip(slots, whole, strict=True)])
+    mine = flat[group.index * size : (group.index + 1) * size].clone()
+    handle = raw.all_gather_start(flat, mine, group)
+
+    def place() -> None:
+        handle.wait()
+        for member in range(group.size):
+            if member != group.index:
+                targets = [slot.rows(w, member) for slot, w in zip(slots, whole, strict=True)]
+                torch._foreach_copy_(targets, places[member])
+
+    return Handle(then=place)

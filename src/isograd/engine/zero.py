@@ -1,0 +1,141 @@
+"""What a ZeRO stage is: which tensors the optimizer sees, and what is gathered after the debts are settled.
+
+The reduction is the same at every stage (engine/reduce.py): each owner has its rows of the settled gradient. Then
+
+    stage 0   gradients are gathered; every rank steps whole parameters
+    stage 1   every rank steps its rows; parameters are gathered
+    stage 2   the same moves as stage 1. Full gradients are freed as soon as they are sent at *both* stages (that costs
+              nothing here), so the two differ only where a full gradient must be kept for a later backward
+
+With fp32 parameters an optimizer's shard is `parameter.data[rows]` itself, and gathering moves those slices straight
+into the other ranks' parameters. bf16 and fp16 parameters have fp32 master rows; the optimizer steps those, and the
+gather moves half precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from isograd.comm.raw import Group
+from isograd.engine.plan import Plan, Slot
+from isograd.engine.transport import gather_rows
+from isograd.errors import EngineError
+
+
+class Shards(list[nn.Parameter]):
+    """The tensors to optimize, each a row shard of a named parameter (whole parameters at stage 0).
+
+    Use it as the list it is, or cut it into parameter groups by name with `groups`.
+    """
+
+    def __init__(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
+        pairs = list(named)
+        super().__init__(shard for _, shard in pairs)
+        self.names = [name for name, _ in pairs]
+
+    def named(self) -> list[tuple[str, nn.Parameter]]:
+        return list(zip(self.names, self, strict=True))
+
+    def groups(self, patterns: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Optimizer groups: each shard goes to the first shell-style pattern that its name matches.
+
+            lambda ps: AdamW(ps.groups({"*norm*": {"weight_decay": 0.0}, "*": {}}), lr=3e-4)
+        """
+        found: dict[str, list[nn.Parameter]] = {pattern: [] for pattern in patterns}
+        lost = []
+        for name, shard in self.named():
+            home = next((p for p in patterns if fnmatchcase(name, p)), None)
+            if home is None:
+                lost.append(name)
+            else:
+                found[home].append(shard)
+        empty = [pattern for pattern, shards in found.items() if not shards]
+        if lost or empty:
+            raise EngineError(
+                "IG505",
+                "parameter groups and parameters do not match",
+                seen=f"patterns that match nothing: {empty}; parameters that no pattern matches: {lost}",
+                expected="every pattern to match a parameter and every parameter to match a pattern",
+                fix=f"end with a '*' pattern; the names are {self.names}",
+            )
+        return [{"params": found[pattern], **options} for pattern, options in patterns.items()]
+
+
+Factory = Callable[[Shards], torch.optim.Optimizer]
+
+
+class Optimized:
+    """The optimizer, its shards, and the way of their results back into the model."""
+
+    def __init__(self, plan: Plan, stage: int, group: Group, factory: Factory) -> None:
+        self.plan, self.stage, self.group = plan, stage, group
+        self.masters = {slot.name: self._master(slot) for slot in plan.slots}
+        shards = Shards(self.masters.items())
+        self.optimizer = factory(shards)
+        self._check_owned(shards)
+
+    def _master(self, slot: Slot) -> nn.Parameter:
+        data = slot.parameter.data
+        if slot.parameter.dtype == slot.dtype:
+            return slot.parameter if self.stage == 0 else nn.Parameter(slot.rows(data))
+        return nn.Parameter((data if self.stage == 0 else slot.rows(data)).to(slot.dtype, copy=True))
+
+    def _check_owned(self, shards: Shards) -> None:
+        """Every trainable parameter belongs to exactly one parameter group, and nothing else does."""
+        names = {id(shard): name for name, shard in shards.named()}
+        owned = [id(p) for g in self.optimizer.param_groups for p in g["params"]]
+        missing = [name for key, name in names.items() if key not in owned]
+        twice = [names[key] for key in set(owned) if owned.count(key) > 1 and key in names]
+        foreign = sum(key not in names for key in owned)
+        if missing or twice or foreign:
+            raise EngineError(
+                "IG504",
+                "the optimizer does not own exactly the trainable parameters",
+                seen=f"not owned: {missing}; owned twice: {twice}; tensors it was not given: {foreign}",
+                expected="each shard that the function was called with, once",
+                fix="build the optimizer from the function's argument: lambda ps: torch.optim.AdamW(ps, lr=3e-4); "
+                "freeze what should not train with requires_grad_(False) before making the Engine",
+            )
+
+    def step(self, scale: float, unused: set[str]) -> None:
+        """Optimizer step on `paid * scale`; parameters that no rank used have no gradient, as on one device."""
+        rows = [slot.paid for slot in self.plan.slots if slot.paid is not None]
+        torch._foreach_mul_(rows, scale)
+        if self.stage == 0:
+            self._gather_gradients()
+        for slot in self.plan.slots:
+            gradient = slot.full if self.stage == 0 else slot.paid
+            self.masters[slot.name].grad = None if slot.name in unused else gradient
+        self.optimizer.step()
+        for master in self.masters.values():
+            master.grad = None
+        self._write_back()
+
+    def _gather_gradients(self) -> None:
+        for bucket in self.plan.buckets:
+            for slot in bucket.slots:
+                if slot.full is None:
+                    slot.full = torch.empty_like(slot.parameter, dtype=slot.dtype)
+                if slot.paid is not None and slot.paid.data_ptr() != slot.rows(slot.full).data_ptr():
+                    slot.rows(slot.full).copy_(slot.paid)
+        self._gather([(bucket.slots, [s.full for s in bucket.slots if s.full is not None]) for bucket in self.plan.buckets])
+
+    @torch.no_grad()
+    def _write_back(self) -> None:
+        for slot in self.plan.slots:
+            master = self.masters[slot.name]
+            if master.dtype != slot.parameter.dtype:
+                target = slot.parameter.data if self.stage == 0 else slot.rows(slot.parameter.data)
+                target.copy_(master)
+        if self.stage > 0:
+            self._gather([(bucket.slots, [s.parameter.data for s in bucket.slots]) for bucket in self.plan.buckets])
+
+    def _gather(self, work: list[tuple[list[Slot], list[Tensor]]]) -> None:
+        handles = [gather_rows(slots, whole, self.group) for slots, whole in work]
+        for handle in handles:
+            handle.wait()

@@ -1,0 +1,73 @@
+"""Errors that teach: a code, what was wrong, what was seen, what was expected, how to mend it, and where.
+
+docs/errors.md is the catalogue; a test holds it to the codes used in the source.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class IsogradError(Exception):
+    def __init__(
+        self,
+        code: str,
+        what: str,
+        *,
+        seen: object = None,
+        expected: object = None,
+        fix: str | None = None,
+        where: str | None = None,
+    ) -> None:
+        self.code, self.what = code, what
+        self.seen, self.expected, self.fix, self.where = seen, expected, fix, where
+        super().__init__(code, what)
+
+    def __str__(self) -> str:
+        lines = [f"{self.code}: {self.what}"]
+        for label in ("seen", "expected", "fix", "where"):
+            value = getattr(self, label)
+            if value is not None:
+                lines.append(f"  {label + ':':<10}{value}")
+        return "\n".join(lines)
+
+
+class LayoutError(IsogradError):
+    """IG1xx: a layout that contradicts itself or the world."""
+
+
+class CommError(IsogradError):
+    """IG2xx: a collective that cannot be right."""
+
+
+class LaunchError(CommError):
+    """IG25x: local ranks that could not be started, failed, or did not answer."""
+
+
+class ContractError(IsogradError):
+    """IG3xx: a parameter whose debts are not declared, or declared wrongly."""
+
+
+class ModelError(IsogradError):
+    """IG4xx: a model that cannot be built, sharded or loaded as asked."""
+
+
+class EngineError(IsogradError):
+    """IG5xx: a use of the engine that would give wrong gradients."""
+
+
+class ConfigError(IsogradError):
+    """IG6xx: a config or a command line that cannot be read."""
+
+
+def nearest(word: str, choices: Iterable[str]) -> str | None:
+    """The choice that `word` was probably meant to be."""
+    found = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.5)
+    return found[0] if found else None
+
+
+def did_you_mean(word: str, choices: Iterable[str]) -> str:
+    """' (did you mean x?)', or nothing when no choice is near."""
+    choice = nearest(word, choices)
+    return f" (did you mean {choice!r}?)" if choice else ""

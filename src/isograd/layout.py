@@ -1,0 +1,192 @@
+"""Layout: how many ranks each axis has and what runs on them, as frozen data. No torch, no world.
+
+    dp   data parallel          cp   context parallel, by `ulysses` or `ring`     zero0..3   what is sharded over dp cp
+    tp   tensor parallel        sp   sequence parallel on the tp axis             vpp        chunks per pipeline stage
+    pp   pipeline stages        ep   experts, cut from dp x cp
+
+Ranks are numbered with pp outermost, then dp, cp, and tp innermost, so that tp neighbours share a machine:
+
+    rank = ((pp_index * dp + dp_index) * cp + cp_index) * tp + tp_index
+
+Invariant: `Layout.parse(str(layout)) == layout`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+from isograd.errors import LayoutError, did_you_mean
+
+AXES = ("pp", "dp", "cp", "tp")  # outermost first
+METHODS = ("ulysses", "ring")
+_COUNTS = ("dp", "cp", "tp", "pp", "vpp", "ep")
+_EXAMPLE = "dp2 cp2 ulysses tp2 sp pp2 vpp2 ep2 zero1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    pp: int = 1
+    vpp: int = 1
+    dp: int = 1
+    cp: int = 1
+    cp_method: str = "ulysses"
+    tp: int = 1
+    sp: bool = False
+    ep: int = 1
+    zero: int = 0
+
+    def __post_init__(self) -> None:
+        problems = list(self._problems())
+        if problems:
+            raise _refusal(problems, str(self))
+
+    def _problems(self) -> list[str]:
+        found = [f"{name} must be at least 1, not {getattr(self, name)}" for name in _COUNTS if getattr(self, name) < 1]
+        if self.zero not in (0, 1, 2, 3):
+            found.append(f"zero is a stage from 0 to 3, not {self.zero}")
+        if self.cp_method not in METHODS:
+            found.append(f"unknown cp method {self.cp_method!r}{did_you_mean(self.cp_method, METHODS)}")
+        if self.cp == 1 and self.cp_method != "ulysses":
+            found.append(f"{self.cp_method!r} without cp: give cp2 or more, or leave it out")
+        if self.sp and self.tp == 1:
+            found.append("sp without tp: sequence parallelism cuts over the tp ranks; give tp2 or more, or leave sp out")
+        if self.vpp > 1 and self.pp == 1:
+            found.append(f"vpp{self.vpp} without pp: virtual stages need pp2 or more")
+        if self.ep > 1 and self.dp >= 1 and self.cp >= 1 and (self.dp * self.cp) % self.ep:
+            found.append(f"ep{self.ep} does not divide dp x cp = {self.dp * self.cp}: experts are spread over data ranks")
+        return found
+
+    @classmethod
+    def parse(cls, text: str) -> Layout:
+        """Read 'dp2 tp2 sp zero1'. Axes left out have one rank; '' and '1' are a world of one."""
+        values: dict[str, int | str | bool] = {}
+        problems: list[str] = []
+        names = [*_COUNTS, "zero", "sp", *METHODS]
+
+        def put(key: str, value: int | str | bool, token: str) -> None:
+            if key in values:
+                problems.append(f"{key!r} is given twice ({token!r})")
+            values[key] = value
+
+        for token in text.split():
+            counted = re.fullmatch(r"([a-z]+)(\d+)", token)
+            if token == "sp":
+                put("sp", True, token)
+            elif token in METHODS:
+                put("cp_method", token, token)
+            elif counted and counted[1] in (*_COUNTS, "zero"):
+                put(counted[1], int(counted[2]), token)
+            elif token in (*_COUNTS, "zero"):
+                problems.append(f"{token!r} needs a number, as in {token}2")
+            elif token != "1" or len(text.split()) > 1:
+                word = counted[1] if counted else token
+                problems.append(f"unknown token {token!r}{did_you_mean(word, names)}")
+        if "cp_method" in values and values.get("cp", 1) == 1:
+            problems.append(f"{values.pop('cp_method')!r} without cp: give cp2 or more, or leave it out")
+        unchecked = object.__new__(cls)
+        for field, default in cls.__dataclass_fields__.items():
+            object.__setattr__(unchecked, field, values.get(field, default.default))
+        problems += unchecked._problems()
+        if problems:
+            raise _refusal(problems, text)
+        return unchecked
+
+    def __str__(self) -> str:
+        words = [f"dp{self.dp}"] if self.dp != 1 else []
+        words += [f"cp{self.cp}", self.cp_method] if self.cp != 1 else []
+        words += [f"tp{self.tp}"] if self.tp != 1 else []
+        words += ["sp"] if self.sp else []
+        words += [f"{name}{getattr(self, name)}" for name in ("pp", "vpp", "ep") if getattr(self, name) != 1]
+        words += [f"zero{self.zero}"] if self.zero else []
+        return " ".join(words) or "1"
+
+    @property
+    def world_size(self) -> int:
+        return self.pp * self.dp * self.cp * self.tp
+
+    def size(self, axis: str) -> int:
+        if axis not in AXES:
+            raise _unknown_axes(axis)
+        return int(getattr(self, axis))
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        if not 0 <= rank < self.world_size:
+            raise LayoutError("IG103", f"rank {rank} is not in a world of {self.world_size}", seen=rank,
+                              expected=f"0 to {self.world_size - 1}")
+        found = {}
+        for axis in reversed(AXES):
+            rank, found[axis] = divmod(rank, self.size(axis))
+        return {axis: found[axis] for axis in AXES}
+
+    def rank(self, coordinates: dict[str, int]) -> int:
+        rank = 0
+        for axis in AXES:
+            rank = rank * self.size(axis) + coordinates[axis]
+        return rank
+
+    def ranks(self, axes: str, rank: int) -> tuple[int, ...]:
+        """The global ranks, in order, of the group through `rank` along `axes`.
+
+        'tp': one axis. 'dp cp': several, flattened. 'tp/2': blocks of 2 neighbours along tp. 'world': everybody.
+        """
+        if axes == "world":
+            return tuple(range(self.world_size))
+        block = re.fullmatch(r"([a-z]+)/(\d+)", axes)
+        if block:
+            return self._block(block[1], int(block[2]), rank)
+        free = axes.split()
+        if not free or any(axis not in AXES for axis in free):
+            raise _unknown_axes(axes)
+        here = self.coordinates(rank)
+        spots = [here]
+        for axis in AXES:
+            if axis in free:
+                spots = [{**spot, axis: i} for spot in spots for i in range(self.size(axis))]
+        return tuple(self.rank(spot) for spot in spots)
+
+    def _block(self, axis: str, length: int, rank: int) -> tuple[int, ...]:
+        if length < 1 or self.size(axis) % length:
+            raise LayoutError("IG104", f"blocks of {length} do not divide {axis}{self.size(axis)}",
+                              seen=f"{axis}/{length}", expected=f"a divisor of {self.size(axis)}")
+        along = self.ranks(axis, rank)
+        start = along.index(rank) // length * length
+        return along[start : start + length]
+
+    def fits(self, world_size: int) -> list[Layout]:
+        """Layouts near this one that need exactly `world_size` ranks, nearest first."""
+        found = []
+        others = self.world_size // self.dp
+        if world_size % others == 0:
+            found.append(self._resized(dp=world_size // others))
+        for tp in (t for t in range(self.tp, 0, -1) if world_size % (self.pp * self.cp * t) == 0):
+            found.append(self._resized(tp=tp, dp=world_size // (self.pp * self.cp * tp)))
+        found.append(self._resized(pp=1, cp=1, tp=math.gcd(self.tp, world_size), dp=world_size // math.gcd(self.tp, world_size)))
+        return list(dict.fromkeys(found))[:3]
+
+    def _resized(self, **sizes: int) -> Layout:
+        merged = {**{name: getattr(self, name) for name in _COUNTS}, **sizes}
+        merged["vpp"] = self.vpp if merged["pp"] > 1 else 1
+        merged["ep"] = self.ep if merged["dp"] * merged["cp"] % self.ep == 0 else 1
+        method = self.cp_method if merged["cp"] > 1 else "ulysses"
+        return Layout(**merged, cp_method=method, sp=self.sp and merged["tp"] > 1, zero=self.zero)
+
+
+def _refusal(problems: list[str], text: str) -> LayoutError:
+    return LayoutError(
+        "IG101",
+        "this layout cannot be: " + "; ".join(problems),
+        seen=repr(text),
+        expected=f"axes with their sizes, as in {_EXAMPLE!r}",
+        fix="mend every point above; 'isograd explain LAYOUT' draws what a layout means",
+    )
+
+
+def _unknown_axes(axes: str) -> LayoutError:
+    return LayoutError(
+        "IG102",
+        f"no such axes: {axes!r}{did_you_mean(axes, AXES)}",
+        seen=axes,
+        expected="'pp', 'dp', 'cp', 'tp', several of them ('dp cp'), a block ('tp/2') or 'world'",
+    )

@@ -1,0 +1,79 @@
+"""Mesh: a Layout bound to a running world. Who am I on each axis, which ranks share an axis with me.
+
+A mesh is passed as an argument, never looked up. Process groups are made when first asked for, by their members only;
+every rank asks in the same order because every rank builds the same program.
+
+    rank order, dp2 tp2 pp2 (pp outermost, then dp, cp, tp innermost, so that tp neighbours sit on one machine):
+
+              tp0  tp1                 tp0  tp1
+        dp0    0    1            dp0    4    5
+        dp1    2    3            dp1    6    7
+            pp0                      pp1
+"""
+
+from __future__ import annotations
+
+import torch
+
+from isograd.comm import raw
+from isograd.comm.raw import Group
+from isograd.errors import LayoutError
+from isograd.layout import Layout
+
+DATA = "dp cp"  # the axes over which every parameter's gradient is a sum
+
+
+class Mesh:
+    def __init__(self, layout: Layout | str) -> None:
+        """Join the running world: one already initialised, else torchrun's, else a world of one."""
+        layout = Layout.parse(layout) if isinstance(layout, str) else layout
+        rank, size = raw.world()
+        if size != layout.world_size:
+            raise LayoutError(
+                "IG110",
+                f"layout {str(layout)!r} needs {layout.world_size} ranks, this world has {size}",
+                seen=f"world of {size}",
+                expected=f"world of {layout.world_size}",
+                fix=f"start {layout.world_size} ranks, or one of these layouts fits {size}: "
+                + "; ".join(str(fit) for fit in layout.fits(size)),
+            )
+        self._setup(layout, rank, bound=True)
+
+    @classmethod
+    def unbound(cls, layout: Layout | str, rank: int = 0) -> Mesh:
+        """The mesh one rank would have, without a world: to build and look at models and contracts."""
+        mesh = cls.__new__(cls)
+        mesh._setup(Layout.parse(layout) if isinstance(layout, str) else layout, rank, bound=False)
+        return mesh
+
+    def _setup(self, layout: Layout, rank: int, *, bound: bool) -> None:
+        self.layout = layout
+        self.rank = rank
+        self.bound = bound
+        self.coordinates = layout.coordinates(rank)
+        self.device = raw.device() if bound else torch.device("cpu")
+        self._groups: dict[str, Group] = {}
+
+    def size(self, axes: str) -> int:
+        return len(self.layout.ranks(axes, self.rank))
+
+    def index(self, axes: str) -> int:
+        """My place among the ranks of my group along `axes`."""
+        return self.layout.ranks(axes, self.rank).index(self.rank)
+
+    def group(self, axes: str) -> Group:
+        ranks = self.layout.ranks(axes, self.rank)
+        if axes not in self._groups:
+            if self.bound:
+                self._groups[axes] = raw.new_group(axes, ranks, self.rank)
+            else:
+                self._groups[axes] = Group(axes, ranks, ranks.index(self.rank))
+        return self._groups[axes]
+
+    def where(self) -> str:
+        """'rank 3 (dp1 tp1)': for error messages."""
+        spots = " ".join(f"{axis}{i}" for axis, i in self.coordinates.items() if self.layout.size(axis) > 1)
+        return f"rank {self.rank}" + (f" ({spots})" if spots else "")
+
+    def __repr__(self) -> str:
+        return f"Mesh({str(self.layout)!r}, {self.where()}{'' if self.bound else ', unbound'})"

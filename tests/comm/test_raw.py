@@ -1,0 +1,40 @@
+"""comm/raw.py: members of a group obtain the same bits; native paths, as NCCL takes them, give the same values."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from isograd.comm import raw
+from isograd.mesh import Mesh
+
+
+def sums_on(axes_layout: str, numel: int, native: bool) -> list[torch.Tensor]:
+    mesh = Mesh(axes_layout)
+    group = mesh.group("world")
+    x = torch.randn(numel, generator=torch.Generator().manual_seed(mesh.rank))
+    before, raw.native = raw.native, (lambda _: True) if native else raw.native
+    try:
+        sizes = raw.even_sizes(numel, group.size)
+        summed = raw.all_reduce(x, group)
+        scattered = raw.all_gather(raw.reduce_scatter(x, group, sizes), group, sizes)
+        return [summed, scattered, raw.all_max(x, group), torch.stack(raw.gather_list(x, group))]
+    finally:
+        raw.native = before
+
+
+@pytest.mark.parametrize("members", [2, 3, 4])
+@pytest.mark.parametrize("numel", [1, 12, 1000, 50_000])
+@pytest.mark.parametrize("native", [False, True])
+def test_reductions_give_every_member_the_same_bits_and_the_true_sum(worlds, members, numel, native) -> None:
+    results = worlds(members).run(sums_on, f"dp{members}", numel, native)
+    inputs = torch.stack([torch.randn(numel, generator=torch.Generator().manual_seed(r)) for r in range(members)])
+    for mine in results:
+        for tensor, first in zip(mine, results[0], strict=True):
+            assert torch.equal(tensor, first)
+    summed, scattered, top, gathered = results[0]
+    noise = members * torch.finfo(torch.float32).eps * inputs.double().abs().sum(0)
+    assert ((summed - inputs.double().sum(0)).abs() <= noise).all()
+    assert ((scattered - inputs.double().sum(0)).abs() <= noise).all()
+    assert torch.equal(top, inputs.amax(0))
+    assert torch.equal(gathered, inputs)

@@ -1,0 +1,31 @@
+"""Worlds of ranks, started once per size and shared by all tests: importing torch costs more than most tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from isograd.comm.launch import World
+
+
+class PatientWorld(World):
+    """A hang is a failure with stacks, not a stuck test run."""
+
+    def run(self, fn: Callable[..., Any], *args: Any, timeout: float | None = 120) -> list[Any]:
+        return super().run(fn, *args, timeout=timeout)
+
+
+@pytest.fixture(scope="session")
+def worlds() -> Iterator[Callable[[int], World]]:
+    started: dict[int, World] = {}
+
+    def world(ranks: int) -> World:
+        if ranks not in started:
+            started[ranks] = PatientWorld(ranks)
+        return started[ranks]
+
+    yield world
+    for one in started.values():
+        one.close()

@@ -1,0 +1,252 @@
+"""The engine trains a foreign nn.Module as one device does: every stage, any mix of synced and unsynced backwards."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from isograd.comm import raw
+from isograd.engine import Engine
+from isograd.mesh import DATA, Mesh
+
+from . import toys
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("zero", [0, 1, 2])
+@pytest.mark.parametrize("unsynced", ["", "nnn", "nsn", "nnnn"], ids=lambda u: u or "synced")
+def test_a_foreign_module_trains_as_on_one_device(worlds, ranks: int, zero: int, unsynced: str) -> None:
+    results = worlds(ranks).run(partial(toys.engine_run, f"dp{ranks} zero{zero}", unsynced=unsynced))
+    truth = toys.one_device(4, 2, toys.adamw, 0.5)
+    for result in results:
+        toys.assert_same_training(result, truth)
+        toys.assert_same_bits(result.parameters, results[0].parameters)
+
+
+def three_stages(**options: object) -> list[toys.Outcome]:
+    ranks = raw.world()[1]
+    return [toys.engine_run(f"dp{ranks} zero{zero}", micro_batches=8, **options) for zero in (0, 1, 2)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_zero_stages_0_1_and_2_give_the_same_bits(worlds, ranks: int, dtype: torch.dtype) -> None:
+    first, *others = worlds(ranks).run(partial(three_stages, dtype=dtype))[0]
+    for other in others:
+        toys.assert_same_bits(bits_of(other.parameters), bits_of(first.parameters))
+        toys.assert_same_bits(first.gradients, other.gradients)
+        assert (other.losses, other.norms) == (first.losses, first.norms)
+
+
+def bits_of(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {n: t.view(torch.int16) if t.dtype == torch.bfloat16 else t for n, t in tensors.items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_reproducible_gives_the_same_bits_for_every_split_into_ranks_and_micro_batches(worlds, dtype) -> None:
+    runs = [
+        outcome
+        for ranks in (1, 2, 4)
+        for outcome in worlds(ranks).run(partial(three_stages, dtype=dtype, reproducible=True))[0]
+    ]
+    for run in runs[1:]:
+        toys.assert_same_bits(run.gradients, runs[0].gradients)
+        toys.assert_same_bits(run.parameters, runs[0].parameters)
+        assert (run.losses, run.norms) == (runs[0].losses, runs[0].norms)
+    if dtype == torch.float64:
+        toys.assert_same_training(runs[0], toys.one_device(8, 2, toys.adamw, 0.5))
+
+
+def as_on_nccl(zero: int) -> toys.Outcome:
+    """The packed transport with native collectives, which NCCL takes; here gloo stands in for it."""
+    before, raw.native = raw.native, lambda group: group.size > 1
+    try:
+        return toys.engine_run(f"dp{raw.world()[1]} zero{zero}")
+    finally:
+        raw.native = before
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_the_packed_transport_of_nccl_gives_the_same_gradients(worlds, ranks: int, zero: int) -> None:
+    truth = toys.one_device(4, 2, toys.adamw, 0.5)
+    for result in worlds(ranks).run(as_on_nccl, zero):
+        toys.assert_same_training(result, truth)
+
+
+def count_reductions(unsynced: str) -> int:
+    """How many times this rank's reducer sends a bucket during one step of four micro-batches."""
+    from isograd.engine import reduce
+
+    sent, original = [], reduce.reduce_rows
+
+    def counting(*args: object, **kwargs: object) -> object:
+        sent.append(1)
+        return original(*args, **kwargs)  # type: ignore[arg-type]
+
+    reduce.reduce_rows = counting  # type: ignore[assignment]
+    try:
+        toys.engine_run("dp2 zero1", micro_batches=8, steps=1, unsynced=unsynced, bucket_mb=100)
+    finally:
+        reduce.reduce_rows = original
+    return len(sent)
+
+
+@pytest.mark.parametrize(("unsynced", "expected"), [("nnns", 1), ("nnnn", 1), ("", 4), ("snsn", 3)])
+def test_no_sync_leaves_exactly_the_reductions_of_the_synced_backwards(worlds, unsynced: str, expected: int) -> None:
+    assert worlds(2).run(count_reductions, unsynced) == [expected, expected]
+
+
+def different_numbers_of_backwards() -> toys.Outcome:
+    """Without overlap, rank 0 runs all four micro-batches, rank 1 none."""
+    mesh, model = Mesh("dp2 zero2"), toys.Toy()
+    engine = Engine(model, mesh, toys.adamw, clip=0.5, overlap=False)
+    outcome = toys.Outcome()
+    for step in range(2):
+        for index in range(4 if mesh.rank == 0 else 0):
+            x, y = toys.micro_batch(step, index)
+            engine.backward(toys.loss_of(model, x, y), weight=len(x))
+        if step == 0:
+            outcome.gradients = {name: g.clone() for name, g in engine.grads()}
+        stats = engine.step()
+        outcome.losses.append(stats.loss)
+        outcome.norms.append(stats.grad_norm)
+    outcome.parameters = {n: p.detach().clone() for n, p in model.named_parameters()}
+    return outcome
+
+
+def test_without_overlap_ranks_may_run_different_numbers_of_backwards(worlds) -> None:
+    truth = toys.one_device(4, 2, toys.adamw, 0.5)
+    for result in worlds(2).run(different_numbers_of_backwards):
+        toys.assert_same_training(result, truth)
+
+
+class TwoHeads(nn.Module):
+    """Which head is used depends on the rank's data; one parameter's gradient arrives as a transpose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.body = nn.Parameter(torch.randn(6, 9, dtype=torch.float64))
+        self.heads = nn.ModuleList(nn.Linear(9, 3, dtype=torch.float64) for _ in range(3))
+
+    def forward(self, x: Tensor, head: int) -> Tensor:
+        return self.heads[head]((self.body.t() @ x.t()).t()).square().mean(1)  # type: ignore[no-any-return]
+
+
+def heads_by_rank(ranks: int, zero: int) -> dict[str, Tensor]:
+    mesh, model = Mesh(f"dp{ranks} zero{zero}"), TwoHeads()
+    decay = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.5)
+    engine = Engine(model, mesh, decay, bucket_mb=1e-4)
+    generator = torch.Generator().manual_seed(3)
+    batches = [torch.randn(2, 6, generator=generator, dtype=torch.float64) for _ in range(2)]
+    share = 2 // ranks
+    for j in range(share):
+        index = mesh.index(DATA) * share + j
+        engine.backward(model(batches[index], index).mean(), weight=2)
+    engine.step()
+    return {n: p.detach().clone() for n, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_a_parameter_used_on_one_rank_only_is_settled_and_one_used_nowhere_is_not_stepped(worlds, zero: int) -> None:
+    truth = worlds(1).run(heads_by_rank, 1, zero)[0]
+    for result in worlds(2).run(heads_by_rank, 2, zero):
+        for name, value in truth.items():
+            assert float((result[name] - value).norm()) <= 1e-12 * float(value.norm()), name
+    assert torch.equal(truth["heads.2.weight"], TwoHeads().heads[2].weight)  # no decay either, as in torch
+
+
+class Recomputed(nn.Module):
+    def __init__(self, reentrant: bool | None) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.inner, self.reentrant = nn.Linear(13, 13, dtype=torch.float64), reentrant
+        self.out = nn.Linear(13, 5, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(3):  # the same module three times: with reentrant recompute its hook fires three times
+            x = (
+                torch.tanh(self.inner(x))
+                if self.reentrant is None
+                else checkpoint(lambda t: torch.tanh(self.inner(t)), x, use_reentrant=self.reentrant)
+            )
+        return self.out(x)  # type: ignore[no-any-return]
+
+
+def recomputed(reentrant: bool | None) -> dict[str, Tensor]:
+    mesh, model = Mesh("dp2 zero1"), Recomputed(reentrant)
+    engine = Engine(model, mesh, toys.sgd, bucket_mb=1e-5)
+    x, y = toys.micro_batch(0, 2 * mesh.rank)
+    engine.backward(F.mse_loss(model(x.requires_grad_()), y), weight=len(x))
+    return {name: g.clone() for name, g in engine.grads()}
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recompute_of_a_shared_module_loses_no_use_of_it(worlds, reentrant: bool) -> None:
+    truth = worlds(2).run(recomputed, None)[0]
+    for result in worlds(2).run(recomputed, reentrant):
+        for name, expected in truth.items():
+            assert float((result[name] - expected).norm()) <= 1e-12 * float(expected.norm()), name
+
+
+def compiled(layout: str, compile_it: bool) -> dict[str, Tensor]:
+    mesh, model = Mesh(layout), toys.Toy()
+    engine = Engine(model, mesh, toys.sgd)
+    if compile_it:
+        model.compile(backend="aot_eager")
+    x, y = toys.micro_batch(0, 2 * mesh.rank)
+    engine.backward(toys.loss_of(model, x, y), weight=len(x))
+    return {name: g.clone() for name, g in engine.grads()}
+
+
+def test_a_compiled_module_has_the_gradients_of_the_eager_one(worlds) -> None:
+    eager = worlds(2).run(compiled, "dp2 zero1", False)[0]
+    for result in worlds(2).run(compiled, "dp2 zero1", True):
+        for name, expected in eager.items():
+            assert float((result[name] - expected).norm()) <= 1e-12 * float(expected.norm()), name
+
+
+def scheduled_groups() -> tuple[list[float], dict[str, Tensor]]:
+    mesh, model = Mesh("dp2 zero1"), toys.Toy()
+    engine = Engine(
+        model, mesh, lambda ps: torch.optim.SGD(ps.groups({"*.bias": {"lr": 0.0}, "*": {}}), lr=0.1)
+    )
+    schedule = torch.optim.lr_scheduler.ExponentialLR(engine.optimizer, 0.5)
+    rates = []
+    for step in range(3):
+        x, y = toys.micro_batch(step, 2)
+        engine.backward(toys.loss_of(model, x, y), weight=len(x))
+        engine.step()
+        schedule.step()
+        rates.append(schedule.get_last_lr()[1])
+    return rates, {n: p.detach().clone() for n, p in model.named_parameters()}
+
+
+def test_groups_by_name_and_torch_schedulers_work_on_row_shards(worlds) -> None:
+    fresh = dict(toys.Toy().named_parameters())
+    for rates, parameters in worlds(2).run(scheduled_groups):
+        assert rates == pytest.approx([0.05, 0.025, 0.0125])
+        for name, value in parameters.items():
+            moved = not torch.equal(value, fresh[name].detach())
+            assert moved == (not name.endswith(".bias") and name.split(".")[0] not in ("frozen", "unused")), name
+
+
+def unsynced_context_is_restored_after_an_error() -> bool:
+    engine = Engine(toys.Toy(), Mesh(""), toys.sgd)
+    try:
+        with engine.no_sync(), nullcontext():
+            raise KeyError
+    except KeyError:
+        return engine._sync
+    return False
+
+
+def test_no_sync_ends_with_its_block_even_when_it_raises(worlds) -> None:
+    assert worlds(1).run(unsynced_context_is_restored_after_an_error) == [True]
