@@ -1,0 +1,61 @@
+"""isograd: the gradient of one device under every parallel layout, proven.
+
+Names are loaded when first used, so that `isograd --help` and `isograd.Layout` need no torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Layout": "isograd.layout",
+    "Mesh": "isograd.mesh",
+    "Contract": "isograd.contract",
+    "Shard": "isograd.contract",
+    "contracts": "isograd.contract",
+    "declare": "isograd.contract",
+    "Engine": "isograd.engine",
+    "LossScale": "isograd.engine",
+    "Stats": "isograd.engine",
+    "launch": "isograd.comm.launch",
+    "World": "isograd.comm.launch",
+    "IsogradError": "isograd.errors",
+}
+_MODULES = ("comm", "engine", "errors", "models", "nn", "random")
+
+__all__ = [*_HOMES, *_MODULES]  # noqa: PLE0604
+
+if TYPE_CHECKING:
+    from isograd import comm as comm
+    from isograd import engine as engine
+    from isograd import errors as errors
+    from isograd import models as models
+    from isograd import nn as nn
+    from isograd import random as random
+    from isograd.comm.launch import World as World
+    from isograd.comm.launch import launch as launch
+    from isograd.contract import Contract as Contract
+    from isograd.contract import Shard as Shard
+    from isograd.contract import contracts as contracts
+    from isograd.contract import declare as declare
+    from isograd.engine import Engine as Engine
+    from isograd.engine import LossScale as LossScale
+    from isograd.engine import Stats as Stats
+    from isograd.errors import IsogradError as IsogradError
+    from isograd.layout import Layout as Layout
+    from isograd.mesh import Mesh as Mesh
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    if name in _MODULES:
+        return import_module(f"isograd.{name}")
+    raise AttributeError(f"module 'isograd' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

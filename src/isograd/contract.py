@@ -93,6 +93,12 @@ def declare(
     return parameter
 
 
+def contract_of(parameter: torch.Tensor) -> Contract | None:
+    """What was declared for this parameter, if anything was."""
+    found = getattr(parameter, _MARK, None)
+    return found if isinstance(found, Contract) else None
+
+
 def owing(mesh: Mesh, owes: tuple[str, ...]) -> tuple[str, ...]:
     """The debts that exist under this mesh: axes of one rank are no debt."""
     return tuple(axes for axes in owes if mesh.size(axes) > 1)
@@ -144,7 +150,7 @@ def contracts(model: nn.Module, mesh: Mesh) -> Table:
             if id(parameter) in seen:
                 continue
             seen.add(id(parameter))
-            contract = getattr(parameter, _MARK, None)
+            contract = contract_of(parameter)
             if contract is None:
                 if type(module).__module__.startswith("isograd."):
                     raise ContractError(

@@ -1,0 +1,6 @@
+"""The one decoder, its configs, and its ties to Hugging Face."""
+
+from isograd.models.config import PRESETS, TransformerConfig, load_config, preset
+from isograd.models.transformer import Transformer
+
+__all__ = ["PRESETS", "Transformer", "TransformerConfig", "load_config", "preset"]

@@ -1,0 +1,126 @@
+"""TransformerConfig: every option of the one decoder, as data. Presets, and reading configs from files.
+
+A file is YAML or JSON of these fields, or a Hugging Face config.json (it has `model_type`). Unknown fields are errors
+with the nearest name, all at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from isograd.errors import ConfigError, did_you_mean
+
+MAX_CONFIG_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerConfig:
+    vocab: int
+    hidden: int
+    layers: int
+    heads: int
+    mlp: int  # inner features
+    kv_heads: int | None = None  # None: as many as heads
+    head_dim: int | None = None  # None: hidden / heads
+    norm: str = "rms"  # "rms" | "layer"
+    norm_eps: float = 1e-6
+    activation: str = "silu"  # "silu" | "gelu" | "gelu_tanh" | "relu"
+    gated: bool = True
+    positions: str = "rotary"  # "rotary" | "learned"
+    rope_theta: float = 10000.0
+    rotary_fraction: float = 1.0  # of a head's features that turn
+    max_positions: int = 2048
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    parallel_residual: bool = False
+    qk_norm: bool = False
+    tied: bool = False
+    sliding_window: int | None = None  # refused for sequences longer than it
+    dropout: float = 0.0
+    attention_dropout: float = 0.0
+    init_std: float = 0.02
+
+    def __post_init__(self) -> None:
+        problems = [f"{n} must be positive" for n in ("vocab", "hidden", "layers", "heads", "mlp") if getattr(self, n) < 1]
+        if self.norm not in ("rms", "layer"):
+            problems.append(f"norm is 'rms' or 'layer', not {self.norm!r}")
+        if self.positions not in ("rotary", "learned"):
+            problems.append(f"positions are 'rotary' or 'learned', not {self.positions!r}")
+        if self.heads > 0 and self.head_dim is None and self.hidden % self.heads:
+            problems.append(f"hidden {self.hidden} is no multiple of heads {self.heads}; give head_dim")
+        if self.heads > 0 and self.kv_heads is not None and (self.kv_heads < 1 or self.heads % self.kv_heads):
+            problems.append(f"heads {self.heads} is no multiple of kv_heads {self.kv_heads}")
+        problems += [f"{n} must be in [0, 1)" for n in ("dropout", "attention_dropout") if not 0 <= getattr(self, n) < 1]
+        if problems:
+            raise ConfigError("IG601", "this model config cannot be: " + "; ".join(problems),
+                              fix="mend every point above")
+
+    @property
+    def rotary_dims(self) -> int:
+        return int((self.head_dim or self.hidden // self.heads) * self.rotary_fraction)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any], origin: str = "config") -> TransformerConfig:
+        names = [f.name for f in dataclasses.fields(cls)]
+        unknown = [f"unknown key {key!r}{did_you_mean(key, names)}" for key in values if key not in names]
+        needed = [f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING]
+        missing = [f"{name!r} is missing" for name in needed if name not in values]
+        if unknown or missing:
+            raise ConfigError("IG602", f"{origin}: " + "; ".join(unknown + missing), expected=f"fields of {names}")
+        return cls(**values)
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "quickstart": {"vocab": 256, "hidden": 128, "layers": 4, "heads": 4, "kv_heads": 2, "mlp": 344, "max_positions": 256},
+    "tiny-llama": {"vocab": 101, "hidden": 24, "layers": 2, "heads": 4, "kv_heads": 4, "mlp": 40},
+    "tiny-gpt2": {
+        "vocab": 97, "hidden": 24, "layers": 2, "heads": 4, "mlp": 52, "norm": "layer", "norm_eps": 1e-5, "tied": True,
+        "activation": "gelu_tanh", "gated": False, "positions": "learned", "max_positions": 32,
+        "qkv_bias": True, "out_bias": True, "mlp_bias": True,
+    },
+    "tiny-qwen3": {
+        "vocab": 101, "hidden": 24, "layers": 2, "heads": 8, "kv_heads": 2, "head_dim": 6, "mlp": 40, "qk_norm": True,
+        "tied": True,
+    },
+    "tiny-neox": {
+        "vocab": 97, "hidden": 24, "layers": 2, "heads": 4, "mlp": 52, "norm": "layer", "norm_eps": 1e-5,
+        "activation": "gelu", "gated": False, "rotary_fraction": 0.5, "parallel_residual": True,
+        "qkv_bias": True, "out_bias": True, "mlp_bias": True,
+    },
+}  # fmt: skip
+
+
+def preset(name: str) -> TransformerConfig:
+    if name not in PRESETS:
+        raise ConfigError("IG603", f"no preset {name!r}{did_you_mean(name, PRESETS)}", expected=", ".join(PRESETS))
+    return TransformerConfig(**PRESETS[name])
+
+
+def load_config(source: str) -> TransformerConfig:
+    """A preset's name, or a YAML or JSON file (ours, or a Hugging Face config.json, or the directory that has one)."""
+    path = Path(source)
+    path = path / "config.json" if path.is_dir() else path
+    if not path.exists():
+        if path.suffix or "/" in source:
+            raise ConfigError("IG604", f"no such config file: {source}", expected=f"a file, or a preset: {', '.join(PRESETS)}")
+        return preset(source)
+    if path.stat().st_size > MAX_CONFIG_BYTES:
+        raise ConfigError("IG605", f"{source} is too large for a config", seen=f"{path.stat().st_size} bytes",
+                          expected=f"at most {MAX_CONFIG_BYTES}")
+    import yaml  # JSON is YAML
+
+    try:
+        values = yaml.safe_load(path.read_text())
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError("IG606", f"{source} is neither YAML nor JSON", seen=str(error)) from error
+    if not isinstance(values, dict):
+        raise ConfigError("IG606", f"{source} does not hold a mapping", seen=type(values).__name__)
+    if "model_type" in values:
+        from isograd.models.families import from_hf_config
+
+        return from_hf_config(values)
+    return TransformerConfig.from_dict(values, source)

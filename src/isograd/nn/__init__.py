@@ -1,0 +1,14 @@
+"""Layers that declare what their gradients owe. All work on a flattened stream of tokens, x [tokens, hidden]."""
+
+from isograd.nn.attention import Attention, Rotary
+from isograd.nn.embedding import LearnedPositions, VocabEmbedding
+from isograd.nn.linear import ColumnLinear, RowLinear
+from isograd.nn.loss import Head, cross_entropy
+from isograd.nn.mlp import MLP
+from isograd.nn.norm import LayerNorm, RMSNorm
+from isograd.nn.stream import Stream, enter, leave
+
+__all__ = [
+    "MLP", "Attention", "ColumnLinear", "Head", "LayerNorm", "LearnedPositions", "RMSNorm", "Rotary", "RowLinear",
+    "Stream", "VocabEmbedding", "cross_entropy", "enter", "leave",
+]

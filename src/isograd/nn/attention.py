@@ -1,0 +1,142 @@
+"""Causal self-attention with grouped queries, cut over heads.
+
+One device: softmax(q k^T / sqrt(d) + causal mask) v for each head, key/value heads shared by groups of query heads.
+
+Query heads are dealt out evenly over tp. With fewer key/value heads than tp ranks, each rank holds the one head its
+queries need; ranks that hold the same head are replicas and owe each other its gradient ("tp/2": blocks of two). The
+norms of query and key heads are shared by heads on different ranks and owe tp, with or without sequence parallelism.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from isograd import random
+from isograd.contract import Shard
+from isograd.errors import ModelError
+from isograd.mesh import Mesh
+from isograd.nn.linear import ColumnLinear, RowLinear
+from isograd.nn.norm import RMSNorm
+from isograd.nn.stream import Stream, enter
+from isograd.random import Key
+
+
+class Rotary:
+    """Rotary positions on the first `dims` features of a head, in the two-halves convention of Hugging Face."""
+
+    def __init__(self, dims: int, theta: float) -> None:
+        self.dims, self.theta = dims, theta
+
+    def table(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """(cos, sin), each [T, 1, dims]; angles in fp32 whatever the model's dtype, as the published models have it."""
+        exponent = torch.arange(0, self.dims, 2, dtype=torch.int64, device=positions.device).float() / self.dims
+        angles = positions.float()[:, None] * (1.0 / self.theta**exponent)
+        both = torch.cat((angles, angles), 1)[:, None, :]
+        return both.cos().to(dtype), both.sin().to(dtype)
+
+    def turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """x [T, heads, d]."""
+        part = x[..., : self.dims]
+        first, second = part.chunk(2, -1)
+        turned = part * cos + torch.cat((-second, first), -1) * sin
+        return turned if self.dims == x.shape[-1] else torch.cat((turned, x[..., self.dims :]), -1)
+
+
+def workable_tp(heads: int, kv_heads: int, wanted: int) -> int:
+    """The tp size nearest to `wanted` that these head counts allow."""
+    fits = [t for t in range(1, heads + 1) if heads % t == 0 and (kv_heads % t == 0 or t % kv_heads == 0)]
+    return min(fits, key=lambda t: (abs(t - wanted), t))
+
+
+class Attention(nn.Module):
+    def __init__(
+        self,
+        hidden: int,
+        heads: int,
+        mesh: Mesh,
+        *,
+        key: Key,
+        kv_heads: int | None = None,
+        head_dim: int | None = None,
+        bias: bool = False,
+        out_bias: bool = False,
+        rotary: Rotary | None = None,
+        qk_norm: bool = False,
+        norm_eps: float = 1e-6,
+        dropout: float = 0.0,
+        std: float = 0.02,
+        out_std: float | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        tp = mesh.size("tp")
+        kv_heads, head_dim = kv_heads or heads, head_dim or hidden // heads
+        if heads % kv_heads:
+            raise ModelError("IG405", "query heads must be a multiple of key/value heads", seen=f"{heads} and {kv_heads}",
+                             expected="heads % kv_heads == 0")
+        if heads % tp or (kv_heads % tp and tp % kv_heads):
+            raise ModelError(
+                "IG406",
+                f"{heads} query and {kv_heads} key/value heads cannot be dealt out over tp{tp}",
+                seen=f"tp{tp}",
+                expected="a tp that divides the query heads, and that divides or is divided by the key/value heads",
+                fix=f"the nearest that works is tp{workable_tp(heads, kv_heads, tp)}",
+                where=mesh.where(),
+            )
+        self.mesh, self.head_dim, self.rotary, self.dropout = mesh, head_dim, rotary, dropout
+        self.heads, self.kv_heads = heads // tp, max(1, kv_heads // tp)
+        self.first_head = mesh.index("tp") * self.heads
+        shard, owes = _kv_shard(kv_heads, head_dim, tp)
+        same = {"bias": bias, "std": std, "dtype": dtype, "device": device}
+        self.q = ColumnLinear(hidden, heads * head_dim, mesh, key=key.fold("q"), **same)  # type: ignore[arg-type]
+        self.k = ColumnLinear(hidden, kv_heads * head_dim, mesh, key=key.fold("k"), shard=shard, owes=owes, **same)  # type: ignore[arg-type]
+        self.v = ColumnLinear(hidden, kv_heads * head_dim, mesh, key=key.fold("v"), shard=shard, owes=owes, **same)  # type: ignore[arg-type]
+        self.out = RowLinear(heads * head_dim, hidden, mesh, key=key.fold("out"), std=out_std or std, bias=out_bias,
+                             dtype=dtype, device=device)
+        self.q_norm = self.k_norm = None
+        if qk_norm:
+            self.q_norm = RMSNorm(head_dim, mesh, eps=norm_eps, owes=("tp",), dtype=dtype, device=device)
+            self.k_norm = RMSNorm(head_dim, mesh, eps=norm_eps, owes=("tp",), dtype=dtype, device=device)
+
+    def forward(self, x: Tensor, stream: Stream, angles: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        x = enter(x, self.mesh)
+        q = self.q(x).unflatten(-1, (self.heads, self.head_dim))  # [T, heads, d]
+        k = self.k(x).unflatten(-1, (self.kv_heads, self.head_dim))
+        v = self.v(x).unflatten(-1, (self.kv_heads, self.head_dim))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.rotary is not None and angles is not None:
+            q, k = self.rotary.turn(q, *angles), self.rotary.turn(k, *angles)
+        q, k, v = (t.view(stream.batch, stream.length, -1, self.head_dim).transpose(1, 2) for t in (q, k, v))
+        if self.dropout and stream.key is not None and stream.ids is not None:
+            y = self._with_dropout(q, k, v, stream)
+        else:
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.heads != self.kv_heads)
+        return self.out(y.transpose(1, 2).reshape(-1, self.heads * self.head_dim))  # type: ignore[no-any-return]
+
+    def _with_dropout(self, q: Tensor, k: Tensor, v: Tensor, stream: Stream) -> Tensor:
+        """Dropout on probabilities needs them written out; the mask is a function of (query token, head, key position)."""
+        assert stream.key is not None and stream.ids is not None
+        group, length = self.heads // self.kv_heads, stream.length
+        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        scores = q @ k.transpose(-1, -2) * self.head_dim**-0.5
+        above = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
+        wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+        probabilities = scores.masked_fill(above, -torch.inf).softmax(-1, dtype=wide).to(q.dtype)
+        heads = torch.arange(self.first_head, self.first_head + self.heads, device=q.device)
+        places = (heads[:, None] * (1 << 32) + torch.arange(length, device=q.device)).reshape(-1)
+        keep = random.keep(self.dropout, stream.key.fold("attention"), stream.ids, places)
+        keep = keep.view(stream.batch, length, self.heads, length).transpose(1, 2)  # [b, heads, query, key]
+        return torch.where(keep, probabilities * (1.0 / (1.0 - self.dropout)), 0) @ v
+
+
+def _kv_shard(kv_heads: int, head_dim: int, tp: int) -> tuple[Shard, tuple[str, ...]]:
+    """Which rows of the key and value weights each tp rank holds, and what replicas of a head owe each other."""
+    if kv_heads >= tp:
+        return Shard.even("tp", 0, kv_heads * head_dim, tp), ()
+    copies = tp // kv_heads
+    heads = [rank // copies for rank in range(tp)]
+    return Shard("tp", 0, tuple((h * head_dim, (h + 1) * head_dim) for h in heads)), (f"tp/{copies}",)

@@ -1,0 +1,130 @@
+"""The language-model head and its cross-entropy, cut over the vocabulary; full logits are never materialised.
+
+One device: F.cross_entropy(x @ weight.T, labels, ignore_index), and how many labels count.
+
+Tokens are taken in chunks. For each, every tp rank computes its slice of the logits, and one gather of three numbers per
+token (largest logit, sum of exponentials, the label's logit) gives all ranks the same softmax denominator. The gradients
+of x and weight are made in the same pass, so logits live for one chunk only. x has been entered: its gradient is this
+vocabulary slice's part of the sum, which the adjoint of `enter` completes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from isograd.comm import ops, raw
+from isograd.comm.raw import Group
+from isograd.contract import Shard, contract_of
+from isograd.mesh import Mesh
+from isograd.nn.parameter import make
+from isograd.nn.stream import enter
+from isograd.random import Key
+
+IGNORE = -100
+
+
+class Head(nn.Module):
+    """Maps the residual stream to the loss or to logits; `tied` is the embedding's weight, used a second time."""
+
+    def __init__(self, vocab: int, hidden: int, mesh: Mesh, *, key: Key, std: float = 0.02,
+                 tied: nn.Parameter | None = None, dtype: torch.dtype | None = None,
+                 device: torch.device | str | None = None) -> None:
+        super().__init__()
+        self.mesh = mesh
+        self.shard = Shard.even("tp", 0, vocab, mesh.size("tp"))
+        self.weight = tied if tied is not None else make(
+            mesh, (vocab, hidden), shards=(self.shard,), key=key.fold("weight"), std=std, dtype=dtype, device=device
+        )
+
+    def forward(self, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """(mean loss over labels that count, how many do); labels [T] of all this data rank's tokens."""
+        return cross_entropy(enter(x, self.mesh), self.weight, labels, self.mesh)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """[T, vocab] on every tp rank."""
+        sizes = [stop - start for start, stop in self.shard.ranges]
+        part = enter(x, self.mesh) @ self.weight.t()
+        return ops.gather_for_identical_use(part, self.mesh.group("tp"), -1, sizes)
+
+
+@torch.compiler.disable
+def cross_entropy(
+    x: Tensor, weight: Tensor, labels: Tensor, mesh: Mesh, *, ignore_index: int = IGNORE, chunk: int = 1024
+) -> tuple[Tensor, Tensor]:
+    """x [T, hidden] entered, weight: my rows of the vocabulary. (mean, count); the mean over no label is 0."""
+    group = mesh.group("tp")
+    sizes = [stop - start for start, stop in _cuts(weight, group)]
+    first = sum(sizes[: group.index])
+    mean, count = _CrossEntropy.apply(x, weight, labels, group, first, ignore_index, chunk)  # type: ignore[no-untyped-call]
+    return mean, count
+
+
+def _cuts(weight: Tensor, group: Group) -> tuple[tuple[int, int], ...]:
+    contract = contract_of(weight)
+    if contract is None or not contract.shards:
+        return ((0, weight.shape[0]),) * group.size
+    return contract.shards[0].ranges
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, group: Group, first: int, ignore: int, chunk: int
+    ) -> tuple[Tensor, Tensor]:
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        need_x, need_weight = ctx.needs_input_grad[:2]
+        dx = torch.empty_like(x) if need_x else None
+        dweight = torch.zeros_like(weight, dtype=wide) if need_weight else None
+        total = torch.zeros((), dtype=torch.float64, device=x.device)
+        for start in range(0, len(x), chunk):
+            part, target = x[start : start + chunk], labels[start : start + chunk]
+            counts = target != ignore
+            column = target - first
+            here = counts & (column >= 0) & (column < len(weight))
+            column = torch.where(here, column, 0)
+            logits = (part @ weight.t()).to(wide)
+            top = logits.amax(1)
+            label_logit = torch.where(here, logits.gather(1, column[:, None])[:, 0], 0)
+            exps = logits.sub_(top[:, None]).exp_()
+            own_top, own_sum = top, exps.sum(1)
+            top, denominator, label_logit = _combine(own_top, own_sum, label_logit, group)
+            losses = denominator.log() + top - label_logit
+            total += torch.where(counts, losses, 0).sum(dtype=torch.float64)
+            if need_x or need_weight:
+                exps *= (torch.where(counts, (own_top - top).exp(), 0) / denominator)[:, None]  # probabilities
+                exps[torch.arange(len(part), device=x.device), column] -= here.to(wide)
+                dlogits = exps.to(x.dtype)
+                if dx is not None:
+                    torch.mm(dlogits, weight, out=dx[start : start + chunk])
+                if dweight is not None:
+                    dweight += dlogits.t() @ part
+        count = (labels != ignore).sum()
+        ctx.save_for_backward(dx, dweight, count)
+        ctx.mark_non_differentiable(count)
+        return (total / count.clamp(min=1)).to(wide), count
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        dx, dweight, count = ctx.saved_tensors
+        scale = gradient / count.clamp(min=1)
+        dtype = (dx if dx is not None else dweight).dtype
+        dx = None if dx is None else dx * scale.to(dx.dtype)
+        dweight = None if dweight is None else (dweight * scale).to(dtype)
+        return dx, dweight, None, None, None, None, None
+
+
+def _combine(top: Tensor, exps: Tensor, label_logit: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
+    """All vocabulary slices' (largest, sum of exp, label's logit) of each token, joined in rank order."""
+    if group.size == 1:
+        return top, exps, label_logit
+    parts = raw.gather_list(torch.stack((top, exps, label_logit)), group)
+    highest = torch.stack([p[0] for p in parts]).amax(0)
+    denominator, logit = torch.zeros_like(exps), torch.zeros_like(label_logit)
+    for part_top, part_sum, part_logit in parts:
+        denominator = denominator + part_sum * (part_top - highest).exp()
+        logit = logit + part_logit
+    return highest, denominator, logit

@@ -1,0 +1,45 @@
+"""RMSNorm and LayerNorm. Statistics in fp32 (fp64 in fp64 models).
+
+One device: weight * x / rms(x), and weight * (x - mean) / std + bias.
+
+On the residual stream a norm's parameters owe tp under sequence parallelism (Megatron-LM issue 1446 forgot it). A norm
+of query or key heads is shared by heads that live on different tp ranks and owes tp always: pass owes=("tp",).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from isograd.mesh import Mesh
+from isograd.nn.parameter import make
+from isograd.nn.stream import stream_owes
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, size: int, mesh: Mesh, *, eps: float = 1e-6, owes: tuple[str, ...] | None = None,
+                 dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> None:
+        super().__init__()
+        self.eps = eps
+        debts = stream_owes(mesh) if owes is None else owes
+        self.weight = make(mesh, (size,), owes=debts, fill=1.0, dtype=dtype, device=device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype.itemsize >= 4:
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        # Half precision: normalise in fp32, round, then scale, as Hugging Face's models do.
+        return self.weight * F.rms_norm(x.float(), self.weight.shape, None, self.eps).to(x.dtype)
+
+
+class LayerNorm(nn.Module):
+    def __init__(self, size: int, mesh: Mesh, *, eps: float = 1e-5, owes: tuple[str, ...] | None = None,
+                 dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> None:
+        super().__init__()
+        self.eps = eps
+        debts = stream_owes(mesh) if owes is None else owes
+        self.weight = make(mesh, (size,), owes=debts, fill=1.0, dtype=dtype, device=device)
+        self.bias = make(mesh, (size,), owes=debts, dtype=dtype, device=device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)

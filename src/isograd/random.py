@@ -1,0 +1,102 @@
+"""Counter-based randomness: the value at a global index is the same under every layout, shape and device.
+
+Nothing here has state. A value is a function of (key, index): weights are indexed by their place in the global tensor,
+dropout by (token id, feature), so a shard draws exactly its part of what one device draws.
+
+Invariant: only integer operations and IEEE-exact + - * / are used, so bits do not depend on vector lanes or device.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_GOLDEN = -7046029254386353131  # 2**64 / golden ratio, as a signed 64-bit number
+_MIX1 = -49064778989728563  # the multipliers of MurmurHash3's 64-bit finalizer
+_MIX2 = -4265267296055464877
+_FRACTION = (1 << 53) - 1
+_CHUNK = 1 << 20  # elements initialised at a time: bounds the int64 temporaries
+
+
+@dataclass(frozen=True)
+class Key:
+    """The name of a stream of random values."""
+
+    seed: int
+
+    def fold(self, *words: int | str) -> Key:
+        text = repr((self.seed, *words)).encode()
+        return Key(int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True))
+
+
+def key(seed: int, *words: int | str) -> Key:
+    return Key(seed).fold(*words)
+
+
+def _mix(x: Tensor) -> Tensor:
+    x = (x ^ ((x >> 33) & 0x7FFFFFFF)) * _MIX1
+    x = (x ^ ((x >> 33) & 0x7FFFFFFF)) * _MIX2
+    return x ^ ((x >> 33) & 0x7FFFFFFF)
+
+
+def bits(k: Key, index: Tensor) -> Tensor:
+    """53 random bits at each int64 index."""
+    return (_mix(_mix(index * _GOLDEN + k.seed) + k.seed) >> 11) & _FRACTION
+
+
+def uniform(k: Key, index: Tensor) -> Tensor:
+    """fp64 in [0, 1)."""
+    return bits(k, index).double() * 2.0**-53
+
+
+# Acklam's rational approximation of the inverse normal distribution, central region: |z| < 1.973.
+_TAIL = 0.02425
+_A = (-39.69683028665376, 220.9460984245205, -275.9285104469687, 138.3577518672690, -30.66479806614716, 2.506628277459239)
+_B = (-54.47609879822406, 161.5858368580409, -155.6989798598866, 66.80131188771972, -13.28068155288572, 1.0)
+_STD = 0.8739229427164339  # of the normal distribution cut at those tails
+
+
+def trunc_normal(k: Key, index: Tensor, std: float) -> Tensor:
+    """fp64 normal values cut at about two standard deviations, with standard deviation `std` after the cut."""
+    q = (uniform(k, index) - 0.5) * (1 - 2 * _TAIL)
+    r = q * q
+    return q * _horner(_A, r) / _horner(_B, r) * (std / _STD)
+
+
+def _horner(coefficients: Sequence[float], r: Tensor) -> Tensor:
+    total = torch.full_like(r, coefficients[0])
+    for c in coefficients[1:]:
+        total = total * r + c
+    return total
+
+
+@torch.no_grad()
+def init_(tensor: Tensor, k: Key, std: float, shape: Sequence[int], box: Sequence[tuple[int, int]]) -> None:
+    """Fill a rank's `box` (start, stop per dim) of a global tensor of `shape` with truncated normal values."""
+    inner = torch.zeros(1, dtype=torch.int64, device=tensor.device)
+    strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+    for (start, stop), stride in list(zip(box, strides, strict=True))[1:]:
+        inner = (inner[:, None] + torch.arange(start, stop, device=tensor.device) * stride).view(-1)
+    rows = tensor.view(tensor.shape[0], -1)
+    step = max(1, _CHUNK // max(1, rows.shape[1]))
+    for first in range(0, rows.shape[0], step):
+        part = rows[first : first + step]
+        outer = (torch.arange(len(part), device=tensor.device) + first + box[0][0]) * strides[0]
+        part.copy_(trunc_normal(k, outer[:, None] + inner, std))
+
+
+def keep(p: float, k: Key, rows: Tensor, cols: Tensor) -> Tensor:
+    """Boolean dropout mask [len(rows), len(cols)]: False with probability p at each (row id, column)."""
+    streams = _mix(rows * _GOLDEN + k.seed)
+    return (_mix(streams[:, None] + cols * _GOLDEN) >> 11) & _FRACTION >= int(p * 2.0**53)
+
+
+def dropout(x: Tensor, p: float, k: Key, rows: Tensor, first_col: int = 0) -> Tensor:
+    """x [T, h] with each element zeroed with probability p; `rows`: global token ids [T]."""
+    cols = torch.arange(first_col, first_col + x.shape[1], device=x.device)
+    return torch.where(keep(p, k, rows, cols), x * (1.0 / (1.0 - p)), torch.zeros((), dtype=x.dtype, device=x.device))
