@@ -75,6 +75,7 @@ def join(rank: int, world_size: int, store_dir: str, interface: str | None = "lo
 
 
 def leave() -> None:
+    _made.clear()
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -103,6 +104,10 @@ def device() -> torch.device:
     return torch.device("cpu")
 
 
+# Process groups of the running world, by members: each costs sockets and threads, and meshes come and go.
+_made: dict[tuple[int, ...], Any] = {}
+
+
 def new_group(axes: str, ranks: tuple[int, ...], rank: int) -> Group:
     """The group of `ranks`. Only its members call this, in the same order on each of them."""
     index = ranks.index(rank)
@@ -110,7 +115,9 @@ def new_group(axes: str, ranks: tuple[int, ...], rank: int) -> Group:
         return Group(axes, ranks, index)
     if len(ranks) == dist.get_world_size():
         return Group(axes, ranks, index, dist.group.WORLD)
-    return Group(axes, ranks, index, dist.new_group(list(ranks), use_local_synchronization=True))
+    if ranks not in _made:
+        _made[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+    return Group(axes, ranks, index, _made[ranks])
 
 
 def native(group: Group) -> bool:

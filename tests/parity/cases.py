@@ -1,0 +1,186 @@
+"""What the parity grid compares: three small models, uneven data, a layout's training and one device's.
+
+The one device is plain torch: autograd on (sum of losses over all tokens) / (number of all tokens), torch's own clip and
+SGD with momentum. Nothing of isograd's engine is in it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from isograd import random
+from isograd.comm.launch import World
+from isograd.contract import assemble, contracts
+from isograd.engine import Engine
+from isograd.layout import Layout
+from isograd.mesh import DATA, Mesh
+from isograd.models import Transformer, TransformerConfig
+
+TOLERANCE = 1e-9  # of each tensor's and each block's norm; fp64 noise here is 1e-15
+FLOOR = 1e-6  # of the whole gradient: tensors whose true gradient is zero (key biases) are judged on it
+CLIP = 0.5
+STEPS = 2
+BATCH, LENGTH = 3, 7  # odd on purpose: no axis divides 21 tokens but 3
+
+MODELS: dict[str, TransformerConfig] = {
+    "llama": TransformerConfig(vocab=101, hidden=24, layers=2, heads=8, head_dim=4, mlp=41),
+    "gpt2": TransformerConfig(
+        vocab=97, hidden=24, layers=2, heads=8, head_dim=4, mlp=37, norm="layer", activation="gelu_tanh", gated=False,
+        positions="learned", max_positions=LENGTH, qkv_bias=True, out_bias=True, mlp_bias=True, tied=True,
+        dropout=0.2, attention_dropout=0.2,
+    ),
+    "qwen": TransformerConfig(
+        vocab=101, hidden=24, layers=2, heads=8, kv_heads=2, head_dim=6, mlp=40, qk_norm=True, tied=True,
+    ),
+}  # fmt: skip
+
+
+@dataclass
+class Trained:
+    """What a run of STEPS steps did. Gradients are of every step, whole, before clip."""
+
+    gradients: list[dict[str, Tensor]] = field(default_factory=list)
+    parameters: dict[str, Tensor] = field(default_factory=dict)
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    replicas: dict[str, str] = field(default_factory=dict)  # hash of each local parameter, by name and box
+    settled: str = ""  # hash of everything above: for bitwise comparison between stages
+
+
+def micro_batch(config: TransformerConfig, step: int, index: int, of: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(tokens, labels, sample ids). Label counts differ everywhere; the last micro-batch of several has none."""
+    generator = torch.Generator().manual_seed(7919 * step + index)
+    window = torch.randint(config.vocab, (BATCH, LENGTH + 1), generator=generator)
+    labels = window[:, 1:].clone()
+    for row in range(BATCH):
+        labels[row, : (index * 3 + row * 2 + step) % LENGTH] = -100
+    if of > 1 and index == of - 1:
+        labels[:] = -100
+    return window[:, :-1], labels, torch.arange(BATCH) + BATCH * index
+
+
+def dropout_key(step: int) -> random.Key:
+    return random.key(11, step)
+
+
+def sgd(params: object) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)  # type: ignore[arg-type]
+
+
+@lru_cache
+def one_device(model_name: str, micro_batches: int, dtype: torch.dtype = torch.float64, order: int = 1) -> Trained:
+    """The truth. `order` -1 adds micro-batches up backwards and row by row: the same sum, associated differently."""
+    config = MODELS[model_name]
+    model = Transformer(config, Mesh.unbound("1"), dtype=dtype)
+    optimizer, done = sgd(list(model.parameters())), Trained()
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        batches = [micro_batch(config, step, i, micro_batches) for i in range(micro_batches)][::order]
+        tokens_of_step = sum(int((labels != -100).sum()) for _, labels, _ in batches)
+        total = 0.0
+        for tokens, labels, samples in batches:
+            for row in range(BATCH) if order == -1 else [slice(None)]:
+                part = slice(row, row + 1) if isinstance(row, int) else row
+                loss, count = model(tokens[part], labels[part], key=dropout_key(step), samples=samples[part])
+                (loss * count / tokens_of_step).backward()
+                total += float(loss.detach()) * int(count)
+        done.gradients.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+        done.losses.append(total / tokens_of_step)
+        done.norms.append(float(torch.nn.utils.clip_grad_norm_(list(model.parameters()), CLIP)))
+        optimizer.step()
+    done.parameters = {n: p.detach().clone() for n, p in model.named_parameters()}
+    return done
+
+
+def train(layout: str, model_name: str, accumulation: int, dtype: torch.dtype = torch.float64,
+          no_sync: bool = False, reproducible: bool = False) -> Trained:
+    """The same training on this rank of a world. Runs inside every rank."""
+    mesh, config = Mesh(layout), MODELS[model_name]
+    model = Transformer(config, mesh, dtype=dtype)
+    engine = Engine(model, mesh, sgd, clip=CLIP, bucket_mb=0.01, reproducible=reproducible)
+    table, done = contracts(model, mesh), Trained()
+    micro_batches = accumulation * mesh.size(DATA)
+    for step in range(STEPS):
+        for j in range(accumulation):
+            index = mesh.index(DATA) * accumulation + j
+            tokens, labels, samples = micro_batch(config, step, index, micro_batches)
+            loss, count = model(tokens, labels, key=dropout_key(step), samples=samples)
+            with engine.no_sync() if no_sync and j < accumulation - 1 else nullcontext():
+                engine.backward(loss, weight=count)
+        done.gradients.append({name: g.clone() for name, g in engine.grads()})
+        stats = engine.step()
+        done.losses.append(stats.loss)
+        done.norms.append(stats.grad_norm)
+    with torch.no_grad():
+        done.parameters = {r.name: assemble(r.parameter, r.contract, mesh).clone() for r in table}
+    done.replicas = {f"{r.name}{r.contract.local(mesh)}": _hash(r.parameter.detach()) for r in table}
+    done.settled = _hash(*done.gradients[0].values(), *done.gradients[1].values(), *done.parameters.values(),
+                         torch.tensor(done.losses + done.norms, dtype=torch.float64))
+    return done
+
+
+def _hash(*tensors: Tensor) -> str:
+    digest = hashlib.sha256()
+    for t in tensors:
+        digest.update(t.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def on_layout(world: World, layout: str, *args: object, **kwargs: object) -> list[Trained]:
+    from functools import partial
+
+    return world.run(partial(train, layout, *args, **kwargs))
+
+
+def blocks(t: Tensor) -> list[Tensor]:
+    """A tensor and its parts: heads, experts and shard borders lie on some of these cuts."""
+    return [t, *t.tensor_split(8, 0), *(t.tensor_split(8, 1) if t.dim() > 1 else ())]
+
+
+def differences(found: Trained, truth: Trained) -> list[str]:
+    """Everything in which a run is not one device's, in words; empty when it is."""
+    wrong: list[str] = []
+    for step, (ours, theirs) in enumerate(zip(found.gradients, truth.gradients, strict=True)):
+        whole = float(torch.stack([g.norm() for g in theirs.values()]).norm())
+        if ours.keys() != theirs.keys():
+            wrong.append(f"gradients of {sorted(ours.keys() ^ theirs.keys())} on one side only")
+        for name in ours.keys() & theirs.keys():
+            for mine, expected in zip(blocks(ours[name]), blocks(theirs[name]), strict=True):
+                error = float((mine - expected).norm())
+                if not error <= TOLERANCE * max(float(expected.norm()), FLOOR * whole):
+                    wrong.append(f"gradient of {name} in step {step}: error {error:.1e} of {float(expected.norm()):.1e}")
+                    break
+    whole = float(torch.stack([p.norm() for p in truth.parameters.values()]).norm())
+    for name, expected in truth.parameters.items():
+        error = float((found.parameters[name] - expected).norm())
+        if not error <= TOLERANCE * max(float(expected.norm()), FLOOR * whole):
+            wrong.append(f"parameter {name} after the steps: error {error:.1e}")
+    for what, ours, theirs in (("loss", found.losses, truth.losses), ("norm", found.norms, truth.norms)):
+        if not all(abs(a - b) <= TOLERANCE * abs(b) for a, b in zip(ours, theirs, strict=True)):
+            wrong.append(f"{what}: {ours} instead of {theirs}")
+    return wrong
+
+
+def replicas_apart(results: list[Trained]) -> list[str]:
+    """Parameters of which two ranks hold the same part with different bytes."""
+    first: dict[str, str] = {}
+    apart = []
+    for result in results:
+        for place, digest in result.replicas.items():
+            if first.setdefault(place, digest) != digest:
+                apart.append(place)
+    unequal = {(tuple(r.losses), tuple(r.norms)) for r in results}
+    return apart + (["stats differ between ranks"] if len(unequal) > 1 else [])
+
+
+def check(results: list[Trained], layout: str, model_name: str, accumulation: int) -> list[str]:
+    """All that is wrong with the ranks' results."""
+    data_ranks = Layout.parse(layout).dp * Layout.parse(layout).cp
+    truth = one_device(model_name, accumulation * data_ranks)
+    return differences(results[0], truth) + [f"replicas differ: {place}" for place in replicas_apart(results)]
