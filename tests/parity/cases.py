@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -133,8 +133,6 @@ def _hash(*tensors: Tensor) -> str:
 
 
 def on_layout(world: World, layout: str, *args: object, **kwargs: object) -> list[Trained]:
-    from functools import partial
-
     return world.run(partial(train, layout, *args, **kwargs))
 
 
@@ -150,7 +148,7 @@ def differences(found: Trained, truth: Trained) -> list[str]:
         whole = float(torch.stack([g.norm() for g in theirs.values()]).norm())
         if ours.keys() != theirs.keys():
             wrong.append(f"gradients of {sorted(ours.keys() ^ theirs.keys())} on one side only")
-        for name in ours.keys() & theirs.keys():
+        for name in sorted(ours.keys() & theirs.keys()):
             for mine, expected in zip(blocks(ours[name]), blocks(theirs[name]), strict=True):
                 error = float((mine - expected).norm())
                 if not error <= TOLERANCE * max(float(expected.norm()), FLOOR * whole):
@@ -179,8 +177,19 @@ def replicas_apart(results: list[Trained]) -> list[str]:
     return apart + (["stats differ between ranks"] if len(unequal) > 1 else [])
 
 
-def check(results: list[Trained], layout: str, model_name: str, accumulation: int) -> list[str]:
-    """All that is wrong with the ranks' results."""
-    data_ranks = Layout.parse(layout).dp * Layout.parse(layout).cp
-    truth = one_device(model_name, accumulation * data_ranks)
-    return differences(results[0], truth) + [f"replicas differ: {place}" for place in replicas_apart(results)]
+@dataclass(frozen=True)
+class Case:
+    layout: str
+    model: str
+    accumulation: int
+    reproducible: bool = False
+
+    def run(self) -> Trained:
+        """On this rank of a world."""
+        return train(self.layout, self.model, self.accumulation, reproducible=self.reproducible)
+
+    def wrong(self, results: list[Trained]) -> list[str]:
+        """All that is wrong with the ranks' results."""
+        layout = Layout.parse(self.layout)
+        truth = one_device(self.model, self.accumulation * layout.dp * layout.cp)
+        return differences(results[0], truth) + [f"replicas differ: {place}" for place in replicas_apart(results)]

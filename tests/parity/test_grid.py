@@ -26,8 +26,15 @@ GRID = [layout for world in (1, 2, 3, 4, 6, 8) for layout in layouts(world)]
 @pytest.mark.parametrize("model", cases.MODELS)
 @pytest.mark.parametrize("layout", GRID)
 def test_a_layout_trains_as_one_device_does(worlds, layout: str, model: str, accumulation: int) -> None:
-    results = cases.on_layout(worlds(Layout.parse(layout).world_size), layout, model, accumulation)
-    assert not cases.check(results, layout, model, accumulation)
+    case = cases.Case(layout, model, accumulation)
+    assert not case.wrong(worlds(Layout.parse(layout).world_size).run(case.run))
+
+
+@pytest.mark.parametrize("model", cases.MODELS)
+@pytest.mark.parametrize("layout", ["dp2 tp2 sp zero1", "tp4"])
+def test_reproducible_trains_as_one_device_does(worlds, layout: str, model: str) -> None:
+    case = cases.Case(layout, model, 3, reproducible=True)
+    assert not case.wrong(worlds(4).run(case.run))
 
 
 @pytest.mark.parametrize("model", cases.MODELS)
@@ -51,7 +58,7 @@ def test_reproducible_gives_the_same_bits_for_every_split(worlds, model: str) ->
 @pytest.mark.parametrize("layout", ["dp2 tp2 sp zero0", "dp2 tp2 zero2"])
 def test_no_sync_changes_no_gradient(worlds, layout: str) -> None:
     results = cases.on_layout(worlds(4), layout, "llama", 3, no_sync=True)
-    assert not cases.check(results, layout, "llama", 3)
+    assert not cases.Case(layout, "llama", 3).wrong(results)
 
 
 def noise_ratios(found: cases.Trained, dtype: torch.dtype, model: str, micro_batches: int) -> dict[str, float]:

@@ -255,7 +255,8 @@ def _pickled(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
 def _headline(answer: Answer | None, exitcode: int | None) -> str:
     if answer is None:
         return _exit_words(exitcode)
-    return str(answer.payload).strip().splitlines()[-1]
+    lines = str(answer.payload).strip().splitlines()
+    return next(line for line in reversed(lines) if not line[:1].isspace())
 
 
 def _exit_words(exitcode: int | None) -> str:

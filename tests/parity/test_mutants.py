@@ -1,0 +1,123 @@
+"""No mutant survives the parity grid, and every reduction in the source has its mutants."""
+
+from __future__ import annotations
+
+import traceback
+from functools import lru_cache, partial
+from pathlib import Path
+
+import pytest
+
+from isograd.comm.launch import World
+from isograd.errors import LaunchError
+
+from . import mutants
+from .cases import Case, Trained
+
+TABLE = Path(__file__).parents[2] / "docs" / "mutants.md"
+
+# Parity cases of 4 ranks, tried in this order until one fails.
+KILLERS = (
+    Case("dp2 tp2 sp zero1", "llama", 3),
+    Case("dp2 tp2 zero0", "gpt2", 3),
+    Case("dp2 tp2 sp zero2", "gpt2", 3),
+    Case("tp4 sp", "qwen", 3),
+    Case("tp4", "qwen", 1),
+    Case("dp2 tp2 sp zero1", "llama", 3, reproducible=True),
+)
+
+
+def run_mutated(name: str | None, case: Case) -> Trained | str:
+    """The case in this rank with the defect; an exception is an answer too."""
+    try:
+        if name is None:
+            return case.run()
+        with mutants.mutated(name):
+            return case.run()
+    except Exception:
+        return traceback.format_exc().strip().splitlines()[-1]
+
+
+def test_name(case: Case) -> str:
+    if case.reproducible:
+        return f"test_reproducible_trains_as_one_device_does[{case.layout}-{case.model}]"
+    return f"test_a_layout_trains_as_one_device_does[{case.layout}-{case.model}-{case.accumulation}]"
+
+
+test_name.__test__ = False  # type: ignore[attr-defined]
+
+
+def killed_by(world: World, name: str) -> tuple[str, str] | None:
+    """(the parity test that fails under this mutant, how it fails), or None when the mutant survives them all."""
+    for case in KILLERS:
+        try:
+            results = world.run(partial(run_mutated, name, case), timeout=20)
+        except LaunchError as error:  # a hang or a crash: the world is started anew by its next run
+            return test_name(case), f"{error.code}: ranks hang or die"
+        raised = [r for r in results if isinstance(r, str)]
+        if raised:
+            world.close(kill=True)  # what the ranks did not receive must not reach the next case
+            return test_name(case), raised[0][:90]
+        wrong = case.wrong([r for r in results if isinstance(r, Trained)])
+        if wrong:
+            return test_name(case), wrong[0][:90]
+    return None
+
+
+@lru_cache
+def written_table() -> dict[str, str]:
+    """mutant -> killing test, as docs/mutants.md has it."""
+    rows = [line.strip("| ").split(" | ") for line in TABLE.read_text().splitlines() if line.startswith("| `")]
+    return {row[0].strip("`"): row[1].strip("`") for row in rows}
+
+
+@pytest.mark.parametrize("name", mutants.names())
+def test_no_mutant_survives(worlds, name: str) -> None:
+    death = killed_by(worlds(4), name)
+    assert death is not None, f"{name} survives: the parity grid has a hole"
+    assert written_table().get(name) == death[0], "run python -m tests.parity.test_mutants to write docs/mutants.md"
+
+
+@pytest.mark.parametrize("case", KILLERS, ids=test_name)
+def test_without_a_mutant_the_same_cases_pass(worlds, case: Case) -> None:
+    """The killers do not kill the innocent."""
+    assert not case.wrong(worlds(4).run(partial(run_mutated, None, case)))
+
+
+def test_every_call_of_a_collective_has_mutants_or_a_reason(worlds) -> None:
+    found = {str(site) for site in mutants.sites()}
+    assert not mutants.EXEMPT.keys() - found, "reasons for calls that no longer exist"
+    assert all(mutants.ways(site) for site in mutants.sites() if str(site) not in mutants.EXEMPT)
+
+
+def write_table() -> None:
+    lines = [
+        "# Mutants: isograd broken on purpose",
+        "",
+        "Each row is one defect planted in isograd (tests/parity/mutants.py) and the first parity test",
+        "(tests/parity/test_grid.py) that fails under it. `make test` plants them all again and holds this table to what",
+        "it sees. Written by `python -m tests.parity.test_mutants`.",
+        "",
+        "| mutant | killed by | how |",
+        "|---|---|---|",
+    ]
+    survivors = []
+    with World(4) as world:
+        for name in mutants.names():
+            death = killed_by(world, name)
+            print(f"{name}: {death or 'SURVIVES'}", flush=True)
+            if death is None:
+                survivors.append(name)
+            else:
+                how = death[1].replace("|", "/").replace("`", "'")
+                lines.append(f"| `{name}` | `{death[0]}` | {how} |")
+    lines += ["", "Calls that need no mutant, and why:", ""]
+    lines += [f"- `{site}`: {reason}" for site, reason in mutants.EXEMPT.items()]
+    TABLE.parent.mkdir(exist_ok=True)
+    TABLE.write_text("\n".join(lines) + "\n")
+    if survivors:
+        raise SystemExit(f"survivors: {survivors}")
+
+
+if __name__ == "__main__":
+    write_table()
