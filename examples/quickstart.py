@@ -63,7 +63,8 @@ def train(layout: str, steps: int) -> None:
             left = passed / (step + 1) * (steps - step - 1)
             print(
                 f"step {step + 1:3d}/{steps}  loss {stats.loss:.4f}  grad norm {stats.grad_norm:.3f}  "
-                f"lr {schedule.get_last_lr()[0]:.2e}  {stats.weight * (step + 1) / passed:,.0f} tokens/s  ETA {left:.0f} s",
+                f"lr {schedule.get_last_lr()[0]:.2e}  {stats.weight * (step + 1) / passed:,.0f} tokens/s  "
+                f"ETA {left:.0f} s",
                 flush=True,
             )
 

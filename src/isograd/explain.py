@@ -1,6 +1,7 @@
 """Tables for people: who reduces each gradient, over which ranks, in which dtype, with which divisor.
 
-Parameters that differ only in their layer number are one row. The divisor column is always the same, which is the point.
+Parameters that differ only in their layer number are one row. The divisor column is
+always the same, which is the point.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def render_contracts(table: Table, width: int) -> str:
         caption="divisor: none anywhere; the step multiplies once by 1 / global weight",
     )
     for heading in ("parameter", "global shape", "here", "cut", "summed over: ranks", "in", "divisor"):
-        shown.add_column(heading, overflow="fold")
+        shown.add_column(heading, overflow="fold", no_wrap=heading == "parameter")
     for name, record in _merged(table):
         contract, parameter = record.contract, record.parameter
         here = "x".join(map(str, parameter.shape)) or "scalar"
@@ -60,5 +61,3 @@ def _merged(table: Iterable[Record]) -> list[tuple[str, Record]]:
         span = f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else str(*numbers)
         rows.append((pattern.replace("#", "{" + span + "}" if len(numbers) > 1 else span, 1), members[0][1]))
     return rows
-
-

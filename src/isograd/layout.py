@@ -51,11 +51,15 @@ class Layout:
         if self.cp == 1 and self.cp_method != "ulysses":
             found.append(f"{self.cp_method!r} without cp: give cp2 or more, or leave it out")
         if self.sp and self.tp == 1:
-            found.append("sp without tp: sequence parallelism cuts over the tp ranks; give tp2 or more, or leave sp out")
+            found.append(
+                "sp without tp: sequence parallelism cuts over the tp ranks; give tp2 or more, or leave sp out"
+            )
         if self.vpp > 1 and self.pp == 1:
             found.append(f"vpp{self.vpp} without pp: virtual stages need pp2 or more")
         if self.ep > 1 and self.dp >= 1 and self.cp >= 1 and (self.dp * self.cp) % self.ep:
-            found.append(f"ep{self.ep} does not divide dp x cp = {self.dp * self.cp}: experts are spread over data ranks")
+            found.append(
+                f"ep{self.ep} does not divide dp x cp = {self.dp * self.cp}: experts are spread over data ranks"
+            )
         return found
 
     @classmethod
@@ -113,8 +117,12 @@ class Layout:
 
     def coordinates(self, rank: int) -> dict[str, int]:
         if not 0 <= rank < self.world_size:
-            raise LayoutError("IG103", f"rank {rank} is not in a world of {self.world_size}", seen=rank,
-                              expected=f"0 to {self.world_size - 1}")
+            raise LayoutError(
+                "IG103",
+                f"rank {rank} is not in a world of {self.world_size}",
+                seen=rank,
+                expected=f"0 to {self.world_size - 1}",
+            )
         found = {}
         for axis in reversed(AXES):
             rank, found[axis] = divmod(rank, self.size(axis))
@@ -148,11 +156,31 @@ class Layout:
 
     def _block(self, axis: str, length: int, rank: int) -> tuple[int, ...]:
         if length < 1 or self.size(axis) % length:
-            raise LayoutError("IG104", f"blocks of {length} do not divide {axis}{self.size(axis)}",
-                              seen=f"{axis}/{length}", expected=f"a divisor of {self.size(axis)}")
+            raise LayoutError(
+                "IG104",
+                f"blocks of {length} do not divide {axis}{self.size(axis)}",
+                seen=f"{axis}/{length}",
+                expected=f"a divisor of {self.size(axis)}",
+            )
         along = self.ranks(axis, rank)
         start = along.index(rank) // length * length
         return along[start : start + length]
+
+    def picture(self) -> str:
+        """Which rank sits where: a grid of dp x cp (down) and tp (across) for each pipeline stage."""
+        lines = [f"{self}: {self.world_size} ranks" + (f", zero stage {self.zero}" if self.zero else "")]
+        for pp in range(self.pp):
+            lines += ["", f"pp{pp}" if self.pp > 1 else ""]
+            lines.append(" " * 12 + "".join(f"{f'tp{tp}':>6}" for tp in range(self.tp)))
+            for dp in range(self.dp):
+                for cp in range(self.cp):
+                    name = f"dp{dp}" + (f" cp{cp}" if self.cp > 1 else "")
+                    spots = ({"pp": pp, "dp": dp, "cp": cp, "tp": tp} for tp in range(self.tp))
+                    lines.append(f"{name:>12}" + "".join(f"{self.rank(spot):>6}" for spot in spots))
+        lines += ["", "groups of rank 0:"]
+        named = {"tp": "tp", "data (dp cp)": "dp cp", "pp": "pp"}
+        lines += [f"  {label:<14}{list(self.ranks(axes, 0))}" for label, axes in named.items()]
+        return "\n".join(line.rstrip() for line in lines)
 
     def fits(self, world_size: int) -> list[Layout]:
         """Layouts near this one that need exactly `world_size` ranks, nearest first."""
@@ -162,7 +190,9 @@ class Layout:
             found.append(self._resized(dp=world_size // others))
         for tp in (t for t in range(self.tp, 0, -1) if world_size % (self.pp * self.cp * t) == 0):
             found.append(self._resized(tp=tp, dp=world_size // (self.pp * self.cp * tp)))
-        found.append(self._resized(pp=1, cp=1, tp=math.gcd(self.tp, world_size), dp=world_size // math.gcd(self.tp, world_size)))
+        found.append(
+            self._resized(pp=1, cp=1, tp=math.gcd(self.tp, world_size), dp=world_size // math.gcd(self.tp, world_size))
+        )
         return list(dict.fromkeys(found))[:3]
 
     def _resized(self, **sizes: int) -> Layout:

@@ -34,7 +34,7 @@ def against_naive(
     one_output: bool,
     index: int,
 ) -> None:
-    """Forward, backward and the adjoint identity. `one_input`/`one_output`: the value is one logical tensor (type I)."""
+    """Forward, backward and the adjoint identity. `one_input`, `one_output`: it is one logical tensor (type I)."""
     inputs = [x.clone().requires_grad_() for x in (inputs[:1] if one_input else inputs)]
     outputs = definition(inputs)
     cotangents = [integers(tuple(y.shape), 1000 + i) for i, y in enumerate(outputs)]
@@ -57,8 +57,13 @@ def all_pairs_in_a_rank(members: int) -> int:
     mesh = Mesh(f"tp{members}" if members > 1 else "")
     group, me, done = mesh.group("tp"), mesh.index("tp"), 0
 
-    def check(mine: Callable[[Tensor], Tensor], definition: Callable[[list[Tensor]], list[Tensor]],
-              inputs: list[Tensor], one_input: bool = False, one_output: bool = False) -> None:
+    def check(
+        mine: Callable[[Tensor], Tensor],
+        definition: Callable[[list[Tensor]], list[Tensor]],
+        inputs: list[Tensor],
+        one_input: bool = False,
+        one_output: bool = False,
+    ) -> None:
         nonlocal done
         against_naive(mine, definition, inputs, one_input, one_output, me)
         done += 1
@@ -71,16 +76,30 @@ def all_pairs_in_a_rank(members: int) -> int:
             check(lambda x, by=by: ops.shift(x, group, by), lambda xs, by=by: naive.shift(xs, by), same)
         for dim in range(len(shape)):
             for sizes in {raw.even_sizes(shape[dim], members), tuple(range(members)), (2,) * members}:
-                parts = [integers(shape[:dim] + (n,) + shape[dim + 1 :], i) for i, n in enumerate(sizes)]
-                whole = [integers(shape[:dim] + (sum(sizes),) + shape[dim + 1 :], i) for i in range(members)]
-                check(lambda x, d=dim, s=sizes: ops.all_gather(x, group, d, s),
-                      lambda xs, d=dim: naive.all_gather(xs, d), parts)
-                check(lambda x, d=dim, s=sizes: ops.gather_for_identical_use(x, group, d, s),
-                      lambda xs, d=dim: [naive.gather_for_identical_use(xs, d)], parts, one_output=True)
-                check(lambda x, d=dim, s=sizes: ops.reduce_scatter(x, group, d, s),
-                      lambda xs, d=dim, s=sizes: naive.reduce_scatter(xs, d, s), whole)
-                check(lambda x, d=dim, s=sizes: ops.slice(x, group, d, s),
-                      lambda xs, d=dim, s=sizes: naive.slice(xs[0], d, s), whole, one_input=True)
+                parts = [integers((*shape[:dim], n, *shape[dim + 1 :]), i) for i, n in enumerate(sizes)]
+                whole = [integers((*shape[:dim], sum(sizes), *shape[dim + 1 :]), i) for i in range(members)]
+                check(
+                    lambda x, d=dim, s=sizes: ops.all_gather(x, group, d, s),
+                    lambda xs, d=dim: naive.all_gather(xs, d),
+                    parts,
+                )
+                check(
+                    lambda x, d=dim, s=sizes: ops.gather_for_identical_use(x, group, d, s),
+                    lambda xs, d=dim: [naive.gather_for_identical_use(xs, d)],
+                    parts,
+                    one_output=True,
+                )
+                check(
+                    lambda x, d=dim, s=sizes: ops.reduce_scatter(x, group, d, s),
+                    lambda xs, d=dim, s=sizes: naive.reduce_scatter(xs, d, s),
+                    whole,
+                )
+                check(
+                    lambda x, d=dim, s=sizes: ops.slice(x, group, d, s),
+                    lambda xs, d=dim, s=sizes: naive.slice(xs[0], d, s),
+                    whole,
+                    one_input=True,
+                )
     return done
 
 
@@ -94,8 +113,10 @@ def spelled(b: int, s: int, h: int, d: int) -> Tensor:
     """Element [b, s, h, d] holds the number whose digits are its indices."""
     digits = [torch.arange(n, dtype=torch.float64) for n in (b, s, h, d)]
     return (
-        digits[0][:, None, None, None] * 1e6 + digits[1][None, :, None, None] * 1e4
-        + digits[2][None, None, :, None] * 1e2 + digits[3][None, None, None, :]
+        digits[0][:, None, None, None] * 1e6
+        + digits[1][None, :, None, None] * 1e4
+        + digits[2][None, None, :, None] * 1e2
+        + digits[3][None, None, None, :]
     )
 
 
@@ -120,7 +141,10 @@ def middle_of_all_to_all(members: int, sequence_first: bool, batch: int, length:
     against_naive(
         lambda t: ops.all_to_all(t, group, head_dim, seq_dim, head_sizes, seq_sizes),
         lambda xs: naive.all_to_all(xs, head_dim, seq_dim, head_sizes),
-        [integers(tuple(p.shape), i) for i, p in enumerate(shards)], False, False, me,
+        [integers(tuple(p.shape), i) for i, p in enumerate(shards)],
+        False,
+        False,
+        me,
     )
     back = ops.all_to_all(middle, group, seq_dim, head_dim, seq_sizes, head_sizes)
     assert torch.equal(back, shards[me])

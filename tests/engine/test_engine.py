@@ -215,9 +215,7 @@ def test_a_compiled_module_has_the_gradients_of_the_eager_one(worlds) -> None:
 
 def scheduled_groups() -> tuple[list[float], dict[str, Tensor]]:
     mesh, model = Mesh("dp2 zero1"), toys.Toy()
-    engine = Engine(
-        model, mesh, lambda ps: torch.optim.SGD(ps.groups({"*.bias": {"lr": 0.0}, "*": {}}), lr=0.1)
-    )
+    engine = Engine(model, mesh, lambda ps: torch.optim.SGD(ps.groups({"*.bias": {"lr": 0.0}, "*": {}}), lr=0.1))
     schedule = torch.optim.lr_scheduler.ExponentialLR(engine.optimizer, 0.5)
     rates = []
     for step in range(3):

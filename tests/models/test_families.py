@@ -1,4 +1,4 @@
-"""Hugging Face models and ours are the same functions: logits in fp32, every gradient in fp64, under several layouts."""
+"""Hugging Face models and ours are the same functions: logits in fp32, every gradient in fp64, on several layouts."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def theirs(name: str, dtype: torch.dtype) -> Any:
 
 def _wide_rms_norm(module: Any, x: Tensor) -> Tensor:
     """transformers normalises in fp32 even in fp64 models, which leaves 1e-7; the same formula without that cast."""
-    return module.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + module.variance_epsilon))  # type: ignore[no-any-return]
+    return module.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + module.variance_epsilon))
 
 
 def tokens_of(rows: int = 3, length: int = 9) -> Tensor:

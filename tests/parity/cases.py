@@ -1,7 +1,7 @@
 """What the parity grid compares: three small models, uneven data, a layout's training and one device's.
 
-The one device is plain torch: autograd on (sum of losses over all tokens) / (number of all tokens), torch's own clip and
-SGD with momentum. Nothing of isograd's engine is in it.
+The one device is plain torch: autograd on (sum of losses over all tokens) / (number of all tokens), torch's own clip
+and SGD with momentum. Nothing of isograd's engine is in it.
 """
 
 from __future__ import annotations
@@ -98,8 +98,14 @@ def one_device(model_name: str, micro_batches: int, dtype: torch.dtype = torch.f
     return done
 
 
-def train(layout: str, model_name: str, accumulation: int, dtype: torch.dtype = torch.float64,
-          no_sync: bool = False, reproducible: bool = False) -> Trained:
+def train(
+    layout: str,
+    model_name: str,
+    accumulation: int,
+    dtype: torch.dtype = torch.float64,
+    no_sync: bool = False,
+    reproducible: bool = False,
+) -> Trained:
     """The same training on this rank of a world. Runs inside every rank."""
     mesh, config = Mesh(layout), MODELS[model_name]
     model = Transformer(config, mesh, dtype=dtype)
@@ -120,8 +126,12 @@ def train(layout: str, model_name: str, accumulation: int, dtype: torch.dtype = 
     with torch.no_grad():
         done.parameters = {r.name: assemble(r.parameter, r.contract, mesh).clone() for r in table}
     done.replicas = {f"{r.name}{r.contract.local(mesh)}": _hash(r.parameter.detach()) for r in table}
-    done.settled = _hash(*done.gradients[0].values(), *done.gradients[1].values(), *done.parameters.values(),
-                         torch.tensor(done.losses + done.norms, dtype=torch.float64))
+    done.settled = _hash(
+        *done.gradients[0].values(),
+        *done.gradients[1].values(),
+        *done.parameters.values(),
+        torch.tensor(done.losses + done.norms, dtype=torch.float64),
+    )
     return done
 
 
@@ -152,7 +162,9 @@ def differences(found: Trained, truth: Trained) -> list[str]:
             for mine, expected in zip(blocks(ours[name]), blocks(theirs[name]), strict=True):
                 error = float((mine - expected).norm())
                 if not error <= TOLERANCE * max(float(expected.norm()), FLOOR * whole):
-                    wrong.append(f"gradient of {name} in step {step}: error {error:.1e} of {float(expected.norm()):.1e}")
+                    wrong.append(
+                        f"gradient of {name} in step {step}: error {error:.1e} of {float(expected.norm()):.1e}"
+                    )
                     break
     whole = float(torch.stack([p.norm() for p in truth.parameters.values()]).norm())
     for name, expected in truth.parameters.items():

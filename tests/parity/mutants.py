@@ -35,11 +35,11 @@ PLAIN = ("raw.even_sizes", "raw.native")  # no communication
 
 # Calls that move no gradient, weight or norm, each with the reason why no mutant is owed.
 EXEMPT = {
-    "engine/plan.py:check_same:raw.gather_list": "compares fingerprints at start; tested in tests/engine/test_refusals.py",
+    "engine/plan.py:check_same:raw.gather_list": "compares fingerprints at start: tests/engine/test_refusals.py",
     "engine/start.py:equal_replicas:raw.gather_list": "compares fingerprints at start; tested there too",
     "engine/start.py:equal_replicas:raw.broadcast_": "makes data replicas equal at start; tested there too",
-    "engine/transport.py:_reduce_packed:raw.reduce_scatter_start": "NCCL's path: mutated at reduce_rows, its only caller",
-    "engine/transport.py:_gather_packed:raw.all_gather_start": "NCCL's path: mutated at gather_rows, its only caller",
+    "engine/transport.py:_reduce_packed:raw.reduce_scatter_start": "NCCL's path: mutated at reduce_rows, its caller",
+    "engine/transport.py:_gather_packed:raw.all_gather_start": "NCCL's path: mutated at gather_rows, its caller",
     "engine/transport.py:reduce_rows:raw.exchange": "mutated as a whole: engine/reduce.py:_launch:reduce_rows",
     "engine/transport.py:gather_rows:raw.exchange": "mutated as a whole: engine/zero.py and engine/engine.py",
     "contract.py:assemble:raw.all_gather": "gathers what tests look at; a wrong one fails every tp case",
@@ -327,7 +327,9 @@ def _norm(change: str) -> Any:
         return _patched(norm, "counted", lambda slots, mesh: list(slots))
     if change == "shards":
         return _patched(norm, "counted", lambda slots, mesh: [s for s in slots if not s.contract.shards])
-    return _patched(norm, "counted", lambda slots, mesh: [s for s in slots if s.contract.shards or mesh.size("tp") == 1])
+    return _patched(
+        norm, "counted", lambda slots, mesh: [s for s in slots if s.contract.shards or mesh.size("tp") == 1]
+    )
 
 
 def _counted_by_all_but_first() -> Any:
@@ -339,7 +341,9 @@ def _step_scaled(way: str) -> Any:
 
     original = Optimized.step
     if way == "clip per rank":
-        return _patched(Optimized, "step", lambda self, scale, unused: original(self, scale * (1 + 0.01 * _MESH[0].rank), unused))
+        return _patched(
+            Optimized, "step", lambda self, scale, unused: original(self, scale * (1 + 0.01 * _MESH[0].rank), unused)
+        )
     return _patched(Optimized, "step", lambda self, scale, unused: original(self, 1.0, unused))
 
 
@@ -373,7 +377,9 @@ def _shared_use_lost() -> Any:
 
 
 def _without_head_gradient(model: Any, x: torch.Tensor) -> torch.Tensor:
-    model.head.__dict__["_parameters"] = {"weight": torch.nn.Parameter(model.embed.weight.detach(), requires_grad=False)}
+    model.head.__dict__["_parameters"] = {
+        "weight": torch.nn.Parameter(model.embed.weight.detach(), requires_grad=False)
+    }
     from isograd.contract import contract_of
 
     model.head.weight._isograd_contract = contract_of(model.embed.weight)
@@ -385,8 +391,12 @@ NAMED: dict[str, Callable[[], Any]] = {
     "weight: counted but not in the seed": _weight_without_seed,
     "weight: loss divided by the accumulation": _accumulation_divided,
     "weight: doubled": lambda: _totals_with(lambda e, t: replace(t, weight=t.weight * 2)),
-    "weight: averaged over data ranks": lambda: _totals_with(lambda e, t: replace(t, weight=t.weight / e.mesh.size("dp cp"))),
-    "weight: counted by every tp rank": lambda: _totals_with(lambda e, t: replace(t, weight=t.weight * e.mesh.size("tp"))),
+    "weight: averaged over data ranks": lambda: _totals_with(
+        lambda e, t: replace(t, weight=t.weight / e.mesh.size("dp cp"))
+    ),
+    "weight: counted by every tp rank": lambda: _totals_with(
+        lambda e, t: replace(t, weight=t.weight * e.mesh.size("tp"))
+    ),
     "weight: this rank's only": lambda: _totals_with(lambda e, t: replace(t, weight=max(1.0, float(e._weight)))),
     "weight: left out of the step": lambda: _step_scaled("no weight"),
     "accumulation: only the last micro-batch": _last_micro_batch_only,
@@ -401,7 +411,18 @@ NAMED: dict[str, Callable[[], Any]] = {
     "layer: one use of a tied weight lost": _shared_use_lost,
 }
 
-FORGOTTEN = ("norm1", "norm2", "norm.weight", "out.bias", "down.bias", "positions", "q_norm", "k_norm", "k.weight", "v.weight")
+FORGOTTEN = (
+    "norm1",
+    "norm2",
+    "norm.weight",
+    "out.bias",
+    "down.bias",
+    "positions",
+    "q_norm",
+    "k_norm",
+    "k.weight",
+    "v.weight",
+)
 INVENTED = ("norm1", "norm.weight", "q.weight", "embed.weight", "out.weight", "out.bias")
 
 

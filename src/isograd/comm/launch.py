@@ -28,9 +28,7 @@ GRACE = 1.0  # seconds to collect the errors of other ranks after the first
 STOP = 5.0  # seconds between asking a rank to end and killing it
 
 
-def launch(
-    fn: Callable[..., Any], nproc: int, *args: Any, timeout: float | None = None, threads: int = 1
-) -> list[Any]:
+def launch(fn: Callable[..., Any], nproc: int, *args: Any, timeout: float | None = None, threads: int = 1) -> list[Any]:
     """Run fn(*args) on `nproc` new local ranks; return each rank's value, in rank order."""
     world = World(nproc, threads=threads)
     try:
@@ -232,7 +230,10 @@ def _context() -> tuple[Any, bool]:
     a __main__ that no other process can import; there, ranks are forked from the notebook itself.
     """
     main_module = sys.modules["__main__"]
-    if not os.path.exists(getattr(main_module, "__file__", None) or "") and getattr(main_module, "__spec__", None) is None:
+    if (
+        not os.path.exists(getattr(main_module, "__file__", None) or "")
+        and getattr(main_module, "__spec__", None) is None
+    ):
         return mp.get_context("fork"), True
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["isograd.comm.worker"])
@@ -267,7 +268,7 @@ def _exit_words(exitcode: int | None) -> str:
 
 def _exit_advice(exitcode: int | None) -> str | None:
     if exitcode == -signal.SIGKILL:
-        return "-9 is what the kernel sends when memory runs out: use a smaller batch, more recompute, or a higher ZeRO stage"
+        return "-9 is what the kernel sends when memory runs out: out of memory is likely"
     if exitcode == -signal.SIGSEGV:
         return "a crash in compiled code: run with PYTHONFAULTHANDLER=1 to see the Python line"
     return "the rank left through os._exit or sys.exit; return from the function instead"

@@ -19,7 +19,7 @@ A group of one makes each of them the identity.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ from isograd.comm.raw import Group
 from isograd.errors import CommError
 
 Move = Callable[[Tensor], Tensor]
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class _Pair(torch.autograd.Function):
@@ -39,12 +40,17 @@ class _Pair(torch.autograd.Function):
         return y.view_as(y) if y is x else y
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return ctx.adjoint(gradient), None, None
 
 
-@torch.compiler.disable  # a collective is a border between compiled regions
+def uncompiled(function: F) -> F:
+    """A collective is a border between compiled regions: torch.compile leaves `function` as it is."""
+    return cast(F, torch.compiler.disable(function))
+
+
+@uncompiled
 def _pair(x: Tensor, forward: Move, adjoint: Move) -> Tensor:
     return _Pair.apply(x, forward, adjoint)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -111,7 +117,9 @@ def all_to_all(
     if group.size == 1:
         return x
     if split_dim % x.dim() == cat_dim % x.dim():
-        raise CommError("IG204", "all_to_all moves a cut between two different dimensions", seen=f"dim {split_dim} twice")
+        raise CommError(
+            "IG204", "all_to_all moves a cut between two different dimensions", seen=f"dim {split_dim} twice"
+        )
     splits = _cut_sizes(x, group, split_dim, split_sizes)
     cats = _gathered_sizes(x, group, cat_dim, cat_sizes)
 

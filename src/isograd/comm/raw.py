@@ -68,7 +68,7 @@ def join(rank: int, world_size: int, store_dir: str, interface: str | None = "lo
     """Join a world of local ranks that meet in a directory: no port is opened, and gloo binds to `interface`."""
     if interface is not None:
         os.environ["GLOO_SOCKET_IFNAME"] = interface
-    store = dist.FileStore(os.path.join(store_dir, "store"), world_size)
+    store = dist.FileStore(os.path.join(store_dir, "store"), world_size)  # type: ignore[attr-defined]
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     chosen = backend or _best_backend(local)
     dist.init_process_group(chosen, store=store, rank=rank, world_size=world_size, timeout=timedelta(minutes=10))
@@ -140,9 +140,7 @@ def _handle(group: Group) -> Any:
 # -- the one primitive of gloo -----------------------------------------------------------------------------------
 
 
-def exchange(
-    out: Sequence[Sequence[torch.Tensor]], into: Sequence[Sequence[torch.Tensor]], group: Group
-) -> Handle:
+def exchange(out: Sequence[Sequence[torch.Tensor]], into: Sequence[Sequence[torch.Tensor]], group: Group) -> Handle:
     """Send the tensors out[i] to member i while filling into[i] with what member i sends here. My own entry is skipped.
 
     Received in the order sent; all tensors contiguous; empty ones are not sent.

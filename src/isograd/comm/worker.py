@@ -53,7 +53,10 @@ def main(seat: Seat, jobs: Connection, watch: Connection, first: Any) -> None:
     stacks = open(stack_file(seat.directory, seat.rank), "w")  # noqa: SIM115  (open as long as the rank lives)
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     os.environ.update(
-        RANK=str(seat.rank), LOCAL_RANK=str(seat.rank), WORLD_SIZE=str(seat.nproc), LOCAL_WORLD_SIZE=str(seat.nproc),
+        RANK=str(seat.rank),
+        LOCAL_RANK=str(seat.rank),
+        WORLD_SIZE=str(seat.nproc),
+        LOCAL_WORLD_SIZE=str(seat.nproc),
         OMP_NUM_THREADS=str(seat.threads),
     )
     torch.set_num_threads(seat.threads)

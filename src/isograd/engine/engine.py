@@ -109,7 +109,7 @@ class Engine:
         return self._sync and self._overlap
 
     def backward(self, loss: Tensor, weight: float | Tensor = 1.0) -> None:
-        """Add the gradient of loss * weight to the step. `weight`: how many tokens (rows, ...) the loss is the mean of."""
+        """Add the gradient of loss * weight to the step. `weight`: how many tokens (rows, ...) it is the mean of."""
         start.check_loss(loss, weight, self.mesh)
         seed = torch.as_tensor(weight, dtype=torch.float64, device=loss.device)
         weighted = loss.detach().double() * seed

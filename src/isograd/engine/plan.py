@@ -1,4 +1,4 @@
-"""The engine's plan, made once: which rows of which parameter each data rank owns, and which parameters travel together.
+"""The engine's plan, made once: which rows of which parameter each data rank owns, and which travel together.
 
 A row cut is a pure function of the parameter's name, its local shape and the number of owners. Members that must add
 shards to each other (tp replicas, ties between stages) therefore hold the same rows by construction; the plan's

@@ -96,7 +96,7 @@ def check_loss(loss: Tensor, weight: float | Tensor, mesh: Mesh) -> None:
         raise EngineError(
             "IG513",
             "backward of a loss that does not need a gradient",
-            seen="loss.requires_grad is False: it was detached, computed under no_grad, or reaches no trainable parameter",
+            seen="loss.requires_grad is False: detached, computed under no_grad, or independent of every parameter",
             expected="a loss computed by the model with gradients enabled",
             where=mesh.where(),
         )

@@ -44,7 +44,7 @@ class Shards(list[nn.Parameter]):
     def groups(self, patterns: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Optimizer groups: each shard goes to the first shell-style pattern that its name matches.
 
-            lambda ps: AdamW(ps.groups({"*norm*": {"weight_decay": 0.0}, "*": {}}), lr=3e-4)
+        lambda ps: AdamW(ps.groups({"*norm*": {"weight_decay": 0.0}, "*": {}}), lr=3e-4)
         """
         found: dict[str, list[nn.Parameter]] = {pattern: [] for pattern in patterns}
         lost = []
@@ -123,7 +123,9 @@ class Optimized:
                     slot.full = torch.empty_like(slot.parameter, dtype=slot.dtype)
                 if slot.paid is not None and slot.paid.data_ptr() != slot.rows(slot.full).data_ptr():
                     slot.rows(slot.full).copy_(slot.paid)
-        self._gather([(bucket.slots, [s.full for s in bucket.slots if s.full is not None]) for bucket in self.plan.buckets])
+        self._gather(
+            [(bucket.slots, [s.full for s in bucket.slots if s.full is not None]) for bucket in self.plan.buckets]
+        )
 
     @torch.no_grad()
     def _write_back(self) -> None:

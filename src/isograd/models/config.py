@@ -45,7 +45,9 @@ class TransformerConfig:
     init_std: float = 0.02
 
     def __post_init__(self) -> None:
-        problems = [f"{n} must be positive" for n in ("vocab", "hidden", "layers", "heads", "mlp") if getattr(self, n) < 1]
+        problems = [
+            f"{n} must be positive" for n in ("vocab", "hidden", "layers", "heads", "mlp") if getattr(self, n) < 1
+        ]
         if self.norm not in ("rms", "layer"):
             problems.append(f"norm is 'rms' or 'layer', not {self.norm!r}")
         if self.positions not in ("rotary", "learned"):
@@ -54,10 +56,13 @@ class TransformerConfig:
             problems.append(f"hidden {self.hidden} is no multiple of heads {self.heads}; give head_dim")
         if self.heads > 0 and self.kv_heads is not None and (self.kv_heads < 1 or self.heads % self.kv_heads):
             problems.append(f"heads {self.heads} is no multiple of kv_heads {self.kv_heads}")
-        problems += [f"{n} must be in [0, 1)" for n in ("dropout", "attention_dropout") if not 0 <= getattr(self, n) < 1]
+        problems += [
+            f"{n} must be in [0, 1)" for n in ("dropout", "attention_dropout") if not 0 <= getattr(self, n) < 1
+        ]
         if problems:
-            raise ConfigError("IG601", "this model config cannot be: " + "; ".join(problems),
-                              fix="mend every point above")
+            raise ConfigError(
+                "IG601", "this model config cannot be: " + "; ".join(problems), fix="mend every point above"
+            )
 
     @property
     def rotary_dims(self) -> int:
@@ -75,7 +80,7 @@ class TransformerConfig:
 
 
 PRESETS: dict[str, dict[str, Any]] = {
-    "quickstart": {"vocab": 256, "hidden": 128, "layers": 4, "heads": 4, "kv_heads": 2, "mlp": 344, "max_positions": 256},
+    "quickstart": {"vocab": 256, "hidden": 128, "layers": 4, "heads": 4, "kv_heads": 2, "mlp": 344},
     "tiny-llama": {"vocab": 101, "hidden": 24, "layers": 2, "heads": 4, "kv_heads": 4, "mlp": 40},
     "tiny-gpt2": {
         "vocab": 97, "hidden": 24, "layers": 2, "heads": 4, "mlp": 52, "norm": "layer", "norm_eps": 1e-5, "tied": True,
@@ -106,11 +111,17 @@ def load_config(source: str) -> TransformerConfig:
     path = path / "config.json" if path.is_dir() else path
     if not path.exists():
         if path.suffix or "/" in source:
-            raise ConfigError("IG604", f"no such config file: {source}", expected=f"a file, or a preset: {', '.join(PRESETS)}")
+            raise ConfigError(
+                "IG604", f"no such config file: {source}", expected=f"a file, or a preset: {', '.join(PRESETS)}"
+            )
         return preset(source)
     if path.stat().st_size > MAX_CONFIG_BYTES:
-        raise ConfigError("IG605", f"{source} is too large for a config", seen=f"{path.stat().st_size} bytes",
-                          expected=f"at most {MAX_CONFIG_BYTES}")
+        raise ConfigError(
+            "IG605",
+            f"{source} is too large for a config",
+            seen=f"{path.stat().st_size} bytes",
+            expected=f"at most {MAX_CONFIG_BYTES}",
+        )
     import yaml  # JSON is YAML
 
     try:

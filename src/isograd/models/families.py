@@ -21,7 +21,16 @@ from isograd.errors import ConfigError, ModelError, did_you_mean
 from isograd.models.config import TransformerConfig
 from isograd.models.transformer import Transformer
 
-ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
+ACTIVATIONS = {
+    "silu": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+}
+
+
+View = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -30,8 +39,20 @@ class Rule:
 
     ours: str
     theirs: str
-    view: Callable[[Tensor], Tensor] = lambda t: t
+    view: View = lambda t: t
     shape: Callable[[tuple[int, ...]], tuple[int, ...]] = lambda s: s  # of their tensor, from ours
+
+
+def _third(n: int) -> View:
+    return lambda t: t.chunk(3, 0)[n]
+
+
+def _third_of_transpose(n: int) -> View:
+    return lambda t: t.t().chunk(3, 0)[n]
+
+
+def _third_of_heads(n: int, heads: int) -> View:
+    return lambda t: t.view(heads, 3, -1, *t.shape[1:])[:, n]
 
 
 def rules(config: TransformerConfig, model_type: str) -> list[Rule]:
@@ -47,8 +68,12 @@ def _llama(config: TransformerConfig) -> Iterator[Rule]:
         us, them = f"blocks.{i}.", f"model.layers.{i}."
         yield Rule(us + "norm1.weight", them + "input_layernorm.weight")
         yield Rule(us + "norm2.weight", them + "post_attention_layernorm.weight")
-        for ours, theirs, bias in (("q", "q_proj", config.qkv_bias), ("k", "k_proj", config.qkv_bias),
-                                   ("v", "v_proj", config.qkv_bias), ("out", "o_proj", config.out_bias)):
+        for ours, theirs, bias in (
+            ("q", "q_proj", config.qkv_bias),
+            ("k", "k_proj", config.qkv_bias),
+            ("v", "v_proj", config.qkv_bias),
+            ("out", "o_proj", config.out_bias),
+        ):
             for leaf in ("weight", "bias") if bias else ("weight",):
                 yield Rule(f"{us}attention.{ours}.{leaf}", f"{them}self_attn.{theirs}.{leaf}")
         if config.qk_norm:
@@ -73,10 +98,13 @@ def _gpt2(config: TransformerConfig) -> Iterator[Rule]:
             yield Rule(f"{us}norm1.{leaf}", f"{them}ln_1.{leaf}")
             yield Rule(f"{us}norm2.{leaf}", f"{them}ln_2.{leaf}")
         for n, name in enumerate("qkv"):
-            yield Rule(f"{us}attention.{name}.weight", f"{them}attn.c_attn.weight",
-                       lambda t, n=n: t.t().chunk(3, 0)[n], lambda s: (s[1], 3 * s[0]))
-            yield Rule(f"{us}attention.{name}.bias", f"{them}attn.c_attn.bias",
-                       lambda t, n=n: t.chunk(3, 0)[n], lambda s: (3 * s[0],))
+            yield Rule(
+                f"{us}attention.{name}.weight",
+                f"{them}attn.c_attn.weight",
+                _third_of_transpose(n),
+                lambda s: (s[1], 3 * s[0]),
+            )
+            yield Rule(f"{us}attention.{name}.bias", f"{them}attn.c_attn.bias", _third(n), lambda s: (3 * s[0],))
         for ours, theirs in (("attention.out", "attn.c_proj"), ("mlp.up", "mlp.c_fc"), ("mlp.down", "mlp.c_proj")):
             yield Rule(f"{us}{ours}.weight", f"{them}{theirs}.weight", lambda t: t.t(), lambda s: s[::-1])
             yield Rule(f"{us}{ours}.bias", f"{them}{theirs}.bias")
@@ -97,8 +125,12 @@ def _neox(config: TransformerConfig) -> Iterator[Rule]:
             yield Rule(f"{us}norm2.{leaf}", f"{them}post_attention_layernorm.{leaf}")
             if leaf == "weight" or config.qkv_bias:
                 for n, name in enumerate("qkv"):
-                    yield Rule(f"{us}attention.{name}.{leaf}", f"{them}attention.query_key_value.{leaf}",
-                               lambda t, n=n: t.view(heads, 3, -1, *t.shape[1:])[:, n], lambda s: (3 * s[0], *s[1:]))
+                    yield Rule(
+                        f"{us}attention.{name}.{leaf}",
+                        f"{them}attention.query_key_value.{leaf}",
+                        _third_of_heads(n, heads),
+                        lambda s: (3 * s[0], *s[1:]),
+                    )
             if leaf == "weight" or config.out_bias:
                 yield Rule(f"{us}attention.out.{leaf}", f"{them}attention.dense.{leaf}")
             yield Rule(f"{us}mlp.up.{leaf}", f"{them}mlp.dense_h_to_4h.{leaf}")
@@ -112,17 +144,28 @@ def from_hf_config(config: Mapping[str, Any] | Any) -> TransformerConfig:
     """From a config.json's mapping or a transformers config object."""
     c: dict[str, Any] = dict(config) if isinstance(config, Mapping) else config.to_dict()
     kind = c.get("model_type", "")
-    readers = {"gpt2": _from_gpt2, "gpt_neox": _from_neox, "llama": _from_llama, "mistral": _from_llama, "qwen3": _from_llama}
+    readers = {
+        "gpt2": _from_gpt2,
+        "gpt_neox": _from_neox,
+        "llama": _from_llama,
+        "mistral": _from_llama,
+        "qwen3": _from_llama,
+    }
     if kind not in readers:
-        raise ConfigError("IG607", f"no family for model_type {kind!r}{did_you_mean(kind, readers)}",
-                          expected=", ".join(readers), fix="any nn.Module trains on data axes: give it to Engine as it is")
+        raise ConfigError(
+            "IG607",
+            f"no family for model_type {kind!r}{did_you_mean(kind, readers)}",
+            expected=", ".join(readers),
+            fix="any nn.Module trains on data axes: give it to Engine as it is",
+        )
     return readers[kind](c)
 
 
 def _activation(name: str) -> str:
     if name not in ACTIVATIONS:
-        raise ConfigError("IG608", f"unknown activation {name!r}{did_you_mean(name, ACTIVATIONS)}",
-                          expected=", ".join(ACTIVATIONS))
+        raise ConfigError(
+            "IG608", f"unknown activation {name!r}{did_you_mean(name, ACTIVATIONS)}", expected=", ".join(ACTIVATIONS)
+        )
     return ACTIVATIONS[name]
 
 
@@ -130,7 +173,9 @@ def _rope(c: Mapping[str, Any]) -> float:
     rope = c.get("rope_parameters") or c.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default":
-        raise ConfigError("IG609", f"rotary scaling of type {kind!r} is not built", seen=rope, expected="the default type")
+        raise ConfigError(
+            "IG609", f"rotary scaling of type {kind!r} is not built", seen=rope, expected="the default type"
+        )
     return float(rope.get("rope_theta", c.get("rope_theta", 10000.0)))
 
 
@@ -191,26 +236,59 @@ def to_hf_config(config: TransformerConfig) -> dict[str, Any]:
     """The mapping that a config.json of the model's family holds."""
     kind = model_type_of(config)
     names = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())}
-    common = {"model_type": kind, "vocab_size": config.vocab, "tie_word_embeddings": config.tied,
-              "initializer_range": config.init_std}
+    common = {
+        "model_type": kind,
+        "vocab_size": config.vocab,
+        "tie_word_embeddings": config.tied,
+        "initializer_range": config.init_std,
+    }
     if kind == "gpt2":
-        return {**common, "n_embd": config.hidden, "n_layer": config.layers, "n_head": config.heads,
-                "n_inner": config.mlp, "n_positions": config.max_positions, "layer_norm_epsilon": config.norm_eps,
-                "activation_function": names[config.activation], "resid_pdrop": config.dropout,
-                "embd_pdrop": config.dropout, "attn_pdrop": config.attention_dropout}
-    shared = {**common, "hidden_size": config.hidden, "num_hidden_layers": config.layers,
-              "num_attention_heads": config.heads, "intermediate_size": config.mlp,
-              "max_position_embeddings": config.max_positions, "hidden_act": names[config.activation],
-              "attention_bias": config.qkv_bias, "attention_dropout": config.attention_dropout}
+        return {
+            **common,
+            "n_embd": config.hidden,
+            "n_layer": config.layers,
+            "n_head": config.heads,
+            "n_inner": config.mlp,
+            "n_positions": config.max_positions,
+            "layer_norm_epsilon": config.norm_eps,
+            "activation_function": names[config.activation],
+            "resid_pdrop": config.dropout,
+            "embd_pdrop": config.dropout,
+            "attn_pdrop": config.attention_dropout,
+        }
+    shared = {
+        **common,
+        "hidden_size": config.hidden,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "intermediate_size": config.mlp,
+        "max_position_embeddings": config.max_positions,
+        "hidden_act": names[config.activation],
+        "attention_bias": config.qkv_bias,
+        "attention_dropout": config.attention_dropout,
+    }
     if kind == "gpt_neox":
-        return {**shared, "layer_norm_eps": config.norm_eps, "hidden_dropout": config.dropout,
-                "use_parallel_residual": config.parallel_residual,
-                "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta,
-                                    "partial_rotary_factor": config.rotary_fraction}}
+        return {
+            **shared,
+            "layer_norm_eps": config.norm_eps,
+            "hidden_dropout": config.dropout,
+            "use_parallel_residual": config.parallel_residual,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": config.rope_theta,
+                "partial_rotary_factor": config.rotary_fraction,
+            },
+        }
     window = {} if config.sliding_window is None else {"sliding_window": config.sliding_window}
-    return {**shared, **window, "num_key_value_heads": config.kv_heads or config.heads, "mlp_bias": config.mlp_bias,
-            "head_dim": config.head_dim or config.hidden // config.heads, "rms_norm_eps": config.norm_eps,
-            "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta}}
+    return {
+        **shared,
+        **window,
+        "num_key_value_heads": config.kv_heads or config.heads,
+        "mlp_bias": config.mlp_bias,
+        "head_dim": config.head_dim or config.hidden // config.heads,
+        "rms_norm_eps": config.norm_eps,
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+    }
 
 
 # -- weights ---------------------------------------------------------------------------------------------------------
@@ -232,12 +310,22 @@ def load_hf(model: Transformer, source: str | Path | Mapping[str, Tensor]) -> No
                 wrong.append(f"{rule.theirs} is missing")
             elif shapes[rule.theirs][1] != expected:
                 wrong.append(f"{rule.theirs} is {shapes[rule.theirs][1]}, not {expected}")
-        ignored = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")
+        ignored = (
+            "rotary_emb.inv_freq",
+            ".attn.bias",
+            ".attn.masked_bias",
+            ".attention.bias",
+            ".attention.masked_bias",
+        )
         tied = {"lm_head.weight"} if model.config.tied else set()
         wrong += [f"{n} is not used" for n in shapes if n not in used | tied and not n.endswith(ignored)]
         if wrong:
-            raise ModelError("IG420", f"these weights are not this model's ({len(wrong)} points)", seen="; ".join(wrong[:20]),
-                             expected=f"the tensors of a {model_type_of(model.config)} with this config")
+            raise ModelError(
+                "IG420",
+                f"these weights are not this model's ({len(wrong)} points)",
+                seen="; ".join(wrong[:20]),
+                expected=f"the tensors of a {model_type_of(model.config)} with this config",
+            )
         for rule in found:
             record = table[rule.ours]
             whole = rule.view(read(shapes[rule.theirs][0])).reshape(record.contract.shape)
@@ -256,13 +344,18 @@ def _open(source: str | Path | Mapping[str, Tensor], stack: ExitStack) -> tuple[
     folder = Path(source)
     files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else [folder]
     if not files or any(f.suffix != ".safetensors" for f in files):
-        raise ModelError("IG421", f"no safetensors in {source}", seen=[f.name for f in folder.glob("*")][:10],
-                         expected="*.safetensors", fix="pickled weights (.bin, .pt) can run code and are not read; "
-                         "convert them with transformers: model.save_pretrained(dir, safe_serialization=True)")
-    homes = {}
+        raise ModelError(
+            "IG421",
+            f"no safetensors in {source}",
+            seen=[f.name for f in folder.glob("*")][:10],
+            expected="*.safetensors",
+            fix="pickled weights (.bin, .pt) can run code and are not read; "
+            "convert them with transformers: model.save_pretrained(dir, safe_serialization=True)",
+        )
+    homes: dict[str, Any] = {}
     for file in files:
         handle = stack.enter_context(safe_open(str(file), framework="pt"))
-        homes |= {name: handle for name in handle.keys()}  # noqa: SIM118
+        homes |= dict.fromkeys(handle.keys(), handle)
     shapes = {n: (n, tuple(h.get_slice(n).get_shape())) for n, h in homes.items()}
     return shapes, lambda n: homes[n].get_tensor(n)
 

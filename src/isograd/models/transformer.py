@@ -10,7 +10,7 @@ tensor-parallel regions, and the layout decides what that costs.
 
 from __future__ import annotations
 
-from typing import overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
@@ -31,8 +31,15 @@ Angles = tuple[Tensor, Tensor] | None
 class Block(nn.Module):
     """x + attention(norm(x)), then + mlp(norm(x)); or both on the same x (parallel residual)."""
 
-    def __init__(self, config: TransformerConfig, mesh: Mesh, rotary: Rotary | None, key: Key,
-                 dtype: torch.dtype | None, device: torch.device | str | None) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        mesh: Mesh,
+        rotary: Rotary | None,
+        key: Key,
+        dtype: torch.dtype | None,
+        device: torch.device | str | None,
+    ) -> None:
         super().__init__()
         out_std = config.init_std / (2 * config.layers) ** 0.5  # the residual sum keeps its scale at any depth
         norm = RMSNorm if config.norm == "rms" else LayerNorm
@@ -45,9 +52,19 @@ class Block(nn.Module):
             out_std=out_std, dtype=dtype, device=device,
         )  # fmt: skip
         self.norm2 = norm(config.hidden, mesh, eps=config.norm_eps, dtype=dtype, device=device)
-        self.mlp = MLP(config.hidden, config.mlp, mesh, key=key.fold("mlp"), activation=config.activation,
-                       gated=config.gated, bias=config.mlp_bias, std=config.init_std, out_std=out_std,
-                       dtype=dtype, device=device)
+        self.mlp = MLP(
+            config.hidden,
+            config.mlp,
+            mesh,
+            key=key.fold("mlp"),
+            activation=config.activation,
+            gated=config.gated,
+            bias=config.mlp_bias,
+            std=config.init_std,
+            out_std=out_std,
+            dtype=dtype,
+            device=device,
+        )
 
     def forward(self, x: Tensor, stream: Stream, angles: Angles) -> Tensor:
         attended = stream.dropout(self.attention(self.norm1(x), stream, angles), self.drop, self.mesh, "attention out")
@@ -57,21 +74,28 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    def __init__(self, config: TransformerConfig, mesh: Mesh, *, seed: int = 0, dtype: torch.dtype | None = None,
-                 device: torch.device | str | None = None) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        mesh: Mesh,
+        *,
+        seed: int = 0,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
         """Weights are a function of (seed, name, global index): the same model under every layout."""
         super().__init__()
         _refuse_unbuilt(mesh)
         self.config, self.mesh = config, mesh
         self.recompute = False  # True: blocks keep only their input and run again in backward
         key = random.key(seed, "transformer")
-        made = {"dtype": dtype, "device": device}
+        made: dict[str, Any] = {"dtype": dtype, "device": device}
         learned = config.positions == "learned"
         self.rotary = None if learned else Rotary(config.rotary_dims, config.rope_theta)
         std = config.init_std
-        self.embed = VocabEmbedding(config.vocab, config.hidden, mesh, key=key.fold("embed"), std=std, **made)  # type: ignore[arg-type]
+        self.embed = VocabEmbedding(config.vocab, config.hidden, mesh, key=key.fold("embed"), std=std, **made)
         self.positions = (
-            LearnedPositions(config.max_positions, config.hidden, mesh, key=key.fold("positions"), std=std, **made)  # type: ignore[arg-type]
+            LearnedPositions(config.max_positions, config.hidden, mesh, key=key.fold("positions"), std=std, **made)
             if learned
             else None
         )
@@ -79,9 +103,9 @@ class Transformer(nn.Module):
             Block(config, mesh, self.rotary, key.fold("block", i), dtype, device) for i in range(config.layers)
         )
         norm = RMSNorm if config.norm == "rms" else LayerNorm
-        self.norm = norm(config.hidden, mesh, eps=config.norm_eps, **made)  # type: ignore[arg-type]
+        self.norm = norm(config.hidden, mesh, eps=config.norm_eps, **made)
         tied = self.embed.weight if config.tied else None
-        self.head = Head(config.vocab, config.hidden, mesh, key=key.fold("head"), std=std, tied=tied, **made)  # type: ignore[arg-type]
+        self.head = Head(config.vocab, config.hidden, mesh, key=key.fold("head"), std=std, tied=tied, **made)
 
     @overload
     def forward(self, tokens: Tensor, labels: None = None) -> Tensor: ...
@@ -143,14 +167,29 @@ class Transformer(nn.Module):
         config, where = self.config, self.mesh.where()
         if tokens.dim() != 2 or (labels is not None and labels.shape != tokens.shape):
             seen = f"tokens {tuple(tokens.shape)}, labels {None if labels is None else tuple(labels.shape)}"
-            raise ModelError("IG410", "tokens and labels must be [batch, sequence]", seen=seen,
-                             expected="two dimensions, the same for both", where=where)
+            raise ModelError(
+                "IG410",
+                "tokens and labels must be [batch, sequence]",
+                seen=seen,
+                expected="two dimensions, the same for both",
+                where=where,
+            )
         if self.positions is not None and tokens.shape[1] > config.max_positions:
-            raise ModelError("IG411", "the sequence is longer than the learned positions", seen=tokens.shape[1],
-                             expected=f"at most {config.max_positions}", where=where)
+            raise ModelError(
+                "IG411",
+                "the sequence is longer than the learned positions",
+                seen=tokens.shape[1],
+                expected=f"at most {config.max_positions}",
+                where=where,
+            )
         if config.sliding_window is not None and tokens.shape[1] > config.sliding_window:
-            raise ModelError("IG412", "sliding-window attention is not built for sequences longer than the window",
-                             seen=f"{tokens.shape[1]} tokens", expected=f"at most {config.sliding_window}", where=where)
+            raise ModelError(
+                "IG412",
+                "sliding-window attention is not built for sequences longer than the window",
+                seen=f"{tokens.shape[1]} tokens",
+                expected=f"at most {config.sliding_window}",
+                where=where,
+            )
         dropping = self.training and (config.dropout or config.attention_dropout)
         if dropping and labels is not None and (key is None or samples is None):
             raise ModelError(

@@ -9,6 +9,18 @@ from isograd.nn.norm import LayerNorm, RMSNorm
 from isograd.nn.stream import Stream, enter, leave
 
 __all__ = [
-    "MLP", "Attention", "ColumnLinear", "Head", "LayerNorm", "LearnedPositions", "RMSNorm", "Rotary", "RowLinear",
-    "Stream", "VocabEmbedding", "cross_entropy", "enter", "leave",
+    "MLP",
+    "Attention",
+    "ColumnLinear",
+    "Head",
+    "LayerNorm",
+    "LearnedPositions",
+    "RMSNorm",
+    "Rotary",
+    "RowLinear",
+    "Stream",
+    "VocabEmbedding",
+    "cross_entropy",
+    "enter",
+    "leave",
 ]

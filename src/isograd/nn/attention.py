@@ -9,6 +9,8 @@ norms of query and key heads are shared by heads on different ranks and owe tp, 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -75,8 +77,12 @@ class Attention(nn.Module):
         tp = mesh.size("tp")
         kv_heads, head_dim = kv_heads or heads, head_dim or hidden // heads
         if heads % kv_heads:
-            raise ModelError("IG405", "query heads must be a multiple of key/value heads", seen=f"{heads} and {kv_heads}",
-                             expected="heads % kv_heads == 0")
+            raise ModelError(
+                "IG405",
+                "query heads must be a multiple of key/value heads",
+                seen=f"{heads} and {kv_heads}",
+                expected="heads % kv_heads == 0",
+            )
         if heads % tp or (kv_heads % tp and tp % kv_heads):
             raise ModelError(
                 "IG406",
@@ -90,12 +96,20 @@ class Attention(nn.Module):
         self.heads, self.kv_heads = heads // tp, max(1, kv_heads // tp)
         self.first_head = mesh.index("tp") * self.heads
         shard, owes = _kv_shard(kv_heads, head_dim, tp)
-        same = {"bias": bias, "std": std, "dtype": dtype, "device": device}
-        self.q = ColumnLinear(hidden, heads * head_dim, mesh, key=key.fold("q"), **same)  # type: ignore[arg-type]
-        self.k = ColumnLinear(hidden, kv_heads * head_dim, mesh, key=key.fold("k"), shard=shard, owes=owes, **same)  # type: ignore[arg-type]
-        self.v = ColumnLinear(hidden, kv_heads * head_dim, mesh, key=key.fold("v"), shard=shard, owes=owes, **same)  # type: ignore[arg-type]
-        self.out = RowLinear(heads * head_dim, hidden, mesh, key=key.fold("out"), std=out_std or std, bias=out_bias,
-                             dtype=dtype, device=device)
+        same: dict[str, Any] = {"bias": bias, "std": std, "dtype": dtype, "device": device}
+        self.q = ColumnLinear(hidden, heads * head_dim, mesh, key=key.fold("q"), **same)
+        self.k = ColumnLinear(hidden, kv_heads * head_dim, mesh, key=key.fold("k"), shard=shard, owes=owes, **same)
+        self.v = ColumnLinear(hidden, kv_heads * head_dim, mesh, key=key.fold("v"), shard=shard, owes=owes, **same)
+        self.out = RowLinear(
+            heads * head_dim,
+            hidden,
+            mesh,
+            key=key.fold("out"),
+            std=out_std or std,
+            bias=out_bias,
+            dtype=dtype,
+            device=device,
+        )
         self.q_norm = self.k_norm = None
         if qk_norm:
             self.q_norm = RMSNorm(head_dim, mesh, eps=norm_eps, owes=("tp",), dtype=dtype, device=device)
@@ -118,7 +132,7 @@ class Attention(nn.Module):
         return self.out(y.transpose(1, 2).reshape(-1, self.heads * self.head_dim))  # type: ignore[no-any-return]
 
     def _with_dropout(self, q: Tensor, k: Tensor, v: Tensor, stream: Stream) -> Tensor:
-        """Dropout on probabilities needs them written out; the mask is a function of (query token, head, key position)."""
+        """Dropout needs the probabilities written out; its mask is a function of (query token, head, key position)."""
         assert stream.key is not None and stream.ids is not None
         group, length = self.heads // self.kv_heads, stream.length
         k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)

@@ -20,17 +20,32 @@ from isograd.random import Key
 class VocabEmbedding(nn.Module):
     """Each tp rank looks up the rows it has and zeros elsewhere; the sum over tp is the lookup. Owes nothing."""
 
-    def __init__(self, vocab: int, hidden: int, mesh: Mesh, *, key: Key, std: float = 0.02,
-                 dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> None:
+    def __init__(
+        self,
+        vocab: int,
+        hidden: int,
+        mesh: Mesh,
+        *,
+        key: Key,
+        std: float = 0.02,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
         super().__init__()
         if vocab < mesh.size("tp"):
-            raise ModelError("IG402", f"a vocabulary of {vocab} cannot be cut over tp{mesh.size('tp')}", seen=vocab,
-                             expected=f"at least {mesh.size('tp')} tokens", where=mesh.where())
+            raise ModelError(
+                "IG402",
+                f"a vocabulary of {vocab} cannot be cut over tp{mesh.size('tp')}",
+                seen=vocab,
+                expected=f"at least {mesh.size('tp')} tokens",
+                where=mesh.where(),
+            )
         self.mesh = mesh
         shard = Shard.even("tp", 0, vocab, mesh.size("tp"))
         self.first = shard.ranges[mesh.index("tp")][0]
-        self.weight = make(mesh, (vocab, hidden), shards=(shard,), key=key.fold("weight"), std=std,
-                           dtype=dtype, device=device)
+        self.weight = make(
+            mesh, (vocab, hidden), shards=(shard,), key=key.fold("weight"), std=std, dtype=dtype, device=device
+        )
 
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens [T] of this data rank -> the residual stream [T, hidden], or my sequence shard of it."""
@@ -45,12 +60,28 @@ class VocabEmbedding(nn.Module):
 class LearnedPositions(nn.Module):
     """Added to the stream after the vocabulary sum: under sp its gradient sums over sequence shards, so it owes tp."""
 
-    def __init__(self, positions: int, hidden: int, mesh: Mesh, *, key: Key, std: float = 0.02,
-                 dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> None:
+    def __init__(
+        self,
+        positions: int,
+        hidden: int,
+        mesh: Mesh,
+        *,
+        key: Key,
+        std: float = 0.02,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
         super().__init__()
         self.mesh = mesh
-        self.weight = make(mesh, (positions, hidden), owes=stream_owes(mesh), key=key.fold("weight"), std=std,
-                           dtype=dtype, device=device)
+        self.weight = make(
+            mesh,
+            (positions, hidden),
+            owes=stream_owes(mesh),
+            key=key.fold("weight"),
+            std=std,
+            dtype=dtype,
+            device=device,
+        )
 
     def forward(self, x: Tensor, stream: Stream) -> Tensor:
         return x + F.embedding(stream.mine(stream.positions, self.mesh), self.weight)

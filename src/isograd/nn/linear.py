@@ -35,8 +35,16 @@ class ColumnLinear(nn.Module):
     ) -> None:
         super().__init__()
         shards = (shard or Shard.even("tp", 0, outputs, mesh.size("tp")),)
-        self.weight = make(mesh, (outputs, inputs), shards=shards, owes=owes, key=key.fold("weight"), std=std,
-                           dtype=dtype, device=device)
+        self.weight = make(
+            mesh,
+            (outputs, inputs),
+            shards=shards,
+            owes=owes,
+            key=key.fold("weight"),
+            std=std,
+            dtype=dtype,
+            device=device,
+        )
         self.bias = make(mesh, (outputs,), shards=shards, owes=owes, dtype=dtype, device=device) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -61,8 +69,9 @@ class RowLinear(nn.Module):
         super().__init__()
         self.mesh = mesh
         shards = (Shard.even("tp", 1, inputs, mesh.size("tp")),)
-        self.weight = make(mesh, (outputs, inputs), shards=shards, key=key.fold("weight"), std=std,
-                           dtype=dtype, device=device)
+        self.weight = make(
+            mesh, (outputs, inputs), shards=shards, key=key.fold("weight"), std=std, dtype=dtype, device=device
+        )
         self.bias = make(mesh, (outputs,), owes=stream_owes(mesh), dtype=dtype, device=device) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:

@@ -2,10 +2,10 @@
 
 One device: F.cross_entropy(x @ weight.T, labels, ignore_index), and how many labels count.
 
-Tokens are taken in chunks. For each, every tp rank computes its slice of the logits, and one gather of three numbers per
-token (largest logit, sum of exponentials, the label's logit) gives all ranks the same softmax denominator. The gradients
-of x and weight are made in the same pass, so logits live for one chunk only. x has been entered: its gradient is this
-vocabulary slice's part of the sum, which the adjoint of `enter` completes.
+Tokens are taken in chunks. For each, every tp rank computes its slice of the logits, and one gather of three numbers
+per token (largest logit, sum of exponentials, the label's logit) gives all ranks the same softmax denominator. The
+gradients of x and weight are made in the same pass, so logits live for one chunk only. x has been entered: its gradient
+is this vocabulary slice's part of the sum, which the adjoint of `enter` completes.
 """
 
 from __future__ import annotations
@@ -29,14 +29,27 @@ IGNORE = -100
 class Head(nn.Module):
     """Maps the residual stream to the loss or to logits; `tied` is the embedding's weight, used a second time."""
 
-    def __init__(self, vocab: int, hidden: int, mesh: Mesh, *, key: Key, std: float = 0.02,
-                 tied: nn.Parameter | None = None, dtype: torch.dtype | None = None,
-                 device: torch.device | str | None = None) -> None:
+    def __init__(
+        self,
+        vocab: int,
+        hidden: int,
+        mesh: Mesh,
+        *,
+        key: Key,
+        std: float = 0.02,
+        tied: nn.Parameter | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
         super().__init__()
         self.mesh = mesh
         self.shard = Shard.even("tp", 0, vocab, mesh.size("tp"))
-        self.weight = tied if tied is not None else make(
-            mesh, (vocab, hidden), shards=(self.shard,), key=key.fold("weight"), std=std, dtype=dtype, device=device
+        self.weight = (
+            tied
+            if tied is not None
+            else make(
+                mesh, (vocab, hidden), shards=(self.shard,), key=key.fold("weight"), std=std, dtype=dtype, device=device
+            )
         )
 
     def forward(self, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -50,7 +63,7 @@ class Head(nn.Module):
         return ops.gather_for_identical_use(part, self.mesh.group("tp"), -1, sizes)
 
 
-@torch.compiler.disable
+@ops.uncompiled
 def cross_entropy(
     x: Tensor, weight: Tensor, labels: Tensor, mesh: Mesh, *, ignore_index: int = IGNORE, chunk: int = 1024
 ) -> tuple[Tensor, Tensor]:
@@ -58,7 +71,9 @@ def cross_entropy(
     group = mesh.group("tp")
     sizes = [stop - start for start, stop in _cuts(weight, group)]
     first = sum(sizes[: group.index])
-    mean, count = _CrossEntropy.apply(x, weight, labels, group, first, ignore_index, chunk)  # type: ignore[no-untyped-call]
+    mean, count = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
+        x, weight, labels, group, first, ignore_index, chunk
+    )
     return mean, count
 
 
@@ -107,7 +122,7 @@ class _CrossEntropy(torch.autograd.Function):
         return (total / count.clamp(min=1)).to(wide), count
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         dx, dweight, count = ctx.saved_tensors
         scale = gradient / count.clamp(min=1)

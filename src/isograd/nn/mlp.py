@@ -26,24 +26,47 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class MLP(nn.Module):
-    def __init__(self, hidden: int, inner: int, mesh: Mesh, *, key: Key, activation: str = "silu", gated: bool = True,
-                 bias: bool = False, std: float = 0.02, out_std: float | None = None,
-                 dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> None:
+    def __init__(
+        self,
+        hidden: int,
+        inner: int,
+        mesh: Mesh,
+        *,
+        key: Key,
+        activation: str = "silu",
+        gated: bool = True,
+        bias: bool = False,
+        std: float = 0.02,
+        out_std: float | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
         super().__init__()
         if activation not in ACTIVATIONS:
-            raise ModelError("IG403", f"unknown activation {activation!r}{did_you_mean(activation, ACTIVATIONS)}",
-                             seen=activation, expected=", ".join(ACTIVATIONS))
+            raise ModelError(
+                "IG403",
+                f"unknown activation {activation!r}{did_you_mean(activation, ACTIVATIONS)}",
+                seen=activation,
+                expected=", ".join(ACTIVATIONS),
+            )
         if inner < mesh.size("tp"):
-            raise ModelError("IG404", f"{inner} inner features cannot be cut over tp{mesh.size('tp')}", seen=inner,
-                             expected=f"at least {mesh.size('tp')}", where=mesh.where())
+            raise ModelError(
+                "IG404",
+                f"{inner} inner features cannot be cut over tp{mesh.size('tp')}",
+                seen=inner,
+                expected=f"at least {mesh.size('tp')}",
+                where=mesh.where(),
+            )
         self.mesh, self.activation = mesh, ACTIVATIONS[activation]
         self.up = ColumnLinear(hidden, inner, mesh, key=key.fold("up"), std=std, bias=bias, dtype=dtype, device=device)
         self.gate = (
             ColumnLinear(hidden, inner, mesh, key=key.fold("gate"), std=std, bias=bias, dtype=dtype, device=device)
-            if gated else None
+            if gated
+            else None
         )
-        self.down = RowLinear(inner, hidden, mesh, key=key.fold("down"), std=out_std or std, bias=bias,
-                              dtype=dtype, device=device)
+        self.down = RowLinear(
+            inner, hidden, mesh, key=key.fold("down"), std=out_std or std, bias=bias, dtype=dtype, device=device
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = enter(x, self.mesh)

@@ -18,8 +18,16 @@ from isograd.nn.stream import stream_owes
 
 
 class RMSNorm(nn.Module):
-    def __init__(self, size: int, mesh: Mesh, *, eps: float = 1e-6, owes: tuple[str, ...] | None = None,
-                 dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> None:
+    def __init__(
+        self,
+        size: int,
+        mesh: Mesh,
+        *,
+        eps: float = 1e-6,
+        owes: tuple[str, ...] | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
         super().__init__()
         self.eps = eps
         debts = stream_owes(mesh) if owes is None else owes
@@ -33,8 +41,16 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    def __init__(self, size: int, mesh: Mesh, *, eps: float = 1e-5, owes: tuple[str, ...] | None = None,
-                 dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> None:
+    def __init__(
+        self,
+        size: int,
+        mesh: Mesh,
+        *,
+        eps: float = 1e-5,
+        owes: tuple[str, ...] | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
         super().__init__()
         self.eps = eps
         debts = stream_owes(mesh) if owes is None else owes

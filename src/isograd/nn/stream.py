@@ -58,8 +58,12 @@ class Stream:
         if p == 0.0 or self.key is None:
             return x
         if self.ids is None:
-            raise ModelError("IG401", "dropout needs the global ids of its tokens", seen="samples=None",
-                             expected="model(tokens, labels, key=..., samples=ids of the sequences)")
+            raise ModelError(
+                "IG401",
+                "dropout needs the global ids of its tokens",
+                seen="samples=None",
+                expected="model(tokens, labels, key=..., samples=ids of the sequences)",
+            )
         return random.dropout(x, p, self.key.fold(site), self.mine(self.ids, mesh))
 
 
