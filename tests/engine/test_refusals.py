@@ -1,0 +1,201 @@
+"""States in which gradients would be silently wrong are refused, on every rank, with a code and a remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from isograd.engine import Engine
+from isograd.errors import IsogradError
+from isograd.mesh import Mesh
+from isograd.models import Transformer, preset
+
+from . import toys
+
+
+def fresh(layout: str = "dp2 zero1", **options: object) -> tuple[Mesh, toys.Toy, Engine]:
+    mesh, model = Mesh(layout), toys.Toy()
+    return mesh, model, Engine(model, mesh, toys.sgd, **options)  # type: ignore[arg-type]
+
+
+def loss_of(model: nn.Module, rows: int = 3) -> torch.Tensor:
+    x = torch.ones(rows, 13, dtype=torch.float64)
+    return model(x).square().mean()  # type: ignore[no-any-return]
+
+
+def step_inside_no_sync() -> None:
+    _, model, engine = fresh()
+    with engine.no_sync():
+        engine.backward(loss_of(model), 3)
+        engine.step()
+
+
+def detached_loss() -> None:
+    _, model, engine = fresh()
+    engine.backward(loss_of(model).detach(), 3)
+
+
+def vector_loss() -> None:
+    _, model, engine = fresh()
+    engine.backward(loss_of(model).repeat(2), 3)
+
+
+def negative_weight() -> None:
+    _, model, engine = fresh()
+    engine.backward(loss_of(model), -1)
+
+
+def no_weight_anywhere() -> None:
+    _, model, engine = fresh()
+    engine.backward(loss_of(model), 0)
+    engine.step()
+
+
+def plain_backward() -> None:
+    _, model, _ = fresh()
+    loss_of(model).backward()
+
+
+def unowned_parameter() -> None:
+    Engine(toys.Toy(), Mesh("dp2 zero1"), lambda ps: torch.optim.SGD(ps[1:], lr=0.1))
+
+
+def owned_parameter_of_another_model() -> None:
+    other = nn.Parameter(torch.zeros(3))
+    Engine(toys.Toy(), Mesh("dp2 zero1"), lambda ps: torch.optim.SGD([*ps, other], lr=0.1))
+
+
+def group_that_matches_nothing() -> None:
+    Engine(toys.Toy(), Mesh("dp2"), lambda ps: torch.optim.SGD(ps.groups({"*.bais": {}, "*": {}}), lr=0.1))
+
+
+def model_cast_later() -> None:
+    _, model, engine = fresh()
+    model.float()
+    engine.backward(loss_of(model.double()), 3)
+    engine.step()
+
+
+def model_frozen_later() -> None:
+    _, model, engine = fresh()
+    model.first.weight.requires_grad_(False)
+    engine.backward(loss_of(model), 3)
+    engine.step()
+
+
+def everything_frozen() -> None:
+    Engine(toys.Toy().requires_grad_(False), Mesh("dp2"), toys.sgd)
+
+
+def different_models() -> None:
+    mesh, model = Mesh("dp2"), toys.Toy()
+    if mesh.rank == 1:
+        model.out = nn.Linear(150, 6, dtype=torch.float64)
+    Engine(model, mesh, toys.sgd)
+
+
+def frozen_on_one_rank() -> None:
+    mesh, model = Mesh("dp2"), toys.Toy()
+    model.first.requires_grad_(mesh.rank == 0)
+    Engine(model, mesh, toys.sgd)
+
+
+def gradients_from_before() -> None:
+    model = toys.Toy()
+    loss_of(model).backward()
+    Engine(model, Mesh("dp2"), toys.sgd)
+
+
+def parameters_without_memory() -> None:
+    mesh = Mesh("dp2")
+    Engine(Transformer(preset("tiny-llama"), mesh, device="meta"), mesh, toys.sgd)
+
+
+def unequal_tp_replicas() -> None:
+    mesh, model = Mesh("tp2"), toys.Toy()
+    with torch.no_grad():
+        model.out.bias[2] += mesh.rank
+    Engine(model, mesh, toys.sgd)
+
+
+def different_batches_in_a_tp_group() -> None:
+    mesh = Mesh("tp2")
+    model = Transformer(preset("tiny-llama"), mesh)
+    engine = Engine(model, mesh, toys.sgd)
+    tokens = torch.zeros(1, 4, dtype=torch.long)
+    labels = tokens.clone()
+    labels[:, : mesh.rank] = -100
+    loss, count = model(tokens, labels)
+    engine.backward(loss, count)
+    engine.step()
+
+
+def unbuilt_layout() -> None:
+    Engine(toys.Toy(), Mesh("cp2"), toys.sgd)
+
+
+def contract_replaced() -> None:
+    mesh = Mesh("dp2")
+    model = Transformer(preset("tiny-llama"), mesh)
+    model.norm.weight = nn.Parameter(torch.ones(24))
+    Engine(model, mesh, toys.sgd)
+
+
+REFUSED: dict[Callable[[], None], tuple[str, str]] = {
+    unbuilt_layout: ("IG500", "cp2"),
+    everything_frozen: ("IG501", "no trainable parameter"),
+    different_models: ("IG502", "ranks [1] disagree|ranks [0] disagree"),
+    frozen_on_one_rank: ("IG502", "differ between ranks"),
+    parameters_without_memory: ("IG503", "device='meta'"),
+    unowned_parameter: ("IG504", "not owned: ['gain']"),
+    owned_parameter_of_another_model: ("IG504", "tensors it was not given: 1"),
+    group_that_matches_nothing: ("IG505", "*.bais"),
+    unequal_tp_replicas: ("IG506", "out.bias"),
+    gradients_from_before: ("IG507", "zero_grad"),
+    plain_backward: ("IG510", "engine.backward(loss, weight=...)"),
+    step_inside_no_sync: ("IG511", "move engine.step()"),
+    no_weight_anywhere: ("IG512", "[0.0, 0.0]"),
+    detached_loss: ("IG513", "detached"),
+    vector_loss: ("IG514", "(2,)"),
+    negative_weight: ("IG515", "-1"),
+    different_batches_in_a_tp_group: ("IG516", "mesh.index('dp cp')"),
+    model_cast_later: ("IG517", "the model was changed"),
+    model_frozen_later: ("IG517", "first.weight"),
+    contract_replaced: ("IG301", "norm.weight"),
+}
+
+
+def refusal_of(action: Callable[[], None]) -> tuple[str, str]:
+    try:
+        action()
+    except IsogradError as error:
+        return error.code, str(error)
+    return "", "nothing was refused"
+
+
+@pytest.mark.parametrize("action", REFUSED, ids=lambda a: a.__name__)
+def test_a_wrong_state_is_refused_on_every_rank_with_its_remedy(worlds, action: Callable[[], None]) -> None:
+    code, hint = REFUSED[action]
+    world = worlds(2)
+    for found, text in world.run(partial(refusal_of, action)):
+        assert found == code, text
+        assert any(part in text for part in hint.split("|")), text
+
+
+def replicas_after_start() -> list[float]:
+    """Ranks that start from different random weights and buffers."""
+    mesh = Mesh("dp2")
+    torch.manual_seed(mesh.rank)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    model[1].running_mean.fill_(float(mesh.rank))
+    Engine(model, mesh, toys.sgd)
+    return [float(t.double().sum()) for t in (*model.parameters(), *model.buffers())]
+
+
+def test_data_replicas_start_from_the_first_ones_weights_and_buffers(worlds) -> None:
+    first, second = worlds(2).run(replicas_after_start)
+    assert first == second
