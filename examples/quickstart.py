@@ -2,9 +2,10 @@
 
     python examples/quickstart.py                       # what `make demo` runs: dp2 tp2 sp zero1
     python examples/quickstart.py --layout "dp4 zero2"
+    python examples/quickstart.py --steps 0 --forget norm1    # plant a bug: these gradients are not summed over tp
 
 The proof compares, in fp64 and on uneven data, every gradient of this layout with one device's, before clipping and
-optimizer, and prints the largest error per kind of parameter.
+optimizer, and prints the largest error per kind of parameter. With --forget it shows that it can fail.
 """
 
 from __future__ import annotations
@@ -69,11 +70,14 @@ def train(layout: str, steps: int) -> None:
             )
 
 
-def gradients(layout: str) -> dict[str, torch.Tensor]:
+def gradients(layout: str, forget: str) -> dict[str, torch.Tensor]:
     """Every full gradient by name, in fp64, after two micro-batches in which ranks hold different numbers of labels."""
     mesh = ig.Mesh(layout)
     config = dataclasses.replace(ig.models.preset("quickstart"), layers=2)
     model = ig.models.Transformer(config, mesh, dtype=torch.float64)
+    for record in ig.contracts(model, mesh):
+        if forget and forget in record.name:  # what a sequence-parallel trainer does that never sums these over tp
+            ig.declare(record.parameter, mesh, shape=record.contract.shape, shards=record.contract.shards, owes=())
     engine = ig.Engine(model, mesh, lambda ps: torch.optim.SGD(ps, lr=0.1))
     text = corpus()
     for micro in range(2):
@@ -93,11 +97,11 @@ def _drain(engine: ig.Engine) -> dict[str, torch.Tensor]:
     return {}
 
 
-def prove(layout: str) -> bool:
+def prove(layout: str, forget: str = "") -> bool:
     """Print the largest gradient error of each kind of parameter; True when all are at rounding noise."""
     nproc = ig.Layout.parse(layout).world_size
-    (reference,) = ig.launch(gradients, 1, "")
-    candidate = ig.launch(gradients, nproc, layout)[0]
+    (reference,) = ig.launch(gradients, 1, "", "")
+    candidate = ig.launch(gradients, nproc, layout, forget)[0]
     whole = float(torch.stack([g.norm() for g in reference.values()]).norm())
     worst: dict[str, tuple[float, str]] = {}
     for name, expected in reference.items():
@@ -118,12 +122,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--layout", default="dp2 tp2 sp zero1")
     parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--forget", default="", metavar="NAME", help="plant a bug: drop the debts of these parameters")
     options = parser.parse_args()
     layout = ig.Layout.parse(options.layout)
-    print(f"training on {layout.world_size} local ranks under '{layout}'", flush=True)
-    ig.launch(train, layout.world_size, str(layout), options.steps)
-    print("training done; now the proof of its layout", flush=True)
-    if not prove(str(layout)):
+    if options.steps:
+        print(f"training on {layout.world_size} local ranks under '{layout}'", flush=True)
+        ig.launch(train, layout.world_size, str(layout), options.steps)
+        print("training done; now the proof of its layout", flush=True)
+    if not prove(str(layout), options.forget):
         raise SystemExit("the layout's gradients are not one device's")
 
 

@@ -166,12 +166,21 @@ def contracts(model: nn.Module, mesh: Mesh) -> Table:
 
 
 def describe_sum(contract: Contract, mesh: Mesh) -> str:
-    """'dp+tp [0, 1, 2, 3]': over which axes, and which ranks, this rank's gradient of the parameter is summed."""
+    """'dp+tp: 0-3': over which axes, and which ranks, this rank's gradient of the parameter is summed."""
     axes = [axis for axis in DATA.split() if mesh.size(axis) > 1] + list(contract.owes)
     ranks = {mesh.rank}
     for axis in axes:
         ranks = {other for rank in ranks for other in mesh.layout.ranks(axis, rank)}
-    return f"{'+'.join(axes)} {sorted(ranks)}" if axes else "nothing to sum"
+    return f"{'+'.join(axes)}: {_spell(sorted(ranks))}" if axes else "nothing to sum"
+
+
+def _spell(ranks: list[int]) -> str:
+    """'0-7', '0, 4', or '0, 8, ... 120 (16)': readable at any world size."""
+    if ranks == list(range(ranks[0], ranks[-1] + 1)) and len(ranks) > 2:
+        return f"{ranks[0]}-{ranks[-1]}"
+    if len(ranks) > 6:
+        return f"{ranks[0]}, {ranks[1]}, ... {ranks[-1]} ({len(ranks)})"
+    return ", ".join(map(str, ranks))
 
 
 def assemble(local: torch.Tensor, contract: Contract, mesh: Mesh) -> torch.Tensor:

@@ -73,7 +73,9 @@ def test_clip_per_rank_makes_replicas_drift(worlds) -> None:
 def test_bias_n_times_changes_the_forward(worlds) -> None:
     case = Case("dp2 tp2 zero0", "gpt2", 3)
     results = worlds(4).run(partial(run_mutated, "layer: row bias added on every tp rank", case))
-    assert not any(math.isclose(a, b, rel_tol=1e-9) for a, b in zip(results[0].losses[1:], truth_losses(case), strict=True))
+    assert not any(
+        math.isclose(a, b, rel_tol=1e-9) for a, b in zip(results[0].losses[1:], truth_losses(case), strict=True)
+    )
 
 
 def truth_losses(case: Case) -> list[float]:
@@ -84,8 +86,9 @@ def truth_losses(case: Case) -> list[float]:
 
 def shared_module(planted: bool) -> tuple[list[str], float]:
     """A module used three times under reentrant recompute; planted: its gradient is sent after the first use only."""
-    from ..engine.test_engine import Recomputed
     from isograd.engine.reduce import Reducer
+
+    from ..engine.test_engine import Recomputed
 
     context: AbstractContextManager[Any] = mutants._patched(Reducer, "pending", lambda self: False)
     if not planted:

@@ -18,7 +18,9 @@ A group of one makes each of them the identity.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any, TypeVar, cast
 
 import torch
@@ -46,8 +48,22 @@ class _Pair(torch.autograd.Function):
 
 
 def uncompiled(function: F) -> F:
-    """A collective is a border between compiled regions: torch.compile leaves `function` as it is."""
-    return cast(F, torch.compiler.disable(function))
+    """A collective is a border between compiled regions: torch.compile leaves `function` as it is.
+
+    torch.compiler.disable loads the whole compiler, seconds of it: only a program that has loaded it already needs it.
+    """
+    disabled: list[Any] = []
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if "torch._dynamo" not in sys.modules:
+            return function(*args, **kwargs)
+        if not disabled:
+            disabled.append(torch.compiler.disable(function))
+        return disabled[0](*args, **kwargs)
+
+    call._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return cast(F, call)
 
 
 @uncompiled

@@ -122,8 +122,8 @@ class Transformer(nn.Module):
 
         Dropout needs `key`, new in every micro-batch and step, and `samples`, the global ids [b] of the sequences.
         """
-        length = tokens.shape[1]
         self._check(tokens, labels, key, samples)
+        length = tokens.shape[1]
         tokens, labels = self._padded(tokens, labels)
         stream = self._stream(tokens, key if self.training else None, samples)
         x = self._body(tokens.reshape(-1), stream)

@@ -1,0 +1,196 @@
+"""Local ranks: values in order, the first failing rank first, hangs shown with stacks, nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from isograd.comm import raw
+from isograd.comm.launch import World, launch
+from isograd.errors import LaunchError
+from isograd.mesh import Mesh
+
+
+def who(offset: int) -> tuple[int, str, int]:
+    return raw.world()[0] + offset, os.environ["WORLD_SIZE"], torch.get_num_threads()
+
+
+def pid() -> int:
+    return os.getpid()
+
+
+def one_raises() -> None:
+    mesh = Mesh("dp3")
+    if mesh.rank == 1:
+        raise ValueError("the batch is empty")
+    raw.barrier(mesh.group("world"))  # the others wait for a rank that never comes
+
+
+def one_is_killed() -> None:
+    mesh = Mesh("dp2")
+    if mesh.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    raw.barrier(mesh.group("world"))
+
+
+def one_leaves() -> None:
+    if raw.world()[0] == 0:
+        os._exit(3)
+
+
+def only_one_reaches_the_collective() -> None:
+    mesh = Mesh("dp2")
+    if mesh.rank == 0:
+        raw.all_reduce(torch.ones(3), mesh.group("world"))
+    else:
+        sleeping_in_the_data_loader()
+
+
+def sleeping_in_the_data_loader() -> None:
+    time.sleep(60)
+
+
+def unsendable() -> object:
+    return lambda: 0
+
+
+def gone(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return True
+    return Path(f"/proc/{process}/stat").read_text().split()[2] == "Z"
+
+
+def test_launch_returns_each_ranks_value_in_rank_order() -> None:
+    assert launch(who, 3, 10) == [(10, "3", 1), (11, "3", 1), (12, "3", 1)]
+
+
+def test_a_world_is_reused_and_leaves_no_process_and_no_directory() -> None:
+    with World(2) as world:
+        first = world.run(pid)
+        assert world.run(pid) == first == world.pids
+        directory = Path(world._ranks.directory)
+        assert directory.exists()
+    assert all(gone(process) for process in first)
+    assert not directory.exists()
+
+
+def test_the_first_failing_ranks_traceback_comes_first_and_the_others_are_stopped() -> None:
+    began = time.monotonic()
+    with World(3) as world:
+        with pytest.raises(LaunchError) as error:
+            world.run(one_raises)
+        assert time.monotonic() - began < 15
+        text = str(error.value)
+        assert text.lstrip().startswith("Traceback")
+        assert text.index("the batch is empty") < text.index("IG253: rank 1 of 3 raised the above first")
+        assert "[0, 2] waited for it" in text
+        assert len(world.run(pid)) == 3  # started anew
+
+
+def test_a_killed_rank_is_named_with_its_signal_and_likely_cause() -> None:
+    with pytest.raises(LaunchError) as error:
+        launch(one_is_killed, 2)
+    assert error.value.code == "IG252"
+    assert "rank 1 ended: killed by signal 9 (SIGKILL)" in str(error.value)
+    assert "out of memory is likely" in str(error.value)
+
+
+def test_a_rank_that_exits_without_an_answer_is_named() -> None:
+    with pytest.raises(LaunchError, match="rank 0 ended: exit code 3"):
+        launch(one_leaves, 2)
+
+
+def test_a_hang_ends_with_the_place_where_each_rank_waits() -> None:
+    with pytest.raises(LaunchError) as error:
+        launch(only_one_reaches_the_collective, 2, timeout=6)
+    text = str(error.value)
+    assert error.value.code == "IG254"
+    first, second = text.split("rank 1:")
+    assert "in all_reduce" in first
+    assert "in sleeping_in_the_data_loader" in second
+
+
+def test_what_cannot_be_sent_is_refused_by_name() -> None:
+    with pytest.raises(LaunchError, match="IG251"):
+        launch(lambda: 0, 1)
+    with pytest.raises(LaunchError, match="cannot be sent to the parent"):
+        launch(unsendable, 1)
+    with pytest.raises(LaunchError, match="IG250"):
+        launch(pid, 0)
+
+
+NOTEBOOK = """
+    import isograd
+    def square(mesh_layout):
+        return isograd.Mesh(mesh_layout).rank ** 2
+    print(isograd.launch(square, 3, "dp3"))
+"""
+
+
+def test_functions_of_a_notebook_which_no_file_holds_can_be_launched() -> None:
+    done = subprocess.run(
+        [sys.executable, "-"], input=textwrap.dedent(NOTEBOOK), text=True, capture_output=True, timeout=60
+    )
+    assert done.stdout.strip() == "[0, 1, 4]", done.stderr
+
+
+ORPHANS = """
+    import os, sys, time
+    from isograd.comm.launch import World
+    from tests.comm.test_launch import pid
+    if __name__ == "__main__":
+        world = World(2)
+        print(*world.run(pid), flush=True)
+        os.kill(os.getpid(), 9)
+"""
+
+
+def test_ranks_die_with_their_parent(tmp_path) -> None:
+    script = tmp_path / "orphans.py"
+    script.write_text(textwrap.dedent(ORPHANS))
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        text=True,
+        capture_output=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": str(root)},
+    )
+    ranks = [int(word) for word in done.stdout.split()]
+    assert len(ranks) == 2, done.stderr
+    end = time.monotonic() + 10
+    while not all(gone(process) for process in ranks) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert all(gone(process) for process in ranks)
+
+
+def listening_addresses() -> list[str]:
+    """Local addresses on which this rank listens, from the kernel's own table."""
+    inodes = {
+        os.readlink(f"/proc/self/fd/{fd}")
+        for fd in os.listdir("/proc/self/fd")
+        if os.path.exists(f"/proc/self/fd/{fd}")
+    }
+    found = []
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
+                found.append(fields[1].split(":")[0])
+    return found
+
+
+def test_ranks_listen_on_the_loopback_interface_only() -> None:
+    loopback = {"0100007F", "00000000000000000000000001000000"}
+    for addresses in launch(listening_addresses, 2):
+        assert set(addresses) <= loopback

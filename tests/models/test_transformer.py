@@ -1,0 +1,136 @@
+"""The decoder: the same weights, dropout and logits under every layout; recompute and compile change nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from isograd import random
+from isograd.contract import assemble, contracts
+from isograd.engine import Engine
+from isograd.errors import ConfigError, ModelError
+from isograd.mesh import Mesh
+from isograd.models import PRESETS, Transformer, TransformerConfig, preset
+
+LAYOUTS = ["tp2", "tp2 sp", "tp4", "tp4 sp", "dp2 tp2 sp"]
+
+
+def weights(name: str, layout: str) -> dict[str, Tensor]:
+    mesh = Mesh(layout)
+    model = Transformer(preset(name), mesh, seed=4)
+    return {r.name: assemble(r.parameter.detach(), r.contract, mesh).clone() for r in contracts(model, mesh)}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_initial_weights_are_the_same_bits_under_every_layout(worlds, name: str, layout: str) -> None:
+    expected = {n: p.detach() for n, p in Transformer(preset(name), Mesh.unbound("1"), seed=4).named_parameters()}
+    ranks = Mesh.unbound(layout).layout.world_size
+    for found in worlds(ranks).run(weights, name, layout):
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[n], expected[n]) for n in expected)
+
+
+def dropped(layout: str) -> Tensor:
+    """Which elements of the embedding's output survive: whole, of all tokens."""
+    mesh = Mesh(layout)
+    config = dataclasses.replace(preset("tiny-gpt2"), dropout=0.5, layers=1)
+    model, seen = Transformer(config, mesh), []
+    original = model.blocks[0].forward
+    model.blocks[0].forward = lambda x, *rest: seen.append(x.detach()) or original(x, *rest)
+    tokens = torch.arange(12).view(2, 6)
+    model(tokens, tokens, key=random.key(1), samples=torch.tensor([40, 7]))
+    from isograd.comm import ops
+
+    whole = ops.all_gather(seen[0], mesh.group("tp")) if mesh.layout.sp else seen[0]
+    return whole != 0
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_dropout_masks_are_the_same_under_every_layout(worlds, layout: str) -> None:
+    expected = worlds(1).run(dropped, "1")[0]
+    assert 0.3 < float(expected.double().mean()) < 0.7
+    for found in worlds(Mesh.unbound(layout).layout.world_size).run(dropped, layout):
+        assert torch.equal(found, expected)
+
+
+def gradients(layout: str, name: str, how: str) -> dict[str, Tensor]:
+    mesh = Mesh(layout)
+    config = dataclasses.replace(preset(name), dropout=0.2 if how != "compile" else 0.0)
+    model = Transformer(config, mesh, dtype=torch.float64)
+    engine = Engine(model, mesh, lambda ps: torch.optim.SGD(ps, lr=0.1))
+    model.recompute = how == "recompute"
+    if how == "compile":
+        for block in model.blocks:
+            block.compile(backend="aot_eager")
+    tokens = torch.randint(config.vocab, (2, 7), generator=torch.Generator().manual_seed(3))
+    loss, count = model(tokens, tokens.roll(-1, 1), key=random.key(0), samples=torch.arange(2))
+    engine.backward(loss, weight=count)
+    return {n: g.clone() for n, g in engine.grads()}
+
+
+@pytest.mark.parametrize("layout", ["1", "dp2", "tp2", "tp2 sp"])
+@pytest.mark.parametrize("how", ["recompute", "compile"])
+def test_recomputed_and_compiled_blocks_have_the_gradients_of_plain_ones(worlds, layout: str, how: str) -> None:
+    world = worlds(Mesh.unbound(layout).layout.world_size)
+    name = "tiny-gpt2" if how == "recompute" else "tiny-llama"
+    truth = world.run(partial(gradients, layout, name, "" if how == "recompute" else "compile-not"))[0]
+    if how == "compile":  # plain, with the same (absent) dropout
+        truth = world.run(plain_without_dropout, layout, name)[0]
+    for found in world.run(gradients, layout, name, how):
+        for n, expected in truth.items():
+            assert float((found[n] - expected).norm()) <= 1e-12 * max(float(expected.norm()), 1e-6), n
+
+
+def plain_without_dropout(layout: str, name: str) -> dict[str, Tensor]:
+    mesh = Mesh(layout)
+    model = Transformer(preset(name), mesh, dtype=torch.float64)
+    engine = Engine(model, mesh, lambda ps: torch.optim.SGD(ps, lr=0.1))
+    tokens = torch.randint(preset(name).vocab, (2, 7), generator=torch.Generator().manual_seed(3))
+    loss, count = model(tokens, tokens.roll(-1, 1))
+    engine.backward(loss, weight=count)
+    return {n: g.clone() for n, g in engine.grads()}
+
+
+def test_a_causal_model_does_not_see_the_future_nor_the_pads() -> None:
+    model = Transformer(preset("tiny-llama"), Mesh.unbound("1"), dtype=torch.float64)
+    tokens = torch.arange(10).view(1, 10)
+    later = tokens.clone()
+    later[:, 6:] += 3
+    with torch.no_grad():
+        assert torch.equal(model(tokens)[:, :6], model(later)[:, :6])
+        assert not torch.equal(model(tokens)[:, 6:], model(later)[:, 6:])
+
+
+def refusals() -> list[str]:
+    alone, tokens = Mesh.unbound("1"), torch.zeros(1, 40, dtype=torch.long)
+    drop = Transformer(dataclasses.replace(preset("tiny-llama"), dropout=0.1), alone)
+    window = Transformer(dataclasses.replace(preset("tiny-llama"), sliding_window=8), alone)
+    calls = [
+        lambda: Transformer(preset("tiny-llama"), Mesh.unbound("cp2")),
+        lambda: Transformer(preset("tiny-llama"), Mesh.unbound("tp8")),
+        lambda: Transformer(dataclasses.replace(preset("tiny-llama"), activation="silo"), alone),
+        lambda: Transformer(dataclasses.replace(preset("tiny-llama"), mlp=2), Mesh.unbound("tp4")),
+        lambda: Transformer(dataclasses.replace(preset("tiny-llama"), vocab=2), Mesh.unbound("tp4")),
+        lambda: Transformer(preset("tiny-gpt2"), alone)(tokens),
+        lambda: window(tokens),
+        lambda: drop(tokens, tokens),
+        lambda: drop(tokens[0]),
+        lambda: TransformerConfig(vocab=0, hidden=10, layers=1, heads=3, mlp=4, norm="batch"),
+        lambda: drop(tokens, tokens, key=random.key(0), samples=None),
+    ]
+    codes = []
+    for call in calls:
+        with pytest.raises((ModelError, ConfigError)) as error:
+            call()
+        codes.append(error.value.code)
+    return codes
+
+
+def test_models_that_cannot_be_are_refused_by_code() -> None:
+    expected = ["IG400", "IG406", "IG403", "IG404", "IG402", "IG411", "IG412", "IG413", "IG410", "IG601", "IG413"]
+    assert refusals() == expected

@@ -1,0 +1,122 @@
+"""Layouts: what is written is what is read, groups are what a brute-force definition says, errors come all at once."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from isograd.errors import LayoutError
+from isograd.layout import AXES, Layout
+from isograd.mesh import Mesh
+
+sizes = st.integers(1, 4)
+
+
+@st.composite
+def any_layout(draw: st.DrawFn) -> Layout:
+    pp, dp, cp, tp = (draw(sizes) for _ in range(4))
+    return Layout(
+        pp=pp, dp=dp, cp=cp, tp=tp, vpp=draw(sizes) if pp > 1 else 1,
+        cp_method=draw(st.sampled_from(["ulysses", "ring"])) if cp > 1 else "ulysses",
+        sp=tp > 1 and draw(st.booleans()), zero=draw(st.integers(0, 3)),
+        ep=draw(st.sampled_from([n for n in range(1, dp * cp + 1) if dp * cp % n == 0])),
+    )  # fmt: skip
+
+
+@given(any_layout())
+def test_a_layout_is_read_back_as_it_is_written(layout: Layout) -> None:
+    assert Layout.parse(str(layout)) == layout
+
+
+@given(any_layout(), st.data())
+def test_groups_are_the_ranks_that_differ_on_their_axes_only(layout: Layout, data: st.DataObject) -> None:
+    rank = data.draw(st.integers(0, layout.world_size - 1))
+    here = layout.coordinates(rank)
+    assert layout.rank(here) == rank
+    for axes in ("pp", "dp", "cp", "tp", "dp cp", "cp dp", "pp tp"):
+        others = tuple(
+            r for r in range(layout.world_size)
+            if all(layout.coordinates(r)[a] == here[a] for a in AXES if a not in axes.split())
+        )  # fmt: skip
+        assert layout.ranks(axes, rank) == others
+    assert layout.ranks("world", rank) == tuple(range(layout.world_size))
+    for length in (n for n in range(1, layout.tp + 1) if layout.tp % n == 0):
+        block = layout.ranks(f"tp/{length}", rank)
+        assert len(block) == length
+        assert rank in block
+        assert set(block) <= set(layout.ranks("tp", rank))
+        assert {layout.coordinates(r)["tp"] // length for r in block} == {here["tp"] // length}
+
+
+def test_tp_neighbours_have_neighbouring_ranks_and_pp_is_outermost() -> None:
+    layout = Layout.parse("dp2 cp2 ulysses tp2 sp pp2 vpp2 ep2 zero1")
+    assert layout.world_size == 16
+    assert layout.ranks("tp", 0) == (0, 1)
+    assert layout.ranks("cp", 0) == (0, 2)
+    assert layout.ranks("dp", 0) == (0, 4)
+    assert layout.ranks("pp", 0) == (0, 8)
+    assert layout.ranks("dp cp", 9) == (9, 11, 13, 15)
+
+
+@pytest.mark.parametrize("text", ["", "1", "dp1 tp1", "zero0"])
+def test_a_world_of_one_has_many_names(text: str) -> None:
+    assert Layout.parse(text) == Layout()
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("dp2 tq2", ["'tq2'", "did you mean 'tp'"]),
+        ("dp2 ulyses cp2", ["did you mean 'ulysses'"]),
+        ("dp2 sp", ["sp without tp"]),
+        ("dp0 zero4 vpp2", ["dp must be at least 1", "stage from 0 to 3", "vpp2 without pp"]),
+        ("dp3 ep2", ["ep2 does not divide dp x cp = 3"]),
+        ("dp2 dp4", ["given twice"]),
+        ("tp", ["'tp' needs a number"]),
+        ("ring", ["'ring' without cp"]),
+    ],
+)
+def test_every_mistake_in_a_layout_is_named_at_once(text: str, parts: list[str]) -> None:
+    with pytest.raises(LayoutError) as error:
+        Layout.parse(text)
+    assert error.value.code == "IG101"
+    assert all(part in str(error.value) for part in parts), str(error.value)
+
+
+def test_unknown_axes_ranks_and_blocks_are_refused() -> None:
+    layout = Layout.parse("dp2 tp4")
+    for call, code in (
+        (lambda: layout.ranks("tb", 0), "IG102"),
+        (lambda: layout.coordinates(8), "IG103"),
+        (lambda: layout.ranks("tp/3", 0), "IG104"),
+    ):
+        with pytest.raises(LayoutError, match=code):
+            call()
+
+
+@given(any_layout(), st.integers(1, 64))
+def test_layouts_offered_for_another_world_size_fit_it(layout: Layout, world: int) -> None:
+    offered = layout.fits(world)
+    assert offered
+    assert all(other.world_size == world for other in offered)
+
+
+def meshes_that_do_not_fit() -> str:
+    with pytest.raises(LayoutError) as error:
+        Mesh("dp2 tp4 sp")
+    return str(error.value)
+
+
+def test_a_world_size_that_does_not_fit_says_what_would(worlds) -> None:
+    text = worlds(2).run(meshes_that_do_not_fit)[0]
+    assert "needs 8 ranks, this world has 2" in text
+    assert "tp2 sp" in text
+
+
+def test_a_picture_shows_every_rank_once() -> None:
+    layout = Layout.parse("dp2 cp2 tp2 pp2")
+    grid = layout.picture().split("groups of")[0]
+    rows = [line for line in grid.splitlines() if line.startswith("     dp")]
+    numbers = [int(word) for line in rows for word in line.split() if word.isdigit()]
+    assert sorted(numbers) == list(range(16))
