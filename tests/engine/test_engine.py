@@ -248,3 +248,23 @@ def unsynced_context_is_restored_after_an_error() -> bool:
 
 def test_no_sync_ends_with_its_block_even_when_it_raises(worlds) -> None:
     assert worlds(1).run(unsynced_context_is_restored_after_an_error) == [True]
+
+
+def two_engines_and_a_tensor_weight() -> list[dict[str, Tensor]]:
+    """The same gradient from a second engine on the same model; an empty batch's weight given as a tensor."""
+    mesh, model, found = Mesh("dp2 zero1"), toys.Toy(), []
+    for _ in range(2):
+        engine = Engine(model, mesh, toys.sgd)
+        x, y = toys.micro_batch(0, 2 + 3 * mesh.rank)
+        engine.backward(toys.loss_of(model, x, y), weight=torch.tensor(len(x)))
+        empty = x[:0]
+        engine.backward(toys.loss_of(model, empty, y[:0]), weight=torch.tensor(0))
+        found.append({name: g.clone() for name, g in engine.grads()})
+        engine._reducer.clear()
+    return found
+
+
+def test_a_new_engine_takes_a_model_over_and_a_mean_over_nothing_adds_nothing(worlds) -> None:
+    first, second = worlds(2).run(two_engines_and_a_tensor_weight)[0]
+    toys.assert_same_bits(first, second)
+    assert all(bool(g.isfinite().all()) for g in first.values())

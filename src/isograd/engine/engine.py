@@ -83,7 +83,7 @@ class Engine:
         self._watch = start.Watch(model, self.plan)
         for bucket in self.plan.buckets:
             for slot in bucket.slots:
-                slot.parameter.register_post_accumulate_grad_hook(self._hook(slot, bucket))
+                start.replace_hook(slot.parameter, self._hook(slot, bucket))
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -120,7 +120,7 @@ class Engine:
             self._reducer.arm()
         self._in_backward = True
         try:
-            if not (isinstance(weight, float | int) and weight == 0 and not bool(loss.isfinite())):
+            if not start.adds_nothing(loss, weight):
                 torch.autograd.backward(loss, (seed * scale).to(loss.dtype))
         finally:
             self._in_backward = False

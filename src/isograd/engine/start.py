@@ -5,6 +5,8 @@ Each refusal names a state in which gradients would be silently wrong.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -116,6 +118,25 @@ def check_loss(loss: Tensor, weight: float | Tensor, mesh: Mesh) -> None:
             expected="the number of tokens (rows, ...) the loss is the mean of; 0 for a rank without any",
             where=mesh.where(),
         )
+
+
+def adds_nothing(loss: Tensor, weight: float | Tensor) -> bool:
+    """A mean over no token is NaN in torch, and so is its gradient, whatever it is multiplied with: leave it out.
+
+    A weight on a GPU is not looked at, which would make the GPU wait; isograd's own losses are 0 over no token.
+    """
+    if isinstance(weight, Tensor) and weight.device.type != "cpu":
+        return False
+    return float(weight) == 0 and not bool(loss.isfinite())
+
+
+def replace_hook(parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> None:
+    """One engine holds a parameter: a new one takes it over from the one before."""
+    before = getattr(parameter, "_isograd_hook", None)
+    if before is not None:
+        before.remove()
+    handle = parameter.register_post_accumulate_grad_hook(hook)
+    parameter._isograd_hook = handle  # type: ignore[attr-defined]
 
 
 def check_peers(table: Tensor, mesh: Mesh) -> None:
