@@ -1,4 +1,4 @@
-"""What gloo's collectives cost here, beside the same collectives built from pair sends: the table that comm/raw.py chose from.
+"""What gloo's collectives cost here, beside the same ones built from pair sends: the table comm/raw.py chose from.
 
     python -m benchmarks.primitives                      # W = 2, 4, 8; 4 KB to 64 MB; a markdown table for each W
     python -m benchmarks.primitives --ranks 2 --sizes 4K 1M
@@ -34,7 +34,7 @@ Primitive = Callable[[], Tensor]
 
 
 def pair_sends(out: Sequence[Tensor], into: Sequence[Tensor], rank: int) -> None:
-    """Send out[i] to rank i and fill into[i] from rank i, all at once. Receives first: what arrives has a place to go."""
+    """Send out[i] to rank i and fill into[i] from rank i, all at once. Receives first: arrivals have a place."""
     world = len(out)
     works = [dist.irecv(into[(rank - step) % world], (rank - step) % world) for step in range(1, world)]
     works += [dist.isend(out[(rank + step) % world], (rank + step) % world) for step in range(1, world)]

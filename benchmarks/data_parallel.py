@@ -1,0 +1,22 @@
+"""Data parallelism side by side: one process, torch DDP, ZeroRedundancyOptimizer, FSDP2, DeepSpeed, isograd's ZeRO 0-2.
+
+    python -m benchmarks.data_parallel                  # 2 ranks, about five minutes on two cores
+    python -m benchmarks.data_parallel --ranks 4 --rounds 3
+    python -m benchmarks.data_parallel --only DDP zero1 --no-errors
+
+"best" is the fastest turn. "of DDP" and "of one" are times relative to DDP's and one process's turn of the same round
+(median over rounds). "wire" is what one rank sends in a step, as the loopback interface counts it, beside the least that
+the method must send. "peak" is resident memory above that of the process before it built the model, of the rank that
+needs most. "error" is the relative difference of the whole gradient from one process on the whole batch: with as many
+labels on each rank, and with uneven numbers.
+"""
+
+from __future__ import annotations
+
+from benchmarks import data_peers, ours, report
+from benchmarks.contestant import ONE
+
+NOTES = [] if data_peers.HAS_DEEPSPEED else ["DeepSpeed ZeRO 0-2 left out: the package is not installed"]
+
+if __name__ == "__main__":
+    report.main("data_parallel", __doc__ or "", [ONE, *data_peers.PEERS, *ours.DATA], NOTES)

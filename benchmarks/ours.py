@@ -1,0 +1,72 @@
+"""isograd as a contestant: its Engine around the plain model over data axes, its own Transformer over tp."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+import isograd as ig
+from benchmarks.contestant import Contestant, Entry, adamw
+from benchmarks.data_peers import reduce_and_gather
+from benchmarks.model import Decoder
+from benchmarks.task import Batch, Sizes
+from benchmarks.tensor_peers import stream_bytes
+
+
+class Isograd(Contestant):
+    engine: ig.Engine
+
+    def grads(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self.engine.grads()
+
+    def update(self) -> None:
+        self.engine.step()
+
+
+class IsogradData(Isograd):
+    """The model code of the peers, as it is: a foreign module, whose parameters owe the data axes."""
+
+    def __init__(self, sizes: Sizes, rank: int, world: int, *, zero: int) -> None:
+        self.mesh = ig.Mesh(ig.Layout(dp=world, zero=zero))
+        self.model = Decoder(sizes)
+        self.engine = ig.Engine(self.model, self.mesh, adamw)
+
+    def backward(self, batch: Batch) -> None:
+        mine = batch.share(self.mesh.index("dp cp"), self.mesh.size("dp cp"))
+        self.engine.backward(self.model(mine.tokens, mine.labels), weight=mine.count)
+
+
+class IsogradTensor(Isograd):
+    def __init__(self, sizes: Sizes, rank: int, world: int, *, sequence: bool) -> None:
+        self.mesh = ig.Mesh(ig.Layout(tp=world, sp=sequence and world > 1))
+        config = ig.models.TransformerConfig(
+            vocab=sizes.vocab, hidden=sizes.hidden, layers=sizes.layers, heads=sizes.heads, mlp=sizes.mlp
+        )
+        self.model = ig.models.Transformer(config, self.mesh)
+        _take(self.model, Decoder(sizes), self.mesh)
+        self.engine = ig.Engine(self.model, self.mesh, adamw)
+
+    def backward(self, batch: Batch) -> None:
+        loss, count = self.model(batch.tokens, batch.labels)
+        self.engine.backward(loss, weight=count)
+
+
+@torch.no_grad()
+def _take(model: ig.models.Transformer, plain: Decoder, mesh: ig.Mesh) -> None:
+    """The plain model's weights, each rank its part."""
+    source = dict(plain.named_parameters())
+    for record in ig.contracts(model, mesh):
+        box = tuple(slice(start, stop) for start, stop in record.contract.local(mesh))
+        record.parameter.copy_(source[record.name][box])
+
+
+DATA = [
+    Entry(f"isograd zero{zero}", partial(IsogradData, zero=zero), reduce_and_gather, peer="DDP") for zero in (0, 1, 2)
+]
+TENSOR = [
+    Entry("isograd tp", partial(IsogradTensor, sequence=False), stream_bytes, peer="DTensor TP"),
+    Entry("isograd tp sp", partial(IsogradTensor, sequence=True), stream_bytes, peer="DTensor TP + SP"),
+]

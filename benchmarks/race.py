@@ -1,0 +1,101 @@
+"""The race: all contestants alive at once, each in its own world of ranks, taking turns of a few steps.
+
+The order rotates from round to round and a ratio is taken between turns of the same round, so that whatever slows the
+machine slows all alike. A turn's time is its slowest rank's. Sleeping contestants wait in the kernel and cost no time.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from benchmarks import seat
+from benchmarks.contestant import ONE, Entry
+from benchmarks.task import Sizes
+from isograd.comm.launch import World
+
+TIMEOUT = 600.0
+
+
+@dataclass(frozen=True)
+class Error:
+    """Against one process on the whole batch."""
+
+    total: float  # of all gradients as one vector, relative
+    worst: float  # of the parameter that is furthest off, relative to its own norm
+    where: str
+
+
+@dataclass
+class Result:
+    entry: Entry
+    seconds: list[float] = field(default_factory=list)  # per step, one for each round
+    wire: list[float] = field(default_factory=list)  # bytes per step and rank
+    peak: int = 0  # bytes, of the rank that needs most
+    even: Error | None = None
+    uneven: Error | None = None
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+    def ratio(self, other: Result | None) -> float | None:
+        """The median over rounds of my time by the other's."""
+        if other is None:
+            return None
+        return statistics.median(a / b for a, b in zip(self.seconds, other.seconds, strict=True))
+
+
+def run(entries: Sequence[Entry], sizes: Sizes, ranks: int, *, rounds: int, steps: int, errors: bool) -> list[Result]:
+    results = [Result(entry) for entry in entries]
+    with ExitStack() as stack:
+        worlds = [stack.enter_context(World(1 if entry.alone else ranks)) for entry in entries]
+        for result, world in zip(results, worlds, strict=True):
+            began = time.perf_counter()
+            world.run(seat.sit, result.entry, sizes, timeout=TIMEOUT)
+            _say(f"{result.entry.name}: built, {seat.SETTLE_STEPS} steps", began)
+        for number in range(rounds):
+            began = time.perf_counter()
+            for place in range(len(entries)):
+                index = (place + number) % len(entries)
+                turns = worlds[index].run(seat.turn, sizes, steps, number + 1, timeout=TIMEOUT)
+                results[index].seconds.append(max(t.seconds for t in turns))
+                results[index].wire.append(min(t.wire for t in turns) / len(turns))
+            _say(f"round {number + 1} of {rounds}", began)
+        for result, world in zip(results, worlds, strict=True):
+            result.peak = max(world.run(seat.peak))
+        if errors:
+            _compare(results, worlds, sizes)
+    return results
+
+
+def _compare(results: Sequence[Result], worlds: Sequence[World], sizes: Sizes) -> None:
+    for kind in ("even", "uneven"):
+        began = time.perf_counter()
+        with World(1) as one:
+            expected = one.run(seat.gradients, ONE, sizes, kind == "uneven", timeout=TIMEOUT)[0]
+        for result, world in zip(results, worlds, strict=True):
+            if not result.entry.alone:
+                got = world.run(seat.gradients, result.entry, sizes, kind == "uneven", timeout=TIMEOUT)[0]
+                setattr(result, kind, difference(got, expected))
+        _say(f"gradients with {kind} labels", began)
+
+
+def difference(got: dict[str, Tensor], expected: dict[str, Tensor]) -> Error:
+    if got.keys() != expected.keys():
+        raise AssertionError(f"gradients by other names: {sorted(got.keys() ^ expected.keys())}")
+    off = {name: float((got[name] - expected[name]).double().norm()) for name in expected}
+    size = {name: float(expected[name].double().norm()) for name in expected}
+    worst = max(expected, key=lambda name: off[name] / size[name])
+    total = [float(torch.tensor(list(part.values()), dtype=torch.float64).norm()) for part in (off, size)]
+    return Error(total[0] / total[1], off[worst] / size[worst], worst)
+
+
+def _say(what: str, began: float) -> None:
+    print(f"  {what}: {time.perf_counter() - began:.1f} s", flush=True)

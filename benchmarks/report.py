@@ -1,0 +1,155 @@
+"""The table, the JSON and the chart of a race; and the command line that both races share."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import platform
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import race
+from benchmarks.contestant import ONE, Entry
+from benchmarks.data_peers import DDP_ENTRY
+from benchmarks.race import Error, Result
+from benchmarks.task import Sizes
+
+OUT = Path(__file__).parent / "out"
+MIB = 2**20
+
+
+def options(text: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2, help="gloo ranks on this machine (default 2)")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each contestant")
+    parser.add_argument("--steps", type=int, default=2, help="training steps in a turn")
+    parser.add_argument("--only", nargs="+", metavar="WORD", help="contestants whose name contains one of these")
+    parser.add_argument("--batch", type=int, default=Sizes().batch, help="sequences per step over all ranks")
+    parser.add_argument("--no-errors", action="store_true", help="leave out the comparison of gradients")
+    return parser
+
+
+def main(name: str, text: str, entries: Sequence[Entry], notes: Sequence[str]) -> None:
+    chosen = options(text).parse_args()
+    entries = [e for e in entries if not chosen.only or any(word.lower() in e.name.lower() for word in chosen.only)]
+    if not entries:
+        raise SystemExit(f"no contestant's name contains any of {chosen.only}")
+    sizes = dataclasses.replace(Sizes(), batch=chosen.batch)
+    if name == "tensor_parallel":
+        sizes = sizes.for_ranks(chosen.ranks)
+    if sizes.batch % chosen.ranks:
+        raise SystemExit(f"--batch {sizes.batch} cannot be dealt out over {chosen.ranks} ranks")
+    title = (
+        f"{name.replace('_', ' ')}: {chosen.ranks} gloo ranks with one thread each, {sizes.parameters() / 1e6:.1f} M "
+        f"parameters, {sizes.batch} x {sizes.seq} tokens per step, {sizes.heads} heads, fp32, fused AdamW"
+    )
+    print(title, *notes, sep="\n", flush=True)
+    results = race.run(
+        entries, sizes, chosen.ranks, rounds=chosen.rounds, steps=chosen.steps, errors=not chosen.no_errors
+    )
+    rows = [row(result, results, sizes, chosen.ranks) for result in results]
+    show(rows, title, notes)
+    OUT.mkdir(exist_ok=True)
+    stem = OUT / f"{name}-{chosen.ranks}"
+    document = {"title": title, "notes": list(notes), "machine": machine(), "options": vars(chosen), "rows": rows}
+    stem.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n")
+    written = [stem.with_suffix(".json")]
+    if find_spec("matplotlib"):
+        chart(rows, title, stem.with_suffix(".png"))
+        written.append(stem.with_suffix(".png"))
+    print("written:", *(path.relative_to(OUT.parent.parent) for path in written))
+
+
+def row(result: Result, results: Sequence[Result], sizes: Sizes, ranks: int) -> dict[str, Any]:
+    by_name = {r.entry.name: r for r in results}
+    peer = result.entry.peer
+    return {
+        "name": result.entry.name,
+        "step_s": result.median,
+        "of_ddp": result.ratio(by_name.get(DDP_ENTRY.name)),
+        "of_one": result.ratio(by_name.get(ONE.name)),
+        "peer": peer,
+        "of_peer": result.ratio(by_name.get(peer)) if peer else None,
+        "wire_bytes": min(result.wire),
+        "bound_bytes": 0.0 if result.entry.alone else result.entry.bound(sizes, ranks),
+        "peak_bytes": result.peak,
+        "even": _plain(result.even),
+        "uneven": _plain(result.uneven),
+        "rounds_s": result.seconds,
+    }
+
+
+def _plain(error: Error | None) -> dict[str, Any] | None:
+    return None if error is None else dataclasses.asdict(error)
+
+
+def show(rows: Sequence[dict[str, Any]], title: str, notes: Sequence[str]) -> None:
+    peers = any(r["peer"] not in (None, DDP_ENTRY.name) for r in rows)
+    table = Table(title=title, caption="\n".join(notes) or None, caption_justify="left")
+    headings = ["contestant", "step, ms", "best", "of DDP", "of one"] + (["of its peer"] if peers else [])
+    headings += ["wire, MB", "bound", "wire/bound", "peak, MiB", "error even", "uneven"]
+    for number, heading in enumerate(headings):
+        table.add_column(heading, justify="left" if number == 0 else "right", no_wrap=True)
+    for r in rows:
+        cells = [r["name"], f"{r['step_s'] * 1e3:.0f}", f"{min(r['rounds_s']) * 1e3:.0f}"]
+        cells += [_number(r["of_ddp"]), _number(r["of_one"])]
+        cells += [_number(r["of_peer"])] if peers else []
+        wire, bound = r["wire_bytes"], r["bound_bytes"]
+        cells += [f"{wire / 1e6:.1f}", f"{bound / 1e6:.1f}", _number(wire / bound if bound else None)]
+        cells += [f"{r['peak_bytes'] / MIB:.0f}"]
+        cells += ["-" if r[kind] is None else f"{r[kind]['total']:.0e}" for kind in ("even", "uneven")]
+        table.add_row(*cells, style="bold" if r["name"].startswith("isograd") else None)
+    Console(width=max(150, Console().width)).print(table)
+
+
+def _number(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{ratio:.3f}"
+
+
+def machine() -> dict[str, Any]:
+    return {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "processor": _processor(),
+    }
+
+
+def _processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return f"{len(models)} x {models[0]}" if models else platform.machine()
+
+
+def chart(rows: Sequence[dict[str, Any]], title: str, path: Path) -> None:
+    """Three bars for each contestant: time, bytes, memory."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(1, 3, figsize=(14, 0.45 * len(rows) + 1.8), sharey=True, layout="constrained")
+    names = [r["name"] for r in rows]
+    colors = ["tab:green" if n.startswith("isograd") else "tab:gray" for n in names]
+    values = {
+        "ms per step (median)": [r["step_s"] * 1e3 for r in rows],
+        "MB on the wire per rank and step (line: lower bound)": [r["wire_bytes"] / 1e6 for r in rows],
+        "peak MiB per rank": [r["peak_bytes"] / MIB for r in rows],
+    }
+    for panel, (heading, numbers) in zip(panels, values.items(), strict=True):
+        bars = panel.barh(names, numbers, color=colors)
+        panel.bar_label(bars, fmt="%.0f", padding=3)
+        panel.set_title(heading, fontsize=10)
+        panel.margins(x=0.15)
+    for place, r in enumerate(rows):
+        panels[1].plot([r["bound_bytes"] / 1e6] * 2, [place - 0.4, place + 0.4], color="black")
+    panels[0].invert_yaxis()
+    figure.suptitle(title, fontsize=10)
+    figure.savefig(path, dpi=120)

@@ -1,0 +1,101 @@
+"""What runs on the ranks. Each contestant has processes of its own, which stay alive between its turns.
+
+`sit` builds it, after a miniature has loaded whatever it loads late, so that memory counts the contestant alone. `turn`
+runs some steps between two barriers. `gradients` builds it anew and gives its full gradients of one backward.
+"""
+
+from __future__ import annotations
+
+import gc
+import resource
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.contestant import Contestant, Entry
+from benchmarks.task import Sizes, batch
+
+SETTLE_STEPS = 3  # buckets are rebuilt, connections opened, optimizer state is made
+
+_held: dict[str, Any] = {}  # this rank's contestant between two turns, and the memory it started from
+
+
+@dataclass(frozen=True)
+class Turn:
+    seconds: float  # per step, of this rank
+    wire: float  # bytes per step that the loopback interface carried, all ranks together
+
+
+def sit(entry: Entry, sizes: Sizes) -> None:
+    """Build and take the first steps."""
+    rank, world = where()
+    _steps(entry.build(sizes.tiny(), rank, world), sizes.tiny(), SETTLE_STEPS, 0)
+    gc.collect()
+    base = _resident()
+    contestant = entry.build(sizes, rank, world)
+    _steps(contestant, sizes, SETTLE_STEPS, 0)
+    _held.update(contestant=contestant, base=base)
+
+
+def turn(sizes: Sizes, steps: int, number: int) -> Turn:
+    contestant = _held["contestant"]
+    barrier()
+    before = loopback_bytes()
+    barrier()
+    began = time.perf_counter()
+    _steps(contestant, sizes, steps, number * steps)
+    seconds = time.perf_counter() - began
+    barrier()
+    return Turn(seconds / steps, (loopback_bytes() - before) / steps)
+
+
+def peak() -> int:
+    """The most resident memory (bytes) since `sit`, above what was there before the contestant was built."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - _held["base"]
+
+
+def gradients(entry: Entry, sizes: Sizes, uneven: bool) -> dict[str, Tensor]:
+    """Full gradients of the first step of a fresh contestant; only rank 0 keeps them."""
+    _held.clear()
+    gc.collect()
+    rank, world = where()
+    contestant = entry.build(sizes, rank, world)
+    contestant.backward(batch(sizes, 0, uneven=uneven))
+    found = {}
+    for name, gradient in contestant.grads():
+        if rank == 0:
+            found[name] = gradient.detach().clone()
+    return found
+
+
+def where() -> tuple[int, int]:
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def barrier() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def loopback_bytes() -> int:
+    """Sent over `lo` since the machine started, by everybody: the quietest turn shows the contestant's own."""
+    for line in Path("/proc/net/dev").read_text().splitlines():
+        name, _, counters = line.partition(":")
+        if name.strip() == "lo":
+            return int(counters.split()[8])
+    raise OSError("no loopback interface in /proc/net/dev")
+
+
+def _steps(contestant: Contestant, sizes: Sizes, count: int, first: int) -> None:
+    for number in range(first, first + count):
+        contestant.step(batch(sizes, number))
+    contestant.finish()
+
+
+def _resident() -> int:
+    pages = Path("/proc/self/statm").read_text().split()[1]
+    return int(pages) * resource.getpagesize()
