@@ -207,15 +207,20 @@ def all_reduce(x: torch.Tensor, group: Group) -> torch.Tensor:
         dist.all_reduce(total, group=group.handle)
         return total
     if group.size == 2 or x.numel() * x.element_size() <= SMALL_BYTES:
-        pieces = _gather_whole(x, group)
-        total = pieces[0] + pieces[1]
-        for piece in pieces[2:]:
-            total += piece
-        return total
+        return _add_up(_gather_whole(x, group), group.index)
     flat = x.contiguous().view(-1)
     sizes = even_sizes(flat.numel(), group.size)
     mine = reduce_scatter(flat, group, sizes)
     return all_gather(mine, group, sizes).view(x.shape)
+
+
+def _add_up(pieces: list[torch.Tensor], mine: int) -> torch.Tensor:
+    """The sum in rank order, in the memory of a received piece: mine is the caller's. (a + b is b + a, bitwise.)"""
+    first, second = (pieces[1], pieces[0]) if mine == 0 else (pieces[0], pieces[1])
+    total = first.add_(second)
+    for piece in pieces[2:]:
+        total.add_(piece)
+    return total
 
 
 def all_max(x: torch.Tensor, group: Group) -> torch.Tensor:
@@ -276,10 +281,7 @@ def reduce_scatter(x: torch.Tensor, group: Group, sizes: Sequence[int]) -> torch
     own = pieces[group.index]
     arrived = [own if i == group.index else torch.empty_like(own) for i in range(group.size)]
     exchange([[p] for p in pieces], [[t] for t in arrived], group).wait()
-    total = arrived[0] + arrived[1]
-    for piece in arrived[2:]:
-        total += piece
-    return total
+    return _add_up(arrived, group.index)
 
 
 def reduce_scatter_start(flat: torch.Tensor, group: Group) -> tuple[torch.Tensor, Handle]:
