@@ -36,7 +36,8 @@ class Error:
 class Result:
     entry: Entry
     seconds: list[float] = field(default_factory=list)  # per step, one for each round
-    wire: list[float] = field(default_factory=list)  # bytes per step and rank
+    wire: list[float] = field(default_factory=list)  # bytes per step, of the rank that sends most
+    loopback: list[float] = field(default_factory=list)  # bytes per step by the interface, divided by ranks
     peak: int = 0  # bytes, of the rank that needs most
     even: Error | None = None
     uneven: Error | None = None
@@ -66,7 +67,8 @@ def run(entries: Sequence[Entry], sizes: Sizes, ranks: int, *, rounds: int, step
                 index = (place + number) % len(entries)
                 turns = worlds[index].run(seat.turn, sizes, steps, number + 1, timeout=TIMEOUT)
                 results[index].seconds.append(max(t.seconds for t in turns))
-                results[index].wire.append(min(t.wire for t in turns) / len(turns))
+                results[index].wire.append(max(t.sent for t in turns))
+                results[index].loopback.append(min(t.loopback for t in turns) / len(turns))
             _say(f"round {number + 1} of {rounds}", began)
         for result, world in zip(results, worlds, strict=True):
             result.peak = max(world.run(seat.peak))

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 import platform
+import statistics
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -55,6 +56,10 @@ def main(name: str, text: str, entries: Sequence[Entry], notes: Sequence[str]) -
         entries, sizes, chosen.ranks, rounds=chosen.rounds, steps=chosen.steps, errors=not chosen.no_errors
     )
     rows = [row(result, results, sizes, chosen.ranks) for result in results]
+    foreign = sum(r["disturbed_rounds"] for r in rows)
+    if foreign:
+        turns = chosen.rounds * len(rows)
+        notes = [*notes, f"in {foreign} of {turns} turns other jobs used the loopback interface: distrust the times"]
     show(rows, title, notes)
     OUT.mkdir(exist_ok=True)
     stem = OUT / f"{name}-{chosen.ranks}"
@@ -77,13 +82,21 @@ def row(result: Result, results: Sequence[Result], sizes: Sizes, ranks: int) -> 
         "of_one": result.ratio(by_name.get(ONE.name)),
         "peer": peer,
         "of_peer": result.ratio(by_name.get(peer)) if peer else None,
-        "wire_bytes": min(result.wire),
+        "wire_bytes": statistics.median(result.wire),
+        "disturbed_rounds": disturbed(result),
         "bound_bytes": 0.0 if result.entry.alone else result.entry.bound(sizes, ranks),
         "peak_bytes": result.peak,
         "even": _plain(result.even),
         "uneven": _plain(result.uneven),
         "rounds_s": result.seconds,
+        "rounds_wire_bytes": result.wire,
+        "rounds_loopback_bytes": result.loopback,
     }
+
+
+def disturbed(result: Result) -> int:
+    """In how many turns the interface carried clearly more than the ranks sent: another job ran beside the race."""
+    return sum(lo > sent * 1.02 + MIB for sent, lo in zip(result.wire, result.loopback, strict=True))
 
 
 def _plain(error: Error | None) -> dict[str, Any] | None:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from benchmarks.contestant import Contestant, Entry
 from benchmarks.task import Sizes, batch
+from benchmarks.wire import sent_by_me, sent_on_loopback
 
 SETTLE_STEPS = 3  # buckets are rebuilt, connections opened, optimizer state is made
 
@@ -27,7 +28,8 @@ _held: dict[str, Any] = {}  # this rank's contestant between two turns, and the 
 @dataclass(frozen=True)
 class Turn:
     seconds: float  # per step, of this rank
-    wire: float  # bytes per step that the loopback interface carried, all ranks together
+    sent: float  # bytes per step that this rank's sockets sent
+    loopback: float  # bytes per step on the loopback interface: all ranks, and whoever else uses it
 
 
 def sit(entry: Entry, sizes: Sizes) -> None:
@@ -44,13 +46,13 @@ def sit(entry: Entry, sizes: Sizes) -> None:
 def turn(sizes: Sizes, steps: int, number: int) -> Turn:
     contestant = _held["contestant"]
     barrier()
-    before = loopback_bytes()
+    sent, carried = sent_by_me(), sent_on_loopback()
     barrier()
     began = time.perf_counter()
     _steps(contestant, sizes, steps, number * steps)
     seconds = time.perf_counter() - began
     barrier()
-    return Turn(seconds / steps, (loopback_bytes() - before) / steps)
+    return Turn(seconds / steps, (sent_by_me() - sent) / steps, (sent_on_loopback() - carried) / steps)
 
 
 def peak() -> int:
@@ -79,15 +81,6 @@ def where() -> tuple[int, int]:
 def barrier() -> None:
     if dist.is_initialized():
         dist.barrier()
-
-
-def loopback_bytes() -> int:
-    """Sent over `lo` since the machine started, by everybody: the quietest turn shows the contestant's own."""
-    for line in Path("/proc/net/dev").read_text().splitlines():
-        name, _, counters = line.partition(":")
-        if name.strip() == "lo":
-            return int(counters.split()[8])
-    raise OSError("no loopback interface in /proc/net/dev")
 
 
 def _steps(contestant: Contestant, sizes: Sizes, count: int, first: int) -> None:

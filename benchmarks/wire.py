@@ -1,0 +1,46 @@
+"""Bytes on the wire, counted twice: by this rank's own sockets, and by the loopback interface.
+
+The interface belongs to the whole machine: another job's traffic lands in its counter and looks like a contestant's.
+The kernel's count of what this process's own TCP sockets sent has nobody else in it. The latter is the figure that is
+reported; where the interface carried clearly more, another job was at work, and the times suffered too. On a quiet
+machine the two agree within half a percent.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from pathlib import Path
+
+BYTES_SENT = 200  # offset of tcpi_bytes_sent in Linux's struct tcp_info (4.19 and later)
+INFO_SIZE = 256
+
+
+def sent_by_me() -> int:
+    """Payload that the open TCP sockets of this process have sent."""
+    total = 0
+    for name in os.listdir("/proc/self/fd"):
+        path = f"/proc/self/fd/{name}"
+        try:
+            if not os.readlink(path).startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as copy:
+                if copy.type != socket.SOCK_STREAM or copy.family not in (socket.AF_INET, socket.AF_INET6):
+                    continue
+                info = copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, INFO_SIZE)
+        except OSError:  # the listing's own descriptor, or one closed meanwhile
+            continue
+        if len(info) < BYTES_SENT + 8:
+            raise OSError("this kernel's tcp_info does not count bytes sent")
+        total += struct.unpack_from("=Q", info, BYTES_SENT)[0]
+    return total
+
+
+def sent_on_loopback() -> int:
+    """Sent over `lo` since the machine started, by everybody."""
+    for line in Path("/proc/net/dev").read_text().splitlines():
+        name, _, counters = line.partition(":")
+        if name.strip() == "lo":
+            return int(counters.split()[8])
+    raise OSError("no loopback interface in /proc/net/dev")
