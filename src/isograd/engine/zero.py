@@ -104,10 +104,10 @@ class Optimized:
 
     def step(self, scale: float, unused: set[str]) -> None:
         """Optimizer step on `paid * scale`; parameters that no rank used have no gradient, as on one device."""
-        rows = [slot.paid for slot in self.plan.slots if slot.paid is not None]
-        torch._foreach_mul_(rows, scale)
         if self.stage == 0:
-            self._gather_gradients()
+            self._gather_gradients(scale)
+        else:
+            torch._foreach_mul_([slot.paid for slot in self.plan.slots if slot.paid is not None], scale)
         for slot in self.plan.slots:
             gradient = slot.full if self.stage == 0 else slot.paid
             self.masters[slot.name].grad = None if slot.name in unused else gradient
@@ -116,16 +116,20 @@ class Optimized:
             master.grad = None
         self._write_back()
 
-    def _gather_gradients(self) -> None:
+    @torch.no_grad()
+    def _gather_gradients(self, scale: float) -> None:
+        """My rows, scaled, into their place in the whole gradient; then everybody's."""
+        work = []
         for bucket in self.plan.buckets:
+            wholes = []
             for slot in bucket.slots:
                 if slot.full is None:
                     slot.full = torch.empty_like(slot.parameter, dtype=slot.dtype)
-                if slot.paid is not None and slot.paid.data_ptr() != slot.rows(slot.full).data_ptr():
-                    slot.rows(slot.full).copy_(slot.paid)
-        self._gather(
-            [(bucket.slots, [s.full for s in bucket.slots if s.full is not None]) for bucket in self.plan.buckets]
-        )
+                if slot.paid is not None:
+                    torch.mul(slot.paid, scale, out=slot.rows(slot.full))
+                wholes.append(slot.full)
+            work.append((bucket.slots, wholes))
+        self._gather(work)
 
     @torch.no_grad()
     def _write_back(self) -> None:
