@@ -74,6 +74,10 @@ def test_a_world_of_one_has_many_names(text: str) -> None:
         ("dp3 ep2", ["ep2 does not divide dp x cp = 3"]),
         ("dp2 dp4", ["given twice"]),
         ("tp", ["'tp' needs a number"]),
+        ("DP2 tp-2", ["'DP2' (did you mean 'dp'?)", "'tp-2' (did you mean 'tp'?)"]),
+        ("cp2 ulysses ring", ["the cp method is given twice"]),
+        ("dp0 sp vpp3 zro1 ring", ["dp must be", "sp without tp", "vpp3 without pp", "mean 'zero'", "'ring' w"]),
+        ("dp" + "9" * 5000, ["unknown token"]),
         ("ring", ["'ring' without cp"]),
     ],
 )
@@ -84,11 +88,35 @@ def test_every_mistake_in_a_layout_is_named_at_once(text: str, parts: list[str])
     assert all(part in str(error.value) for part in parts), str(error.value)
 
 
+def test_sizes_of_another_type_are_refused_all_at_once() -> None:
+    with pytest.raises(LayoutError, match="IG101") as error:
+        Layout(dp=2.0, tp="2", pp=True, sp=1, cp_method=None)  # type: ignore[arg-type]
+    for part in ("dp must be a whole number, not 2.0", "tp must be", "pp must be", "sp is True", "cp_method is"):
+        assert part in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "spot",
+    [
+        {"pp": 0, "dp": 2, "cp": 0, "tp": 0},
+        {"pp": 0, "dp": -1, "cp": 0, "tp": 0},
+        {"dp": 1, "tp": 0},
+        {"pp": 0, "dp": 0, "cp": 0, "tp": 0, "ep": 0},
+    ],
+)
+def test_coordinates_of_no_rank_are_refused_rather_than_numbered(spot: dict[str, int]) -> None:
+    with pytest.raises(LayoutError, match="IG103"):
+        Layout.parse("dp2 tp4").rank(spot)
+
+
 def test_unknown_axes_ranks_and_blocks_are_refused() -> None:
     layout = Layout.parse("dp2 tp4")
     for call, code in (
         (lambda: layout.ranks("tb", 0), "IG102"),
+        (lambda: layout.ranks("", 0), "IG102"),
         (lambda: layout.coordinates(8), "IG103"),
+        (lambda: layout.ranks("world", 8), "IG103"),
+        (lambda: layout.ranks("tp/0", 0), "IG104"),
         (lambda: layout.ranks("tp/3", 0), "IG104"),
     ):
         with pytest.raises(LayoutError, match=code):
@@ -100,6 +128,7 @@ def test_layouts_offered_for_another_world_size_fit_it(layout: Layout, world: in
     offered = layout.fits(world)
     assert offered
     assert all(other.world_size == world for other in offered)
+    assert layout.fits(0) == []
 
 
 def meshes_that_do_not_fit() -> str:

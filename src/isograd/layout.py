@@ -43,6 +43,15 @@ class Layout:
             raise _refusal(problems, str(self))
 
     def _problems(self) -> list[str]:
+        mistyped = [
+            f"{name} must be a whole number, not {getattr(self, name)!r}"
+            for name in (*_COUNTS, "zero")
+            if type(getattr(self, name)) is not int  # True is an int to isinstance, and no size
+        ]
+        mistyped += [] if isinstance(self.sp, bool) else [f"sp is True or False, not {self.sp!r}"]
+        mistyped += [] if isinstance(self.cp_method, str) else [f"cp_method is a word, not {self.cp_method!r}"]
+        if mistyped:
+            return mistyped  # nothing further can be judged
         found = [f"{name} must be at least 1, not {getattr(self, name)}" for name in _COUNTS if getattr(self, name) < 1]
         if self.zero not in (0, 1, 2, 3):
             found.append(f"zero is a stage from 0 to 3, not {self.zero}")
@@ -71,11 +80,12 @@ class Layout:
 
         def put(key: str, value: int | str | bool, token: str) -> None:
             if key in values:
-                problems.append(f"{key!r} is given twice ({token!r})")
+                label = "the cp method" if key == "cp_method" else repr(key)
+                problems.append(f"{label} is given twice ({token!r})")
             values[key] = value
 
         for token in text.split():
-            counted = re.fullmatch(r"([a-z]+)(\d+)", token)
+            counted = re.fullmatch(r"([a-z]+)([0-9]{1,9})", token)
             if token == "sp":
                 put("sp", True, token)
             elif token in METHODS:
@@ -85,8 +95,9 @@ class Layout:
             elif token in (*_COUNTS, "zero"):
                 problems.append(f"{token!r} needs a number, as in {token}2")
             elif token != "1" or len(text.split()) > 1:
-                word = counted[1] if counted else token
-                problems.append(f"unknown token {token!r}{did_you_mean(word, names)}")
+                letters = re.match(r"[a-z]*", token.lower())
+                hint = did_you_mean(letters[0] if letters else token, names)
+                problems.append(f"unknown token {token!r}{hint}")
         if "cp_method" in values and values.get("cp", 1) == 1:
             problems.append(f"{values.pop('cp_method')!r} without cp: give cp2 or more, or leave it out")
         unchecked = object.__new__(cls)
@@ -129,9 +140,21 @@ class Layout:
         return {axis: found[axis] for axis in AXES}
 
     def rank(self, coordinates: dict[str, int]) -> int:
+        """The rank at one index on each of pp, dp, cp, tp."""
+        outside = [axis for axis in AXES if not 0 <= coordinates.get(axis, -1) < self.size(axis)]
+        if outside or len(coordinates) != len(AXES):
+            raise LayoutError(
+                "IG103",
+                f"no rank of {str(self)!r} has these coordinates",
+                seen=coordinates,
+                expected=", ".join(f"{axis} 0 to {self.size(axis) - 1}" for axis in AXES),
+            )
+        return self._rank(coordinates)
+
+    def _rank(self, spot: dict[str, int]) -> int:
         rank = 0
         for axis in AXES:
-            rank = rank * self.size(axis) + coordinates[axis]
+            rank = rank * int(getattr(self, axis)) + spot[axis]
         return rank
 
     def ranks(self, axes: str, rank: int) -> tuple[int, ...]:
@@ -140,6 +163,7 @@ class Layout:
         'tp': one axis. 'dp cp': several, flattened. 'tp/2': blocks of 2 neighbours along tp. 'world': everybody.
         """
         if axes == "world":
+            self.coordinates(rank)  # refuses a rank that is not there
             return tuple(range(self.world_size))
         block = re.fullmatch(r"([a-z]+)/(\d+)", axes)
         if block:
@@ -152,7 +176,7 @@ class Layout:
         for axis in AXES:
             if axis in free:
                 spots = [{**spot, axis: i} for spot in spots for i in range(self.size(axis))]
-        return tuple(self.rank(spot) for spot in spots)
+        return tuple(self._rank(spot) for spot in spots)
 
     def _block(self, axis: str, length: int, rank: int) -> tuple[int, ...]:
         if length < 1 or self.size(axis) % length:
@@ -176,7 +200,7 @@ class Layout:
                 for cp in range(self.cp):
                     name = f"dp{dp}" + (f" cp{cp}" if self.cp > 1 else "")
                     spots = ({"pp": pp, "dp": dp, "cp": cp, "tp": tp} for tp in range(self.tp))
-                    lines.append(f"{name:>12}" + "".join(f"{self.rank(spot):>6}" for spot in spots))
+                    lines.append(f"{name:>12}" + "".join(f"{self._rank(spot):>6}" for spot in spots))
         lines += ["", "groups of rank 0:"]
         named = {"tp": "tp", "data (dp cp)": "dp cp", "pp": "pp"}
         lines += [f"  {label:<14}{list(self.ranks(axes, 0))}" for label, axes in named.items()]
@@ -184,6 +208,8 @@ class Layout:
 
     def fits(self, world_size: int) -> list[Layout]:
         """Layouts near this one that need exactly `world_size` ranks, nearest first."""
+        if world_size < 1:
+            return []
         found = []
         others = self.world_size // self.dp
         if world_size % others == 0:
