@@ -45,6 +45,12 @@ def test_a_hugging_face_config_is_read_too(tmp_path, capsys) -> None:
     [
         (["explan", "dp2"], ["IG600", "did you mean 'explain'"]),
         (["explain"], ["IG600", "layout"]),
+        ([], ["IG600", "COMMAND"]),
+        (["explain", "dp2", "tp2"], ["IG600", "'tp2'", "needs quotes"]),
+        (["explain", "dp2", "--ranks", "1"], ["IG600", "'--ranks' (did you mean '--rank'?)", "isograd explain --help"]),
+        (["explain", "dp2", "--contract", "tiny-llama"], ["IG600", "did you mean '--contracts'"]),
+        (["explain", "dp2", "--rank", "x"], ["IG600", "'x'"]),
+        (["explain", "dp2", "--width", "-5"], ["IG600", "from 40 to 10000"]),
         (["explain", "dp2 zebra1"], ["IG101", "did you mean 'zero'"]),
         (["explain", "dp2", "--rank", "7"], ["IG103", "0 to 1"]),
         (["explain", "--contracts", "tiny-lama", "dp2"], ["IG603", "did you mean 'tiny-llama'"]),
@@ -52,8 +58,7 @@ def test_a_hugging_face_config_is_read_too(tmp_path, capsys) -> None:
         (["explain", "--contracts", "tiny-llama", "tp3"], ["IG406", "the nearest that works is tp2"]),
     ],
 )
-def test_a_mistake_is_one_message_with_exit_code_2(capsys, monkeypatch, arguments, parts) -> None:
-    monkeypatch.setattr("sys.argv", ["isograd", *arguments])
+def test_a_mistake_is_one_message_with_exit_code_2(capsys, arguments, parts) -> None:
     assert main(arguments) == 2
     error = capsys.readouterr().err
     assert all(part in error for part in parts), error

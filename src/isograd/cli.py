@@ -9,6 +9,7 @@ argparse rather than tyro at the top: importing tyro alone takes longer than `--
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -20,14 +21,24 @@ COMMANDS = ("explain",)
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        words = [w for w in sys.argv[1:2] if not w.startswith("-") and w not in COMMANDS]
-        hint = did_you_mean(words[0], COMMANDS) if words and "invalid choice" in message else ""
+        word = re.search(r"COMMAND: invalid choice: '(.*?)'", message)
+        hint = did_you_mean(word[1], COMMANDS) if word else ""
         raise ConfigError("IG600", f"{message}{hint}", fix=f"see '{self.prog} --help'")
+
+    def refuse(self, extra: list[str]) -> NoReturn:
+        """Arguments that nothing reads: options by their nearest name, words as a layout that lacks its quotes."""
+        names = re.findall(r"--[a-z-]+", self.format_help())
+        options = [word.partition("=")[0] for word in extra if word.startswith("-")]
+        hints = [f"unknown option {word!r}{did_you_mean(word, names)}" for word in options]
+        problem = "; ".join(hints) or f"unexpected {' '.join(extra)!r}: a layout of several words needs quotes"
+        raise ConfigError("IG600", problem, fix=f"see '{self.prog} --help'")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     try:
-        options = _parser().parse_args(arguments)
+        options, extra = _parser().parse_known_args(arguments)
+        if extra:
+            options.parser.refuse(extra)
         return int(options.run(options))
     except IsogradError as error:
         print(error, file=sys.stderr)
@@ -35,13 +46,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> _Parser:
-    parser = _Parser(prog="isograd", description="The gradient of one device under every parallel layout, proven.")
+    parser = _Parser(
+        prog="isograd",
+        description="The gradient of one device under every parallel layout, proven.",
+        allow_abbrev=False,
+    )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     explain = commands.add_parser(
         "explain",
         help="draw a layout, or print what every parameter's gradient owes under it",
         description="Draw which rank sits where in a layout. With --contracts: for every parameter of a model, who "
         "reduces its gradient, over which ranks, in which dtype, with which divisor. Needs no ranks and no weights.",
+        allow_abbrev=False,
     )
     explain.add_argument("layout", help="for example 'dp2 tp2 sp zero1'")
     explain.add_argument(
@@ -49,9 +65,15 @@ def _parser() -> _Parser:
         help="a model: a file of TransformerConfig fields (YAML or JSON), a Hugging Face config.json, or a preset",
     )  # fmt: skip
     explain.add_argument("--rank", type=int, default=0, help="from whose point of view (default 0)")
-    explain.add_argument("--width", type=int, default=140, help="columns of the table (default 140)")
-    explain.set_defaults(run=_explain)
+    explain.add_argument("--width", type=_columns, default=140, help="columns of the table (default 140)")
+    explain.set_defaults(run=_explain, parser=explain)
     return parser
+
+
+def _columns(text: str) -> int:
+    if not text.isdecimal() or not 40 <= int(text[:9]) <= 10_000:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a width from 40 to 10000")
+    return int(text)
 
 
 def _explain(options: argparse.Namespace) -> int:
