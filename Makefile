@@ -23,6 +23,9 @@ lint: $(STAMP)
 	$(VENV)/bin/ruff check src tests examples benchmarks
 	$(VENV)/bin/mypy
 
+format: $(STAMP)
+	$(VENV)/bin/ruff format src tests examples benchmarks
+
 bench: $(STAMP)
 	$(RUN) -m benchmarks.data_parallel
 	$(RUN) -m benchmarks.tensor_parallel
