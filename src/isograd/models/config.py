@@ -7,6 +7,8 @@ with the nearest name, all at once.
 from __future__ import annotations
 
 import dataclasses
+import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,9 @@ from typing import Any
 from isograd.errors import ConfigError, did_you_mean
 
 MAX_CONFIG_BYTES = 1 << 20
+_KINDS: dict[str, tuple[type, ...]] = {
+    "int": (int,), "int | None": (int, type(None)), "float": (float, int), "str": (str,), "bool": (bool,),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +50,13 @@ class TransformerConfig:
     init_std: float = 0.02
 
     def __post_init__(self) -> None:
+        mistyped = [
+            f"{f.name} is of type {f.type}, not {getattr(self, f.name)!r}"
+            for f in dataclasses.fields(self)
+            if not _is_a(getattr(self, f.name), str(f.type))
+        ]
+        if mistyped:
+            raise ConfigError("IG601", "this model config cannot be: " + "; ".join(mistyped), fix="mend every point")
         problems = [
             f"{n} must be positive" for n in ("vocab", "hidden", "layers", "heads", "mlp") if getattr(self, n) < 1
         ]
@@ -71,12 +83,22 @@ class TransformerConfig:
     @classmethod
     def from_dict(cls, values: dict[str, Any], origin: str = "config") -> TransformerConfig:
         names = [f.name for f in dataclasses.fields(cls)]
-        unknown = [f"unknown key {key!r}{did_you_mean(key, names)}" for key in values if key not in names]
+        unknown = [f"unknown key {key!r}{did_you_mean(str(key), names)}" for key in values if key not in names]
         needed = [f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING]
         missing = [f"{name!r} is missing" for name in needed if name not in values]
         if unknown or missing:
             raise ConfigError("IG602", f"{origin}: " + "; ".join(unknown + missing), expected=f"fields of {names}")
-        return cls(**values)
+        kinds = {f.name: str(f.type) for f in dataclasses.fields(cls)}
+        return cls(**{key: _number(value) if kinds[key] == "float" else value for key, value in values.items()})
+
+
+def _is_a(value: object, kind: str) -> bool:
+    return isinstance(value, _KINDS[kind]) and (kind == "bool" or not isinstance(value, bool))
+
+
+def _number(value: Any) -> Any:
+    """YAML 1.1 reads 1e-6, which has no point, as a word."""
+    return float(value) if isinstance(value, str) and re.fullmatch(r"[-+]?\d+[eE][-+]?\d+", value) else value
 
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -122,16 +144,33 @@ def load_config(source: str) -> TransformerConfig:
             seen=f"{path.stat().st_size} bytes",
             expected=f"at most {MAX_CONFIG_BYTES}",
         )
-    import yaml  # JSON is YAML
-
-    try:
-        values = yaml.safe_load(path.read_text())
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError("IG606", f"{source} is neither YAML nor JSON", seen=str(error)) from error
+    values = _read(path, source)
     if not isinstance(values, dict):
         raise ConfigError("IG606", f"{source} does not hold a mapping", seen=type(values).__name__)
     if "model_type" in values:
         from isograd.models.families import from_hf_config
 
-        return from_hf_config(values)
+        try:
+            return from_hf_config({**values, "model_type": str(values["model_type"])})
+        except KeyError as error:
+            raise ConfigError(
+                "IG602", f"{source}: {error} is missing", seen=f"keys {sorted(map(str, values))}"
+            ) from error
     return TransformerConfig.from_dict(values, source)
+
+
+def _read(path: Path, source: str) -> Any:
+    """JSON as JSON: to a YAML 1.1 reader the 1e-06 that every Hugging Face config has is a word, not a number."""
+    import yaml
+
+    try:
+        text = path.read_text(encoding="utf-8")
+        return json.loads(text) if text.lstrip().startswith("{") else yaml.safe_load(text)
+    except json.JSONDecodeError:
+        pass  # a YAML mapping may open with a brace too
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError("IG606", f"{source} is neither YAML nor JSON", seen=str(error)) from error
+    try:
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ConfigError("IG606", f"{source} is neither YAML nor JSON", seen=str(error)) from error
