@@ -71,7 +71,7 @@ class Engine:
         fp16 = any(slot.parameter.dtype == torch.float16 for slot in self.plan.slots)
         self.loss_scale = loss_scale or (LossScale() if fp16 else None)
         stage = mesh.layout.zero
-        self._reducer = Reducer(self.plan, mesh, reproducible=reproducible)
+        self._reducer = Reducer(self.plan, mesh, keep_full=stage == 0, reproducible=reproducible)
         self._optimized = Optimized(self.plan, stage, mesh.group(DATA), optimizer)
         self._counted = norm.counted(self.plan.slots, mesh)
         self._overlap = overlap

@@ -53,6 +53,7 @@ class Slot:
     local: Tensor | None = None  # my own full gradient, not reduced yet (half precision; else parameter.grad holds it)
     due: Tensor | None = None  # my rows, summed over the data axes, other debts still open
     paid: Tensor | None = None  # my rows, all debts settled
+    full: Tensor | None = None  # stage 0: memory to gather the whole gradient into
     used: bool = False  # whether any backward of this step reached it here
 
     @property

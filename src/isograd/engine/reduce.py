@@ -28,8 +28,8 @@ IN_FLIGHT = 2  # buckets on the wire at a time: bounds the memory that received 
 
 
 class Reducer:
-    def __init__(self, plan: Plan, mesh: Mesh, *, reproducible: bool) -> None:
-        self.plan, self.mesh, self.reproducible = plan, mesh, reproducible
+    def __init__(self, plan: Plan, mesh: Mesh, *, keep_full: bool, reproducible: bool) -> None:
+        self.plan, self.mesh, self.keep_full, self.reproducible = plan, mesh, keep_full, reproducible
         self.group = mesh.group(DATA)
         self._flights: deque[tuple[Bucket, Flight]] = deque()
         self._next = 0
@@ -75,6 +75,9 @@ class Reducer:
         self._next += 1
         gradients = [self._take(slot) for slot in bucket.slots]
         self._flights.append((bucket, reduce_rows(bucket.slots, gradients, self.group, tree=self.reproducible)))
+        if self.keep_full:
+            for slot, gradient in zip(bucket.slots, gradients, strict=True):
+                slot.full = gradient
         while len(self._flights) > IN_FLIGHT:
             self._land()
 
@@ -143,5 +146,5 @@ class Reducer:
 
     def clear(self) -> None:
         for slot in self.plan.slots:
-            slot.due = slot.paid = None
+            slot.due = slot.paid = slot.full = None
             slot.used = False

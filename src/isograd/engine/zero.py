@@ -75,7 +75,6 @@ class Optimized:
     def __init__(self, plan: Plan, stage: int, group: Group, factory: Factory) -> None:
         self.plan, self.stage, self.group = plan, stage, group
         self.masters = {slot.name: self._master(slot) for slot in plan.slots}
-        self._wholes: dict[str, Tensor] = {}  # stage 0: gathered gradients
         shards = Shards(self.masters.items())
         self.optimizer = factory(shards)
         self._check_owned(shards)
@@ -105,30 +104,32 @@ class Optimized:
 
     def step(self, scale: float, unused: set[str]) -> None:
         """Optimizer step on `paid * scale`; parameters that no rank used have no gradient, as on one device."""
-        gradients = self._gathered(scale) if self.stage == 0 else self._scaled(scale)
-        for name, master in self.masters.items():
-            master.grad = None if name in unused else gradients[name]
+        if self.stage == 0:
+            self._gather_gradients(scale)
+        else:
+            torch._foreach_mul_([slot.paid for slot in self.plan.slots if slot.paid is not None], scale)
+        for slot in self.plan.slots:
+            gradient = slot.full if self.stage == 0 else slot.paid
+            self.masters[slot.name].grad = None if slot.name in unused else gradient
         self.optimizer.step()
         for master in self.masters.values():
             master.grad = None
         self._write_back()
 
-    def _scaled(self, scale: float) -> dict[str, Tensor]:
-        """My rows."""
-        rows = {slot.name: slot.paid for slot in self.plan.slots if slot.paid is not None}
-        torch._foreach_mul_(list(rows.values()), scale)
-        return rows
-
     @torch.no_grad()
-    def _gathered(self, scale: float) -> dict[str, Tensor]:
-        """Whole gradients: my rows, scaled into their place, then everybody's. The memory is kept between steps."""
-        for slot in self.plan.slots:
-            if slot.name not in self._wholes:
-                self._wholes[slot.name] = torch.empty_like(slot.parameter, dtype=slot.dtype)
-            if slot.paid is not None:
-                torch.mul(slot.paid, scale, out=slot.rows(self._wholes[slot.name]))
-        self._gather([(bucket.slots, [self._wholes[s.name] for s in bucket.slots]) for bucket in self.plan.buckets])
-        return self._wholes
+    def _gather_gradients(self, scale: float) -> None:
+        """My rows, scaled, into their place in the whole gradient; then everybody's."""
+        work = []
+        for bucket in self.plan.buckets:
+            wholes = []
+            for slot in bucket.slots:
+                if slot.full is None:
+                    slot.full = torch.empty_like(slot.parameter, dtype=slot.dtype)
+                if slot.paid is not None:
+                    torch.mul(slot.paid, scale, out=slot.rows(slot.full))
+                wholes.append(slot.full)
+            work.append((bucket.slots, wholes))
+        self._gather(work)
 
     @torch.no_grad()
     def _write_back(self) -> None:
