@@ -2,6 +2,7 @@
 
     isograd explain "dp2 tp2 sp zero1"                       which rank sits where
     isograd explain --contracts CONFIG "dp2 tp2 sp zero1"    who reduces each gradient, over which ranks
+    isograd verify                                           prove layouts, watch programs, compare recordings
 
 argparse rather than tyro at the top: importing tyro alone takes longer than `--help` may.
 """
@@ -12,11 +13,14 @@ import argparse
 import re
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from isograd.errors import ConfigError, IsogradError, did_you_mean
 
-COMMANDS = ("explain",)
+if TYPE_CHECKING:
+    from isograd.verify.findings import Report
+
+COMMANDS = ("explain", "verify")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -36,7 +40,12 @@ class _Parser(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     try:
-        options, extra = _parser().parse_known_args(arguments)
+        words = list(sys.argv[1:] if arguments is None else arguments)
+        if words[:1] == ["verify"]:
+            from isograd.verify.command import main as verify
+
+            return verify(words[1:], _Parser, _builtin)
+        options, extra = _parser().parse_known_args(words)
         if extra:
             options.parser.refuse(extra)
         return int(options.run(options))
@@ -67,7 +76,16 @@ def _parser() -> _Parser:
     explain.add_argument("--rank", type=int, default=0, help="from whose point of view (default 0)")
     explain.add_argument("--width", type=_columns, default=140, help="columns of the table (default 140)")
     explain.set_defaults(run=_explain, parser=explain)
+    commands.add_parser(
+        "verify", help="prove layouts, watch any program, compare recordings: see 'isograd verify --help'"
+    )
     return parser
+
+
+def _builtin(options: argparse.Namespace) -> Report:
+    from isograd.cases import prove
+
+    return prove(options)
 
 
 def _columns(text: str) -> int:

@@ -61,6 +61,10 @@ class ConfigError(IsogradError):
     """IG6xx: a config or a command line that cannot be read."""
 
 
+class VerifyError(IsogradError):
+    """IG7xx: something the verifier cannot run, read or compare."""
+
+
 def nearest(word: str, choices: Iterable[str]) -> str | None:
     """The choice that `word` was probably meant to be."""
     found = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.5)

@@ -1,0 +1,89 @@
+"""isograd's own models as cases: what `isograd verify` proves when it is given none.
+
+isograd verify                            three small models under the standard layouts, about a minute
+isograd verify --layouts "dp2 tp2 zero2"  the same models under others
+"""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from isograd import random
+from isograd.mesh import Mesh
+from isograd.models import Transformer, TransformerConfig
+from isograd.verify.case import Case
+from isograd.verify.findings import Report
+from isograd.verify.prove import verify
+
+LAYOUTS = ("dp2", "dp2 zero1", "dp2 zero2", "tp2", "tp2 sp", "dp2 tp2 sp zero1", "tp4 sp")
+LENGTH = 7
+
+LLAMA = TransformerConfig(vocab=101, hidden=24, layers=2, heads=8, head_dim=4, mlp=41)
+GPT2 = TransformerConfig(
+    vocab=97, hidden=24, layers=2, heads=8, head_dim=4, mlp=37, norm="layer", activation="gelu_tanh", gated=False,
+    positions="learned", max_positions=LENGTH, qkv_bias=True, out_bias=True, mlp_bias=True, tied=True, dropout=0.2,
+    attention_dropout=0.2,
+)  # fmt: skip
+QWEN = TransformerConfig(
+    vocab=101, hidden=24, layers=2, heads=8, kv_heads=2, head_dim=6, mlp=40, qk_norm=True, tied=True
+)
+
+
+def language_model(config: TransformerConfig, mesh: Mesh, rows: int = 9) -> Case:
+    """A decoder on random tokens in which rows have different numbers of labels, and the last has none."""
+    window = torch.randint(config.vocab, (rows, LENGTH + 1), generator=torch.Generator().manual_seed(7919))
+    labels = window[:, 1:].clone()
+    for row in range(rows):
+        labels[row, : row % (LENGTH + 1)] = -100
+    labels[-1] = -100
+    batch = {"tokens": window[:, :-1].clone(), "labels": labels, "samples": torch.arange(rows)}
+
+    def loss(model: nn.Module, part: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        key = random.key(11)
+        result: tuple[torch.Tensor, torch.Tensor] = model(
+            part["tokens"], part["labels"], key=key, samples=part["samples"]
+        )
+        return result
+
+    return Case(Transformer(config, mesh), batch, loss)
+
+
+def llama(mesh: Mesh) -> Case:
+    return language_model(LLAMA, mesh)
+
+
+def gpt2(mesh: Mesh) -> Case:
+    return language_model(GPT2, mesh)
+
+
+def qwen(mesh: Mesh) -> Case:
+    return language_model(QWEN, mesh)
+
+
+def _say(name: str, text: str) -> None:
+    print(f"verify: {name}: {text}", file=sys.stderr, flush=True)
+
+
+def prove(options: Namespace) -> Report:
+    """What `isograd verify` does without a case."""
+    layouts = [text.strip() for text in options.layouts.split(";")] if options.layouts else list(LAYOUTS)
+    whole = Report(f"isograd's own models against one device, {options.dtype}")
+    for case in (llama, gpt2, qwen):
+        report = verify(
+            case,
+            layouts,
+            dtype=getattr(torch, options.dtype),
+            timeout=options.timeout,
+            progress=partial(_say, case.__name__),
+            keep=Path(options.keep) / case.__name__ if options.keep else None,
+        )
+        for subject in report.subjects:
+            subject.name = f"{case.__name__} {subject.name}"
+        whole.subjects += report.subjects
+    return whole

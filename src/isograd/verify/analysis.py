@@ -1,0 +1,187 @@
+"""One step of a recording, read as gradients: who holds which part of each parameter, and what it is made of.
+
+Holders of the same part are replicas; they are told apart by the box that a DTensor or contract declares, else by
+their bytes before the step. A parameter that is constant (a norm's ones) and differs afterwards may be either: then
+`unsure` has its name. Holders of row shards of one tensor (FSDP) form a cover; its gradient is put together before it
+is explained, for what each rank contributed was whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isograd.verify.contributions import TOLERANCE, USES, Fit, Key, fit
+from isograd.verify.recording import Event, Recording
+
+
+@dataclass(frozen=True)
+class Observed:
+    """A gradient as some ranks hold it: one rank's own, or the pieces of a cover."""
+
+    name: str
+    ranks: tuple[int, ...]  # of a cover: all its members; else the replicas that hold these very bytes
+    sketch: Tensor = field(compare=False)
+
+    @property
+    def own(self) -> int:
+        return self.ranks[0]
+
+
+class Analysis:
+    def __init__(self, recording: Recording, step: int) -> None:
+        self.recording, self.step, self.world = recording, step, recording.world
+        self.about: list[dict[str, Event]] = []  # per rank: name -> what the step event says
+        self.sums: list[dict[str, Tensor]] = []
+        self.parts: dict[str, dict[Key, Tensor]] = defaultdict(dict)
+        for record in recording.ranks:
+            event = next((e for e in record.of("step") if e["step"] == step), None)
+            self.about.append(dict(event["parameters"]) if event else {})
+            self.sums.append(record.group(step, "sum"))
+            for key, part in record.group(step, "part").items():
+                micro, _, name = key.partition("/")
+                self.parts[name][record.rank, int(micro)] = part
+        self._drop_overflows()
+
+    @cached_property
+    def first(self) -> list[dict[str, Event]]:
+        """What the ranks told at their first step."""
+        return [self.recording.parameters(rank) for rank in range(self.world)]
+
+    def _drop_overflows(self) -> None:
+        """A micro-batch with an Inf or NaN anywhere belonged to a step that was skipped."""
+        gone = {m for parts in self.parts.values() for (_, m), p in parts.items() if not bool(p.isfinite().all())}
+        everything = {m for parts in self.parts.values() for _, m in parts}
+        if gone != everything:
+            self.parts = defaultdict(
+                dict, {n: {k: p for k, p in parts.items() if k[1] not in gone} for n, parts in self.parts.items()}
+            )
+
+    @cached_property
+    def names(self) -> list[str]:
+        return list(dict.fromkeys(name for about in self.about for name in about))
+
+    @cached_property
+    def micros(self) -> int:
+        return len({m % USES for parts in self.parts.values() for _, m in parts})
+
+    def holders(self, name: str) -> list[int]:
+        return [rank for rank, about in enumerate(self.about) if name in about]
+
+    def info(self, name: str) -> dict[str, Any]:
+        return self.about[self.holders(name)[0]][name]
+
+    @cached_property
+    def unsure(self) -> set[str]:
+        """Constant before, different after, and nothing says whether they are replicas."""
+        found = set()
+        for name in self.names:
+            holders = self.holders(name)
+            infos = [self.about[r][name] for r in holders]
+            if any(i["box"] is not None for i in infos) or not all(i.get("constant") for i in infos):
+                continue
+            if len({tuple(i["shape"]) for i in infos}) == 1 and len({i["hash"] for i in infos}) > 1:
+                module = name.rpartition(".")[0]
+                siblings = [n for n in self.names if n.rpartition(".")[0] == module and n != name]
+                if any(len(self.replica_sets(n)) > 1 for n in siblings if not self.info(n).get("constant")):
+                    found.add(name)
+        return found
+
+    def replica_sets(self, name: str) -> list[tuple[int, ...]]:
+        """Ranks that hold the same part of a parameter: as it was before the first step, when copies were equal."""
+        sets: dict[str, list[int]] = defaultdict(list)
+        for rank in self.holders(name):
+            info = self.first[rank].get(name, self.about[rank][name])
+            sets[repr(info["box"]) if info["box"] is not None else info.get("before", "")].append(rank)
+        return [tuple(ranks) for ranks in sets.values()]
+
+    def tolerance(self, name: str) -> float:
+        kinds = {self.about[r][name]["gradient_dtype"] or self.about[r][name]["dtype"] for r in self.holders(name)}
+        return max(TOLERANCE.get(kind, 2e-4) for kind in kinds)
+
+    def observed(self, name: str) -> list[Observed]:
+        """The gradient of a parameter, once per distinct value of it; covers put together."""
+        holders = [r for r in self.holders(name) if name in self.sums[r]]
+        if not holders:
+            return []
+        if self.covered(name):
+            return self._covers(name, holders)
+        found: dict[tuple[str, str], list[int]] = defaultdict(list)
+        part_of = {rank: repr(ranks) for ranks in self.replica_sets(name) for rank in ranks}
+        for rank in holders:
+            about = self.about[rank][name]
+            found[part_of[rank], about["gradient_hash"] or f"rank {rank}"].append(rank)
+        return [Observed(name, tuple(ranks), self.sums[ranks[0]][name]) for ranks in found.values()]
+
+    def covered(self, name: str) -> bool:
+        """Whether ranks hold row shards of a tensor to which each contributed as a whole (FSDP)."""
+        infos = [self.about[r][name] for r in self.holders(name)]
+        return any(i["dtensor"] and math.prod(i["part_shape"]) > math.prod(i["shape"]) for i in infos)
+
+    def _covers(self, name: str, holders: list[int]) -> list[Observed]:
+        """Ranks with different boxes, in order, make up one whole; equal boxes begin another."""
+        covers: list[dict[str, int]] = []
+        for rank in holders:
+            box = repr(self.about[rank][name]["box"])
+            cover = next((c for c in covers if box not in c), None)
+            if cover is None:
+                covers.append({box: rank})
+            else:
+                cover[box] = rank
+        whole = [
+            Observed(name, tuple(sorted(c.values())), torch.stack([self.sums[r][name] for r in c.values()]).sum(0))
+            for c in covers
+        ]
+        return whole[:1] if len(whole) > 1 and torch.equal(whole[0].sketch, whole[-1].sketch) else whole
+
+    def contributions(self, name: str) -> dict[Key, Tensor]:
+        """Of every rank whose contribution has the shape that the first holder's has."""
+        shape = self.info(name)["part_shape"]
+        return {k: p for k, p in self.parts[name].items() if self.about[k[0]].get(name, {}).get("part_shape") == shape}
+
+    def fit(self, seen: Observed) -> Fit | None:
+        parts = self.contributions(seen.name)
+        if seen.name not in self._same_part:
+            mine = next((set(s) for s in self.replica_sets(seen.name) if seen.own in s), {seen.own})
+            others = {k: p for k, p in parts.items() if k[0] not in mine}
+            replicas = {k: p for k, p in parts.items() if k[0] in mine}
+            found = fit(seen.sketch, replicas, self.tolerance(seen.name), seen.own)
+            if (found is not None and found.uniform) or not others:
+                return found  # shards of other parts have no say in it
+        return fit(seen.sketch, parts, self.tolerance(seen.name), seen.own)
+
+    @cached_property
+    def _same_part(self) -> set[str]:
+        """Names whose contributions are all to one and the same tensor."""
+        return {n for n in self.names if len(self.replica_sets(n)) == 1 or self.covered(n)}
+
+    @cached_property
+    def weights(self) -> dict[Key, tuple[float, float, float]]:
+        """(labels that counted, lowest and highest weight of a label's gradient) per rank and micro-batch."""
+        found: dict[Key, tuple[float, float, float]] = {}
+        for record in self.recording.ranks:
+            for event in record.of("weight"):
+                if event["step"] == self.step:
+                    key = (record.rank, event["micro"])
+                    n, low, high = found.get(key, (0.0, math.inf, -math.inf))
+                    if event["count"]:
+                        low, high = min(low, event["low"]), max(high, event["high"])
+                    found[key] = (n + event["count"], low, high)
+        return found
+
+    @cached_property
+    def data(self) -> dict[Key, str]:
+        """What each rank was given in each micro-batch, as a hash of its contents."""
+        found: dict[Key, str] = defaultdict(str)
+        for record in self.recording.ranks:
+            for event in record.of("input"):
+                if event["step"] == self.step:
+                    # Forward comes before the backward that gives a micro-batch its number.
+                    found[record.rank, event["forward"]] += ",".join(event["hashes"])
+        return dict(found)

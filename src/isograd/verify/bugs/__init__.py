@@ -1,0 +1,23 @@
+"""The corpus: one small program per bug, in plain torch.distributed, right or wrong by one argument.
+
+Each module tells its story in the docstring and has
+
+    WORLD, LAYOUT     how many ranks, and what the layout's axes are called
+    AXIS, TENSORS     what the diagnosis must name: the axis (or "ranks", "micro-batches"), and a pattern of tensors
+    train(bug, seed)  the program; on one rank it is the one-device reference
+"""
+
+from __future__ import annotations
+
+PROGRAMS = (
+    "mean-of-means", "norm-unreduced", "accum-overwritten", "wrong-group",
+    "nosync-missing", "qknorm-unreduced", "kv-replica-unreduced", "accum-rereduced", "accum-undivided", "bias-n-times",
+    "gather-backward-sum", "cut-graph", "clip-per-rank", "norm-counts-replicas", "overflow-alone", "bf16-reduction",
+    "shared-module", "norm-dropout-rng", "resume-other-rank", "ulysses-scale", "ulysses-permute",
+)  # fmt: skip
+
+FRAMEWORKS = (
+    "ddp",
+    "fsdp2",
+    "dtensor-tp",
+)  # modules with several bugs each, as a user of the framework would write them

@@ -1,0 +1,374 @@
+"""Watches one rank of a running program, without changing it, and writes its part of a recording.
+
+    with Capture(directory, steps=3):
+        train()                       # any program: plain, DDP, FSDP2, DTensor, DeepSpeed, isograd
+
+Until the given number of optimizer steps is over it notes, as events in order,
+
+    backward      each call of autograd.backward: one micro-batch
+    collective    see collectives.py; `covers` names the parameters whose gradients share memory with its tensor
+    loss          labels that counted, and the weight that each label's gradient got
+    input         content hashes of what the outermost module was given
+    norm          what clip_grad_norm_ returned, and where
+    random        a module that drew random numbers: hashes of what went in and came out
+    step          an optimizer step: every parameter's shape, box, hash, owner
+
+and as tensors, per step: `part/MICRO/NAME`, the sketch of what one backward added to a parameter on this rank, before
+any communication; `final/NAME` and `sum/NAME`, the gradient before clip and its sketch; `clipped/NAME`, the sketch of
+what the optimizer received; `parameter/NAME` before and `after/NAME` behind the step; and when `activations` is set,
+`in|out|back/MICRO/NUMBER/MODULE#CALL`. How each is obtained is told beside each hook in hooks.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+import weakref
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils import _python_dispatch
+
+from isograd.verify import foreign
+from isograd.verify.collectives import Watch, call_site
+from isograd.verify.contributions import USES
+from isograd.verify.hooks import Hooks
+from isograd.verify.recording import RankWriter
+from isograd.verify.sketch import content_hash, sketch
+
+LIMIT = 1 << 28  # bytes of full gradients, parameters and activations that a rank writes per step
+
+
+class Capture:
+    def __init__(self, directory: str | Path, steps: int = 3, activations: bool = False, limit: int = LIMIT) -> None:
+        self.directory, self.most_steps, self.activations, self.limit = Path(directory), steps, activations, limit
+        self.writer: RankWriter | None = None
+        self.active = False
+        self.own_seconds = 0.0
+        self.base, self.began = os.getcwd(), time.time()
+        self.step = 1  # the optimizer step now under way
+        self.micro = -1  # backward calls since the last step, minus one
+        self.backwards = 0  # since the start
+        self.last_step_at = -1  # `backwards` at the last step taken
+        self.numbers = self.arrivals = 0
+        self.names: dict[int, str] = {}  # id of a parameter -> its name
+        self.roots: list[tuple[str, weakref.ref[nn.Module]]] = []
+        self.modules: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+        self.owned: set[str] = set()
+        self.before: dict[
+            str, dict[str, Any]
+        ] = {}  # hash of each parameter before the step, and whether it is constant
+        self.boxes: dict[str, tuple[list[list[int]], list[int]]] = {}  # (box, whole shape), told by an engine
+        self.part_shapes: dict[str, list[int]] = {}
+        self.storages: dict[int, set[str]] = {}  # memory of a gradient -> names
+        self.tensors: dict[str, Tensor] = {}
+        self.written = 0
+        self.stack: list[str] = []  # modules under way, outermost first
+        self.drawn: list[bool] = []
+        self.behind = ""  # the module whose backward is under way
+        self.stepping = 0
+        self.snapped = False
+        self.times: list[float] = []
+        self.watch = Watch(self)
+        self.hooks = Hooks(self)
+
+    # -- life ----------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Capture:
+        self.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        self.active = True
+        self.pid = os.getpid()
+        self.hooks.install()
+        self.timer = register_optimizer_step_post_hook(self._tick)
+        self.watch.__enter__()  # type: ignore[no-untyped-call]
+
+    def _tick(self, *_: Any) -> None:
+        """Steps are timed beyond the watched ones, so that the overhead can be told."""
+        if not self.stepping and len(self.times) < 100:
+            self.times.append(time.perf_counter())
+
+    def abandon(self) -> None:
+        """In a forked child (a data loader's worker): not a rank, nothing is written from here."""
+        self.active, self.writer = False, None
+
+    def pause(self) -> None:
+        """Enough steps were seen: get out of the program's way."""
+        if not self.active:
+            return
+        self.active = False
+        self.hooks.remove()
+        if self.writer is not None:
+            self.writer.about |= {"watching": False, "watched_seconds": time.time() - self.began}
+            self.writer.save_about()
+        if _python_dispatch._get_current_dispatch_mode() is self.watch:
+            self.watch.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def stop(self) -> None:
+        """Write what is pending (a last backward without a step too) and close the recording."""
+        if os.getpid() != self.pid:
+            return
+        self.timer.remove()
+        if self.active:
+            if self.micro >= 0:
+                self.snapshot()
+                self._finish_step("no optimizer stepped after the last backward")
+            self.pause()
+        self.hooks.close()
+        if self.writer is not None:
+            self.writer.about |= {
+                "own_seconds": self.own_seconds,
+                "step_times": self.times,
+                "backwards": self.backwards,
+                "seconds": time.time() - self.began,
+            }
+            self.writer.close()
+            self.writer = None
+
+    @property
+    def out(self) -> RankWriter:
+        if self.writer is None:
+            rank, world = foreign.world()
+            self.writer = RankWriter(self.directory, rank, world)
+            self.writer.about |= {
+                "torch": torch.__version__, "pid": os.getpid(), "began": self.began, "watching": self.active,
+            }  # fmt: skip
+            self.writer.save_about()
+        return self.writer
+
+    def event(self, kind: str, **more: Any) -> None:
+        self.out.event({"k": kind, "step": self.step, "micro": max(self.micro, 0), **more})
+
+    # -- what collectives.Watch tells ----------------------------------------------------------------------------
+
+    def phase(self) -> str:
+        if torch._C._current_graph_task_id() != -1:
+            return "backward"
+        return "step" if self.stepping else "forward" if self.stack else "other"
+
+    def collective(self, op: str, ranks: tuple[int, ...], tensors: list[Tensor], more: dict[str, Any]) -> int:
+        self.numbers += 1
+        phase = self.phase()
+        local = [foreign.local(t) for t in tensors]
+        covers: set[str] = set()
+        if op in ("all_reduce", "reduce_scatter", "reduce"):
+            for t in local:
+                covers |= self.storages.get(t.untyped_storage().data_ptr(), set())
+        module = self.behind if phase == "backward" else self.stack[-1] if self.stack else ""
+        self.event(
+            "collective",
+            n=self.numbers,
+            op=op,
+            group=list(ranks),
+            dtype=str(local[0].dtype).removeprefix("torch.") if local else "",
+            numel=sum(t.numel() for t in local),
+            bytes=sum(t.numel() * t.element_size() for t in local),
+            start=time.time() - self.began,
+            phase=phase,
+            module=module,
+            site=call_site(self.base),
+            covers=sorted(covers),
+            passed=self.backwards,
+            **more,
+        )
+        return self.numbers
+
+    def ended(self, number: int, seconds: float) -> None:
+        if self.writer is not None:
+            self.writer.event({"k": "end", "n": number, "seconds": seconds})
+
+    def token_loss(self, reduction: int, count: float) -> None:
+        self.event("loss", reduction=("none", "mean", "sum")[reduction], count=count)
+
+    def token_weight(self, reduction: int, count: float, gradient: Tensor) -> None:
+        flat = gradient.detach().double().reshape(-1)
+        used = flat[flat != 0]
+        low, high = (float(used.min()), float(used.max())) if used.numel() else (0.0, 0.0)
+        scale = 1 / count if reduction == 1 and count else 1.0
+        self.event("weight", count=count, low=low * scale, high=high * scale)
+
+    def drew(self) -> None:
+        if self.drawn:
+            self.drawn[-1] = True
+
+    # -- what hooks.Hooks tells ----------------------------------------------------------------------------------
+
+    def root(self, module: nn.Module) -> None:
+        """A module was called from outside any other: learn its parameters' names."""
+        if module in self.modules or not any(True for _ in module.parameters()):
+            return
+        inner = module
+        while foreign.shell(inner):
+            inner = next(iter(inner.children()))
+        first = not self.roots
+        prefix = "" if first else f"{type(inner).__name__}."
+        if not first and any(known and known[0] in (p for p, _ in self.roots) for known in [[prefix]]):
+            prefix = f"{type(inner).__name__}{len(self.roots)}."
+        self.roots.append((prefix, weakref.ref(inner)))
+        for name, child in inner.named_modules():
+            self.modules.setdefault(child, (prefix + foreign.plain_name(name)).rstrip("."))
+        self.modules.setdefault(module, prefix.rstrip("."))
+        self.learn_names()
+
+    def learn_names(self) -> dict[str, nn.Parameter]:
+        """Every parameter by name, once; parameters change identity when FSDP shards them, so this is asked again."""
+        found: dict[str, nn.Parameter] = {}
+        taken: set[int] = set()
+        for prefix, reference in self.roots:
+            root = reference()
+            for name, parameter in root.named_parameters() if root is not None else ():
+                if id(parameter) not in taken:
+                    taken.add(id(parameter))
+                    known = self.names.setdefault(id(parameter), prefix + foreign.plain_name(name))
+                    found[known] = parameter
+        return found
+
+    def inputs(self, values: list[Tensor]) -> None:
+        hashes = [str(content_hash(foreign.local(t))) for t in values if t.numel()]
+        self.event("input", forward=self.micro + 1, hashes=hashes, shapes=[list(t.shape) for t in values if t.numel()])
+
+    def contribution(self, name: str, gradient: Tensor) -> None:
+        """What this backward adds to a parameter on this rank, before communication."""
+        began = time.perf_counter()
+        local = foreign.local(gradient)
+        # Checkpointed modules arrive once per use: later arrivals in one backward are contributions of their own.
+        use = next(i for i in range(USES) if f"part/{self.micro + i * USES}/{name}" not in self.tensors)
+        self.tensors[f"part/{self.micro + use * USES}/{name}"] = sketch(local)
+        self.part_shapes[name] = list(local.shape)
+        self.own_seconds += time.perf_counter() - began
+
+    def accumulated(self, name: str, parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            storage = foreign.local(parameter.grad).untyped_storage().data_ptr()
+            self.storages.setdefault(storage, set()).add(name)
+
+    def keep_activation(self, kind: str, label: str, value: Tensor) -> None:
+        """Numbered in the order of their coming, which a file of tensors does not keep."""
+        self.arrivals += 1
+        micro, _, module = label.partition("/")
+        self.keep(f"{kind}/{micro}/{self.arrivals:06d}/{module}", value)
+
+    def keep(self, key: str, value: Tensor) -> bool:
+        """Hold a full tensor for the step's file, within the limit."""
+        size = value.numel() * value.element_size()
+        if self.written + size > self.limit:
+            return False
+        self.written += size
+        self.tensors[key] = value.detach().clone()
+        return True
+
+    def backward_begins(self) -> None:
+        self.micro += 1
+        self.backwards += 1
+        self.snapped = False
+        self.event("backward", site=call_site(self.base))
+
+    def snapshot(self, gradients: dict[str, Tensor] | None = None) -> None:
+        """The gradients as they are before clip: taken where clipping is called, else at the optimizer's door.
+
+        `gradients`: whole ones that an engine gives by name; else every parameter's own `grad`.
+        """
+        if self.snapped:
+            return
+        self.snapped = True
+        self.before = {n: _state(foreign.local(p)) for n, p in self.learn_names().items()}
+        for name, parameter in self.learn_names().items():
+            gradient = gradients.get(name) if gradients is not None else parameter.grad
+            if gradient is None:
+                continue
+            self.active, was = False, self.active  # bringing a DTensor into its parameter's place may communicate
+            part = foreign.placed_like(parameter, gradient)
+            self.active = was
+            self.tensors[f"sum/{name}"] = sketch(part, self._offset(name, parameter, part))
+            self.keep(f"final/{name}", part)
+        if gradients is not None:
+            self.event("whole", names=sorted(gradients))
+
+    def _offset(self, name: str, parameter: Tensor, part: Tensor) -> int:
+        """Where a shard of rows starts in the flat tensor to which this rank contributed as a whole (FSDP), else 0."""
+        whole = self.part_shapes.get(name)
+        box = foreign.box_of(parameter)
+        if whole is None or box is None or torch.Size(whole).numel() <= part.numel() or not whole:
+            return 0
+        return int(box[0][0]) * int(torch.Size(whole[1:]).numel())
+
+    def norm(self, value: float, site: str) -> None:
+        self.event("norm", value=value, site=site)
+
+    def before_step(self, owned: list[Tensor]) -> None:
+        """An optimizer is about to step. Several that step without a backward in between belong to one step."""
+        self.owned |= {self.names[id(p)] for p in owned if id(p) in self.names}
+        self.unnamed(owned)
+        if self.last_step_at == self.backwards and self.last_step_at >= 0:
+            return
+        self.snapshot()
+        for name, parameter in self.learn_names().items():
+            part = foreign.local(parameter)
+            self.keep(f"parameter/{name}", part)
+            if parameter.grad is not None:
+                gradient = foreign.local(parameter.grad)
+                self.tensors[f"clipped/{name}"] = sketch(gradient, self._offset(name, parameter, gradient))
+
+    def unnamed(self, owned: list[Tensor]) -> None:
+        """Parameters that no module call has named (a loss's temperature, say) get a name by their place."""
+        for i, parameter in enumerate(owned):
+            if id(parameter) not in self.names and not foreign.joined():
+                self.names[id(parameter)] = f"parameter_{i}"
+
+    def after_step(self) -> None:
+        if self.last_step_at != self.backwards or self.last_step_at < 0:
+            self.last_step_at = self.backwards
+            self._finish_step("")
+
+    def _finish_step(self, note: str) -> None:
+        about: dict[str, Any] = {}
+        for name, parameter in self.learn_names().items():
+            part = foreign.local(parameter)
+            final = self.tensors.get(f"final/{name}")
+            self.keep(f"after/{name}", part)
+            box, shape = self.boxes.get(name) or (foreign.box_of(parameter), list(foreign.whole_shape(parameter)))
+            about[name] = {
+                "shape": list(part.shape),
+                "global": shape,
+                "box": box,
+                "dtensor": isinstance(parameter, foreign.DTensor),
+                "dtype": str(parameter.dtype).removeprefix("torch."),
+                "trainable": parameter.requires_grad,
+                "owned": name in self.owned,
+                "gradient": f"sum/{name}" in self.tensors,
+                "gradient_hash": digest(final) if final is not None else "",
+                "gradient_dtype": str(final.dtype).removeprefix("torch.") if final is not None else "",
+                "finite": bool(self.tensors[f"sum/{name}"].isfinite().all()) if f"sum/{name}" in self.tensors else True,
+                "hash": digest(part),
+                "part_shape": self.part_shapes.get(name, list(part.shape)),
+                **self.before.get(name, {}),
+            }
+        self.event("step", parameters=about, backwards=self.backwards, note=note, at=time.time() - self.began)
+        self.out.tensors(self.step, self.tensors)
+        self.tensors, self.written = {}, 0
+        self.storages.clear()
+        self.owned.clear()
+        self.step, self.micro, self.snapped = self.step + 1, -1, False
+        if self.step > self.most_steps:
+            self.pause()
+
+
+def _state(part: Tensor) -> dict[str, Any]:
+    flat = part.detach().reshape(-1)
+    return {"before": digest(part), "constant": bool(flat.numel() == 0 or (flat == flat[0]).all())}
+
+
+def digest(tensor: Tensor) -> str:
+    """Equal for equal bytes."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.blake2b(flat.numpy().data, digest_size=16).hexdigest()

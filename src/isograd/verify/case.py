@@ -1,0 +1,95 @@
+"""A case: what is to be proven, as a function of a mesh.
+
+    def case(mesh: ig.Mesh) -> ig.verify.Case:
+        model = ig.models.Transformer(config, mesh)              # or any nn.Module when only data axes are used
+        return Case(model, batch, loss=lambda model, part: model(part["tokens"], part["labels"]))
+
+The batch is the whole one, the same on every rank; the verifier cuts it along dim 0 into micro-batches of unequal sizes
+and gives each data rank its own. `loss` returns the mean over a part's valid tokens, and how many there are (or only a
+mean, over rows). Code that does not use isograd's engine gives `step` instead: it is called on every rank with the
+model, the whole batch and the mesh, runs forward and backward of one step in its own way, and leaves the gradients in
+`.grad` of its parameters (in one optimizer's, when it has one: `optimizer`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as tree
+
+from isograd.errors import VerifyError
+from isograd.mesh import Mesh
+
+Loss = Callable[[nn.Module, Any], "Tensor | tuple[Tensor, Tensor | int | float]"]
+
+
+@dataclass
+class Case:
+    model: nn.Module
+    batch: Any  # tensors in any nest of dicts, lists and tuples; dim 0 is the sample
+    loss: Loss | None = None
+    step: Callable[[nn.Module, Any, Mesh], None] | None = None
+    optimizer: Callable[[Iterable[Tensor]], torch.optim.Optimizer] = lambda ps: torch.optim.SGD(ps, lr=0.1)
+    micro_batches: int = 2  # per data rank
+    clip: float | None = 1.0
+    steps: int = 2
+
+    def __post_init__(self) -> None:
+        if (self.loss is None) == (self.step is None):
+            raise VerifyError(
+                "IG730",
+                "a case needs a loss, or a step of its own, and not both",
+                seen=f"loss={self.loss}, step={self.step}",
+                fix="Case(model, batch, loss=lambda model, part: model(**part).loss)",
+            )
+        self.rows  # noqa: B018 (refuses a batch without rows)
+
+    @property
+    def rows(self) -> int:
+        sizes = {t.shape[0] for t in tree.tree_leaves(self.batch) if isinstance(t, Tensor) and t.dim()}
+        if len(sizes) != 1:
+            raise VerifyError(
+                "IG731",
+                "the tensors of a case's batch have no common number of rows",
+                seen=f"first dimensions {sorted(sizes)}",
+                expected="dim 0 of every tensor is the sample",
+                fix="put samples first; keep what is not per sample out of the batch",
+            )
+        return int(sizes.pop())
+
+    def to(self, dtype: torch.dtype) -> Case:
+        """Model and batch in the precision of the proof."""
+        self.model.to(dtype)
+        self.batch = tree.tree_map(
+            lambda t: t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t, self.batch
+        )
+        return self
+
+    def parts(self, count: int) -> list[Any]:
+        """The batch in `count` parts of rows, the first ones larger."""
+        if count > self.rows:
+            raise VerifyError(
+                "IG734",
+                "a case's batch has too few rows to give every data rank its micro-batches",
+                seen=f"{self.rows} rows for {count} parts",
+                fix=f"give the case at least {count} samples; rows without any valid label are welcome",
+            )
+        base, extra = divmod(self.rows, count)
+        ends, at = [], 0
+        for i in range(count):
+            ends.append((at, at + base + (i < extra)))
+            at = ends[-1][1]
+        return [tree.tree_map(lambda t, a=a, b=b: t[a:b] if isinstance(t, Tensor) else t, self.batch) for a, b in ends]
+
+    def mean(self, part: Any) -> tuple[Tensor, Tensor]:
+        """(mean loss of a part, its weight)."""
+        assert self.loss is not None
+        result = self.loss(self.model, part)
+        if isinstance(result, tuple):
+            return result[0], torch.as_tensor(result[1], dtype=torch.float64)
+        rows = next(t.shape[0] for t in tree.tree_leaves(part) if isinstance(t, Tensor))
+        return result, torch.as_tensor(rows, dtype=torch.float64)

@@ -1,0 +1,193 @@
+"""The bugs by their ids (docs/bugs.md): what usually causes each and where to look; and how a symptom gets its id."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from isograd.verify import patterns
+from isograd.verify.patterns import Symptom
+
+
+@dataclass(frozen=True)
+class Bug:
+    cause: str
+    look: str
+
+
+BUGS: dict[str, Bug] = {
+    "ulysses-scale": Bug(
+        "a gradient divided, or not divided, by the size of the sequence-parallel group",
+        "every place that divides a loss or a gradient by a world or group size; there should be one, by tokens",
+    ),
+    "ulysses-permute": Bug(
+        "a reshape after an all-to-all that should have been a transpose first",
+        "the lines between the all-to-all and the next matrix product; send index-coded values through them",
+    ),
+    "nosync-missing": Bug(
+        "backwards that ran without synchronisation and were never reduced afterwards",
+        "the scope of no_sync: its forward counts too, and the last micro-batch must be outside",
+    ),
+    "norm-unreduced": Bug(
+        "norm gradients under sequence parallelism are sums over this rank's tokens only",
+        "the all-reduce over the tensor-parallel group of every parameter that works on a sequence shard",
+    ),
+    "router-unreduced": Bug(
+        "the router works on a sequence shard and its gradient is never summed over the tensor-parallel group",
+        "the list of parameters that are all-reduced over that group after backward",
+    ),
+    "qknorm-unreduced": Bug(
+        "one q/k norm weight serves the heads of all ranks, and each rank knows only its own heads' part",
+        "the list of parameters that are all-reduced over the tensor-parallel group, even without sequence parallelism",
+    ),
+    "kv-replica-unreduced": Bug(
+        "replicated key and value weights serve different query heads on each rank",
+        "the group of ranks that hold the same key/value head: gradients must be summed over it",
+    ),
+    "mean-of-means": Bug(
+        "each rank or micro-batch divides by its own number of tokens, and the means are averaged",
+        "the loss: sum it, sum the token counts over ranks and micro-batches, divide once",
+    ),
+    "accum-overwritten": Bug(
+        "only the last micro-batch is left in the gradient",
+        "zero_grad or an assignment to .grad inside the accumulation loop",
+    ),
+    "accum-rereduced": Bug(
+        "what was already summed over ranks is summed again with every later micro-batch",
+        "an all-reduce of .grad inside the accumulation loop",
+    ),
+    "accum-undivided": Bug(
+        "the mean over micro-batches is missing: gradients are multiplied by their number",
+        "the division by the number of accumulation steps, or better by the number of tokens of the whole step",
+    ),
+    "bias-n-times": Bug(
+        "a bias is added on every tensor-parallel rank before the outputs are summed",
+        "the row-parallel linear: add the bias after the all-reduce",
+    ),
+    "gather-backward-sum": Bug(
+        "the backward of an all-gather sums copies that are equal on all ranks",
+        "the adjoint of the gather in front of the first wrong layer: take this rank's slice, do not sum",
+    ),
+    "cut-graph": Bug(
+        "a collective without an autograd rule ran in forward: everything before it gets no gradient through it",
+        "use an operation with a backward (torch.distributed.nn, or isograd.comm.ops)",
+    ),
+    "wrong-group": Bug(
+        "a reduction ran over a group that mixes ranks with different shards",
+        "the group argument of the reduction: the world instead of one axis?",
+    ),
+    "clip-per-rank": Bug(
+        "each rank clips by a norm of its own",
+        "the global norm: sum squares over all shards before the root, the same on every rank",
+    ),
+    "norm-counts-replicas": Bug(
+        "replicated parameters enter the global norm once per copy",
+        "the sum of squares over the tensor-parallel group: count a replica on one rank only",
+    ),
+    "overflow-alone": Bug(
+        "a rank that saw an overflow skipped its step while others stepped",
+        "the found-inf flag: take its maximum over all ranks before deciding",
+    ),
+    "bf16-reduction": Bug(
+        "a gradient was summed in half precision although it is kept in single",
+        "the reduce dtype of the wrapper, and compression hooks",
+    ),
+    "shared-module": Bug(
+        "a module that is used twice was reduced or read after its first use in backward",
+        "hooks that fire per use instead of after accumulation",
+    ),
+    "norm-dropout-rng": Bug(
+        "ranks that hold copies of an activation drop different elements of it",
+        "the random state: equal over the tensor-parallel group wherever activations are replicated",
+    ),
+    "resume-other-rank": Bug(
+        "a rank loaded another rank's shard",
+        "how file names are made of ranks and groups when saving and when loading",
+    ),
+    "order": Bug(
+        "members of a group call different collectives, or in a different order",
+        "conditions that depend on the rank or its data around a collective",
+    ),
+    "unowned": Bug(
+        "a parameter gets gradients but no optimizer has it",
+        "the list given to the optimizer; parameters that were replaced after it was made",
+    ),
+    "non-finite": Bug("a NaN or Inf reached the optimizer", "the first module whose output is not finite"),
+    "replicas-differ": Bug(
+        "copies of a parameter are no longer equal",
+        "whatever changes one copy only: initialisation, a missing reduction, a skipped step",
+    ),
+    "data-differ": Bug("the two runs saw different data", "the seed, the order and the sharding of the data"),
+}
+
+_CLASSES = (
+    ("q/k norms", r"(^|[._])(q|k|query|key|qk)_?(norm|ln|layernorm)"),
+    ("routers", r"router|(^|\.)gate\.(weight|bias)$"),
+    ("experts", r"expert"),
+    ("norms", r"norm|(^|[._])ln(_|\d|\.|$)"),
+    ("keys and values", r"(^|[._])(k|v|kv|key|value|keys|values)(_?proj)?\.(weight|bias)$"),
+    ("temperature", r"temperature|logit_scale|logit_bias"),
+    ("embeddings", r"embed|(^|\.)(wte|wpe|lm_head|head)\."),
+    ("biases", r"bias$"),
+)
+
+
+def class_of(name: str) -> str:
+    """Which kind of parameter a name speaks of, for judging a set of them."""
+    return next((label for label, pattern in _CLASSES if re.search(pattern, name.lower())), "weights")
+
+
+def classes_of(names: Iterable[str]) -> str:
+    """'norms', 'norms and biases', or 'mixed' when there are more kinds than two."""
+    found = sorted({class_of(name) for name in names})
+    return " and ".join(found) if len(found) <= 2 else "mixed"
+
+
+def bug_of(symptom: Symptom, names: Collection[str], everything: bool, micros: int, sizes: Collection[int]) -> str:
+    """The id in the corpus that a pattern over these tensors speaks of; '' when it fits none.
+
+    `everything`: all trainable tensors show it. `sizes`: the sizes of the groups that were seen.
+    """
+    kinds = classes_of(names)
+    if symptom.kind == patterns.UNREDUCED:
+        if everything and kinds not in ("norms", "q/k norms"):
+            return "nosync-missing"
+        by_class = {
+            "q/k norms": "qknorm-unreduced",
+            "routers": "router-unreduced",
+            "keys and values": "kv-replica-unreduced",
+            "norms": "norm-unreduced",
+            "biases and norms": "norm-unreduced",
+            "biases": "norm-unreduced",
+        }
+        return by_class.get(kinds, "")
+    if symptom.kind == patterns.SCALED:
+        return _scaled(symptom.value, kinds, everything, micros, sizes)
+    fixed = {
+        patterns.LAST_ONLY: "accum-overwritten",
+        patterns.LOST: "nosync-missing",
+        patterns.USE_LOST: "shared-module",
+        patterns.REREDUCED: "accum-rereduced",
+        patterns.PER_TOKEN: "mean-of-means",
+    }
+    return fixed.get(symptom.kind, "")
+
+
+def _scaled(factor: float, kinds: str, everything: bool, micros: int, sizes: Collection[int]) -> str:
+    def near(value: float) -> bool:
+        return abs(factor - value) <= 1e-3 * value
+
+    a_size = any(near(size) for size in sizes)
+    powers = any(near(size**power) for size in sizes for power in (1, 2, 3, 4))
+    cases = (  # the first that fits
+        (factor == 0, "cut-graph"),
+        (everything and micros > 1 and near(micros), "accum-undivided"),
+        (everything and (a_size or any(near(1 / size) for size in sizes)), "ulysses-scale"),
+        (everything, ""),
+        (kinds == "experts", "expert-scale" if factor > 1 else "expert-twice"),
+        (kinds == "temperature", "temperature-scale"),
+        (kinds == "biases" and a_size, "bias-n-times"),
+        (powers, "gather-backward-sum"),
+    )
+    return next((bug for fits, bug in cases if fits), "")

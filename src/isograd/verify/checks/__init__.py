@@ -1,0 +1,77 @@
+"""Checks that need no reference: properties that every right program has, whatever it computes.
+
+Each check is a function of an Analysis (one step of a recording) that yields findings; `check` runs them all, step by
+step. docs/verify.md shows each with the bug it caught; `isograd verify bugs` shows each fire and stay silent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from isograd.verify.analysis import Analysis
+from isograd.verify.checks.gradients import coefficients, token_weights
+from isograd.verify.checks.norms import norms
+from isograd.verify.checks.state import continuity, missing, replicas, steps_together
+from isograd.verify.checks.traffic import dtypes, graph_cuts, groups, order, random_draws
+from isograd.verify.findings import BUG, INCONCLUSIVE, Finding
+from isograd.verify.recording import Recording
+
+Check = Callable[[Analysis], Iterator[Finding]]
+
+CHECKS: tuple[Check, ...] = (
+    steps_together, coefficients, token_weights, graph_cuts, continuity, replicas, missing, norms, dtypes, order,
+    groups, random_draws,
+)  # fmt: skip
+
+
+def check(recording: Recording) -> list[Finding]:
+    """All findings, step by step, up to the first with a bug: later steps start from weights that it has spoilt."""
+    found: list[Finding] = []
+    told: set[tuple[str, str, tuple[str, ...]]] = set()
+    for step in recording.steps:
+        analysis = Analysis(recording, step)
+        for run in CHECKS:
+            for f in run(analysis):
+                key = (f.verdict, f.bug, f.tensors if not f.bug else ())
+                if key not in told:
+                    told.add(key)
+                    found.append(f)
+        if any(f.verdict == BUG for f in found):
+            break
+    return without_consequences(found)
+
+
+# After these, copies, coefficients and later steps mean little.
+ROOTS = ("overflow-alone", "norm-dropout-rng", "resume-other-rank")
+UNREDUCED = (
+    "nosync-missing",
+    "norm-unreduced",
+    "qknorm-unreduced",
+    "kv-replica-unreduced",
+    "router-unreduced",
+    "wrong-group",
+)
+FOLLOW = (
+    "",
+    "order",
+    "replicas-differ",
+    "clip-per-rank",
+    "norm-counts-replicas",
+    "non-finite",
+    "cut-graph",
+    *UNREDUCED,
+)
+
+
+def without_consequences(found: list[Finding]) -> list[Finding]:
+    """Leave out what only follows from a finding that is told: drifting copies, say, or what a lone step did later."""
+    bugs = [f.bug for f in found if f.verdict == BUG]
+    named = [bug for bug in bugs if bug not in ("replicas-differ", "")]
+    follows: tuple[str, ...] = ("replicas-differ",) if named else ()
+    if any(bug in UNREDUCED for bug in bugs):
+        follows = ("replicas-differ", "clip-per-rank")
+    if any(bug in ROOTS for bug in bugs):
+        follows = FOLLOW
+    return [
+        f for f in found if not (f.verdict == BUG and f.bug in follows) and not (f.verdict == INCONCLUSIVE and named)
+    ]

@@ -1,0 +1,260 @@
+"""Checks of the gradient itself: every contribution counts, all alike, and every label weighs the same."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from isograd.verify import patterns
+from isograd.verify.analysis import Analysis, Observed
+from isograd.verify.catalogue import bug_of, classes_of
+from isograd.verify.checks.traffic import reduced_in_half
+from isograd.verify.contributions import Fit, Key
+from isograd.verify.findings import BUG, INCONCLUSIVE, NOTE, Finding, listed
+from isograd.verify.patterns import Symptom
+from isograd.verify.wording import axis_over, finding, group_sizes, labelled, spell, spread
+
+
+@dataclass
+class _Read:
+    """What the coefficients of all tensors say, before it is put into sentences."""
+
+    # (bug if already known, kind, value) -> the ranks concerned, and tensors with their coefficients
+    patterned: dict[tuple[str, str, float], tuple[tuple[int, ...], dict[str, dict[Key, float]]]] = field(
+        default_factory=dict
+    )
+    scales: dict[str, float] = field(default_factory=dict)  # tensors whose contributions all have one coefficient
+    undetermined: list[str] = field(default_factory=list)
+    unexplained: list[str] = field(default_factory=list)
+
+    def add(
+        self, bug: str, kind: str, value: float, ranks: tuple[int, ...], name: str, found: dict[Key, float]
+    ) -> None:
+        self.patterned.setdefault((bug, kind, value), (ranks, {}))[1][name] = found
+
+
+def coefficients(analysis: Analysis) -> Iterator[Finding]:
+    """Every contribution counts, all alike: each owed axis reduced once, no micro-batch lost, no class scaled."""
+    read = _Read()
+    for name in analysis.names:
+        if name not in analysis.unsure and analysis.contributions(name):
+            _read_tensor(analysis, name, read)
+    yield from _patterned(analysis, read)
+    if not read.patterned:
+        yield from _class_scales(analysis, read.scales)
+        for name in read.undetermined:  # else other tensors of the same run tell which pattern it is
+            sentence = (
+                f"step {analysis.step}: {name} is too small to tell its contributions apart, and they do not all "
+                "count alike"
+            )
+            yield finding(INCONCLUSIVE, "", sentence, tensors=(name,))
+    if read.unexplained:
+        yield from _unexplained(analysis, read.unexplained)
+
+
+def _read_tensor(analysis: Analysis, name: str, read: _Read) -> None:
+    loose = 10 * analysis.tolerance(name)
+    per_rank: dict[int, float] = {}
+    for seen in analysis.observed(name):
+        found = analysis.fit(seen)
+        if found is None:
+            continue
+        if found.uniform:
+            per_rank[seen.own] = next(iter(found.coefficients.values()))
+            read.scales.setdefault(name, per_rank[seen.own])
+        elif found.residual > loose:
+            read.unexplained.append(name)
+        elif not found.determined:
+            read.undetermined.append(name)
+        else:
+            _read_pattern(analysis, seen, found, loose, read)
+    if len(per_rank) > 1 and spread(per_rank.values()) > loose:
+        read.add("clip-per-rank", patterns.MIXED, 1.0, tuple(per_rank), name, {(r, 0): c for r, c in per_rank.items()})
+
+
+def _read_pattern(analysis: Analysis, seen: Observed, found: Fit, loose: float, read: _Read) -> None:
+    mixed = _other_shards(analysis, seen.name, seen.own, found.coefficients)
+    if mixed:
+        read.add("wrong-group", patterns.MIXED, 1.0, (seen.own, *mixed), seen.name, found.coefficients)
+        return
+    symptom = patterns.read(found.coefficients, seen.own, _counts(analysis), loose)
+    if symptom.kind == patterns.SCALED:  # equal, but for rounding
+        read.scales.setdefault(seen.name, symptom.value)
+        return
+    value = round(symptom.value, 3) if symptom.kind == patterns.REREDUCED else 1.0
+    ranks = (seen.own, *_members(found.classes, symptom.missing)) if symptom.kind == patterns.UNREDUCED else ()
+    read.add("", symptom.kind, value, ranks, seen.name, found.coefficients)
+
+
+def _members(classes: dict[Key, tuple[Key, ...]], ranks: tuple[int, ...]) -> tuple[int, ...]:
+    """All ranks whose contribution is that of the given ones."""
+    return tuple(sorted({r for first, members in classes.items() if first[0] in ranks for r, _ in members}))
+
+
+def _counts(analysis: Analysis) -> dict[Key, float]:
+    return {key: n for key, (n, _, _) in analysis.weights.items()}
+
+
+def _other_shards(analysis: Analysis, name: str, own: int, found: dict[Key, float]) -> tuple[int, ...]:
+    """Ranks that hold another part of the parameter and yet entered this gradient."""
+    if name in analysis._same_part:
+        return ()
+    mine = next((set(s) for s in analysis.replica_sets(name) if own in s), {own})
+    top = max(map(abs, found.values()))
+    return tuple(sorted({k for (k, _), c in found.items() if k not in mine and abs(c) > 1e-2 * top}))
+
+
+def _patterned(analysis: Analysis, read: _Read) -> Iterator[Finding]:
+    trainable = {n for n in analysis.names if analysis.info(n)["gradient"]}
+    sizes = group_sizes(analysis.recording)
+    for (known, kind, value), (ranks, tensors) in read.patterned.items():
+        names = tuple(sorted(tensors))
+        everything = set(names) >= trainable
+        bug = known or bug_of(Symptom(kind, value), names, everything, analysis.micros, sizes)
+        axis = _axis(analysis, kind, ranks)
+        whom = f"all {len(names)} gradients" if everything else f"{classes_of(names)} ({listed(names)})"
+        sentence = f"step {analysis.step}: {whom}: {_said(bug, kind, value, axis)}"
+        yield finding(BUG, bug, sentence, tensors=names, axis=axis, coefficients=labelled(tensors[names[0]]))
+
+
+def _axis(analysis: Analysis, kind: str, ranks: tuple[int, ...]) -> str:
+    if kind == patterns.PER_TOKEN:
+        return "ranks and micro-batches"
+    if kind == patterns.USE_LOST:
+        return axis_over(analysis.recording, tuple(range(analysis.world)))
+    return axis_over(analysis.recording, ranks, ranks[0]) if ranks else "micro-batches"
+
+
+def _said(bug: str, kind: str, value: float, axis: str) -> str:
+    if bug == "wrong-group":
+        return f"summed over {axis}, whose members hold other shards of it"
+    if bug == "clip-per-rank":
+        return f"scaled differently on {axis}"
+    return {
+        patterns.UNREDUCED: f"not summed over {axis}: each rank holds its own part only",
+        patterns.LAST_ONLY: "only the last micro-batch counts, earlier ones are lost",
+        patterns.LOST: "some micro-batches were never reduced over the ranks",
+        patterns.USE_LOST: "only the first use of a module in a backward was reduced over the ranks",
+        patterns.REREDUCED: f"earlier micro-batches were reduced again: coefficients rise by {value:g} each",
+        patterns.PER_TOKEN: "contributions are weighted by 1 / their own number of labels",
+        patterns.MIXED: "contributions count unequally",
+    }[kind]
+
+
+def _class_scales(analysis: Analysis, scales: dict[str, float]) -> Iterator[Finding]:
+    """All tensors of a step share one coefficient; a class with another one was divided or reduced apart."""
+    if len(scales) < 2:
+        return
+    counted = Counter(round(math.log(abs(c)) * 200) for c in scales.values() if c)
+    if not counted:
+        return
+    usual_key = counted.most_common(1)[0][0]
+    usual = next(c for c in scales.values() if c and round(math.log(abs(c)) * 200) == usual_key)
+    odd: dict[float, list[str]] = defaultdict(list)
+    for name, c in scales.items():
+        if abs(c - usual) > max(10 * analysis.tolerance(name), 1e-3) * abs(usual):
+            odd[round(c / usual, 3)].append(name)
+    for factor, names in odd.items():
+        bug = bug_of(Symptom(patterns.SCALED, factor), names, False, analysis.micros, group_sizes(analysis.recording))
+        sentence = (
+            f"step {analysis.step}: {classes_of(names)} ({listed(names)}) count {factor:g} times where "
+            f"the other tensors count once"
+        )
+        bars = (("most tensors", usual), *((n, scales[n]) for n in names[:8]))
+        yield finding(BUG, bug, sentence, tensors=tuple(names), axis=spell(range(analysis.world)), coefficients=bars)  # type: ignore[arg-type]
+
+
+def _unexplained(analysis: Analysis, names: list[str]) -> Iterator[Finding]:
+    """What is no sum of contributions at all: half-precision reductions leave about 2**-9 of each."""
+    half = reduced_in_half(analysis)
+    worst = 0.0
+    for name in names:
+        for seen in analysis.observed(name):
+            found = analysis.fit(seen)
+            worst = max(worst, found.residual if found else 0.0)
+    if half and worst < 5e-2:
+        return  # the check of dtypes says it
+    sentence = (
+        f"step {analysis.step}: {listed(names)}: what reached the optimizer is no sum of what backward added "
+        f"(left over: {worst:.1e} of it)"
+    )
+    yield finding(NOTE if worst < 1e-2 else INCONCLUSIVE, "", sentence, tensors=tuple(names))
+
+
+def token_weights(analysis: Analysis) -> Iterator[Finding]:
+    """Every valid label's gradient has the same weight, over all ranks and micro-batches of the step."""
+    weights = {key: w for key, w in analysis.weights.items() if w[0] > 0}
+    if not weights:
+        return
+    chosen = _reference_tensor(analysis)
+    if chosen is None:
+        return
+    name, found = chosen
+    effective: dict[Key, float] = {}
+    for first, c in found.coefficients.items():
+        for key in found.classes[first]:
+            if key in weights:
+                effective[key] = c * weights[key][1] / len(_same_data(analysis, key, found.classes[first]))
+    if len(effective) < 1:
+        return
+    values = list(effective.values())
+    counts = {key: weights[key][0] for key in effective}
+    trainable = tuple(n for n in analysis.names if analysis.info(n)["gradient"])
+    tolerance = max(10 * analysis.tolerance(name), 1e-3)
+    if spread(values) > tolerance:
+        follows = spread([effective[k] * counts[k] for k in effective]) <= tolerance
+        worst = max(values) / min(values)
+        over = "ranks" if len({k for k, _ in effective}) > 1 else ""
+        over = " and ".join(filter(None, [over, "micro-batches" if len({m for _, m in effective}) > 1 else ""]))
+        told = ", ".join(f"{int(counts[k])}" for k in sorted(counts))
+        sentence = (
+            f"step {analysis.step}: all gradients: a label's weight differs by {worst:.3g}x between {over} "
+            f"({'each divides by its own number of labels' if follows else 'unequally scaled losses'}: {told})"
+        )
+        mean = sum(effective[k] * counts[k] for k in effective) / sum(counts.values())
+        bars = tuple((label, c) for label, c in labelled({k: v / mean for k, v in effective.items()}))
+        yield finding(BUG, "mean-of-means", sentence, tensors=trainable, axis=over, coefficients=bars)
+        return
+    seen: set[tuple[str, int]] = set()
+    total = 0.0
+    for key, weight in effective.items():
+        data = (analysis.data.get(key, str(key)), key[1])
+        if data not in seen:
+            seen.add(data)
+            total += weight * counts[key]
+    sizes = {analysis.micros, *group_sizes(analysis.recording)} - {1}
+    hit = next((s for s in sorted(sizes, reverse=True) if abs(total - s) <= 1e-3 * s), None)
+    if hit is not None and not _summed(analysis):
+        per_micro = hit == analysis.micros
+        bug, what = ("accum-undivided", "micro-batches") if per_micro else ("ulysses-scale", "ranks in a group")
+        sentence = (
+            f"step {analysis.step}: all gradients are {hit} times the mean over the step's labels, and there are "
+            f"{hit} {what}; a run on one device would decide"
+        )
+        yield finding(INCONCLUSIVE, bug, sentence, tensors=trainable, axis=what if per_micro else "")
+
+
+def _summed(analysis: Analysis) -> bool:
+    """Whether the program's losses are sums over labels, so that a total other than one means nothing."""
+    kinds = {e["reduction"] for r in analysis.recording.ranks for e in r.of("loss")}
+    return kinds != {"mean"}
+
+
+def _same_data(analysis: Analysis, key: Key, members: tuple[Key, ...]) -> list[Key]:
+    """Members of a class that computed the very same data: their one contribution carries the class's coefficient."""
+    mine = analysis.data.get(key)
+    return [m for m in members if mine is None or analysis.data.get(m) == mine] or [key]
+
+
+def _reference_tensor(analysis: Analysis):  # type: ignore[no-untyped-def]
+    """The first tensor whose coefficients are known and belong to the usual pattern."""
+    for name in analysis.names:
+        if len(analysis.replica_sets(name)) > 1 and not analysis.info(name)["dtensor"]:
+            continue
+        for seen in analysis.observed(name)[:1]:
+            found = analysis.fit(seen)
+            if found is not None and found.uniform:
+                return name, found
+    return None

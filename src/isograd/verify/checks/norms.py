@@ -1,0 +1,93 @@
+"""Checks of norm and clip: one norm on all ranks, which counts every element once, and one factor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from isograd.verify.analysis import Analysis
+from isograd.verify.findings import BUG, Finding
+from isograd.verify.wording import axis_over, finding, spread
+
+
+def norms(analysis: Analysis) -> Iterator[Finding]:
+    """All ranks use one norm, it counts every element once, and they clip by one factor."""
+    reported = {}
+    for record in analysis.recording.ranks:
+        values = [e["value"] for e in record.of("norm") if e["step"] == analysis.step]
+        if values:
+            reported[record.rank] = values[0]
+    bars = tuple((f"rank {r}", v) for r, v in reported.items())
+    names = tuple(n for n in analysis.names if analysis.info(n)["gradient"])
+    if len(reported) > 1 and spread(reported.values()) > 1e-5:
+        low, high = min(reported.values()), max(reported.values())
+        sentence = f"step {analysis.step}: the gradient norm differs between ranks: {low:.6g} to {high:.6g}"
+        yield finding(
+            BUG,
+            "clip-per-rank",
+            sentence,
+            tensors=names,
+            axis=axis_over(analysis.recording, tuple(reported)),
+            coefficients=bars,
+        )
+        return
+    if reported:
+        yield from _norm_is_true(analysis, next(iter(reported.values())), names)
+    factors: dict[int, float] = {}
+    for record in analysis.recording.ranks:
+        clipped = record.group(analysis.step, "clipped")
+        whole = analysis.sums[record.rank]
+        both = [n for n in clipped if n in whole and float(whole[n].norm()) > 0]
+        if both:
+            top = max(both, key=lambda n: float(whole[n].norm()))
+            factors[record.rank] = float(clipped[top] @ whole[top]) / float(whole[top] @ whole[top])
+    if len(factors) > 1 and spread(factors.values()) > 1e-3:
+        bars = tuple((f"rank {r}", f) for r, f in factors.items())
+        sentence = f"step {analysis.step}: ranks clip by different factors: {min(factors.values()):.4g} to {max(factors.values()):.4g}"  # noqa: E501
+        yield finding(
+            BUG,
+            "clip-per-rank",
+            sentence,
+            tensors=names,
+            axis=axis_over(analysis.recording, tuple(factors)),
+            coefficients=bars,
+        )
+
+
+def true_norm(analysis: Analysis) -> float | None:
+    """The norm with every element counted once; None when some gradients were too large to be recorded whole."""
+    squares = 0.0
+    for name in analysis.names:
+        if name in analysis.unsure:
+            return None
+        for ranks in analysis.replica_sets(name):
+            final = analysis.recording.ranks[ranks[0]].tensors(analysis.step).get(f"final/{name}")
+            if final is None and analysis.about[ranks[0]][name]["gradient"]:
+                return None
+            squares += float(final.double().square().sum()) if final is not None else 0.0
+    return math.sqrt(squares)
+
+
+def _norm_is_true(analysis: Analysis, reported: float, names: tuple[str, ...]) -> Iterator[Finding]:
+    truth = true_norm(analysis)
+    if truth is None or not 0 < truth < math.inf or reported <= truth * (1 + 1e-4):
+        return
+    copies = 0.0
+    for name in analysis.names:
+        for ranks in analysis.replica_sets(name):
+            final = analysis.recording.ranks[ranks[0]].tensors(analysis.step).get(f"final/{name}")
+            copies += len(ranks) * float(final.double().square().sum()) if final is not None else 0.0
+    repeated = tuple(n for n in names if any(len(r) > 1 for r in analysis.replica_sets(n)))
+    exact = abs(reported - math.sqrt(copies)) <= 1e-3 * reported
+    sentence = f"step {analysis.step}: the norm is {reported:.6g} but each element once gives {truth:.6g}" + (
+        ": it counts every copy of replicated tensors" if exact else ""
+    )
+    bars = (("reported", reported / truth), ("each element once", 1.0))
+    yield finding(
+        BUG,
+        "norm-counts-replicas",
+        sentence,
+        tensors=repeated,
+        axis=axis_over(analysis.recording, analysis.replica_sets(repeated[0])[0]) if repeated else "",
+        coefficients=bars,
+    )

@@ -1,0 +1,163 @@
+"""Sees every operator of a running program through a dispatch mode, and notes the few kinds that matter.
+
+    collectives       op, members, dtype, bytes, call site, module, phase; whether it cut the autograd graph
+    token losses      how many labels counted, and the weight each label's gradient got
+    random draws      which module drew, so that replicas can be held to equal masks
+
+Everything else passes through. DTensors are sent on to their own rule first, so what they do to real tensors is seen.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from isograd.verify import foreign
+
+_NAMESPACES = ("c10d", "_c10d_functional")
+_OPS = {
+    "allreduce_": "all_reduce", "all_reduce": "all_reduce", "all_reduce_": "all_reduce",
+    "allreduce_coalesced_": "all_reduce", "all_reduce_coalesced": "all_reduce", "all_reduce_coalesced_": "all_reduce",
+    "allgather_": "all_gather", "_allgather_base_": "all_gather", "allgather_coalesced_": "all_gather",
+    "allgather_into_tensor_coalesced_": "all_gather", "all_gather_into_tensor": "all_gather",
+    "all_gather_into_tensor_coalesced": "all_gather", "all_gather_into_tensor_out": "all_gather",
+    "reduce_scatter_": "reduce_scatter", "_reduce_scatter_base_": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced_": "reduce_scatter", "reduce_scatter_tensor": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter",
+    "reduce_": "reduce", "gather_": "gather", "scatter_": "scatter",
+    "broadcast_": "broadcast", "broadcast": "broadcast",
+    "alltoall_": "all_to_all", "alltoall_base_": "all_to_all", "all_to_all_single": "all_to_all",
+    "send": "send", "recv_": "recv", "recv_any_source_": "recv", "barrier": "barrier",
+}  # fmt: skip
+_DRAWS = ("bernoulli_", "bernoulli", "native_dropout", "rand_like", "rand", "uniform_", "normal_", "randn_like")
+_ISOGRAD = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_CORPUS = os.path.join(_ISOGRAD, "verify", "bugs")
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__))
+
+
+class Listener(Protocol):
+    """Who is told; capture.Capture."""
+
+    active: bool
+    own_seconds: float
+
+    def collective(self, op: str, ranks: tuple[int, ...], tensors: list[Tensor], more: dict[str, Any]) -> int: ...
+    def ended(self, number: int, seconds: float) -> None: ...
+    def token_loss(self, reduction: int, count: float) -> None: ...
+    def token_weight(self, reduction: int, count: float, gradient: Tensor) -> None: ...
+    def drew(self) -> None: ...
+
+
+class Watch(TorchDispatchMode):
+    """Passes every operator on unchanged; tells the listener about those above."""
+
+    def __init__(self, listener: Listener) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.listener = listener
+        self.kinds: dict[Any, Callable[..., Any] | None] = {}
+        self.open: tuple[int, float] | None = None  # the collective last issued: it ends when the next operator runs
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not self.listener.active:
+            return func(*args, **kwargs)
+        if any(t is not Tensor and issubclass(t, foreign.DTensor) for t in types):
+            return NotImplemented
+        try:
+            handler = self.kinds[func]
+        except KeyError:
+            handler = self.kinds[func] = self._handler(func)
+        if self.open is not None:
+            self._end()
+        return func(*args, **kwargs) if handler is None else handler(func, args, kwargs)
+
+    def _handler(self, func: Any) -> Callable[..., Any] | None:
+        name = func._schema.name.partition("::")[2]
+        if func.namespace in _NAMESPACES:
+            return self._collective if name in _OPS else None
+        if func.namespace == "aten":
+            if name in ("nll_loss_forward", "nll_loss2d_forward"):
+                return self._loss
+            if name in ("nll_loss_backward", "nll_loss2d_backward"):
+                return self._loss_backward
+            if name in _DRAWS:
+                return self._draw
+        return None
+
+    def _end(self) -> None:
+        assert self.open is not None
+        number, began = self.open
+        self.open = None
+        self.listener.ended(number, time.time() - began)
+
+    def _collective(self, func: Any, args: Any, kwargs: Any) -> Any:
+        began = time.perf_counter()
+        named = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | kwargs
+        group = named.get("process_group", named.get("group_name"))
+        tensors = _flat(
+            [
+                v
+                for k, v in named.items()
+                if k not in ("output_tensors", "output_tensor", "output", "outputs", "output_lists")
+            ]
+        )
+        if not tensors:
+            tensors = _flat(list(named.values()))
+        cuts = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+        more = {"cuts": cuts, "reduce": named["reduce_op"] if isinstance(named.get("reduce_op"), str) else ""}
+        for peer in ("dst", "src", "root_rank"):
+            if isinstance(named.get(peer), int):
+                more["peer"] = named[peer]
+        name = _OPS[func._schema.name.partition("::")[2]]
+        number = self.listener.collective(name, foreign.members(group), tensors, more)
+        self.listener.own_seconds += time.perf_counter() - began
+        start = time.time()
+        result = func(*args, **kwargs)
+        self.open = (number, start)
+        return result
+
+    def _loss(self, func: Any, args: Any, kwargs: Any) -> Any:
+        result = func(*args, **kwargs)
+        self.listener.token_loss(int(args[3]), float(_counted(args, 1, 4, result[1])))
+        return result
+
+    def _loss_backward(self, func: Any, args: Any, kwargs: Any) -> Any:
+        self.listener.token_weight(int(args[4]), float(_counted(args, 2, 5, args[6])), args[0])
+        return func(*args, **kwargs)
+
+    def _draw(self, func: Any, args: Any, kwargs: Any) -> Any:
+        self.listener.drew()
+        return func(*args, **kwargs)
+
+
+def _counted(args: Any, target: int, ignore: int, total: Tensor) -> Tensor:
+    """How many labels count: torch's own total, which it leaves at zero for unreduced losses."""
+    return total if float(total) else (args[target] != args[ignore]).sum()
+
+
+def _flat(values: Any) -> list[Tensor]:
+    if isinstance(values, Tensor):
+        return [values]
+    if isinstance(values, (list, tuple)):
+        return [t for value in values for t in _flat(value)]
+    return []
+
+
+def call_site(base: str) -> str:
+    """'train.py:33 in step': the nearest frame that is neither torch's nor isograd's."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        mine = file.startswith(_ISOGRAD) and not file.startswith(_CORPUS)
+        if not (mine or file.startswith((_TORCH, "<")) or "contextlib" in file):
+            shown = os.path.relpath(file, base) if file.startswith(base) else os.path.basename(file)
+            return f"{shown}:{frame.f_lineno} in {frame.f_code.co_name}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""

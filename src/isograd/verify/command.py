@@ -1,0 +1,193 @@
+"""isograd verify: the command line. Nothing of torch is imported before a command needs it.
+
+isograd verify                                            the built-in models over the standard layouts
+isograd verify CASE.py:case --layouts "tp2 sp; dp2 zero2"  your case
+isograd verify run -- torchrun --nproc-per-node 2 train.py any program, unmodified
+isograd verify compare REFERENCE CANDIDATE                 two recordings
+isograd verify bugs                                        the corpus: every bug, and what is said of it
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from isograd.errors import ConfigError, VerifyError
+
+if TYPE_CHECKING:
+    from isograd.verify.findings import Report
+
+VERBS = ("run", "compare", "bugs")
+PROVE_EXAMPLES = """verbs:
+  isograd verify run -- COMMAND           watch any program that trains, unmodified
+  isograd verify compare REF CAND         compare two recordings
+  isograd verify bugs                     plant every known bug and show what is said of it
+
+exit codes: 0 all pass, 3 a bug, 4 inconclusive, 2 wrong usage"""
+
+Parser = type[argparse.ArgumentParser]
+Builtin = Callable[["argparse.Namespace"], "Report"]
+
+
+def parser_for(verb: str, kind: Parser) -> argparse.ArgumentParser:
+    """The parser of 'isograd verify VERB'; verb '' is the proof of a case."""
+    shown = f"isograd verify {verb}".strip()
+    about = {
+        "": "Prove that layouts give the gradients of one device, in fp64, parameter by parameter.",
+        "run": "Watch a program that trains, without editing it, and check what needs no reference.",
+        "compare": "Compare two recordings of 'verify run --record' (or of ig.verify(keep=...)) and diagnose.",
+        "bugs": "Plant every bug of the corpus, and run its clean twin; print what is said of each.",
+    }[verb]
+    parser = kind(
+        prog=shown, description=about, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=PROVE_EXAMPLES if not verb else None,
+    )  # fmt: skip
+    {"": _prove_options, "run": _run_options, "compare": _compare_options, "bugs": _bugs_options}[verb](parser)
+    return parser
+
+
+def _report_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", metavar="FILE", help="write the report as JSON ('-' for the terminal)")
+    parser.add_argument("--html", metavar="FILE", help="write the report as one self-contained page")
+
+
+def _prove_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("case", nargs="?", help="FILE.py:FUNCTION, a function of a mesh that returns a Case")
+    parser.add_argument("--layouts", help="for example 'tp2 sp; dp2 zero2' (default: a standard grid)")
+    parser.add_argument("--dtype", default="float64", choices=("float64", "float32", "bfloat16", "float16"))
+    parser.add_argument("--keep", metavar="DIR", help="leave the recordings here")
+    parser.add_argument(
+        "--timeout", type=float, default=600.0, metavar="S", help="seconds for one layout (default 600)"
+    )
+    _report_options(parser)
+
+
+def _run_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--record", metavar="DIR", help="keep the recording in this new directory")
+    parser.add_argument("--steps", type=int, default=3, metavar="N", help="optimizer steps to watch (default 3)")
+    parser.add_argument("--stall", type=float, default=300.0, metavar="S", help="seconds of silence that are a hang")
+    parser.add_argument("--layout", default="", help="names the axes in what is said, for example 'dp2 tp2'")
+    parser.add_argument("--activations", action="store_true", help="record step 1's activations for compare")
+    _report_options(parser)
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="-- COMMAND ...")
+
+
+def _compare_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("reference", help="a recording: one device, or another layout")
+    parser.add_argument("candidate", help="the recording to judge")
+    parser.add_argument("--rename", metavar="FILE", help="JSON object: the candidate's name to the reference's")
+    parser.add_argument("--ignore-data", action="store_true", help="compare although the data differ")
+    _report_options(parser)
+
+
+def _bugs_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("names", nargs="*", help="ids (default: all)")
+    parser.add_argument("--seeds", type=int, default=1, metavar="N", help="weights and data to try (default 1)")
+    parser.add_argument("--list", action="store_true", help="print the ids")
+
+
+def main(words: list[str], kind: Parser, builtin: Builtin) -> int:
+    """`builtin` proves isograd's own models: this room does not know them."""
+    verb = words[0] if words and words[0] in VERBS else ""
+    rest = words[1:] if verb else words
+    parser = parser_for(verb, kind)
+    if verb == "run":
+        return _run(parser.parse_args(rest))
+    options, extra = parser.parse_known_args(rest)
+    if extra:
+        parser.refuse(extra)  # type: ignore[attr-defined]
+    return {"": lambda o: _prove(o, builtin), "compare": _compare, "bugs": _bugs}[verb](options)
+
+
+def _tell(report: Report, options: argparse.Namespace) -> int:
+    from isograd.verify.report import render
+
+    if options.json != "-":
+        columns = os.get_terminal_size().columns if sys.stdout.isatty() else 120
+        print(render(report, colour=sys.stdout.isatty(), width=max(80, columns)), end="")
+    if options.json:
+        text = json.dumps(report.data(), indent=1)
+        print(text) if options.json == "-" else Path(options.json).write_text(text)
+    if options.html:
+        from isograd.verify.html import page
+
+        Path(options.html).write_text(page(report))
+    return report.exit_code
+
+
+def _say(text: str) -> None:
+    print(f"verify: {text}", file=sys.stderr, flush=True)
+
+
+def _prove(options: argparse.Namespace, builtin: Builtin) -> int:
+    if options.case is None:
+        return _tell(builtin(options), options)
+    if ":" not in options.case or not Path(options.case.rpartition(":")[0]).is_file():
+        raise ConfigError(
+            "IG620", f"no case at {options.case!r}", expected="FILE.py:FUNCTION, for example my_case.py:case",
+            fix="docs/verify.md shows a case; 'isograd verify' without one proves the built-in models",
+        )  # fmt: skip
+    if not options.layouts:
+        raise ConfigError("IG621", "which layouts?", fix="--layouts 'dp2; tp2 sp'")
+    import torch
+
+    from isograd.verify.prove import verify
+
+    dtype, keep = getattr(torch, options.dtype), options.keep
+    return _tell(
+        verify(options.case, options.layouts, dtype=dtype, timeout=options.timeout, progress=_say, keep=keep), options
+    )
+
+
+def _run(options: argparse.Namespace) -> int:
+    import tempfile
+
+    from isograd.verify.attach import run
+
+    command = options.command[1:] if options.command[:1] == ["--"] else options.command
+    if options.steps < 1:
+        raise ConfigError("IG622", "--steps must be at least 1", seen=options.steps)
+    with tempfile.TemporaryDirectory(prefix="isograd-record-") as scratch:
+        home = Path(options.record) if options.record else Path(scratch) / "recording"
+        report, own = run(command, home, options.steps, options.stall, options.layout, options.activations)
+        verdict = _tell(report, options)
+        if options.record:
+            _say(f"recorded in {options.record}")
+    if own:
+        _say(f"the program itself ended with exit code {own}, which is passed on")
+    return own if own else verdict
+
+
+def _compare(options: argparse.Namespace) -> int:
+    from isograd.verify.compare import compare
+    from isograd.verify.findings import Report
+    from isograd.verify.recording import Recording
+
+    rename = {}
+    if options.rename:
+        try:
+            rename = json.loads(Path(options.rename).read_text())
+            if not all(isinstance(k, str) and isinstance(v, str) for k, v in rename.items()):
+                raise ValueError("not an object of strings")
+        except (OSError, ValueError, AttributeError) as error:
+            raise VerifyError(
+                "IG725", f"the rename table {options.rename!r} cannot be read", seen=error,
+                expected='{"candidate name": "reference name"}',
+            ) from error  # fmt: skip
+    subject = compare(Recording(options.reference), Recording(options.candidate), rename, options.ignore_data)
+    return _tell(Report(f"{options.candidate} against {options.reference}", [subject]), options)
+
+
+def _bugs(options: argparse.Namespace) -> int:
+    from isograd.verify.bugs import FRAMEWORKS, PROGRAMS
+    from isograd.verify.bugs.run import every_name, table
+
+    if options.list:
+        print("\n".join([*PROGRAMS, *FRAMEWORKS]))
+        return 0
+    return table(every_name(options.names), max(1, options.seeds), _say)

@@ -1,0 +1,455 @@
+"""Compares a recording with a reference: every gradient by name and block, on every rank that holds a part of it.
+
+The reference is usually one device; it may be another layout or another framework. Data must be the same (content
+hashes add up over any sharding); names are the same, or given by a table, or matched by shape and order. What differs
+is diagnosed (diagnose.py), and the checks that need no reference run as well.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isograd.errors import VerifyError
+from isograd.verify.analysis import Analysis
+from isograd.verify.checks import check, without_consequences
+from isograd.verify.diagnose import diagnose
+from isograd.verify.divergence import first_divergence
+from isograd.verify.findings import BUG, INCONCLUSIVE, NOTE, Finding, Subject, listed
+from isograd.verify.numerics import Noise
+from isograd.verify.numerics import verdict as judged
+from isograd.verify.placement import Place, place
+from isograd.verify.recording import Recording
+from isograd.verify.report import timeline
+from isograd.verify.wording import axis_over, finding
+
+# Relative error of a tensor or block: up to the first it is rounding, from the second on a bug (docs/verify.md has the
+# measured null experiment); between them it cannot be told without an ensemble.
+LIMITS = {"float64": (1e-9, 1e-9), "float32": (1e-4, 1e-3), "float16": (3e-2, 2e-1), "bfloat16": (6e-2, 3e-1)}
+# After these every gradient may differ in no pattern.
+SPOILS = ("cut-graph", "norm-dropout-rng", "bias-n-times", "ulysses-permute", "resume-other-rank", "bf16-reduction")
+FLOOR = 1e-6  # of the whole gradient: tensors whose true gradient is zero are judged on it
+
+
+@dataclass
+class Tensorwise:
+    """One parameter, compared on each rank that holds it."""
+
+    name: str
+    places: dict[int, Place]
+    errors: dict[int, float]  # rank -> worst over blocks
+    verdict: str
+
+
+def compare(
+    reference: Recording,
+    candidate: Recording,
+    rename: dict[str, str] | None = None,
+    ignore_data: bool = False,
+    noise: Noise | None = None,
+) -> Subject:
+    """`rename`: the candidate's name -> the reference's."""
+    subject = Subject(str(candidate.about.get("layout") or candidate.path.name), candidate.world, compared=True)
+    subject.timeline = timeline(candidate)
+    if not ignore_data:
+        same_data(reference, candidate)
+    steps = [s for s in candidate.steps if s in reference.steps]
+    if not steps:
+        raise VerifyError(
+            "IG721",
+            "the two recordings have no optimizer step in common",
+            seen=f"reference: steps {reference.steps}, candidate: steps {candidate.steps}",
+            fix="record both for at least one whole step",
+        )
+    free = check(candidate)
+    explained: list[Finding] = []
+    for step in steps[:1] if noise is not None else steps:  # later weights differ by rounding already
+        found = _step(reference, candidate, step, rename or {}, subject, noise)
+        explained += found
+        if any(f.verdict == BUG for f in found):
+            break  # later steps start from other weights
+    subject.findings += merged(explained, free)
+    return subject
+
+
+def merged(explained: list[Finding], free: list[Finding]) -> list[Finding]:
+    """A bug that both found is told once. What the reference decides is no longer open."""
+    told = {f.bug for f in explained if f.verdict == BUG}
+    named = {f.bug for f in free if f.verdict == BUG and f.bug}
+    kept = list(free)
+    if told or not any(f.verdict == BUG for f in explained):
+        kept = [f for f in free if f.verdict != INCONCLUSIVE]
+    with_site = {f.bug: f for f in free if f.bug in ("cut-graph", "bf16-reduction") and f.verdict == BUG}
+    explained = [
+        replace(f, sentence=f"{with_site[f.bug].sentence}; {f.sentence}", axis=with_site[f.bug].axis)
+        if f.bug in with_site
+        else f
+        for f in explained
+    ]
+    named -= set(with_site) & told
+    out = [f for f in kept if not (f.bug in told and f.verdict == BUG and f.bug not in ("", "clip-per-rank"))]
+    out = [f for f in out if not _consequence(f, explained)]
+    extra = []
+    for f in explained:
+        covered = {t for g in out if g.verdict == BUG and g.bug in named for t in g.tensors}
+        if f.bug in named and f.bug in {g.bug for g in out}:
+            continue
+        unnamed = f.verdict != NOTE and f.bug == ""
+        if unnamed and (_consequence(f, [*explained, *out]) or (named and set(f.tensors) <= covered)):
+            continue
+        extra.append(f)
+    hurt = tuple(sorted({t for f in explained if f.bug == "" for t in f.tensors}))
+    out = [replace(f, tensors=hurt) if f.bug == "cut-graph" and not f.tensors else f for f in out]
+    return without_consequences([*extra, *out] if any(f.bug for f in extra) else [*out, *extra])
+
+
+def _consequence(found: Finding, others: list[Finding]) -> bool:
+    """A difference that is explained by nothing, or seems to be a missing sum, beside a bug that spoils everything."""
+    return found.bug in ("", "norm-unreduced", "nosync-missing", "replicas-differ") and any(
+        g.verdict == BUG and g.bug in SPOILS for g in others
+    )
+
+
+# -- the same data -----------------------------------------------------------------------------------------------
+
+
+def same_data(reference: Recording, candidate: Recording) -> None:
+    """Refuse to compare runs that saw different data. Copies on several ranks are allowed for, padding is not."""
+    a, b = _content(reference), _content(candidate)
+    if not a or not b:
+        return
+    for copies_a in range(1, reference.world + 1):
+        for copies_b in range(1, candidate.world + 1):
+            if all((x * copies_b - y * copies_a) % 2**64 == 0 for x, y in zip(a, b, strict=False)):
+                return
+    raise VerifyError(
+        "IG722",
+        "the two runs saw different data in their first step",
+        seen=f"content hashes {[f'{v:016x}' for v in a]} and {[f'{v:016x}' for v in b]}",
+        expected="the same elements, however they are spread over ranks and micro-batches",
+        fix="use the same seed, order and batch; pad alike; --ignore-data compares anyway",
+    )
+
+
+def _content(recording: Recording) -> list[int]:
+    """Per input of the outermost module: the sum of its content hashes over ranks and micro-batches of step 1."""
+    totals: list[int] = []
+    for record in recording.ranks:
+        for event in record.of("input"):
+            if event["step"] == 1:
+                for i, value in enumerate(event["hashes"][:1]):
+                    totals += [0] * (i + 1 - len(totals))
+                    totals[i] = (totals[i] + int(value)) % 2**64
+    return totals
+
+
+# -- one step ----------------------------------------------------------------------------------------------------
+
+
+def _step(
+    reference: Recording,
+    candidate: Recording,
+    step: int,
+    rename: dict[str, str],
+    subject: Subject,
+    noise: Noise | None,
+) -> list[Finding]:
+    truth = whole_tensors(reference, step, "final")
+    start = whole_tensors(reference, step, "parameter")
+    analysis = Analysis(candidate, step)
+    names = match_names(analysis, truth, start, rename)
+    found: list[Finding] = []
+    places = _places(analysis, start, names)
+    moved = _other_weights(analysis, start, names, places, reference, step)
+    if moved is not None:
+        return [moved]
+    whole = math.sqrt(sum(float(t.double().square().sum()) for t in truth.values()))
+    compared: list[Tensorwise] = []
+    for name, theirs in names.items():
+        if theirs not in truth and not any(analysis.about[r][name]["gradient"] for r in analysis.holders(name)):
+            continue
+        one = _tensor(analysis, name, truth.get(theirs, torch.zeros_like(start[theirs])), places[name], whole, noise)
+        compared.append(one)
+        worst = max(one.errors.values(), default=0.0)
+        if not worst <= subject.errors.get(name, -1.0):
+            subject.errors[name] = worst
+            subject.by_rank[name] = [one.errors.get(r) for r in range(analysis.world)]
+    wrong = [t for t in compared if t.verdict == BUG]
+    unclear = tuple(t.name for t in compared if t.verdict == INCONCLUSIVE)
+    if unclear:
+        sentence = (
+            f"step {step}: {listed(unclear)}: the error is more than rounding usually leaves and less than a bug does"
+        )
+        found.append(finding(INCONCLUSIVE, "", sentence, tensors=unclear))
+    if wrong:
+        found += diagnose(
+            analysis,
+            reference,
+            step,
+            {n: truth.get(names[n], torch.zeros_like(start[names[n]])) for n in names},
+            wrong,
+            len(compared),
+        )
+        if not any(f.bug for f in found if f.verdict == BUG):
+            found += first_divergence(reference, candidate)
+    found += _losses(reference, candidate, step, subject)
+    limit = _limit(analysis)
+    found += _norms(reference, candidate, step, bool(wrong), max(1e-5, limit))
+    if not wrong and not any(f.verdict == BUG for f in found) and limit < 1e-2:  # half-precision updates are rounding
+        found += _updates(analysis, reference, step, names, places)
+    subject.facts["gradients"] = f"{len(compared)} tensors compared in {len([step])} step(s)"
+    _missing_names(analysis, truth, names, found)
+    return found
+
+
+def whole_tensors(recording: Recording, step: int, prefix: str) -> dict[str, Tensor]:
+    """Full tensors of a reference that ran on one device, or whose shards say where they sit."""
+    found: dict[str, Tensor] = {}
+    analysis = Analysis(recording, step)
+    for name in analysis.names:
+        infos = {r: analysis.about[r][name] for r in analysis.holders(name)}
+        parts = {r: recording.ranks[r].tensors(step).get(f"{prefix}/{name}") for r in infos}
+        first = next(iter(infos))
+        if parts[first] is None:
+            continue
+        if all(i["box"] is None for i in infos.values()) or infos[first]["shape"] == infos[first]["global"]:
+            found[name] = parts[first]  # type: ignore[assignment]
+            continue
+        whole = torch.zeros(infos[first]["global"], dtype=parts[first].dtype)  # type: ignore[union-attr]
+        for rank, info in infos.items():
+            if parts[rank] is not None:
+                whole[tuple(slice(a, b) for a, b in info["box"])] = parts[rank]  # type: ignore[assignment]
+        found[name] = whole
+    return found
+
+
+def match_names(
+    analysis: Analysis, truth: dict[str, Tensor], start: dict[str, Tensor], rename: dict[str, str]
+) -> dict[str, str]:
+    """The candidate's names -> the reference's."""
+    theirs = {**start, **truth}
+    unknown = [v for v in rename.values() if v not in theirs]
+    if unknown:
+        raise VerifyError(
+            "IG723", "the rename table names tensors that the reference has not",
+            seen=listed(unknown), expected=f"one of {listed(list(theirs), 6)}", fix="candidate name: reference name",
+        )  # fmt: skip
+    names = {n: rename.get(n, n) for n in analysis.names if rename.get(n, n) in theirs}
+    left = [n for n in theirs if n not in names.values()]
+    for name in analysis.names:
+        if name in names or not left:
+            continue
+        shape = tuple(analysis.info(name)["global"])
+        fits = next((n for n in left if tuple(theirs[n].shape) == shape), None)
+        if fits is not None:
+            names[name] = fits
+            left.remove(fits)
+    if not names:
+        raise VerifyError(
+            "IG724", "no parameter of the candidate is one of the reference's",
+            seen=f"{listed(analysis.names)}; reference: {listed(list(theirs))}",
+            fix="give --rename a JSON object of candidate name: reference name",
+        )  # fmt: skip
+    return names
+
+
+def _missing_names(analysis: Analysis, truth: dict[str, Tensor], names: dict[str, str], found: list[Finding]) -> None:
+    lost = [n for n in analysis.names if n not in names and analysis.info(n)["gradient"]]
+    if lost:
+        found.append(
+            finding(INCONCLUSIVE, "", f"no counterpart in the reference for {listed(lost)}", tensors=tuple(lost))
+        )
+    absent = [n for n in truth if n not in names.values()]
+    if absent:
+        sentence = f"the candidate has no gradient for {listed(absent)}, which the reference has"
+        found.append(finding(INCONCLUSIVE, "", sentence, tensors=tuple(absent)))
+
+
+def _places(analysis: Analysis, start: dict[str, Tensor], names: dict[str, str]) -> dict[str, dict[int, Place]]:
+    found: dict[str, dict[int, Place]] = {}
+    for name, theirs in names.items():
+        holders = analysis.holders(name)
+        found[name] = {}
+        for i, rank in enumerate(holders):
+            info = analysis.about[rank][name]
+            local = analysis.recording.ranks[rank].tensors(analysis.step).get(f"parameter/{name}")
+            if theirs not in start or local is None:
+                continue
+            spot = place(local, start[theirs], info, i, len(holders))
+            if spot is not None:
+                found[name][rank] = spot
+    for name in names:  # a constant bias follows its module's weight, which has values to be found by
+        weight = name.rpartition(".")[0] + ".weight"
+        if name != weight and weight in found and analysis.info(name).get("constant"):
+            for rank, spot in found[weight].items():
+                cuts = tuple(c for c in spot.cuts if c[0] == 0)
+                if rank in found[name] and cuts and analysis.about[rank][name]["shape"] == [len(cuts[0][1])]:
+                    found[name][rank] = Place(cuts)
+    return found
+
+
+def _other_weights(
+    analysis: Analysis,
+    start: dict[str, Tensor],
+    names: dict[str, str],
+    places: dict[str, dict[int, Place]],
+    reference: Recording,
+    step: int,
+) -> Finding | None:
+    """The two runs must begin a step with the same weights, each rank with its own part of them."""
+    apart: list[str] = []
+    for name, theirs in names.items():
+        for rank, spot in places[name].items():
+            local = analysis.recording.ranks[rank].tensors(analysis.step)[f"parameter/{name}"].double()
+            expected = spot.of(start[theirs]).double()
+            if local.shape != expected.shape or float((local - expected).norm()) > 1e-4 * float(expected.norm()):
+                apart.append(name)
+    apart = list(dict.fromkeys(apart))
+    swapped = _swapped(analysis, names, places)
+    names_of = tuple(sorted({*apart, *swapped}))
+    if not names_of:
+        return None
+    first = step == min(reference.steps)
+    if swapped:
+        ranks = tuple(sorted({r for n in swapped for r in places[n]}))
+        sentence = f"step {step}: {listed(tuple(swapped))}: ranks hold each other's shards of the weights"
+        return finding(BUG, "resume-other-rank", sentence, tensors=names_of, axis=axis_over(analysis.recording, ranks))
+    if first:
+        sentence = f"the weights of {listed(names_of)} differ before the first step: initialised or loaded differently"
+        return finding(INCONCLUSIVE, "", sentence, tensors=names_of)
+    sentence = f"step {step}: weights of {listed(names_of)} differ although the gradients before were equal"
+    return finding(INCONCLUSIVE, "", sentence, tensors=names_of)
+
+
+def _swapped(analysis: Analysis, names: dict[str, str], places: dict[str, dict[int, Place]]) -> list[str]:
+    """Tensors of which later ranks hold earlier rows: no framework cuts that way."""
+    found = []
+    for name in names:
+        firsts = [spot.cuts[0][1][0] for _, spot in sorted(places[name].items()) if spot.cuts and spot.cuts[0][1]]
+        if len(set(firsts)) > 1 and len(firsts) == len(set(firsts)) and firsts != sorted(firsts):
+            found.append(name)
+    return found
+
+
+def blocks(t: Tensor) -> list[Tensor]:
+    """A tensor and its parts: heads, experts and shard borders lie on some of these cuts."""
+    if t.dim() == 0 or t.numel() < 16:
+        return [t]
+    return [t, *t.tensor_split(8, 0), *(t.tensor_split(8, 1) if t.dim() > 1 else ())]
+
+
+def _tensor(
+    analysis: Analysis, name: str, truth: Tensor, places: dict[int, Place], whole: float, noise: Noise | None
+) -> Tensorwise:
+    errors: dict[int, float] = {}
+    ratios: list[float] = []
+    kinds = set()
+    for rank in analysis.holders(name):
+        if rank not in places:
+            continue
+        expected = places[rank].of(truth)
+        final = analysis.recording.ranks[rank].tensors(analysis.step).get(f"final/{name}")
+        kinds.add(analysis.about[rank][name]["gradient_dtype"] or analysis.about[rank][name]["dtype"])
+        if final is None:
+            errors[rank] = 1.0 if float(expected.double().norm()) > 1e-12 * whole else 0.0
+            continue
+        if final.shape != expected.shape and final.numel() == truth.numel():
+            expected = truth  # an engine gave the whole gradient to every rank
+        errors[rank] = block_error(final, expected, whole)
+        if noise is not None and name in noise.mean:
+            part = places[rank].of if final.shape == places[rank].of(truth).shape else (lambda t: t)
+            ratios.append(noise.ratio(name, final, part, whole))
+    kinds |= {str(truth.dtype).removeprefix("torch.")}
+    low = max(LIMITS.get(k, LIMITS["float32"])[0] for k in kinds)
+    high = max(LIMITS.get(k, LIMITS["float32"])[1] for k in kinds)
+    worst = max((math.inf if math.isnan(e) else e for e in errors.values()), default=math.inf)
+    if ratios and math.isfinite(worst):
+        return Tensorwise(name, places, errors, judged(max(ratios)))
+    verdict = "PASS" if worst <= low else BUG if worst > high else INCONCLUSIVE
+    return Tensorwise(name, places, errors, verdict)
+
+
+def block_error(found: Tensor, expected: Tensor, whole: float) -> float:
+    """The worst relative error over the tensor and its blocks; NaN when there is one."""
+    worst = 0.0
+    for mine, theirs in zip(blocks(found.double()), blocks(expected.double()), strict=True):
+        size = max(float(theirs.norm()), FLOOR * whole, 1e-300)
+        error = float((mine - theirs).norm()) / size
+        if math.isnan(error):
+            return error
+        worst = max(worst, error)
+    return worst
+
+
+def _limit(analysis: Analysis) -> float:
+    return max((LIMITS[i["dtype"]][0] for i in analysis.about[0].values() if i["dtype"] in LIMITS), default=1e-9)
+
+
+def _losses(reference: Recording, candidate: Recording, step: int, subject: Subject) -> list[Finding]:
+    """The loss that a program says it optimised."""
+    told = [
+        [(e["loss"], e["weight"]) for e in r.ranks[0].of("result") if e["step"] == step] for r in (candidate, reference)
+    ]
+    if not all(told):
+        return []
+    (ours, weight), (theirs, expected) = told[0][0], told[1][0]
+    error = abs(ours - theirs) / max(abs(theirs), 1e-30)
+    subject.facts["loss"] = f"{theirs:.6g}, relative difference {error:.1e}"
+    limit = _limit(Analysis(candidate, step))
+    if error <= limit and weight == expected:
+        return []
+    sentence = f"step {step}: the loss is {ours:.9g} over weight {weight:g} instead of {theirs:.9g} over {expected:g}"
+    return [finding(BUG, "", sentence)]
+
+
+# -- norm and update ---------------------------------------------------------------------------------------------
+
+
+def _norms(reference: Recording, candidate: Recording, step: int, wrong: bool, limit: float) -> list[Finding]:
+    """Equal gradients must give the reference's norm on every rank."""
+
+    def reported(recording: Recording) -> dict[int, float]:
+        return {r.rank: e["value"] for r in recording.ranks for e in r.of("norm")[::-1] if e["step"] == step}
+
+    ours, theirs = reported(candidate), reported(reference)
+    if wrong or not ours or 0 not in theirs:
+        return []
+    off = {r: v for r, v in ours.items() if abs(v - theirs[0]) > limit * theirs[0]}
+    if not off:
+        return []
+    bars = (("reference", 1.0), *((f"rank {r}", v / theirs[0]) for r, v in ours.items()))
+    agree = len({round(v / theirs[0], 6) for v in ours.values()}) == 1
+    bug = "norm-counts-replicas" if agree and ours[min(off)] > theirs[0] else "clip-per-rank"
+    sentence = f"step {step}: gradients are right, but the norm is {off[min(off)]:.6g} on rank {min(off)} instead of {theirs[0]:.6g}"  # noqa: E501
+    ranks = axis_over(candidate, tuple(ours))
+    return [finding(BUG, bug, sentence, axis=ranks, coefficients=bars)]
+
+
+def _updates(
+    analysis: Analysis, reference: Recording, step: int, names: dict[str, str], places: dict[str, dict[int, Place]]
+) -> list[Finding]:
+    """Equal gradients must give equal updates: what is left is the clip factor, the learning rate, the optimizer."""
+    after = whole_tensors(reference, step, "after")
+    before = whole_tensors(reference, step, "parameter")
+    apart: dict[str, float] = {}
+    for name, theirs in names.items():
+        for rank, spot in places[name].items():
+            tensors = analysis.recording.ranks[rank].tensors(step)
+            if f"after/{name}" not in tensors or theirs not in after or theirs not in before:
+                continue
+            moved = tensors[f"after/{name}"].double() - tensors[f"parameter/{name}"].double()
+            expected = spot.of(after[theirs]).double() - spot.of(before[theirs]).double()
+            rounding = 1e-6 if tensors[f"after/{name}"].dtype == torch.float64 else 1e-2
+            if float((moved - expected).norm()) > rounding * max(float(expected.norm()), 1e-12):
+                apart[name] = float((moved - expected).norm()) / max(float(expected.norm()), 1e-300)
+    if not apart:
+        return []
+    bugs: Any = tuple(sorted(apart))
+    sentence = (
+        f"step {step}: gradients are equal but the updates of {listed(bugs)} differ (by {max(apart.values()):.1e})"
+    )
+    return [finding(INCONCLUSIVE, "", sentence, tensors=bugs, axis="")]

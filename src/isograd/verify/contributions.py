@@ -1,0 +1,89 @@
+"""Which contributions is a gradient made of, and how often does each count?
+
+A contribution is what one backward added to a parameter on one rank before any communication (micro-batch m on rank
+k). The gradient that reached clip and optimizer must be all of them with one coefficient. `fit` finds the coefficients
+from sketches: first the single one that explains everything, else by least squares. Equal contributions (ranks that
+compute the same thing, as without sequence parallelism over tp) cannot be told apart and count as one; zero ones say
+nothing. When there are more unknowns than numbers to find them from, it says so instead of guessing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Key = tuple[int, int]  # (rank, micro-batch)
+USES = 10_000  # micro-batch m's second arrival at a parameter (a module used twice) is numbered m + USES
+
+TOLERANCE = {"float64": 1e-8, "float32": 2e-4, "float16": 2e-2, "bfloat16": 3e-2}
+SAME = 1e-6  # relative difference below which two contributions are one
+NOTHING = 1e-12  # a contribution smaller than this, relative to the largest, is zero
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A gradient as a sum of contributions."""
+
+    coefficients: dict[Key, float]  # one per class of equal contributions, under its first member
+    classes: dict[Key, tuple[Key, ...]]  # the members of each class
+    residual: float  # what is left, relative to the gradient
+    uniform: bool  # one coefficient explains everything
+    determined: bool  # false: the coefficients are one solution of many
+
+
+def fit(gradient: Tensor, parts: dict[Key, Tensor], tolerance: float, own: int | None = None) -> Fit | None:
+    """None when there is nothing to explain the gradient with. `own` puts that rank first among equals."""
+    largest = max((float(p.norm()) for p in parts.values()), default=0.0)
+    keys = [k for k in parts if float(parts[k].norm()) > NOTHING * largest] if largest else []
+    if not keys or not all(bool(parts[k].isfinite().all()) for k in keys) or not bool(gradient.isfinite().all()):
+        return None
+    keys.sort(key=lambda k: (k[0] != own, k))
+    classes: dict[Key, list[Key]] = {}
+    for key in keys:
+        for first, alike in classes.items():
+            if first[0] != key[0] and float((parts[key] - parts[first]).norm()) <= SAME * float(parts[first].norm()):
+                alike.append(key)
+                break
+        else:
+            classes[key] = [key]
+    firsts = list(classes)
+    matrix = torch.stack([parts[k] for k in firsts], 1)
+    used = matrix.abs().sum(1) > 0
+    matrix, wanted = matrix[used], gradient[used]
+    outside = float(gradient[~used].norm())  # nothing that was added reaches these elements
+    size = max(float(gradient.norm()), NOTHING * largest)
+    members = {k: tuple(v) for k, v in classes.items()}
+
+    together = matrix.sum(1)
+    c = float(together @ wanted) / max(float(together @ together), 1e-300)
+    residual = _left(matrix.sum(1) * c - wanted, outside) / size
+    if residual <= tolerance:
+        return Fit(dict.fromkeys(firsts, c), members, residual, True, _independent(matrix))
+    found = torch.linalg.lstsq(matrix, wanted[:, None], driver="gelsd").solution[:, 0]
+    residual = _left(matrix @ found - wanted, outside) / size
+    values = {k: _tidy(float(v), tolerance) for k, v in zip(firsts, found, strict=True)}
+    return Fit(values, members, residual, False, _independent(matrix))
+
+
+def _independent(matrix: Tensor) -> bool:
+    rows, columns = matrix.shape
+    if columns >= rows and columns > 1:
+        return False
+    scaled = matrix / matrix.norm(dim=0).clamp_min(1e-300)
+    values = torch.linalg.svdvals(scaled)
+    return bool(values[-1] > 1e-4 * values[0])
+
+
+def _left(difference: Tensor, outside: float) -> float:
+    return float((difference.square().sum() + outside**2).sqrt())
+
+
+def _tidy(value: float, tolerance: float) -> float:
+    """The small fraction a coefficient is near to, else itself: for reading, not for judging."""
+    for below in (1, 2, 3, 4, 6, 8, 16):
+        whole = round(value * below)
+        if abs(value * below - whole) <= 30 * tolerance * max(1.0, abs(whole)):
+            return whole / below
+    return value

@@ -1,0 +1,151 @@
+"""Precision: what difference is rounding, and what is a bug; and a test of a gradient that needs no reference.
+
+fp64 is the proof: noise there is 1e-15 and the limit 1e-9. In a working precision the noise is measured: one-device
+runs that differ only by the order in which the same numbers are added each have their distance from the fp64 truth of
+the same rounded weights, and a layout is judged by its own distance in units of theirs. Below 3 it is one of them,
+above 8 it is not. Where a kernel has no fp64, the runs' mean stands for the truth, and their spread for the noise.
+
+The Taylor test compares the gradient with the loss itself: along a random direction v,
+(L(w + h v) - L(w - h v)) / 2h must be <gradient, v>, by Richardson's rule to about 1e-9 in fp64.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from isograd.errors import LaunchError
+from isograd.mesh import Mesh
+from isograd.verify.findings import BUG, INCONCLUSIVE, PASS
+from isograd.verify.recording import Recording
+
+if TYPE_CHECKING:
+    from isograd.comm.launch import World
+    from isograd.verify.prove import MakeCase
+
+LOW, HIGH = 3.0, 8.0  # error / noise: one of the ensemble; certainly none of it
+# Members of the ensemble: parts that the batch is cut into, and terms into which every matrix product's sum is split.
+ASSOCIATIONS = ((1, 2), (1, 3), (1, 4), (2, 2), (2, 3), (3, 2), (3, 4), (5, 3), (8, 2), (8, 4))
+
+
+@dataclass(frozen=True)
+class Noise:
+    """Per tensor of step 1: the truth (or the ensemble's mean), and each element's mean squared distance from it."""
+
+    truth: str  # "fp64", or "mean" where there is no fp64
+    mean: dict[str, Tensor]
+    variance: dict[str, Tensor]
+
+    def ratio(self, name: str, found: Tensor, part: Callable[[Tensor], Tensor], whole: float) -> float:
+        """Distance from the mean in units of the spread; a tensor without noise is held to the format's own."""
+        expected = part(self.mean[name])
+        share = (expected.numel() / max(self.mean[name].numel(), 1)) ** 0.5
+        floor = torch.finfo(found.dtype).eps * max(float(expected.norm()) * 0.5, 1e-3 * whole * share)
+        spread = float(part(self.variance[name]).sum().sqrt())
+        return float((found.double() - expected).norm()) / float(max(spread, floor))
+
+
+def verdict(ratio: float) -> str:
+    return PASS if ratio <= LOW else BUG if not ratio <= HIGH else INCONCLUSIVE
+
+
+def ensemble(world: World, case: MakeCase | str, dtype: torch.dtype, home: Path, timeout: float | None) -> Noise:
+    """Run one device in every association."""
+    runs: list[dict[str, Tensor]] = []
+    most = world.run(partial(_most_pieces, case, dtype))[0]
+    for pieces, terms in ASSOCIATIONS:
+        place = home / f"noise-{pieces}-{terms}"
+        world.run(partial(_associated, case, min(pieces, most), terms, dtype, str(place)), timeout=timeout)
+        record = Recording(place).ranks[0]
+        runs.append({name: t.double() for name, t in record.group(1, "final").items()})
+    truth = "fp64"
+    try:
+        place = home / "noise-truth"
+        world.run(partial(_associated, case, 1, 1, dtype, str(place), True), timeout=timeout)
+        mean = {name: t.double() for name, t in Recording(place).ranks[0].group(1, "final").items()}
+    except LaunchError:  # a kernel that has no fp64; the case itself ran above
+        truth = "mean"
+        mean = {name: torch.stack([run[name] for run in runs]).mean(0) for name in runs[0]}
+    variance = {
+        name: torch.stack([(run[name] - centre).square() for run in runs]).mean(0) for name, centre in mean.items()
+    }
+    return Noise(truth, mean, variance)
+
+
+class Associated(TorchDispatchMode):
+    """Every matrix product as a sum of `terms` products over parts of the contracted dimension."""
+
+    def __init__(self, terms: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.terms = terms
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name
+        if self.terms > 1 and name in ("aten::mm", "aten::bmm") and not kwargs:
+            left, right = (t.tensor_split(self.terms, dim) for t, dim in zip(args, (-1, -2), strict=True))
+            return sum(func(a, b) for a, b in zip(left, right, strict=True))
+        if self.terms > 1 and name == "aten::addmm" and not kwargs:
+            return args[0] + self.__torch_dispatch__(torch.ops.aten.mm.default, types, args[1:])
+        return func(*args, **(kwargs or {}))
+
+
+def _associated(
+    case: MakeCase | str, pieces: int, terms: int, dtype: torch.dtype, directory: str, exact: bool = False
+) -> None:
+    from isograd.verify.prove import _one_device
+
+    with Associated(terms):
+        _one_device(case, pieces, dtype, directory, exact)
+
+
+def _most_pieces(case: MakeCase | str, dtype: torch.dtype) -> int:
+    from isograd.verify.prove import make
+
+    made = make(case, Mesh("1"), dtype)
+    return made.rows // made.micro_batches
+
+
+def direction(name: str, parameter: Tensor, seed: int = 0) -> Tensor:
+    """A random direction that is a function of the parameter's name and whole shape alone."""
+    digest = hashlib.blake2b(f"{name}/{seed}".encode(), digest_size=7).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
+    return torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+
+
+def taylor(
+    loss: Callable[[], Tensor],
+    parameters: dict[str, Tensor],
+    gradients: dict[str, Tensor],
+    seed: int = 0,
+    h: float = 1e-3,
+) -> float:
+    """Relative error between <gradient, v> and the loss's own slope along v. `loss` is evaluated four times."""
+    steps = {
+        name: direction(name, p, seed).to(p) * float(p.detach().norm() + 1e-3) / p.numel() ** 0.5
+        for name, p in parameters.items()
+    }
+    expected = sum(
+        float((gradients[name].double() * v.double()).sum()) for name, v in steps.items() if name in gradients
+    )
+
+    def at(distance: float) -> float:
+        with torch.no_grad():
+            for name, p in parameters.items():
+                p.add_(steps[name], alpha=distance)
+            value = float(loss())
+            for name, p in parameters.items():
+                p.sub_(steps[name], alpha=distance)
+        return value
+
+    coarse = (at(h) - at(-h)) / (2 * h)
+    fine = (at(h / 2) - at(-h / 2)) / h
+    slope = (4 * fine - coarse) / 3
+    return abs(slope - expected) / max(abs(slope), 1e-12)

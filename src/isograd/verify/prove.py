@@ -1,0 +1,211 @@
+"""verify(case, layouts): one device, then each layout in a world of local ranks, compared in fp64.
+
+The reference is plain torch: autograd on (sum of losses over all tokens) / (number of all tokens), torch's own clip
+and optimizer; nothing of the engine is in it. It runs twice, because a program that is not equal to itself cannot be
+compared. Reference and layouts run under capture, so what is compared and diagnosed is what a recording holds.
+"""
+
+from __future__ import annotations
+
+import runpy
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from isograd.comm.launch import World
+from isograd.errors import VerifyError
+from isograd.layout import Layout
+from isograd.mesh import DATA, Mesh
+from isograd.verify.capture import Capture
+from isograd.verify.case import Case
+from isograd.verify.compare import compare
+from isograd.verify.findings import INCONCLUSIVE, NOTE, Finding, Report, Subject
+from isograd.verify.recording import Recording, write_json
+
+MakeCase = Callable[[Mesh], Case]
+
+
+def verify(
+    case: MakeCase | str,
+    layouts: Sequence[str] | str,
+    *,
+    dtype: torch.dtype = torch.float64,
+    timeout: float | None = 600.0,
+    progress: Callable[[str], None] = lambda _: None,
+    keep: str | Path | None = None,
+) -> Report:
+    """Prove every layout of a case. `case`: a function of a mesh, or 'FILE.py:NAME'. `keep`: leave recordings here.
+
+    dtype float64 is the proof; a narrower one judges by the noise of re-associated one-device runs (numerics.py).
+    """
+    chosen = [Layout.parse(text) for text in (layouts.split(";") if isinstance(layouts, str) else layouts)]
+    home = Path(keep) if keep is not None else Path(tempfile.mkdtemp(prefix="isograd-verify-"))
+    report = Report(f"gradients of {_name(case)} under {len(chosen)} layouts against one device, {str(dtype)[6:]}")
+    worlds: dict[int, World] = {}
+    try:
+        pieces = {str(layout): layout.dp * layout.cp for layout in chosen}
+        references: dict[int, Recording] = {}
+        worlds[1] = World(1)
+        for data_ranks in sorted(set(pieces.values())):
+            progress(f"one device, batch in the pieces of {data_ranks} data rank(s)")
+            first, second = (_reference(worlds[1], case, data_ranks, dtype, home, i, timeout) for i in (0, 1))
+            changed = nondeterministic(first, second)
+            if changed is not None:
+                report.subjects.append(Subject("one device, run twice", 1, findings=[changed]))
+                return report
+            references[data_ranks] = first
+        noise = None
+        if dtype != torch.float64:
+            from isograd.verify.numerics import ensemble
+
+            progress("the same, re-associated, for the noise")
+            noise = ensemble(worlds[1], case, dtype, home, timeout)
+        for layout in chosen:
+            progress(str(layout))
+            size = layout.world_size
+            world = worlds.setdefault(size, World(size))
+            place = home / str(layout).replace(" ", "_")
+            world.run(partial(_on_layout, case, str(layout), dtype, str(place)), timeout=timeout)
+            write_json(place / "recording.json", {"version": 1, "layout": str(layout)})
+            subject = compare(references[pieces[str(layout)]], Recording(place), noise=noise)
+            _note_even(Recording(place), subject)
+            report.subjects.append(subject)
+    finally:
+        for world in worlds.values():
+            world.close()
+        if keep is None:
+            shutil.rmtree(home, ignore_errors=True)
+    return report
+
+
+def assert_same_gradients(case: MakeCase | str, layouts: Sequence[str] | str, **options: object) -> Report:
+    """For test suites: the report as the message when a layout's gradients are not one device's."""
+    report = verify(case, layouts, **options)  # type: ignore[arg-type]
+    assert report.ok, f"\n{report}"
+    return report
+
+
+def make(case: MakeCase | str, mesh: Mesh, dtype: torch.dtype) -> Case:
+    if isinstance(case, str):
+        file, _, name = case.rpartition(":")
+        names = runpy.run_path(file)
+        if name not in names:
+            found = [n for n, v in names.items() if callable(v) and not n.startswith("_")]
+            raise VerifyError("IG732", f"{file} has no {name!r}", seen=f"functions {found}", fix="FILE.py:FUNCTION")
+        case = names[name]
+    made = case(mesh)  # type: ignore[operator]
+    if not isinstance(made, Case):
+        raise VerifyError(
+            "IG733", "a case function must return a Case", seen=type(made).__name__,
+            fix="return ig.verify.Case(model, batch, loss=...)",
+        )  # fmt: skip
+    return made.to(dtype)
+
+
+def _name(case: MakeCase | str) -> str:
+    return case if isinstance(case, str) else getattr(case, "__name__", str(case))
+
+
+# -- inside the ranks --------------------------------------------------------------------------------------------
+
+
+def _one_device(case: MakeCase | str, data_ranks: int, dtype: torch.dtype, directory: str, exact: bool = False) -> None:
+    """The truth, in plain torch. `exact`: weights rounded to `dtype`, everything else in fp64."""
+    made = make(case, Mesh("1"), dtype)
+    if exact:
+        made = made.to(torch.float64)
+    optimizer = made.optimizer([p for p in made.model.parameters() if p.requires_grad])
+    with Capture(directory, steps=made.steps, activations=True) as capture:
+        for _ in range(made.steps):
+            if made.step is not None:
+                made.step(made.model, made.batch, Mesh("1"))
+            else:
+                _sum_of_parts(made, made.parts(data_ranks * made.micro_batches), capture)
+            if made.clip is not None:
+                torch.nn.utils.clip_grad_norm_(list(made.model.parameters()), made.clip)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def _sum_of_parts(case: Case, parts: list[object], capture: Capture) -> None:
+    with torch.no_grad():
+        capture.active = False
+        total = sum(float(case.mean(part)[1]) for part in parts)
+        capture.active = True
+    value = 0.0
+    for part in parts:
+        loss, weight = case.mean(part)
+        if float(weight):
+            (loss * (weight / total).to(loss.dtype)).backward()
+            value += float(loss.detach().double()) * float(weight)
+    capture.event("result", loss=value / total, weight=total)
+
+
+def _on_layout(case: MakeCase | str, layout: str, dtype: torch.dtype, directory: str) -> None:
+    """The layout, through isograd's engine or the case's own step."""
+    mesh = Mesh(layout)
+    made = make(case, mesh, dtype)
+    if made.step is not None:
+        optimizer = made.optimizer([p for p in made.model.parameters() if p.requires_grad])
+        with Capture(directory, steps=made.steps, activations=True):
+            for _ in range(made.steps):
+                made.step(made.model, made.batch, mesh)
+                if made.clip is not None:
+                    torch.nn.utils.clip_grad_norm_(list(made.model.parameters()), made.clip)
+                optimizer.step()
+                optimizer.zero_grad()
+        return
+    from isograd.engine import Engine
+
+    engine = Engine(made.model, mesh, made.optimizer, clip=made.clip)
+    mine = made.parts(mesh.size(DATA) * made.micro_batches)
+    mine = mine[mesh.index(DATA) * made.micro_batches :][: made.micro_batches]
+    with Capture(directory, steps=made.steps, activations=True) as capture:
+        for _ in range(made.steps):
+            for part in mine:
+                engine.backward(*made.mean(part))
+            step = capture.step
+            stats = engine.step()
+            if capture.writer is not None:
+                capture.writer.event({"k": "result", "step": step, "loss": stats.loss, "weight": stats.weight})
+
+
+def _reference(
+    world: World,
+    case: MakeCase | str,
+    data_ranks: int,
+    dtype: torch.dtype,
+    home: Path,
+    number: int,
+    timeout: float | None,
+) -> Recording:
+    place = home / f"one-device-{data_ranks}-{number}"
+    world.run(partial(_one_device, case, data_ranks, dtype, str(place)), timeout=timeout)
+    write_json(place / "recording.json", {"version": 1, "layout": "1"})
+    return Recording(place)
+
+
+def nondeterministic(first: Recording, second: Recording) -> Finding | None:
+    """A finding when two runs of the same program on one device differ."""
+    for step in first.steps:
+        one, two = (r.ranks[0].group(step, "final") for r in (first, second))
+        apart = tuple(n for n in one if n not in two or not torch.equal(one[n].nan_to_num(), two[n].nan_to_num()))
+        if apart:
+            sentence = (
+                f"the case is not deterministic: two runs on one device differ in {len(apart)} gradients "
+                f"of step {step} ({apart[0]}); seed its random numbers by sample (isograd.random) or switch them off"
+            )
+            return Finding(INCONCLUSIVE, "", sentence, tensors=apart)
+    return None
+
+
+def _note_even(recording: Recording, subject: Subject) -> None:
+    """Equal counts everywhere would hide a mean of means: say so."""
+    counts = {e["count"] for r in recording.ranks for e in r.of("weight") if e["step"] == 1}
+    if len(counts) == 1 and recording.world > 1:
+        sentence = "every rank and micro-batch has the same number of labels: a mean of means would not show"
+        subject.findings.append(Finding(NOTE, "", sentence))

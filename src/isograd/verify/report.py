@@ -1,0 +1,79 @@
+"""A report for the terminal: layouts against classes of parameters, the worst error, the verdict, and the sentences."""
+
+from __future__ import annotations
+
+from io import StringIO
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from isograd.verify.findings import BUG, INCONCLUSIVE, NOTE, PASS, Report, Subject, listed
+from isograd.verify.recording import Recording
+
+COLOUR = {PASS: "green", BUG: "red", INCONCLUSIVE: "yellow", NOTE: "cyan"}
+WIDTH = 120
+MOST_EVENTS = 500  # per rank in a report
+
+
+def render(report: Report, colour: bool = False, width: int = WIDTH) -> str:
+    text = StringIO()
+    console = Console(file=text, width=width, force_terminal=colour, no_color=not colour, highlight=False)
+    console.print(f"[bold]{escape(report.title)}[/]")
+    if any(subject.errors for subject in report.subjects):
+        console.print(_matrix(report))
+    for subject in report.subjects:
+        _subject(console, subject)
+    counts = [f"{sum(s.verdict == v for s in report.subjects)} {v}" for v in (PASS, BUG, INCONCLUSIVE)]
+    console.print(f"[bold {COLOUR[report.verdict]}]{report.verdict}[/]  ({', '.join(counts)})")
+    return text.getvalue()
+
+
+def _matrix(report: Report) -> Table:
+    table = Table(caption="largest relative error per kind of parameter, over ranks and blocks, before clip")
+    table.add_column("parameter")
+    shown = [subject for subject in report.subjects if subject.errors]
+    for subject in shown:
+        table.add_column(f"{escape(subject.name)}\n[{COLOUR[subject.verdict]}]{subject.verdict}[/]", justify="right")
+    classes = {subject.name: subject.classes() for subject in shown}
+    for key in dict.fromkeys(k for found in classes.values() for k in found):
+        cells = []
+        for subject in shown:
+            if key not in classes[subject.name]:
+                cells.append("-")
+                continue
+            error, _, verdict = classes[subject.name][key]
+            cells.append(f"[{COLOUR[verdict]}]{error:.1e}{' ' + verdict if verdict != PASS else ''}[/]")
+        table.add_row(escape(key), *cells)
+    return table
+
+
+def _subject(console: Console, subject: Subject) -> None:
+    facts = "; ".join(f"{key}: {value}" for key, value in subject.facts.items())
+    head = f"[{COLOUR[subject.verdict]}]{subject.verdict}[/] {escape(subject.name)} ({subject.world} ranks)"
+    console.print(f"{head}  {escape(facts)}" if facts else head)
+    for found in subject.findings:
+        label = f" {found.bug}" if found.bug else ""
+        console.print(f"  [{COLOUR[found.verdict]}]{found.verdict}{label}[/]: {escape(found.sentence)}")
+        if found.verdict == NOTE:
+            continue
+        if found.coefficients:
+            bars = ", ".join(f"{name} {value:.4g}" for name, value in found.coefficients[:8])
+            more = f" and {len(found.coefficients) - 8} more" if len(found.coefficients) > 8 else ""
+            console.print(f"    coefficients: {escape(bars)}{more}")
+        if len(found.tensors) > 3:
+            console.print(f"    tensors: {escape(listed(found.tensors, 12))}")
+        if found.cause:
+            console.print(f"    usual cause: {escape(found.cause)}")
+            console.print(f"    look at: {escape(found.look)}")
+
+
+def timeline(recording: Recording) -> list[list[dict[str, Any]]]:
+    """Per rank, the first collectives: what the page draws."""
+    keys = ("op", "bytes", "start", "seconds", "phase", "module", "site", "dtype", "step")
+    lanes = []
+    for record in recording.ranks:
+        events = record.of("collective")[:MOST_EVENTS]
+        lanes.append([{"group": ",".join(map(str, e["group"])), **{k: e[k] for k in keys if k in e}} for e in events])
+    return lanes

@@ -1,0 +1,71 @@
+"""Words that every check uses: a finding with its usual cause, ranks spelled out, and the axis along which they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from isograd.layout import Layout
+from isograd.verify.catalogue import BUGS
+from isograd.verify.contributions import USES, Key
+from isograd.verify.findings import Finding
+from isograd.verify.recording import Recording
+
+
+def finding(
+    verdict: str,
+    bug: str,
+    sentence: str,
+    *,
+    tensors: tuple[str, ...] = (),
+    axis: str = "",
+    coefficients: tuple[tuple[str, float], ...] = (),
+) -> Finding:
+    """A finding of a bug of the catalogue ('' for none), with what usually causes it and where to look."""
+    known = BUGS.get(bug)
+    cause, look = (known.cause, known.look) if known else ("", "")
+    return Finding(verdict, bug, sentence, tensors, axis, coefficients, cause, look)
+
+
+def spell(ranks: tuple[int, ...] | list[int]) -> str:
+    ranks = sorted(ranks)
+    if len(ranks) > 2 and ranks == list(range(ranks[0], ranks[-1] + 1)):
+        return f"ranks {ranks[0]}-{ranks[-1]}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def axis_over(recording: Recording, ranks: tuple[int, ...], own: int | None = None) -> str:
+    """The axis along which these ranks lie, seen from `own` (else the first): 'tp'; 'ranks 0, 1' without a layout."""
+    own = min(ranks) if own is None else own
+    others = set(ranks) - {own}
+    text = str(recording.about.get("layout", ""))
+    if text and others:
+        layout = Layout.parse(text)
+        for axis in ("dp", "cp", "tp", "pp", "dp cp"):
+            along = set(layout.ranks(axis, own)) - {own}
+            if along and (others <= along or (along <= others and len(layout.ranks(axis, own)) < layout.world_size)):
+                return axis
+    return spell(tuple({own, *others}))
+
+
+def spread(values: Iterable[float]) -> float:
+    """The range of some numbers relative to the largest."""
+    values = list(values)
+    top = max(map(abs, values))
+    return (max(values) - min(values)) / top if top else 0.0
+
+
+def labelled(found: dict[Key, float]) -> tuple[tuple[str, float], ...]:
+    """Coefficients with their names, for bars."""
+    several = len({m for _, m in found}) > 1
+    return tuple((f"rank {k}, {_micro(m)}" if several else f"rank {k}", c) for (k, m), c in sorted(found.items()))
+
+
+def _micro(m: int) -> str:
+    use, micro = divmod(m, USES)
+    return f"micro-batch {micro}, use {use + 1}" if use else f"micro-batch {micro}"
+
+
+def group_sizes(recording: Recording) -> set[int]:
+    return {len(e["group"]) for record in recording.ranks for e in record.of("collective") if len(e["group"]) > 1} | {
+        recording.world
+    }
