@@ -4,7 +4,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 STAMP := $(VENV)/installed
 
-.PHONY: demo test lint format bench clean
+.PHONY: chromium demo test lint format bench clean
 .DEFAULT_GOAL := demo
 
 $(STAMP): pyproject.toml constraints.txt
@@ -16,7 +16,14 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(RUN) examples/quickstart.py
 
-test: $(STAMP)
+# The tests open the verifier's page in a browser, as a person would.
+chromium:
+	@command -v chromium >/dev/null || { \
+	  command -v apt-get >/dev/null || { echo "install chromium: the tests open a page in it"; exit 1; }; \
+	  SUDO=$$(test "$$(id -u)" = 0 || echo sudo); \
+	  $$SUDO apt-get update -qq && $$SUDO apt-get install -y -qq --no-install-recommends chromium >/dev/null; }
+
+test: $(STAMP) chromium
 	$(RUN) -m pytest
 
 lint: $(STAMP)

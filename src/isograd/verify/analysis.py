@@ -152,7 +152,8 @@ class Analysis:
             others = {k: p for k, p in parts.items() if k[0] not in mine}
             replicas = {k: p for k, p in parts.items() if k[0] in mine}
             found = fit(seen.sketch, replicas, self.tolerance(seen.name), seen.own)
-            if (found is not None and found.uniform) or not others:
+            untouched = found is None and float(seen.sketch.norm()) == 0  # a vocabulary shard without its tokens, say
+            if (found is not None and found.uniform) or untouched or not others:
                 return found  # shards of other parts have no say in it
         return fit(seen.sketch, parts, self.tolerance(seen.name), seen.own)
 

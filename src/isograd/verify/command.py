@@ -60,6 +60,7 @@ def _prove_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("case", nargs="?", help="FILE.py:FUNCTION, a function of a mesh that returns a Case")
     parser.add_argument("--layouts", help="for example 'tp2 sp; dp2 zero2' (default: a standard grid)")
     parser.add_argument("--dtype", default="float64", choices=("float64", "float32", "bfloat16", "float16"))
+    parser.add_argument("--taylor", action="store_true", help="test the gradient against the loss itself, no reference")
     parser.add_argument("--keep", metavar="DIR", help="leave the recordings here")
     parser.add_argument(
         "--timeout", type=float, default=600.0, metavar="S", help="seconds for one layout (default 600)"
@@ -136,6 +137,10 @@ def _prove(options: argparse.Namespace, builtin: Builtin) -> int:
         raise ConfigError("IG621", "which layouts?", fix="--layouts 'dp2; tp2 sp'")
     import torch
 
+    if options.taylor:
+        from isograd.verify.slopes import taylor_test
+
+        return _tell(taylor_test(options.case, options.layouts, options.timeout), options)
     from isograd.verify.prove import verify
 
     dtype, keep = getattr(torch, options.dtype), options.keep

@@ -35,9 +35,11 @@ class Fit:
 
 def fit(gradient: Tensor, parts: dict[Key, Tensor], tolerance: float, own: int | None = None) -> Fit | None:
     """None when there is nothing to explain the gradient with. `own` puts that rank first among equals."""
+    if not all(bool(t.isfinite().all()) for t in (gradient, *parts.values())):
+        return None
     largest = max((float(p.norm()) for p in parts.values()), default=0.0)
     keys = [k for k in parts if float(parts[k].norm()) > NOTHING * largest] if largest else []
-    if not keys or not all(bool(parts[k].isfinite().all()) for k in keys) or not bool(gradient.isfinite().all()):
+    if not keys:
         return None
     keys.sort(key=lambda k: (k[0] != own, k))
     classes: dict[Key, list[Key]] = {}

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from isograd.verify.findings import BUG, INCONCLUSIVE, Finding
 from isograd.verify.recording import Recording
@@ -28,12 +28,17 @@ class Match:
     ordered: bool = True  # false: every row is there, in another order
 
 
-def contained(local: Tensor, whole: Tensor) -> Match:
-    """Whether every row (or else every column) of a local activation is one of the reference's."""
+def contained(local: Tensor, whole: Tensor, directions: bool = False) -> Match:
+    """Whether every row (or else every column) of a local activation is one of the reference's.
+
+    `directions`: compare rows up to their length, for gradients that are scaled differently until the step.
+    """
     if not local.is_floating_point() or not whole.is_floating_point():
         return Match(True)
     for turn in (False, True):
         mine, theirs = _rows(local, turn), _rows(whole, turn)
+        if directions:
+            mine, theirs = (nn.functional.normalize(rows, dim=1) for rows in (mine, theirs))
         if mine.shape[1] != theirs.shape[1] or max(len(mine), len(theirs)) > LARGEST:
             continue
         scale = theirs.norm(dim=1).max().clamp_min(1e-30)
@@ -90,8 +95,10 @@ def first_divergence(reference: Recording, candidate: Recording) -> list[Finding
                 continue
             if f"out/{label}" not in whole:
                 continue
-            into = _match(given, whole[f"in/{label}"]) if given is not None and f"in/{label}" in whole else Match(True)
-            match = _match(made, whole[f"out/{label}"])
+            into = (
+                contained(given, whole[f"in/{label}"]) if given is not None and f"in/{label}" in whole else Match(True)
+            )
+            match = contained(made, whole[f"out/{label}"])
             shuffled = into.ordered and match.found and not match.ordered
             if not into.found or (match.found and not shuffled):
                 continue
@@ -126,10 +133,6 @@ def _joined(values: list[Tensor]) -> Tensor:
     return torch.cat([v.reshape(-1, v.shape[-1]) for v in values])
 
 
-def _match(local: Tensor, whole: Tensor) -> Match:
-    return contained(local, whole)
-
-
 def _forward_bug(made: Tensor, whole: Tensor, label: str, tensors: dict[str, Tensor], world: int) -> str:
     """Whether the difference is the module's own bias, added once too often per rank."""
     if made.numel() != whole.numel() or not made.dim():
@@ -148,7 +151,7 @@ def _backward(whole: dict[str, Tensor], candidate: Recording, step: int) -> list
     for record in candidate.ranks:
         tensors = record.tensors(step)
         for micro, label, value in _recorded(tensors, "back"):
-            if micro != 0 or f"back/{label}" not in whole or _match(value, whole[f"back/{label}"]).found:
+            if micro != 0 or f"back/{label}" not in whole or contained(value, whole[f"back/{label}"], True).found:
                 continue
             module = label.partition("#")[0] or "the model"
             sentence = f"backward: the gradient of {module}'s output is the first that differs (rank {record.rank})"

@@ -121,31 +121,41 @@ def direction(name: str, parameter: Tensor, seed: int = 0) -> Tensor:
 
 
 def taylor(
-    loss: Callable[[], Tensor],
+    loss: Callable[[], float],
     parameters: dict[str, Tensor],
     gradients: dict[str, Tensor],
-    seed: int = 0,
+    directions: dict[str, Tensor] | None = None,
     h: float = 1e-3,
 ) -> float:
-    """Relative error between <gradient, v> and the loss's own slope along v. `loss` is evaluated four times."""
-    steps = {
-        name: direction(name, p, seed).to(p) * float(p.detach().norm() + 1e-3) / p.numel() ** 0.5
-        for name, p in parameters.items()
-    }
-    expected = sum(
-        float((gradients[name].double() * v.double()).sum()) for name, v in steps.items() if name in gradients
-    )
+    """Relative error between <gradient, v> and the loss's own slope along v; `loss` is evaluated four times.
+
+    `directions`: v by name, as large as the steps should be (default: random, of each parameter's own size).
+    """
+    if directions is None:
+        directions = {n: direction(n, p).to(p) * scale_of(p) for n, p in parameters.items()}
+    expected = sum(float((gradients[n].double() * v.double()).sum()) for n, v in directions.items() if n in gradients)
+    slope = slope_along(loss, parameters, directions, h)
+    return abs(slope - expected) / max(abs(slope), 1e-12)
+
+
+def scale_of(parameter: Tensor) -> float:
+    """A typical size of an element, so that a step of h changes every tensor by about h of itself."""
+    return float(parameter.detach().double().norm() + 1e-3) / parameter.numel() ** 0.5
+
+
+def slope_along(loss: Callable[[], float], parameters: dict[str, Tensor], steps: dict[str, Tensor], h: float) -> float:
+    """dL/dt of L(w + t v) at 0, by central differences and Richardson's rule; the parameters are left as they were."""
+    kept = {name: p.detach().clone() for name, p in parameters.items() if name in steps}
 
     def at(distance: float) -> float:
         with torch.no_grad():
-            for name, p in parameters.items():
-                p.add_(steps[name], alpha=distance)
-            value = float(loss())
-            for name, p in parameters.items():
-                p.sub_(steps[name], alpha=distance)
+            for name, start in kept.items():
+                parameters[name].copy_(start + distance * steps[name])
+            value = loss()
+            for name, start in kept.items():
+                parameters[name].copy_(start)
         return value
 
     coarse = (at(h) - at(-h)) / (2 * h)
     fine = (at(h / 2) - at(-h / 2)) / h
-    slope = (4 * fine - coarse) / 3
-    return abs(slope - expected) / max(abs(slope), 1e-12)
+    return float((4 * fine - coarse) / 3)

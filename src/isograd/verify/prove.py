@@ -44,7 +44,7 @@ def verify(
     """
     chosen = [Layout.parse(text) for text in (layouts.split(";") if isinstance(layouts, str) else layouts)]
     home = Path(keep) if keep is not None else Path(tempfile.mkdtemp(prefix="isograd-verify-"))
-    report = Report(f"gradients of {_name(case)} under {len(chosen)} layouts against one device, {str(dtype)[6:]}")
+    report = Report(f"gradients of {name_of(case)} under {len(chosen)} layouts against one device, {str(dtype)[6:]}")
     worlds: dict[int, World] = {}
     try:
         pieces = {str(layout): layout.dp * layout.cp for layout in chosen}
@@ -106,8 +106,8 @@ def make(case: MakeCase | str, mesh: Mesh, dtype: torch.dtype) -> Case:
     return made.to(dtype)
 
 
-def _name(case: MakeCase | str) -> str:
-    return case if isinstance(case, str) else getattr(case, "__name__", str(case))
+def name_of(case: MakeCase | str) -> str:
+    return case if isinstance(case, str) else getattr(getattr(case, "func", case), "__name__", "a case")
 
 
 # -- inside the ranks --------------------------------------------------------------------------------------------
@@ -162,8 +162,7 @@ def _on_layout(case: MakeCase | str, layout: str, dtype: torch.dtype, directory:
     from isograd.engine import Engine
 
     engine = Engine(made.model, mesh, made.optimizer, clip=made.clip)
-    mine = made.parts(mesh.size(DATA) * made.micro_batches)
-    mine = mine[mesh.index(DATA) * made.micro_batches :][: made.micro_batches]
+    mine = pieces_of(made, mesh)
     with Capture(directory, steps=made.steps, activations=True) as capture:
         for _ in range(made.steps):
             for part in mine:
@@ -172,6 +171,12 @@ def _on_layout(case: MakeCase | str, layout: str, dtype: torch.dtype, directory:
             stats = engine.step()
             if capture.writer is not None:
                 capture.writer.event({"k": "result", "step": step, "loss": stats.loss, "weight": stats.weight})
+
+
+def pieces_of(case: Case, mesh: Mesh) -> list[object]:
+    """This data rank's micro-batches."""
+    parts = case.parts(mesh.size(DATA) * case.micro_batches)
+    return parts[mesh.index(DATA) * case.micro_batches :][: case.micro_batches]
 
 
 def _reference(
