@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 
 import isograd as ig
+from isograd.verify.report import picture
 
 BATCH, LENGTH = 16, 128  # sequences per step over all data ranks, bytes per sequence
 STEPS = 60
@@ -90,6 +91,7 @@ def main() -> None:
     parser.add_argument("--layout", default="dp2 tp2 sp zero1")
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--forget", default="", metavar="NAME", help="plant a bug: drop the debts of these parameters")
+    parser.add_argument("--svg", metavar="FILE", help="write the proof as a picture")
     options = parser.parse_args()
     layout = ig.Layout.parse(options.layout)
     if options.steps:
@@ -98,6 +100,8 @@ def main() -> None:
         print("training done; now the proof of its layout", flush=True)
     report = ig.verify(partial(case, options.forget), [str(layout)])
     print(report)
+    if options.svg:
+        Path(options.svg).write_text(picture(report, 110))
     raise SystemExit(report.exit_code)
 
 

@@ -53,6 +53,7 @@ def parser_for(verb: str, kind: Parser) -> argparse.ArgumentParser:
 
 def _report_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="FILE", help="write the report as JSON ('-' for the terminal)")
+    parser.add_argument("--svg", metavar="FILE", help="write what the terminal shows as a picture")
     parser.add_argument("--html", metavar="FILE", help="write the report as one self-contained page")
 
 
@@ -114,6 +115,10 @@ def _tell(report: Report, options: argparse.Namespace) -> int:
     if options.json:
         text = json.dumps(report.data(), indent=1)
         print(text) if options.json == "-" else Path(options.json).write_text(text)
+    if options.svg:
+        from isograd.verify.report import picture
+
+        Path(options.svg).write_text(picture(report))
     if options.html:
         from isograd.verify.html import page
 

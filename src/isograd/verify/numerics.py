@@ -140,7 +140,7 @@ def taylor(
 
 def scale_of(parameter: Tensor) -> float:
     """A typical size of an element, so that a step of h changes every tensor by about h of itself."""
-    return float(parameter.detach().double().norm() + 1e-3) / parameter.numel() ** 0.5
+    return float(parameter.detach().double().square().mean().sqrt()) + 1e-4
 
 
 def slope_along(loss: Callable[[], float], parameters: dict[str, Tensor], steps: dict[str, Tensor], h: float) -> float:

@@ -42,32 +42,46 @@ def place(local: Tensor, whole: Tensor, info: Event, index: int, holders: int) -
     if len(differing) != 1:
         return None
     dim = differing[0]
+    even = _even(local.shape[dim], whole.shape[dim], dim, index, holders)
     if local.numel() and bool((local != local.reshape(-1)[0]).any()):
+        if even is not None and bool(_close(_rows(local, dim), _rows(even.of(whole), dim)).all()):
+            return even  # equal rows elsewhere do not matter
         found = _match(_rows(local, dim), _rows(whole, dim))
         if found is not None:
-            return Place(((dim, found),))
-    size = local.shape[dim]
-    parts = -(-whole.shape[dim] // size) if size else 0
-    if parts and whole.shape[dim] % size == 0:
-        part = index * parts // holders  # neighbours hold copies when there are more ranks than parts
-        return Place(((dim, tuple(range(part * size, (part + 1) * size))),))
-    return None
+            return None if -1 in found else Place(((dim, found),))
+    return even
+
+
+def _even(size: int, of: int, dim: int, index: int, holders: int) -> Place | None:
+    """By shape alone; neighbours hold copies when there are more ranks than parts."""
+    if not size or of % size:
+        return None
+    part = index * (of // size) // holders
+    return Place(((dim, tuple(range(part * size, (part + 1) * size))),))
 
 
 def _rows(t: Tensor, dim: int) -> Tensor:
-    return t.movedim(dim, 0).reshape(t.shape[dim], -1)
+    return t.movedim(dim, 0).reshape(t.shape[dim], -1).double()
+
+
+def _close(rows: Tensor, others: Tensor) -> Tensor:
+    return (rows - others).norm(dim=-1) <= CLOSE * rows.norm(dim=-1).clamp_min(1e-30)
 
 
 def _match(rows: Tensor, among: Tensor) -> tuple[int, ...] | None:
-    """For each row, which of `among` it is."""
+    """For each row, which of `among` it is: of several equal ones the one beside its neighbour's, else -1."""
     if rows.shape[1] != among.shape[1] or rows.shape[0] > among.shape[0]:
         return None
-    rows, among = rows.double(), among.double()
     found = []
     for chunk in rows.split(64):
-        distance = torch.cdist(chunk, among)
-        nearest = distance.min(1)
-        if bool((nearest.values > CLOSE * chunk.norm(dim=1).clamp_min(1e-30)).any()):
+        near = torch.cdist(chunk, among) <= CLOSE * chunk.norm(dim=1, keepdim=True).clamp_min(1e-30)
+        if not bool(near.any(1).all()):
             return None
-        found += nearest.indices.tolist()
+        found += torch.where(near.sum(1) == 1, near.int().argmax(1), -1).tolist()
+    for turn, order in ((1, range(1, len(found))), (-1, range(len(found) - 2, -1, -1))):
+        for i in order:
+            beside = found[i - turn] + turn
+            known = found[i] == -1 and found[i - turn] != -1 and 0 <= beside < len(among)
+            if known and bool(_close(rows[i], among[beside])):
+                found[i] = beside
     return tuple(found)

@@ -44,7 +44,8 @@ def verify(
     """
     chosen = [Layout.parse(text) for text in (layouts.split(";") if isinstance(layouts, str) else layouts)]
     home = Path(keep) if keep is not None else Path(tempfile.mkdtemp(prefix="isograd-verify-"))
-    report = Report(f"gradients of {name_of(case)} under {len(chosen)} layouts against one device, {str(dtype)[6:]}")
+    many = f"{len(chosen)} layouts" if len(chosen) > 1 else str(chosen[0])
+    report = Report(f"gradients of {name_of(case)} under {many} against one device, {str(dtype)[6:]}")
     worlds: dict[int, World] = {}
     try:
         pieces = {str(layout): layout.dp * layout.cp for layout in chosen}

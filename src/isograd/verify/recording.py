@@ -142,9 +142,9 @@ class Recording:
 
 
 def _read_rank(directory: Path) -> RankRecord:
-    about = _read_json(directory / "rank.json")
-    version = about.get("version")
-    if not isinstance(version, int) or version > VERSION:
+    about = _read_json(directory / "rank.json", ("version", "rank", "world"))
+    version = about["version"]
+    if version > VERSION:
         raise VerifyError(
             "IG714",
             f"{directory.name} of the recording was written by a newer isograd",
@@ -163,7 +163,8 @@ def _read_rank(directory: Path) -> RankRecord:
                 if not isinstance(event, dict) or "k" not in event:
                     raise ValueError("a line is cut short or is no event")
                 events.append(event)
-    except (OSError, ValueError) as error:
+        joined = _joined(events)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise VerifyError(
             "IG715",
             "a recording's list of events cannot be read to its end",
@@ -171,7 +172,7 @@ def _read_rank(directory: Path) -> RankRecord:
             expected="one JSON object per line",
             fix="the file is truncated or damaged: record again",
         ) from error
-    return RankRecord(directory, about, _joined(events))
+    return RankRecord(directory, about, joined)
 
 
 def _joined(events: list[Event]) -> list[Event]:
@@ -188,14 +189,17 @@ def _joined(events: list[Event]) -> list[Event]:
     return kept
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path, needed: tuple[str, ...] = ()) -> dict[str, Any]:
     try:
         if path.stat().st_size > LONGEST_JSON:
             raise ValueError(f"larger than {LONGEST_JSON} bytes")
         data = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(data, dict):
             raise ValueError("not a JSON object")
-    except (OSError, ValueError) as error:
+        lacking = [key for key in needed if not isinstance(data.get(key), int)]
+        if lacking:
+            raise ValueError(f"no number under {', '.join(lacking)}")
+    except (OSError, ValueError, RecursionError) as error:
         raise VerifyError(
             "IG716",
             f"{path.name} of a recording cannot be read",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from io import StringIO
 from typing import Any
 
@@ -19,7 +20,18 @@ MOST_EVENTS = 500  # per rank in a report
 
 def render(report: Report, colour: bool = False, width: int = WIDTH) -> str:
     text = StringIO()
-    console = Console(file=text, width=width, force_terminal=colour, no_color=not colour, highlight=False)
+    _print(report, Console(file=text, width=width, force_terminal=colour, no_color=not colour, highlight=False))
+    return text.getvalue()
+
+
+def picture(report: Report, width: int = WIDTH) -> str:
+    """What the terminal shows, as an SVG that loads nothing from elsewhere."""
+    console = Console(file=StringIO(), width=width, record=True, force_terminal=True, highlight=False)
+    _print(report, console)
+    return re.sub(r"@font-face \{.*?\}", "", console.export_svg(title="isograd verify"), flags=re.DOTALL)
+
+
+def _print(report: Report, console: Console) -> None:
     console.print(f"[bold]{escape(report.title)}[/]")
     if any(subject.errors for subject in report.subjects):
         console.print(_matrix(report))
@@ -27,7 +39,6 @@ def render(report: Report, colour: bool = False, width: int = WIDTH) -> str:
         _subject(console, subject)
     counts = [f"{sum(s.verdict == v for s in report.subjects)} {v}" for v in (PASS, BUG, INCONCLUSIVE)]
     console.print(f"[bold {COLOUR[report.verdict]}]{report.verdict}[/]  ({', '.join(counts)})")
-    return text.getvalue()
 
 
 def _matrix(report: Report) -> Table:
@@ -59,7 +70,7 @@ def _subject(console: Console, subject: Subject) -> None:
         if found.verdict == NOTE:
             continue
         if found.coefficients:
-            bars = ", ".join(f"{name} {value:.4g}" for name, value in found.coefficients[:8])
+            bars = ", ".join(f"{name}: {value:.4g}" for name, value in found.coefficients[:8])
             more = f" and {len(found.coefficients) - 8} more" if len(found.coefficients) > 8 else ""
             console.print(f"    coefficients: {escape(bars)}{more}")
         if len(found.tensors) > 3:
