@@ -23,9 +23,10 @@ ARROWS = {
     "random": {"errors"},
     "contract": {"comm", "errors", "mesh", "explain"},
     "explain": {"contract"},
-    "nn": {"comm", "contract", "errors", "mesh", "random"},
+    "sequence": {"comm", "contract", "errors", "layout", "mesh", "random"},
+    "nn": {"comm", "contract", "errors", "mesh", "random", "sequence"},
     "engine": {"comm", "contract", "errors", "mesh"},
-    "models": {"contract", "errors", "mesh", "nn", "random"},
+    "models": {"contract", "errors", "mesh", "nn", "random", "sequence"},
     # engine: what trains a case that brings no step of its own
     "verify": {"comm", "contract", "engine", "errors", "layout", "mesh"},
     "cases": {"mesh", "models", "random", "verify"},

@@ -79,12 +79,13 @@ class Analysis:
 
     @cached_property
     def unsure(self) -> set[str]:
-        """Constant before, different after, and nothing says whether they are replicas."""
+        """Constant at first, different after, and nothing says whether they are replicas."""
         found = set()
         for name in self.names:
             holders = self.holders(name)
             infos = [self.about[r][name] for r in holders]
-            if any(i["box"] is not None for i in infos) or not all(i.get("constant") for i in infos):
+            began = [self.first[r].get(name, self.about[r][name]) for r in holders]
+            if any(i["box"] is not None for i in infos) or not all(i.get("constant") for i in began):
                 continue
             if len({tuple(i["shape"]) for i in infos}) == 1 and len({i["hash"] for i in infos}) > 1:
                 module = name.rpartition(".")[0]

@@ -26,43 +26,48 @@ import os
 import time
 import weakref
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils import _python_dispatch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from isograd.verify import foreign
 from isograd.verify.collectives import Watch, call_site
 from isograd.verify.contributions import USES
 from isograd.verify.hooks import Hooks
-from isograd.verify.recording import RankWriter
+from isograd.verify.life import Life
 from isograd.verify.sketch import content_hash, sketch
 
 LIMIT = 1 << 28  # bytes of full gradients, parameters and activations that a rank writes per step
+MOST_MICROS = 512  # backwards without an optimizer step, after which nothing more is expected
 
 
-class Capture:
-    def __init__(self, directory: str | Path, steps: int = 3, activations: bool = False, limit: int = LIMIT) -> None:
-        self.directory, self.most_steps, self.activations, self.limit = Path(directory), steps, activations, limit
-        self.writer: RankWriter | None = None
-        self.active = False
-        self.own_seconds = 0.0
-        self.base, self.began = os.getcwd(), time.time()
-        self.step = 1  # the optimizer step now under way
-        self.micro = -1  # backward calls since the last step, minus one
-        self.backwards = 0  # since the start
+class Capture(Life):
+    """`parameters`: write them too, before and after each step; only `verify compare` needs them. `lenient`: an error
+    of the capture's own ends the watching, and is told, instead of ending the program that is watched."""
+
+    def __init__(
+        self,
+        directory: str | Path,
+        steps: int = 3,
+        activations: bool = False,
+        limit: int = LIMIT,
+        parameters: bool = True,
+        lenient: bool = False,
+    ) -> None:
+        super().__init__(Path(directory), lenient)
+        self.most_steps, self.activations, self.limit, self.parameters = steps, activations, limit, parameters
+        self.base = os.getcwd()
         self.last_step_at = -1  # `backwards` at the last step taken
         self.numbers = self.arrivals = 0
         self.names: dict[int, str] = {}  # id of a parameter -> its name
         self.roots: list[tuple[str, weakref.ref[nn.Module]]] = []
         self.modules: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
-        self.owned: set[str] = set()
-        self.before: dict[
-            str, dict[str, Any]
-        ] = {}  # hash of each parameter before the step, and whether it is constant
+        self.owned: set[str] = set()  # by the optimizers that stepped in this step
+        self.waiting: set[str] = set()  # parameters of an optimizer that did not
+        self.held: list[nn.Module | None] = []  # models that may never be stepped: kept until they are
+        self.before: dict[str, dict[str, Any]] = {}  # each parameter before the step: its hash, and is it constant
         self.boxes: dict[str, tuple[list[list[int]], list[int]]] = {}  # (box, whole shape), told by an engine
         self.part_shapes: dict[str, list[int]] = {}
         self.storages: dict[int, set[str]] = {}  # memory of a gradient -> names
@@ -71,83 +76,13 @@ class Capture:
         self.stack: list[str] = []  # modules under way, outermost first
         self.drawn: list[bool] = []
         self.behind = ""  # the module whose backward is under way
-        self.stepping = 0
         self.snapped = False
-        self.times: list[float] = []
+        self.cleared = 0  # the first micro-batch since the program threw gradients away without a step
+        self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()  # as they were made
+        self.belongs = WeakTensorKeyDictionary()  # parameters that some optimizer was given
+        self.unsettled = False  # an optimizer has stepped, and another one may before the next forward
         self.watch = Watch(self)
         self.hooks = Hooks(self)
-
-    # -- life ----------------------------------------------------------------------------------------------------
-
-    def __enter__(self) -> Capture:
-        self.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.stop()
-
-    def start(self) -> None:
-        self.active = True
-        self.pid = os.getpid()
-        self.hooks.install()
-        self.timer = register_optimizer_step_post_hook(self._tick)
-        self.watch.__enter__()  # type: ignore[no-untyped-call]
-
-    def _tick(self, *_: Any) -> None:
-        """Steps are timed beyond the watched ones, so that the overhead can be told."""
-        if not self.stepping and len(self.times) < 100:
-            self.times.append(time.perf_counter())
-
-    def abandon(self) -> None:
-        """In a forked child (a data loader's worker): not a rank, nothing is written from here."""
-        self.active, self.writer = False, None
-
-    def pause(self) -> None:
-        """Enough steps were seen: get out of the program's way."""
-        if not self.active:
-            return
-        self.active = False
-        self.hooks.remove()
-        if self.writer is not None:
-            self.writer.about |= {"watching": False, "watched_seconds": time.time() - self.began}
-            self.writer.save_about()
-        if _python_dispatch._get_current_dispatch_mode() is self.watch:
-            self.watch.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-
-    def stop(self) -> None:
-        """Write what is pending (a last backward without a step too) and close the recording."""
-        if os.getpid() != self.pid:
-            return
-        self.timer.remove()
-        if self.active:
-            if self.micro >= 0:
-                self.snapshot()
-                self._finish_step("no optimizer stepped after the last backward")
-            self.pause()
-        self.hooks.close()
-        if self.writer is not None:
-            self.writer.about |= {
-                "own_seconds": self.own_seconds,
-                "step_times": self.times,
-                "backwards": self.backwards,
-                "seconds": time.time() - self.began,
-            }
-            self.writer.close()
-            self.writer = None
-
-    @property
-    def out(self) -> RankWriter:
-        if self.writer is None:
-            rank, world = foreign.world()
-            self.writer = RankWriter(self.directory, rank, world)
-            self.writer.about |= {
-                "torch": torch.__version__, "pid": os.getpid(), "began": self.began, "watching": self.active,
-            }  # fmt: skip
-            self.writer.save_about()
-        return self.writer
-
-    def event(self, kind: str, **more: Any) -> None:
-        self.out.event({"k": kind, "step": self.step, "micro": max(self.micro, 0), **more})
 
     # -- what collectives.Watch tells ----------------------------------------------------------------------------
 
@@ -239,13 +174,11 @@ class Capture:
 
     def contribution(self, name: str, gradient: Tensor) -> None:
         """What this backward adds to a parameter on this rank, before communication."""
-        began = time.perf_counter()
         local = foreign.local(gradient)
         # Checkpointed modules arrive once per use: later arrivals in one backward are contributions of their own.
         use = next(i for i in range(USES) if f"part/{self.micro + i * USES}/{name}" not in self.tensors)
         self.tensors[f"part/{self.micro + use * USES}/{name}"] = sketch(local)
         self.part_shapes[name] = list(local.shape)
-        self.own_seconds += time.perf_counter() - began
 
     def accumulated(self, name: str, parameter: Tensor) -> None:
         if parameter.grad is not None:
@@ -268,15 +201,38 @@ class Capture:
         return True
 
     def backward_begins(self) -> None:
+        self.settle()
+        if self.micro >= 0 and self._thrown_away():
+            self.cleared = self.micro + 1
+            if self.snapped:  # the norm was looked at, and the step left out: as after an overflow
+                self.drop_before(self.cleared)
+                self.event("skipped")
+        if self.micro + 1 >= MOST_MICROS:
+            self.leftover()
+            self.pause()
+            return
         self.micro += 1
         self.backwards += 1
+        if self.last_step_at < 0:
+            self.held = [root() for _, root in self.roots]
         self.snapped = False
         self.event("backward", site=call_site(self.base))
 
-    def snapshot(self, gradients: dict[str, Tensor] | None = None) -> None:
+    def _thrown_away(self) -> bool:
+        """Whether no parameter still has what earlier backwards of this step added to it."""
+        added = [p for n, p in self.learn_names().items() if n in self.part_shapes]
+        return bool(added) and not any(p.grad is not None and bool(foreign.local(p.grad).any()) for p in added)
+
+    def drop_before(self, micro: int) -> None:
+        gone = [k for k in self.tensors if k.startswith("part/") and int(k.split("/")[1]) % USES < micro]
+        for key in gone:
+            del self.tensors[key]
+
+    def snapshot(self, gradients: dict[str, Tensor] | None = None, talk: bool = True) -> None:
         """The gradients as they are before clip: taken where clipping is called, else at the optimizer's door.
 
-        `gradients`: whole ones that an engine gives by name; else every parameter's own `grad`.
+        `gradients`: whole ones that an engine gives by name; else every parameter's own `grad`. `talk`: the other
+        ranks are here too, so a DTensor may be brought into place.
         """
         if self.snapped:
             return
@@ -284,7 +240,7 @@ class Capture:
         self.before = {n: _state(foreign.local(p)) for n, p in self.learn_names().items()}
         for name, parameter in self.learn_names().items():
             gradient = gradients.get(name) if gradients is not None else parameter.grad
-            if gradient is None:
+            if gradient is None or (not talk and foreign.misplaced(parameter, gradient)):
                 continue
             self.active, was = False, self.active  # bringing a DTensor into its parameter's place may communicate
             part = foreign.placed_like(parameter, gradient)
@@ -307,15 +263,20 @@ class Capture:
 
     def before_step(self, owned: list[Tensor]) -> None:
         """An optimizer is about to step. Several that step without a backward in between belong to one step."""
+        self.held.clear()
         self.owned |= {self.names[id(p)] for p in owned if id(p) in self.names}
         self.unnamed(owned)
         if self.last_step_at == self.backwards and self.last_step_at >= 0:
             return
+        clipped = self.snapped  # else the gradients are as the snapshot has just seen them
         self.snapshot()
         for name, parameter in self.learn_names().items():
             part = foreign.local(parameter)
-            self.keep(f"parameter/{name}", part)
-            if parameter.grad is not None:
+            if self.parameters:
+                self.keep(f"parameter/{name}", part)
+            if parameter.grad is not None and not clipped and f"sum/{name}" in self.tensors:
+                self.tensors[f"clipped/{name}"] = self.tensors[f"sum/{name}"].clone()  # a file of its own memory
+            elif parameter.grad is not None:
                 gradient = foreign.local(parameter.grad)
                 self.tensors[f"clipped/{name}"] = sketch(gradient, self._offset(name, parameter, gradient))
 
@@ -325,17 +286,44 @@ class Capture:
             if id(parameter) not in self.names and not foreign.joined():
                 self.names[id(parameter)] = f"parameter_{i}"
 
+    def given(self, optimizer: Any, parameters: list[Tensor]) -> None:
+        """An optimizer was made, or got more parameters."""
+        self.optimizers.add(optimizer)
+        for parameter in parameters:
+            self.belongs[parameter] = True
+
     def after_step(self) -> None:
         if self.last_step_at != self.backwards or self.last_step_at < 0:
             self.last_step_at = self.backwards
-            self._finish_step("")
+            self.unsettled = True
+        if len(self.optimizers) < 2:
+            self.settle()
+
+    def settle(self) -> None:
+        """The step is over: at once, or with several optimizers when the next forward or backward begins."""
+        if not self.unsettled:
+            return
+        self.unsettled = False
+        # What an optimizer that did not step holds is no gradient of this step.
+        self.waiting = {n for n, p in self.learn_names().items() if n not in self.owned and p in self.belongs}
+        for key in [k for k in self.tensors if k.startswith(("sum/", "final/", "clipped/", "part/"))]:
+            if key.split("/", 2 if key.startswith("part/") else 1)[-1] in self.waiting:
+                del self.tensors[key]
+        self._finish_step("")
+
+    def leftover(self) -> None:
+        """The last backwards of a program that never stepped; one that breaks off after a step proves nothing."""
+        self.drop_before(self.cleared)
+        self.snapshot(talk=False)
+        self._finish_step("no optimizer stepped after the last backward")
 
     def _finish_step(self, note: str) -> None:
         about: dict[str, Any] = {}
         for name, parameter in self.learn_names().items():
             part = foreign.local(parameter)
             final = self.tensors.get(f"final/{name}")
-            self.keep(f"after/{name}", part)
+            if self.parameters:
+                self.keep(f"after/{name}", part)
             box, shape = self.boxes.get(name) or (foreign.box_of(parameter), list(foreign.whole_shape(parameter)))
             about[name] = {
                 "shape": list(part.shape),
@@ -343,8 +331,8 @@ class Capture:
                 "box": box,
                 "dtensor": isinstance(parameter, foreign.DTensor),
                 "dtype": str(parameter.dtype).removeprefix("torch."),
-                "trainable": parameter.requires_grad,
-                "owned": name in self.owned,
+                "trainable": parameter.requires_grad and name not in self.waiting,
+                "owned": name in self.owned or parameter in self.belongs,
                 "gradient": f"sum/{name}" in self.tensors,
                 "gradient_hash": digest(final) if final is not None else "",
                 "gradient_dtype": str(final.dtype).removeprefix("torch.") if final is not None else "",
@@ -358,7 +346,8 @@ class Capture:
         self.tensors, self.written = {}, 0
         self.storages.clear()
         self.owned.clear()
-        self.step, self.micro, self.snapped = self.step + 1, -1, False
+        self.waiting.clear()
+        self.step, self.micro, self.snapped, self.cleared = self.step + 1, -1, False, 0
         if self.step > self.most_steps:
             self.pause()
 

@@ -83,7 +83,10 @@ class Case:
         for i in range(count):
             ends.append((at, at + base + (i < extra)))
             at = ends[-1][1]
-        return [tree.tree_map(lambda t, a=a, b=b: t[a:b] if isinstance(t, Tensor) else t, self.batch) for a, b in ends]
+        return [
+            tree.tree_map(lambda t, a=a, b=b: t[a:b] if isinstance(t, Tensor) and t.dim() else t, self.batch)
+            for a, b in ends
+        ]
 
     def mean(self, part: Any) -> tuple[Tensor, Tensor]:
         """(mean loss of a part, its weight)."""
@@ -91,5 +94,5 @@ class Case:
         result = self.loss(self.model, part)
         if isinstance(result, tuple):
             return result[0], torch.as_tensor(result[1], dtype=torch.float64)
-        rows = next(t.shape[0] for t in tree.tree_leaves(part) if isinstance(t, Tensor))
+        rows = next(t.shape[0] for t in tree.tree_leaves(part) if isinstance(t, Tensor) and t.dim())
         return result, torch.as_tensor(rows, dtype=torch.float64)

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode, _push_mode
 
 from isograd.verify import foreign
 
@@ -50,6 +50,7 @@ class Listener(Protocol):
 
     def collective(self, op: str, ranks: tuple[int, ...], tensors: list[Tensor], more: dict[str, Any]) -> int: ...
     def ended(self, number: int, seconds: float) -> None: ...
+    def fail(self, error: Exception) -> None: ...
     def token_loss(self, reduction: int, count: float) -> None: ...
     def token_weight(self, reduction: int, count: float, gradient: Tensor) -> None: ...
     def drew(self) -> None: ...
@@ -63,6 +64,22 @@ class Watch(TorchDispatchMode):
         self.listener = listener
         self.kinds: dict[Any, Callable[..., Any] | None] = {}
         self.open: tuple[int, float] | None = None  # the collective last issued: it ends when the next operator runs
+
+    def enter_below(self) -> None:
+        """Under the modes that the program is in just now: each of them leaves by taking off the top of the stack."""
+        above: list[TorchDispatchMode] = []
+        while (top := _get_current_dispatch_mode()) is not None and not top.is_infra_mode():
+            above.append(_pop_mode())
+        self.__enter__()  # type: ignore[no-untyped-call]
+        for mode in reversed(above):
+            _push_mode(mode)
+
+    def leave(self) -> bool:
+        """Whether it could: not while a mode that the program entered later is on top."""
+        if _get_current_dispatch_mode() is not self:
+            return False
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -99,6 +116,18 @@ class Watch(TorchDispatchMode):
 
     def _collective(self, func: Any, args: Any, kwargs: Any) -> Any:
         began = time.perf_counter()
+        try:
+            number = self._told(func, args, kwargs)
+        except Exception as error:  # ours: the program's own call is below
+            self.listener.fail(error)
+            return func(*args, **kwargs)
+        self.listener.own_seconds += time.perf_counter() - began
+        start = time.time()
+        result = func(*args, **kwargs)
+        self.open = (number, start)
+        return result
+
+    def _told(self, func: Any, args: Any, kwargs: Any) -> int:
         named = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | kwargs
         group = named.get("process_group", named.get("group_name"))
         tensors = _flat(
@@ -116,20 +145,21 @@ class Watch(TorchDispatchMode):
             if isinstance(named.get(peer), int):
                 more["peer"] = named[peer]
         name = _OPS[func._schema.name.partition("::")[2]]
-        number = self.listener.collective(name, foreign.members(group), tensors, more)
-        self.listener.own_seconds += time.perf_counter() - began
-        start = time.time()
-        result = func(*args, **kwargs)
-        self.open = (number, start)
-        return result
+        return self.listener.collective(name, foreign.members(group), tensors, more)
 
     def _loss(self, func: Any, args: Any, kwargs: Any) -> Any:
         result = func(*args, **kwargs)
-        self.listener.token_loss(int(args[3]), float(_counted(args, 1, 4, result[1])))
+        try:
+            self.listener.token_loss(int(args[3]), float(_counted(args, 1, 4, result[1])))
+        except Exception as error:
+            self.listener.fail(error)
         return result
 
     def _loss_backward(self, func: Any, args: Any, kwargs: Any) -> Any:
-        self.listener.token_weight(int(args[4]), float(_counted(args, 2, 5, args[6])), args[0])
+        try:
+            self.listener.token_weight(int(args[4]), float(_counted(args, 2, 5, args[6])), args[0])
+        except Exception as error:
+            self.listener.fail(error)
         return func(*args, **kwargs)
 
     def _draw(self, func: Any, args: Any, kwargs: Any) -> Any:

@@ -164,7 +164,9 @@ def _run(options: argparse.Namespace) -> int:
         raise ConfigError("IG622", "--steps must be at least 1", seen=options.steps)
     with tempfile.TemporaryDirectory(prefix="isograd-record-") as scratch:
         home = Path(options.record) if options.record else Path(scratch) / "recording"
-        report, own = run(command, home, options.steps, options.stall, options.layout, options.activations)
+        report, own = run(
+            command, home, options.steps, options.stall, options.layout, options.activations, bool(options.record)
+        )
         verdict = _tell(report, options)
         if options.record:
             _say(f"recorded in {options.record}")

@@ -8,7 +8,7 @@ is diagnosed (diagnose.py), and the checks that need no reference run as well.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,28 +21,21 @@ from isograd.verify.diagnose import diagnose
 from isograd.verify.divergence import first_divergence
 from isograd.verify.findings import BUG, INCONCLUSIVE, NOTE, Finding, Subject, listed
 from isograd.verify.numerics import Noise
-from isograd.verify.numerics import verdict as judged
 from isograd.verify.placement import Place, place
 from isograd.verify.recording import Recording
 from isograd.verify.report import timeline
+from isograd.verify.tensorwise import (
+    Tensorwise,
+    common_factor,
+    compare_sketch,
+    compare_tensor,
+    limit_of,
+    unrecorded,
+)  # fmt: skip
 from isograd.verify.wording import axis_over, finding
 
-# Relative error of a tensor or block: up to the first it is rounding, from the second on a bug (docs/verify.md has the
-# measured null experiment); between them it cannot be told without an ensemble.
-LIMITS = {"float64": (1e-9, 1e-9), "float32": (1e-4, 1e-3), "float16": (3e-2, 2e-1), "bfloat16": (6e-2, 3e-1)}
 # After these every gradient may differ in no pattern.
 SPOILS = ("cut-graph", "norm-dropout-rng", "bias-n-times", "ulysses-permute", "resume-other-rank", "bf16-reduction")
-FLOOR = 1e-6  # of the whole gradient: tensors whose true gradient is zero are judged on it
-
-
-@dataclass
-class Tensorwise:
-    """One parameter, compared on each rank that holds it."""
-
-    name: str
-    places: dict[int, Place]
-    errors: dict[int, float]  # rank -> worst over blocks
-    verdict: str
 
 
 def compare(
@@ -69,7 +62,7 @@ def compare(
     explained: list[Finding] = []
     for step in steps[:1] if noise is not None else steps:  # later weights differ by rounding already
         found = _step(reference, candidate, step, rename or {}, subject, noise)
-        explained += found
+        explained += [f for f in found if f not in explained]
         if any(f.verdict == BUG for f in found):
             break  # later steps start from other weights
     subject.findings += merged(explained, free)
@@ -167,43 +160,69 @@ def _step(
     moved = _other_weights(analysis, start, names, places, reference, step)
     if moved is not None:
         return [moved]
-    whole = math.sqrt(sum(float(t.double().square().sum()) for t in truth.values()))
-    compared: list[Tensorwise] = []
-    for name, theirs in names.items():
-        if theirs not in truth and not any(analysis.about[r][name]["gradient"] for r in analysis.holders(name)):
-            continue
-        one = _tensor(analysis, name, truth.get(theirs, torch.zeros_like(start[theirs])), places[name], whole, noise)
-        compared.append(one)
+    expected = {n: truth[t] if t in truth else torch.zeros_like(start[t]) for n, t in names.items()}
+    compared, unplaced = _every_tensor(analysis, reference, names, expected, places, noise)
+    for one in compared:
         worst = max(one.errors.values(), default=0.0)
-        if not worst <= subject.errors.get(name, -1.0):
-            subject.errors[name] = worst
-            subject.by_rank[name] = [one.errors.get(r) for r in range(analysis.world)]
+        if not worst <= subject.errors.get(one.name, -1.0):
+            subject.errors[one.name] = worst
+            subject.by_rank[one.name] = [one.errors.get(r) for r in range(analysis.world)]
     wrong = [t for t in compared if t.verdict == BUG]
+    if noise is not None and not wrong:
+        found += common_factor(analysis, noise, names, places)
     unclear = tuple(t.name for t in compared if t.verdict == INCONCLUSIVE)
+    if unplaced:
+        why = "which part each rank holds cannot be told, or it was too large to record"
+        sentence = f"{listed(unplaced)}: not compared: {why}"
+        found.append(finding(INCONCLUSIVE, "", sentence, tensors=tuple(unplaced)))
     if unclear:
         sentence = (
             f"step {step}: {listed(unclear)}: the error is more than rounding usually leaves and less than a bug does"
         )
         found.append(finding(INCONCLUSIVE, "", sentence, tensors=unclear))
     if wrong:
-        found += diagnose(
-            analysis,
-            reference,
-            step,
-            {n: truth.get(names[n], torch.zeros_like(start[names[n]])) for n in names},
-            wrong,
-            len(compared),
-        )
+        found += diagnose(analysis, reference, step, expected, wrong, len(compared))
         if not any(f.bug for f in found if f.verdict == BUG):
             found += first_divergence(reference, candidate)
     found += _losses(reference, candidate, step, subject)
-    limit = _limit(analysis)
+    limit = limit_of(analysis)
     found += _norms(reference, candidate, step, bool(wrong), max(1e-5, limit))
     if not wrong and not any(f.verdict == BUG for f in found) and limit < 1e-2:  # half-precision updates are rounding
         found += _updates(analysis, reference, step, names, places)
     subject.facts["gradients"] = f"{len(compared)} compared by name, step {step} last"
     _missing_names(analysis, truth, names, found)
     return found
+
+
+def _every_tensor(
+    analysis: Analysis,
+    reference: Recording,
+    names: dict[str, str],
+    expected: dict[str, Tensor],
+    places: dict[str, dict[int, Place]],
+    noise: Noise | None,
+) -> tuple[list[Tensorwise], list[str]]:
+    """(what was compared, names of what could not be)."""
+    whole = math.sqrt(sum(float(t.double().square().sum()) for t in expected.values()))
+    compared: list[Tensorwise] = []
+    left: list[str] = []
+    given = {key for record in reference.ranks for key in record.tensors(analysis.step)}
+    for name, theirs in names.items():
+        if f"sum/{theirs}" not in given and not any(
+            analysis.about[r][name]["gradient"] for r in analysis.holders(name)
+        ):
+            continue
+        one: Tensorwise | None = None
+        if all(rank in places[name] for rank in analysis.holders(name)):
+            if unrecorded(analysis, reference, name, theirs):
+                one = compare_sketch(analysis, reference, name, theirs, places[name])
+            else:
+                one = compare_tensor(analysis, name, expected[name], places[name], whole, noise)
+        if one is None:
+            left.append(name)
+        else:
+            compared.append(one)
+    return compared, left
 
 
 def whole_tensors(recording: Recording, step: int, prefix: str) -> dict[str, Tensor]:
@@ -335,60 +354,6 @@ def _swapped(analysis: Analysis, names: dict[str, str], places: dict[str, dict[i
     return found
 
 
-def blocks(t: Tensor) -> list[Tensor]:
-    """A tensor and its parts: heads, experts and shard borders lie on some of these cuts."""
-    if t.dim() == 0 or t.numel() < 16:
-        return [t]
-    return [t, *t.tensor_split(8, 0), *(t.tensor_split(8, 1) if t.dim() > 1 else ())]
-
-
-def _tensor(
-    analysis: Analysis, name: str, truth: Tensor, places: dict[int, Place], whole: float, noise: Noise | None
-) -> Tensorwise:
-    errors: dict[int, float] = {}
-    ratios: list[float] = []
-    kinds = set()
-    for rank in analysis.holders(name):
-        if rank not in places:
-            continue
-        expected = places[rank].of(truth)
-        final = analysis.recording.ranks[rank].tensors(analysis.step).get(f"final/{name}")
-        kinds.add(analysis.about[rank][name]["gradient_dtype"] or analysis.about[rank][name]["dtype"])
-        if final is None:
-            errors[rank] = 1.0 if float(expected.double().norm()) > 1e-12 * whole else 0.0
-            continue
-        if final.shape != expected.shape and final.numel() == truth.numel():
-            expected = truth  # an engine gave the whole gradient to every rank
-        errors[rank] = block_error(final, expected, whole)
-        if noise is not None and name in noise.mean:
-            part = places[rank].of if final.shape == places[rank].of(truth).shape else (lambda t: t)
-            ratios.append(noise.ratio(name, final, part, whole))
-    kinds |= {str(truth.dtype).removeprefix("torch.")}
-    low = max(LIMITS.get(k, LIMITS["float32"])[0] for k in kinds)
-    high = max(LIMITS.get(k, LIMITS["float32"])[1] for k in kinds)
-    worst = max((math.inf if math.isnan(e) else e for e in errors.values()), default=math.inf)
-    if ratios and math.isfinite(worst):
-        return Tensorwise(name, places, errors, judged(max(ratios)))
-    verdict = "PASS" if worst <= low else BUG if worst > high else INCONCLUSIVE
-    return Tensorwise(name, places, errors, verdict)
-
-
-def block_error(found: Tensor, expected: Tensor, whole: float) -> float:
-    """The worst relative error over the tensor and its blocks; NaN when there is one."""
-    worst = 0.0
-    for mine, theirs in zip(blocks(found.double()), blocks(expected.double()), strict=True):
-        size = max(float(theirs.norm()), FLOOR * whole, 1e-300)
-        error = float((mine - theirs).norm()) / size
-        if math.isnan(error):
-            return error
-        worst = max(worst, error)
-    return worst
-
-
-def _limit(analysis: Analysis) -> float:
-    return max((LIMITS[i["dtype"]][0] for i in analysis.about[0].values() if i["dtype"] in LIMITS), default=1e-9)
-
-
 def _losses(reference: Recording, candidate: Recording, step: int, subject: Subject) -> list[Finding]:
     """The loss that a program says it optimised."""
     told = [
@@ -399,7 +364,7 @@ def _losses(reference: Recording, candidate: Recording, step: int, subject: Subj
     (ours, weight), (theirs, expected) = told[0][0], told[1][0]
     error = abs(ours - theirs) / max(abs(theirs), 1e-30)
     subject.facts["loss"] = f"{theirs:.6g}, relative difference {error:.1e}"
-    limit = _limit(Analysis(candidate, step))
+    limit = limit_of(Analysis(candidate, step))
     if error <= limit and weight == expected:
         return []
     sentence = f"step {step}: the loss is {ours:.9g} over weight {weight:g} instead of {theirs:.9g} over {expected:g}"

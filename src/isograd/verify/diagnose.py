@@ -26,7 +26,7 @@ from isograd.verify.sketch import sketch
 from isograd.verify.wording import axis_over, finding, group_sizes, labelled, spell
 
 if TYPE_CHECKING:
-    from isograd.verify.compare import Tensorwise
+    from isograd.verify.tensorwise import Tensorwise
 
 ROWS, PERMUTED, UNKNOWN, WRONG_SHARDS = "some rows", "permuted", "unknown", "other shards"
 

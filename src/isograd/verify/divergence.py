@@ -49,13 +49,27 @@ def contained(local: Tensor, whole: Tensor, directions: bool = False) -> Match:
 
 
 def _in_order(close: Tensor) -> bool:
-    """Whether the rows occur among the reference's in their own order (rows may occur there more than once)."""
+    """Whether the rows occur among the reference's in their own order (rows may occur there more than once).
+
+    Rows that occur more often than in the reference are no other order of its rows.
+    """
     at = -1
     for row in close:
         later = row[at + 1 :].nonzero()
         if not len(later):
-            return False
+            return not _one_to_one(close)
         at += 1 + int(later[0])
+    return True
+
+
+def _one_to_one(close: Tensor) -> bool:
+    """Whether each row can be given one of the reference's for itself."""
+    free = torch.ones(close.shape[1], dtype=torch.bool)
+    for row in close:
+        left = (row & free).nonzero()
+        if not len(left):
+            return False
+        free[left[0]] = False
     return True
 
 

@@ -40,6 +40,16 @@ def _members_by_name(name: str, world_size: int) -> tuple[int, ...]:
     return tuple(dist.get_process_group_ranks(group))
 
 
+def forget() -> None:
+    """Groups' names begin again with a new world."""
+    _members_by_name.cache_clear()
+
+
+def placed() -> bool:
+    """Whether this process knows its rank: it has joined a world, or its launcher told it."""
+    return joined() or ("RANK" in os.environ and "WORLD_SIZE" in os.environ)
+
+
 def members(group: Any) -> tuple[int, ...]:
     """Global ranks of a group that an operator received: as a name, or boxed for the dispatcher."""
     name = group if isinstance(group, str) else None
@@ -89,10 +99,17 @@ def plain_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
+def misplaced(parameter: Tensor, gradient: Tensor) -> bool:
+    """Whether `placed_like` would have to communicate."""
+    if not isinstance(gradient, DTensor) or not isinstance(parameter, DTensor):
+        return False
+    return gradient.placements != parameter.placements
+
+
 def placed_like(parameter: Tensor, gradient: Tensor) -> Tensor:
     """This rank's part of a gradient, cut as its parameter is. DTensor leaves some gradients partial or whole until a
     step needs them; bringing them into place is what that step would do, and the only time the capture communicates."""
-    if isinstance(gradient, DTensor) and isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
+    if isinstance(gradient, DTensor) and isinstance(parameter, DTensor) and misplaced(parameter, gradient):
         with torch.no_grad():
             return gradient.redistribute(parameter.device_mesh, parameter.placements).to_local()
     return local(gradient)

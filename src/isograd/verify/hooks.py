@@ -7,6 +7,7 @@ that hold their own gradients (isograd, DeepSpeed), which are asked for them thr
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as module_hooks
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    _global_optimizer_post_hooks,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils.hooks import RemovableHandle, unserializable_hook
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from isograd.verify import foreign
 from isograd.verify.collectives import call_site
@@ -23,25 +30,35 @@ from isograd.verify.collectives import call_site
 if TYPE_CHECKING:
     from isograd.verify.capture import Capture
 
-_SEEN = "_isograd_watched"
-
 
 class Hooks:
     def __init__(self, capture: Capture) -> None:
         self.capture = capture
-        self.handles: list[Any] = []
+        self.handles: list[RemovableHandle] = []
+        self.after: RemovableHandle | None = None
+        self.on_parameters: list[RemovableHandle] = []
+        self.seen = WeakTensorKeyDictionary()  # not a mark on the parameter: parameters are copied and pickled
         self.wrapped: list[tuple[Any, str, Any]] = []
         self.calls: dict[str, int] = {}
         self.inside_engine = 0
 
     def install(self) -> None:
+        guarded = self.capture.guarded
         self.handles = [
-            module_hooks.register_module_forward_pre_hook(self._enter),
-            module_hooks.register_module_forward_hook(self._leave, with_kwargs=False, always_call=True),
-            register_optimizer_step_pre_hook(self._step_begins),
-            register_optimizer_step_post_hook(self._step_ends),
+            module_hooks.register_module_forward_pre_hook(guarded(self._enter)),
+            module_hooks.register_module_forward_hook(guarded(self._leave), with_kwargs=False, always_call=True),
+            register_optimizer_step_pre_hook(guarded(self._step_begins)),
         ]
+        step_ends = guarded(self._step_ends)
+
+        def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            step_ends(optimizer, args, kwargs)
+            if not self.capture.tick(optimizer):
+                self._let_go()
+
+        self.after = register_optimizer_step_post_hook(after_step)
         self._wrap(torch.autograd, "backward", self._backward)
+        self._wrap(Optimizer, "add_param_group", self._given)
         for home in (torch.nn.utils, torch.nn.utils.clip_grad):
             self._wrap(home, "clip_grad_norm_", self._clip)
         self._wrap(torch.nn.utils, "clip_grads_with_norm_", self._clip_with)
@@ -53,26 +70,33 @@ class Hooks:
             self._wrap(deepspeed.DeepSpeedEngine, "step", self._deepspeed_step)
 
     def remove(self) -> None:
-        """Optimizer hooks are only left idle: this is called from one of them, and torch walks the list just then."""
-        for handle in self.handles[:2]:
+        """All but the hook behind optimizer steps, which times some more of them, and from which this is called."""
+        for handle in (*self.handles, *self.on_parameters):
             handle.remove()
         for home, name, original in reversed(self.wrapped):
-            setattr(home, name, original)
-        self.handles, self.wrapped = self.handles[2:], []
+            if getattr(getattr(home, name), "__wrapped__", None) is original:  # else the program has wrapped it too
+                setattr(home, name, original)
+        self.handles, self.on_parameters, self.wrapped = [], [], []
+
+    def _let_go(self) -> None:
+        """From within the list of hooks behind a step, which torch is walking: only its last member may go."""
+        if self.after is not None and next(reversed(_global_optimizer_post_hooks), None) == self.after.id:
+            self.after.remove()
+            self.after = None
 
     def close(self) -> None:
         self.remove()
-        for handle in self.handles:
-            handle.remove()
+        if self.after is not None:
+            self.after.remove()
 
     def _wrap(self, home: Any, name: str, around: Callable[..., Any]) -> None:
         original = getattr(home, name)
         self.wrapped.append((home, name, original))
 
+        @functools.wraps(original)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             return around(original, *args, **kwargs) if self.capture.active else original(*args, **kwargs)
 
-        wrapper.__name__, wrapper.__doc__, wrapper.__wrapped__ = name, original.__doc__, original  # type: ignore[attr-defined]
         setattr(home, name, wrapper)
 
     # -- forward -------------------------------------------------------------------------------------------------
@@ -80,9 +104,14 @@ class Hooks:
     def _enter(self, module: nn.Module, args: Any) -> None:
         """Before a module's own hooks: the outermost one tells the names and the data."""
         c = self.capture
-        if not c.active:
+        if torch._C._current_graph_task_id() != -1:  # checkpointing computes it once more, inside backward
             return
+        if type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None:
+            c.compiled = True
         if not c.stack:
+            c.settle()
+            if not c.active:
+                return
             c.root(module)
             if c.modules.get(module) is not None and torch.is_grad_enabled():
                 c.inputs([t for t in args if isinstance(t, Tensor)])
@@ -95,7 +124,7 @@ class Hooks:
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         """After a module's forward and before its own hooks: FSDP's parameters are still whole here."""
         c = self.capture
-        if not c.active or not c.stack:
+        if not c.stack or torch._C._current_graph_task_id() != -1:
             return
         name = c.stack.pop()
         drew = c.drawn.pop()
@@ -124,66 +153,72 @@ class Hooks:
         if first.requires_grad and torch.is_grad_enabled():
 
             def note(gradient: Tensor) -> None:
-                if c.active:
-                    c.behind = name
-                    if c.activations and c.step == 1:
-                        c.keep_activation("back", label, foreign.local(gradient))
+                c.behind = name
+                if c.activations and c.step == 1:
+                    c.keep_activation("back", label, foreign.local(gradient))
 
-            first.register_hook(note)
+            first.register_hook(unserializable_hook(c.guarded(note)))
 
     def _on_parameter(self, name: str, parameter: Tensor) -> None:
         """A leaf's hook runs with the gradient of all its uses in this backward, before it is added to `grad`."""
-        if not parameter.requires_grad or getattr(parameter, _SEEN, None) is self.capture:
+        if not parameter.requires_grad or parameter in self.seen:
             return
-        setattr(parameter, _SEEN, self.capture)
+        self.seen[parameter] = True
         c = self.capture
         name = c.names.get(id(parameter), name)
 
         def arrives(gradient: Tensor) -> None:
-            if c.active:
-                c.contribution(name, gradient)
+            c.contribution(name, gradient)
 
         def accumulated(leaf: Tensor) -> None:
-            if c.active:
-                c.accumulated(name, leaf)
+            c.accumulated(name, leaf)
 
         if parameter.is_leaf:
-            parameter.register_hook(arrives)
-            parameter.register_post_accumulate_grad_hook(accumulated)
+            arrival, accumulation = (unserializable_hook(c.guarded(hook)) for hook in (arrives, accumulated))
+            self.on_parameters.append(parameter.register_hook(arrival))
+            self.on_parameters.append(parameter.register_post_accumulate_grad_hook(accumulation))
 
     # -- backward and step ---------------------------------------------------------------------------------------
 
     def _backward(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         if torch._C._current_graph_task_id() == -1:  # recomputation calls backward inside backward: the same one
-            self.capture.backward_begins()
+            self.capture.guarded(self.capture.backward_begins)()
         return original(*args, **kwargs)
 
-    def _clip(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        self.capture.snapshot()
-        result = original(*args, **kwargs)
-        if isinstance(result, Tensor) and not isinstance(result, foreign.DTensor):
-            self.capture.norm(float(result), call_site(self.capture.base))
+    def _given(self, original: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        result = original(optimizer, *args, **kwargs)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self.capture.guarded(self.capture.given)(optimizer, parameters)
         return result
+
+    def _clip(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        guarded = self.capture.guarded
+        guarded(self.capture.snapshot)()
+        result = original(*args, **kwargs)
+        guarded(self._told)(result)
+        return result
+
+    def _told(self, norm: Any) -> None:
+        if isinstance(norm, Tensor) and not isinstance(norm, foreign.DTensor):
+            self.capture.norm(float(norm), call_site(self.capture.base))
 
     def _clip_with(self, original: Any, parameters: Any, max_norm: float, total_norm: Tensor, *a: Any, **k: Any) -> Any:
         """Clipping by a norm that the program computed itself: it tells the norm."""
-        self.capture.snapshot()
-        if isinstance(total_norm, Tensor) and not isinstance(total_norm, foreign.DTensor):
-            self.capture.norm(float(total_norm), call_site(self.capture.base))
+        guarded = self.capture.guarded
+        guarded(self.capture.snapshot)()
+        guarded(self._told)(total_norm)
         return original(parameters, max_norm, total_norm, *a, **k)
 
     def _step_begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         c = self.capture
-        if not c.active:
-            return
+        if torch._C._current_graph_task_id() != -1:
+            raise RuntimeError("an optimizer steps inside backward, parameter by parameter, which is not understood")
         c.stepping += 1
         if c.stepping == 1 and not self.inside_engine:
             c.before_step([p for group in optimizer.param_groups for p in group["params"]])
 
     def _step_ends(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         c = self.capture
-        if not c.active:
-            return
         c.stepping -= 1
         if c.stepping == 0 and not self.inside_engine:
             c.after_step()
@@ -217,7 +252,7 @@ class Hooks:
     def _ask(self, gradients: dict[str, Tensor]) -> None:
         c = self.capture
         c.snapshot(gradients)
-        for name, parameter in c.learn_names().items():
+        for name, parameter in c.learn_names().items() if c.parameters else ():
             c.keep(f"parameter/{name}", foreign.local(parameter))
 
     def _within(self, original: Any, engine: Any, *args: Any, **kwargs: Any) -> Any:

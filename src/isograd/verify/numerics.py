@@ -43,6 +43,7 @@ class Noise:
     truth: str  # "fp64", or "mean" where there is no fp64
     mean: dict[str, Tensor]
     variance: dict[str, Tensor]
+    factor: float  # how far from 1 the one factor lies that fits a member to the truth best (root mean square)
 
     def ratio(self, name: str, found: Tensor, part: Callable[[Tensor], Tensor], whole: float) -> float:
         """Distance from the mean in units of the spread; a tensor without noise is held to the format's own."""
@@ -77,7 +78,10 @@ def ensemble(world: World, case: MakeCase | str, dtype: torch.dtype, home: Path,
     variance = {
         name: torch.stack([(run[name] - centre).square() for run in runs]).mean(0) for name, centre in mean.items()
     }
-    return Noise(truth, mean, variance)
+    squares = sum(float(centre.square().sum()) for centre in mean.values())
+    factors = [sum(float((run[name] * centre).sum()) for name, centre in mean.items()) / squares for run in runs]
+    off = (sum((f - 1) ** 2 for f in factors) / len(factors)) ** 0.5
+    return Noise(truth, mean, variance, max(off, torch.finfo(dtype).eps * 1e-2))
 
 
 class Associated(TorchDispatchMode):

@@ -65,7 +65,8 @@ def _rows(t: Tensor, dim: int) -> Tensor:
 
 
 def _close(rows: Tensor, others: Tensor) -> Tensor:
-    return (rows - others).norm(dim=-1) <= CLOSE * rows.norm(dim=-1).clamp_min(1e-30)
+    close: Tensor = (rows - others).norm(dim=-1) <= CLOSE * rows.norm(dim=-1).clamp_min(1e-30)
+    return close
 
 
 def _match(rows: Tensor, among: Tensor) -> tuple[int, ...] | None:

@@ -33,7 +33,7 @@ def picture(report: Report, width: int = WIDTH) -> str:
 
 def _print(report: Report, console: Console) -> None:
     console.print(f"[bold]{escape(report.title)}[/]")
-    if any(subject.errors for subject in report.subjects):
+    if any(subject.compared and subject.errors for subject in report.subjects):
         console.print(_matrix(report))
     for subject in report.subjects:
         _subject(console, subject)
@@ -44,7 +44,7 @@ def _print(report: Report, console: Console) -> None:
 def _matrix(report: Report) -> Table:
     table = Table(caption="largest relative error per kind of parameter, over ranks and blocks, before clip")
     table.add_column("parameter")
-    shown = [subject for subject in report.subjects if subject.errors]
+    shown = [subject for subject in report.subjects if subject.compared and subject.errors]
     for subject in shown:
         table.add_column(f"{escape(subject.name)}\n[{COLOUR[subject.verdict]}]{subject.verdict}[/]", justify="right")
     classes = {subject.name: subject.classes() for subject in shown}

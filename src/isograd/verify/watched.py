@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import functools
 import os
 import signal
+import sys
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,7 @@ def prepare(directory: str) -> None:
     """Called once, right after torch was imported: the capture itself begins with a process group or an optimizer."""
     made = torch.optim.Optimizer.__init__
 
+    @functools.wraps(made)
     def optimizer_made(self: Any, *args: Any, **kwargs: Any) -> None:
         start(directory)
         made(self, *args, **kwargs)
@@ -28,33 +32,59 @@ def prepare(directory: str) -> None:
         return
     joining = dist.init_process_group
 
+    @functools.wraps(joining)
     def joined(*args: Any, **kwargs: Any) -> Any:
         result = joining(*args, **kwargs)
         start(directory)
         return result
 
-    dist.init_process_group = dist.distributed_c10d.init_process_group = joined
+    for name, module in list(sys.modules.items()):  # torch's own modules hold it by name: init_device_mesh joins, too
+        if name.startswith("torch.distributed") and getattr(module, "init_process_group", None) is joining:
+            module.init_process_group = joined  # type: ignore[attr-defined]
 
 
 def start(directory: str) -> None:
     if _started:
+        _started[0].rejoined()
         return
+    try:
+        capture = _capture(directory)
+    except Exception as error:  # a torch too old or too new for us, say: the program goes on without
+        _started.append(_Nobody())
+        print(f"isograd verify: cannot watch this process: {type(error).__name__}: {error}", file=sys.stderr)
+        return
+    _started.append(capture)
+    os.register_at_fork(after_in_child=_forked)
+    atexit.register(capture.stop)
+    Finalize(None, capture.stop, exitpriority=0)  # processes of multiprocessing leave without atexit
+
+
+def _capture(directory: str) -> Any:
     from isograd.verify.capture import Capture
 
     capture = Capture(
         directory,
         steps=int(os.environ.get("ISOGRAD_VERIFY_STEPS", "3")),
         activations=os.environ.get("ISOGRAD_VERIFY_ACTIVATIONS") == "1",
+        parameters=os.environ.get("ISOGRAD_VERIFY_PARAMETERS") == "1",
+        lenient=True,
     )
-    _started.append(capture)
+    capture.opened = _stacks
     capture.start()
-    capture.event("start")
-    _stacks(Path(directory) / capture.out.path.name)
-    os.register_at_fork(after_in_child=capture.abandon)
-    atexit.register(capture.stop)
+    capture.guarded(capture.event)("start")
+    return capture
+
+
+class _Nobody:
+    def rejoined(self) -> None: ...
+
+
+def _forked() -> None:
+    """A child is not its parent's rank; should it train by itself, it is watched by itself."""
+    _started.clear()
 
 
 def _stacks(home: Path) -> None:
-    """On SIGUSR2, unless the program uses it itself: every thread's stack, for the report of a hang."""
+    """On SIGUSR2, unless the program uses it itself: the main thread's stack, for the report of a hang."""
     if signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL:
         faulthandler.register(signal.SIGUSR2, open(home / "stacks.txt", "w"), all_threads=False)  # noqa: SIM115

@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from isograd.mesh import DATA
 from isograd.verify import patterns
 from isograd.verify.analysis import Analysis, Observed
 from isograd.verify.catalogue import bug_of, classes_of
@@ -61,7 +62,10 @@ def _read_tensor(analysis: Analysis, name: str, read: _Read) -> None:
         found = analysis.fit(seen)
         if found is None:
             continue
-        if found.uniform:
+        mixed = _other_shards(analysis, name, seen.own, found.coefficients)
+        if mixed and found.residual <= loose and (found.uniform or found.determined):
+            read.add("wrong-group", patterns.MIXED, 1.0, (seen.own, *mixed), name, found.coefficients)
+        elif found.uniform:
             per_rank[seen.own] = next(iter(found.coefficients.values()))
             read.scales.setdefault(name, per_rank[seen.own])
         elif found.residual > loose:
@@ -75,10 +79,6 @@ def _read_tensor(analysis: Analysis, name: str, read: _Read) -> None:
 
 
 def _read_pattern(analysis: Analysis, seen: Observed, found: Fit, loose: float, read: _Read) -> None:
-    mixed = _other_shards(analysis, seen.name, seen.own, found.coefficients)
-    if mixed:
-        read.add("wrong-group", patterns.MIXED, 1.0, (seen.own, *mixed), seen.name, found.coefficients)
-        return
     symptom = patterns.read(found.coefficients, seen.own, _counts(analysis), loose)
     if symptom.kind == patterns.SCALED:  # equal, but for rounding
         read.scales.setdefault(seen.name, symptom.value)
@@ -114,6 +114,8 @@ def _patterned(analysis: Analysis, read: _Read) -> Iterator[Finding]:
         everything = set(names) >= trainable
         bug = known or bug_of(Symptom(kind, value), names, everything, analysis.micros, sizes)
         axis = _axis(analysis, kind, ranks)
+        if bug == "wrong-group" and axis in DATA.split():
+            bug = "replicas-differ"  # no parameter is cut over a data axis: these were to be copies
         whom = f"all {len(names)} gradients" if everything else f"{classes_of(names)} ({listed(names)})"
         sentence = f"step {analysis.step}: {whom}: {_said(bug, kind, value, axis)}"
         yield finding(BUG, bug, sentence, tensors=names, axis=axis, coefficients=labelled(tensors[names[0]]))
@@ -128,6 +130,8 @@ def _axis(analysis: Analysis, kind: str, ranks: tuple[int, ...]) -> str:
 
 
 def _said(bug: str, kind: str, value: float, axis: str) -> str:
+    if bug == "replicas-differ":
+        return f"summed over {axis} as copies are, but the copies began with different values"
     if bug == "wrong-group":
         return f"summed over {axis}, whose members hold other shards of it"
     if bug == "clip-per-rank":

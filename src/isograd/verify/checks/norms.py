@@ -16,7 +16,7 @@ def norms(analysis: Analysis) -> Iterator[Finding]:
     for record in analysis.recording.ranks:
         values = [e["value"] for e in record.of("norm") if e["step"] == analysis.step]
         if values:
-            reported[record.rank] = values[0]
+            reported[record.rank] = values[-1]  # the last one: earlier ones may have led to a step left out
     bars = tuple((f"rank {r}", v) for r, v in reported.items())
     names = tuple(n for n in analysis.names if analysis.info(n)["gradient"])
     if len(reported) > 1 and spread(reported.values()) > 1e-5:
@@ -70,7 +70,8 @@ def true_norm(analysis: Analysis) -> float | None:
 
 def _norm_is_true(analysis: Analysis, reported: float, names: tuple[str, ...]) -> Iterator[Finding]:
     truth = true_norm(analysis)
-    if truth is None or not 0 < truth < math.inf or reported <= truth * (1 + 1e-4):
+    rounding = max((analysis.tolerance(name) for name in names), default=0.0)  # norms are rounded as gradients are
+    if truth is None or not 0 < truth < math.inf or reported <= truth * (1 + max(1e-4, rounding)):
         return
     copies = 0.0
     for name in analysis.names:

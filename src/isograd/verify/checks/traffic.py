@@ -29,7 +29,7 @@ def order(analysis: Analysis) -> Iterator[Finding]:
         first = members.get(group[0], [])
         for rank in group[1:]:
             for i, (a, b) in enumerate(zip_longest(first, members.get(rank, []))):
-                if a is None or b is None or _signature(a) != _signature(b):
+                if a is None or b is None or signature(a) != signature(b):
                     sentence = (
                         f"step {analysis.step}: collective {i + 1} over {spell(group)}: rank {group[0]} calls "
                         f"{_spelled(a)}, rank {rank} calls {_spelled(b)}"
@@ -38,7 +38,8 @@ def order(analysis: Analysis) -> Iterator[Finding]:
                     return
 
 
-def _signature(event: Event) -> tuple[object, ...]:
+def signature(event: Event) -> tuple[object, ...]:
+    """What members of a group must have in common."""
     same_size = event["op"] in ("all_reduce", "broadcast", "reduce")
     return (event["op"], event["dtype"], event["numel"] if same_size else 0)
 

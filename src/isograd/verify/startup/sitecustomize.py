@@ -31,23 +31,30 @@ class _AfterTorch(MetaPathFinder, Loader):
     def exec_module(self, module):  # type: ignore[no-untyped-def]
         module.__spec__.loader = module.__loader__ = self.inner
         self.inner.exec_module(module)
+        where = os.path.dirname(os.path.dirname(os.path.dirname(HERE)))
+        sys.path.append(where)  # behind everything: nothing of the program's is to come from there
         try:
+            import safetensors.torch  # noqa: F401  (what the capture needs later, now that it can be found)
+
             from isograd.verify.watched import prepare
-        except ImportError as error:
-            print(f"isograd verify: cannot watch this process: {error}", file=sys.stderr)
-            return
-        prepare(os.environ["ISOGRAD_VERIFY"])
+
+            prepare(os.environ["ISOGRAD_VERIFY"])
+        except Exception as error:
+            print(f"isograd verify: cannot watch this process: {type(error).__name__}: {error}", file=sys.stderr)
+        finally:
+            sys.path.remove(where)
 
 
-def _users_own() -> None:
+def _users_own():  # type: ignore[no-untyped-def]
     elsewhere = [p for p in sys.path if os.path.abspath(p or ".") != HERE]
     spec = PathFinder.find_spec("sitecustomize", elsewhere)
     if spec is not None and spec.loader is not None:
         from importlib.util import module_from_spec
 
-        spec.loader.exec_module(module_from_spec(spec))
+        module = sys.modules["sitecustomize"] = module_from_spec(spec)
+        spec.loader.exec_module(module)
 
 
 if os.environ.get("ISOGRAD_VERIFY"):
     sys.meta_path.insert(0, _AfterTorch())
-_users_own()
+_users_own()  # type: ignore[no-untyped-call]

@@ -1,0 +1,303 @@
+"""The verifier's null experiment: how far apart are right gradients, and how often does it see a wrong one?
+
+    python -m benchmarks.verify_null             # about ten minutes on two cores; --quick: about one
+    python -m benchmarks.verify_null --seeds 8 --dtypes float32
+
+Layouts that are right, judged as `isograd verify` judges: the three models of isograd.cases with data and weights drawn
+anew from every seed, biases and norms too, as after some training. Every tensor that is not called PASS is a false
+alarm. Beside it the same with one kind of parameter whose gradient is `--plant` (1 %) too large under the layout: every
+tensor of it that is not called BUG is a miss, and every other one that is called BUG is a false alarm again.
+
+In fp64 a tensor is judged by its largest relative error over ranks and blocks, limit 1e-9. In fp32 and bf16 it is
+judged by its distance from the fp64 truth in units of the noise of re-associated one-device runs: PASS to 3, BUG from 8
+(numerics.py). Two recordings have no such ensemble: `verify compare` judges them by relative errors alone, with the
+limits of compare.py, so how many right tensors exceed those is counted, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+from isograd import cases, random
+from isograd.comm.launch import World
+from isograd.contract import contracts
+from isograd.mesh import Mesh
+from isograd.models import Transformer, TransformerConfig
+from isograd.verify.case import Case
+from isograd.verify.findings import BUG, INCONCLUSIVE, PASS
+
+OUT = Path(__file__).parent / "out"
+MODELS = {"llama": cases.LLAMA, "gpt2": cases.GPT2, "qwen": cases.QWEN}
+LAYOUTS = ("dp2 zero1", "tp2", "tp2 sp", "dp3 zero2", "dp2 tp2 sp zero1", "tp4 sp")
+QUICK = ("dp2 zero1", "tp2 sp")
+SEEDS = {"float64": 7, "float32": 5, "bfloat16": 5}
+CLASSES = ("*norm*.weight", "*.attention.v.weight", "embed.weight", "*.mlp.down.weight", "*.attention.q.weight")
+STEPS = {torch.float64: 2, torch.float32: 1, torch.bfloat16: 1}  # narrower ones are judged on their first step alone
+ROWS, LENGTH = 9, cases.LENGTH
+SPREAD = ("median", "99 %", "99.9 %", "largest")
+compare = import_module("isograd.verify.compare")  # the module: the package offers the function by this name
+prove = import_module("isograd.verify.prove")
+
+
+# -- the cases ---------------------------------------------------------------------------------------------------
+
+
+def case(model: str, seed: int, steps: int, planted: str, factor: float, mesh: Mesh) -> Case:
+    """A small decoder with weights and data of its own; under a layout, `planted` tensors' gradients times `factor`."""
+    config = MODELS[model]
+    made = Transformer(config, mesh, seed=seed)
+    trained(made, mesh, seed)
+    if planted and mesh.layout.world_size > 1:
+        for name, parameter in made.named_parameters():
+            if fnmatch(name, planted):
+                parameter.register_hook(lambda gradient: gradient * factor)
+    key = random.key(seed, "null")
+    return Case(made, batch(config, seed), partial(loss, key), steps=steps)
+
+
+def loss(key: Any, model: nn.Module, part: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    result: tuple[Tensor, Tensor] = model(part["tokens"], part["labels"], key=key, samples=part["samples"])
+    return result
+
+
+def batch(config: TransformerConfig, seed: int) -> dict[str, Tensor]:
+    """Rows with any number of labels, one of them with none."""
+    generator = torch.Generator().manual_seed(1_000 + seed)
+    window = torch.randint(config.vocab, (ROWS, LENGTH + 1), generator=generator)
+    labels = window[:, 1:].clone()
+    for row in range(ROWS):
+        labels[row, : int(torch.randint(LENGTH, (), generator=generator))] = -100
+    labels[seed % ROWS] = -100
+    return {"tokens": window[:, :-1].clone(), "labels": labels, "samples": torch.arange(ROWS)}
+
+
+def trained(model: Transformer, mesh: Mesh, seed: int) -> None:
+    """Norms and biases away from one and zero, weights up to three times larger: the same under every layout."""
+    table = contracts(model, mesh)
+    for name, parameter in model.named_parameters():
+        digest = hashlib.blake2b(f"{name}/{seed}".encode(), digest_size=7).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
+        scale = 1 + 2 * float(torch.rand((), generator=generator))
+        whole = torch.randn(table[name].shape, generator=generator)
+        here = whole[tuple(slice(*span) for span in table[name].local(mesh))]
+        with torch.no_grad():
+            parameter.mul_(scale).add_(here, alpha=0.1 if parameter.dim() == 1 else 0.0)
+
+
+# -- the experiment ----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Outcome:
+    """What was seen of one precision, over models, seeds and layouts."""
+
+    dtype: str
+    subjects: Counter[str] = field(default_factory=Counter)  # layouts by verdict, nothing planted
+    tensors: Counter[str] = field(default_factory=Counter)  # tensors by verdict, nothing planted
+    errors: list[float] = field(default_factory=list)  # each tensor's largest relative error over ranks and blocks
+    ratios: list[float] = field(default_factory=list)  # and its error / noise, largest over ranks
+    planted: Counter[str] = field(default_factory=Counter)  # tensors of the planted class, by verdict
+    named: Counter[str] = field(default_factory=Counter)  # layouts with a plant, by verdict
+    right_name: int = 0  # of them those in which a finding names planted tensors only, and their factor
+    other_name: int = 0  # and those in which some other bug is told
+    innocent: Counter[str] = field(default_factory=Counter)  # the other tensors of those runs, by verdict
+    planted_ratios: list[float] = field(default_factory=list)
+    said: list[str] = field(default_factory=list)  # every sentence that should not have been said
+
+
+class KeptWorld(World):
+    """Ranks that outlive the proof of one case: starting them takes longer than a case does."""
+
+    kept: ClassVar[dict[int, World]] = {}
+
+    def __new__(cls, nproc: int) -> Any:
+        return cls.kept.setdefault(nproc, super().__new__(cls))
+
+    def __init__(self, nproc: int) -> None:
+        if not hasattr(self, "nproc"):
+            super().__init__(nproc)
+
+    def close(self, kill: bool = False) -> None:
+        if kill:
+            super().close(kill)
+
+
+def listen(into: list[float]) -> None:
+    """Have the comparison leave the ratio of every tensor that it judges by noise."""
+    from isograd.verify.numerics import verdict
+
+    def judged(ratio: float) -> str:
+        into.append(ratio)
+        return verdict(ratio)
+
+    compare.judged = judged
+
+
+def right(outcome: Outcome, model: str, seed: int, layouts: tuple[str, ...], dtype: torch.dtype) -> None:
+    ratios: list[float] = []
+    listen(ratios)
+    report = prove.verify(partial(case, model, seed, STEPS[dtype], "", 1.0), layouts, dtype=dtype)
+    outcome.ratios += ratios
+    for subject in report.subjects:
+        outcome.subjects[subject.verdict] += 1
+        outcome.errors += subject.errors.values()
+        outcome.tensors.update(subject.verdict_of(name) for name in subject.errors)
+        for finding in subject.findings:
+            if finding.verdict in (BUG, INCONCLUSIVE):
+                outcome.said.append(f"{model}, seed {seed}, {subject.name}: {finding.verdict}: {finding.sentence}")
+
+
+def wrong(outcome: Outcome, model: str, seed: int, layouts: tuple[str, ...], dtype: torch.dtype, by: float) -> None:
+    kind = CLASSES[seed % len(CLASSES)]
+    ratios: list[float] = []
+    listen(ratios)
+    report = prove.verify(partial(case, model, seed, 1, kind, 1 + by), layouts, dtype=dtype)
+    names = [name for subject in report.subjects for name in subject.errors]
+    if len(ratios) == len(names):  # judged by noise: one ratio per tensor and layout, in the same order
+        outcome.planted_ratios += [r for name, r in zip(names, ratios, strict=True) if fnmatch(name, kind)]
+    for subject in report.subjects:
+        outcome.named[subject.verdict] += 1
+        bugs = [f for f in subject.findings if f.verdict == BUG]
+        told = {f for f in bugs if all(fnmatch(t, kind) for t in f.tensors) and f"{1 + by:.4g} times" in f.sentence}
+        outcome.right_name += bool(told)
+        outcome.other_name += len(told) < len(bugs)
+        outcome.said += [f"{model}, seed {seed}, {subject.name}, {kind}: {f.sentence}" for f in bugs if f not in told]
+        for name in subject.errors:
+            counted = outcome.planted if fnmatch(name, kind) else outcome.innocent
+            counted[subject.verdict_of(name)] += 1
+            if counted is outcome.innocent and subject.verdict_of(name) != PASS:
+                outcome.said.append(f"{model}, seed {seed}, {subject.name}, {kind} planted: {name} is not PASS")
+
+
+def quantiles(values: list[float]) -> tuple[float, float, float, float]:
+    """Median, 99 %, 99.9 %, largest."""
+    if not values:
+        return (float("nan"),) * 4
+    ordered = torch.tensor(sorted(values), dtype=torch.float64)
+    return (*(float(ordered.quantile(q, interpolation="higher")) for q in (0.5, 0.99, 0.999)), float(ordered[-1]))
+
+
+# -- the tables --------------------------------------------------------------------------------------------------
+
+
+def tables(outcomes: list[Outcome], plant: float) -> list[tuple[str, list[dict[str, str]]]]:
+    """Each a title and rows; a row is its cells by column."""
+    return [
+        ("right layouts, as `isograd verify` judges them", [null_row(o) for o in outcomes]),
+        (
+            "right layouts, relative errors, as `verify compare` judges two recordings",
+            [relative_row(o) for o in outcomes],
+        ),
+        (f"one kind of parameter {100 * plant:g} % too large", [planted_row(o) for o in outcomes if plant]),
+    ]
+
+
+def null_row(o: Outcome) -> dict[str, str]:
+    whole = o.dtype == "float64"
+    spread = quantiles(o.errors if whole else o.ratios)
+    return {
+        "dtype": o.dtype,
+        "judged by": "error" if whole else "error / noise",
+        "tensors": f"{o.tensors.total()}",
+        "layouts": f"{o.subjects.total()}",
+        **{name: f"{q:.1e}" if whole else f"{q:.2f}" for name, q in zip(SPREAD, spread, strict=True)},
+        BUG: f"{o.tensors[BUG]}",
+        INCONCLUSIVE: f"{o.tensors[INCONCLUSIVE]}",
+        "layouts not PASS": f"{o.subjects.total() - o.subjects[PASS]}",
+    }
+
+
+def relative_row(o: Outcome) -> dict[str, str]:
+    low, high = compare.LIMITS[o.dtype]
+    return {
+        "dtype": o.dtype,
+        **{name: f"{q:.1e}" for name, q in zip(SPREAD, quantiles(o.errors), strict=True)},
+        "PASS to": f"{low:g}",
+        "BUG above": f"{high:g}",
+        "tensors above the first": f"{sum(e > low for e in o.errors)}",
+        "and the second": f"{sum(e > high for e in o.errors)}",
+    }
+
+
+def planted_row(o: Outcome) -> dict[str, str]:
+    def share(count: int, of: Counter[str]) -> str:
+        return f"{100 * count / max(of.total(), 1):.1f} %"
+
+    return {
+        "dtype": o.dtype,
+        "planted tensors": f"{o.planted.total()}",
+        **{verdict: share(o.planted[verdict], o.planted) for verdict in (BUG, INCONCLUSIVE, PASS)},
+        "median error / noise": f"{quantiles(o.planted_ratios)[0]:.1f}" if o.planted_ratios else "-",
+        "layouts": f"{o.named.total()}",
+        "BUG in": share(o.named[BUG], o.named),
+        "named rightly": share(o.right_name, o.named),
+        "something else told": share(o.other_name, o.named),
+        "other tensors": f"{o.innocent.total()}",
+        "of them not PASS": f"{o.innocent.total() - o.innocent[PASS]}",
+    }
+
+
+def markdown(rows: list[dict[str, str]]) -> str:
+    lines = [list(rows[0]), ["---", *["---:"] * (len(rows[0]) - 1)], *(list(row.values()) for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one seed, two layouts")
+    parser.add_argument("--seeds", type=int, metavar="N", help=f"default {SEEDS}")
+    parser.add_argument("--first-seed", type=int, default=0, metavar="N", help="default 0")
+    parser.add_argument("--dtypes", nargs="+", choices=SEEDS, default=list(SEEDS))
+    parser.add_argument("--plant", type=float, default=0.01, metavar="P", help="default 0.01; 0 plants nothing")
+    parser.add_argument("--markdown", action="store_true", help="tables for docs/log.md")
+    options = parser.parse_args()
+    began, console = time.monotonic(), Console(width=150)
+    prove.World = KeptWorld
+    layouts = QUICK if options.quick else LAYOUTS
+    outcomes = []
+    for dtype in options.dtypes:
+        outcome = Outcome(dtype)
+        outcomes.append(outcome)
+        count = options.seeds or (1 if options.quick else SEEDS[dtype])
+        for seed in range(options.first_seed, options.first_seed + count):
+            for model in MODELS:
+                right(outcome, model, seed, layouts, getattr(torch, dtype))
+                if options.plant and seed % 2 == options.first_seed % 2:
+                    wrong(outcome, model, seed, layouts, getattr(torch, dtype), options.plant)
+            console.print(f"{dtype}, seed {seed}: {time.monotonic() - began:.0f} s", style="dim")
+    for title, rows in tables(outcomes, options.plant):
+        if not rows:
+            continue
+        if options.markdown:
+            print(f"\n{title}\n\n{markdown(rows)}")
+            continue
+        table = Table(*rows[0], title=title)
+        for row in rows:
+            table.add_row(*row.values())
+        console.print(table)
+    for outcome in outcomes:
+        for sentence in outcome.said[:20]:
+            console.print(f"{outcome.dtype}: {sentence}", markup=False)
+    for world in KeptWorld.kept.values():
+        World.close(world)
+    OUT.mkdir(exist_ok=True)
+    (OUT / "verify_null.json").write_text(json.dumps([vars(outcome) for outcome in outcomes], indent=1))
+
+
+if __name__ == "__main__":
+    main()

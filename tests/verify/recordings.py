@@ -1,0 +1,106 @@
+"""Recordings written by hand: what ranks hold, said in a few lines, so that a test can plant exactly one difference."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isograd.verify.capture import digest
+from isograd.verify.recording import RankWriter, Recording, write_json
+from isograd.verify.sketch import content_hash, sketch
+
+RATE = 0.1
+Box = list[list[int]]
+
+
+@dataclass
+class Held:
+    """What one rank holds of one parameter in one step."""
+
+    value: Tensor
+    gradient: Tensor | None
+    box: Box | None = None
+    whole: tuple[int, ...] | None = None  # the global shape
+    parts: dict[int, Tensor] = field(default_factory=dict)  # what each micro-batch added on this rank
+    after: Tensor | None = None  # None: an SGD step
+    owned: bool = True
+    trainable: bool = True
+
+
+@dataclass
+class Step:
+    """One optimizer step of one rank."""
+
+    held: dict[str, Held]
+    inputs: list[Tensor] = field(default_factory=list)  # per micro-batch
+    tensors: dict[str, Tensor] = field(default_factory=dict)  # more of the step's file
+    events: list[dict[str, Any]] = field(default_factory=list)
+
+
+def write(home: Path, ranks: list[list[Step]], layout: str = "") -> Recording:
+    """A recording of these ranks' steps, as Capture would have left it."""
+    for rank, steps in enumerate(ranks):
+        writer = RankWriter(home, rank, len(ranks))
+        for number, step in enumerate(steps, 1):
+            _write_step(writer, number, step)
+        writer.close()
+    write_json(home / "recording.json", {"version": 1, "layout": layout})
+    return Recording(home)
+
+
+def _write_step(writer: RankWriter, number: int, step: Step) -> None:
+    place = {"step": number, "micro": 0}
+    micros = {m for one in step.held.values() for m in one.parts} or {0}
+    for micro, given in enumerate(step.inputs):
+        hashes = {"hashes": [str(content_hash(given))], "shapes": [list(given.shape)]}
+        writer.event({"k": "input", **place, "forward": micro, **hashes})
+    for micro in sorted(micros):
+        writer.event({"k": "backward", **place, "micro": micro, "site": ""})
+    for event in step.events:
+        writer.event({**place, **event})
+    tensors, about = dict(step.tensors), {}
+    for name, one in step.held.items():
+        tensors[f"parameter/{name}"] = one.value
+        after = one.after
+        if after is None:
+            after = one.value if one.gradient is None else one.value - RATE * one.gradient
+        tensors[f"after/{name}"] = after
+        for micro, part in one.parts.items():
+            tensors[f"part/{micro}/{name}"] = sketch(part)
+        if one.gradient is not None:
+            tensors[f"final/{name}"] = one.gradient
+            tensors[f"sum/{name}"] = tensors[f"clipped/{name}"] = sketch(one.gradient)
+        about[name] = _about(one, after)
+    writer.event({"k": "step", **place, "parameters": about, "backwards": number * len(micros), "note": "", "at": 0.0})
+    # Two names for one tensor are two entries of the file.
+    writer.tensors(number, {name: t.clone() for name, t in tensors.items()})
+
+
+def _about(one: Held, after: Tensor) -> dict[str, Any]:
+    flat, gradient = one.value.reshape(-1), one.gradient
+    return {
+        "shape": list(one.value.shape),
+        "global": list(one.whole or one.value.shape),
+        "box": one.box,
+        "dtensor": False,
+        "dtype": str(one.value.dtype).removeprefix("torch."),
+        "trainable": one.trainable,
+        "owned": one.owned,
+        "gradient": gradient is not None,
+        "gradient_hash": digest(gradient) if gradient is not None else "",
+        "gradient_dtype": str(gradient.dtype).removeprefix("torch.") if gradient is not None else "",
+        "finite": gradient is None or bool(gradient.isfinite().all()),
+        "hash": digest(after),
+        "part_shape": list(one.value.shape),
+        "before": digest(one.value),
+        "constant": bool((flat == flat[:1]).all()),
+    }
+
+
+def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Random numbers that depend on shape and seed alone."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)

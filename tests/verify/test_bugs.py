@@ -1,0 +1,117 @@
+"""The corpus: every planted bug is named with its id, axis and tensors, and its clean twin is silent."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from isograd.errors import VerifyError
+from isograd.verify import catalogue
+from isograd.verify.bugs import FRAMEWORKS, PROGRAMS
+from isograd.verify.bugs.run import Bench, Planted, every_name, names_it, planted
+from isograd.verify.findings import BUG, NOTE, Finding, Subject
+
+EVERY = {what.name: what for what in every_name([])}
+SEEDS = (0, 1)
+
+# The documented bugs of the field, as the issue lists them.
+DOCUMENTED = {
+    "ulysses-scale", "ulysses-permute", "nosync-missing", "tie-after-scatter", "norm-unreduced", "router-unreduced",
+    "qknorm-unreduced", "kv-replica-unreduced", "mean-of-means", "accum-overwritten", "accum-rereduced",
+    "accum-undivided", "pp-scale", "expert-scale", "expert-twice", "bias-n-times", "gather-backward-sum", "cut-graph",
+    "wrong-group", "clip-per-rank", "norm-counts-replicas", "overflow-alone", "bf16-reduction", "shared-module",
+    "temperature-scale", "cache-rng", "loss-labels-shifted", "norm-dropout-rng", "resume-other-rank",
+}  # fmt: skip
+LATER = {
+    "tie-after-scatter": "a tie over pipeline stages",
+    "pp-scale": "pipeline stages",
+    "router-unreduced": "experts",
+    "expert-scale": "experts",
+    "expert-twice": "experts",
+    "temperature-scale": "contrastive losses",
+    "cache-rng": "contrastive losses: cached representations",
+    "loss-labels-shifted": "contrastive losses: gathered negatives",
+}
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("name", EVERY)
+def test_a_planted_bug_is_named_and_its_clean_twin_is_silent(bench: Bench, name: str, seed: int) -> None:
+    outcome = bench.outcome(EVERY[name], seed)
+    said = [f"{f.verdict} {f.bug} over {f.axis}: {f.sentence}" for f in outcome.others]
+    assert outcome.caught is not None, said
+    assert outcome.caught.sentence
+    assert outcome.caught.cause, "what usually causes it"
+    assert outcome.caught.look, "where to look"
+    assert outcome.alarms == ()
+    assert outcome.ok
+    accused = {f.bug for f in outcome.others if f.verdict == BUG and f.bug}
+    assert accused <= {EVERY[name].bug}, "no other bug is named beside it"
+
+
+def test_every_documented_bug_is_in_the_corpus_or_waits_for_its_feature() -> None:
+    held = {what.bug for what in EVERY.values()}
+    assert DOCUMENTED - held == set(LATER)
+    assert held - DOCUMENTED == {"unowned"}  # found by the same checks, and no bug of a framework
+
+
+def test_the_catalogue_for_readers_tells_every_documented_bug() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "bugs.md").read_text()
+    assert set(re.findall(r"^\| `([a-z0-9-]+)` \|", text, re.MULTILINE)) >= DOCUMENTED
+
+
+def test_every_bug_that_is_planted_has_its_cause_and_place_in_the_catalogue() -> None:
+    assert {what.bug for what in EVERY.values()} <= set(catalogue.BUGS)
+    for known in catalogue.BUGS.values():
+        assert known.cause and known.look
+
+
+def test_every_documented_bug_in_the_catalogue_is_planted_or_waits() -> None:
+    assert set(catalogue.BUGS) & DOCUMENTED <= {what.bug for what in EVERY.values()} | set(LATER)
+
+
+@pytest.mark.parametrize("name", (*PROGRAMS, *FRAMEWORKS))
+def test_a_program_tells_its_story_and_whom_to_name(name: str) -> None:
+    for what in planted(name):
+        assert what.module.__doc__
+        assert len(what.module.__doc__) > 60
+        assert what.module.WORLD in (2, 3, 4)
+        assert re.compile(what.axis)
+        assert re.compile(what.tensors)
+
+
+def test_the_bugs_of_the_command_line_are_found_by_id_framework_or_both() -> None:
+    assert [p.name for p in every_name(["wrong-group"])] == ["wrong-group"]
+    assert [p.name for p in every_name(["fsdp2/clip-per-rank", "order-none"][:1])] == ["fsdp2/clip-per-rank"]
+    assert {p.name.partition("/")[0] for p in every_name(["ddp"])} == {"ddp"}
+    assert len(every_name(["ddp"])) > 3
+    assert len(EVERY) == len(every_name([])) == len({p.name for p in every_name([])})
+
+
+def test_an_unknown_bug_is_refused_with_the_nearest() -> None:
+    with pytest.raises(VerifyError, match="IG740: no bug 'mean-of-mean' in the corpus") as error:
+        every_name(["mean-of-mean"])
+    assert "did you mean 'mean-of-means'?" in str(error.value)
+
+
+NAMED = Finding(BUG, "wrong-group", "", tensors=("up.weight", "down.weight"), axis="tp")
+UP: Planted = EVERY["wrong-group"]
+
+
+@pytest.mark.parametrize(
+    ("finding", "ok"),
+    [
+        (NAMED, True),
+        (Finding(NOTE, "wrong-group", "", NAMED.tensors, "tp"), False),
+        (Finding(BUG, "nosync-missing", "", NAMED.tensors, "tp"), False),
+        (Finding(BUG, "wrong-group", "", NAMED.tensors, "micro-batches"), False),
+        (Finding(BUG, "wrong-group", "", ("up.weight",), "tp"), False),
+        (Finding(BUG, "wrong-group", "", (*NAMED.tensors, "norm.weight"), "tp"), False),
+    ],
+)
+def test_a_bug_counts_as_named_only_with_its_id_axis_and_exactly_its_tensors(finding: Finding, ok: bool) -> None:
+    tensors = [n for n in ("up.weight", "down.weight", "norm.weight") if n == "norm.weight" or re.search(UP.tensors, n)]
+    subject = Subject("dp2 tp2", 4, errors=dict.fromkeys(tensors, 0.5))
+    assert names_it(finding, UP, subject) is ok

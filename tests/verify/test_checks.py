@@ -1,0 +1,402 @@
+"""Each check that needs no reference fires on its bug, and on nothing else: tiny programs, planted and watched."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from isograd.comm.launch import World
+from isograd.verify.analysis import Analysis
+from isograd.verify.bugs.plain import HIDDEN, VOCAB, Mlp, batch, cross_entropy, micro_batches, seeded, valid
+from isograd.verify.bugs.sharded import ShardedMlp
+from isograd.verify.capture import Capture
+from isograd.verify.checks import CHECKS, check
+from isograd.verify.findings import BUG, INCONCLUSIVE, NOTE, Finding
+from isograd.verify.recording import Recording, write_json
+
+from .recordings import Held, Step, numbers, write
+
+CHECK = {run.__name__: run for run in CHECKS}
+MICROS = 2
+
+
+# -- programs: each is right, unless something is planted in it ----------------------------------------------------
+
+
+def reduce_gradients(model: nn.Module, plant: str) -> None:
+    for name, p in model.named_parameters():
+        if p.grad is None or (plant == "norms are not summed" and name.startswith("norm")):
+            continue
+        if plant == "summed in bf16":
+            half = p.grad.bfloat16()
+            dist.all_reduce(half)
+            p.grad.copy_(half)
+        else:
+            dist.all_reduce(p.grad)
+        if plant == "norms count twice" and name.startswith("norm"):
+            p.grad.mul_(2)
+
+
+def share(logits: Tensor, labels: Tensor, count: Tensor, plant: str) -> Tensor:
+    """What a micro-batch adds to the mean over the step's labels."""
+    if plant == "mean of means":
+        return cross_entropy(logits, labels, "mean") / MICROS / dist.get_world_size()
+    return cross_entropy(logits, labels) / count
+
+
+def after_reduction(model: Mlp, plant: str, rank: int) -> None:
+    assert model.norm.weight.grad is not None
+    if plant == "NaN on one rank" and rank == 1:
+        model.norm.weight.grad[2] = torch.nan
+    if plant == "gradients are left behind":
+        model.up.weight.grad = None
+    if plant == "different limits":
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01 * (rank + 1))
+    elif plant == "a norm per rank":
+        mine = [p for i, p in enumerate(model.parameters()) if i % 2 == rank]
+        nn.utils.clip_grad_norm_(mine, 1e9)
+    elif plant != "norms are not summed":
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+
+
+def data_parallel(plant: str) -> None:
+    """Two micro-batches on each rank, gradients summed by hand, one divisor."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model = seeded(Mlp, 3)
+    if plant == "a parameter without use":
+        model.spare = nn.Linear(3, 5).double()
+    if plant == "another start on rank 1" and rank == 1:
+        model.up.weight.data.mul_(1.5)
+    owned = [p for n, p in model.named_parameters() if not (plant == "norms have no owner" and n.startswith("norm"))]
+    optimizer = torch.optim.SGD(owned, lr=0.1)
+    for step in range(3 if plant == "rank 1 skips a step" else 2):
+        count = valid(batch(step)[1])
+        for tokens, labels in micro_batches(rank, world, step, MICROS):
+            logits = model(tokens)
+            if plant == "gathered without a backward":
+                dist.all_gather([torch.empty_like(logits) for _ in range(world)], logits)
+            loss = share(logits, labels, count, plant)
+            if plant == "only the last micro-batch":
+                optimizer.zero_grad()
+            loss.backward()
+            if plant == "reduced after every micro-batch":
+                reduce_gradients(model, plant)
+        if plant == "another dtype on rank 1":
+            dist.all_reduce(torch.zeros(3, dtype=torch.int32 if rank else torch.float32))
+        if plant != "reduced after every micro-batch":
+            reduce_gradients(model, plant)
+        after_reduction(model, plant, rank)
+        if not (plant == "rank 1 skips a step" and rank == 1 and step == 1):
+            optimizer.step()
+        model.zero_grad()
+        if plant == "changed between the steps":
+            model.embed.weight.data.add_(0.5)
+
+
+def tensor_parallel(plant: str) -> None:
+    """Two ranks hold halves of two matrices, and drop the same elements of what all hold."""
+    rank = dist.get_rank()
+    model = seeded(ShardedMlp, 3)
+    model.shard()
+    model.embed = nn.Sequential(model.embed, nn.Dropout(0.25))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        tokens, labels = batch(step)
+        torch.manual_seed(step + (50 * rank if plant == "other masks" else 0))
+        (cross_entropy(model(tokens), labels) / valid(labels)).backward()
+        if plant == "replicas count twice in the norm":
+            square = sum(p.grad.square().sum() for p in model.parameters())
+            dist.all_reduce(square)
+            nn.utils.clip_grads_with_norm_(model.parameters(), 0.05, square.sqrt())
+        optimizer.step()
+        optimizer.zero_grad()
+        if plant == "shards change places":
+            for part in (model.up.weight, model.up.bias, model.down.weight):
+                both = [torch.empty_like(part.data) for _ in range(2)]
+                dist.all_gather(both, part.data.contiguous())
+                part.data.copy_(both[1 - rank])
+
+
+class Pair(nn.Module):
+    """Column-parallel over neighbours, data-parallel over the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, HIDDEN)
+        self.head = nn.Linear(HIDDEN, 2 * VOCAB)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.embed(tokens))  # type: ignore[no-any-return]
+
+
+def two_axes(plant: str) -> None:
+    """dp2 tp2: each pair of neighbours sees one half of the data, and each member has its own half of the head."""
+    rank = dist.get_rank()
+    groups = {ranks: dist.new_group(list(ranks)) for ranks in ((0, 2), (1, 3), (0, 1, 3), (0, 1), (2, 3))}
+    over = groups[0, 2] if rank % 2 == 0 else groups[1, 3]
+    neighbours = groups[0, 1] if rank < 2 else groups[2, 3]
+    model = seeded(Pair, 3)
+    whole, model.head = model.head, nn.Linear(HIDDEN, VOCAB).double()
+    model.head.weight.data.copy_(whole.weight.data.chunk(2)[rank % 2])
+    model.head.bias.data.copy_(whole.bias.data.chunk(2)[rank % 2])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        tokens, labels = batch(step)
+        mine = slice(0, 5) if rank < 2 else slice(5, None)
+        (cross_entropy(model(tokens[mine]), labels[mine]) / valid(labels)).backward()
+        for group in (neighbours, over):
+            dist.all_reduce(model.embed.weight.grad, group=group)
+        for p in model.head.parameters():
+            dist.all_reduce(p.grad, group=dist.group.WORLD if plant == "heads summed over the world" else over)
+        if plant == "a group that is no axis" and rank != 2:  # a sum that is right by chance
+            dist.all_reduce(model.embed.weight.grad.mul_(0 if rank else 1), group=groups[0, 1, 3])
+        optimizer.step()
+        optimizer.zero_grad()
+    for group in groups.values():
+        if group is not dist.GroupMember.NON_GROUP_MEMBER:
+            dist.destroy_process_group(group)
+
+
+# -- what each check says ------------------------------------------------------------------------------------------
+
+Program = Callable[[str], None]
+EVERYTHING = r"."
+
+
+@dataclass(frozen=True)
+class Said:
+    """A finding that must be there: its verdict, bug and axis, the tensors it names, and words of its sentence."""
+
+    verdict: str
+    bug: str
+    axis: str
+    tensors: str  # a pattern: all that match and no others
+    words: str
+
+
+Row = tuple[str, Program, str, Said]
+TABLE: list[Row] = [
+    ("steps_together", data_parallel, "rank 1 skips a step",
+     Said(BUG, "overflow-alone", "rank 1", EVERYTHING, "rank 1 took no optimizer step after backward 4, while other")),
+    ("coefficients", data_parallel, "norms are not summed",
+     Said(BUG, "norm-unreduced", "dp", r"^norm", "norms (norm.bias, norm.weight): not summed over dp")),
+    ("coefficients", data_parallel, "only the last micro-batch",
+     Said(BUG, "accum-overwritten", "micro-batches", EVERYTHING, "only the last micro-batch counts")),
+    ("coefficients", data_parallel, "reduced after every micro-batch",
+     Said(BUG, "accum-rereduced", "micro-batches", EVERYTHING, "coefficients rise by 2 each")),
+    ("coefficients", data_parallel, "norms count twice",
+     Said(BUG, "gather-backward-sum", "ranks 0, 1", r"^norm", "count 2 times where the other tensors count once")),
+    ("coefficients", two_axes, "heads summed over the world",
+     Said(BUG, "wrong-group", "tp", r"^head", "whose members hold other shards of it")),
+    ("coefficients", data_parallel, "another start on rank 1",
+     Said(BUG, "replicas-differ", "dp", r"^up.weight", "but the copies began with different values")),
+    ("token_weights", data_parallel, "mean of means",
+     Said(BUG, "mean-of-means", "ranks and micro-batches", EVERYTHING, "each divides by its own number of labels")),
+    ("graph_cuts", data_parallel, "gathered without a backward",
+     Said(BUG, "cut-graph", "dp", r"^$", "all_gather at tests/verify/test_checks.py")),
+    ("continuity", data_parallel, "changed between the steps",
+     Said(NOTE, "", "", r"^embed", "embed.weight changed between steps 1 and 2 without the optimizer")),
+    ("continuity", tensor_parallel, "shards change places",
+     Said(BUG, "resume-other-rank", "tp", r"^(up|down)", "now holds what rank")),
+    ("replicas", data_parallel, "norms are not summed",
+     Said(BUG, "replicas-differ", "dp", r"^norm", "copies of norm.bias, norm.weight differ between dp")),
+    ("missing", data_parallel, "NaN on one rank",
+     Said(BUG, "non-finite", "rank 1", r"^norm.weight", "the gradients of norm.weight are not finite on rank 1")),
+    ("missing", data_parallel, "norms have no owner",
+     Said(BUG, "unowned", "", r"^norm", "norm.weight, norm.bias get gradients but no optimizer owns them")),
+    ("missing", data_parallel, "gradients are left behind",
+     Said(BUG, "nosync-missing", "dp", r"^up.weight", "backward made them, but none has reached .grad")),
+    ("missing", data_parallel, "a parameter without use",
+     Said(NOTE, "", "", r"^spare", "spare.weight, spare.bias got no gradient on any rank")),
+    ("norms", data_parallel, "a norm per rank",
+     Said(BUG, "clip-per-rank", "dp", EVERYTHING, "the gradient norm differs between ranks")),
+    ("norms", data_parallel, "different limits",
+     Said(BUG, "clip-per-rank", "dp", EVERYTHING, "ranks clip by different factors")),
+    ("norms", tensor_parallel, "replicas count twice in the norm",
+     Said(BUG, "norm-counts-replicas", "tp", r"^(?!up|down)", "it counts every copy of replicated tensors")),
+    ("dtypes", data_parallel, "summed in bf16",
+     Said(BUG, "bf16-reduction", "dp", EVERYTHING, "reductions of fp32 gradients ran in bfloat16: all_reduce at")),
+    ("order", data_parallel, "another dtype on rank 1",
+     Said(BUG, "order", "ranks 0, 1", r"^$", "rank 0 calls all_reduce of 3 x float32 at")),
+    ("groups", two_axes, "a group that is no axis",
+     Said(NOTE, "wrong-group", "ranks 0, 1, 3", r"^embed", "runs over ranks 0, 1, 3, which is no axis of a mesh")),
+    ("random_draws", tensor_parallel, "other masks",
+     Said(BUG, "norm-dropout-rng", "tp", r"^embed.1$", "copies of one activation on ranks 0, 1 were given different")),
+]  # fmt: skip
+RANKS = {data_parallel: (2, "dp2"), tensor_parallel: (2, "tp2"), two_axes: (4, "dp2 tp2")}
+
+
+def watched(program: Program, plant: str, directory: str) -> None:
+    with Capture(directory, steps=3):
+        program(plant)
+
+
+Watch = Callable[[Program, str], Recording]
+
+
+@pytest.fixture(scope="module")
+def watch(worlds: Callable[[int], World], tmp_path_factory: pytest.TempPathFactory) -> Watch:
+    """Each program is run once with each plant."""
+    done: dict[tuple[Program, str], Recording] = {}
+    home = tmp_path_factory.mktemp("recordings")
+
+    def run(program: Program, plant: str) -> Recording:
+        if (program, plant) not in done:
+            ranks, layout = RANKS[program]
+            place = home / str(len(done))
+            worlds(ranks).run(partial(watched, program, plant, str(place)))
+            write_json(place / "recording.json", {"version": 1, "layout": layout})
+            done[program, plant] = Recording(place)
+        return done[program, plant]
+
+    return run
+
+
+def found_by(name: str, recording: Recording) -> list[Finding]:
+    return [f for step in recording.steps for f in CHECK[name](Analysis(recording, step))]
+
+
+def tensors_of(recording: Recording) -> list[str]:
+    return list(Analysis(recording, 1).names)
+
+
+@pytest.mark.parametrize(("name", "program", "plant", "said"), TABLE, ids=[f"{row[0]}: {row[2]}" for row in TABLE])
+def test_a_check_fires_on(watch: Watch, name: str, program: Program, plant: str, said: Said) -> None:
+    recording = watch(program, plant)
+    found = found_by(name, recording)
+    assert found, f"{name} is silent"
+    first = found[0]
+    assert (first.verdict, first.bug, first.axis) == (said.verdict, said.bug, said.axis), first.sentence
+    assert said.words in first.sentence
+    known = {*tensors_of(recording), *first.tensors}
+    assert set(first.tensors) == {n for n in known if re.search(said.tensors, n)}
+    if first.bug and first.verdict == BUG:
+        assert first.cause
+        assert first.look
+
+
+@pytest.mark.parametrize("program", RANKS)
+@pytest.mark.parametrize("name", CHECK)
+def test_a_check_is_silent_on_the_right(watch: Watch, name: str, program: Program) -> None:
+    assert found_by(name, watch(program, "")) == []
+
+
+def test_every_check_is_planted() -> None:
+    assert {name for name, _, _, _ in TABLE} == set(CHECK)
+
+
+@pytest.mark.parametrize(
+    ("program", "plant", "bug"),
+    [(p, plant, said.bug) for name, p, plant, said in TABLE if said.verdict == BUG and name != "replicas"],
+)
+def test_all_checks_together_name_that_bug_alone(watch: Watch, program: Program, plant: str, bug: str) -> None:
+    assert {f.bug for f in check(watch(program, plant)) if f.verdict == BUG} == {bug}
+
+
+# -- written by hand -----------------------------------------------------------------------------------------------
+
+
+def by_hand(home: Path, *of_ranks: dict[str, Held], events: list[list[dict[str, Any]]] | None = None) -> Recording:
+    """One step; each rank's parameters, and its events."""
+    told = events or [[] for _ in of_ranks]
+    ranks = [[Step(dict(held), events=mine)] for held, mine in zip(of_ranks, told, strict=True)]
+    return write(home, ranks, f"dp{len(ranks)}")
+
+
+def call(op: str = "all_reduce", numel: int = 5, group: tuple[int, ...] = (0, 1), **more: Any) -> dict[str, Any]:
+    known = {"k": "collective", "op": op, "group": list(group), "dtype": "float32", "numel": numel, "phase": "backward"}
+    return {**known, "site": "train.py:9 in step", "covers": [], "cuts": False, "n": 0, "module": "", **more}
+
+
+A, B = call(numel=5), call("all_gather", 7)
+ORDERS: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]], str]] = {
+    "alike": ([A, B, A], [A, B, A], ""),
+    "none": ([], [], ""),
+    "swapped": ([A, B], [B, A], "collective 1 over ranks 0, 1: rank 0 calls all_reduce of 5 x float32 at train.py:9"),
+    "one more on rank 0": (
+        [A, B],
+        [A],
+        "rank 0 calls all_gather of 7 x float32 at train.py:9 in step, rank 1 calls none",
+    ),
+    "none on rank 0": ([], [A], "collective 1 over ranks 0, 1: rank 0 calls none"),
+    "another size": ([A], [call(numel=6)], "rank 1 calls all_reduce of 6 x float32"),
+    "another dtype": ([A], [call(dtype="bfloat16")], "rank 1 calls all_reduce of 5 x bfloat16"),
+    "uneven gathers": ([B], [call("all_gather", 8)], ""),
+    "point to point": ([call("send")], [call("recv")], ""),
+    "alone in its group": ([call(group=(0,)), A], [A], ""),
+}
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_members_of_a_group_must_call_alike(tmp_path: Path, name: str) -> None:
+    first, second, words = ORDERS[name]
+    found = found_by("order", by_hand(tmp_path, {}, {}, events=[first, second]))
+    assert [(f.bug, f.axis) for f in found] == ([("order", "ranks 0, 1")] if words else [])
+    assert all(words in f.sentence for f in found)
+
+
+def shared(name: str, micros: int, size: int, gradient: Callable[[list[Tensor]], Tensor]) -> list[dict[str, Held]]:
+    """Two ranks' copies of a parameter; the gradient is made of what all micro-batches added."""
+    parts = [[numbers(size, seed=10 * k + m) for m in range(micros)] for k in range(2)]
+    whole = gradient([p for mine in parts for p in mine])
+    return [{name: Held(numbers(size), whole, parts=dict(enumerate(mine)))} for mine in parts]
+
+
+def test_a_temperature_is_too_small_to_tell_its_contributions_apart(tmp_path: Path) -> None:
+    right = by_hand(tmp_path / "right", *shared("temperature", 2, 1, lambda parts: torch.stack(parts).sum(0)))
+    wrong = by_hand(tmp_path / "wrong", *shared("temperature", 2, 1, lambda parts: parts[0] + 2 * parts[3]))
+    assert [f for f in found_by("coefficients", right) if f.verdict != NOTE] == []
+    found = found_by("coefficients", wrong)
+    # One number is always some multiple of another: nothing is guessed.
+    assert all(f.verdict == INCONCLUSIVE for f in found)
+
+
+def test_three_numbers_cannot_tell_four_contributions_apart_and_it_is_said(tmp_path: Path) -> None:
+    wrong = by_hand(tmp_path, *shared("scale", 2, 3, lambda parts: parts[0] + 2 * parts[3]))
+    (found,) = found_by("coefficients", wrong)
+    assert (found.verdict, found.tensors) == (INCONCLUSIVE, ("scale",))
+    assert "scale is too small to tell its contributions apart, and they do not all count alike" in found.sentence
+
+
+def test_what_is_no_sum_of_contributions_is_said_to_be_none(tmp_path: Path) -> None:
+    odd = by_hand(tmp_path, *shared("w", 1, 400, lambda parts: parts[0] + parts[1] + numbers(400, seed=99)))
+    (found,) = found_by("coefficients", odd)
+    assert (found.verdict, found.tensors) == (INCONCLUSIVE, ("w",))
+    assert "what reached the optimizer is no sum of what backward added" in found.sentence
+
+
+def test_biases_that_begin_at_zero_beside_sharded_weights_may_be_shards_in_every_step(tmp_path: Path) -> None:
+    ranks: list[list[Step]] = [[], []]
+    bias = [torch.zeros(4).double(), torch.zeros(4).double()]
+    weight = [numbers(4, 3, seed=k) for k in range(2)]
+    for step in range(2):
+        for k in range(2):
+            g, h = numbers(4, seed=20 + k + step), numbers(4, 3, seed=30 + k + step)
+            held = {"up.weight": Held(weight[k], h, parts={0: h}), "up.bias": Held(bias[k], g, parts={0: g})}
+            ranks[k].append(Step(held))
+            bias[k], weight[k] = bias[k] - 0.1 * g, weight[k] - 0.1 * h
+    recording = write(tmp_path, ranks, "tp2")
+    found = found_by("replicas", recording)
+    assert [(f.verdict, f.tensors) for f in found] == [(INCONCLUSIVE, ("up.bias",))] * 2
+    assert "compare with a recording of one device" in found[0].sentence
+    assert found_by("coefficients", recording) == []
+
+
+def test_later_steps_are_not_searched_once_a_bug_is_found(watch: Watch) -> None:
+    found = check(watch(data_parallel, "only the last micro-batch"))
+    assert [f.sentence.partition(":")[0] for f in found if f.verdict == BUG] == ["step 1"]
+
+
+def test_copies_that_drift_because_of_a_named_bug_are_not_told_again(watch: Watch) -> None:
+    recording = watch(data_parallel, "norms are not summed")
+    assert found_by("replicas", recording) != []
+    assert [f.bug for f in check(recording)] == ["norm-unreduced"]
