@@ -40,8 +40,8 @@ def batch(text: torch.Tensor, step: int, rows: range) -> tuple[torch.Tensor, tor
 
 
 def my_rows(mesh: ig.Mesh) -> range:
-    share = BATCH // mesh.size("dp cp")
-    return range(mesh.index("dp cp") * share, (mesh.index("dp cp") + 1) * share)
+    share = BATCH // mesh.size("dp")
+    return range(mesh.index("dp") * share, (mesh.index("dp") + 1) * share)
 
 
 def train(layout: str, steps: int) -> None:

@@ -13,12 +13,17 @@ from isograd.mesh import Mesh
 sizes = st.integers(1, 4)
 
 
+def divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
 @st.composite
 def any_layout(draw: st.DrawFn) -> Layout:
     pp, dp, cp, tp = (draw(sizes) for _ in range(4))
     return Layout(
         pp=pp, dp=dp, cp=cp, tp=tp, vpp=draw(sizes) if pp > 1 else 1,
-        cp_method=draw(st.sampled_from(["ulysses", "ring"])) if cp > 1 else "ulysses",
+        cp_method=draw(st.sampled_from(["ulysses", "ring", *(f"ulysses{n}" for n in divisors(cp))]))
+        if cp > 1 else "ulysses",
         sp=tp > 1 and draw(st.booleans()), zero=draw(st.integers(0, 3)),
         ep=draw(st.sampled_from([n for n in range(1, dp * cp + 1) if dp * cp % n == 0])),
     )  # fmt: skip
@@ -47,6 +52,40 @@ def test_groups_are_the_ranks_that_differ_on_their_axes_only(layout: Layout, dat
         assert rank in block
         assert set(block) <= set(layout.ranks("tp", rank))
         assert {layout.coordinates(r)["tp"] // length for r in block} == {here["tp"] // length}
+    for axis in AXES:
+        for length in divisors(layout.size(axis)):
+            block, stride = layout.ranks(f"{axis}/{length}", rank), layout.ranks(f"{axis}%{length}", rank)
+            assert set(block) & set(stride) == {rank}
+            assert len(block) * len(stride) == layout.size(axis)
+            assert stride == tuple(
+                r for r in layout.ranks(axis, rank) if layout.coordinates(r)[axis] % length == here[axis] % length
+            )
+
+
+@given(any_layout())
+def test_a_cp_method_says_how_many_exchange_heads_and_how_many_pass_keys_around(layout: Layout) -> None:
+    assert layout.ulysses * layout.ring == layout.cp
+    assert layout.cp == 1 or (layout.cp_method == "ulysses") == (layout.ring == 1)
+    assert layout.cp == 1 or (layout.cp_method == "ring") == (layout.ulysses == 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "written", "ulysses"),
+    [
+        ("cp4 ulysses2", "cp4 ulysses2", 2),
+        ("ulysses3 dp2 cp6 zero1", "dp2 cp6 ulysses3 zero1", 3),
+        ("cp4 ulysses4", "cp4 ulysses", 4),
+        ("cp4 ulysses1", "cp4 ring", 1),
+        ("cp4 ulysses02", "cp4 ulysses2", 2),
+        ("cp4", "cp4 ulysses", 4),
+        ("dp2", "dp2", 1),
+    ],
+)
+def test_both_cp_methods_together_have_one_name(text: str, written: str, ulysses: int) -> None:
+    layout = Layout.parse(text)
+    assert str(layout) == written
+    assert layout.ulysses == ulysses
+    assert Layout(cp=layout.cp, cp_method=layout.cp_method, dp=layout.dp, zero=layout.zero) == layout
 
 
 def test_tp_neighbours_have_neighbouring_ranks_and_pp_is_outermost() -> None:
@@ -79,6 +118,11 @@ def test_a_world_of_one_has_many_names(text: str) -> None:
         ("dp0 sp vpp3 zro1 ring", ["dp must be", "sp without tp", "vpp3 without pp", "mean 'zero'", "'ring' w"]),
         ("dp" + "9" * 5000, ["unknown token"]),
         ("ring", ["'ring' without cp"]),
+        ("ulysses2", ["'ulysses2' without cp"]),
+        ("cp4 ulysses3", ["ulysses3 does not divide cp4"]),
+        ("cp4 ulysses0 sp", ["ulysses0 does not divide cp4", "sp without tp"]),
+        ("cp4 ulysses2 ring", ["the cp method is given twice"]),
+        ("cp4 ulises2", ["did you mean 'ulysses'"]),
     ],
 )
 def test_every_mistake_in_a_layout_is_named_at_once(text: str, parts: list[str]) -> None:
@@ -118,6 +162,9 @@ def test_unknown_axes_ranks_and_blocks_are_refused() -> None:
         (lambda: layout.ranks("world", 8), "IG103"),
         (lambda: layout.ranks("tp/0", 0), "IG104"),
         (lambda: layout.ranks("tp/3", 0), "IG104"),
+        (lambda: layout.ranks("tp%3", 0), "IG104"),
+        (lambda: layout.ranks("tp%0", 0), "IG104"),
+        (lambda: layout.ranks("tp%%2", 0), "IG102"),
     ):
         with pytest.raises(LayoutError, match=code):
             call()

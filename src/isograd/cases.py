@@ -21,7 +21,7 @@ from isograd.verify.case import Case
 from isograd.verify.findings import Report
 from isograd.verify.prove import verify
 
-LAYOUTS = ("dp2", "dp2 zero1", "dp2 zero2", "tp2", "tp2 sp", "dp2 tp2 sp zero1", "tp4 sp")
+LAYOUTS = ("dp2", "dp2 zero2", "tp2", "tp2 sp", "cp2 ulysses", "cp2 ring", "dp2 tp2 sp zero1", "cp2 ulysses tp2 sp")
 LENGTH = 7
 
 LLAMA = TransformerConfig(vocab=101, hidden=24, layers=2, heads=8, head_dim=4, mlp=41)
@@ -75,9 +75,11 @@ def prove(options: Namespace) -> Report:
     layouts = [text.strip() for text in options.layouts.split(";")] if options.layouts else list(LAYOUTS)
     whole = Report(f"isograd's own models against one device, {options.dtype}")
     for case in (llama, gpt2, qwen):
+        # A ring refuses dropout of attention probabilities (IG408), which the GPT-2 here has.
+        fits = [text for text in layouts if options.layouts or case is not gpt2 or "ring" not in text]
         report = verify(
             case,
-            layouts,
+            fits,
             dtype=getattr(torch, options.dtype),
             timeout=options.timeout,
             progress=partial(_say, case.__name__),

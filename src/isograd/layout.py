@@ -1,12 +1,14 @@
 """Layout: how many ranks each axis has and what runs on them, as frozen data. No torch, no world.
 
-    dp   data parallel          cp   context parallel, by `ulysses` or `ring`     zero0..3   what is sharded over dp cp
+    dp   data parallel          cp   context parallel: `ulysses`, `ring`, both    zero0..3   what is sharded over dp cp
     tp   tensor parallel        sp   sequence parallel on the tp axis             vpp        chunks per pipeline stage
     pp   pipeline stages        ep   experts, cut from dp x cp
 
 Ranks are numbered with pp outermost, then dp, cp, and tp innermost, so that tp neighbours share a machine:
 
     rank = ((pp_index * dp + dp_index) * cp + cp_index) * tp + tp_index
+
+'cp8 ulysses2' is both methods together: blocks of 2 neighbours by Ulysses, and a ring over the 4 blocks.
 
 Invariant: `Layout.parse(str(layout)) == layout`.
 """
@@ -31,7 +33,7 @@ class Layout:
     vpp: int = 1
     dp: int = 1
     cp: int = 1
-    cp_method: str = "ulysses"
+    cp_method: str = "ulysses"  # or "ring"; or both: "ulysses2", Ulysses within 2 neighbours and a ring over the rest
     tp: int = 1
     sp: bool = False
     ep: int = 1
@@ -41,6 +43,14 @@ class Layout:
         problems = list(self._problems())
         if problems:
             raise _refusal(problems, str(self))
+        self._settle_method()
+
+    def _settle_method(self) -> None:
+        """One layout has one name: Ulysses within all cp ranks is 'ulysses', within one is 'ring'."""
+        names = {self.cp: "ulysses", 1: "ring"} if self.cp > 1 else {}
+        block = _ulysses_block(self.cp_method)
+        if block is not None:
+            object.__setattr__(self, "cp_method", names.get(block, f"ulysses{block}"))
 
     def _problems(self) -> list[str]:
         mistyped = [
@@ -55,8 +65,11 @@ class Layout:
         found = [f"{name} must be at least 1, not {getattr(self, name)}" for name in _COUNTS if getattr(self, name) < 1]
         if self.zero not in (0, 1, 2, 3):
             found.append(f"zero is a stage from 0 to 3, not {self.zero}")
-        if self.cp_method not in METHODS:
+        block = _ulysses_block(self.cp_method)
+        if block is None and self.cp_method not in METHODS:
             found.append(f"unknown cp method {self.cp_method!r}{did_you_mean(self.cp_method, METHODS)}")
+        if block is not None and self.cp > 1 and (block < 1 or self.cp % block):
+            found.append(f"{self.cp_method} does not divide cp{self.cp}: Ulysses works in blocks of cp neighbours")
         if self.cp == 1 and self.cp_method != "ulysses":
             found.append(f"{self.cp_method!r} without cp: give cp2 or more, or leave it out")
         if self.sp and self.tp == 1:
@@ -88,7 +101,7 @@ class Layout:
             counted = re.fullmatch(r"([a-z]+)([0-9]{1,9})", token)
             if token == "sp":
                 put("sp", True, token)
-            elif token in METHODS:
+            elif token in METHODS or _ulysses_block(token) is not None:
                 put("cp_method", token, token)
             elif counted and counted[1] in (*_COUNTS, "zero"):
                 put(counted[1], int(counted[2]), token)
@@ -106,6 +119,7 @@ class Layout:
         problems += unchecked._problems()
         if problems:
             raise _refusal(problems, text)
+        unchecked._settle_method()
         return unchecked
 
     def __str__(self) -> str:
@@ -120,6 +134,16 @@ class Layout:
     @property
     def world_size(self) -> int:
         return self.pp * self.dp * self.cp * self.tp
+
+    @property
+    def ulysses(self) -> int:
+        """How many cp neighbours exchange heads for sequence: groups 'cp/N'. The others form rings: groups 'cp%N'."""
+        return {"ulysses": self.cp, "ring": 1}.get(self.cp_method) or int(self.cp_method.removeprefix("ulysses"))
+
+    @property
+    def ring(self) -> int:
+        """How many such blocks pass keys and values around."""
+        return self.cp // self.ulysses
 
     def size(self, axis: str) -> int:
         if axis not in AXES:
@@ -160,14 +184,15 @@ class Layout:
     def ranks(self, axes: str, rank: int) -> tuple[int, ...]:
         """The global ranks, in order, of the group through `rank` along `axes`.
 
-        'tp': one axis. 'dp cp': several, flattened. 'tp/2': blocks of 2 neighbours along tp. 'world': everybody.
+        'tp': one axis. 'dp cp': several, flattened. 'tp/2': blocks of 2 neighbours along tp. 'cp%2': the members of cp
+        whose index has my remainder modulo 2, one from each such block. 'world': everybody.
         """
         if axes == "world":
             self.coordinates(rank)  # refuses a rank that is not there
             return tuple(range(self.world_size))
-        block = re.fullmatch(r"([a-z]+)/(\d+)", axes)
+        block = re.fullmatch(r"([a-z]+)([/%])(\d{1,9})", axes)
         if block:
-            return self._block(block[1], int(block[2]), rank)
+            return self._block(block[1], block[2], int(block[3]), rank)
         free = axes.split()
         if not free or any(axis not in AXES for axis in free):
             raise _unknown_axes(axes)
@@ -178,15 +203,17 @@ class Layout:
                 spots = [{**spot, axis: i} for spot in spots for i in range(self.size(axis))]
         return tuple(self._rank(spot) for spot in spots)
 
-    def _block(self, axis: str, length: int, rank: int) -> tuple[int, ...]:
+    def _block(self, axis: str, kind: str, length: int, rank: int) -> tuple[int, ...]:
         if length < 1 or self.size(axis) % length:
             raise LayoutError(
                 "IG104",
                 f"blocks of {length} do not divide {axis}{self.size(axis)}",
-                seen=f"{axis}/{length}",
+                seen=f"{axis}{kind}{length}",
                 expected=f"a divisor of {self.size(axis)}",
             )
         along = self.ranks(axis, rank)
+        if kind == "%":
+            return along[along.index(rank) % length :: length]
         start = along.index(rank) // length * length
         return along[start : start + length]
 
@@ -203,6 +230,8 @@ class Layout:
                     lines.append(f"{name:>12}" + "".join(f"{self._rank(spot):>6}" for spot in spots))
         lines += ["", "groups of rank 0:"]
         named = {"tp": "tp", "data (dp cp)": "dp cp", "pp": "pp"}
+        named |= {"ulysses": f"cp/{self.ulysses}"} if self.ulysses > 1 else {}
+        named |= {"ring": f"cp%{self.ulysses}"} if self.ring > 1 else {}
         lines += [f"  {label:<14}{list(self.ranks(axes, 0))}" for label, axes in named.items()]
         return "\n".join(line.rstrip() for line in lines)
 
@@ -239,10 +268,16 @@ def _refusal(problems: list[str], text: str) -> LayoutError:
     )
 
 
+def _ulysses_block(method: str) -> int | None:
+    """2 for 'ulysses2'; None for any word without its number."""
+    counted = re.fullmatch(r"ulysses(\d{1,9})", method)
+    return int(counted[1]) if counted else None
+
+
 def _unknown_axes(axes: str) -> LayoutError:
     return LayoutError(
         "IG102",
         f"no such axes: {axes!r}{did_you_mean(axes, AXES)}",
         seen=axes,
-        expected="'pp', 'dp', 'cp', 'tp', several of them ('dp cp'), a block ('tp/2') or 'world'",
+        expected="'pp', 'dp', 'cp', 'tp', several of them ('dp cp'), a block ('tp/2'), a stride ('cp%2') or 'world'",
     )

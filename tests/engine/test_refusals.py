@@ -135,7 +135,7 @@ def different_batches_in_a_tp_group() -> None:
 
 
 def unbuilt_layout() -> None:
-    Engine(toys.Toy(), Mesh("cp2"), toys.sgd)
+    Engine(toys.Toy(), Mesh("pp2"), toys.sgd)
 
 
 def contract_replaced() -> None:
@@ -146,7 +146,7 @@ def contract_replaced() -> None:
 
 
 REFUSED: dict[Callable[[], None], tuple[str, str]] = {
-    unbuilt_layout: ("IG500", "cp2"),
+    unbuilt_layout: ("IG500", "pp2"),
     everything_frozen: ("IG501", "no trainable parameter"),
     different_models: ("IG502", "ranks [1] disagree|ranks [0] disagree"),
     frozen_on_one_rank: ("IG502", "differ between ranks"),
@@ -162,7 +162,7 @@ REFUSED: dict[Callable[[], None], tuple[str, str]] = {
     detached_loss: ("IG513", "detached"),
     vector_loss: ("IG514", "(2,)"),
     negative_weight: ("IG515", "-1"),
-    different_batches_in_a_tp_group: ("IG516", "mesh.index('dp cp')"),
+    different_batches_in_a_tp_group: ("IG516", "mesh.index('dp')"),
     model_cast_later: ("IG517", "the model was changed"),
     model_frozen_later: ("IG517", "first.weight"),
     contract_replaced: ("IG301", "norm.weight"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 
 import torch
@@ -19,7 +19,7 @@ from isograd.comm.launch import World
 from isograd.contract import assemble, contracts
 from isograd.engine import Engine
 from isograd.layout import Layout
-from isograd.mesh import DATA, Mesh
+from isograd.mesh import Mesh
 from isograd.models import Transformer, TransformerConfig
 
 TOLERANCE = 1e-9  # of each tensor's and each block's norm; fp64 noise here is 1e-15
@@ -31,14 +31,42 @@ BATCH, LENGTH = 3, 7  # odd on purpose: no axis divides 21 tokens but 3
 MODELS: dict[str, TransformerConfig] = {
     "llama": TransformerConfig(vocab=101, hidden=24, layers=2, heads=8, head_dim=4, mlp=41),
     "gpt2": TransformerConfig(
-        vocab=97, hidden=24, layers=2, heads=8, head_dim=4, mlp=37, norm="layer", activation="gelu_tanh", gated=False,
-        positions="learned", max_positions=LENGTH, qkv_bias=True, out_bias=True, mlp_bias=True, tied=True,
-        dropout=0.2, attention_dropout=0.2,
+        vocab=97,
+        hidden=24,
+        layers=2,
+        heads=8,
+        head_dim=4,
+        mlp=37,
+        norm="layer",
+        activation="gelu_tanh",
+        gated=False,
+        positions="learned",
+        max_positions=LENGTH,
+        qkv_bias=True,
+        out_bias=True,
+        mlp_bias=True,
+        tied=True,
+        dropout=0.2,
+        attention_dropout=0.2,
     ),
     "qwen": TransformerConfig(
-        vocab=101, hidden=24, layers=2, heads=8, kv_heads=2, head_dim=6, mlp=40, qk_norm=True, tied=True,
+        vocab=101,
+        hidden=24,
+        layers=2,
+        heads=8,
+        kv_heads=2,
+        head_dim=6,
+        mlp=40,
+        qk_norm=True,
+        tied=True,
     ),
-}  # fmt: skip
+}
+# For cp: heads that it does not divide, and what a ring can run of the model with all dropouts.
+MODELS_OF_CP: dict[str, TransformerConfig] = {
+    "nine": TransformerConfig(vocab=101, hidden=24, layers=2, heads=9, kv_heads=3, head_dim=4, mlp=41, qkv_bias=True),
+    "gpt2-ring": replace(MODELS["gpt2"], attention_dropout=0.0),
+}
+CONFIGS = MODELS | MODELS_OF_CP  # fmt: skip
 
 
 @dataclass
@@ -65,6 +93,15 @@ def micro_batch(config: TransformerConfig, step: int, index: int, of: int) -> tu
     return window[:, :-1], labels, torch.arange(BATCH) + BATCH * index
 
 
+def documents_of(labels: Tensor) -> Tensor:
+    """Uneven documents packed into each row: rows of two, three and one."""
+    documents = torch.zeros_like(labels)
+    documents[0::3, 3:] = 4
+    documents[1::3, 1:] = 1
+    documents[1::3, 5:] = 0
+    return documents
+
+
 def dropout_key(step: int) -> random.Key:
     return random.key(11, step)
 
@@ -74,9 +111,11 @@ def sgd(params: object) -> torch.optim.Optimizer:
 
 
 @lru_cache
-def one_device(model_name: str, micro_batches: int, dtype: torch.dtype = torch.float64, order: int = 1) -> Trained:
+def one_device(
+    model_name: str, micro_batches: int, dtype: torch.dtype = torch.float64, order: int = 1, packed: bool = False
+) -> Trained:
     """The truth. `order` -1 adds micro-batches up backwards and row by row: the same sum, associated differently."""
-    config = MODELS[model_name]
+    config = CONFIGS[model_name]
     model = Transformer(config, Mesh.unbound("1"), dtype=dtype)
     optimizer, done = sgd(list(model.parameters())), Trained()
     for step in range(STEPS):
@@ -87,7 +126,13 @@ def one_device(model_name: str, micro_batches: int, dtype: torch.dtype = torch.f
         for tokens, labels, samples in batches:
             for row in range(BATCH) if order == -1 else [slice(None)]:
                 part = slice(row, row + 1) if isinstance(row, int) else row
-                loss, count = model(tokens[part], labels[part], key=dropout_key(step), samples=samples[part])
+                loss, count = model(
+                    tokens[part],
+                    labels[part],
+                    key=dropout_key(step),
+                    samples=samples[part],
+                    documents=documents_of(labels)[part] if packed else None,
+                )
                 (loss * count / tokens_of_step).backward()
                 total += float(loss.detach()) * int(count)
         done.gradients.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
@@ -105,18 +150,20 @@ def train(
     dtype: torch.dtype = torch.float64,
     no_sync: bool = False,
     reproducible: bool = False,
+    packed: bool = False,
 ) -> Trained:
     """The same training on this rank of a world. Runs inside every rank."""
-    mesh, config = Mesh(layout), MODELS[model_name]
+    mesh, config = Mesh(layout), CONFIGS[model_name]
     model = Transformer(config, mesh, dtype=dtype)
     engine = Engine(model, mesh, sgd, clip=CLIP, bucket_mb=0.01, reproducible=reproducible)
     table, done = contracts(model, mesh), Trained()
-    micro_batches = accumulation * mesh.size(DATA)
+    micro_batches = accumulation * mesh.size("dp")  # cp ranks are given the same sequences
     for step in range(STEPS):
         for j in range(accumulation):
-            index = mesh.index(DATA) * accumulation + j
+            index = mesh.index("dp") * accumulation + j
             tokens, labels, samples = micro_batch(config, step, index, micro_batches)
-            loss, count = model(tokens, labels, key=dropout_key(step), samples=samples)
+            documents = documents_of(labels) if packed else None
+            loss, count = model(tokens, labels, key=dropout_key(step), samples=samples, documents=documents)
             with engine.no_sync() if no_sync and j < accumulation - 1 else nullcontext():
                 engine.backward(loss, weight=count)
         done.gradients.append({name: g.clone() for name, g in engine.grads()})
@@ -195,13 +242,15 @@ class Case:
     model: str
     accumulation: int
     reproducible: bool = False
+    packed: bool = False  # several documents in each sequence
 
     def run(self) -> Trained:
         """On this rank of a world."""
-        return train(self.layout, self.model, self.accumulation, reproducible=self.reproducible)
+        how = {"reproducible": self.reproducible, "packed": self.packed}
+        return train(self.layout, self.model, self.accumulation, **how)
 
     def wrong(self, results: list[Trained]) -> list[str]:
         """All that is wrong with the ranks' results."""
         layout = Layout.parse(self.layout)
-        truth = one_device(self.model, self.accumulation * layout.dp * layout.cp)
+        truth = one_device(self.model, self.accumulation * layout.dp, packed=self.packed)
         return differences(results[0], truth) + [f"replicas differ: {place}" for place in replicas_apart(results)]

@@ -28,8 +28,10 @@ from isograd.comm.raw import Group
 from isograd.contract import Contract
 from isograd.mesh import Mesh
 
+from . import cut_sequences
+
 SOURCE = Path(isograd.__file__).parent
-SEARCHED = ("engine", "nn", "contract.py", "comm/ops.py")
+SEARCHED = ("engine", "nn", "sequence", "contract.py", "comm/ops.py")
 
 PLAIN = ("raw.even_sizes", "raw.native")  # no communication
 
@@ -43,8 +45,9 @@ EXEMPT = {
     "engine/transport.py:reduce_rows:raw.exchange": "mutated as a whole: engine/reduce.py:_launch:reduce_rows",
     "engine/transport.py:gather_rows:raw.exchange": "mutated as a whole: engine/zero.py and engine/engine.py",
     "contract.py:assemble:raw.all_gather": "gathers what tests look at; a wrong one fails every tp case",
-    "comm/ops.py:shift:raw.shift": "for ring attention, which is not built yet; tests/comm/test_ops.py proves it",
-    "comm/ops.py:move:raw.all_to_all": "for Ulysses, which is not built yet; tests/comm/test_ops.py proves it",
+    "comm/ops.py:shift:raw.shift": "no layer calls it (the ring talks through raw.exchange); tests/comm/test_ops.py",
+    "sequence/same.py:refuse_unlike:raw.gather_list": "compares fingerprints; tests/models/test_cp.py",
+    "sequence/same.py:gather_whole:ops.all_gather": "logits for people; tests/models/test_cp.py, with their gradient",
     "nn/loss.py:logits:ops.gather_for_identical_use": "logits for people; tests/models compares them with transformers",
 }
 
@@ -66,7 +69,7 @@ class Site:
 
 
 def sites() -> list[Site]:
-    """Every call of raw.*, ops.*, reduce_rows and gather_rows in engine, nn, contract and ops."""
+    """Every call of raw.*, ops.*, reduce_rows and gather_rows in engine, nn, sequence, contract and ops."""
     found = []
     for part in SEARCHED:
         for path in sorted((SOURCE / part).glob("*.py")) if (SOURCE / part).is_dir() else [SOURCE / part]:
@@ -183,6 +186,8 @@ def ways(site: Site) -> dict[str, Callable[[Broken], Broken]]:
         return _reduction_ways()
     if kind == "gather_rows":
         return {"removed": lambda f: lambda *a, **k: raw.Handle()}
+    if kind == "exchange":
+        return {**cut_sequences.exchange_ways(), "regrouped": _regrouped}
     if site.callee.startswith("ops."):  # as wholes; their halves are mutated in comm/ops.py
         return {"doubled": lambda f: lambda *a, **k: f(*a, **k) * 2.0, "regrouped": _regrouped}
     found: dict[str, Callable[[Broken], Broken]] = {
@@ -409,6 +414,7 @@ NAMED: dict[str, Callable[[], Any]] = {
     "step: parameters not gathered": _not_gathered,
     "layer: row bias added on every tp rank": _bias_on_every_rank,
     "layer: one use of a tied weight lost": _shared_use_lost,
+    **cut_sequences.NAMED,
 }
 
 FORGOTTEN = (

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from isograd.layout import Layout
+from isograd.models import TransformerConfig
 
 from . import cases
 
@@ -19,6 +20,13 @@ def layouts(world: int) -> list[str]:
     return found
 
 
+def runs(layout: Layout, config: TransformerConfig) -> bool:
+    """Whether a cp layout can run this model: heads over tp and over Ulysses, and no attention dropout in a ring."""
+    kv_heads = config.kv_heads or config.heads
+    dealt = config.heads % layout.tp == 0 and (kv_heads % layout.tp == 0 or layout.tp % kv_heads == 0)
+    return dealt and config.heads // layout.tp >= layout.ulysses and not (config.attention_dropout and layout.ring > 1)
+
+
 GRID = [layout for world in (1, 2, 3, 4, 6, 8) for layout in layouts(world)]
 
 
@@ -30,8 +38,42 @@ def test_a_layout_trains_as_one_device_does(worlds, layout: str, model: str, acc
     assert not case.wrong(worlds(Layout.parse(layout).world_size).run(case.run))
 
 
+CP_GRID = [
+    (layout, model, packed)
+    for layout in (
+        "cp2 ulysses", "cp3 ulysses", "cp4 ulysses zero1", "cp2 ring", "cp3 ring zero2", "cp4 ring", "cp4 ulysses2",
+        "dp2 cp2 ring zero1", "dp2 cp2 ulysses zero2", "dp3 cp2 ring", "cp2 ulysses tp2", "cp2 ulysses tp2 sp zero1",
+        "cp2 ring tp2 sp", "cp2 ring tp4 zero1", "dp2 cp2 ulysses tp2 sp zero2", "dp2 cp2 ring tp2 sp zero1",
+        "cp4 ulysses2 tp2 sp", "dp2 cp4 ulysses2 zero2", "cp6 ulysses3",
+    )
+    for model, packed in (
+        ("llama", False), ("qwen", True), ("nine", False), ("nine", True), ("gpt2", False), ("gpt2-ring", True),
+    )
+    if runs(Layout.parse(layout), cases.CONFIGS[model])
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize(
+    ("layout", "model", "packed"), CP_GRID, ids=["-".join((a, b, "packed" if c else "causal")) for a, b, c in CP_GRID]
+)
+def test_a_cut_sequence_trains_as_one_device_does(
+    worlds, layout: str, model: str, packed: bool, accumulation: int
+) -> None:
+    case = cases.Case(layout, model, accumulation, packed=packed)
+    assert not case.wrong(worlds(Layout.parse(layout).world_size).run(case.run))
+
+
+@pytest.mark.parametrize("model", ["llama", "gpt2-ring"])
+@pytest.mark.parametrize("layout", ["cp2 ulysses", "dp2 cp2 ring"])
+def test_zero_stages_give_the_same_bits_under_cp(worlds, layout: str, model: str) -> None:
+    world = worlds(Layout.parse(layout).world_size)
+    runs_ = [cases.on_layout(world, f"{layout} zero{stage}", model, 3)[0] for stage in (0, 1, 2)]
+    assert len({run.settled for run in runs_}) == 1
+
+
 @pytest.mark.parametrize("model", cases.MODELS)
-@pytest.mark.parametrize("layout", ["dp2 tp2 sp zero1", "tp4"])
+@pytest.mark.parametrize("layout", ["dp2 tp2 sp zero1", "tp4", "dp2 cp2 ulysses zero1"])
 def test_reproducible_trains_as_one_device_does(worlds, layout: str, model: str) -> None:
     case = cases.Case(layout, model, 3, reproducible=True)
     assert not case.wrong(worlds(4).run(case.run))
@@ -55,7 +97,7 @@ def test_reproducible_gives_the_same_bits_for_every_split(worlds, model: str) ->
     assert len({run.settled for run in runs}) == 1
 
 
-@pytest.mark.parametrize("layout", ["dp2 tp2 sp zero0", "dp2 tp2 zero2"])
+@pytest.mark.parametrize("layout", ["dp2 tp2 sp zero0", "dp2 tp2 zero2", "dp2 cp2 ring zero1"])
 def test_no_sync_changes_no_gradient(worlds, layout: str) -> None:
     results = cases.on_layout(worlds(4), layout, "llama", 3, no_sync=True)
     assert not cases.Case(layout, "llama", 3).wrong(results)
@@ -81,7 +123,10 @@ FLOOR_OF_NOISE = 1e-3  # tensors whose whole gradient is below a rounding of the
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("model", ["llama", "qwen"])
-@pytest.mark.parametrize("layout", ["dp2 zero1", "tp2 sp", "dp2 tp2 zero0", "dp2 tp2 sp zero2", "tp4 sp"])
+@pytest.mark.parametrize(
+    "layout",
+    ["dp2 zero1", "tp2 sp", "dp2 tp2 zero0", "dp2 tp2 sp zero2", "tp4 sp", "cp2 ulysses", "cp2 ring", "cp4 ulysses2"],
+)
 def test_working_precision_stays_within_one_devices_noise(worlds, layout: str, model: str, dtype: torch.dtype) -> None:
     """Below 2 is right, above 8 is a bug (GRADIENTS.md 4): the whole gradient stays below 2, no tensor reaches 3."""
     parsed = Layout.parse(layout)

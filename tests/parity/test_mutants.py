@@ -26,6 +26,17 @@ KILLERS = (
     Case("dp2 tp2 sp zero1", "llama", 3, reproducible=True),
 )
 
+# And those that cut sequences, for what only they run.
+KILLERS_OF_CP = (
+    Case("cp2 ulysses tp2 sp zero1", "gpt2", 3),
+    Case("cp2 ring tp2 sp", "qwen", 3, packed=True),
+    Case("cp4 ulysses2", "nine", 3),
+)
+
+
+def killers(name: str) -> tuple[Case, ...]:
+    return KILLERS_OF_CP if name.startswith(("sequence", "comm/ops.py:move:")) else KILLERS
+
 
 def run_mutated(name: str | None, case: Case) -> Trained | str:
     """The case in this rank with the defect; an exception is an answer too."""
@@ -41,6 +52,9 @@ def run_mutated(name: str | None, case: Case) -> Trained | str:
 def test_name(case: Case) -> str:
     if case.reproducible:
         return f"test_reproducible_trains_as_one_device_does[{case.layout}-{case.model}]"
+    if case in KILLERS_OF_CP:
+        how = "packed" if case.packed else "causal"
+        return f"test_a_cut_sequence_trains_as_one_device_does[{case.layout}-{case.model}-{how}-{case.accumulation}]"
     return f"test_a_layout_trains_as_one_device_does[{case.layout}-{case.model}-{case.accumulation}]"
 
 
@@ -49,7 +63,7 @@ test_name.__test__ = False  # type: ignore[attr-defined]
 
 def killed_by(world: World, name: str) -> tuple[str, str] | None:
     """(the parity test that fails under this mutant, how it fails), or None when the mutant survives them all."""
-    for case in KILLERS:
+    for case in killers(name):
         try:
             results = world.run(partial(run_mutated, name, case), timeout=20)
         except LaunchError as error:  # a hang or a crash: the world is started anew by its next run
@@ -78,7 +92,7 @@ def test_no_mutant_survives(worlds, name: str) -> None:
     assert written_table().get(name) == death[0], "run python -m tests.parity.test_mutants to write docs/mutants.md"
 
 
-@pytest.mark.parametrize("case", KILLERS, ids=test_name)
+@pytest.mark.parametrize("case", KILLERS + KILLERS_OF_CP, ids=test_name)
 def test_without_a_mutant_the_same_cases_pass(worlds, case: Case) -> None:
     """The killers do not kill the innocent."""
     assert not case.wrong(worlds(4).run(partial(run_mutated, None, case)))

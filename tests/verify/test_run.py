@@ -32,7 +32,7 @@ from isograd.verify.capture import Capture
 from isograd.verify.findings import BUG, INCONCLUSIVE, NOTE, PASS, Subject
 from isograd.verify.hang import place, processes
 from isograd.verify.life import UNWATCHED
-from isograd.verify.recording import Recording
+from isograd.verify.recording import RankWriter, Recording
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "unmodified"
 VOCAB, LENGTH = 19, 7
@@ -409,10 +409,30 @@ def test_a_program_whose_step_finds_no_gradient_is_told_so(tmp_path) -> None:
 def test_a_stack_is_read_down_to_the_program_s_own_line() -> None:
     stack = (
         'Stack (most recent call first):\n  File "/x/torch/distributed/distributed_c10d.py", line 3 in wait\n'
-        '  File "/home/me/train.py", line 40 in step\n  File "/home/me/train.py", line 90 in main\n'
+        '  File "/srv/train.py", line 40 in step\n  File "/home/me/train.py", line 90 in main\n'
     )
     assert place(stack) == "train.py:40 in step"
     assert place("") == ""
+
+
+def test_a_program_that_broke_because_ranks_called_different_collectives_is_told_so(tmp_path) -> None:
+    watch(tmp_path, lambda: loop(seeded()))
+    recording = Recording(tmp_path)
+    for rank, calls in enumerate([("barrier", "all_reduce"), ("barrier", "broadcast")]):
+        writer = RankWriter(tmp_path, rank, 2)
+        for event in recording.ranks[0].events if rank == 0 else []:
+            writer.event(event)
+        for number, op in enumerate(calls):
+            about = {"n": number, "op": op, "group": [0, 1], "numel": 4, "dtype": "float32", "bytes": 16, "start": 0.1}
+            more = {"site": f"train.py:{10 + rank} in step", "covers": [], "phase": "other", "module": ""}
+            writer.event({"k": "collective", "step": 3, "micro": 0, **about, **more})
+        writer.close()
+    assert [f.bug for f in inspect(tmp_path).findings if f.verdict == BUG] == []
+    said = [f.sentence for f in inspect(tmp_path, failed=True).findings if f.bug == "order"]
+    assert said == [
+        "before the program failed: rank 0 calls all_reduce of 4 x float32 at train.py:10 in step, "
+        "rank 1 calls broadcast of 4 x float32 at train.py:11 in step (collective 2 over ranks 0, 1)"
+    ]
 
 
 # -- started -----------------------------------------------------------------------------------------------------

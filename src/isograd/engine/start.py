@@ -20,7 +20,7 @@ from isograd.mesh import DATA, Mesh
 def refuse_unbuilt(mesh: Mesh) -> None:
     """Layouts that this version can describe but not yet run."""
     layout = mesh.layout
-    waiting = [f"{axis}{layout.size(axis)}" for axis in ("pp", "cp") if layout.size(axis) > 1]
+    waiting = [f"{axis}{layout.size(axis)}" for axis in ("pp",) if layout.size(axis) > 1]
     waiting += [f"ep{layout.ep}"] if layout.ep > 1 else []
     waiting += ["zero3"] if layout.zero > 2 else []
     if waiting:
@@ -28,7 +28,7 @@ def refuse_unbuilt(mesh: Mesh) -> None:
             "IG500",
             f"the engine of this version does not run {', '.join(waiting)}",
             seen=str(layout),
-            expected="a layout of dp, tp, sp and zero0 to zero2",
+            expected="a layout of dp, cp, tp, sp and zero0 to zero2",
             fix="leave those axes out; README.md lists which layouts are built and tested",
             where=mesh.where(),
         )
@@ -148,8 +148,8 @@ def check_peers(table: Tensor, mesh: Mesh) -> None:
             "IG516",
             "ranks of one tp group were given different batches",
             seen=f"weights {weights.tolist()} on ranks {peers}",
-            expected="the same tokens on every rank of a tp group; only data ranks (dp, cp) see different ones",
-            fix="index the data by mesh.index('dp cp'), not by the global rank",
+            expected="the same sequences on every rank of a tp or cp group: only dp ranks see different ones",
+            fix="index the data by mesh.index('dp'), not by the global rank",
             where=mesh.where(),
         )
 

@@ -6,10 +6,15 @@
 
 Inside, tokens are one flattened stream x [tokens, hidden]. No collective is named here: layers enter and leave
 tensor-parallel regions, and the layout decides what that costs.
+
+Under cp, every rank of a cp group is given the SAME whole sequences and takes its own part of each. Labels come
+aligned with tokens and are cut with them, so no target is lost at a border. The loss is the mean over this rank's own
+labels and the count is theirs: the engine's sum over 'dp cp' makes one mean of all, and nothing is divided by cp.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, overload
 
 import torch
@@ -24,6 +29,7 @@ from isograd.nn import MLP, Attention, Head, LayerNorm, LearnedPositions, RMSNor
 from isograd.nn.loss import IGNORE
 from isograd.nn.stream import token_ids
 from isograd.random import Key
+from isograd.sequence import Places, document_starts, gather_whole, places_for, refuse_unlike
 
 Angles = tuple[Tensor, Tensor] | None
 
@@ -88,6 +94,7 @@ class Transformer(nn.Module):
         _refuse_unbuilt(mesh)
         self.config, self.mesh = config, mesh
         self.recompute = False  # True: blocks keep only their input and run again in backward
+        self._compared = False  # whether the ranks of a cp group have once compared the sequences they were given
         key = random.key(seed, "transformer")
         made: dict[str, Any] = {"dtype": dtype, "device": device}
         learned = config.positions == "learned"
@@ -108,28 +115,41 @@ class Transformer(nn.Module):
         self.head = Head(config.vocab, config.hidden, mesh, key=key.fold("head"), std=std, tied=tied, **made)
 
     @overload
-    def forward(self, tokens: Tensor, labels: None = None) -> Tensor: ...
+    def forward(self, tokens: Tensor, labels: None = None, *, documents: Tensor | None = None) -> Tensor: ...
 
     @overload
     def forward(
-        self, tokens: Tensor, labels: Tensor, *, key: Key | None = None, samples: Tensor | None = None
+        self,
+        tokens: Tensor,
+        labels: Tensor,
+        *,
+        key: Key | None = None,
+        samples: Tensor | None = None,
+        documents: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]: ...
 
     def forward(
-        self, tokens: Tensor, labels: Tensor | None = None, *, key: Key | None = None, samples: Tensor | None = None
+        self,
+        tokens: Tensor,
+        labels: Tensor | None = None,
+        *,
+        key: Key | None = None,
+        samples: Tensor | None = None,
+        documents: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """tokens [b, s] of this data rank. With labels [b, s]: (mean loss, count); without: logits [b, s, vocab].
+        """tokens [b, s] of this dp rank. With labels [b, s]: (mean loss, count); without: logits [b, s, vocab].
 
         Dropout needs `key`, new in every micro-batch and step, and `samples`, the global ids [b] of the sequences.
+        documents [b, s] packs several texts into one sequence: where the number changes a new one begins, which sees
+        nothing of those before it and whose positions start at 0.
         """
-        self._check(tokens, labels, key, samples)
-        length = tokens.shape[1]
-        tokens, labels = self._padded(tokens, labels)
-        stream = self._stream(tokens, key if self.training else None, samples)
-        x = self._body(tokens.reshape(-1), stream)
+        self._check(tokens, labels, documents, key, samples)
+        places, part = places_for(tokens.shape[1], len(tokens), self.mesh), self.mesh.index("cp")
+        stream = self._stream(places, tokens, key if self.training else None, samples, documents)
+        x = self._body(places.shard(tokens, part).reshape(-1), stream)
         if labels is not None:
-            return self.head(x, labels.reshape(-1))  # type: ignore[no-any-return]
-        return self.head.logits(x).view(*tokens.shape, -1)[:, :length]
+            return self.head(x, places.shard(labels, part, IGNORE).reshape(-1))  # type: ignore[no-any-return]
+        return gather_whole(self.head.logits(x).view(stream.batch, stream.length, -1), self.mesh, places)
 
     def _body(self, tokens: Tensor, stream: Stream) -> Tensor:
         x = self.embed(tokens)
@@ -145,35 +165,50 @@ class Transformer(nn.Module):
                 x = block(x, here, angles)
         return self.norm(x)  # type: ignore[no-any-return]
 
-    def _padded(self, tokens: Tensor, labels: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Under sp the stream is cut into equal shards: pad the end of sequences, which no causal position can see."""
-        batch, length = tokens.shape
-        parts = self.mesh.size("tp") if self.mesh.layout.sp else 1
-        extra = next(n for n in range(parts) if batch * (length + n) % parts == 0)
-        if extra:
-            tokens = nn.functional.pad(tokens, (0, extra))
-            labels = None if labels is None else nn.functional.pad(labels, (0, extra), value=IGNORE)
-        return tokens, labels
-
-    def _stream(self, tokens: Tensor, key: Key | None, samples: Tensor | None) -> Stream:
-        batch, length = tokens.shape
-        positions = torch.arange(length, device=tokens.device)
+    def _stream(
+        self, places: Places, tokens: Tensor, key: Key | None, samples: Tensor | None, documents: Tensor | None
+    ) -> Stream:
+        """Of the tokens this cp rank holds. Pads are at the end of sequences, which no causal position can see."""
+        part, device = self.mesh.index("cp"), tokens.device
+        starts = None if documents is None else document_starts(places.pad(documents, -1))
+        positions = torch.arange(places.padded, device=device).expand(len(tokens), -1)
+        if starts is not None:
+            positions = positions - starts
         if self.positions is not None:  # pads may lie beyond the last learned position; nothing sees what they get
             positions = positions.clamp(max=self.config.max_positions - 1)
-        ids = None if samples is None else token_ids(samples, length)
-        return Stream(batch, length, positions.repeat(batch), ids, key)
+        ids = None if samples is None else token_ids(samples, places.padded).view(len(tokens), -1)
+        return Stream(
+            len(tokens),
+            places.local,
+            places.shard(positions, part).reshape(-1),
+            None if ids is None else places.shard(ids, part).reshape(-1),
+            key,
+            places,
+            starts,
+        )
 
-    def _check(self, tokens: Tensor, labels: Tensor | None, key: Key | None, samples: Tensor | None) -> None:
+    def _check(
+        self,
+        tokens: Tensor,
+        labels: Tensor | None,
+        documents: Tensor | None,
+        key: Key | None,
+        samples: Tensor | None,
+    ) -> None:
         config, where = self.config, self.mesh.where()
-        if tokens.dim() != 2 or (labels is not None and labels.shape != tokens.shape):
-            seen = f"tokens {tuple(tokens.shape)}, labels {None if labels is None else tuple(labels.shape)}"
+        given = {"tokens": tokens, "labels": labels, "documents": documents}
+        shapes = {name: tuple(t.shape) for name, t in given.items() if t is not None}
+        if tokens.dim() != 2 or len(set(shapes.values())) > 1:
             raise ModelError(
                 "IG410",
-                "tokens and labels must be [batch, sequence]",
-                seen=seen,
-                expected="two dimensions, the same for both",
+                "tokens, labels and documents must be [batch, sequence]",
+                seen=", ".join(f"{name} {shape}" for name, shape in shapes.items()),
+                expected="two dimensions, the same for all",
                 where=where,
             )
+        if self.mesh.size("cp") > 1 and not self._compared:
+            refuse_unlike(self.mesh, tokens, labels, documents)
+            self._compared = True
         if self.positions is not None and tokens.shape[1] > config.max_positions:
             raise ModelError(
                 "IG411",
@@ -204,18 +239,18 @@ def _for_block(stream: Stream, number: int) -> Stream:
     """Each block draws its own dropout."""
     if stream.key is None:
         return stream
-    return Stream(stream.batch, stream.length, stream.positions, stream.ids, stream.key.fold("block", number))
+    return replace(stream, key=stream.key.fold("block", number))
 
 
 def _refuse_unbuilt(mesh: Mesh) -> None:
-    waiting = [f"{axis}{mesh.size(axis)}" for axis in ("cp", "pp") if mesh.size(axis) > 1]
+    waiting = [f"{axis}{mesh.size(axis)}" for axis in ("pp",) if mesh.size(axis) > 1]
     waiting += [f"ep{mesh.layout.ep}"] if mesh.layout.ep > 1 else []
     if waiting:
         raise ModelError(
             "IG400",
             f"the transformer of this version does not run {', '.join(waiting)}",
             seen=str(mesh.layout),
-            expected="a layout of dp, tp, sp and zero",
+            expected="a layout of dp, cp, tp, sp and zero",
             fix="leave those axes out; README.md lists which layouts are built and tested",
             where=mesh.where(),
         )

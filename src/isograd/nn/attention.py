@@ -5,17 +5,21 @@ One device: softmax(q k^T / sqrt(d) + causal mask) v for each head, key/value he
 Query heads are dealt out evenly over tp. With fewer key/value heads than tp ranks, each rank holds the one head its
 queries need; ranks that hold the same head are replicas and owe each other its gradient ("tp/2": blocks of two). The
 norms of query and key heads are shared by heads on different ranks and owe tp, with or without sequence parallelism.
+
+Under cp each rank projects its own tokens to all heads of its tp rank, and the sequence room brings queries and keys
+together. Contracts do not change: cp is a data axis, which every parameter owes.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from isograd import random
+from isograd import random, sequence
 from isograd.contract import Shard
 from isograd.errors import ModelError
 from isograd.mesh import Mesh
@@ -92,9 +96,19 @@ class Attention(nn.Module):
                 fix=f"the nearest that works is tp{workable_tp(heads, kv_heads, tp)}",
                 where=mesh.where(),
             )
+        if dropout and mesh.layout.ring > 1:
+            raise ModelError(
+                "IG408",
+                "dropout of attention probabilities is not built for ring attention",
+                seen=f"attention dropout {dropout} under {str(mesh.layout)!r}",
+                expected="attention dropout 0, or a cp of Ulysses alone",
+                fix="set attention_dropout=0.0 in the config, or use 'cpN ulysses'; other dropout works with both",
+                where=mesh.where(),
+            )
         self.mesh, self.head_dim, self.rotary, self.dropout = mesh, head_dim, rotary, dropout
         self.heads, self.kv_heads = heads // tp, max(1, kv_heads // tp)
-        self.first_head = mesh.index("tp") * self.heads
+        start, stop = sequence.heads_here(self.heads, self.kv_heads, mesh)  # of this tp rank's, while attending
+        self.attending = range(mesh.index("tp") * self.heads + start, mesh.index("tp") * self.heads + stop)
         shard, owes = _kv_shard(kv_heads, head_dim, tp)
         same: dict[str, Any] = {"bias": bias, "std": std, "dtype": dtype, "device": device}
         self.q = ColumnLinear(hidden, heads * head_dim, mesh, key=key.fold("q"), **same)
@@ -124,27 +138,46 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rotary is not None and angles is not None:
             q, k = self.rotary.turn(q, *angles), self.rotary.turn(k, *angles)
-        q, k, v = (t.view(stream.batch, stream.length, -1, self.head_dim).transpose(1, 2) for t in (q, k, v))
+        q, k, v = (t.view(stream.batch, stream.length, -1, self.head_dim) for t in (q, k, v))
+        if stream.places is None or stream.places.cp == 1:
+            y = self._whole(q, k, v, stream)
+        else:
+            y = sequence.attend(partial(self._whole, stream=stream), q, k, v, self.mesh, stream.places, stream.starts)
+        return self.out(y.reshape(-1, self.heads * self.head_dim))  # type: ignore[no-any-return]
+
+    def _whole(self, q: Tensor, k: Tensor, v: Tensor, stream: Stream) -> Tensor:
+        """Of whole sequences [b, s, heads, d], with the heads `attending` (all of this tp rank's without cp)."""
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         if self.dropout and stream.key is not None and stream.ids is not None:
             y = self._with_dropout(q, k, v, stream)
+        elif stream.starts is not None:
+            mask = _seen(stream.starts)
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
         else:
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.heads != self.kv_heads)
-        return self.out(y.transpose(1, 2).reshape(-1, self.heads * self.head_dim))  # type: ignore[no-any-return]
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        return y.transpose(1, 2)
 
     def _with_dropout(self, q: Tensor, k: Tensor, v: Tensor, stream: Stream) -> Tensor:
-        """Dropout needs the probabilities written out; its mask is a function of (query token, head, key position)."""
-        assert stream.key is not None and stream.ids is not None
-        group, length = self.heads // self.kv_heads, stream.length
+        """Dropout needs probabilities written out; its mask is a function of (query token, head, key position)."""
+        ids = stream.whole_ids()
+        assert stream.key is not None and ids is not None
+        group, length = q.shape[1] // k.shape[1], q.shape[2]
         k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
         scores = q @ k.transpose(-1, -2) * self.head_dim**-0.5
-        above = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
+        seen = torch.ones(1, 1, length, length, dtype=torch.bool, device=q.device).tril()
+        seen = seen if stream.starts is None else _seen(stream.starts)
         wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-        probabilities = scores.masked_fill(above, -torch.inf).softmax(-1, dtype=wide).to(q.dtype)
-        heads = torch.arange(self.first_head, self.first_head + self.heads, device=q.device)
+        probabilities = scores.masked_fill(~seen, -torch.inf).softmax(-1, dtype=wide).to(q.dtype)
+        heads = torch.arange(self.attending.start, self.attending.stop, device=q.device)
         places = (heads[:, None] * (1 << 32) + torch.arange(length, device=q.device)).reshape(-1)
-        keep = random.keep(self.dropout, stream.key.fold("attention"), stream.ids, places)
-        keep = keep.view(stream.batch, length, self.heads, length).transpose(1, 2)  # [b, heads, query, key]
+        keep = random.keep(self.dropout, stream.key.fold("attention"), ids, places)
+        keep = keep.view(stream.batch, length, len(heads), length).transpose(1, 2)  # [b, heads, query, key]
         return torch.where(keep, probabilities * (1.0 / (1.0 - self.dropout)), 0) @ v
+
+
+def _seen(starts: Tensor) -> Tensor:
+    """[b, 1, query, key]: each token sees the earlier of its document. starts [b, s]: where its document starts."""
+    return (starts[:, :, None] == starts[:, None, :]).tril()[:, None]
 
 
 def _kv_shard(kv_heads: int, head_dim: int, tp: int) -> tuple[Shard, tuple[str, ...]]:

@@ -19,6 +19,7 @@ from isograd import random
 from isograd.comm import ops
 from isograd.errors import ModelError
 from isograd.mesh import Mesh
+from isograd.sequence import Places
 
 
 def enter(x: Tensor, mesh: Mesh) -> Tensor:
@@ -42,9 +43,17 @@ class Stream:
 
     batch: int
     length: int
-    positions: Tensor  # [batch * length], of all this data rank's tokens
+    positions: Tensor  # [batch * length], of all this data rank's tokens; anew in each document
     ids: Tensor | None = None  # [batch * length] global token ids
     key: random.Key | None = None  # None: no dropout
+    places: Places | None = None  # where the sequences' other tokens are; None: all are here
+    starts: Tensor | None = None  # [batch, whole length] where each token's document begins; None: one document
+
+    def whole_ids(self) -> Tensor | None:
+        """Global ids [batch * whole length] of all tokens of my sequences, those on other cp ranks too."""
+        if self.ids is None or self.places is None or self.places.cp == 1:
+            return self.ids
+        return token_ids(self.ids.view(self.batch, -1)[:, 0] >> 32, self.places.padded)
 
     def mine(self, per_token: Tensor, mesh: Mesh) -> Tensor:
         """My rows of a per-token tensor: all of them, or my sequence shard."""

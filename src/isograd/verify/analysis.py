@@ -20,6 +20,8 @@ from torch import Tensor
 from isograd.verify.contributions import TOLERANCE, USES, Fit, Key, fit
 from isograd.verify.recording import Event, Recording
 
+ROUNDING = {"float64": 1e-13, "float32": 1e-7, "float16": 1e-4, "bfloat16": 1e-3}  # of the largest gradient
+
 
 @dataclass(frozen=True)
 class Observed:
@@ -70,6 +72,17 @@ class Analysis:
     @cached_property
     def micros(self) -> int:
         return len({m % USES for parts in self.parts.values() for _, m in parts})
+
+    def negligible(self, name: str) -> bool:
+        """Whether a gradient is rounding and nothing else: a key bias's is zero but for it."""
+        kinds = {self.about[r][name]["gradient_dtype"] for r in self.holders(name)}
+        share = max((ROUNDING.get(kind, 1e-7) for kind in kinds), default=1e-7)
+        mine = max((float(sums[name].norm()) for sums in self.sums if name in sums), default=0.0)
+        return 0 < mine <= share * self.largest
+
+    @cached_property
+    def largest(self) -> float:
+        return max((float(t.norm()) for sums in self.sums for t in sums.values()), default=0.0)
 
     def holders(self, name: str) -> list[int]:
         return [rank for rank, about in enumerate(self.about) if name in about]

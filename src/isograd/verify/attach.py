@@ -19,7 +19,7 @@ from pathlib import Path
 from isograd.errors import VerifyError
 from isograd.verify.checks import check
 from isograd.verify.findings import INCONCLUSIVE, NOTE, Finding, Report, Subject
-from isograd.verify.hang import wait
+from isograd.verify.hang import crash, wait
 from isograd.verify.recording import RankRecord, Recording, write_json
 from isograd.verify.report import timeline
 from isograd.verify.wording import spell
@@ -68,7 +68,7 @@ def run(
         hang = wait(process, directory, stall)
     own = process.returncode if process.returncode >= 0 else 128 - process.returncode  # as a shell tells a signal
     write_json(directory / "recording.json", about | {"exit_code": own, "stalled": hang is not None})
-    subject = inspect(directory, hang, command)
+    subject = inspect(directory, hang, command, failed=own != 0)
     return Report(f"isograd verify run -- {' '.join(command)}", [subject]), 0 if hang else own
 
 
@@ -88,7 +88,9 @@ def _passed_on(process: subprocess.Popen[bytes]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def inspect(directory: Path, hang: Finding | None = None, command: list[str] | None = None) -> Subject:
+def inspect(
+    directory: Path, hang: Finding | None = None, command: list[str] | None = None, failed: bool = False
+) -> Subject:
     """What a recording shows without any reference."""
     name = " ".join(Path(word).name for word in (command or [str(directory)])[:6])
     ranks = len(list(directory.glob("rank-*")))
@@ -104,6 +106,8 @@ def inspect(directory: Path, hang: Finding | None = None, command: list[str] | N
         recording = Recording(directory)
         subject = Subject(name, recording.world, timeline=timeline(recording))
         subject.findings = [*plain_facts(recording), *check(recording)]
+        why = crash(recording) if failed and not any(f.bug == "order" for f in subject.findings) else None
+        subject.findings += [why] if why is not None else []
         subject.facts = facts(recording)
         _drift(recording, subject)
     except VerifyError as error:  # killed in the middle of a line, say

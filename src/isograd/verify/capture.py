@@ -12,6 +12,8 @@ Until the given number of optimizer steps is over it notes, as events in order,
     norm          what clip_grad_norm_ returned, and where
     random        a module that drew random numbers: hashes of what went in and came out
     step          an optimizer step: every parameter's shape, box, hash, owner
+    skipped       backwards whose gradients were thrown away after the norm was looked at: a step left out
+    world         the program joined a world of another size: the watching ends here
 
 and as tensors, per step: `part/MICRO/NAME`, the sketch of what one backward added to a parameter on this rank, before
 any communication; `final/NAME` and `sum/NAME`, the gradient before clip and its sketch; `clipped/NAME`, the sketch of

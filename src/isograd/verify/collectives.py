@@ -63,6 +63,7 @@ class Watch(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.listener = listener
         self.kinds: dict[Any, Callable[..., Any] | None] = {}
+        self.off = False
         self.open: tuple[int, float] | None = None  # the collective last issued: it ends when the next operator runs
 
     def enter_below(self) -> None:
@@ -74,8 +75,22 @@ class Watch(TorchDispatchMode):
         for mode in reversed(above):
             _push_mode(mode)
 
+    def aside(self) -> bool:
+        """Out of the way of the listener's own operators, until `back`; whether it was in the way."""
+        if _get_current_dispatch_mode() is not self:
+            return False
+        _pop_mode()
+        self.off = True
+        return True
+
+    def back(self) -> None:
+        if self.off:
+            self.off = False
+            _push_mode(self)
+
     def leave(self) -> bool:
         """Whether it could: not while a mode that the program entered later is on top."""
+        self.back()
         if _get_current_dispatch_mode() is not self:
             return False
         self.__exit__(None, None, None)  # type: ignore[no-untyped-call]

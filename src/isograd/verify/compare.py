@@ -25,6 +25,7 @@ from isograd.verify.placement import Place, place
 from isograd.verify.recording import Recording
 from isograd.verify.report import timeline
 from isograd.verify.tensorwise import (
+    FLOOR,
     Tensorwise,
     common_factor,
     compare_sketch,
@@ -321,11 +322,13 @@ def _other_weights(
 ) -> Finding | None:
     """The two runs must begin a step with the same weights, each rank with its own part of them."""
     apart: list[str] = []
+    whole = math.sqrt(sum(float(t.double().square().sum()) for t in start.values()))
     for name, theirs in names.items():
         for rank, spot in places[name].items():
             local = analysis.recording.ranks[rank].tensors(analysis.step)[f"parameter/{name}"].double()
             expected = spot.of(start[theirs]).double()
-            if local.shape != expected.shape or float((local - expected).norm()) > 1e-4 * float(expected.norm()):
+            size = max(float(expected.norm()), FLOOR * whole)
+            if local.shape != expected.shape or float((local - expected).norm()) > 1e-4 * size:
                 apart.append(name)
     apart = list(dict.fromkeys(apart))
     swapped = _swapped(analysis, names, places)

@@ -88,27 +88,46 @@ def describe(directory: Path, stall: float, where: dict[Path, str]) -> Finding:
         recording = Recording(directory)
     except VerifyError as error:
         return Finding(BUG, "order", f"hang: nothing happened for {stall:g} s, and the recording is not whole: {error}")
-    by_group: dict[tuple[int, ...], dict[int, list[Event]]] = defaultdict(dict)
-    for record in recording.ranks:
-        for event in record.of("collective"):
-            if event["op"] not in ("send", "recv") and record.rank in event["group"]:
-                by_group[tuple(event["group"])].setdefault(record.rank, []).append(event)
-    parted = [p for group, members in by_group.items() if (p := _parted(group, members)) is not None]
+    parted = _all_parted(recording)
     at = {r.rank: _at(r, where) for r in recording.ranks}
     if not parted:
         last = "; ".join(f"rank {r.rank}: {_last(r)}{at[r.rank]}" for r in recording.ranks)
         return Finding(BUG, "", f"hang: nothing happened for {stall:g} s; {last}")
     group, number, here = min(parted, key=lambda p: min(e["start"] for e in p[2].values()))
-    by_kind: dict[str, list[int]] = defaultdict(list)
-    for rank, event in here.items():
-        by_kind[f"{event['op']} of {event['numel']} x {event['dtype']} at {event['site']}"].append(rank)
-    waiting = ", ".join(f"{spell(ranks)} wait{'s' * (len(ranks) == 1)} in {what}" for what, ranks in by_kind.items())
-    sentence = f"hang: {waiting} (collective {number + 1} over {spell(group)})"
+    sentence = f"hang: {_who(here, 'wait', ' in')} (collective {number + 1} over {spell(group)})"
     behind = [r for r in group if r not in here]
     if behind:
         sentence += f", which {spell(behind)} never reached"
         sentence += "".join(f"; rank {r}{at[r]}" for r in behind[:3])
     return finding(BUG, "order", sentence, axis=spell(group))
+
+
+def crash(recording: Recording) -> Finding | None:
+    """Of a program that failed: whether members of a group called different collectives, which breaks gloo at once."""
+    parted = [p for p in _all_parted(recording) if len(p[2]) == len(p[0])]
+    if not parted:
+        return None
+    group, number, here = min(parted, key=lambda p: min(e["start"] for e in p[2].values()))
+    sentence = f"before the program failed: {_who(here, 'call', '')} (collective {number + 1} over {spell(group)})"
+    return finding(BUG, "order", sentence, axis=spell(group))
+
+
+def _who(here: dict[int, Event], verb: str, preposition: str) -> str:
+    """'rank 0 waits in all_reduce of 6 x float64 at train.py:17 in train, rank 1 waits in ...'."""
+    by_kind: dict[str, list[int]] = defaultdict(list)
+    for rank, event in here.items():
+        by_kind[f"{event['op']} of {event['numel']} x {event['dtype']} at {event['site']}"].append(rank)
+    words = [(spell(ranks), verb + "s" * (len(ranks) == 1) + preposition, what) for what, ranks in by_kind.items()]
+    return ", ".join(" ".join(word) for word in words)
+
+
+def _all_parted(recording: Recording) -> list[tuple[tuple[int, ...], int, dict[int, Event]]]:
+    by_group: dict[tuple[int, ...], dict[int, list[Event]]] = defaultdict(dict)
+    for record in recording.ranks:
+        for event in record.of("collective"):
+            if event["op"] not in ("send", "recv") and record.rank in event["group"]:
+                by_group[tuple(event["group"])].setdefault(record.rank, []).append(event)
+    return [p for group, members in by_group.items() if (p := _parted(group, members)) is not None]
 
 
 def _parted(

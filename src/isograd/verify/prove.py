@@ -19,7 +19,7 @@ import torch
 from isograd.comm.launch import World
 from isograd.errors import VerifyError
 from isograd.layout import Layout
-from isograd.mesh import DATA, Mesh
+from isograd.mesh import Mesh
 from isograd.verify.capture import Capture
 from isograd.verify.case import Case
 from isograd.verify.compare import compare
@@ -48,7 +48,7 @@ def verify(
     report = Report(f"gradients of {name_of(case)} under {many} against one device, {str(dtype)[6:]}")
     worlds: dict[int, World] = {}
     try:
-        pieces = {str(layout): layout.dp * layout.cp for layout in chosen}
+        pieces = {str(layout): layout.dp for layout in chosen}
         references: dict[int, Recording] = {}
         worlds[1] = World(1)
         for data_ranks in sorted(set(pieces.values())):
@@ -175,9 +175,9 @@ def _on_layout(case: MakeCase | str, layout: str, dtype: torch.dtype, directory:
 
 
 def pieces_of(case: Case, mesh: Mesh) -> list[object]:
-    """This data rank's micro-batches."""
-    parts = case.parts(mesh.size(DATA) * case.micro_batches)
-    return parts[mesh.index(DATA) * case.micro_batches :][: case.micro_batches]
+    """This data rank's micro-batches; cp ranks share their sequences, and the model cuts them."""
+    parts = case.parts(mesh.size("dp") * case.micro_batches)
+    return parts[mesh.index("dp") * case.micro_batches :][: case.micro_batches]
 
 
 def _reference(

@@ -40,7 +40,7 @@ def coefficients(analysis: Analysis) -> Iterator[Finding]:
     """Every contribution counts, all alike: each owed axis reduced once, no micro-batch lost, no class scaled."""
     read = _Read()
     for name in analysis.names:
-        if name not in analysis.unsure and analysis.contributions(name):
+        if name not in analysis.unsure and analysis.contributions(name) and not analysis.negligible(name):
             _read_tensor(analysis, name, read)
     yield from _patterned(analysis, read)
     if not read.patterned:

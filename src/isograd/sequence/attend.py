@@ -1,0 +1,46 @@
+"""Causal attention over sequences cut over cp: Ulysses, a ring, or a ring of Ulysses blocks, as the layout says.
+
+cp4 ulysses     one exchange within all 4, then whole sequences on a quarter of the heads
+cp4 ring        blocks of keys go round all 4
+cp4 ulysses2    an exchange within 2 neighbours (group 'cp/2'), then a ring of 2 (group 'cp%2') on half the heads
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from isograd.comm import ops
+from isograd.mesh import Mesh
+from isograd.sequence import ring, ulysses
+from isograd.sequence.places import Places, spread
+
+
+def places_for(length: int, rows: int, mesh: Mesh) -> Places:
+    """Where the tokens of `rows` sequences of `length` live under this mesh; under sp, local tokens divide by tp."""
+    layout = mesh.layout
+    return spread(length, ulysses=layout.ulysses, ring=layout.ring, rows=rows, multiple=layout.tp if layout.sp else 1)
+
+
+def heads_here(heads: int, kv_heads: int, mesh: Mesh) -> tuple[int, int]:
+    """(start, stop) of the query heads, of those this rank projects, that it attends with."""
+    group = mesh.group(f"cp/{mesh.layout.ulysses}")
+    return ulysses.deal(heads, kv_heads, group.size).queries[group.index]
+
+
+@ops.uncompiled
+def attend(
+    whole: ulysses.Attend, q: Tensor, k: Tensor, v: Tensor, mesh: Mesh, places: Places, starts: Tensor | None = None
+) -> Tensor:
+    """q [b, local, heads, d]; k, v [b, local, kv_heads, d], my tokens of each sequence -> [b, local, heads, d].
+
+    `whole` attends over whole sequences, [b, s, heads, d] of some heads, where there is no ring: it may be any function
+    (its own masks, dropout, documents). A ring brings its own arithmetic and needs only `starts` of the documents.
+    """
+    layout = mesh.layout
+    neighbours, circle = mesh.group(f"cp/{layout.ulysses}"), mesh.group(f"cp%{layout.ulysses}")
+
+    def around(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        return ring.attention(q, k, v, circle, places, starts).transpose(1, 2)
+
+    return ulysses.attention(whole if circle.size == 1 else around, q, k, v, neighbours)

@@ -1,0 +1,76 @@
+"""Attention of some queries to some keys, and its gradients given the global log-sum-exp: what a ring step computes.
+
+One device: out = softmax(scale q k^T + mask) v with log_sum = logsumexp(scale q k^T + mask); `fold` joins the results
+of two sets of keys. torch's own CPU kernel does both directions where it applies; elsewhere, and with a mask of
+documents, the few lines below do, in fp32, or in fp64 for fp64 tensors.
+
+q [b, heads, n, d]; k, v [b, kv_heads, m, d] with heads a multiple of kv_heads; log_sum [b, heads, n].
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which results of several blocks are added up."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _fits_kernel(q: Tensor, mask: Tensor | None) -> bool:
+    return q.device.type == "cpu" and mask is None
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """(out, log_sum), both wide. mask [b, n, m]: True where seen; a row that sees nothing gets 0 and -inf."""
+    if _fits_kernel(q, mask):
+        out, log_sum = _flash(q, k, v, 0.0, causal, scale=scale)
+        return out.to(wide(q.dtype)), log_sum
+    scores = _scores(q, k, scale, causal, mask)
+    log_sum = scores.logsumexp(-1)
+    probabilities = (scores - log_sum.masked_fill(log_sum == -torch.inf, 0)[..., None]).exp()
+    out = probabilities @ v.to(scores.dtype)[:, :, None]
+    return out.flatten(1, 2), log_sum.flatten(1, 2)
+
+
+def fold(out: Tensor, log_sum: Tensor, more_out: Tensor, more_log_sum: Tensor) -> None:
+    """Join the result over further keys into (out, log_sum), in place. log_sum is finite: step 0 sees itself."""
+    total = torch.logaddexp(log_sum, more_log_sum)
+    out.mul_((log_sum - total).exp_()[..., None]).addcmul_(more_out, (more_log_sum - total).exp_()[..., None])
+    log_sum.copy_(total)
+
+
+def backward(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor, scale: float, causal: bool,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """This block's summands of dq, dk and dv; `out` and `log_sum` are those over ALL keys."""
+    if _fits_kernel(q, mask):
+        gradient = gradient if gradient.stride(-1) == 1 else gradient.contiguous()
+        dq, dk, dv = _flash_backward(gradient, q, k, v, out, log_sum, 0.0, causal, scale=scale)
+        return dq, dk, dv
+    share = q.shape[1] // k.shape[1]
+    probabilities = (_scores(q, k, scale, causal, mask) - log_sum.unflatten(1, (-1, share))[..., None]).exp()
+    high = probabilities.dtype
+    q, gradient, out = (t.to(high).unflatten(1, (-1, share)) for t in (q, gradient, out))  # [b, kv_heads, share, n, d]
+    k, v = (t.to(high)[:, :, None] for t in (k, v))
+    dv = (probabilities.mT @ gradient).sum(2)
+    dscores = probabilities * (gradient @ v.mT - (gradient * out).sum(-1, keepdim=True)) * scale
+    return (dscores @ k).flatten(1, 2), (dscores.mT @ q).sum(2), dv
+
+
+def _scores(q: Tensor, k: Tensor, scale: float, causal: bool, mask: Tensor | None) -> Tensor:
+    """[b, kv_heads, heads per kv head, n, m], wide."""
+    high = wide(q.dtype)
+    scores: Tensor = q.to(high).unflatten(1, (k.shape[1], -1)) @ k.to(high)[:, :, None].mT * scale
+    if causal and mask is None:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()[None]
+    if mask is not None:
+        scores = scores.masked_fill(~mask[:, None, None], -torch.inf)
+    return scores

@@ -1,0 +1,185 @@
+"""Which rank of the cp axis holds which tokens, as data: no torch.distributed, nothing that runs.
+
+A sequence is cut into `ring` blocks, and each block over `ulysses` neighbours (either may be 1):
+
+    cp 4, length 16                 rank 0        rank 1        rank 2        rank 3
+    ulysses   (one block)           0 1 2 3       4 5 6 7       8 9 10 11     12 13 14 15
+    ring      (four blocks)         0 1 14 15     2 3 12 13     4 5 10 11     6 7 8 9
+    ulysses2  (two blocks)          0 1 2 3       12 13 14 15   4 5 6 7       8 9 10 11
+
+A ring's blocks are in zig-zag order: block r holds chunks r and 2 * ring - 1 - r, an early one and a late one, so that
+under a causal mask all blocks cost the same. Inside a block, order is global order and Ulysses ranks hold equal
+contiguous parts of it, so that joining their parts in rank order is the block.
+
+Invariant: all ranks hold equally many tokens. Sequences are padded at their END, where no causal token looks.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from isograd.errors import ModelError
+
+Spans = tuple[tuple[int, int], ...]  # (start, stop) ranges of global positions, ascending
+ORDERS = ("zigzag", "contiguous")
+
+
+@dataclass(frozen=True)
+class Places:
+    length: int  # of the sequences as they were given
+    ulysses: int
+    blocks: tuple[Spans, ...]  # one per member of a ring
+
+    @property
+    def ring(self) -> int:
+        return len(self.blocks)
+
+    @property
+    def cp(self) -> int:
+        return self.ulysses * self.ring
+
+    @property
+    def padded(self) -> int:
+        return sum(stop - start for block in self.blocks for start, stop in block)
+
+    @property
+    def local(self) -> int:
+        """How many tokens of a sequence each rank holds."""
+        return self.padded // self.cp
+
+    @cached_property
+    def spans(self) -> tuple[Spans, ...]:
+        """What each cp rank holds."""
+        parts = range(self.ulysses)
+        return tuple(_cut(block, part * self.local, (part + 1) * self.local) for block in self.blocks for part in parts)
+
+    def positions(self, rank: int, device: torch.device | str | None = None) -> Tensor:
+        """Global positions [local] of the tokens of cp rank `rank`, in the order it holds them."""
+        return _positions(self.spans[rank], device)
+
+    def block_positions(self, member: int, device: torch.device | str | None = None) -> Tensor:
+        return _positions(self.blocks[member], device)
+
+    def pad(self, x: Tensor, value: int | float = 0) -> Tensor:
+        """x [b, length, ...] -> [b, padded, ...]."""
+        extra = self.padded - x.shape[1]
+        return F.pad(x, (0, 0) * (x.dim() - 2) + (0, extra), value=value) if extra else x
+
+    def shard(self, x: Tensor, rank: int, pad: int | float = 0) -> Tensor:
+        """The part [b, local, ...] of x [b, length, ...] that cp rank `rank` holds."""
+        x = self.pad(x, pad)
+        parts = [x[:, start:stop] for start, stop in self.spans[rank]]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+    def unshard(self, joined: Tensor) -> Tensor:
+        """All ranks' parts, joined along dim 1 in rank order -> [b, length, ...] in global order, without pads."""
+        if self.cp == 1:
+            return joined[:, : self.length]
+        held = torch.cat([self.positions(rank, joined.device) for rank in range(self.cp)])
+        return joined.index_select(1, held.argsort()[: self.length])
+
+
+def spread(
+    length: int,
+    *,
+    ulysses: int = 1,
+    ring: int = 1,
+    order: str = "zigzag",
+    rows: int = 1,
+    multiple: int = 1,
+) -> Places:
+    """Places for sequences of `length`; `rows` of them, flattened, make a `multiple` of tokens on every rank (sp)."""
+    if order not in ORDERS:
+        raise ModelError(
+            "IG430", f"unknown order {order!r} of sequence blocks", seen=order, expected=" or ".join(ORDERS)
+        )
+    paired = order == "zigzag" and ring > 1
+    unit = ring * (math.lcm(2, ulysses) if paired else ulysses)
+    padded = -(-length // unit) * unit
+    while rows * (padded // (ring * ulysses)) % multiple:
+        padded += unit
+    chunk = padded // (2 * ring if paired else ring)
+    numbers = [(r, 2 * ring - 1 - r) if paired else (r,) for r in range(ring)]
+    blocks = tuple(_joined(tuple((n * chunk, (n + 1) * chunk) for n in pair)) for pair in numbers)
+    return Places(length, ulysses, blocks)
+
+
+def _joined(spans: Spans) -> Spans:
+    """Spans that touch are one."""
+    found: list[tuple[int, int]] = []
+    for start, stop in spans:
+        if found and found[-1][1] == start:
+            found[-1] = (found[-1][0], stop)
+        else:
+            found.append((start, stop))
+    return tuple(found)
+
+
+def _cut(spans: Spans, first: int, last: int) -> Spans:
+    """The spans of elements first to last, counted along `spans`."""
+    found, at = [], 0
+    for start, stop in spans:
+        low, high = max(first - at, 0), min(last - at, stop - start)
+        if low < high:
+            found.append((start + low, start + high))
+        at += stop - start
+    return tuple(found)
+
+
+def _positions(spans: Spans, device: torch.device | str | None) -> Tensor:
+    return torch.cat([torch.arange(start, stop, device=device) for start, stop in spans])
+
+
+# -- what of a block another block sees --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sight:
+    """Rows start..stop of my block (local numbers) see the first `keys` of another; causal: each up to itself."""
+
+    start: int
+    stop: int
+    keys: int
+    causal: bool = False
+
+
+def sights(mine: Spans, theirs: Spans) -> tuple[Sight, ...]:
+    """Which part of a block of queries sees which part of a block of keys under the causal mask; () for none.
+
+    Spans of different blocks lie wholly before or wholly after one another, so that a row sees a prefix of the keys.
+    """
+    if mine == theirs:
+        rows = sum(stop - start for start, stop in mine)
+        return (Sight(0, rows, rows, causal=True),)
+    found: list[Sight] = []
+    at = 0
+    for start, stop in mine:
+        keys = sum(b - a for a, b in theirs if b <= start)
+        if found and found[-1].keys == keys and found[-1].stop == at:
+            found[-1] = Sight(found[-1].start, at + stop - start, keys)
+        elif keys:
+            found.append(Sight(at, at + stop - start, keys))
+        at += stop - start
+    return tuple(found)
+
+
+def reach(mine: Spans, theirs: Spans) -> int:
+    """How many leading keys of another block any row of mine sees: all that need be sent."""
+    return max((sight.keys for sight in sights(mine, theirs)), default=0)
+
+
+# -- documents: several texts in one sequence --------------------------------------------------------------------
+
+
+def document_starts(documents: Tensor) -> Tensor:
+    """[b, s]: where the document of each token begins. A new one begins wherever the number changes."""
+    place = torch.arange(documents.shape[1], device=documents.device).expand(documents.shape)
+    changed = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0))
+    starts: Tensor = torch.where(changed, place, 0).cummax(1).values
+    return starts

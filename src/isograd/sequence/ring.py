@@ -1,0 +1,203 @@
+"""Ring attention: queries stay, keys and values of the other blocks come by, one block at a time.
+
+Who owns what: member i of the ring holds block i of the sequence (places.py: an early and a late chunk) of q, k, v and
+the output. In step t = 0 ... r - 1 member i attends from its queries to the keys of member j = i - t.
+
+Forward, in step t:
+1. The keys and values of step t + 1 set out: member i sends to i + t + 1 and receives from i - t - 1, while 2 runs.
+   Only the leading keys that the receiver's queries see are sent (`reach`): half a block to later members, a whole one
+   to earlier ones. That is what must be known elsewhere and nothing more; passing whole blocks from neighbour to
+   neighbour moves a third more. (Between machines, passing on crosses each border once and direct sends cross it once
+   per member behind it: there, 'cpN ulyssesM' with M ranks per machine makes rings of one member per machine.)
+2. The part of the block pair that the causal mask leaves is computed, one rectangle per step: step 0 is causal, later
+   ones are all rows x half the keys, or half the rows x all keys. Empty parts are skipped. All members do equal work.
+3. The result is folded into the running (output, log of the sum of exponentials), in fp32, or fp64 for fp64 tensors.
+
+Backward, in step t: the same keys and values come by again; probabilities are exp(score - log-sum-exp) with the GLOBAL
+log-sum-exp, so each rectangle's gradients are exact summands. dq stays and adds up here. What step t computed for the
+keys of j goes straight home to j while step t + 1 runs, in fp32 (fp64), and j adds its own share first and then
+those of i = j + 1, j + 2, ...: one fixed order, so the same bits in every run.
+
+Key and value heads are never expanded to query heads, neither on the wire nor in memory.
+Documents narrow what is seen.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isograd.comm import ops, raw
+from isograd.comm.raw import Group, Handle
+from isograd.sequence import block
+from isograd.sequence.places import Places, Sight, Spans, reach, sights
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    group: Group,
+    places: Places,
+    starts: Tensor | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """My block of causal attention. q [b, heads, n, d]; k, v [b, kv_heads, n, d]: block `group.index` of places.blocks.
+
+    starts [b, padded]: where the document of each token of the whole sequences begins (places.document_starts).
+    """
+    return _attention(q, k, v, group, places.blocks, starts, scale or q.shape[-1] ** -0.5)
+
+
+@ops.uncompiled
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, group: Group, blocks: tuple[Spans, ...], starts: Tensor | None, scale: float
+) -> Tensor:
+    return _Ring.apply(q, k, v, group, blocks, starts, scale)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, group: Group, blocks: tuple[Spans, ...], starts: Tensor | None,
+        scale: float,
+    ) -> Tensor:  # fmt: skip
+        trip = _Trip(group, blocks, _by_block(starts, blocks))
+        k, v = (t.permute(2, 0, 1, 3).contiguous() for t in (k, v))  # [n, b, kv_heads, d]: leading keys are one piece
+        out = log_sum = None
+        for step, (keys, values) in enumerate(trip.visits(k, v)):
+            for sight in trip.sights(step):
+                rows = slice(sight.start, sight.stop)
+                mask = trip.mask(step, sight)
+                if mask is not None and not mask.any():
+                    continue
+                part = block.forward(
+                    q[:, :, rows], _heads(keys, sight), _heads(values, sight), scale, sight.causal, mask
+                )
+                if out is None or log_sum is None:
+                    out, log_sum = part  # step 0 has all rows
+                else:
+                    block.fold(out[:, :, rows], log_sum[:, :, rows], *part)
+        assert out is not None
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, log_sum)
+        ctx.trip, ctx.scale = trip, scale
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, log_sum = ctx.saved_tensors
+        trip, wide = ctx.trip, log_sum.dtype
+        dq = torch.zeros(q.shape, dtype=wide, device=q.device)
+        dk, dv = (torch.zeros(t.shape, dtype=wide, device=t.device) for t in (k, v))
+        homing = _Homing(trip, dk, dv)
+        for step, (keys, values) in enumerate(trip.visits(k, v)):
+            here = (dk, dv) if step == 0 else homing.parcel(step)
+            for sight in trip.sights(step):
+                rows = slice(sight.start, sight.stop)
+                mask = trip.mask(step, sight)
+                if mask is not None and not mask.any():
+                    continue
+                to_q, to_k, to_v = block.backward(
+                    gradient[:, :, rows], q[:, :, rows], _heads(keys, sight), _heads(values, sight),
+                    out[:, :, rows], log_sum[:, :, rows], ctx.scale, sight.causal, mask,
+                )  # fmt: skip
+                dq[:, :, rows] += to_q
+                for total, part in zip(here, (to_k, to_v), strict=True):
+                    total[: sight.keys] += part.permute(2, 0, 1, 3)
+            if step:
+                homing.send(step)
+        homing.land()
+        return dq.to(q.dtype), *(t.permute(1, 2, 0, 3).to(q.dtype) for t in (dk, dv)), None, None, None, None
+
+
+def _heads(t: Tensor, sight: Sight) -> Tensor:
+    """[n, b, kv_heads, d] -> the keys of a sight as [b, kv_heads, keys, d], a view."""
+    return t[: sight.keys].permute(1, 2, 0, 3)
+
+
+def _by_block(starts: Tensor | None, blocks: tuple[Spans, ...]) -> list[Tensor] | None:
+    if starts is None:
+        return None
+    return [torch.cat([starts[:, a:b] for a, b in spans], 1) for spans in blocks]
+
+
+class _Trip:
+    """The r visits of one member: whose keys come in which step, what is seen of them, what must be sent for it."""
+
+    def __init__(self, group: Group, blocks: tuple[Spans, ...], starts: list[Tensor] | None) -> None:
+        self.group, self.blocks, self.starts = group, blocks, starts
+
+    def member(self, step: int) -> int:
+        return (self.group.index - step) % self.group.size
+
+    def sights(self, step: int) -> tuple[Sight, ...]:
+        return sights(self.blocks[self.group.index], self.blocks[self.member(step)])
+
+    def keys_in(self, step: int) -> int:
+        """How many keys I receive in this step."""
+        return reach(self.blocks[self.group.index], self.blocks[self.member(step)])
+
+    def keys_out(self, step: int) -> int:
+        """How many of my keys member index + step receives."""
+        return reach(self.blocks[self.member(-step)], self.blocks[self.group.index])
+
+    def mask(self, step: int, sight: Sight) -> Tensor | None:
+        """[b, rows, keys]: which pairs are of one document; causal where the sight is. None: no documents."""
+        if self.starts is None:
+            return None
+        mine, theirs = self.starts[self.group.index], self.starts[self.member(step)]
+        same = mine[:, sight.start : sight.stop, None] == theirs[:, None, : sight.keys]
+        return same.tril() if sight.causal else same
+
+    def visits(self, k: Tensor, v: Tensor) -> Any:
+        """Keys and values [n, b, kv_heads, d] of each step; the next ones are under way while the caller computes."""
+        held, size = (k, v), self.group.size
+        for step in range(size):
+            coming = (
+                tuple(t.new_empty((self.keys_in(step + 1), *t.shape[1:])) for t in (k, v)) if step + 1 < size else ()
+            )
+            flight = self.swap([t[: self.keys_out(step + 1)] for t in (k, v)], coming, step + 1) if coming else None
+            yield held
+            if flight is not None:
+                flight.wait()
+                held = coming  # type: ignore[assignment]
+
+    def swap(self, out: Any, into: Any, step: int) -> Handle:
+        """Send `out` to member index + step and fill `into` from index - step, under way (a negative step: back)."""
+        members = range(self.group.size)
+        to, source = self.member(-step), self.member(step)
+        return raw.exchange(
+            [list(out) if m == to else [] for m in members],
+            [list(into) if m == source else [] for m in members],
+            self.group,
+        )
+
+
+class _Homing:
+    """Gradients of other members' keys and values on their way home, and of mine as they arrive."""
+
+    def __init__(self, trip: _Trip, dk: Tensor, dv: Tensor) -> None:
+        self.trip, self.mine = trip, (dk, dv)
+        self.leaving: tuple[Tensor, ...] = ()
+        self.arriving: tuple[Tensor, ...] = ()
+        self.flight: Handle | None = None
+
+    def parcel(self, step: int) -> tuple[Tensor, ...]:
+        self.leaving = tuple(t.new_zeros((self.trip.keys_in(step), *t.shape[1:])) for t in self.mine)
+        return self.leaving
+
+    def send(self, step: int) -> None:
+        self.land()
+        self.arriving = tuple(t.new_empty((self.trip.keys_out(step), *t.shape[1:])) for t in self.mine)
+        self.flight = self.trip.swap(self.leaving, self.arriving, -step)
+
+    def land(self) -> None:
+        if self.flight is not None:
+            self.flight.wait()
+            for total, part in zip(self.mine, self.arriving, strict=True):
+                total[: len(part)] += part
+        self.flight = None
