@@ -11,7 +11,8 @@ tensor of it that is not called BUG is a miss, and every other one that is calle
 In fp64 a tensor is judged by its largest relative error over ranks and blocks, limit 1e-9. In fp32 and bf16 it is
 judged by its distance from the fp64 truth in units of the noise of re-associated one-device runs: PASS to 3, BUG from 8
 (numerics.py). Two recordings have no such ensemble: `verify compare` judges them by relative errors alone, with the
-limits of compare.py, so how many right tensors exceed those is counted, too.
+limits of tensorwise.py, so how many right tensors exceed those is counted, too. And there the one factor by which all
+gradients together differ is judged by its own noise: it finds a scale that drowns in each tensor's rounding.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ from collections import Counter
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -38,8 +38,9 @@ from isograd.comm.launch import World
 from isograd.contract import contracts
 from isograd.mesh import Mesh
 from isograd.models import Transformer, TransformerConfig
+from isograd.verify import numerics, prove, tensorwise
 from isograd.verify.case import Case
-from isograd.verify.findings import BUG, INCONCLUSIVE, PASS
+from isograd.verify.findings import BUG, INCONCLUSIVE, PASS, Report
 
 OUT = Path(__file__).parent / "out"
 MODELS = {"llama": cases.LLAMA, "gpt2": cases.GPT2, "qwen": cases.QWEN}
@@ -50,8 +51,6 @@ CLASSES = ("*norm*.weight", "*.attention.v.weight", "embed.weight", "*.mlp.down.
 STEPS = {torch.float64: 2, torch.float32: 1, torch.bfloat16: 1}  # narrower ones are judged on their first step alone
 ROWS, LENGTH = 9, cases.LENGTH
 SPREAD = ("median", "99 %", "99.9 %", "largest")
-compare = import_module("isograd.verify.compare")  # the module: the package offers the function by this name
-prove = import_module("isograd.verify.prove")
 
 
 # -- the cases ---------------------------------------------------------------------------------------------------
@@ -111,6 +110,7 @@ class Outcome:
     tensors: Counter[str] = field(default_factory=Counter)  # tensors by verdict, nothing planted
     errors: list[float] = field(default_factory=list)  # each tensor's largest relative error over ranks and blocks
     ratios: list[float] = field(default_factory=list)  # and its error / noise, largest over ranks
+    factors: list[float] = field(default_factory=list)  # error / noise of the one factor of all gradients, per layout
     planted: Counter[str] = field(default_factory=Counter)  # tensors of the planted class, by verdict
     named: Counter[str] = field(default_factory=Counter)  # layouts with a plant, by verdict
     right_name: int = 0  # of them those in which a finding names planted tensors only, and their factor
@@ -137,22 +137,29 @@ class KeptWorld(World):
             super().close(kill)
 
 
-def listen(into: list[float]) -> None:
-    """Have the comparison leave the ratio of every tensor that it judges by noise."""
-    from isograd.verify.numerics import verdict
+def proved(make: Any, layouts: tuple[str, ...], dtype: torch.dtype) -> tuple[Report, list[list[float]]]:
+    """The report, and per layout the ratios of error to noise: one per tensor, in order, then that of the one factor."""
+    heard: list[float] = []
 
     def judged(ratio: float) -> str:
-        into.append(ratio)
-        return verdict(ratio)
+        heard.append(ratio)
+        return numerics.verdict(ratio)
 
-    compare.judged = judged
+    tensorwise.judged = judged  # type: ignore[attr-defined]
+    report = prove.verify(make, layouts, dtype=dtype)
+    by_layout = []
+    for subject in report.subjects if heard else ():
+        count = len(subject.errors) + 1
+        by_layout.append(heard[:count])
+        del heard[:count]
+    assert not heard, "a tensor was judged that the report does not list"
+    return report, by_layout
 
 
 def right(outcome: Outcome, model: str, seed: int, layouts: tuple[str, ...], dtype: torch.dtype) -> None:
-    ratios: list[float] = []
-    listen(ratios)
-    report = prove.verify(partial(case, model, seed, STEPS[dtype], "", 1.0), layouts, dtype=dtype)
-    outcome.ratios += ratios
+    report, ratios = proved(partial(case, model, seed, STEPS[dtype], "", 1.0), layouts, dtype)
+    outcome.ratios += [r for found in ratios for r in found[:-1]]
+    outcome.factors += [found[-1] for found in ratios]
     for subject in report.subjects:
         outcome.subjects[subject.verdict] += 1
         outcome.errors += subject.errors.values()
@@ -164,12 +171,10 @@ def right(outcome: Outcome, model: str, seed: int, layouts: tuple[str, ...], dty
 
 def wrong(outcome: Outcome, model: str, seed: int, layouts: tuple[str, ...], dtype: torch.dtype, by: float) -> None:
     kind = CLASSES[seed % len(CLASSES)]
-    ratios: list[float] = []
-    listen(ratios)
-    report = prove.verify(partial(case, model, seed, 1, kind, 1 + by), layouts, dtype=dtype)
-    names = [name for subject in report.subjects for name in subject.errors]
-    if len(ratios) == len(names):  # judged by noise: one ratio per tensor and layout, in the same order
-        outcome.planted_ratios += [r for name, r in zip(names, ratios, strict=True) if fnmatch(name, kind)]
+    report, ratios = proved(partial(case, model, seed, 1, kind, 1 + by), layouts, dtype)
+    for subject, found in zip(report.subjects, ratios, strict=False):
+        named = zip(subject.errors, found, strict=False)
+        outcome.planted_ratios += [ratio for name, ratio in named if fnmatch(name, kind)]
     for subject in report.subjects:
         outcome.named[subject.verdict] += 1
         bugs = [f for f in subject.findings if f.verdict == BUG]
@@ -215,6 +220,7 @@ def null_row(o: Outcome) -> dict[str, str]:
         "judged by": "error" if whole else "error / noise",
         "tensors": f"{o.tensors.total()}",
         "layouts": f"{o.subjects.total()}",
+        "one factor of all, largest": f"{max(o.factors):.2f}" if o.factors else "-",
         **{name: f"{q:.1e}" if whole else f"{q:.2f}" for name, q in zip(SPREAD, spread, strict=True)},
         BUG: f"{o.tensors[BUG]}",
         INCONCLUSIVE: f"{o.tensors[INCONCLUSIVE]}",
@@ -223,7 +229,7 @@ def null_row(o: Outcome) -> dict[str, str]:
 
 
 def relative_row(o: Outcome) -> dict[str, str]:
-    low, high = compare.LIMITS[o.dtype]
+    low, high = tensorwise.LIMITS[o.dtype]
     return {
         "dtype": o.dtype,
         **{name: f"{q:.1e}" for name, q in zip(SPREAD, quantiles(o.errors), strict=True)},
