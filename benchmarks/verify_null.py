@@ -121,7 +121,7 @@ class Outcome:
 
 
 class KeptWorld(World):
-    """Ranks that outlive the proof of one case: starting them takes longer than a case does."""
+    """Ranks that outlive the proof of one case, for starting several takes longer than a case does."""
 
     kept: ClassVar[dict[int, World]] = {}
 
@@ -133,12 +133,12 @@ class KeptWorld(World):
             super().__init__(nproc)
 
     def close(self, kill: bool = False) -> None:
-        if kill:
+        if kill or self.nproc == 1:
             super().close(kill)
 
 
 def proved(make: Any, layouts: tuple[str, ...], dtype: torch.dtype) -> tuple[Report, list[list[float]]]:
-    """The report, and per layout the ratios of error to noise: one per tensor, in order, then that of the one factor."""
+    """The report; and per layout the ratios of error to noise: one per tensor, in order, then the one factor's."""
     heard: list[float] = []
 
     def judged(ratio: float) -> str:
