@@ -81,7 +81,7 @@ def ensemble(world: World, case: MakeCase | str, dtype: torch.dtype, home: Path,
     squares = sum(float(centre.square().sum()) for centre in mean.values())
     factors = [sum(float((run[name] * centre).sum()) for name, centre in mean.items()) / squares for run in runs]
     off = (sum((f - 1) ** 2 for f in factors) / len(factors)) ** 0.5
-    return Noise(truth, mean, variance, max(off, torch.finfo(dtype).eps * 1e-2))
+    return Noise(truth, mean, variance, max(off, torch.finfo(dtype).eps / 8))
 
 
 class Associated(TorchDispatchMode):

@@ -208,14 +208,14 @@ def token_weights(analysis: Analysis) -> Iterator[Finding]:
     trainable = tuple(n for n in analysis.names if analysis.info(n)["gradient"])
     tolerance = max(10 * analysis.tolerance(name), 1e-3)
     if spread(values) > tolerance:
-        follows = spread([effective[k] * counts[k] for k in effective]) <= tolerance
+        follows = _own_counts(effective, counts, tolerance)
         worst = max(values) / min(values)
         over = "ranks" if len({k for k, _ in effective}) > 1 else ""
         over = " and ".join(filter(None, [over, "micro-batches" if len({m for _, m in effective}) > 1 else ""]))
         told = ", ".join(f"{int(counts[k])}" for k in sorted(counts))
         sentence = (
             f"step {analysis.step}: all gradients: a label's weight differs by {worst:.3g}x between {over} "
-            f"({'each divides by its own number of labels' if follows else 'unequally scaled losses'}: {told})"
+            f"({follows or 'unequally scaled losses'}: {told})"
         )
         mean = sum(effective[k] * counts[k] for k in effective) / sum(counts.values())
         bars = tuple((label, c) for label, c in labelled({k: v / mean for k, v in effective.items()}))
@@ -238,6 +238,18 @@ def token_weights(analysis: Analysis) -> Iterator[Finding]:
             f"{hit} {what}; a run on one device would decide"
         )
         yield finding(INCONCLUSIVE, bug, sentence, tensors=trainable, axis=what if per_micro else "")
+
+
+def _own_counts(weights: dict[Key, float], counts: dict[Key, float], tolerance: float) -> str:
+    """Whether each micro-batch, or each rank over all of its own, divides by its own number of labels; else empty."""
+    if spread([weights[k] * counts[k] for k in weights]) <= tolerance:
+        return "each divides by its own number of labels"
+    totals: dict[int, float] = defaultdict(float)
+    for (rank, _), n in counts.items():
+        totals[rank] += n
+    if spread([weights[k] * totals[k[0]] for k in weights]) <= tolerance:
+        return "each rank divides by its own number of labels"
+    return ""
 
 
 def _summed(analysis: Analysis) -> bool:
