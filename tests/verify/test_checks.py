@@ -186,7 +186,7 @@ class Said:
 Row = tuple[str, Program, str, Said]
 TABLE: list[Row] = [
     ("steps_together", data_parallel, "rank 1 skips a step",
-     Said(BUG, "overflow-alone", "rank 1", EVERYTHING, "rank 1 took no optimizer step after backward 4, while other")),
+     Said(BUG, "overflow-alone", "rank 1", EVERYTHING, "rank 1 took no optimizer step after micro-batch 4")),
     ("coefficients", data_parallel, "norms are not summed",
      Said(BUG, "norm-unreduced", "dp", r"^norm", "norms (norm.bias, norm.weight): not summed over dp")),
     ("coefficients", data_parallel, "only the last micro-batch",

@@ -61,7 +61,8 @@ def compare(
         )
     free = check(candidate)
     explained: list[Finding] = []
-    for step in steps[:1] if noise is not None else steps:  # later weights differ by rounding already
+    narrow = noise is not None or limit_of(Analysis(candidate, steps[0])) > 1e-8
+    for step in steps[:1] if narrow else steps:  # later weights differ by rounding already
         found = _step(reference, candidate, step, rename or {}, subject, noise)
         explained += [f for f in found if f not in explained]
         if any(f.verdict == BUG for f in found):

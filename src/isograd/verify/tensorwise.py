@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from isograd.verify.analysis import Analysis
@@ -22,6 +23,7 @@ from isograd.verify.wording import finding
 # measured null experiment); between them it cannot be told without an ensemble.
 LIMITS = {"float64": (1e-9, 1e-9), "float32": (1e-4, 1e-3), "float16": (3e-2, 2e-1), "bfloat16": (6e-2, 3e-1)}
 FLOOR = 1e-6  # of the whole gradient: tensors whose true gradient is zero are judged on it
+FLOORS = {torch.float32: 1e-4, torch.float16: 3e-3, torch.bfloat16: 3e-2}  # where rounding of the whole is larger
 
 
 @dataclass
@@ -99,7 +101,7 @@ def block_error(found: Tensor, expected: Tensor, whole: float) -> float:
     """The worst relative error over the tensor and its blocks; NaN when there is one."""
     worst = 0.0
     for mine, theirs in zip(blocks(found.double()), blocks(expected.double()), strict=True):
-        size = max(float(theirs.norm()), FLOOR * whole, 1e-300)
+        size = max(float(theirs.norm()), FLOORS.get(found.dtype, FLOOR) * whole, 1e-300)
         error = float((mine - theirs).norm()) / size
         if math.isnan(error):
             return error

@@ -15,19 +15,32 @@ def steps_together(analysis: Analysis) -> Iterator[Finding]:
     """All ranks step, or none does."""
     if analysis.step != 1:
         return
-    taken = [[e["backwards"] for e in record.of("step") if not e["note"]] for record in analysis.recording.ranks]
+    taken = [_steps_by(record.events, "input") for record in analysis.recording.ranks]
+    by_backward = [_steps_by(record.events, "backward") for record in analysis.recording.ranks]
+    if len({tuple(t) for t in by_backward}) == 1 or not all(t and t[-1] for t in taken):
+        taken = by_backward
     common = min((t[-1] for t in taken if t), default=0)
     within = [[b for b in t if b <= common] for t in taken]
     if len({tuple(t) for t in within}) > 1:
         everywhere = set().union(*map(set, within))
         skipped = [(r, sorted(everywhere - set(t))) for r, t in enumerate(within) if everywhere - set(t)]
         rank, at = skipped[0]
-        sentence = f"rank {rank} took no optimizer step after backward {at[0]}, while other ranks did"
+        sentence = f"rank {rank} took no optimizer step after micro-batch {at[0]}, while other ranks did"
         names = tuple(n for n in analysis.names if analysis.info(n)["trainable"])
         bars = tuple((f"rank {r}", float(len(t))) for r, t in enumerate(within))
         yield finding(
             BUG, "overflow-alone", sentence, tensors=names, axis=spell([r for r, _ in skipped]), coefficients=bars
         )
+
+
+def _steps_by(events: list[Event], kind: str) -> list[int]:
+    """After how many forwards, or backwards, each step was taken: a micro-batch without labels may have no backward."""
+    taken, seen = [], 0
+    for event in events:
+        seen += event["k"] == kind
+        if event["k"] == "step" and not event["note"]:
+            taken.append(seen)
+    return taken
 
 
 def replicas(analysis: Analysis) -> Iterator[Finding]:

@@ -113,10 +113,12 @@ def graph_cuts(analysis: Analysis) -> Iterator[Finding]:
         events = analysis.recording.ranks[rank].events
         last = max((e["micro"] for e in events if e["k"] == "backward" and e["step"] == analysis.step), default=-1)
         backwards = [i for i, e in enumerate(events) if e["k"] == "backward" and e["step"] == analysis.step]
+        pending = False  # a forward has run whose backward has not: what is logged after backward cuts nothing
         for i, event in enumerate(events):
+            pending = event["k"] == "input" or (pending and event["k"] != "backward")
             if event["k"] != "collective" or event["step"] != analysis.step or not event.get("cuts") or last < 0:
                 continue
-            if event["phase"] == "forward" or (event["phase"] == "other" and any(j > i for j in backwards)):
+            if event["phase"] == "forward" or (event["phase"] == "other" and pending and any(j > i for j in backwards)):
                 found[event["site"]].append(event)
     for site, events in found.items():
         event = events[0]
