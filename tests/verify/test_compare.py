@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from isograd.errors import VerifyError
+from isograd.verify.analysis import Analysis
 from isograd.verify.bugs.run import Bench, every_name
 from isograd.verify.compare import compare, same_data, whole_tensors
 from isograd.verify.findings import BUG, INCONCLUSIVE, NOTE, PASS, Finding, Subject
@@ -320,7 +321,7 @@ def test_an_error_in_one_shard_is_shown_on_the_rank_that_holds_it(judged: Any) -
 def test_a_reference_may_itself_be_sharded(reference: Recording, tmp_path: Path) -> None:
     sharded = write(tmp_path / "sharded", rows_of(tensor_parallel(), {**EVEN, **UNEVEN}, True), "tp2")
     assert torch.equal(
-        whole_tensors(sharded, 1, "final")["down.weight"], reference.ranks[0].group(1, "final")["down.weight"]
+        whole_tensors(Analysis(sharded, 1), "final")["down.weight"], reference.ranks[0].group(1, "final")["down.weight"]
     )
     subject = compare(sharded, reference)
     assert subject.verdict == PASS

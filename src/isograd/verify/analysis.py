@@ -42,6 +42,7 @@ class Analysis:
         self.about: list[dict[str, Event]] = []  # per rank: name -> what the step event says
         self.sums: list[dict[str, Tensor]] = []
         self.parts: dict[str, dict[Key, Tensor]] = defaultdict(dict)
+        self._fits: dict[Observed, Fit | None] = {}
         for record in recording.ranks:
             event = next((e for e in record.of("step") if e["step"] == step), None)
             self.about.append(dict(event["parameters"]) if event else {})
@@ -115,6 +116,14 @@ class Analysis:
             sets[repr(info["box"]) if info["box"] is not None else info.get("before", "")].append(rank)
         return [tuple(ranks) for ranks in sets.values()]
 
+    def replicas_of(self, name: str, rank: int) -> set[int]:
+        """The ranks that hold the same part of a parameter as this one."""
+        return next((set(ranks) for ranks in self.replica_sets(name) if rank in ranks), {rank})
+
+    @property
+    def everyone(self) -> tuple[int, ...]:
+        return tuple(range(self.world))
+
     def tolerance(self, name: str) -> float:
         kinds = {self.about[r][name]["gradient_dtype"] or self.about[r][name]["dtype"] for r in self.holders(name)}
         return max(TOLERANCE.get(kind, 2e-4) for kind in kinds)
@@ -160,9 +169,15 @@ class Analysis:
         return {k: p for k, p in self.parts[name].items() if self.about[k[0]].get(name, {}).get("part_shape") == shape}
 
     def fit(self, seen: Observed) -> Fit | None:
+        """What an observed gradient is made of; several checks ask, it is found once."""
+        if seen not in self._fits:
+            self._fits[seen] = self._fit(seen)
+        return self._fits[seen]
+
+    def _fit(self, seen: Observed) -> Fit | None:
         parts = self.contributions(seen.name)
-        if seen.name not in self._same_part:
-            mine = next((set(s) for s in self.replica_sets(seen.name) if seen.own in s), {seen.own})
+        if seen.name not in self.same_part:
+            mine = self.replicas_of(seen.name, seen.own)
             others = {k: p for k, p in parts.items() if k[0] not in mine}
             replicas = {k: p for k, p in parts.items() if k[0] in mine}
             found = fit(seen.sketch, replicas, self.tolerance(seen.name), seen.own)
@@ -172,7 +187,7 @@ class Analysis:
         return fit(seen.sketch, parts, self.tolerance(seen.name), seen.own)
 
     @cached_property
-    def _same_part(self) -> set[str]:
+    def same_part(self) -> set[str]:
         """Names whose contributions are all to one and the same tensor."""
         return {n for n in self.names if len(self.replica_sets(n)) == 1 or self.covered(n)}
 
@@ -189,6 +204,11 @@ class Analysis:
                         low, high = min(low, event["low"]), max(high, event["high"])
                     found[key] = (n + event["count"], low, high)
         return found
+
+    @cached_property
+    def counts(self) -> dict[Key, float]:
+        """Labels that counted, per rank and micro-batch."""
+        return {key: n for key, (n, _, _) in self.weights.items()}
 
     @cached_property
     def data(self) -> dict[Key, str]:

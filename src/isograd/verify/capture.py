@@ -147,9 +147,8 @@ class Capture(Life):
         inner = module
         while foreign.shell(inner):
             inner = next(iter(inner.children()))
-        first = not self.roots
-        prefix = "" if first else f"{type(inner).__name__}."
-        if not first and any(known and known[0] in (p for p, _ in self.roots) for known in [[prefix]]):
+        prefix = f"{type(inner).__name__}." if self.roots else ""
+        if prefix and prefix in {taken for taken, _ in self.roots}:
             prefix = f"{type(inner).__name__}{len(self.roots)}."
         self.roots.append((prefix, weakref.ref(inner)))
         for name, child in inner.named_modules():

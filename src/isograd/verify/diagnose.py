@@ -72,9 +72,7 @@ def _finding(
         bug = "nosync-missing"
     axis, said = _said(analysis, symptom, words)
     if symptom.kind == patterns.SCALED and bug:
-        axis = (
-            "micro-batches" if bug == "accum-undivided" else axis_over(analysis.recording, tuple(range(analysis.world)))
-        )
+        axis = "micro-batches" if bug == "accum-undivided" else axis_over(analysis.recording, analysis.everyone)
     if symptom.kind == WRONG_SHARDS:
         bug = "wrong-group"
     bars = labelled(values)
@@ -86,9 +84,8 @@ def _finding(
 
 def _said(analysis: Analysis, symptom: Symptom, words: str) -> tuple[str, str]:
     """(axis, what is said of it)."""
-    everyone = tuple(range(analysis.world))
-    missing = axis_over(analysis.recording, symptom.missing or everyone, symptom.own)
-    together = axis_over(analysis.recording, everyone)
+    missing = axis_over(analysis.recording, symptom.missing or analysis.everyone, symptom.own)
+    together = axis_over(analysis.recording, analysis.everyone)
     scaled = f"{symptom.value:.4g} times what they should be"
     if symptom.value == 0:
         scaled = "zero or missing where the reference has a gradient"
@@ -107,7 +104,7 @@ def _said(analysis: Analysis, symptom: Symptom, words: str) -> tuple[str, str]:
             f"earlier micro-batches were reduced again: coefficients rise by {symptom.value:g} each",
         ),
         WRONG_SHARDS: (missing, f"summed over {missing}, whose members hold other shards of it"),
-        patterns.MIXED: (spell(everyone), "contributions count unequally"),
+        patterns.MIXED: (spell(analysis.everyone), "contributions count unequally"),
     }
     return said.get(symptom.kind, ("", words))
 
@@ -153,7 +150,7 @@ def _by_contributions(
     parts = analysis.contributions(name)
     if not parts:
         return None
-    mine = next((set(s) for s in analysis.replica_sets(name) if seen.own in s), {seen.own})
+    mine = analysis.replicas_of(name, seen.own)
     near = parts if analysis.covered(name) else {k: p for k, p in parts.items() if k[0] in mine}
     loose = 30 * tolerance
     for chosen in (near, parts):
@@ -178,8 +175,7 @@ def _ratios(
         for k, c in should.coefficients.items()
         if abs(c) > 1e-6 * top and k in does.coefficients
     }
-    counts = {key: n for key, (n, _, _) in analysis.weights.items()}
-    symptom = patterns.read(q, own, counts, max(30 * tolerance, 1e-3))
+    symptom = patterns.read(q, own, analysis.counts, max(30 * tolerance, 1e-3))
     if symptom.kind == patterns.MIXED and does.uniform and not should.uniform:
         symptom = Symptom(patterns.PER_TOKEN)  # equal weights where the truth's differ
     return symptom, q, ""

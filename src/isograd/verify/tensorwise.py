@@ -6,6 +6,7 @@ Which error is rounding and which is a bug depends on the precision (LIMITS), or
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -64,14 +65,18 @@ def compare_tensor(
         if noise is not None and name in noise.mean:
             part = places[rank].of if final.shape == places[rank].of(truth).shape else (lambda t: t)
             ratios.append(noise.ratio(name, final, part, whole))
-    kinds |= {str(truth.dtype).removeprefix("torch.")}
-    low = max(LIMITS.get(k, LIMITS["float32"])[0] for k in kinds)
-    high = max(LIMITS.get(k, LIMITS["float32"])[1] for k in kinds)
-    worst = max((math.inf if math.isnan(e) else e for e in errors.values()), default=math.inf)
-    if ratios and math.isfinite(worst):
+    if ratios and all(map(math.isfinite, errors.values())):
         return Tensorwise(name, places, errors, judged(max(ratios)))
-    verdict = PASS if worst <= low else BUG if worst > high else INCONCLUSIVE
-    return Tensorwise(name, places, errors, verdict)
+    kinds.add(str(truth.dtype).removeprefix("torch."))
+    return Tensorwise(name, places, errors, _by_limits(errors, kinds))
+
+
+def _by_limits(errors: dict[int, float], kinds: Iterable[str]) -> str:
+    """The verdict on relative errors of tensors that were held in these dtypes: the widest limits among them."""
+    limits = [LIMITS.get(kind, LIMITS["float32"]) for kind in kinds]
+    low, high = max(low for low, _ in limits), max(high for _, high in limits)
+    worst = max((math.inf if math.isnan(e) else e for e in errors.values()), default=math.inf)
+    return PASS if worst <= low else BUG if worst > high else INCONCLUSIVE
 
 
 def unrecorded(analysis: Analysis, reference: Recording, name: str, theirs: str) -> bool:
@@ -92,9 +97,7 @@ def compare_sketch(
         return None
     size = max(float(truth.norm()), 1e-300)
     errors = {r: float((seen.sketch - truth).norm()) / size for seen in analysis.observed(name) for r in seen.ranks}
-    low, high = LIMITS.get(analysis.info(name)["gradient_dtype"], LIMITS["float32"])
-    worst = max((math.inf if math.isnan(e) else e for e in errors.values()), default=math.inf)
-    return Tensorwise(name, places, errors, PASS if worst <= low else BUG if worst > high else INCONCLUSIVE)
+    return Tensorwise(name, places, errors, _by_limits(errors, [analysis.info(name)["gradient_dtype"]]))
 
 
 def block_error(found: Tensor, expected: Tensor, whole: float) -> float:

@@ -79,7 +79,7 @@ def _read_tensor(analysis: Analysis, name: str, read: _Read) -> None:
 
 
 def _read_pattern(analysis: Analysis, seen: Observed, found: Fit, loose: float, read: _Read) -> None:
-    symptom = patterns.read(found.coefficients, seen.own, _counts(analysis), loose)
+    symptom = patterns.read(found.coefficients, seen.own, analysis.counts, loose)
     if symptom.kind == patterns.SCALED:  # equal, but for rounding
         read.scales.setdefault(seen.name, symptom.value)
         return
@@ -93,15 +93,11 @@ def _members(classes: dict[Key, tuple[Key, ...]], ranks: tuple[int, ...]) -> tup
     return tuple(sorted({r for first, members in classes.items() if first[0] in ranks for r, _ in members}))
 
 
-def _counts(analysis: Analysis) -> dict[Key, float]:
-    return {key: n for key, (n, _, _) in analysis.weights.items()}
-
-
 def _other_shards(analysis: Analysis, name: str, own: int, found: dict[Key, float]) -> tuple[int, ...]:
     """Ranks that hold another part of the parameter and yet entered this gradient."""
-    if name in analysis._same_part:
+    if name in analysis.same_part:
         return ()
-    mine = next((set(s) for s in analysis.replica_sets(name) if own in s), {own})
+    mine = analysis.replicas_of(name, own)
     top = max(map(abs, found.values()))
     return tuple(sorted({k for (k, _), c in found.items() if k not in mine and abs(c) > 1e-2 * top}))
 
@@ -125,7 +121,7 @@ def _axis(analysis: Analysis, kind: str, ranks: tuple[int, ...]) -> str:
     if kind == patterns.PER_TOKEN:
         return "ranks and micro-batches"
     if kind == patterns.USE_LOST:
-        return axis_over(analysis.recording, tuple(range(analysis.world)))
+        return axis_over(analysis.recording, analysis.everyone)
     return axis_over(analysis.recording, ranks, ranks[0]) if ranks else "micro-batches"
 
 
@@ -167,7 +163,7 @@ def _class_scales(analysis: Analysis, scales: dict[str, float]) -> Iterator[Find
             f"the other tensors count once"
         )
         bars = (("most tensors", usual), *((n, scales[n]) for n in names[:8]))
-        yield finding(BUG, bug, sentence, tensors=tuple(names), axis=spell(range(analysis.world)), coefficients=bars)  # type: ignore[arg-type]
+        yield finding(BUG, bug, sentence, tensors=tuple(names), axis=spell(analysis.everyone), coefficients=bars)
 
 
 def _unexplained(analysis: Analysis, names: list[str]) -> Iterator[Finding]:
@@ -218,7 +214,7 @@ def token_weights(analysis: Analysis) -> Iterator[Finding]:
             f"({follows or 'unequally scaled losses'}: {told})"
         )
         mean = sum(effective[k] * counts[k] for k in effective) / sum(counts.values())
-        bars = tuple((label, c) for label, c in labelled({k: v / mean for k, v in effective.items()}))
+        bars = labelled({k: v / mean for k, v in effective.items()})
         yield finding(BUG, "mean-of-means", sentence, tensors=trainable, axis=over, coefficients=bars)
         return
     seen: set[tuple[str, int]] = set()

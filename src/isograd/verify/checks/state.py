@@ -116,7 +116,7 @@ def missing(analysis: Analysis) -> Iterator[Finding]:
         yield finding(BUG, "non-finite", sentence, tensors=bad, axis=spell(ranks))
     lost = tuple(n for n in trainable if analysis.contributions(n) and not any(i["gradient"] for i in infos[n]))
     if lost:
-        axis = axis_over(analysis.recording, tuple(range(analysis.world)))
+        axis = axis_over(analysis.recording, analysis.everyone)
         whom = f"all {len(lost)} gradients" if len(lost) == len(trainable) else listed(lost)
         sentence = f"step {analysis.step}: {whom}: backward made them, but none has reached .grad: nothing was reduced"
         yield finding(BUG, "nosync-missing", sentence, tensors=lost, axis=axis)
