@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from isograd.comm import raw
+from isograd.comm.fingerprint import fingerprint
 from isograd.contract import Table
 from isograd.engine.plan import Plan, check_same
 from isograd.errors import EngineError
@@ -72,7 +73,7 @@ def equal_replicas(model: nn.Module, table: Table, mesh: Mesh) -> None:
     replicated = [r for r in table if not any(s.axis == "tp" for s in r.contract.shards)]
     if not replicated:
         return
-    prints = torch.stack([_fingerprint(r.parameter) for r in replicated])
+    prints = torch.stack([fingerprint(r.parameter) for r in replicated])
     for rank, other in zip(tp.ranks, raw.gather_list(prints, tp), strict=True):
         unlike = [r.name for r, a, b in zip(replicated, prints, other, strict=True) if a != b]
         if unlike:
@@ -84,13 +85,6 @@ def equal_replicas(model: nn.Module, table: Table, mesh: Mesh) -> None:
                 fix="build the model from the same seed on all tp ranks (isograd layers do), or load the same weights",
                 where=mesh.where(),
             )
-
-
-def _fingerprint(tensor: Tensor) -> Tensor:
-    """An int64 that depends on every byte and on where it stands."""
-    raw_bytes = tensor.detach().contiguous().view(-1).view(torch.uint8).long()
-    place = torch.arange(1, raw_bytes.numel() + 1, device=tensor.device)
-    return ((raw_bytes + 1) * (place * 0x9E3779B97F4A7C1 ^ (place << 7))).sum()
 
 
 def check_loss(loss: Tensor, weight: float | Tensor, mesh: Mesh) -> None:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from isograd.comm import ops, raw
+from isograd.comm.fingerprint import fingerprint
 from isograd.errors import ModelError
 from isograd.mesh import Mesh
 from isograd.sequence.places import Places
@@ -23,7 +24,7 @@ def gather_whole(x: Tensor, mesh: Mesh, places: Places) -> Tensor:
 @torch.no_grad()
 def refuse_unlike(mesh: Mesh, *tensors: Tensor | None) -> None:
     """All ranks of a cp group are given the same whole sequences: attention would join parts of different ones."""
-    mine = torch.stack([_fingerprint(t) for t in tensors if t is not None])
+    mine = torch.stack([fingerprint(t) for t in tensors if t is not None])
     prints = raw.gather_list(mine, mesh.group("cp"))
     unlike = [rank for rank, other in zip(mesh.group("cp").ranks, prints, strict=True) if not torch.equal(other, mine)]
     if unlike:
@@ -35,10 +36,3 @@ def refuse_unlike(mesh: Mesh, *tensors: Tensor | None) -> None:
             fix="index the data by mesh.index('dp'), not by mesh.index('dp cp') or the global rank",
             where=mesh.where(),
         )
-
-
-def _fingerprint(t: Tensor) -> Tensor:
-    """[4] int64 that depends on the shape, on every element and on where it stands."""
-    place = torch.arange(1, t.numel() + 1, device=t.device)
-    mixed = ((t.reshape(-1).long() + 1) * (place * 0x9E3779B97F4A7C1 ^ (place << 7))).sum()
-    return torch.stack([mixed, *(torch.tensor(n, device=t.device) for n in (*t.shape, 0, 0)[:2]), mixed >> 7])
