@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from isograd.verify.bugs.plain import HIDDEN, VOCAB, batch, cross_entropy, my_rows, seeded, valid
+from isograd.verify.bugs.plain import HIDDEN, Mlp, batch, cross_entropy, my_rows, seeded, valid
 
 WORLD, LAYOUT = 2, "dp2"
 MICRO_BATCHES = 3
@@ -73,19 +73,13 @@ class Probe(nn.Module):
         return F.cosine_similarity(x, total / tokens, dim=-1).sum() / tokens
 
 
-class Model(nn.Module):
+class Model(Mlp):
     def __init__(self) -> None:
         super().__init__()
-        self.embed = nn.Embedding(VOCAB, HIDDEN)
-        self.norm = nn.LayerNorm(HIDDEN)
-        self.up = nn.Linear(HIDDEN, 12)
-        self.down = nn.Linear(12, HIDDEN)
-        self.head = nn.Linear(HIDDEN, VOCAB)
         self.probe = Probe()
 
-    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        x = self.embed(tokens)
-        x = x + self.down(F.gelu(self.up(self.norm(x))))
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        x = self.body(tokens)
         return self.head(x), self.probe(x)
 
 

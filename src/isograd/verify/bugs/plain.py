@@ -58,9 +58,12 @@ class Mlp(nn.Module):
         self.down = nn.Linear(12, HIDDEN)
         self.head = nn.Linear(HIDDEN, VOCAB)
 
+    def body(self, tokens: Tensor) -> Tensor:
+        x: Tensor = self.embed(tokens)
+        return x + self.down(F.gelu(self.up(self.norm(x))))  # type: ignore[no-any-return]
+
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        logits: Tensor = self.head(x + self.down(F.gelu(self.up(self.norm(x)))))
+        logits: Tensor = self.head(self.body(tokens))
         return logits
 
 
