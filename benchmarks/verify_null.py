@@ -135,7 +135,7 @@ class KeptWorld(World):
             super().__init__(nproc)
 
     def close(self, kill: bool = False) -> None:
-        if kill or self.nproc == 1:
+        if kill:
             super().close(kill)
 
 

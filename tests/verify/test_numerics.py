@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._C import _len_torch_dispatch_stack
 
+from isograd.comm.launch import World
 from isograd.verify.findings import BUG, INCONCLUSIVE, PASS
 from isograd.verify.numerics import HIGH, LOW, Associated, Noise, direction, scale_of, slope_along, taylor, verdict
+from isograd.verify.prove import one_device
 
 from .recordings import numbers
+from .test_prove import by_hand
 
 
 def small_net() -> tuple[dict[str, Tensor], Callable[[], Tensor]]:
@@ -167,6 +173,7 @@ def test_products_are_really_added_up_in_another_order(name: str, terms: int) ->
         narrow = product(*(t.float() for t in operands))
         exact = product(*operands)
     assert not torch.equal(narrow, product(*(t.float() for t in operands)))
+    # The same 257 products in fp32, in another order: each sum is off by up to about 257 roundings of 6e-8.
     assert torch.allclose(narrow, product(*operands).float(), rtol=1e-4, atol=1e-4)
     expected = product(*operands)
     assert float((exact - expected).norm() / expected.norm()) < 1e-12
@@ -192,7 +199,18 @@ def test_backward_is_added_up_in_another_order_too() -> None:
 
     plain, other = gradient(1), gradient(3)
     assert not torch.equal(plain, other)
-    assert torch.allclose(plain, other, rtol=1e-4)
+    assert torch.allclose(plain, other, rtol=1e-4)  # fp32, the same terms in another order: roundings of 6e-8 add up
+
+
+def modes_left(home: str) -> int:
+    """How many dispatch modes an ensemble's run leaves behind in its rank."""
+    before = _len_torch_dispatch_stack()
+    one_device(partial(by_hand, ""), 1, torch.float32, home, terms=2)
+    return _len_torch_dispatch_stack() - before
+
+
+def test_a_run_of_the_ensemble_leaves_no_mode_behind(worlds: Callable[[int], World], tmp_path: Path) -> None:
+    assert worlds(1).run(partial(modes_left, str(tmp_path))) == [0]
 
 
 def test_more_terms_than_numbers_are_no_error() -> None:

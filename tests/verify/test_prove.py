@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import isograd as ig
@@ -24,6 +26,7 @@ from isograd.models import TransformerConfig
 from isograd.verify import prove, slopes
 from isograd.verify.bugs.plain import Mlp, cross_entropy, my_rows, seeded, valid
 from isograd.verify.bugs.plain import batch as uneven
+from isograd.verify.bugs.sharded import ShardedMlp
 from isograd.verify.case import Case
 from isograd.verify.compare import compare
 from isograd.verify.findings import BUG, INCONCLUSIVE, NOTE, PASS, Report
@@ -87,6 +90,29 @@ def foreign_step(plant: str, model: nn.Module, batch: dict[str, Tensor], mesh: M
             dist.all_reduce(parameter.grad)
 
 
+class OnOne(ShardedMlp):
+    """The same on one device, which has nobody to talk to."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        return self.head(x + self.down(F.gelu(self.up(self.norm(x)))))  # type: ignore[no-any-return]
+
+
+def sharded(plant: str, mesh: Mesh) -> Case:
+    """Tensor parallelism in plain tensors: which of them are shards, and of what, only the program knows."""
+    model = seeded(ShardedMlp if mesh.size("tp") > 1 else OnOne, 3)
+    if mesh.size("tp") > 1:
+        model.shard()
+    tokens, labels = uneven(0)
+    return Case(model, {"tokens": tokens, "labels": labels}, step=partial(sharded_step, plant), clip=0.05)
+
+
+def sharded_step(plant: str, model: nn.Module, batch: dict[str, Tensor], mesh: Mesh) -> None:
+    (cross_entropy(model(batch["tokens"]), batch["labels"]) / valid(batch["labels"])).backward()
+    if plant == "a clip per rank" and mesh.size("tp") > 1:
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+
+
 def even(mesh: Mesh) -> Case:
     """A mean over rows, of no labels at all."""
     x = torch.arange(40, dtype=torch.float64).reshape(8, 5).sin()
@@ -99,6 +125,12 @@ def same_counts(mesh: Mesh) -> Case:
     tokens, _ = uneven(0)
     batch = {"tokens": tokens, "labels": tokens.flip(1)}
     return Case(seeded(Mlp, 3), batch, loss=lambda m, part: cross_entropy(m(part["tokens"]), part["labels"], "mean"))
+
+
+def full(mesh: Mesh) -> Case:
+    """One backward on each rank, and every token has a label."""
+    case = sharded("", mesh) if mesh.size("tp") > 1 else by_hand("", mesh)
+    return replace(case, batch={**case.batch, "labels": case.batch["tokens"].flip(1)})
 
 
 def raising(mesh: Mesh) -> Case:
@@ -170,12 +202,31 @@ def test_a_foreign_program_that_divides_once_passes() -> None:
     assert report.title == "gradients of by_hand under dp2 against one device, float64"
 
 
+def test_the_harness_clips_shards_by_the_norm_of_the_whole() -> None:
+    report = verify(partial(sharded, ""), "tp2")
+    assert report.verdict == PASS, str(report)
+    assert report.findings(NOTE) == []
+
+
+def test_a_case_that_clips_its_own_shards_by_a_norm_per_rank_is_named() -> None:
+    report = verify(partial(sharded, "a clip per rank"), "tp2")
+    assert [f.bug for f in report.findings()] == ["clip-per-rank"]
+
+
 def test_equal_counts_that_would_hide_a_mean_of_means_are_noted() -> None:
     report = verify(same_counts, "dp2")
     assert report.verdict == PASS, str(report)
     (note,) = report.findings(NOTE)
     assert "every rank and micro-batch has the same number of labels" in note.sentence
     assert verify(tiny, "dp2").findings(NOTE) == []
+
+
+def test_one_data_rank_with_one_micro_batch_has_no_means_to_be_averaged() -> None:
+    counts = {}
+    for layout in ("dp2", "tp2"):
+        report = verify(full, layout)
+        counts[layout] = ["same number of labels" in note.sentence for note in report.findings(NOTE)]
+    assert counts == {"dp2": [True], "tp2": []}
 
 
 def test_recordings_are_kept_on_request_and_can_be_compared_again(tmp_path: Path) -> None:
@@ -278,8 +329,6 @@ def test_a_right_program_is_one_of_the_ensemble_in_its_working_precision(dtype: 
     assert report.verdict == PASS, str(report)
     assert max(report.subjects[0].errors.values()) > 1e-9, "nothing was rounded: not the precision that was asked for"
     assert report.title.endswith(str(dtype).removeprefix("torch."))
-
-
 
 
 @pytest.mark.parametrize(

@@ -139,6 +139,8 @@ class Life:
         if self.active and self.micro >= 0 and self.step == 1 and not dying:
             self.guarded(self.leftover)()
         self.pause()
+        if not self.left:  # a mode of the program's was on top when the watched steps ended
+            self.left = self.watch.leave()
         self.hooks.close()
         if self.writer is None and self.pending and not self.failure:
             assert self.out  # a program that never came to a backward: its rank is what it is now

@@ -60,17 +60,19 @@ def verdict(ratio: float) -> str:
 
 def ensemble(world: World, case: MakeCase | str, dtype: torch.dtype, home: Path, timeout: float | None) -> Noise:
     """Run one device in every association."""
+    from isograd.verify.prove import one_device
+
     runs: list[dict[str, Tensor]] = []
     most = world.run(partial(_most_pieces, case, dtype))[0]
     for pieces, terms in ASSOCIATIONS:
         place = home / f"noise-{pieces}-{terms}"
-        world.run(partial(_associated, case, min(pieces, most), terms, dtype, str(place)), timeout=timeout)
+        world.run(partial(one_device, case, min(pieces, most), dtype, str(place), terms), timeout=timeout)
         record = Recording(place).ranks[0]
         runs.append({name: t.double() for name, t in record.group(1, "final").items()})
     truth = "fp64"
     try:
         place = home / "noise-truth"
-        world.run(partial(_associated, case, 1, 1, dtype, str(place), True), timeout=timeout)
+        world.run(partial(one_device, case, 1, dtype, str(place), exact=True), timeout=timeout)
         mean = {name: t.double() for name, t in Recording(place).ranks[0].group(1, "final").items()}
     except LaunchError:  # a kernel that has no fp64; the case itself ran above
         truth = "mean"
@@ -99,15 +101,6 @@ class Associated(TorchDispatchMode):
         if self.terms > 1 and name == "aten::addmm" and not kwargs:
             return args[0] + self.__torch_dispatch__(torch.ops.aten.mm.default, types, args[1:])
         return func(*args, **(kwargs or {}))
-
-
-def _associated(
-    case: MakeCase | str, pieces: int, terms: int, dtype: torch.dtype, directory: str, exact: bool = False
-) -> None:
-    from isograd.verify.prove import _one_device
-
-    with Associated(terms):
-        _one_device(case, pieces, dtype, directory, exact)
 
 
 def _most_pieces(case: MakeCase | str, dtype: torch.dtype) -> int:

@@ -11,10 +11,12 @@ import runpy
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from isograd.comm.launch import World
 from isograd.errors import VerifyError
@@ -24,6 +26,7 @@ from isograd.verify.capture import Capture
 from isograd.verify.case import Case
 from isograd.verify.compare import compare
 from isograd.verify.findings import INCONCLUSIVE, NOTE, Finding, Report, Subject
+from isograd.verify.numerics import Associated, ensemble
 from isograd.verify.recording import Recording, write_json
 
 MakeCase = Callable[[Mesh], Case]
@@ -61,8 +64,6 @@ def verify(
             references[data_ranks] = first
         noise = None
         if dtype != torch.float64:
-            from isograd.verify.numerics import ensemble
-
             progress("the same, re-associated, for the noise")
             noise = ensemble(worlds[1], case, dtype, home, timeout)
         for layout in chosen:
@@ -70,10 +71,12 @@ def verify(
             size = layout.world_size
             world = worlds.setdefault(size, World(size))
             place = home / str(layout).replace(" ", "_")
-            world.run(partial(_on_layout, case, str(layout), dtype, str(place)), timeout=timeout)
+            reference = references[pieces[str(layout)]]
+            norms = {event["step"]: event["value"] for event in reference.ranks[0].of("norm")}
+            world.run(partial(_on_layout, case, str(layout), dtype, str(place), norms), timeout=timeout)
             write_json(place / "recording.json", {"version": 1, "layout": str(layout)})
-            subject = compare(references[pieces[str(layout)]], Recording(place), noise=noise)
-            _note_even(Recording(place), subject)
+            subject = compare(reference, Recording(place), noise=noise)
+            _note_even(Recording(place), layout, subject)
             report.subjects.append(subject)
     finally:
         for world in worlds.values():
@@ -114,22 +117,39 @@ def name_of(case: MakeCase | str) -> str:
 # -- inside the ranks --------------------------------------------------------------------------------------------
 
 
-def _one_device(case: MakeCase | str, data_ranks: int, dtype: torch.dtype, directory: str, exact: bool = False) -> None:
-    """The truth, in plain torch. `exact`: weights rounded to `dtype`, everything else in fp64."""
+def one_device(
+    case: MakeCase | str, data_ranks: int, dtype: torch.dtype, directory: str, terms: int = 1, exact: bool = False
+) -> None:
+    """The truth, in plain torch. `terms`: into how many each product's sum is split (numerics.Associated). `exact`:
+    weights rounded to `dtype`, everything else in fp64."""
     made = make(case, Mesh("1"), dtype)
     if exact:
         made = made.to(torch.float64)
-    optimizer = made.optimizer([p for p in made.model.parameters() if p.requires_grad])
-    with Capture(directory, steps=made.steps, activations=True) as capture:
-        for _ in range(made.steps):
+    associated = Associated(terms) if terms > 1 else nullcontext()
+    with Capture(directory, steps=made.steps, activations=True) as capture, associated:
+
+        def gradients() -> None:
             if made.step is not None:
                 made.step(made.model, made.batch, Mesh("1"))
             else:
                 _sum_of_parts(made, made.parts(data_ranks * made.micro_batches), capture)
+
+        def clip(parameters: list[Tensor]) -> None:
             if made.clip is not None:
-                torch.nn.utils.clip_grad_norm_(list(made.model.parameters()), made.clip)
-            optimizer.step()
-            optimizer.zero_grad()
+                torch.nn.utils.clip_grad_norm_(parameters, made.clip)
+
+        _train(made, gradients, clip)
+
+
+def _train(made: Case, gradients: Callable[[], None], clip: Callable[[list[Tensor]], None]) -> None:
+    """A case's steps: its gradients, clipped before its optimizer uses them."""
+    parameters: list[Tensor] = [p for p in made.model.parameters() if p.requires_grad]
+    optimizer = made.optimizer(parameters)
+    for _ in range(made.steps):
+        gradients()
+        clip(parameters)
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def _sum_of_parts(case: Case, parts: list[object], capture: Capture) -> None:
@@ -146,19 +166,28 @@ def _sum_of_parts(case: Case, parts: list[object], capture: Capture) -> None:
     capture.event("result", loss=value / total, weight=total)
 
 
-def _on_layout(case: MakeCase | str, layout: str, dtype: torch.dtype, directory: str) -> None:
-    """The layout, through isograd's engine or the case's own step."""
+def _on_layout(case: MakeCase | str, layout: str, dtype: torch.dtype, directory: str, norms: dict[int, float]) -> None:
+    """The layout, through isograd's engine or the case's own step. `norms`: the reference's, by step.
+
+    A case's own step leaves shards and copies of which only the case knows which is which, so no norm can be taken here
+    without planting a bug. Right gradients have the reference's norm: that one clips.
+    """
     mesh = Mesh(layout)
     made = make(case, mesh, dtype)
     if made.step is not None:
-        optimizer = made.optimizer([p for p in made.model.parameters() if p.requires_grad])
-        with Capture(directory, steps=made.steps, activations=True):
-            for _ in range(made.steps):
-                made.step(made.model, made.batch, mesh)
-                if made.clip is not None:
-                    torch.nn.utils.clip_grad_norm_(list(made.model.parameters()), made.clip)
-                optimizer.step()
-                optimizer.zero_grad()
+        step = partial(made.step, made.model, made.batch, mesh)
+        with Capture(directory, steps=made.steps, activations=True) as capture:
+
+            def clip(parameters: list[Tensor]) -> None:
+                if made.clip is None or capture.step not in norms:
+                    return
+                capture.snapshot()
+                factor = min(1.0, made.clip / (norms[capture.step] + 1e-6))  # as torch's clip_grad_norm_
+                for p in parameters:
+                    if p.grad is not None:
+                        p.grad.mul_(factor)
+
+            _train(made, step, clip)
         return
     from isograd.engine import Engine
 
@@ -168,10 +197,10 @@ def _on_layout(case: MakeCase | str, layout: str, dtype: torch.dtype, directory:
         for _ in range(made.steps):
             for part in mine:
                 engine.backward(*made.mean(part))
-            step = capture.step
+            number = capture.step
             stats = engine.step()
             if capture.writer is not None:
-                capture.writer.event({"k": "result", "step": step, "loss": stats.loss, "weight": stats.weight})
+                capture.writer.event({"k": "result", "step": number, "loss": stats.loss, "weight": stats.weight})
 
 
 def pieces_of(case: Case, mesh: Mesh) -> list[object]:
@@ -190,7 +219,7 @@ def _reference(
     timeout: float | None,
 ) -> Recording:
     place = home / f"one-device-{data_ranks}-{number}"
-    world.run(partial(_one_device, case, data_ranks, dtype, str(place)), timeout=timeout)
+    world.run(partial(one_device, case, data_ranks, dtype, str(place)), timeout=timeout)
     write_json(place / "recording.json", {"version": 1, "layout": "1"})
     return Recording(place)
 
@@ -209,9 +238,14 @@ def nondeterministic(first: Recording, second: Recording) -> Finding | None:
     return None
 
 
-def _note_even(recording: Recording, subject: Subject) -> None:
-    """Equal counts everywhere would hide a mean of means: say so."""
-    counts = {e["count"] for r in recording.ranks for e in r.of("weight") if e["step"] == 1}
-    if len(counts) == 1 and recording.world > 1:
+def _note_even(recording: Recording, layout: Layout, subject: Subject) -> None:
+    """Equal counts everywhere would hide a mean of means: say so, where there is more than one of them."""
+    counts: dict[tuple[int, int, int], float] = {}
+    for record in recording.ranks:
+        at = layout.coordinates(record.rank)
+        for e in record.of("weight"):
+            if e["step"] == 1:
+                counts[at["dp"], at["cp"], e["micro"]] = e["count"]
+    if len(counts) > 1 and len(set(counts.values())) == 1:
         sentence = "every rank and micro-batch has the same number of labels: a mean of means would not show"
         subject.findings.append(Finding(NOTE, "", sentence))
