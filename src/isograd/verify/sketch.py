@@ -4,8 +4,9 @@
 
 so a gradient that is a sum of contributions with unknown coefficients has a sketch that is the same sum of their
 sketches, and the coefficients are found on the sketches. A flat tensor is laid out in rows of WIDTH and the rows are
-added up with pseudo-random signs; a tensor of at most WIDTH elements is its own sketch. A slice of a larger tensor has
-a sketch too (`offset` is where it starts), and the sketches of the slices add up to that of the whole.
+added up with pseudo-random signs, the same for all tensors; a tensor of at most WIDTH elements is one row, so its
+sketch is the tensor or its negative. A slice of a larger tensor has a sketch too (`offset` is where it starts), and the
+sketches of the slices add up to that of the whole.
 """
 
 from __future__ import annotations
