@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from isograd.verify.capture import digest
+from isograd.verify.given import described
 from isograd.verify.recording import RankWriter, Recording, write_json
-from isograd.verify.sketch import content_hash, sketch
+from isograd.verify.sketch import sketch
 
 RATE = 0.1
 Box = list[list[int]]
@@ -36,7 +37,7 @@ class Step:
     """One optimizer step of one rank."""
 
     held: dict[str, Held]
-    inputs: list[Tensor] = field(default_factory=list)  # per micro-batch
+    inputs: list[Tensor | dict[str, Tensor]] = field(default_factory=list)  # per micro-batch; 'x', or by name
     tensors: dict[str, Tensor] = field(default_factory=dict)  # more of the step's file
     events: list[dict[str, Any]] = field(default_factory=list)
 
@@ -56,8 +57,9 @@ def _write_step(writer: RankWriter, number: int, step: Step) -> None:
     place = {"step": number, "micro": 0}
     micros = {m for one in step.held.values() for m in one.parts} or {0}
     for micro, given in enumerate(step.inputs):
-        hashes = {"hashes": [str(content_hash(given))], "shapes": [list(given.shape)]}
-        writer.event({"k": "input", **place, "forward": micro, **hashes})
+        named = given if isinstance(given, dict) else {"x": given}
+        writer.event({"k": "input", **place, "forward": micro})
+        writer.event({"k": "given", **place, "forward": micro, "tensors": described(named)})
     for micro in sorted(micros):
         writer.event({"k": "backward", **place, "micro": micro, "site": ""})
     for event in step.events:

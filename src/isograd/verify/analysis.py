@@ -215,8 +215,9 @@ class Analysis:
         """What each rank was given in each micro-batch, as a hash of its contents."""
         found: dict[Key, str] = defaultdict(str)
         for record in self.recording.ranks:
-            for event in record.of("input"):
+            for event in record.of("given"):
                 if event["step"] == self.step:
                     # Forward comes before the backward that gives a micro-batch its number.
-                    found[record.rank, event["forward"]] += ",".join(event["hashes"])
+                    hashes = (f"{name} {one['hash']}" for name, one in event["tensors"].items())
+                    found[record.rank, event["forward"]] += ",".join(hashes)
         return dict(found)

@@ -7,8 +7,8 @@ Until the given number of optimizer steps is over it notes, as events in order,
 
     backward      each call of autograd.backward: one micro-batch
     collective    see collectives.py; `covers` names the parameters whose gradients share memory with its tensor
-    loss          labels that counted, and the weight that each label's gradient got
-    input         content hashes of what the outermost module was given
+    loss, weight  labels that counted, their hash, and the weight that each label's gradient got
+    input, given  the outermost module is called; what it was given, as hashes of contents by name
     norm          what clip_grad_norm_ returned, and where
     random        a module that drew random numbers: hashes of what went in and came out
     step          an optimizer step: every parameter's shape, box, hash, owner
@@ -37,6 +37,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from isograd.verify import foreign
 from isograd.verify.collectives import Watch, call_site
 from isograd.verify.contributions import USES
+from isograd.verify.given import described
 from isograd.verify.hooks import Hooks
 from isograd.verify.life import Life
 from isograd.verify.sketch import content_hash, sketch
@@ -127,12 +128,13 @@ class Capture(Life):
     def token_loss(self, reduction: int, count: float) -> None:
         self.event("loss", reduction=("none", "mean", "sum")[reduction], count=count)
 
-    def token_weight(self, reduction: int, count: float, gradient: Tensor) -> None:
+    def token_weight(self, reduction: int, count: float, gradient: Tensor, labels: Tensor) -> None:
         flat = gradient.detach().double().reshape(-1)
         used = flat[flat != 0]
         low, high = (float(used.min()), float(used.max())) if used.numel() else (0.0, 0.0)
         scale = 1 / count if reduction == 1 and count else 1.0
-        self.event("weight", count=count, low=low * scale, high=high * scale)
+        hashed = str(content_hash(labels))
+        self.event("weight", count=count, low=low * scale, high=high * scale, labels=hashed)
 
     def drew(self) -> None:
         if self.drawn:
@@ -169,9 +171,8 @@ class Capture(Life):
                     found[known] = parameter
         return found
 
-    def inputs(self, values: list[Tensor]) -> None:
-        hashes = [str(content_hash(foreign.local(t))) for t in values if t.numel()]
-        self.event("input", forward=self.micro + 1, hashes=hashes, shapes=[list(t.shape) for t in values if t.numel()])
+    def given(self, tensors: dict[str, Tensor]) -> None:
+        self.event("given", forward=self.micro + 1, tensors=described(tensors))
 
     def contribution(self, name: str, gradient: Tensor) -> None:
         """What this backward adds to a parameter on this rank, before communication."""
@@ -287,7 +288,7 @@ class Capture(Life):
             if id(parameter) not in self.names and not foreign.joined():
                 self.names[id(parameter)] = f"parameter_{i}"
 
-    def given(self, optimizer: Any, parameters: list[Tensor]) -> None:
+    def entrusted(self, optimizer: Any, parameters: list[Tensor]) -> None:
         """An optimizer was made, or got more parameters."""
         self.optimizers.add(optimizer)
         for parameter in parameters:

@@ -1,7 +1,7 @@
 """Compares a recording with a reference: every gradient by name and block, on every rank that holds a part of it.
 
-The reference is usually one device; it may be another layout or another framework. Data must be the same (content
-hashes add up over any sharding); names are the same, or given by a table, or matched by shape and order. What differs
+The reference is usually one device; it may be another layout or another framework. Data must be the same
+(same_data.py); names are the same, or given by a table, or matched by shape and order. What differs
 is diagnosed (diagnose.py), and the checks that need no reference run as well.
 """
 
@@ -24,6 +24,7 @@ from isograd.verify.numerics import Noise
 from isograd.verify.placement import Place, place
 from isograd.verify.recording import Recording
 from isograd.verify.report import timeline
+from isograd.verify.same_data import same_data
 from isograd.verify.tensorwise import (
     FLOOR,
     Tensorwise,
@@ -50,7 +51,7 @@ def compare(
     subject = Subject(str(candidate.about.get("layout") or candidate.path.name), candidate.world, compared=True)
     subject.timeline = timeline(candidate)
     if not ignore_data:
-        same_data(reference, candidate)
+        subject.findings += same_data(reference, candidate)
     steps = [s for s in candidate.steps if s in reference.steps]
     if not steps:
         raise VerifyError(
@@ -107,33 +108,6 @@ def _consequence(found: Finding, others: list[Finding]) -> bool:
     return found.bug in ("", "norm-unreduced", "nosync-missing", "replicas-differ") and any(
         g.verdict == BUG and g.bug in SPOILS for g in others
     )
-
-
-# -- the same data -----------------------------------------------------------------------------------------------
-
-
-def same_data(reference: Recording, candidate: Recording) -> None:
-    """Refuse to compare runs that saw different data. Copies on several ranks are allowed for, padding is not."""
-    a, b = _content(reference), _content(candidate)
-    if a is None or b is None:
-        return
-    for copies_a in range(1, reference.world + 1):
-        for copies_b in range(1, candidate.world + 1):
-            if (a * copies_b - b * copies_a) % 2**64 == 0:
-                return
-    raise VerifyError(
-        "IG722",
-        "the two runs saw different data in their first step",
-        seen=f"content hashes {a:016x} and {b:016x}",
-        expected="the same elements, however they are spread over ranks and micro-batches",
-        fix="use the same seed, order and batch; pad alike; --ignore-data compares anyway",
-    )
-
-
-def _content(recording: Recording) -> int | None:
-    """Of the outermost module's first input: its content hashes in step 1, added up over ranks and micro-batches."""
-    events = [e for record in recording.ranks for e in record.of("input") if e["step"] == 1 and e["hashes"]]
-    return sum(int(event["hashes"][0]) for event in events) % 2**64 if events else None
 
 
 # -- one step ----------------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from isograd.verify import foreign
 from isograd.verify.collectives import call_site
+from isograd.verify.given import named
 
 if TYPE_CHECKING:
     from isograd.verify.capture import Capture
@@ -46,7 +47,7 @@ class Hooks:
         guarded = self.capture.guarded
         self.handles = [
             module_hooks.register_module_forward_pre_hook(guarded(self._enter)),
-            module_hooks.register_module_forward_hook(guarded(self._leave), with_kwargs=False, always_call=True),
+            module_hooks.register_module_forward_hook(guarded(self._leave), with_kwargs=True, always_call=True),
             register_optimizer_step_pre_hook(guarded(self._step_begins)),
         ]
         step_ends = guarded(self._step_ends)
@@ -114,20 +115,22 @@ class Hooks:
                 return
             c.root(module)
             if c.modules.get(module) is not None and torch.is_grad_enabled():
-                c.inputs([t for t in args if isinstance(t, Tensor)])
+                c.event("input", forward=c.micro + 1)
             for name, parameter in c.learn_names().items():
                 self._on_parameter(name, parameter)
             self.calls.clear()
         c.stack.append(c.modules.get(module, type(module).__name__))
         c.drawn.append(False)
 
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """After a module's forward and before its own hooks: FSDP's parameters are still whole here."""
         c = self.capture
         if not c.stack or torch._C._current_graph_task_id() != -1:
             return
         name = c.stack.pop()
         drew = c.drawn.pop()
+        if not c.stack and c.modules.get(module) is not None and torch.is_grad_enabled():
+            c.given(named(module, args, kwargs))
         for leaf, parameter in module._parameters.items():
             if parameter is not None:
                 self._on_parameter(f"{name}.{leaf}" if name else leaf, parameter)
@@ -188,7 +191,7 @@ class Hooks:
     def _given(self, original: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         result = original(optimizer, *args, **kwargs)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self.capture.guarded(self.capture.given)(optimizer, parameters)
+        self.capture.guarded(self.capture.entrusted)(optimizer, parameters)
         return result
 
     def _clip(self, original: Any, *args: Any, **kwargs: Any) -> Any:

@@ -49,9 +49,14 @@ def sketch(values: Tensor, offset: int = 0) -> Tensor:
 
 def content_hash(values: Tensor) -> int:
     """A hash of the multiset of elements that adds up over shards (mod 2**64): where elements stand does not matter."""
+    return int(element_hashes(values).sum()) & 0xFFFF_FFFF_FFFF_FFFF
+
+
+def element_hashes(values: Tensor) -> Tensor:
+    """[elements] int64, equal for equal values."""
     x = values.detach().reshape(-1).to("cpu")
+    x = torch.view_as_real(x).reshape(-1) if x.is_complex() else x
     bits = x.double().view(torch.int64) if x.is_floating_point() else x.to(torch.int64)
     mixed = (bits + 0x1234567) * -7046029254386353131
     mixed = (mixed ^ (mixed >> 29)) * -4658895280553007687
-    mixed = mixed ^ (mixed >> 32)
-    return int(mixed.sum()) & 0xFFFF_FFFF_FFFF_FFFF
+    return mixed ^ (mixed >> 32)
