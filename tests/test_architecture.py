@@ -31,7 +31,19 @@ ARROWS = {
     "verify": {"comm", "contract", "engine", "errors", "layout", "mesh"},
     "cases": {"mesh", "models", "random", "verify"},
     "cli": {"cases", "contract", "errors", "layout", "mesh", "models", "verify"},
-    "__init__": {"comm", "contract", "engine", "errors", "layout", "mesh", "models", "nn", "random", "verify"},
+    "__init__": {
+        "comm",
+        "contract",
+        "engine",
+        "errors",
+        "layout",
+        "mesh",
+        "models",
+        "nn",
+        "random",
+        "sequence",
+        "verify",
+    },
 }
 
 

@@ -24,7 +24,7 @@ _HOMES = {
     "World": "isograd.comm.launch",
     "IsogradError": "isograd.errors",
 }
-_MODULES = ("comm", "engine", "errors", "models", "nn", "random", "verify")
+_MODULES = ("comm", "engine", "errors", "models", "nn", "random", "sequence", "verify")
 
 __all__ = [*_HOMES, *_MODULES]  # noqa: PLE0604
 
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from isograd import models as models
     from isograd import nn as nn
     from isograd import random as random
+    from isograd import sequence as sequence
     from isograd import verify as verify
     from isograd.comm.launch import World as World
     from isograd.comm.launch import launch as launch

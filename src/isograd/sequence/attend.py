@@ -29,18 +29,26 @@ def heads_here(heads: int, kv_heads: int, mesh: Mesh) -> tuple[int, int]:
 
 @ops.uncompiled
 def attend(
-    whole: ulysses.Attend, q: Tensor, k: Tensor, v: Tensor, mesh: Mesh, places: Places, starts: Tensor | None = None
+    whole: ulysses.Attend,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mesh: Mesh,
+    places: Places,
+    starts: Tensor | None = None,
+    scale: float | None = None,
 ) -> Tensor:
     """q [b, local, heads, d]; k, v [b, local, kv_heads, d], my tokens of each sequence -> [b, local, heads, d].
 
     `whole` attends over whole sequences, [b, s, heads, d] of some heads, where there is no ring: it may be any function
-    (its own masks, dropout, documents). A ring brings its own arithmetic and needs only `starts` of the documents.
+    (its own masks, dropout, documents). A ring brings its own arithmetic and needs only `starts` of the documents,
+    and the `scale` of the scores where it is not 1 / sqrt(d).
     """
     layout = mesh.layout
     neighbours, circle = mesh.group(f"cp/{layout.ulysses}"), mesh.group(f"cp%{layout.ulysses}")
 
     def around(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        return ring.attention(q, k, v, circle, places, starts).transpose(1, 2)
+        return ring.attention(q, k, v, circle, places, starts, scale).transpose(1, 2)
 
     return ulysses.attention(whole if circle.size == 1 else around, q, k, v, neighbours)

@@ -1,0 +1,322 @@
+"""Hugging Face causal language models, unmodified, on sequences cut over cp.
+
+    ig.sequence.attach(model, mesh)                   # once; refuses by name what could not be exact
+    engine = ig.Engine(model, mesh, ...)
+    for batch in loader:                              # the same whole sequences on every rank of a cp group
+        part = ig.sequence.shard(batch, mesh)         # this rank's tokens, positions and shifted labels
+        engine.backward(model(**part.inputs).loss, weight=part.weight)
+
+Attention is the one place where a decoder's tokens meet, and transformers lets its function be chosen by name. Ours is
+`attention` below. It keeps no state: what it must know of a batch (a `Cut`) travels as a keyword with the call, through
+the model's own layers, so that recompute, several forwards before a backward and several models with several meshes
+each find their own. A layer that is given none says so instead of attending to what happens to be here.
+
+The loss of a part is its sum over max(1, its labels): the exact mean, and 0, not 0 / 0, on a rank without labels. That
+rank still runs backward, because others' queries attended to its keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from isograd.errors import ModelError, did_you_mean
+from isograd.mesh import Mesh
+from isograd.sequence.attend import attend, heads_here, places_for
+from isograd.sequence.places import Places, document_starts
+from isograd.sequence.same import gather_whole, refuse_unlike
+from isograd.sequence.try_out import NAME, TRIAL, trial_mask, try_out
+
+IGNORE = -100  # the label that does not count, as transformers has it
+KEYS = ("input_ids", "labels", "attention_mask", "position_ids")
+# What transformers hands down to attention that attention has no use for.
+UNUSED = ("position_ids", "use_cache", "labels", "shift_labels", "num_items_in_batch", "output_hidden_states",
+          "return_dict", "cache_position")  # fmt: skip
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+@dataclass(frozen=True, eq=False)
+class Cut:
+    """How one batch is cut: what attention must know of it."""
+
+    mesh: Mesh
+    places: Places
+    starts: Tensor | None  # [b, padded]: where each token's document begins; None: one document per row
+    given: tuple[Tensor, ...]  # the whole batch, for the comparison of ranks
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None, window: int | None) -> Tensor:
+        """q [b, heads, local, d]; k, v [b, kv_heads, local, d], of my tokens -> [b, local, heads, d]."""
+        where = self.mesh.where()
+        if mask is not None:
+            raise ModelError(
+                "IG442", "the model made an attention mask of its own", seen=f"a mask {tuple(mask.shape)}",
+                expected="none: a mask over this rank's tokens says nothing of the others'", where=where,
+            )  # fmt: skip
+        if window is not None and self.places.length > window:
+            raise ModelError(
+                "IG412", "sliding-window attention is not built for sequences longer than the window",
+                seen=f"{self.places.length} tokens", expected=f"at most {window}", where=where,
+            )  # fmt: skip
+        if {t.shape[2] for t in (q, k, v)} != {self.places.local}:
+            raise ModelError(
+                "IG443",
+                "attention was given other tokens than the part has",
+                seen=f"queries {tuple(q.shape)}, keys {tuple(k.shape)}, values {tuple(v.shape)}",
+                expected=f"{self.places.local} tokens of each sequence",
+                fix="call model(**part.inputs) as shard made them, without a cache of past keys",
+                where=where,
+            )
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+
+        def whole(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+            seen = None
+            if self.starts is not None:
+                seen = (self.starts[:, :, None] == self.starts[:, None, :]).tril()[:, None]
+            share = q.shape[1] != k.shape[1]
+            y = F.scaled_dot_product_attention(q, k, v, seen, is_causal=seen is None, scale=scale, enable_gqa=share)
+            return y.transpose(1, 2)
+
+        return attend(whole, q, k, v, self.mesh, self.places, self.starts, scale)
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """One rank's part of a batch."""
+
+    inputs: dict[str, Any]  # for model(**inputs)
+    weight: Tensor  # how many labels this rank has: of how many the loss is the mean
+    cut: Cut
+
+    def whole(self, x: Tensor) -> Tensor:
+        """This rank's part [b, local, ...] of e.g. logits -> [b, length, ...] in order, on every cp rank."""
+        return gather_whole(x, self.cut.mesh, self.cut.places)
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    isograd: Any = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    is_causal: bool | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """What transformers calls in every layer. query [b, heads, s, d] -> [b, s, heads, d]."""
+    if isograd is None:
+        raise _no_part("keywords that reached attention without the part's 'isograd'")
+    rate = getattr(module, "attention_dropout", 0.0)
+    wrong = {
+        name: value
+        for name, value in options.items()
+        if value is not None and value is not False and name not in UNUSED
+    }
+    if dropout or (isinstance(rate, float) and rate):
+        wrong["dropout of attention probabilities"] = max(dropout, rate)
+    if not (getattr(module, "is_causal", None) if is_causal is None else is_causal):
+        wrong["is_causal"] = False
+    if value.shape[-1] != query.shape[-1]:
+        wrong["size of value heads"] = value.shape[-1]
+    if wrong:
+        raise ModelError(
+            "IG442",
+            f"{type(module).__name__} asks for what attention over cut sequences does not do",
+            seen=", ".join(
+                f"{name}={value if isinstance(value, float | int | str) else '...'}" for name, value in wrong.items()
+            ),
+            expected="causal softmax attention, heads of one size, no dropout, caps, sinks or biases of its own",
+            fix="set it off in the config where that is possible; without cp the model trains as it is",
+        )
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return isograd.attend(query, key, value, scale, attention_mask, sliding_window), None
+
+
+def attach(model: Model, mesh: Mesh) -> Model:
+    """Give a transformers model attention over sequences cut by this mesh, after trying out that nothing else of it
+    looks across tokens. A mesh without cp gives the model its own attention back: to generate, for instance.
+    """
+    axes = [f"{axis}{mesh.size(axis)}" for axis in ("tp", "pp") if mesh.size(axis) > 1]
+    axes += [f"ep{mesh.layout.ep}"] if mesh.layout.ep > 1 else []
+    if axes:
+        raise ModelError(
+            "IG440",
+            f"a Hugging Face model is not cut over {', '.join(axes)}",
+            seen=str(mesh.layout),
+            expected="a layout of dp, cp and zero: a module that declares no contracts is whole on every rank",
+            fix="leave those axes out, or load its weights into isograd's Transformer (isograd.models.families)",
+            where=mesh.where(),
+        )
+    _detach(model)
+    if mesh.size("cp") == 1:
+        return model
+    heads = getattr(getattr(model, "config", None), "num_attention_heads", None)
+    if isinstance(heads, int):
+        heads_here(heads, heads, mesh)  # refuses too few
+    own = _register_and_try(model)
+    base: Any = getattr(model, "base_model", model)
+    gate = base.register_forward_pre_hook(_gate(mesh), with_kwargs=True)
+    model._isograd_attached = (gate, own)  # type: ignore[assignment]
+    return model
+
+
+def _register_and_try(model: Any) -> str:
+    """The name of the attention the model had."""
+    name = type(model).__name__
+    if not hasattr(model, "set_attn_implementation"):
+        raise ModelError(
+            "IG441",
+            f"the attention of {name} cannot be reached",
+            seen="a module without set_attn_implementation",
+            expected="a transformers model",
+            fix="isograd.models.Transformer, or isograd.sequence.attend inside the model's own attention",
+        )
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    for known in (NAME, TRIAL):
+        AttentionInterface.register(known, attention)
+    AttentionMaskInterface.register(TRIAL, trial_mask)  # under NAME none is made at all
+    own: str = model.config._attn_implementation
+    try:
+        try_out(model)
+    except BaseException:
+        model.set_attn_implementation(own)
+        raise
+    return own
+
+
+def _detach(model: Any) -> None:
+    gate, own = model.__dict__.pop("_isograd_attached", (None, None))
+    if gate is not None:
+        gate.remove()
+        model.set_attn_implementation(own)
+
+
+def _gate(mesh: Mesh) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
+    """What a call of the attached model must bring. Of the first one, ranks compare what they were given."""
+    compared = False
+
+    def gate(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        nonlocal compared
+        cut = kwargs.get("isograd")
+        if not isinstance(cut, Cut):
+            raise _no_part(f"keywords {sorted(n for n, v in kwargs.items() if v is not None)}", mesh)
+        if cut.mesh.layout != mesh.layout:
+            raise _no_part(f"a part for {str(cut.mesh.layout)!r}; the model is attached to {str(mesh.layout)!r}", mesh)
+        if kwargs.get("attention_mask") is not None or len(args) > 1:
+            raise _no_part("an attention_mask or positional arguments beside the part", mesh)
+        ids = kwargs.get("input_ids")
+        if ids is not None and ids.shape[1] != cut.places.local:
+            raise _no_part(f"{ids.shape[1]} tokens per row; the part has {cut.places.local}", mesh)
+        if not compared:
+            refuse_unlike(mesh, *cut.given)
+            compared = True
+
+    return gate
+
+
+def _no_part(seen: str, mesh: Mesh | None = None) -> ModelError:
+    return ModelError(
+        "IG443",
+        "a model attached to a cp mesh was called with something else than a part",
+        seen=seen,
+        expected="part = isograd.sequence.shard(batch, mesh); model(**part.inputs)",
+        fix="to generate, attach(model, mesh) to a mesh without cp first: it gives the model its own attention back",
+        where=mesh.where() if mesh else None,
+    )
+
+
+def shard(batch: Mapping[str, Any], mesh: Mesh) -> Part:
+    """This rank's part of whole sequences. No rank waits for another here: it may run in a loader's thread.
+
+    batch: input_ids [b, s]; labels [b, s] as transformers has them, aligned with input_ids and shifted here, before
+    anything is cut; attention_mask of pads at the END of rows; position_ids that begin anew begin a new document, which
+    sees only itself. Other tensors are refused.
+    """
+    given = {name: tensor for name, tensor in batch.items() if tensor is not None}
+    _refuse_unknown(given, mesh)
+    tokens: Tensor = given["input_ids"]
+    rows, length = tokens.shape
+    places, rank = places_for(length, rows, mesh), mesh.index("cp")
+    labels = torch.full_like(tokens, IGNORE)
+    if "labels" in given:
+        labels = F.pad(given["labels"][:, 1:], (0, 1), value=IGNORE)
+    mask = given.get("attention_mask")
+    if mask is not None:
+        _refuse_padding(mask.bool(), labels, mesh)
+    positions = given.get("position_ids", torch.arange(length, device=tokens.device).expand(rows, -1))
+    cut = Cut(mesh, places, _starts(given.get("position_ids"), mask, places, mesh), (tokens, labels, positions))
+    mine = places.shard(labels, rank, IGNORE).contiguous()  # transformers views labels
+    weight = (mine != IGNORE).sum()
+    inputs = {
+        "input_ids": places.shard(tokens, rank),
+        "position_ids": places.shard(positions, rank),
+        "use_cache": False,
+    }
+    if "labels" in given:
+        inputs |= {"labels": mine, "shift_labels": mine, "num_items_in_batch": weight.clamp(min=1)}
+    return Part(inputs | ({"isograd": cut} if places.cp > 1 else {}), weight, cut)
+
+
+def _refuse_unknown(given: dict[str, Any], mesh: Mesh) -> None:
+    shapes = {name: tuple(tensor.shape) for name, tensor in given.items() if isinstance(tensor, Tensor)}
+    unknown = sorted(given.keys() - set(KEYS))
+    if unknown or "input_ids" not in given or len(set(shapes.values())) != 1 or len(shapes["input_ids"]) != 2:
+        hint = did_you_mean(unknown[0], KEYS) if unknown else ""
+        raise ModelError(
+            "IG444",
+            f"a batch that cannot be cut: {'unknown ' + ', '.join(unknown) if unknown else 'its shapes differ'}{hint}",
+            seen=", ".join(f"{name} {shapes.get(name, '')}" for name in given),
+            expected=f"input_ids [batch, sequence] and, of the same shape, any of {', '.join(KEYS[1:])}",
+            where=mesh.where(),
+        )
+
+
+def _refuse_padding(real: Tensor, labels: Tensor, mesh: Mesh) -> None:
+    """Pads at the end are seen by no token before them, so that no mask is needed; others would be seen."""
+    if bool((real[:, 1:] & ~real[:, :-1]).any()):
+        raise ModelError(
+            "IG445",
+            "padding that is not at the end of the rows",
+            seen="an attention_mask in which a 1 follows a 0",
+            expected="pads on the right, or packed documents by position_ids",
+            fix="tokenizer.padding_side = 'right'",
+            where=mesh.where(),
+        )
+    if bool((~real & (labels != IGNORE)).any()):
+        raise ModelError(
+            "IG445",
+            "labels that pads should predict",
+            seen="a label other than -100 behind a token that attention_mask leaves out",
+            expected="-100 there",
+            fix="labels = input_ids.masked_fill(attention_mask == 0, -100)",
+            where=mesh.where(),
+        )
+
+
+def _starts(positions: Tensor | None, mask: Tensor | None, places: Places, mesh: Mesh) -> Tensor | None:
+    """Where documents begin, if there are several in some row: wherever positions do not go on by one."""
+    if positions is None:
+        return None
+    anew = F.pad(positions[:, 1:] != positions[:, :-1] + 1, (1, 0))
+    if mask is not None and bool((anew & mask.bool()).any()):
+        raise ModelError(
+            "IG445",
+            "position_ids that begin anew beside an attention_mask",
+            seen="both: transformers keeps documents apart by position_ids only without a mask",
+            expected="packed documents without attention_mask, or one padded document per row",
+            where=mesh.where(),
+        )
+    if mask is not None or not bool(anew.any()):
+        return None
+    return document_starts(places.pad(anew.cumsum(1), -1))
