@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -254,6 +255,24 @@ def test_a_file_and_worlds_of_its_own_leave_nothing_behind(tmp_path: Path, monke
     assert report.title.startswith(f"gradients of {file}:mine")
     assert [world.pids for world in made] == [[]] * len(made)
     assert list((tmp_path / "scratch").iterdir()) == []
+
+
+def test_a_case_in_a_file_imports_its_neighbours_when_it_is_made_and_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if p])
+    (tmp_path / "rows_beside_it.py").write_text("ROWS = 3\n")
+    (tmp_path / "loss_beside_it.py").write_text("def square(model, part):\n    return model(part).square().mean()\n")
+    (tmp_path / "case.py").write_text(
+        "import torch\nfrom isograd.verify import Case\nfrom rows_beside_it import ROWS\n\n"
+        "def loss(model, part):\n    from loss_beside_it import square\n    return square(model, part)\n\n"
+        "def case(mesh):\n    return Case(torch.nn.Linear(2, 1), torch.ones(ROWS, 2), loss=loss)\n"
+    )
+    made = make(f"{tmp_path / 'case.py'}:case", Mesh("1"), torch.float64)
+    assert made.rows == 3
+    assert made.mean(made.batch)[1] == 3
+    make(f"{tmp_path / 'case.py'}:case", Mesh("1"), torch.float64)
+    assert sys.path.count(str(tmp_path)) == 1
 
 
 # -- what is a bug -------------------------------------------------------------------------------------------------

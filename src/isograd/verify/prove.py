@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import runpy
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -96,6 +97,9 @@ def assert_same_gradients(case: MakeCase | str, layouts: Sequence[str] | str, **
 def make(case: MakeCase | str, mesh: Mesh, dtype: torch.dtype) -> Case:
     if isinstance(case, str):
         file, _, name = case.rpartition(":")
+        folder = str(Path(file).resolve().parent)
+        if folder not in sys.path:  # as for a script: it imports its neighbours, now and when its functions are called
+            sys.path.insert(0, folder)
         names = runpy.run_path(file)
         if name not in names:
             found = [n for n, v in names.items() if callable(v) and not n.startswith("_")]
