@@ -8,6 +8,7 @@ Until the given number of optimizer steps is over it notes, as events in order,
     backward      each call of autograd.backward: one micro-batch
     collective    see collectives.py; `covers` names the parameters whose gradients share memory with its tensor
     loss, weight  labels that counted, their hash, and the weight that each label's gradient got
+    reached       collectives without a backward that have a say in what a backward began with, and how (flows.py)
     input, given  the outermost module is called; what it was given, as hashes of contents by name
     norm          what clip_grad_norm_ returned, and where
     random        a module that drew random numbers: hashes of what went in and came out
@@ -363,3 +364,4 @@ def digest(tensor: Tensor) -> str:
     """Equal for equal bytes."""
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return hashlib.blake2b(flat.numpy().data, digest_size=16).hexdigest()
+        self.watch.flows.clear()

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode, _push_mode
 
 from isograd.verify import foreign
+from isograd.verify.flows import OUTPUTS, Flows
 
 _NAMESPACES = ("c10d", "_c10d_functional")
 _OPS = {
@@ -64,6 +65,7 @@ class Watch(TorchDispatchMode):
         self.listener = listener
         self.kinds: dict[Any, Callable[..., Any] | None] = {}
         self.off = False
+        self.flows = Flows()
         self.open: tuple[int, float] | None = None  # the collective last issued: it ends when the next operator runs
 
     def enter_below(self) -> None:
@@ -108,7 +110,13 @@ class Watch(TorchDispatchMode):
             handler = self.kinds[func] = self._handler(func)
         if self.open is not None:
             self._end()
-        return func(*args, **kwargs) if handler is None else handler(func, args, kwargs)
+        result = func(*args, **kwargs) if handler is None else handler(func, args, kwargs)
+        if self.flows.marks and func.namespace != "c10d":
+            try:
+                self.flows.carry(func, args, kwargs, result)
+            except Exception as error:
+                self.listener.fail(error)
+        return result
 
     def _handler(self, func: Any) -> Callable[..., Any] | None:
         name = func._schema.name.partition("::")[2]
@@ -131,8 +139,10 @@ class Watch(TorchDispatchMode):
 
     def _collective(self, func: Any, args: Any, kwargs: Any) -> Any:
         began = time.perf_counter()
+        named = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | kwargs
         try:
-            number = self._told(func, args, kwargs)
+            call = _Call(func, named)
+            number = self.listener.collective(call.op, call.ranks, call.tensors, call.more)
         except Exception as error:  # ours: the program's own call is below
             self.listener.fail(error)
             return func(*args, **kwargs)
@@ -140,27 +150,12 @@ class Watch(TorchDispatchMode):
         start = time.time()
         result = func(*args, **kwargs)
         self.open = (number, start)
+        if call.cuts:
+            try:
+                self.flows.begin(number, call.op, named, result, call.ranks)
+            except Exception as error:
+                self.listener.fail(error)
         return result
-
-    def _told(self, func: Any, args: Any, kwargs: Any) -> int:
-        named = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | kwargs
-        group = named.get("process_group", named.get("group_name"))
-        tensors = _flat(
-            [
-                v
-                for k, v in named.items()
-                if k not in ("output_tensors", "output_tensor", "output", "outputs", "output_lists")
-            ]
-        )
-        if not tensors:
-            tensors = _flat(list(named.values()))
-        cuts = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-        more = {"cuts": cuts, "reduce": named["reduce_op"] if isinstance(named.get("reduce_op"), str) else ""}
-        for peer in ("dst", "src", "root_rank"):
-            if isinstance(named.get(peer), int):
-                more["peer"] = named[peer]
-        name = _OPS[func._schema.name.partition("::")[2]]
-        return self.listener.collective(name, foreign.members(group), tensors, more)
 
     def _loss(self, func: Any, args: Any, kwargs: Any) -> Any:
         result = func(*args, **kwargs)
@@ -181,6 +176,17 @@ class Watch(TorchDispatchMode):
     def _draw(self, func: Any, args: Any, kwargs: Any) -> Any:
         self.listener.drew()
         return func(*args, **kwargs)
+
+
+class _Call:
+    """What a collective was given."""
+
+    def __init__(self, func: Any, named: dict[str, Any]) -> None:
+        self.op = _OPS[func._schema.name.partition("::")[2]]
+        self.ranks = foreign.members(named.get("process_group", named.get("group_name")))
+        self.tensors = _flat([v for k, v in named.items() if k not in OUTPUTS]) or _flat(list(named.values()))
+        self.cuts = torch.is_grad_enabled() and any(t.requires_grad for t in self.tensors)
+        self.more: dict[str, Any] = {"reduce": named["reduce_op"] if isinstance(named.get("reduce_op"), str) else ""}
 
 
 def _counted(args: Any, target: int, ignore: int, total: Tensor) -> Tensor:

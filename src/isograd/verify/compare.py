@@ -34,10 +34,12 @@ from isograd.verify.tensorwise import (
     limit_of,
     unrecorded,
 )  # fmt: skip
-from isograd.verify.wording import axis_over, finding
+from isograd.verify.wording import axis_over, finding, left_out
 
 # After these every gradient may differ in no pattern.
 SPOILS = ("cut-graph", "norm-dropout-rng", "bias-n-times", "ulysses-permute", "resume-other-rank", "bf16-reduction")
+
+ON_PURPOSE = ("cut-graph", "mean-of-means", "norm-dropout-rng")  # a stopped gradient, weighed labels, other masks
 
 
 def compare(
@@ -52,6 +54,7 @@ def compare(
     subject.timeline = timeline(candidate)
     if not ignore_data:
         subject.findings += same_data(reference, candidate)
+    subject.findings += left_out(candidate)
     steps = [s for s in candidate.steps if s in reference.steps]
     if not steps:
         raise VerifyError(
@@ -74,11 +77,10 @@ def compare(
 
 def merged(explained: list[Finding], free: list[Finding]) -> list[Finding]:
     """A bug that both found is told once. What the reference decides is no longer open."""
+    free = _decided(explained, free)
     told = {f.bug for f in explained if f.verdict == BUG}
     named = {f.bug for f in free if f.verdict == BUG and f.bug}
-    kept = list(free)
-    if told or not any(f.verdict == BUG for f in explained):
-        kept = [f for f in free if f.verdict != INCONCLUSIVE]
+    kept = [f for f in free if f.verdict != INCONCLUSIVE]
     with_site = {f.bug: f for f in free if f.bug in ("cut-graph", "bf16-reduction") and f.verdict == BUG}
     explained = [
         replace(f, sentence=f"{with_site[f.bug].sentence}; {f.sentence}", axis=with_site[f.bug].axis)
@@ -101,6 +103,15 @@ def merged(explained: list[Finding], free: list[Finding]) -> list[Finding]:
     hurt = tuple(sorted({t for f in explained if f.bug == "" for t in f.tensors}))
     out = [replace(f, tensors=hurt) if f.bug == "cut-graph" and not f.tensors else f for f in out]
     return without_consequences([*extra, *out] if any(f.bug for f in extra) else [*out, *extra])
+
+
+def _decided(explained: list[Finding], free: list[Finding]) -> list[Finding]:
+    """What is a bug in one program and on purpose in another: gradients that are the reference's say which it is."""
+    if all(f.verdict == NOTE for f in explained):
+        return [f for f in free if f.bug not in ON_PURPOSE]
+    if any(f.verdict == BUG and f.bug in ("", "cut-graph") for f in explained):
+        return [replace(f, verdict=BUG) if f.bug == "cut-graph" else f for f in free]
+    return free
 
 
 def _consequence(found: Finding, others: list[Finding]) -> bool:

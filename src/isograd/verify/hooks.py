@@ -26,6 +26,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from isograd.verify import foreign
 from isograd.verify.collectives import call_site
+from isograd.verify.flows import strided
 from isograd.verify.given import named
 
 if TYPE_CHECKING:
@@ -187,8 +188,15 @@ class Hooks:
         if torch._C._current_graph_task_id() == -1:  # recomputation calls backward inside backward: the same one
             self.capture.guarded(self.capture.backward_begins)()
         return original(*args, **kwargs)
+        self.capture.guarded(self._reached)(_tensors(args[0] if args else kwargs.get("tensors")))
 
     def _given(self, original: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+    def _reached(self, roots: list[Tensor]) -> None:
+        """Collectives without a backward that have a say in what backward begins with."""
+        calls = self.capture.watch.flows.of(strided(roots))
+        if calls:
+            self.capture.event("reached", calls=list(calls.items()))
+
         result = original(optimizer, *args, **kwargs)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.capture.guarded(self.capture.entrusted)(optimizer, parameters)

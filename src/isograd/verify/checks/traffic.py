@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from itertools import pairwise, zip_longest
 
 from isograd.verify.analysis import Analysis
-from isograd.verify.findings import BUG, NOTE, Finding, listed
+from isograd.verify.findings import BUG, INCONCLUSIVE, NOTE, Finding, listed
+from isograd.verify.flows import CUT, KEPT, OTHERS
 from isograd.verify.recording import Event
 from isograd.verify.wording import axis_over, finding, spell
 
@@ -106,31 +107,37 @@ def dtypes(analysis: Analysis) -> Iterator[Finding]:
         )
 
 
+_REACHES = {
+    CUT: "has no backward but receives a tensor that needs a gradient",
+    KEPT: (
+        "changes a tensor in place on its way to the loss, and backward passes it by: right if all ranks go on alike "
+        "with the result, wrong if not"
+    ),
+    OTHERS: (
+        "has no backward, and what other ranks gave reaches the loss: right if every rank computes all of the loss, "
+        "wrong if each has a part of its own"
+    ),
+}
+
+
 def graph_cuts(analysis: Analysis) -> Iterator[Finding]:
-    """A collective in forward that has no backward must not receive a tensor that needs a gradient."""
-    found: dict[str, list[Event]] = defaultdict(list)
-    for rank in range(analysis.world):
-        events = analysis.recording.ranks[rank].events
-        last = max((e["micro"] for e in events if e["k"] == "backward" and e["step"] == analysis.step), default=-1)
-        backwards = [i for i, e in enumerate(events) if e["k"] == "backward" and e["step"] == analysis.step]
-        pending = False  # a forward has run whose backward has not: what is logged after backward cuts nothing
-        for i, event in enumerate(events):
-            pending = event["k"] == "input" or (pending and event["k"] != "backward")
-            if event["k"] != "collective" or event["step"] != analysis.step or not event.get("cuts") or last < 0:
-                continue
-            if event["phase"] == "forward" or (event["phase"] == "other" and pending and any(j > i for j in backwards)):
-                found[event["site"]].append(event)
-    for site, events in found.items():
-        event = events[0]
+    """What a collective without a backward returns does not reach the loss."""
+    found: dict[tuple[str, str], Event] = {}
+    for record in analysis.recording.ranks:
+        calls = {e["n"]: e for e in record.of("collective")}
+        reached = [(n, how) for e in record.of("reached") if e["step"] == analysis.step for n, how in e["calls"]]
+        for n, how in reached:
+            found.setdefault((how, calls[n]["site"]), calls[n])
+    for how, site in sorted(found):
+        event = found[how, site]
         lost = tuple(n for n in analysis.names if analysis.info(n)["trainable"] and not analysis.info(n)["gradient"])
         module = f" (module {event['module']})" if event["module"] else ""
-        sentence = (
-            f"step {analysis.step}: {event['op']} at {site}{module} has no backward but receives a tensor that needs a "
-            f"gradient" + (f": {listed(lost)} got none" if lost else ": what flows through it is lost or not summed")
-        )
-        yield finding(
-            BUG, "cut-graph", sentence, tensors=lost, axis=axis_over(analysis.recording, tuple(event["group"]))
-        )
+        sentence = f"step {analysis.step}: {event['op']} at {site}{module} {_REACHES[how]}"
+        verdict = BUG if how == CUT else INCONCLUSIVE
+        if how == CUT:
+            sentence += f": {listed(lost)} got none" if lost else ": what flows through it is lost or not summed"
+        axis = axis_over(analysis.recording, tuple(event["group"]))
+        yield finding(verdict, "cut-graph", sentence, tensors=lost if how == CUT else (), axis=axis)
 
 
 def random_draws(analysis: Analysis) -> Iterator[Finding]:
