@@ -387,6 +387,34 @@ def test_a_program_that_never_calls_an_optimizer_is_told_so(tmp_path) -> None:
     assert subject.facts["gradients"] == "7 by name"
 
 
+@pytest.mark.parametrize("parameters", [False, True])
+def test_gradients_are_written_before_activations_use_up_the_limit(tmp_path, parameters) -> None:
+    """The limit is what the gradients, and with them the parameters before and after, need, and one small output."""
+    model = seeded()
+    whole = sum(p.numel() * p.element_size() for p in model.parameters())
+    limit = (3 if parameters else 1) * whole + 4 * 3 * LENGTH * 8
+    with Capture(tmp_path, steps=1, activations=True, limit=limit, parameters=parameters):
+        loop(model, steps=1)
+    rank = Recording(tmp_path).ranks[0]
+    assert len(rank.group(1, "final")) == len(rank.group(1, "sum")) == 7
+    assert len(rank.group(1, "parameter")) == len(rank.group(1, "after")) == 7 * parameters
+    assert len(rank.group(1, "out")) == 1
+    left = rank.of("step")[0]["left_out"]
+    assert left == {"limit": limit, "activations": left["activations"]}
+    (note,) = inspect(tmp_path).findings
+    assert note.verdict == NOTE
+    said = f"step 1, rank 0: {left['activations']} activations were left out of the recording, which holds "
+    assert note.sentence.startswith(said)
+
+
+def test_gradients_beyond_the_limit_are_told_and_judged_by_their_sketches(tmp_path) -> None:
+    with Capture(tmp_path, steps=1, limit=1000):
+        loop(seeded(), steps=1)
+    subject = inspect(tmp_path)
+    assert subject.verdict == PASS
+    assert "gradients, 14 parameters were left out of the recording" in subject.findings[0].sentence
+
+
 def test_a_program_that_never_calls_backward_is_told_so(tmp_path) -> None:
     subject = watch(tmp_path, lambda: seeded()(torch.zeros(2, 3, dtype=torch.long)))
     said = "the program never called backward: there are no gradients to check"

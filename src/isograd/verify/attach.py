@@ -22,7 +22,7 @@ from isograd.verify.findings import INCONCLUSIVE, NOTE, Finding, Report, Subject
 from isograd.verify.hang import crash, wait
 from isograd.verify.recording import RankRecord, Recording, write_json
 from isograd.verify.report import timeline
-from isograd.verify.wording import spell
+from isograd.verify.wording import left_out, spell
 
 STARTUP = Path(__file__).with_name("startup")
 
@@ -131,6 +131,7 @@ def plain_facts(recording: Recording) -> list[Finding]:
     if earlier:
         again = sorted({int(path.name.rpartition("-")[2]) for path in earlier})
         said.append(Finding(NOTE, "", f"{spell(again)} started more than once: only the last start was checked"))
+    said += left_out(recording)
     if any(r.about.get("compiled") for r in recording.ranks):
         said.append(Finding(NOTE, "", "torch.compile waited: the watched steps ran as if it were not there"))
     return said

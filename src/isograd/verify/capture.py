@@ -28,6 +28,7 @@ import hashlib
 import os
 import time
 import weakref
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ from isograd.verify.life import Life
 from isograd.verify.sketch import content_hash, sketch
 
 LIMIT = 1 << 28  # bytes of full gradients, parameters and activations that a rank writes per step
+KINDS = {"final": "gradients", "parameter": "parameters", "after": "parameters"}
 MOST_MICROS = 512  # backwards without an optimizer step, after which nothing more is expected
 
 
@@ -77,6 +79,8 @@ class Capture(Life):
         self.storages: dict[int, set[str]] = {}  # memory of a gradient -> names
         self.tensors: dict[str, Tensor] = {}
         self.written = 0
+        self.reserved = 0  # bytes of this step's gradients and parameters, which go before activations
+        self.left_out: Counter[str] = Counter()  # tensors beyond the limit, by their kind
         self.stack: list[str] = []  # modules under way, outermost first
         self.drawn: list[bool] = []
         self.behind = ""  # the module whose backward is under way
@@ -129,13 +133,13 @@ class Capture(Life):
     def token_loss(self, reduction: int, count: float) -> None:
         self.event("loss", reduction=("none", "mean", "sum")[reduction], count=count)
 
-    def token_weight(self, reduction: int, count: float, gradient: Tensor, labels: Tensor) -> None:
+    def token_weight(self, reduction: int, count: float, gradient: Tensor, labels: Tensor, site: str) -> None:
         flat = gradient.detach().double().reshape(-1)
         used = flat[flat != 0]
         low, high = (float(used.min()), float(used.max())) if used.numel() else (0.0, 0.0)
         scale = 1 / count if reduction == 1 and count else 1.0
         hashed = str(content_hash(labels))
-        self.event("weight", count=count, low=low * scale, high=high * scale, labels=hashed)
+        self.event("weight", count=count, low=low * scale, high=high * scale, labels=hashed, site=site)
 
     def drew(self) -> None:
         if self.drawn:
@@ -196,12 +200,22 @@ class Capture(Life):
 
     def keep(self, key: str, value: Tensor) -> bool:
         """Hold a full tensor for the step's file, within the limit."""
+        kind = KINDS.get(key.partition("/")[0], "activations")
         size = value.numel() * value.element_size()
-        if self.written + size > self.limit:
+        if self.written + size > self.limit - (self.reserved if kind == "activations" else 0):
+            self.left_out[kind] += 1
             return False
         self.written += size
         self.tensors[key] = value.detach().clone()
         return True
+
+    def reserve(self) -> None:
+        """Before the first activation of a call: gradients come last and are what everything else is compared for."""
+        self.reserved = 0
+        for parameter in self.learn_names().values():
+            copies = int(parameter.requires_grad) + (2 if self.parameters else 0)
+            part = foreign.local(parameter)
+            self.reserved += copies * part.numel() * part.element_size()
 
     def backward_begins(self) -> None:
         self.settle()
@@ -344,12 +358,16 @@ class Capture(Life):
                 "part_shape": self.part_shapes.get(name, list(part.shape)),
                 **self.before.get(name, {}),
             }
-        self.event("step", parameters=about, backwards=self.backwards, note=note, at=time.time() - self.began)
+        left = {"limit": self.limit, **self.left_out} if self.left_out else {}
+        now = time.time() - self.began
+        self.event("step", parameters=about, backwards=self.backwards, note=note, at=now, left_out=left)
         self.out.tensors(self.step, self.tensors)
         self.tensors, self.written = {}, 0
+        self.left_out.clear()
         self.storages.clear()
         self.owned.clear()
         self.waiting.clear()
+        self.watch.flows.clear()
         self.step, self.micro, self.snapped, self.cleared = self.step + 1, -1, False, 0
         if self.step > self.most_steps:
             self.pause()
@@ -364,4 +382,3 @@ def digest(tensor: Tensor) -> str:
     """Equal for equal bytes."""
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return hashlib.blake2b(flat.numpy().data, digest_size=16).hexdigest()
-        self.watch.flows.clear()

@@ -119,12 +119,15 @@ class Hooks:
                 c.event("input", forward=c.micro + 1)
             for name, parameter in c.learn_names().items():
                 self._on_parameter(name, parameter)
+            c.reserve()
             self.calls.clear()
         c.stack.append(c.modules.get(module, type(module).__name__))
         c.drawn.append(False)
 
-    def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """After a module's forward and before its own hooks: FSDP's parameters are still whole here."""
+    def _leave(self, module: nn.Module, args: Any, *rest: Any) -> None:
+        """After a module's forward and before its own hooks: FSDP's parameters are still whole here. `rest`: keyword
+        arguments and the output; of a forward that raises (checkpointing does, to end early) the output alone."""
+        kwargs, output = rest if len(rest) == 2 else ({}, None)
         c = self.capture
         if not c.stack or torch._C._current_graph_task_id() != -1:
             return
@@ -187,16 +190,16 @@ class Hooks:
     def _backward(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         if torch._C._current_graph_task_id() == -1:  # recomputation calls backward inside backward: the same one
             self.capture.guarded(self.capture.backward_begins)()
-        return original(*args, **kwargs)
         self.capture.guarded(self._reached)(_tensors(args[0] if args else kwargs.get("tensors")))
+        return original(*args, **kwargs)
 
-    def _given(self, original: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
     def _reached(self, roots: list[Tensor]) -> None:
         """Collectives without a backward that have a say in what backward begins with."""
         calls = self.capture.watch.flows.of(strided(roots))
         if calls:
             self.capture.event("reached", calls=list(calls.items()))
 
+    def _given(self, original: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         result = original(optimizer, *args, **kwargs)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.capture.guarded(self.capture.entrusted)(optimizer, parameters)

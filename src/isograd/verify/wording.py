@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from isograd.layout import Layout
 from isograd.verify.catalogue import BUGS
 from isograd.verify.contributions import USES, Key
-from isograd.verify.findings import Finding
+from isograd.verify.findings import NOTE, Finding
 from isograd.verify.recording import Recording
 
 
@@ -24,6 +24,22 @@ def finding(
     known = BUGS.get(bug)
     cause, look = (known.cause, known.look) if known else ("", "")
     return Finding(verdict, bug, sentence, tensors, axis, coefficients, cause, look)
+
+
+def left_out(recording: Recording) -> list[Finding]:
+    """What was beyond the limit of a rank's file, as a note: it was judged by sketches, or not at all."""
+    for record in recording.ranks:
+        for event in record.of("step"):
+            told = dict(event.get("left_out") or {})
+            if told:
+                limit = int(told.pop("limit")) / 2**20
+                what = ", ".join(f"{count} {kind}" for kind, count in told.items())
+                sentence = (
+                    f"step {event['step']}, rank {record.rank}: {what} were left out of the recording, which holds "
+                    f"{limit:g} MiB per rank and step; gradients are judged by their sketches instead"
+                )
+                return [Finding(NOTE, "", sentence)]
+    return []
 
 
 def spell(ranks: tuple[int, ...] | list[int]) -> str:
