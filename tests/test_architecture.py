@@ -23,10 +23,12 @@ ARROWS = {
     "random": {"errors"},
     "contract": {"comm", "errors", "mesh", "explain"},
     "explain": {"contract"},
+    "pipeline": {"comm", "contract", "errors", "mesh"},
     "sequence": {"comm", "contract", "errors", "layout", "mesh", "random"},
     "nn": {"comm", "contract", "errors", "mesh", "random", "sequence"},
-    "engine": {"comm", "contract", "errors", "mesh"},
-    "models": {"contract", "errors", "mesh", "nn", "random", "sequence"},
+    # pipeline: engine.train_step runs every layout; the pipeline knows no engine
+    "engine": {"comm", "contract", "errors", "mesh", "pipeline"},
+    "models": {"contract", "errors", "mesh", "nn", "pipeline", "random", "sequence"},
     # engine: what trains a case that brings no step of its own
     "verify": {"comm", "contract", "engine", "errors", "layout", "mesh"},
     "cases": {"mesh", "models", "random", "verify"},
@@ -40,6 +42,7 @@ ARROWS = {
         "mesh",
         "models",
         "nn",
+        "pipeline",
         "random",
         "sequence",
         "verify",

@@ -24,7 +24,7 @@ _HOMES = {
     "World": "isograd.comm.launch",
     "IsogradError": "isograd.errors",
 }
-_MODULES = ("comm", "engine", "errors", "models", "nn", "random", "sequence", "verify")
+_MODULES = ("comm", "engine", "errors", "models", "nn", "pipeline", "random", "sequence", "verify")
 
 __all__ = [*_HOMES, *_MODULES]  # noqa: PLE0604
 
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from isograd import errors as errors
     from isograd import models as models
     from isograd import nn as nn
+    from isograd import pipeline as pipeline
     from isograd import random as random
     from isograd import sequence as sequence
     from isograd import verify as verify

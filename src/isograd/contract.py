@@ -51,7 +51,12 @@ class Shard:
 class Contract:
     shape: tuple[int, ...]  # global
     shards: tuple[Shard, ...] = ()
-    owes: tuple[str, ...] = ()  # beyond the data axes: "tp", or "tp/2" for blocks of 2 tp neighbours
+    owes: tuple[str, ...] = ()  # beyond the data axes: "tp", "tp/2" for blocks of 2 tp neighbours, "pp:0+3" for a tie
+
+    @property
+    def ties(self) -> tuple[str, ...]:
+        """The debts to other pipeline stages that use the same parameter."""
+        return tuple(axes for axes in self.owes if axes.startswith("pp"))
 
     def local(self, mesh: Mesh) -> tuple[tuple[int, int], ...]:
         """The (start, stop) this rank holds along each dimension of the global tensor."""
@@ -61,7 +66,9 @@ class Contract:
         return tuple(box)
 
     def counted_here(self, mesh: Mesh) -> bool:
-        """Whether this rank's copy is the one that stands for its replicas over tp in norms and checkpoints."""
+        """Whether this rank's copy is the one that stands for its replicas and ties in norms and checkpoints."""
+        if any(mesh.index(axes) for axes in self.ties):
+            return False
         cut = {shard.axis: shard for shard in self.shards}
         index = mesh.index("tp")
         if "tp" not in cut:

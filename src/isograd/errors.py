@@ -57,6 +57,10 @@ class EngineError(IsogradError):
     """IG5xx: a use of the engine that would give wrong gradients."""
 
 
+class PipelineError(IsogradError):
+    """IG8xx: schedules, stages and what passes between them."""
+
+
 class ConfigError(IsogradError):
     """IG6xx: a config or a command line that cannot be read."""
 

@@ -1,8 +1,8 @@
 """Layout: how many ranks each axis has and what runs on them, as frozen data. No torch, no world.
 
     dp   data parallel          cp   context parallel: `ulysses`, `ring`, both    zero0..3   what is sharded over dp cp
-    tp   tensor parallel        sp   sequence parallel on the tp axis             vpp        chunks per pipeline stage
-    pp   pipeline stages        ep   experts, cut from dp x cp
+    tp   tensor parallel        sp   sequence parallel on the tp axis             vpp        model chunks per pp rank
+    pp   pipeline ranks         ep   experts, cut from dp x cp                    1f1b gpipe zb   order of a pipeline
 
 Ranks are numbered with pp outermost, then dp, cp, and tp innermost, so that tp neighbours share a machine:
 
@@ -23,6 +23,7 @@ from isograd.errors import LayoutError, did_you_mean
 
 AXES = ("pp", "dp", "cp", "tp")  # outermost first
 METHODS = ("ulysses", "ring")
+SCHEDULES = ("1f1b", "gpipe", "zb")  # what a pipeline does when; with vpp, interleaved
 _COUNTS = ("dp", "cp", "tp", "pp", "vpp", "ep")
 _EXAMPLE = "dp2 cp2 ulysses tp2 sp pp2 vpp2 ep2 zero1"
 
@@ -31,6 +32,7 @@ _EXAMPLE = "dp2 cp2 ulysses tp2 sp pp2 vpp2 ep2 zero1"
 class Layout:
     pp: int = 1
     vpp: int = 1
+    schedule: str = "1f1b"
     dp: int = 1
     cp: int = 1
     cp_method: str = "ulysses"  # or "ring"; or both: "ulysses2", Ulysses within 2 neighbours and a ring over the rest
@@ -59,7 +61,11 @@ class Layout:
             if type(getattr(self, name)) is not int  # True is an int to isinstance, and no size
         ]
         mistyped += [] if isinstance(self.sp, bool) else [f"sp is True or False, not {self.sp!r}"]
-        mistyped += [] if isinstance(self.cp_method, str) else [f"cp_method is a word, not {self.cp_method!r}"]
+        mistyped += [
+            f"{name} is a word, not {getattr(self, name)!r}"
+            for name in ("cp_method", "schedule")
+            if not isinstance(getattr(self, name), str)
+        ]
         if mistyped:
             return mistyped  # nothing further can be judged
         found = [f"{name} must be at least 1, not {getattr(self, name)}" for name in _COUNTS if getattr(self, name) < 1]
@@ -76,6 +82,10 @@ class Layout:
             found.append(
                 "sp without tp: sequence parallelism cuts over the tp ranks; give tp2 or more, or leave sp out"
             )
+        if self.schedule not in SCHEDULES:
+            found.append(f"unknown schedule {self.schedule!r}{did_you_mean(self.schedule, SCHEDULES)}")
+        if self.schedule != "1f1b" and self.pp == 1:
+            found.append(f"{self.schedule!r} without pp: a schedule orders pipeline stages; give pp2 or more")
         if self.vpp > 1 and self.pp == 1:
             found.append(f"vpp{self.vpp} without pp: virtual stages need pp2 or more")
         if self.ep > 1 and self.dp >= 1 and self.cp >= 1 and (self.dp * self.cp) % self.ep:
@@ -89,11 +99,11 @@ class Layout:
         """Read 'dp2 tp2 sp zero1'. Axes left out have one rank; '' and '1' are a world of one."""
         values: dict[str, int | str | bool] = {}
         problems: list[str] = []
-        names = [*_COUNTS, "zero", "sp", *METHODS]
+        names = [*_COUNTS, "zero", "sp", *METHODS, *SCHEDULES]
 
         def put(key: str, value: int | str | bool, token: str) -> None:
             if key in values:
-                label = "the cp method" if key == "cp_method" else repr(key)
+                label = {"cp_method": "the cp method", "schedule": "the schedule"}.get(key, repr(key))
                 problems.append(f"{label} is given twice ({token!r})")
             values[key] = value
 
@@ -103,6 +113,8 @@ class Layout:
                 put("sp", True, token)
             elif token in METHODS or _ulysses_block(token) is not None:
                 put("cp_method", token, token)
+            elif token in SCHEDULES:
+                put("schedule", token, token)
             elif counted and counted[1] in (*_COUNTS, "zero"):
                 put(counted[1], int(counted[2]), token)
             elif token in (*_COUNTS, "zero"):
@@ -127,7 +139,9 @@ class Layout:
         words += [f"cp{self.cp}", self.cp_method] if self.cp != 1 else []
         words += [f"tp{self.tp}"] if self.tp != 1 else []
         words += ["sp"] if self.sp else []
-        words += [f"{name}{getattr(self, name)}" for name in ("pp", "vpp", "ep") if getattr(self, name) != 1]
+        words += [f"{name}{getattr(self, name)}" for name in ("pp", "vpp") if getattr(self, name) != 1]
+        words += [self.schedule] if self.schedule != "1f1b" else []
+        words += [f"ep{self.ep}"] if self.ep != 1 else []
         words += [f"zero{self.zero}"] if self.zero else []
         return " ".join(words) or "1"
 
@@ -185,7 +199,8 @@ class Layout:
         """The global ranks, in order, of the group through `rank` along `axes`.
 
         'tp': one axis. 'dp cp': several, flattened. 'tp/2': blocks of 2 neighbours along tp. 'cp%2': the members of cp
-        whose index has my remainder modulo 2, one from each such block. 'world': everybody.
+        whose index has my remainder modulo 2, one from each such block. 'pp:0+3': the members of pp with index 0 and 3
+        (I must be one of them). 'world': everybody.
         """
         if axes == "world":
             self.coordinates(rank)  # refuses a rank that is not there
@@ -193,6 +208,12 @@ class Layout:
         block = re.fullmatch(r"([a-z]+)([/%])(\d{1,9})", axes)
         if block:
             return self._block(block[1], block[2], int(block[3]), rank)
+        chosen = re.fullmatch(r"([a-z]+):(\d{1,9}(?:\+\d{1,9})+)", axes)
+        if chosen:
+            along = self.ranks(chosen[1], rank)
+            picked = tuple(along[int(i)] for i in chosen[2].split("+") if int(i) < len(along))
+            if rank in picked and len(picked) == chosen[2].count("+") + 1:
+                return picked
         free = axes.split()
         if not free or any(axis not in AXES for axis in free):
             raise _unknown_axes(axes)
@@ -255,7 +276,8 @@ class Layout:
         merged["vpp"] = self.vpp if merged["pp"] > 1 else 1
         merged["ep"] = self.ep if merged["dp"] * merged["cp"] % self.ep == 0 else 1
         method = self.cp_method if merged["cp"] > 1 else "ulysses"
-        return Layout(**merged, cp_method=method, sp=self.sp and merged["tp"] > 1, zero=self.zero)
+        schedule = self.schedule if merged["pp"] > 1 else "1f1b"
+        return Layout(**merged, cp_method=method, schedule=schedule, sp=self.sp and merged["tp"] > 1, zero=self.zero)
 
 
 def _refusal(problems: list[str], text: str) -> LayoutError:
@@ -279,5 +301,6 @@ def _unknown_axes(axes: str) -> LayoutError:
         "IG102",
         f"no such axes: {axes!r}{did_you_mean(axes, AXES)}",
         seen=axes,
-        expected="'pp', 'dp', 'cp', 'tp', several of them ('dp cp'), a block ('tp/2'), a stride ('cp%2') or 'world'",
+        expected="'pp', 'dp', 'cp', 'tp', several of them ('dp cp'), a block ('tp/2'), a stride ('cp%2'), some members "
+        "of which this rank is one ('pp:0+3'), or 'world'",
     )

@@ -135,7 +135,7 @@ def different_batches_in_a_tp_group() -> None:
 
 
 def unbuilt_layout() -> None:
-    Engine(toys.Toy(), Mesh("pp2"), toys.sgd)
+    Engine(toys.Toy(), Mesh("dp2 ep2"), toys.sgd)
 
 
 def contract_replaced() -> None:
@@ -146,7 +146,7 @@ def contract_replaced() -> None:
 
 
 REFUSED: dict[Callable[[], None], tuple[str, str]] = {
-    unbuilt_layout: ("IG500", "pp2"),
+    unbuilt_layout: ("IG500", "ep2"),
     everything_frozen: ("IG501", "no trainable parameter"),
     different_models: ("IG502", "ranks [1] disagree|ranks [0] disagree"),
     frozen_on_one_rank: ("IG502", "differ between ranks"),

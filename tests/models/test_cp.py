@@ -107,7 +107,7 @@ def test_models_that_a_cp_cannot_run_are_refused_at_start() -> None:
         (dropping, "cp4 ulysses2", "IG408"),
         (CONFIG, "cp16 ulysses", "IG407"),
         (CONFIG, "cp8 ulysses4 tp4", "IG407"),
-        (CONFIG, "cp2 ulysses pp2", "IG400"),
+        (CONFIG, "cp2 ulysses ep2", "IG400"),
     ):
         with pytest.raises(ModelError, match=code):
             Transformer(config, Mesh.unbound(layout))

@@ -189,6 +189,36 @@ def _exchange_staged(
     return Handle(then=finish, keep=(into,))
 
 
+# -- one neighbour -----------------------------------------------------------------------------------------------
+
+
+def send_start(tensors: Sequence[torch.Tensor], group: Group, peer: int) -> Handle:
+    """Send contiguous tensors to member `peer`, under way. Messages between two members arrive in the order sent."""
+    return _to_one(tensors, group, peer, sending=True)
+
+
+def receive_start(tensors: Sequence[torch.Tensor], group: Group, peer: int) -> Handle:
+    """Fill tensors with what member `peer` sends, under way."""
+    return _to_one(tensors, group, peer, sending=False)
+
+
+def _to_one(tensors: Sequence[torch.Tensor], group: Group, peer: int, *, sending: bool) -> Handle:
+    pg = _handle(group)
+    tensors = [t for t in tensors if t.numel()]
+    if not native(group) and any(t.is_cuda for t in tensors):  # gloo sends host memory only
+        host = [t.cpu() if sending else torch.empty_like(t, device="cpu") for t in tensors]
+        inner = _to_one(host, group, peer, sending=sending)
+
+        def finish() -> None:
+            inner.wait()
+            for target, arrived in zip(() if sending else tensors, host, strict=False):
+                target.copy_(arrived)
+
+        return Handle(then=finish, keep=(host, tensors))
+    move = pg.send if sending else pg.recv
+    return Handle([move([t], peer, 0) for t in tensors], keep=tensors)
+
+
 # -- collectives, built on it or native --------------------------------------------------------------------------
 
 

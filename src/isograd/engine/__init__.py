@@ -1,7 +1,7 @@
 """The engine: backward, step, no_sync at every ZeRO stage."""
 
-from isograd.engine.engine import Engine, Stats
+from isograd.engine.engine import Engine, Evaluation, Stats
 from isograd.engine.precision import LossScale
 from isograd.engine.zero import Shards
 
-__all__ = ["Engine", "LossScale", "Shards", "Stats"]
+__all__ = ["Engine", "Evaluation", "LossScale", "Shards", "Stats"]

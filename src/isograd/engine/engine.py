@@ -7,28 +7,41 @@ construction. engine/reduce.py settles the debts, engine/norm.py counts each ele
 
 What every rank must know to decide alike (weights, losses, which parameters were used, unsent gradients) crosses the
 wire once per step in one small gather, and every decision is taken from it.
+
+`train_step` does a whole step under any layout. With a pipeline it is the only way: pipeline/run.py orders forwards and
+backwards, and comes back here for each backward.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from isograd.comm import raw
-from isograd.contract import assemble, contracts
-from isograd.engine import norm, start
+from isograd.contract import contracts
+from isograd.engine import batches, norm, start, whole
+from isograd.engine.batches import call
 from isograd.engine.plan import Bucket, Slot, make_plan
 from isograd.engine.precision import LossScale
 from isograd.engine.reduce import Reducer
-from isograd.engine.transport import gather_rows
 from isograd.engine.zero import Factory, Optimized
 from isograd.errors import EngineError
 from isograd.mesh import DATA, Mesh
+from isograd.pipeline import Pipeline
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A loss without a step; equal on all ranks."""
+
+    loss: float
+    weight: float
 
 
 @dataclass(frozen=True)
@@ -64,6 +77,7 @@ class Engine:
         """
         start.refuse_unbuilt(mesh)
         self.model, self.mesh, self.clip, self.reproducible = model, mesh, clip, reproducible
+        self.pipeline = Pipeline(start.chunks_of(model, mesh, reproducible), mesh) if mesh.size("pp") > 1 else None
         self.table = contracts(model, mesh)
         self.plan = make_plan(self.table, mesh, int(bucket_mb * 2**20))
         start.check_plan(self.plan, self.table, mesh)
@@ -77,6 +91,8 @@ class Engine:
         self._overlap = overlap
         self._sync = True
         self._in_backward = False
+        self._travels = False  # whether the running backward lets gradients travel
+        self._widest = start.most_slots(self.plan, mesh)
         self._weight: Tensor | float = 0.0
         self._losses: list[Tensor] = []  # weighted, one per backward of this step
         self._settled: _Totals | None = None
@@ -100,7 +116,7 @@ class Engine:
                     expected="engine.backward(loss, weight=...), which knows the weight of the loss",
                     where=self.mesh.where(),
                 )
-            self._reducer.arrived(slot, bucket, self._syncing)
+            self._reducer.arrived(slot, bucket, self._travels)
 
         return arrived
 
@@ -110,24 +126,74 @@ class Engine:
 
     def backward(self, loss: Tensor, weight: float | Tensor = 1.0) -> None:
         """Add the gradient of loss * weight to the step. `weight`: how many tokens (rows, ...) it is the mean of."""
-        start.check_loss(loss, weight, self.mesh)
-        seed = torch.as_tensor(weight, dtype=torch.float64, device=loss.device)
-        weighted = loss.detach().double() * seed
-        # A mean over nothing is NaN in torch; its weight of zero says that it adds nothing.
-        weighted = torch.where(seed == 0, torch.zeros_like(weighted), weighted)
-        scale = self.loss_scale.value if self.loss_scale else 1.0
+        start.refuse_alone(self.pipeline, self.mesh)
         if self._syncing:
             self._reducer.arm()
-        self._in_backward = True
-        try:
-            if not start.adds_nothing(loss, weight):
-                torch.autograd.backward(loss, (seed * scale).to(loss.dtype))
-        finally:
-            self._in_backward = False
-        self._weight = self._weight + seed
-        self._losses.append(weighted)
+        self.of_loss(loss, weight, self._syncing)
+        self._reducer.after_backward(self._syncing)
+
+    def train_step(self, batch: Any, micro_batches: int | None = None) -> Stats:
+        """Forward, backward and step of a whole batch of this data rank, cut by rows; a list is taken as it is.
+
+        The model is called with each micro-batch (a dict gives keywords, a tuple positions) and returns (loss, weight).
+        """
+        self._accumulate(batch, micro_batches)
+        return self.step()
+
+    def _accumulate(self, batch: Any, count: int | None) -> None:
+        micros = batches.micro_batches(batch, count)
+        if self.pipeline is None:
+            for number, micro in enumerate(micros):
+                with nullcontext() if number == len(micros) - 1 else self.no_sync():
+                    self.backward(*call(self.model, micro))
+            return
+        if self._syncing:
+            self._reducer.arm()
+        self.pipeline.train(micros, self)
         self._settled = None
         self._reducer.after_backward(self._syncing)
+
+    @torch.no_grad()
+    def evaluate(self, batch: Any, micro_batches: int | None = None) -> Evaluation:
+        """The mean loss of all data ranks' batches, under any layout; train or eval mode is the caller's choice."""
+        micros = batches.micro_batches(batch, micro_batches)
+        if self.pipeline is None:
+            losses = [call(self.model, micro) for micro in micros]
+        else:
+            losses = self.pipeline.evaluate(micros)
+        mine = torch.zeros(2, dtype=torch.float64, device=self._device)
+        for loss, weight in losses:
+            count = torch.as_tensor(weight, dtype=torch.float64, device=self._device)
+            mine += torch.stack((count, _weighted(loss.double(), count)))
+        table = torch.stack(raw.gather_list(mine, self.mesh.group("world")))
+        total, sums = (float(column) for column in self._of_data(table).sum(0))
+        return Evaluation(sums / total if total else math.nan, total)
+
+    # -- what a pipeline asks for: each backward, in the schedule's order
+
+    def of_loss(self, loss: Tensor, weight: Tensor | float, last: bool) -> None:
+        """Backward from a loss; the gradients are those of loss * weight. `last`: they may travel."""
+        start.check_loss(loss, weight, self.mesh)
+        seed = torch.as_tensor(weight, dtype=torch.float64, device=loss.device)
+        scale = self.loss_scale.value if self.loss_scale else 1.0
+        if not start.adds_nothing(loss, weight):
+            self.through([loss], [(seed * scale).to(loss.dtype)], last)
+        self._weight = self._weight + seed
+        self._losses.append(_weighted(loss.detach().double(), seed))
+        self._settled = None
+
+    def through(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor], last: bool) -> None:
+        """Backward from what a stage passed on, with the gradients that came back for it."""
+        if outputs:
+            self.put_off(lambda: torch.autograd.backward(outputs, gradients), last)
+
+    def put_off(self, run: Callable[[], None], last: bool) -> None:
+        """Run something that makes gradients of parameters."""
+        self._in_backward, self._travels = True, last and self._syncing
+        try:
+            run()
+        finally:
+            self._in_backward = False
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -167,12 +233,13 @@ class Engine:
     def grads(self) -> Iterator[tuple[str, Tensor]]:
         """Full gradients of the mean loss by name, before clipping, on every rank, one at a time. All ranks iterate."""
         totals = self._settle()
-        for slot in self.plan.slots:
-            whole = torch.zeros_like(slot.parameter, dtype=slot.dtype)
-            if slot.paid is not None:
-                slot.rows(whole).copy_(slot.paid)
-            gather_rows([slot], [whole], self.mesh.group(DATA)).wait()
-            yield slot.name, assemble(whole, slot.contract, self.mesh).mul_(1.0 / (totals.weight * totals.loss_scale))
+        yield from whole.gradients(self.plan, self.mesh, 1.0 / (totals.weight * totals.loss_scale))
+
+    def _of_data(self, table: Tensor) -> Tensor:
+        """Of a row per rank, those of the data ranks whose losses are mine to know: on the last stage."""
+        layout = self.mesh.layout
+        last = layout.rank({**self.mesh.coordinates, "pp": layout.pp - 1})
+        return table[list(layout.ranks(DATA, last))]
 
     @property
     def _device(self) -> torch.device:
@@ -191,13 +258,13 @@ class Engine:
         """The one small gather of a step."""
         loss = _tree(self._losses) if self._losses else torch.zeros((), dtype=torch.float64)
         head = [float(self._weight), float(loss), float(self._reducer.pending())]
-        mine = torch.tensor(
-            head + [float(slot.used) for slot in self.plan.slots], dtype=torch.float64, device=self._device
-        )
+        flags = [float(slot.used) for slot in self.plan.slots]
+        flags += [0.0] * (self._widest - len(flags))  # stages of a pipeline hold different numbers of parameters
+        mine = torch.tensor(head + flags, dtype=torch.float64, device=self._device)
         world = self.mesh.group("world")
         table = torch.stack(raw.gather_list(mine, world)).cpu()
         start.check_peers(table, self.mesh)
-        data = table[list(self.mesh.layout.ranks(DATA, self.mesh.rank))]
+        data = self._of_data(table)
         weight = float(data[:, 0].sum())
         if not weight > 0:
             raise EngineError(
@@ -208,10 +275,16 @@ class Engine:
                 fix="call engine.backward(loss, weight=count) at least once before engine.step()",
                 where=self.mesh.where(),
             )
-        used = data[:, len(head) :].sum(0)
+        stage = table[list(self.mesh.layout.ranks(DATA, self.mesh.rank))]
+        used = start.used_anywhere(stage[:, len(head) :].sum(0), self.plan, self.mesh)
         unused = {slot.name for slot, times in zip(self.plan.slots, used, strict=True) if times == 0}
         scale = self.loss_scale.value if self.loss_scale else 1.0
         return _Totals(float(_tree(list(data[:, 1]))) / weight, weight, bool(table[:, 2].any()), unused, scale)
+
+
+def _weighted(loss: Tensor, weight: Tensor) -> Tensor:
+    """A mean over nothing is NaN in torch; its weight of zero says that it adds nothing."""
+    return torch.where(weight == 0, torch.zeros_like(loss), loss * weight)
 
 
 @dataclass(frozen=True)

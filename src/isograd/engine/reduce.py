@@ -126,8 +126,10 @@ class Reducer:
             self.flush()
         while self._flights:
             self._land()
-        for axes in dict.fromkeys(axes for slot in self.plan.slots for axes in slot.contract.owes):
-            self._pay(axes, [s for s in self.plan.slots if axes in s.contract.owes and s.due is not None])
+        # Sorted, because the two stages of a tie hold it at different places among their parameters.
+        for axes in sorted({axes for slot in self.plan.slots for axes in slot.contract.owes}, reverse=True):
+            owing = [s for s in self.plan.slots if axes in s.contract.owes and s.due is not None]
+            self._pay(axes, sorted(owing, key=lambda slot: slot.name))
         for slot in self.plan.slots:
             if slot.due is not None:
                 slot.paid = slot.due if slot.paid is None else slot.paid.add_(slot.due)

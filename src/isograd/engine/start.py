@@ -12,27 +12,77 @@ from torch import Tensor, nn
 
 from isograd.comm import raw
 from isograd.comm.fingerprint import fingerprint
-from isograd.contract import Table
+from isograd.contract import Record, Table
 from isograd.engine.plan import Plan, check_same
 from isograd.errors import EngineError
 from isograd.mesh import DATA, Mesh
+from isograd.pipeline.run import Chunk, Pipeline
 
 
 def refuse_unbuilt(mesh: Mesh) -> None:
     """Layouts that this version can describe but not yet run."""
     layout = mesh.layout
-    waiting = [f"{axis}{layout.size(axis)}" for axis in ("pp",) if layout.size(axis) > 1]
-    waiting += [f"ep{layout.ep}"] if layout.ep > 1 else []
+    waiting = [f"ep{layout.ep}"] if layout.ep > 1 else []
     waiting += ["zero3"] if layout.zero > 2 else []
     if waiting:
         raise EngineError(
             "IG500",
             f"the engine of this version does not run {', '.join(waiting)}",
             seen=str(layout),
-            expected="a layout of dp, cp, tp, sp and zero0 to zero2",
+            expected="a layout of dp, cp, tp, sp, pp and zero0 to zero2",
             fix="leave those axes out; README.md lists which layouts are built and tested",
             where=mesh.where(),
         )
+
+
+def chunks_of(model: nn.Module, mesh: Mesh, reproducible: bool) -> dict[int, Chunk]:
+    """The stages of this rank, for a layout with a pipeline."""
+    found = getattr(model, "chunks", None)
+    if not isinstance(found, dict):
+        raise EngineError(
+            "IG519",
+            f"this model is not cut into stages, which {str(mesh.layout)!r} needs",
+            seen=type(model).__name__,
+            expected="isograd's Transformer, or ig.pipeline.Stages([...], mesh, loss=...)",
+            where=mesh.where(),
+        )
+    if reproducible:
+        raise EngineError(
+            "IG520",
+            "reproducible sums are not built for pipelines",
+            seen=f"reproducible=True under {str(mesh.layout)!r}",
+            expected="reproducible=False, or a layout without pp",
+            where=mesh.where(),
+        )
+    return found
+
+
+def refuse_alone(pipeline: Pipeline | None, mesh: Mesh) -> None:
+    """A backward of one rank's own loss makes no sense when the model lives on several."""
+    if pipeline is not None:
+        raise EngineError(
+            "IG521",
+            "engine.backward cannot run a pipeline",
+            seen=f"backward under {str(mesh.layout)!r}",
+            expected="engine.train_step(batch, micro_batches=k), which runs every layout",
+            where=mesh.where(),
+        )
+
+
+def most_slots(plan: Plan, mesh: Mesh) -> int:
+    """The number of parameters of the stage that has most."""
+    count = torch.tensor(len(plan.slots), device=mesh.device)
+    return max(int(n) for n in raw.gather_list(count, mesh.group("pp")))
+
+
+def used_anywhere(used: Tensor, plan: Plan, mesh: Mesh) -> Tensor:
+    """How often each parameter was used by the data ranks of this stage, and of the stages it is tied to."""
+    used = used[: len(plan.slots)].clone()
+    for axes in sorted({axes for slot in plan.slots for axes in slot.contract.ties}):
+        tied = sorted((s.name, i) for i, s in enumerate(plan.slots) if axes in s.contract.ties)
+        places = [i for _, i in tied]
+        used[places] = raw.all_reduce(used[places].to(mesh.device), mesh.group(axes)).cpu()
+    return used
 
 
 def check_plan(plan: Plan, table: Table, mesh: Mesh) -> None:
@@ -65,24 +115,28 @@ def check_plan(plan: Plan, table: Table, mesh: Mesh) -> None:
 @torch.no_grad()
 def equal_replicas(model: nn.Module, table: Table, mesh: Mesh) -> None:
     """Data replicas start equal because the first one is broadcast; replicas over tp must already be equal."""
-    data, tp = mesh.group(DATA), mesh.group("tp")
+    data = mesh.group(DATA)
     for tensor in [record.parameter.data for record in table] + list(model.buffers()):
         raw.broadcast_(tensor, data)
-    if tp.size == 1:
-        return
-    replicated = [r for r in table if not any(s.axis == "tp" for s in r.contract.shards)]
-    if not replicated:
+    _refuse_unequal([r for r in table if not any(s.axis == "tp" for s in r.contract.shards)], "tp", mesh)
+    for axes in sorted({axes for record in table for axes in record.contract.ties}):
+        _refuse_unequal(sorted((r for r in table if axes in r.contract.ties), key=lambda r: r.name), axes, mesh)
+
+
+def _refuse_unequal(replicated: list[Record], axes: str, mesh: Mesh) -> None:
+    group = mesh.group(axes)
+    if group.size == 1 or not replicated:
         return
     prints = torch.stack([fingerprint(r.parameter) for r in replicated])
-    for rank, other in zip(tp.ranks, raw.gather_list(prints, tp), strict=True):
+    for rank, other in zip(group.ranks, raw.gather_list(prints, group), strict=True):
         unlike = [r.name for r, a, b in zip(replicated, prints, other, strict=True) if a != b]
         if unlike:
             raise EngineError(
                 "IG506",
-                "replicated parameters start with different values on tp ranks",
+                f"replicated parameters start with different values on ranks of {axes!r}",
                 seen=f"unlike rank {rank}: {unlike[:8]}{' ...' if len(unlike) > 8 else ''}",
-                expected="equal bytes on every rank of a tp group",
-                fix="build the model from the same seed on all tp ranks (isograd layers do), or load the same weights",
+                expected="equal bytes on every rank that holds a copy",
+                fix="build the model from the same seed on all ranks (isograd layers do), or load the same weights",
                 where=mesh.where(),
             )
 

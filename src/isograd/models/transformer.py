@@ -10,15 +10,23 @@ tensor-parallel regions, and the layout decides what that costs.
 Under cp, every rank of a cp group is given the SAME whole sequences and takes its own part of each. Labels come
 aligned with tokens and are cut with them, so no target is lost at a border. The loss is the mean over this rank's own
 labels and the count is theirs: the engine's sum over 'dp cp' makes one mean of all, and nothing is divided by cp.
+
+Under pp each rank makes only the blocks of its stages, under the names they have on one device. A tied weight stands on
+the first stage and on the last; each copy owes the other its gradient. engine.train_step runs the pieces.
 """
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
 from isograd import random
@@ -26,8 +34,9 @@ from isograd.errors import ModelError
 from isograd.mesh import Mesh
 from isograd.models.config import TransformerConfig
 from isograd.nn import MLP, Attention, Head, LayerNorm, LearnedPositions, RMSNorm, Rotary, Stream, VocabEmbedding
-from isograd.nn.loss import IGNORE
+from isograd.nn.loss import CHUNK, IGNORE
 from isograd.nn.stream import token_ids
+from isograd.pipeline.split import balanced, ranges
 from isograd.random import Key
 from isograd.sequence import Places, document_starts, gather_whole, places_for, refuse_unlike
 
@@ -86,33 +95,79 @@ class Transformer(nn.Module):
         mesh: Mesh,
         *,
         seed: int = 0,
+        split: Sequence[int] | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        """Weights are a function of (seed, name, global index): the same model under every layout."""
+        """Weights are a function of (seed, name, global index): the same model under every layout.
+
+        split: how many blocks each of the pp * vpp stages holds; left out, stages cost alike.
+        """
         super().__init__()
         _refuse_unbuilt(mesh)
         self.config, self.mesh = config, mesh
-        self.recompute = False  # True: blocks keep only their input and run again in backward
+        layout = mesh.layout
+        stages = layout.pp * layout.vpp
+        self.parts = ranges(split or _split(config, stages), stages, config.layers)
+        mine = range(mesh.index("pp"), stages, layout.pp)
+        first, last = 0 in mine, stages - 1 in mine
+        self.recompute = False
+        self.loss_chunk = CHUNK
         self._compared = False  # whether the ranks of a cp group have once compared the sequences they were given
         key = random.key(seed, "transformer")
         made: dict[str, Any] = {"dtype": dtype, "device": device}
         learned = config.positions == "learned"
         self.rotary = None if learned else Rotary(config.rotary_dims, config.rope_theta)
         std = config.init_std
-        self.embed = VocabEmbedding(config.vocab, config.hidden, mesh, key=key.fold("embed"), std=std, **made)
-        self.positions = (
-            LearnedPositions(config.max_positions, config.hidden, mesh, key=key.fold("positions"), std=std, **made)
-            if learned
-            else None
-        )
-        self.blocks = nn.ModuleList(
-            Block(config, mesh, self.rotary, key.fold("block", i), dtype, device) for i in range(config.layers)
-        )
-        norm = RMSNorm if config.norm == "rms" else LayerNorm
-        self.norm = norm(config.hidden, mesh, eps=config.norm_eps, **made)
-        tied = self.embed.weight if config.tied else None
-        self.head = Head(config.vocab, config.hidden, mesh, key=key.fold("head"), std=std, tied=tied, **made)
+        self.embed = self.positions = self.norm = self.head = None
+        if first or (last and config.tied):
+            tie = (f"pp:0+{layout.pp - 1}",) if config.tied and layout.pp > 1 else ()
+            self.embed = VocabEmbedding(
+                config.vocab, config.hidden, mesh, key=key.fold("embed"), std=std, owes=tie, **made
+            )
+        if first and learned:
+            self.positions = LearnedPositions(
+                config.max_positions, config.hidden, mesh, key=key.fold("positions"), std=std, **made
+            )
+        self.blocks = nn.ModuleList()
+        for number in (number for stage in mine for number in self.parts[stage]):
+            block = Block(config, mesh, self.rotary, key.fold("block", number), dtype, device)
+            self.blocks.add_module(str(number), block)  # the number it has on one device
+        if last:
+            norm = RMSNorm if config.norm == "rms" else LayerNorm
+            self.norm = norm(config.hidden, mesh, eps=config.norm_eps, **made)
+            tied = self.embed.weight if self.embed is not None and config.tied else None
+            self.head = Head(config.vocab, config.hidden, mesh, key=key.fold("head"), std=std, tied=tied, **made)
+
+    @property
+    def recompute(self) -> bool | str:
+        """True: blocks keep only their input and run again in backward. "offload": these inputs wait in the host's
+        memory, from where backward fetches each before its block; on the CPU they are there already.
+        """
+        return self._recompute
+
+    @recompute.setter
+    def recompute(self, how: bool | str) -> None:
+        if how not in (False, True, "offload"):
+            raise self._no_such("recompute", how, "False, True or 'offload'")
+        if how == "offload" and self.mesh.device.type == "cpu" and self.mesh.rank == 0:
+            warnings.warn("recompute='offload' is recompute=True on the CPU: it has no second memory", stacklevel=2)
+        self._recompute = how
+
+    @property
+    def loss_chunk(self) -> int | None:
+        """Logits exist for so many tokens at a time, and their gradients are made with them; None: for all at once."""
+        return self._loss_chunk
+
+    @loss_chunk.setter
+    def loss_chunk(self, tokens: int | None) -> None:
+        if tokens is not None and tokens < 1:
+            raise self._no_such("loss_chunk", tokens, "a positive number of tokens, or None")
+        self._loss_chunk = tokens
+
+    def _no_such(self, option: str, seen: object, expected: str) -> ModelError:
+        text = f"{option} of the transformer cannot be {seen!r}"
+        return ModelError("IG416", text, seen=repr(seen), expected=expected, where=self.mesh.where())
 
     @overload
     def forward(self, tokens: Tensor, labels: None = None, *, documents: Tensor | None = None) -> Tensor: ...
@@ -143,27 +198,69 @@ class Transformer(nn.Module):
         documents [b, s] packs several texts into one sequence: where the number changes a new one begins, which sees
         nothing of those before it and whose positions start at 0.
         """
+        if len(self.parts) > 1:
+            raise ModelError(
+                "IG415",
+                "a model cut into pipeline stages is not called; its pieces run in the order of a schedule",
+                seen=f"a forward under {str(self.mesh.layout)!r}",
+                expected="engine.train_step(batch, micro_batches=k), or engine.evaluate",
+                where=self.mesh.where(),
+            )
+        result: Tensor | tuple[Tensor, Tensor]
+        result = self._chunk(0, None, tokens, labels, key=key, samples=samples, documents=documents)
+        return result
+
+    @property
+    def chunks(self) -> dict[int, Callable[[Any, Any], Any]]:
+        """This rank's stages, as a pipeline calls them: (what the stage before passes on, micro-batch)."""
+
+        def run(stage: int, x: Any, micro: Any) -> Any:
+            return self._chunk(stage, x, **micro) if isinstance(micro, dict) else self._chunk(stage, x, *micro)
+
+        mine = range(self.mesh.index("pp"), len(self.parts), self.mesh.layout.pp)
+        return {stage: partial(run, stage) for stage in mine}
+
+    def _chunk(
+        self,
+        stage: int,
+        x: Tensor | None,
+        tokens: Tensor,
+        labels: Tensor | None = None,
+        *,
+        key: Key | None = None,
+        samples: Tensor | None = None,
+        documents: Tensor | None = None,
+    ) -> Any:
+        """One stage: from the tokens, or from the stream x that the stage before passed on."""
         self._check(tokens, labels, documents, key, samples)
         places, part = places_for(tokens.shape[1], len(tokens), self.mesh), self.mesh.index("cp")
         stream = self._stream(places, tokens, key if self.training else None, samples, documents)
-        x = self._body(places.shard(tokens, part).reshape(-1), stream)
+        if stage == 0:
+            assert self.embed is not None
+            x = self.embed(places.shard(tokens, part).reshape(-1))
+            x = x if self.positions is None else self.positions(x, stream)
+            x = stream.dropout(x, self.config.dropout, self.mesh, "embed")
+        assert x is not None
+        x = self._body(x, stream, self.parts[stage])
+        if stage < len(self.parts) - 1:
+            return x
+        assert self.norm is not None
+        assert self.head is not None
+        x = self.norm(x)
         if labels is not None:
-            return self.head(x, places.shard(labels, part, IGNORE).reshape(-1))  # type: ignore[no-any-return]
+            return self.head(x, places.shard(labels, part, IGNORE).reshape(-1), self.loss_chunk)
         return gather_whole(self.head.logits(x).view(stream.batch, stream.length, -1), self.mesh, places)
 
-    def _body(self, tokens: Tensor, stream: Stream) -> Tensor:
-        x = self.embed(tokens)
-        if self.positions is not None:
-            x = self.positions(x, stream)
-        x = stream.dropout(x, self.config.dropout, self.mesh, "embed")
+    def _body(self, x: Tensor, stream: Stream, numbers: range) -> Tensor:
         angles = None if self.rotary is None else self.rotary.table(stream.positions, x.dtype)
-        for number, block in enumerate(self.blocks):
-            here = _for_block(stream, number)
+        for number in numbers:
+            block, here = self.blocks.get_submodule(str(number)), _for_block(stream, number)
             if self.recompute and torch.is_grad_enabled():
-                x = checkpoint(block, x, here, angles, use_reentrant=False, preserve_rng_state=False)
+                with save_on_cpu(pin_memory=x.is_cuda) if self.recompute == "offload" else nullcontext():
+                    x = checkpoint(block, x, here, angles, use_reentrant=False, preserve_rng_state=False)
             else:
                 x = block(x, here, angles)
-        return self.norm(x)  # type: ignore[no-any-return]
+        return x
 
     def _stream(
         self, places: Places, tokens: Tensor, key: Key | None, samples: Tensor | None, documents: Tensor | None
@@ -174,7 +271,9 @@ class Transformer(nn.Module):
         positions = torch.arange(places.padded, device=device).expand(len(tokens), -1)
         if starts is not None:
             positions = positions - starts
-        if self.positions is not None:  # pads may lie beyond the last learned position; nothing sees what they get
+        if (
+            self.config.positions == "learned"
+        ):  # pads may lie beyond the last learned position; nothing sees what they get
             positions = positions.clamp(max=self.config.max_positions - 1)
         ids = None if samples is None else token_ids(samples, places.padded).view(len(tokens), -1)
         return Stream(
@@ -209,7 +308,7 @@ class Transformer(nn.Module):
         if self.mesh.size("cp") > 1 and not self._compared:
             refuse_unlike(self.mesh, tokens, labels, documents)
             self._compared = True
-        if self.positions is not None and tokens.shape[1] > config.max_positions:
+        if config.positions == "learned" and tokens.shape[1] > config.max_positions:
             raise ModelError(
                 "IG411",
                 "the sequence is longer than the learned positions",
@@ -243,14 +342,20 @@ def _for_block(stream: Stream, number: int) -> Stream:
 
 
 def _refuse_unbuilt(mesh: Mesh) -> None:
-    waiting = [f"{axis}{mesh.size(axis)}" for axis in ("pp",) if mesh.size(axis) > 1]
-    waiting += [f"ep{mesh.layout.ep}"] if mesh.layout.ep > 1 else []
-    if waiting:
+    if mesh.layout.ep > 1:
         raise ModelError(
             "IG400",
-            f"the transformer of this version does not run {', '.join(waiting)}",
+            f"the transformer of this version does not run ep{mesh.layout.ep}",
             seen=str(mesh.layout),
-            expected="a layout of dp, cp, tp, sp and zero",
+            expected="a layout of dp, cp, tp, sp, pp and zero",
             fix="leave those axes out; README.md lists which layouts are built and tested",
             where=mesh.where(),
         )
+
+
+def _split(config: TransformerConfig, stages: int) -> tuple[int, ...]:
+    """Blocks and head cost what they multiply; looking up an embedding costs next to nothing."""
+    head_dim, kv_heads = config.head_dim or config.hidden // config.heads, config.kv_heads or config.heads
+    attention = config.hidden * head_dim * 2 * (config.heads + kv_heads)
+    block = attention + config.hidden * config.mlp * (3 if config.gated else 2)
+    return balanced([float(block)] * config.layers, stages, last=float(config.hidden * config.vocab))

@@ -28,9 +28,11 @@ class VocabEmbedding(nn.Module):
         *,
         key: Key,
         std: float = 0.02,
+        owes: tuple[str, ...] = (),
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
+        """`owes`: the tie, when the head on another pipeline stage uses the same weight."""
         super().__init__()
         if vocab < mesh.size("tp"):
             raise ModelError(
@@ -44,7 +46,14 @@ class VocabEmbedding(nn.Module):
         shard = Shard.even("tp", 0, vocab, mesh.size("tp"))
         self.first = shard.ranges[mesh.index("tp")][0]
         self.weight = make(
-            mesh, (vocab, hidden), shards=(shard,), key=key.fold("weight"), std=std, dtype=dtype, device=device
+            mesh,
+            (vocab, hidden),
+            shards=(shard,),
+            owes=owes,
+            key=key.fold("weight"),
+            std=std,
+            dtype=dtype,
+            device=device,
         )
 
     def forward(self, tokens: Tensor) -> Tensor:

@@ -4,7 +4,8 @@ One device: F.cross_entropy(x @ weight.T, labels, ignore_index), and how many la
 
 Tokens are taken in chunks. For each, every tp rank computes its slice of the logits, and one gather of three numbers
 per token (largest logit, sum of exponentials, the label's logit) gives all ranks the same softmax denominator. The
-gradients of x and weight are made in the same pass, so logits live for one chunk only. x has been entered: its gradient
+gradients of x and weight are made in the same pass, so logits live for one chunk only and are made once: running the
+head again in backward would cost a third matrix product for what two can give. x has been entered: its gradient
 is this vocabulary slice's part of the sum, which the adjoint of `enter` completes.
 """
 
@@ -24,6 +25,7 @@ from isograd.nn.stream import enter
 from isograd.random import Key
 
 IGNORE = -100
+CHUNK = 1024  # tokens: large enough for the matrix products, small beside a long sequence
 
 
 class Head(nn.Module):
@@ -52,9 +54,9 @@ class Head(nn.Module):
             )
         )
 
-    def forward(self, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, labels: Tensor, chunk: int | None = CHUNK) -> tuple[Tensor, Tensor]:
         """(mean loss over labels that count, how many do); labels [T] of all this data rank's tokens."""
-        return cross_entropy(enter(x, self.mesh), self.weight, labels, self.mesh)
+        return cross_entropy(enter(x, self.mesh), self.weight, labels, self.mesh, chunk=chunk)
 
     def logits(self, x: Tensor) -> Tensor:
         """[T, vocab] on every tp rank."""
@@ -65,14 +67,17 @@ class Head(nn.Module):
 
 @ops.uncompiled
 def cross_entropy(
-    x: Tensor, weight: Tensor, labels: Tensor, mesh: Mesh, *, ignore_index: int = IGNORE, chunk: int = 1024
+    x: Tensor, weight: Tensor, labels: Tensor, mesh: Mesh, *, ignore_index: int = IGNORE, chunk: int | None = CHUNK
 ) -> tuple[Tensor, Tensor]:
-    """x [T, hidden] entered, weight: my rows of the vocabulary. (mean, count); the mean over no label is 0."""
+    """x [T, hidden] entered, weight: my rows of the vocabulary. (mean, count); the mean over no label is 0.
+
+    Logits exist for `chunk` tokens at a time; None: for all.
+    """
     group = mesh.group("tp")
     sizes = [stop - start for start, stop in _cuts(weight, group)]
     first = sum(sizes[: group.index])
     mean, count = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
-        x, weight, labels, group, first, ignore_index, chunk
+        x, weight, labels, group, first, ignore_index, chunk or max(1, len(x))
     )
     return mean, count
 

@@ -1,0 +1,160 @@
+"""What passes between stages: activations forward, their gradients back, in one order for each pair of ranks.
+
+The schedule says what each rank sends to each other one and in which order, so messages need no names: the receiver
+posts its receives in that order, early enough that they arrive while it computes. Shapes follow from the micro-batch,
+which all pp ranks hold: the first message of each kind is preceded by a header that describes it, and both sides
+remember it. A gradient has the shape of what was sent forward.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from isograd.comm import raw
+from isograd.comm.raw import Group, Handle
+from isograd.errors import PipelineError
+from isograd.pipeline.schedule import Action, Schedule
+
+HEADER = 64  # numbers
+AHEAD = 2  # receives posted before they are needed, for each neighbour
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool)
+
+
+@dataclass(frozen=True)
+class Form:
+    """Shape and type of what a stage passes on: (shape, dtype, whether it carries a gradient) of each tensor."""
+
+    tensors: tuple[tuple[tuple[int, ...], torch.dtype, bool], ...]
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor]) -> Form:
+        return cls(tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in tensors))
+
+    def gradients(self) -> Form:
+        return Form(tuple((shape, dtype, False) for shape, dtype, needs in self.tensors if needs))
+
+    def empty(self, device: torch.device) -> list[Tensor]:
+        return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, _ in self.tensors]
+
+    def numbers(self) -> list[int]:
+        found = [len(self.tensors)]
+        for shape, dtype, needs in self.tensors:
+            found += [DTYPES.index(dtype), int(needs), len(shape), *shape]
+        return found
+
+    @classmethod
+    def read(cls, numbers: Sequence[int]) -> Form:
+        at, found = 1, []
+        for _ in range(numbers[0]):
+            dtype, needs, dims = numbers[at : at + 3]
+            found.append((tuple(numbers[at + 3 : at + 3 + dims]), DTYPES[dtype], bool(needs)))
+            at += 3 + dims
+        return cls(tuple(found))
+
+
+Known = dict[tuple[int, Hashable], Form]  # (stage, shapes of the micro-batch) -> what that stage passes on
+
+
+@dataclass
+class _Line:
+    """What one other rank sends me in this step, in its order."""
+
+    expected: deque[Action]
+    posted: dict[Action, tuple[list[Tensor], Handle]] = field(default_factory=dict)
+
+
+class Mail:
+    """The messages of one step."""
+
+    def __init__(
+        self, schedule: Schedule, group: Group, device: torch.device, known: Known, shapes: Sequence[Hashable]
+    ) -> None:
+        self.schedule, self.group, self.device, self.known, self.shapes = schedule, group, device, known, shapes
+        self._lines = {
+            rank: _Line(deque(schedule.sent(rank, group.index))) for rank in range(group.size) if rank != group.index
+        }
+        self._returning: dict[tuple[int, int], Form] = {}  # (stage, micro) -> the gradients that will come back for it
+        self._sending: list[tuple[Handle, list[Tensor]]] = []
+
+    def send(self, action: Action, tensors: Sequence[Tensor]) -> None:
+        """The result of `action`, to the rank of the next stage (forward) or of the one before (backward)."""
+        ahead = action.kind == "F"
+        peer = self.schedule.rank_of(action.stage + (1 if ahead else -1))
+        if ahead:
+            form = Form.of(tensors)
+            self._returning[action.stage, action.micro] = form.gradients()
+            self._introduce(action, form, peer)
+        payload = [t.detach().contiguous() for t in tensors]
+        self._sending.append((raw.send_start(payload, self.group, peer), payload))
+
+    def _introduce(self, action: Action, form: Form, peer: int) -> None:
+        """A header before the first message of this kind; afterwards shapes must stay what they were."""
+        key = (action.stage, self.shapes[action.micro])
+        if key not in self.known:
+            strange = [str(dtype) for _, dtype, _ in form.tensors if dtype not in DTYPES]
+            if strange or len(form.numbers()) > HEADER:
+                raise PipelineError(
+                    "IG802",
+                    f"stage {action.stage} passes on what cannot be described to the next one",
+                    seen=f"{len(form.tensors)} tensors, of dtypes {[str(d) for _, d, _ in form.tensors]}",
+                    expected=f"a few tensors of {', '.join(str(d)[6:] for d in DTYPES)}",
+                    where=f"pp{self.group.index}",
+                )
+            header = torch.tensor(form.numbers() + [0] * (HEADER - len(form.numbers())), device=self.device)
+            self._sending.append((raw.send_start([header], self.group, peer), [header]))
+            self.known[key] = form
+        elif self.known[key] != form:
+            raise PipelineError(
+                "IG803",
+                f"stage {action.stage} passes on other shapes than before for a micro-batch of the same shapes",
+                seen=str(form.tensors),
+                expected=str(self.known[key].tensors),
+                fix="let what passes between stages depend on the shapes of the micro-batch only",
+                where=f"pp{self.group.index}",
+            )
+
+    def receive(self, action: Action) -> list[Tensor]:
+        """What `action`, done by a neighbour, sends here."""
+        line = self._lines[self.schedule.rank_of(action.stage)]
+        while action not in line.posted:
+            self._post(line)
+        tensors, handle = line.posted.pop(action)
+        handle.wait()
+        return tensors
+
+    def look_ahead(self) -> None:
+        """Post receives that will be needed soon and whose shapes are known; forget what has been sent."""
+        for line in self._lines.values():
+            while line.expected and len(line.posted) < AHEAD and self._form(line.expected[0]) is not None:
+                self._post(line)
+
+    def finish(self) -> None:
+        for handle, _ in self._sending:
+            handle.wait()
+        self._sending.clear()
+
+    def _form(self, action: Action) -> Form | None:
+        if action.kind == "F":
+            return self.known.get((action.stage, self.shapes[action.micro]))
+        return self._returning.get((action.stage - 1, action.micro))
+
+    def _post(self, line: _Line) -> None:
+        action = line.expected.popleft()
+        peer = self.schedule.rank_of(action.stage)
+        form = self._form(action)
+        if form is None:
+            header = torch.empty(HEADER, dtype=torch.int64, device=self.device)
+            raw.receive_start([header], self.group, peer).wait()
+            form = Form.read(header.tolist())
+            self.known[action.stage, self.shapes[action.micro]] = form
+        tensors = form.empty(self.device)
+        handle = raw.receive_start(tensors, self.group, peer)
+        if action.kind == "F":
+            for tensor, (_, _, needs) in zip(tensors, form.tensors, strict=True):
+                tensor.requires_grad_(needs)
+        line.posted[action] = (tensors, handle)

@@ -1,0 +1,225 @@
+"""Runs a pipeline: this rank's actions in the order of the schedule, waiting only for what an action needs.
+
+The engine gives the backward (it knows weights and when a gradient may travel); this file knows no optimizer. What one
+device would do is `forward` of all stages in turn and one backward: tests compare with exactly that.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as tree
+
+from isograd.comm import raw
+from isograd.comm.fingerprint import fingerprint
+from isograd.errors import PipelineError
+from isograd.mesh import Mesh
+from isograd.pipeline.deferred import Deferred
+from isograd.pipeline.mail import Known, Mail
+from isograd.pipeline.schedule import Action, Schedule, Timed, build
+
+T = TypeVar("T")
+Passed = Tensor | tuple[Tensor, ...]
+Chunk = Callable[
+    [Any, Any], Any
+]  # (what the stage before passes on, micro-batch) -> what to pass on; last: (loss, weight)
+
+
+class Autograd(Protocol):
+    """How the engine wants a backward to be run. `last`: no later backward of this stage reaches these parameters."""
+
+    def through(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor], last: bool) -> None: ...
+    def of_loss(self, loss: Tensor, weight: Tensor | float, last: bool) -> None: ...
+    def put_off(self, run: Callable[[], None], last: bool) -> None: ...
+
+
+@dataclass
+class _Held:
+    """What one stage keeps of a micro-batch between its forward and its backward."""
+
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+    loss: tuple[Tensor, Tensor | float] | None
+    deferred: Deferred | None
+
+
+class Pipeline:
+    """The stages of this rank, and the way through all of them."""
+
+    def __init__(self, chunks: Mapping[int, Chunk], mesh: Mesh) -> None:
+        self.chunks, self.mesh, self.layout = chunks, mesh, mesh.layout
+        self.group = mesh.group("pp")
+        self.last = self.layout.pp * self.layout.vpp - 1
+        self.timeline: list[Timed] = []  # of the latest step, without the time spent waiting for others
+        self._known: Known = {}
+        self._compared = False
+
+    def train(self, micros: Sequence[Any], autograd: Autograd) -> None:
+        """Forward and backward of every micro-batch."""
+        schedule = build(self.layout.schedule, self.layout.pp, self.layout.vpp, len(micros))
+        self._refuse_unlike(micros)
+        self._run(_Step(self, schedule, micros, autograd))
+
+    def evaluate(self, micros: Sequence[Any]) -> list[tuple[Tensor, Tensor | float]]:
+        """Forwards only, under no_grad: (loss, weight) of each micro-batch on the last stage's ranks, else none."""
+        layout = self.layout
+        whole = build("gpipe", layout.pp, layout.vpp, len(micros))
+        forwards = tuple(tuple(a for a in order if a.kind == "F") for order in whole.orders)
+        self._refuse_unlike(micros)
+        # Evaluating needs no gradients, so what stages pass on has another form than in training.
+        known, self._known = self._known, {}
+        try:
+            with torch.no_grad():
+                return self._run(_Step(self, Schedule("forward", layout.pp, layout.vpp, len(micros), forwards), micros))
+        finally:
+            self._known = known
+
+    def _run(self, step: _Step) -> list[tuple[Tensor, Tensor | float]]:
+        try:
+            step.run()
+        except Exception:
+            # Neighbours wait for a message that will not come. Leaving closes the connections, which tells them.
+            raw.leave()
+            raise
+        self.timeline = step.timeline
+        return step.losses
+
+    def _refuse_unlike(self, micros: Sequence[Any]) -> None:
+        """All pp ranks of a column were given the same micro-batches; contents are compared once, shapes always."""
+        tensors = [t for micro in micros for t in tree.tree_leaves(micro) if isinstance(t, Tensor)]
+        shapes = torch.tensor([hash(tuple(map(shapes_of, micros))) >> 1, len(micros)], device=self.mesh.device)
+        whole = torch.zeros((), dtype=torch.int64, device=self.mesh.device)
+        if not self._compared:
+            for number, tensor in enumerate(tensors):
+                whole = whole + fingerprint(tensor).to(whole.device) * (2 * number + 1)
+            self._compared = True
+        mine = torch.cat((shapes, whole[None]))
+        others = raw.gather_list(mine, self.group)
+        unlike = [rank for rank, other in zip(self.group.ranks, others, strict=True) if not torch.equal(other, mine)]
+        if unlike:
+            raise PipelineError(
+                "IG804",
+                "pipeline ranks were given different batches",
+                seen=f"{len(micros)} micro-batches here, unlike those of ranks {unlike} in number, shape or contents",
+                expected="the same micro-batches on every rank of the pp axis",
+                fix="index the data by mesh.index('dp'), not by the global rank",
+                where=self.mesh.where(),
+            )
+
+
+class _Step:
+    """One pass through the schedule on this rank."""
+
+    def __init__(
+        self, pipeline: Pipeline, schedule: Schedule, micros: Sequence[Any], autograd: Autograd | None = None
+    ) -> None:
+        self.pipeline, self.schedule, self.micros, self._autograd = pipeline, schedule, micros, autograd
+        self.order = schedule.orders[pipeline.group.index]
+        shapes = [shapes_of(micro) for micro in micros]
+        self.mail = Mail(schedule, pipeline.group, pipeline.mesh.device, pipeline._known, shapes)
+        self.held: dict[tuple[int, int], _Held] = {}
+        self.losses: list[tuple[Tensor, Tensor | float]] = []
+        self.timeline: list[Timed] = []
+        self.final = {(a.kind, a.stage): a for a in self.order}  # the last of each kind on each stage
+
+    def run(self) -> None:
+        do = {"F": self._forward, "B": self._backward, "I": self._backward, "W": self._weights}
+        _in_doubt(self.mail.look_ahead, self.pipeline.mesh)
+        for action in self.order:
+            arrived = self._arrive(action)
+            began = time.perf_counter()
+            do[action.kind](action, arrived)
+            self.timeline.append(Timed(action, began, time.perf_counter()))
+            _in_doubt(self.mail.look_ahead, self.pipeline.mesh)
+        _in_doubt(self.mail.finish, self.pipeline.mesh)
+
+    def _arrive(self, action: Action) -> list[Tensor]:
+        if action.kind == "F":
+            source = Action("F", action.stage - 1, action.micro) if action.stage else None
+        else:
+            later = Action(action.kind, action.stage + 1, action.micro)
+            source = later if action.kind != "W" and action.stage < self.pipeline.last else None
+        return _in_doubt(lambda: self.mail.receive(source), self.pipeline.mesh) if source else []
+
+    def _forward(self, action: Action, inputs: list[Tensor]) -> None:
+        micro = self.micros[action.micro]
+        deferred = Deferred() if self.schedule.name == "zb" else None
+        with deferred or nullcontext():
+            result = self.pipeline.chunks[action.stage](_unpacked(inputs), micro)
+        if action.stage == self.pipeline.last:
+            loss, weight = result
+            if self._autograd is None:
+                self.losses.append((loss, weight))
+            else:
+                self.held[action[1:]] = _Held(inputs, [], (loss, weight), deferred)
+            return
+        outputs = _checked(result, action.stage, self.pipeline.mesh)
+        self.mail.send(action, outputs)
+        if self._autograd is not None:
+            self.held[action[1:]] = _Held(inputs, outputs, None, deferred)
+
+    def _backward(self, action: Action, gradients: list[Tensor]) -> None:
+        assert self._autograd is not None
+        held = self.held[action[1:]]
+        last = self.final[action.kind, action.stage] is action
+        with held.deferred or nullcontext():
+            if held.loss is not None:
+                self._autograd.of_loss(*held.loss, last)
+            else:
+                needing = [t for t in held.outputs if t.requires_grad]
+                self._autograd.through(needing, gradients, last)
+        if action.stage:
+            back = [torch.zeros_like(t) if t.grad is None else t.grad for t in held.inputs if t.requires_grad]
+            self.mail.send(action, back)
+        if action.kind == "B":
+            del self.held[action[1:]]
+        else:
+            held.inputs, held.outputs, held.loss = [], [], None  # W needs what was noted, and no graph
+
+    def _weights(self, action: Action, _: list[Tensor]) -> None:
+        assert self._autograd is not None
+        deferred = self.held.pop(action[1:]).deferred
+        assert deferred is not None
+        self._autograd.put_off(deferred.run, self.final["W", action.stage] is action)
+
+
+def _in_doubt(wait: Callable[[], T], mesh: Mesh) -> T:
+    """Waiting for others ends in a RuntimeError of the transport when one of them has gone."""
+    try:
+        return wait()
+    except RuntimeError as error:
+        raise PipelineError(
+            "IG805",
+            "another stage of the pipeline ended in the middle of a step",
+            seen=str(error).splitlines()[0][:200],
+            expected="every stage to reach the end of the schedule",
+            fix="look at the first error among the ranks: this one only waited for it",
+            where=mesh.where(),
+        ) from error
+
+
+def shapes_of(micro: Any) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(t.shape) for t in tree.tree_leaves(micro) if isinstance(t, Tensor))
+
+
+def _unpacked(inputs: list[Tensor]) -> Passed | None:
+    return None if not inputs else inputs[0] if len(inputs) == 1 else tuple(inputs)
+
+
+def _checked(result: Any, stage: int, mesh: Mesh) -> list[Tensor]:
+    outputs = [result] if isinstance(result, Tensor) else list(result) if isinstance(result, tuple) else []
+    if not outputs or not all(isinstance(t, Tensor) for t in outputs):
+        raise PipelineError(
+            "IG801",
+            f"stage {stage} must pass on a tensor or a tuple of tensors",
+            seen=type(result).__name__,
+            expected="what the next stage takes; only the last stage returns (loss, weight)",
+            where=mesh.where(),
+        )
+    return outputs

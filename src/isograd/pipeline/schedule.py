@@ -1,0 +1,250 @@
+"""Schedules of a pipeline as data: what each rank does, in which order; checked before anything runs.
+
+The model is cut into pp * vpp stages; stage s lives on rank s % pp of the pp axis. A micro-batch needs, on each stage,
+
+    F   forward                                   and then either    B   backward
+                                                  or both            I   backward of the stage's input
+                                                                     W   backward of its weights, at any later time
+
+    gpipe   all forwards, then all backwards
+    1f1b    a backward as soon as there is one; as many forwards ahead as the pipeline is deep. With vpp: interleaved
+    zb      1f1b with I and W apart: W fills the time in which a rank would wait (zero-bubble H1)
+
+Schedules are made by simulating the ranks with one policy, and only their order is kept: `check` proves that it is
+complete and that no rank waits for ever, whatever the actions cost.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from isograd.errors import PipelineError
+
+COST = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}  # in forwards: what schedules are made and drawn with
+
+
+class Action(NamedTuple):
+    kind: str
+    stage: int
+    micro: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.stage}.{self.micro}"
+
+
+class Timed(NamedTuple):
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Schedule:
+    name: str
+    pp: int
+    vpp: int
+    micro_batches: int
+    orders: tuple[tuple[Action, ...], ...]  # one per rank of the pp axis
+
+    @property
+    def stages(self) -> int:
+        return self.pp * self.vpp
+
+    def rank_of(self, stage: int) -> int:
+        return stage % self.pp
+
+    def needs(self, action: Action) -> tuple[Action, ...]:
+        """What must be done before, here or on a neighbour."""
+        kind, stage, micro = action
+        if kind == "F":
+            return (Action("F", stage - 1, micro),) if stage else ()
+        if kind == "W":
+            return (Action("I", stage, micro),)
+        later = (Action(kind, stage + 1, micro),) if stage + 1 < self.stages else ()
+        return (Action("F", stage, micro), *later)
+
+    def sent(self, source: int, target: int) -> list[Action]:
+        """The actions of rank `source` whose result goes to rank `target`, in the order in which it is sent."""
+        step = {"F": 1, "B": -1, "I": -1}
+        return [
+            action
+            for action in self.orders[source]
+            if action.kind in step
+            and 0 <= action.stage + step[action.kind] < self.stages
+            and self.rank_of(action.stage + step[action.kind]) == target
+        ]
+
+    def timed(self, cost: Callable[[Action], float] = lambda action: COST[action.kind]) -> list[list[Timed]]:
+        """When each rank would do what, if nothing but waiting for one another cost time beside the actions."""
+        done: dict[Action, float] = {}
+        rows: list[list[Timed]] = [[] for _ in self.orders]
+        at = [0] * len(self.orders)
+        moved = True
+        while moved:
+            moved = False
+            for rank, order in enumerate(self.orders):
+                while at[rank] < len(order) and all(need in done for need in self.needs(order[at[rank]])):
+                    action = order[at[rank]]
+                    free = rows[rank][-1].end if rows[rank] else 0.0
+                    start = max([free, *(done[need] for need in self.needs(action))])
+                    done[action] = start + cost(action)
+                    rows[rank].append(Timed(action, start, done[action]))
+                    at[rank] += 1
+                    moved = True
+        return rows
+
+    def bubble(self, cost: Callable[[Action], float] = lambda action: COST[action.kind]) -> float:
+        """The share of all ranks' time that is spent waiting."""
+        return idle_share(self.timed(cost))
+
+    def in_flight(self, rank: int) -> int:
+        """The most forwards whose activations a rank holds at a time."""
+        held, most = 0, 0
+        for action in self.orders[rank]:
+            held += {"F": 1, "B": -1, "W": -1}.get(action.kind, 0)
+            most = max(most, held)
+        return most
+
+
+def idle_share(rows: Sequence[Sequence[Timed]]) -> float:
+    whole = max(row[-1].end for row in rows) - min(row[0].start for row in rows)
+    busy = sum(timed.end - timed.start for row in rows for timed in row)
+    return 1.0 - busy / (whole * len(rows))
+
+
+def check(schedule: Schedule) -> None:
+    """Every stage meets every micro-batch once in each direction, on its own rank, and nobody waits for ever."""
+    problems = []
+    for rank, order in enumerate(schedule.orders):
+        foreign = [str(a) for a in order if schedule.rank_of(a.stage) != rank]
+        twice = sorted({str(a) for a in order if order.count(a) > 1}) if len(set(order)) < len(order) else []
+        problems += [f"rank {rank} does what lives elsewhere: {foreign}"] if foreign else []
+        problems += [f"rank {rank} does twice: {twice}"] if twice else []
+    have = {action for order in schedule.orders for action in order}
+    for stage in range(schedule.stages):
+        for micro in range(schedule.micro_batches):
+            kinds = {kind for kind in "FBIW" if Action(kind, stage, micro) in have}
+            if kinds not in ({"F", "B"}, {"F", "I", "W"}):
+                problems.append(f"stage {stage} and micro-batch {micro} have {sorted(kinds)}")
+    beyond = [str(a) for a in have if not (0 <= a.stage < schedule.stages and 0 <= a.micro < schedule.micro_batches)]
+    problems += [f"there are no {beyond}"] if beyond else []
+    if not problems:
+        done = [len(row) for row in schedule.timed()]
+        stuck = [
+            f"rank {rank} at {order[n]}" for rank, (order, n) in enumerate(zip(schedule.orders, done, strict=True))
+            if n < len(order)
+        ]  # fmt: skip
+        problems += [f"deadlock: {', '.join(stuck)}"] if stuck else []
+    if problems:
+        raise PipelineError(
+            "IG800",
+            f"the schedule {schedule.name!r} cannot run",
+            seen="; ".join(problems[:4]),
+            expected="F, then B or I and W, once for each stage and micro-batch, in an order without a deadlock",
+        )
+
+
+@lru_cache(maxsize=64)
+def build(name: str, pp: int, vpp: int, micro_batches: int) -> Schedule:
+    """Any number of micro-batches is legal; fewer than ranks only leave ranks idle."""
+    schedule = Schedule(name, pp, vpp, micro_batches, _simulate(name, pp, vpp, micro_batches))
+    check(schedule)
+    return schedule
+
+
+def _ahead(name: str, pp: int, vpp: int, rank: int) -> float:
+    """How many forwards a rank may be ahead of its backwards: what keeps activations flat in 1f1b."""
+    if name == "gpipe":
+        return math.inf
+    return pp - rank if vpp == 1 else (pp - rank - 1) * 2 + (vpp - 1) * pp + 1
+
+
+def _in_turns(pp: int, vpp: int, rank: int, micro_batches: int, chunks: Sequence[int]) -> list[tuple[int, int]]:
+    """(stage, micro): groups of pp micro-batches go through a rank's chunks in turn."""
+    groups = [range(a, min(a + pp, micro_batches)) for a in range(0, micro_batches, pp)]
+    return [(chunk * pp + rank, micro) for group in groups for chunk in chunks for micro in group]
+
+
+class _Rank:
+    """One rank while a schedule is made: what it still has to do, and what it has decided."""
+
+    def __init__(self, name: str, pp: int, vpp: int, rank: int, micro_batches: int) -> None:
+        forward = _in_turns(pp, vpp, rank, micro_batches, range(vpp))
+        backward = _in_turns(pp, vpp, rank, micro_batches, range(vpp)[::-1])
+        self.split = name == "zb"
+        self.forwards = [Action("F", *place) for place in forward][::-1]
+        self.backwards = [Action("I" if self.split else "B", *place) for place in backward][::-1]
+        self.weights: list[Action] = []
+        self.ahead = _ahead(name, pp, vpp, rank)
+        self.strict = name == "1f1b"
+        self.after_all = name == "gpipe"
+        self.held = 0
+        self.free = 0.0
+        self.order: list[Action] = []
+
+    def choose(self, ready: Callable[[Action], bool], patient: bool) -> Action | None:
+        """A backward before a forward before weights; forwards only as far ahead as is allowed.
+
+        A patient rank of 1f1b waits for the forward whose turn it is: a backward in its place would delay what follows.
+        """
+        ahead = bool(self.forwards) and self.held < self.ahead
+        if self.strict and patient:
+            turn = self.forwards if ahead else self.backwards
+            return turn[-1] if turn and ready(turn[-1]) else None
+        may_return = not (self.after_all and self.forwards)
+        if self.backwards and may_return and ready(self.backwards[-1]):
+            return self.backwards[-1]
+        if ahead and ready(self.forwards[-1]):
+            return self.forwards[-1]
+        return self.weights[0] if self.weights else None
+
+    def take(self, action: Action, now: float) -> None:
+        self.order.append(action)
+        self.free = now + COST[action.kind]
+        if action.kind == "F":
+            self.forwards.pop()
+            self.held += 1
+        elif action.kind == "W":
+            self.weights.pop(0)
+            self.held -= 1
+        else:
+            self.backwards.pop()
+            self.held -= action.kind == "B"
+            self.weights += [Action("W", action.stage, action.micro)] if self.split else []
+
+    @property
+    def finished(self) -> bool:
+        return not (self.forwards or self.backwards or self.weights)
+
+
+def _simulate(name: str, pp: int, vpp: int, micro_batches: int) -> tuple[tuple[Action, ...], ...]:
+    ranks = [_Rank(name, pp, vpp, rank, micro_batches) for rank in range(pp)]
+    made = Schedule(name, pp, vpp, micro_batches, ())
+    done: dict[Action, float] = {}
+    now, patient = 0.0, True
+    while not all(rank.finished for rank in ranks):
+        taken = False
+
+        def ready(action: Action, now: float = now) -> bool:
+            return all(done.get(need, math.inf) <= now for need in made.needs(action))
+
+        for rank in ranks:
+            if rank.free <= now:
+                action = rank.choose(ready, patient)
+                if action is not None:
+                    rank.take(action, now)
+                    done[action] = rank.free
+                    taken = True
+        later = [rank.free for rank in ranks if rank.free > now]
+        if later:
+            now, patient = min(later), True
+        elif patient:  # everybody waits for one another: a short last group of micro-batches
+            patient = False
+        elif not taken:
+            for rank in ranks:
+                rank.ahead += 1
+    return tuple(tuple(rank.order) for rank in ranks)

@@ -1,0 +1,60 @@
+"""Which layers each stage holds: so many that no stage is the one all others wait for.
+
+One device: all of them. Costs are any numbers, of one unit: matrix elements per token from a config, or measured times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from isograd.errors import PipelineError
+
+
+def balanced(layers: Sequence[float], stages: int, *, first: float = 0.0, last: float = 0.0) -> tuple[int, ...]:
+    """How many consecutive layers each stage gets, at least one, so that the dearest stage is as cheap as can be.
+
+    `first` and `last`: what the embedding and the head add to the stages that have them.
+    """
+    count = len(layers)
+    if stages > count:
+        raise PipelineError(
+            "IG806",
+            f"{count} layers cannot be cut into {stages} pipeline stages",
+            seen=f"{stages} stages (pp x vpp), {count} layers",
+            expected="at least one layer for each stage",
+            fix=f"use a pp x vpp of at most {count}, or give split= with zeros for stages of embedding or head alone",
+        )
+    before = [0.0]
+    for cost in layers:
+        before.append(before[-1] + cost)
+
+    def cost_of(stage: int, start: int, stop: int) -> float:
+        return before[stop] - before[start] + (first if stage == 0 else 0.0) + (last if stage == stages - 1 else 0.0)
+
+    # best[n]: (the dearest stage, the sum of squares to prefer even cuts among equals, sizes) of the first n layers
+    best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
+    for stage in range(stages):
+        reached: dict[int, tuple[float, float, tuple[int, ...]]] = {}
+        for start, (dearest, squares, sizes) in best.items():
+            for stop in range(start + 1, count - (stages - stage - 1) + 1):
+                cost = cost_of(stage, start, stop)
+                found = (max(dearest, cost), squares + cost * cost, (*sizes, stop - start))
+                if stop not in reached or found < reached[stop]:
+                    reached[stop] = found
+        best = reached
+    return best[count][2]
+
+
+def ranges(split: Sequence[int], stages: int, layers: int) -> tuple[range, ...]:
+    """The layer numbers of each stage of a split, which must cover all layers; only the ends may be empty."""
+    inner = split[1:-1]
+    if len(split) != stages or sum(split) != layers or min(split) < 0 or 0 in inner:
+        raise PipelineError(
+            "IG807",
+            "this split does not fit the model and the layout",
+            seen=f"{tuple(split)}: {sum(split)} layers on {len(split)} stages",
+            expected=f"{layers} layers on {stages} stages (pp x vpp), none empty but the first and the last",
+        )
+    starts = [sum(split[:i]) for i in range(stages + 1)]
+    return tuple(range(a, b) for a, b in pairwise(starts))

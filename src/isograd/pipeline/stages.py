@@ -1,0 +1,146 @@
+"""A pipeline of any modules: a list of stages, and which parameters they share.
+
+    model = ig.pipeline.Stages([embed, *blocks, head], mesh, loss=lambda output, micro: (mean, count))
+    engine = ig.Engine(model, mesh, ...)
+    engine.train_step((inputs, labels), micro_batches=4)
+
+Every rank makes the same list and keeps its own entries. A parameter that several stages use (a tie) is one: each rank
+that uses it holds a copy under the name of its first use, and owes the others its gradient. Entries may be functions
+that make a module, called only where it lives; ties between those cannot be seen and are given by name.
+
+One device: the modules in turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from isograd.contract import declare
+from isograd.errors import PipelineError
+from isograd.mesh import Mesh
+from isograd.pipeline.split import balanced, ranges
+
+Make = Callable[[], nn.Module]
+Loss = Callable[[Any, Any], tuple[Tensor, Tensor | float]]
+
+
+class Stages(nn.Module):
+    def __init__(
+        self,
+        modules: Sequence[nn.Module | Make],
+        mesh: Mesh,
+        *,
+        loss: Loss,
+        inputs: Callable[[Any], Any] = lambda micro: micro[0],
+        split: Sequence[int] | None = None,
+        costs: Sequence[float] | None = None,
+        ties: Mapping[str, str] | None = None,
+    ) -> None:
+        """`loss(output, micro)` gives (mean, weight); `inputs(micro)` what the first module takes.
+
+        split: how many modules each of the pp * vpp stages gets; else as `costs` of the modules balance (or alike).
+        ties: {"9.weight": "0.weight"}: parameters of modules made by functions that are those of others.
+        """
+        super().__init__()
+        self.mesh, self.loss, self.inputs = mesh, loss, inputs
+        stages = mesh.layout.pp * mesh.layout.vpp
+        chosen = split or balanced(list(costs or [1.0] * len(modules)), stages)
+        self.parts = ranges(chosen, stages, len(modules))
+        pp, place = mesh.layout.pp, mesh.index("pp")
+        mine = [number for stage in range(place, stages, pp) for number in self.parts[stage]]
+        rank_of = {number: stage % pp for stage, part in enumerate(self.parts) for number in part}
+        shared = _shared(modules)
+        for later, name in (ties or {}).items():
+            shared.setdefault(name, [name]).append(later)
+        made = {i: m if isinstance(m, nn.Module) else m() for i, m in enumerate(modules) if i in mine or _is_made(m)}
+        self.kept = nn.ModuleDict()
+        self._adopt(shared, rank_of, made, modules)
+        for number in mine:
+            self.kept[str(number)] = made[number]
+        self.to(mesh.device)
+
+    def _adopt(
+        self,
+        shared: dict[str, list[str]],
+        rank_of: dict[int, int],
+        made: dict[int, nn.Module],
+        modules: Sequence[nn.Module | Make],
+    ) -> None:
+        """Register each shared parameter under the name of its first use, and declare the debt of its copies."""
+        place = self.mesh.index("pp")
+        for name, uses in shared.items():
+            users = sorted({rank_of[_number(use)] for use in uses})
+            here = [use for use in uses if rank_of[_number(use)] == place]
+            if not here:
+                continue
+            first = made.get(_number(name))
+            if first is None:  # the module of the first use is made only where it lives: its values are needed here
+                module = modules[_number(name)]
+                first = module if isinstance(module, nn.Module) else module()
+            parameter = first.get_parameter(name.partition(".")[2])
+            for use in here:
+                owner, _, leaf = use.partition(".")[2].rpartition(".")
+                setattr(made[_number(use)].get_submodule(owner), leaf, parameter)
+            if len(users) > 1:
+                debt = (f"pp:{'+'.join(map(str, users))}",)
+                declare(parameter, self.mesh, shape=tuple(parameter.shape), owes=debt)
+            if rank_of[_number(name)] != place:
+                _hold(self.kept, name, parameter)
+
+    @property
+    def chunks(self) -> dict[int, Callable[[Any, Any], Any]]:
+        stages = range(self.mesh.index("pp"), len(self.parts), self.mesh.layout.pp)
+        return {stage: partial(self._chunk, stage) for stage in stages}
+
+    def _chunk(self, stage: int, x: Any, micro: Any) -> Any:
+        x = self.inputs(micro) if stage == 0 else x
+        for number in self.parts[stage]:
+            x = self.kept[str(number)](*x) if isinstance(x, tuple) else self.kept[str(number)](x)
+        return self.loss(x, micro) if stage == len(self.parts) - 1 else x
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The whole way, on one rank: (mean, weight)."""
+        if len(self.parts) > 1:
+            raise PipelineError(
+                "IG808",
+                "a model cut into stages is not called; its pieces run in the order of a schedule",
+                seen=f"a forward under {str(self.mesh.layout)!r}",
+                expected="engine.train_step(batch, micro_batches=k), or engine.evaluate",
+                where=self.mesh.where(),
+            )
+        return self._chunk(0, None, kwargs or args)
+
+
+def _is_made(module: nn.Module | Make) -> bool:
+    return isinstance(module, nn.Module)
+
+
+def _number(name: str) -> int:
+    return int(name.partition(".")[0])
+
+
+def _shared(modules: Sequence[nn.Module | Make]) -> dict[str, list[str]]:
+    """Names of each parameter that several modules hold: {first use: all uses}."""
+    uses: dict[int, list[str]] = {}
+    for number, module in enumerate(modules):
+        if isinstance(module, nn.Module):
+            for name, parameter in module.named_parameters(remove_duplicate=False):
+                uses.setdefault(id(parameter), []).append(f"{number}.{name}")
+    return {names[0]: names for names in uses.values() if len({_number(n) for n in names}) > 1}
+
+
+def _hold(kept: nn.ModuleDict, name: str, parameter: Tensor) -> None:
+    """A place with this name for a parameter whose module lives elsewhere."""
+    number, *path = name.split(".")
+    if number not in kept:
+        kept[number] = nn.Module()
+    home = kept[number]
+    for part in path[:-1]:
+        if not hasattr(home, part):
+            home.add_module(part, nn.Module())
+        home = home.get_submodule(part)
+    home.register_parameter(path[-1], parameter if isinstance(parameter, nn.Parameter) else nn.Parameter(parameter))
