@@ -111,7 +111,7 @@ def refusals() -> list[str]:
     drop = Transformer(dataclasses.replace(preset("tiny-llama"), dropout=0.1), alone)
     window = Transformer(dataclasses.replace(preset("tiny-llama"), sliding_window=8), alone)
     calls = [
-        lambda: Transformer(preset("tiny-llama"), Mesh.unbound("pp2")),
+        lambda: Transformer(preset("tiny-llama"), Mesh.unbound("dp2 ep2")),
         lambda: Transformer(preset("tiny-llama"), Mesh.unbound("tp8")),
         lambda: Transformer(dataclasses.replace(preset("tiny-llama"), activation="silo"), alone),
         lambda: Transformer(dataclasses.replace(preset("tiny-llama"), mlp=2), Mesh.unbound("tp4")),
