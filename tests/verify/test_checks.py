@@ -66,11 +66,34 @@ def exchanged(logits: Tensor, plant: str) -> Tensor:
     return logits + torch.stack(pieces).mean(0)
 
 
+OWN_WEIGHTS = torch.linspace(0.2, 3, VOCAB, dtype=torch.float64)
+
+
 def share(logits: Tensor, labels: Tensor, count: Tensor, plant: str) -> Tensor:
     """What a micro-batch adds to the mean over the step's labels."""
+    rank, world = dist.get_rank(), dist.get_world_size()
     if plant == "mean of means":
-        return cross_entropy(logits, labels, "mean") / MICROS / dist.get_world_size()
-    return cross_entropy(logits, labels) / count
+        return cross_entropy(logits, labels, "mean") / MICROS / world
+    if plant == "a loss per rank, not by labels":
+        return cross_entropy(logits, labels) / (30 + 10 * rank)
+    flat, targets = logits.flatten(0, -2), labels.flatten()
+    if plant == "labels are weighed by hand":
+        return (nn.functional.cross_entropy(flat, targets, reduction="none") * weights_of(targets)).sum() / count
+    if plant.startswith("classes have weights"):
+        kind = "mean" if plant.endswith("means") else "sum"
+        return nn.functional.cross_entropy(flat, targets, weight=OWN_WEIGHTS, reduction=kind) / count
+    loss = cross_entropy(logits, labels) / count
+    if plant == "a second loss on one rank" and rank == 0:
+        loss = loss + 0.3 * nn.functional.cross_entropy(flat.flip(-1), targets, reduction="sum") / count
+    if plant == "second losses in a loop":
+        loss = loss + sum(w * cross_entropy(logits.roll(i, -1), labels) / count for i, w in enumerate((0.3, 0.1)))
+    if plant == "a second loss, mean of means":
+        loss = loss + 0.3 * nn.functional.cross_entropy(flat.flip(-1), targets) / MICROS / world
+    return loss
+
+
+def weights_of(targets: Tensor) -> Tensor:
+    return torch.where(targets < 0, 0.0, 0.1 + (targets % 7).double())
 
 
 def after_reduction(model: Mlp, plant: str, rank: int) -> None:
@@ -220,6 +243,14 @@ TABLE: list[Row] = [
      Said(BUG, "replicas-differ", "dp", r"^up.weight", "but the copies began with different values")),
     ("token_weights", data_parallel, "mean of means",
      Said(BUG, "mean-of-means", "ranks and micro-batches", EVERYTHING, "each divides by its own number of labels")),
+    ("token_weights", data_parallel, "a second loss, mean of means",
+     Said(BUG, "mean-of-means", "ranks and micro-batches", EVERYTHING, "each divides by its own number of labels")),
+    ("token_weights", data_parallel, "classes have weights, a mean of means",
+     Said(BUG, "mean-of-means", "ranks and micro-batches", EVERYTHING, "each divides by its own number of labels")),
+    ("token_weights", data_parallel, "a loss per rank, not by labels",
+     Said(INCONCLUSIVE, "mean-of-means", "ranks and micro-batches", EVERYTHING, "does not follow the numbers of")),
+    ("token_weights", data_parallel, "labels are weighed by hand",
+     Said(NOTE, "", "", r"^$", "weighs its labels one by one")),
     ("graph_cuts", data_parallel, "gathered without a backward",
      Said(BUG, "cut-graph", "dp", r"^$", "all_gather at tests/verify/test_checks.py")),
     ("graph_cuts", data_parallel, "gathered with the own part put back",
@@ -315,7 +346,13 @@ def test_a_check_is_silent_on_the_right(watch: Watch, name: str, program: Progra
     assert found_by(name, watch(program, "")) == []
 
 
-@pytest.mark.parametrize("plant", ["gathered for a metric"])
+ON_PURPOSE = (
+    "gathered for a metric", "labels are weighed by hand", "classes have weights", "a second loss on one rank",
+    "second losses in a loop",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("plant", ON_PURPOSE)
 def test_what_is_right_on_purpose_is_not_told(watch: Watch, plant: str) -> None:
     assert [f for f in check(watch(data_parallel, plant)) if f.verdict != NOTE] == []
 

@@ -36,6 +36,15 @@ class Observed:
         return self.ranks[0]
 
 
+@dataclass(frozen=True)
+class Weighed:
+    """One call of a cross-entropy: labels that counted, and the lowest and highest weight of a label's gradient."""
+
+    count: float
+    low: float
+    high: float
+
+
 class Analysis:
     def __init__(self, recording: Recording, step: int) -> None:
         self.recording, self.step, self.world = recording, step, recording.world
@@ -192,23 +201,21 @@ class Analysis:
         return {n for n in self.names if len(self.replica_sets(n)) == 1 or self.covered(n)}
 
     @cached_property
-    def weights(self) -> dict[Key, tuple[float, float, float]]:
-        """(labels that counted, lowest and highest weight of a label's gradient) per rank and micro-batch."""
-        found: dict[Key, tuple[float, float, float]] = {}
+    def losses(self) -> dict[str, dict[Key, list[Weighed]]]:
+        """By the place of its call, the one with the most labels first: every call of a cross-entropy."""
+        found: dict[str, dict[Key, list[Weighed]]] = defaultdict(lambda: defaultdict(list))
         for record in self.recording.ranks:
             for event in record.of("weight"):
-                if event["step"] == self.step:
-                    key = (record.rank, event["micro"])
-                    n, low, high = found.get(key, (0.0, math.inf, -math.inf))
-                    if event["count"]:
-                        low, high = min(low, event["low"]), max(high, event["high"])
-                    found[key] = (n + event["count"], low, high)
-        return found
+                if event["step"] == self.step and event["count"]:
+                    weighed = Weighed(event["count"], event["low"], event["high"])
+                    found[event.get("site", "")][record.rank, event["micro"]].append(weighed)
+        return dict(sorted(found.items(), key=lambda item: -sum(w.count for calls in item[1].values() for w in calls)))
 
     @cached_property
     def counts(self) -> dict[Key, float]:
-        """Labels that counted, per rank and micro-batch."""
-        return {key: n for key, (n, _, _) in self.weights.items()}
+        """Labels that counted in the main loss, per rank and micro-batch."""
+        main = next(iter(self.losses.values()), {})
+        return {key: sum(w.count for w in calls) for key, calls in main.items()}
 
     @cached_property
     def data(self) -> dict[Key, str]:

@@ -142,6 +142,10 @@ class Capture(Life):
         self.event("weight", count=count, low=low * scale, high=high * scale, labels=hashed, site=site)
 
     def drew(self) -> None:
+    def mean(self, term: str, site: str, count: float, gradient: Tensor) -> None:
+        if count:
+            self.event("mean", term=term, site=site, count=count, weight=float(gradient) / count)
+
         if self.drawn:
             self.drawn[-1] = True
 

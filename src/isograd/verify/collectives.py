@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from isograd.verify import foreign
 from isograd.verify.flows import OUTPUTS, Flows
+from isograd.verify.means import SEEN, Means
 
 _NAMESPACES = ("c10d", "_c10d_functional")
 _OPS = {
@@ -48,12 +49,15 @@ class Listener(Protocol):
 
     active: bool
     own_seconds: float
+    base: str
 
     def collective(self, op: str, ranks: tuple[int, ...], tensors: list[Tensor], more: dict[str, Any]) -> int: ...
     def ended(self, number: int, seconds: float) -> None: ...
     def fail(self, error: Exception) -> None: ...
     def token_loss(self, reduction: int, count: float) -> None: ...
-    def token_weight(self, reduction: int, count: float, gradient: Tensor, labels: Tensor) -> None: ...
+    def token_weight(self, reduction: int, count: float, gradient: Tensor, labels: Tensor, site: str) -> None: ...
+    def mean(self, term: str, site: str, count: float, gradient: Tensor) -> None: ...
+    def guarded(self, what: Callable[..., Any]) -> Callable[..., Any]: ...
     def drew(self) -> None: ...
 
 
@@ -66,6 +70,8 @@ class Watch(TorchDispatchMode):
         self.kinds: dict[Any, Callable[..., Any] | None] = {}
         self.off = False
         self.flows = Flows()
+        self.means = Means(listener.mean, lambda: call_site(listener.base))
+        self.sites: dict[int, str] = {}  # where a loss was called, by the memory of its total, which backward gets
         self.open: tuple[int, float] | None = None  # the collective last issued: it ends when the next operator runs
 
     def enter_below(self) -> None:
@@ -110,6 +116,11 @@ class Watch(TorchDispatchMode):
             handler = self.kinds[func] = self._handler(func)
         if self.open is not None:
             self._end()
+        if self.means.fresh:
+            try:
+                self.means.settle(self.listener.guarded)
+            except Exception as error:
+                self.listener.fail(error)
         result = func(*args, **kwargs) if handler is None else handler(func, args, kwargs)
         if self.flows.marks and func.namespace != "c10d":
             try:
@@ -127,6 +138,8 @@ class Watch(TorchDispatchMode):
                 return self._loss
             if name in ("nll_loss_backward", "nll_loss2d_backward"):
                 return self._loss_backward
+            if name in SEEN and func._overloadname in ("default", "Tensor", "Scalar"):
+                return self._mean
             if name in _DRAWS:
                 return self._draw
         return None
@@ -161,6 +174,7 @@ class Watch(TorchDispatchMode):
         result = func(*args, **kwargs)
         try:
             self.listener.token_loss(int(args[3]), float(_counted(args, 1, 4, result[1])))
+            self.sites[result[1].data_ptr()] = call_site(self.listener.base)
         except Exception as error:
             self.listener.fail(error)
         return result
@@ -168,10 +182,19 @@ class Watch(TorchDispatchMode):
     def _loss_backward(self, func: Any, args: Any, kwargs: Any) -> Any:
         try:
             labels = args[2][args[2] != args[5]]
-            self.listener.token_weight(int(args[4]), float(_counted(args, 2, 5, args[6])), args[0], labels)
+            count, site = float(_counted(args, 2, 5, args[6])), self.sites.get(args[6].data_ptr(), "")
+            self.listener.token_weight(int(args[4]), count, args[0], labels, site)
         except Exception as error:
             self.listener.fail(error)
         return func(*args, **kwargs)
+
+    def _mean(self, func: Any, args: Any, kwargs: Any) -> Any:
+        result = func(*args, **kwargs)
+        try:
+            self.means.look(func._schema.name.partition("::")[2], args, kwargs, result)
+        except Exception as error:
+            self.listener.fail(error)
+        return result
 
     def _draw(self, func: Any, args: Any, kwargs: Any) -> Any:
         self.listener.drew()
