@@ -157,9 +157,13 @@ def build(name: str, pp: int, vpp: int, micro_batches: int) -> Schedule:
 
 
 def _ahead(name: str, pp: int, vpp: int, rank: int) -> float:
-    """How many forwards a rank may be ahead of its backwards: what keeps activations flat in 1f1b."""
+    """How many forwards a rank may hold: what keeps activations flat in 1f1b.
+
+    zb lets every rank hold as many as the first rank of 1f1b does: later ranks then have W to put off.
+    """
     if name == "gpipe":
         return math.inf
+    rank = 0 if name == "zb" else rank
     return pp - rank if vpp == 1 else (pp - rank - 1) * 2 + (vpp - 1) * pp + 1
 
 
