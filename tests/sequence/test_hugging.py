@@ -29,6 +29,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm": ("llama", {**GROUPED, "tie_word_embeddings": True}),
     "qwen3": ("qwen3", {**GROUPED, "head_dim": 8}),
     "mistral": ("mistral", {**GROUPED, "sliding_window": 64}),
+    "granite": ("granite", {**GROUPED, "attention_multiplier": 0.7, "residual_multiplier": 0.6}),  # scales of its own
     "neox": ("gpt_neox", {**COMMON, "rotary_pct": 0.5, "use_parallel_residual": False}),
 }
 LAYOUTS = ["cp2 ulysses zero2", "cp2 ring", "cp3 ring zero1", "cp4 ulysses2", "cp4 ulysses", "dp2 cp2 ring zero1"]
@@ -316,6 +317,23 @@ def test_models_whose_positions_or_loss_are_their_own_are_refused() -> None:
 def test_layouts_that_a_hugging_face_model_cannot_have_are_refused(layout: str, code: str) -> None:
     with pytest.raises(ModelError, match=code):
         attach(wide("llama"), Mesh.unbound(layout))
+
+
+def test_a_model_made_from_the_same_config_keeps_its_attention() -> None:
+    first, ids = made("llama"), torch.arange(5)[None]
+    second = type(first)(first.config)
+    attach(first, Mesh.unbound("cp2 ring"))
+    assert first.config._attn_implementation == first.model.layers[0].self_attn.config._attn_implementation == "isograd"
+    assert second.config._attn_implementation == second.model.layers[0].self_attn.config._attn_implementation == "sdpa"
+    assert second(ids).logits.shape == (1, 5, VOCAB)
+
+
+def test_an_attention_changed_behind_attach_is_refused() -> None:
+    mesh = Mesh.unbound("cp2 ring")
+    model = attach(made("llama"), mesh)
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(ModelError, match=r"(?s)IG443.*another attention than attach gave"):
+        model(**shard({"input_ids": torch.arange(8)[None]}, mesh).inputs)
 
 
 def test_an_attached_model_is_saved_as_it_was_and_gets_its_own_attention_back(tmp_path) -> None:

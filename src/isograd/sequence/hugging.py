@@ -17,6 +17,7 @@ rank still runs backward, because others' queries attended to its keys.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -163,15 +164,15 @@ def attach(model: Model, mesh: Mesh) -> Model:
     heads = getattr(getattr(model, "config", None), "num_attention_heads", None)
     if isinstance(heads, int):
         heads_here(heads, heads, mesh)  # refuses too few
-    own = _register_and_try(model)
+    configs, own = _register_and_try(model)
     base: Any = getattr(model, "base_model", model)
-    gate = base.register_forward_pre_hook(_gate(mesh), with_kwargs=True)
+    gate = base.register_forward_pre_hook(_gate(mesh, configs), with_kwargs=True)
     model._isograd_attached = (gate, own)  # type: ignore[assignment]
     return model
 
 
-def _register_and_try(model: Any) -> str:
-    """The name of the attention the model had."""
+def _register_and_try(model: Any) -> tuple[list[Any], str]:
+    """The model's configs, which name our attention now, and the name of the one it had."""
     name = type(model).__name__
     if not hasattr(model, "set_attn_implementation"):
         raise ModelError(
@@ -186,13 +187,24 @@ def _register_and_try(model: Any) -> str:
     for known in (NAME, TRIAL):
         AttentionInterface.register(known, attention)
     AttentionMaskInterface.register(TRIAL, trial_mask)  # under NAME none is made at all
-    own: str = model.config._attn_implementation
+    configs, own = _own_configs(model), model.config._attn_implementation
     try:
         try_out(model)
     except BaseException:
         model.set_attn_implementation(own)
         raise
-    return own
+    return configs, own
+
+
+def _own_configs(model: Any) -> list[Any]:
+    """A model's attention is chosen in its config, which other models may share: now it has its own."""
+    copies: dict[int, Any] = {}
+    copy.deepcopy(model.config, copies)
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if id(config) in copies:
+            module.config = copies[id(config)]
+    return [module.config for module in model.modules() if hasattr(module, "config")]
 
 
 def _detach(model: Any) -> None:
@@ -202,7 +214,7 @@ def _detach(model: Any) -> None:
         model.set_attn_implementation(own)
 
 
-def _gate(mesh: Mesh) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
+def _gate(mesh: Mesh, configs: list[Any]) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
     """What a call of the attached model must bring. Of the first one, ranks compare what they were given."""
     compared = False
 
@@ -215,6 +227,8 @@ def _gate(mesh: Mesh) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], 
             raise _no_part(f"a part for {str(cut.mesh.layout)!r}; the model is attached to {str(mesh.layout)!r}", mesh)
         if kwargs.get("attention_mask") is not None or len(args) > 1:
             raise _no_part("an attention_mask or positional arguments beside the part", mesh)
+        if any(config._attn_implementation != NAME for config in configs):
+            raise _no_part("another attention than attach gave the model", mesh)
         ids = kwargs.get("input_ids")
         if ids is not None and ids.shape[1] != cut.places.local:
             raise _no_part(f"{ids.shape[1]} tokens per row; the part has {cut.places.local}", mesh)
