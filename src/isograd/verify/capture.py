@@ -10,6 +10,7 @@ Until the given number of optimizer steps is over it notes, as events in order,
     loss, weight  labels that counted, their hash, and the weight that each label's gradient got
     reached       collectives without a backward that have a say in what a backward began with, and how (flows.py)
     input, given  the outermost module is called; what it was given, as hashes of contents by name
+    mean          a number that is the mean of many: of how many, and the weight that each one's gradient got
     norm          what clip_grad_norm_ returned, and where
     random        a module that drew random numbers: hashes of what went in and came out
     step          an optimizer step: every parameter's shape, box, hash, owner
@@ -141,11 +142,11 @@ class Capture(Life):
         hashed = str(content_hash(labels))
         self.event("weight", count=count, low=low * scale, high=high * scale, labels=hashed, site=site)
 
-    def drew(self) -> None:
     def mean(self, term: str, site: str, count: float, gradient: Tensor) -> None:
         if count:
             self.event("mean", term=term, site=site, count=count, weight=float(gradient) / count)
 
+    def drew(self) -> None:
         if self.drawn:
             self.drawn[-1] = True
 

@@ -190,6 +190,7 @@ class Hooks:
     def _backward(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         if torch._C._current_graph_task_id() == -1:  # recomputation calls backward inside backward: the same one
             self.capture.guarded(self.capture.backward_begins)()
+            self.capture.guarded(self.capture.watch.means.settle)(self.capture.guarded)
         self.capture.guarded(self._reached)(_tensors(args[0] if args else kwargs.get("tensors")))
         return original(*args, **kwargs)
 

@@ -12,6 +12,7 @@ from isograd.verify.analysis import Analysis
 from isograd.verify.checks.data import own_data
 from isograd.verify.checks.gradients import coefficients
 from isograd.verify.checks.losses import token_weights
+from isograd.verify.checks.means import mean_weights
 from isograd.verify.checks.norms import norms
 from isograd.verify.checks.state import continuity, missing, replicas, steps_together
 from isograd.verify.checks.traffic import dtypes, graph_cuts, groups, order, random_draws
@@ -21,8 +22,8 @@ from isograd.verify.recording import Recording
 Check = Callable[[Analysis], Iterator[Finding]]
 
 CHECKS: tuple[Check, ...] = (
-    steps_together, coefficients, token_weights, graph_cuts, continuity, replicas, missing, norms, dtypes, order,
-    groups, own_data, random_draws,
+    steps_together, coefficients, token_weights, mean_weights, graph_cuts, continuity, replicas, missing, norms, dtypes,
+    order, groups, own_data, random_draws,
 )  # fmt: skip
 
 

@@ -12,21 +12,18 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from isograd.verify.analysis import Analysis, Weighed
-from isograd.verify.contributions import Key
+from isograd.verify.contributions import Fit, Key
 from isograd.verify.findings import BUG, INCONCLUSIVE, NOTE, Finding
 from isograd.verify.wording import finding, group_sizes, labelled, spread
 
 
 def token_weights(analysis: Analysis) -> Iterator[Finding]:
     """Every valid label's gradient has the same weight, over all ranks and micro-batches of the step."""
-    chosen = _reference_tensor(analysis) if analysis.losses else None
+    chosen = reference_tensor(analysis) if analysis.losses else None
     if chosen is None:
         return
     name, found = chosen
-    share: dict[Key, float] = {}  # how often a label of each micro-batch counts in the gradient
-    for first, c in found.coefficients.items():
-        for key in found.classes[first]:
-            share[key] = c / len(_same_data(analysis, key, found.classes[first]))
+    share = shares(analysis, found)
     tolerance = max(10 * analysis.tolerance(name), 1e-3)
     for number, (site, all_calls) in enumerate(analysis.losses.items()):
         calls = {key: _together(weighed, tolerance) for key, weighed in all_calls.items() if key in share}
@@ -38,6 +35,15 @@ def token_weights(analysis: Analysis) -> Iterator[Finding]:
             return
         if number == 0:
             yield from _whole(analysis, calls, share)
+
+
+def shares(analysis: Analysis, found: Fit) -> dict[Key, float]:
+    """How often what each micro-batch computed counts in the gradient."""
+    return {
+        key: c / len(_same_data(analysis, key, found.classes[first]))
+        for first, c in found.coefficients.items()
+        for key in found.classes[first]
+    }
 
 
 def _together(calls: list[Weighed], tolerance: float) -> list[Weighed]:
@@ -69,7 +75,7 @@ def _unequal(
 ) -> Finding:
     """A mean of means where weights follow the counts; else labels may be weighed on purpose."""
     trainable = tuple(n for n in analysis.names if analysis.info(n)["gradient"])
-    follows = _own_counts(weights, counts, tolerance)
+    follows = own_counts(weights, counts, tolerance)
     low, high = min(weights.values()), max(weights.values())
     over = "ranks" if len({k for k, _ in weights}) > 1 else ""
     over = " and ".join(filter(None, [over, "micro-batches" if len({m for _, m in weights}) > 1 else ""]))
@@ -84,7 +90,7 @@ def _unequal(
     return finding(verdict, "mean-of-means", sentence, tensors=trainable, axis=over, coefficients=bars)
 
 
-def _own_counts(weights: dict[Key, float], counts: dict[Key, float], tolerance: float) -> str:
+def own_counts(weights: dict[Key, float], counts: dict[Key, float], tolerance: float) -> str:
     """Who divides by a number of labels of its own; empty when weights follow no such number."""
     owners: dict[str, Callable[[Key], Any]] = {
         "each divides by its own number of labels": lambda key: key,
@@ -139,7 +145,7 @@ def _same_data(analysis: Analysis, key: Key, members: tuple[Key, ...]) -> list[K
     return [m for m in members if mine is None or analysis.data.get(m) == mine] or [key]
 
 
-def _reference_tensor(analysis: Analysis):  # type: ignore[no-untyped-def]
+def reference_tensor(analysis: Analysis):  # type: ignore[no-untyped-def]
     """The first tensor whose coefficients are known and belong to the usual pattern."""
     for name in analysis.names:
         if len(analysis.replica_sets(name)) > 1 and not analysis.info(name)["dtensor"]:

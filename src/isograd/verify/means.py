@@ -1,0 +1,94 @@
+"""Sees means in forward: one number that is the mean of many, and in backward the weight that each of the many gets.
+
+    torch's losses with reduction "mean", x.mean(), x.sum() / count
+
+Means over ranks or micro-batches with different counts are no mean over all: each element of a small one weighs more.
+A term of the loss is told apart from others by the place it comes from and by all calls that led there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import unserializable_hook
+
+LOSSES = (
+    "mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "binary_cross_entropy",
+    "binary_cross_entropy_with_logits",
+)  # fmt: skip
+SEEN = ("mean", "sum", "neg", "div", *LOSSES)  # the other losses of torch are made of these
+MOST_SUMS = 16
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__))
+
+Tell = Callable[[str, str, float, Tensor], None]  # term, call site, count, gradient
+
+
+class Means:
+    def __init__(self, tell: Tell, site: Callable[[], str]) -> None:
+        self.tell, self.site = tell, site
+        self.fresh: list[tuple[Tensor, str, str, float]] = []  # not yet in the graph: that follows the operator
+        self.sums: list[weakref.ref[Tensor]] = []
+
+    def look(self, name: str, args: Any, kwargs: Any, result: Any) -> None:
+        """After one of the operators SEEN."""
+        given = args[0] if args else None
+        if torch._C._current_graph_task_id() != -1 or not torch.is_grad_enabled() or not _number(result):
+            return
+        if not isinstance(given, Tensor) or not (given.requires_grad or self._is_sum(given)):
+            return
+        if name == "sum" or (name == "neg" and self._is_sum(given)):
+            self.sums = [*self.sums[1 - MOST_SUMS :], weakref.ref(result)]
+            return
+        count = self._count(name, given, args, kwargs)
+        if count is not None:
+            self.fresh.append((result, f"{name} {_path()}", self.site(), count))
+
+    def _count(self, name: str, given: Tensor, args: Any, kwargs: Any) -> float | None:
+        """Of how many a number is the mean; None when it is no mean."""
+        if name == "mean":
+            return float(given.numel())
+        if name == "div":
+            by = args[1] if self._is_sum(given) else None
+            if isinstance(by, Tensor):
+                by = None if by.requires_grad or by.numel() != 1 else float(by)
+            whole = by is not None and by >= 1 and abs(by - round(by)) <= 1e-6 * by
+            return float(by) if by is not None and whole else None
+        place = {"binary_cross_entropy": 3, "binary_cross_entropy_with_logits": 4}.get(name, 2)
+        mean = kwargs.get("reduction", args[place] if len(args) > place else 1) == 1
+        return float(max(given.numel(), args[1].numel())) if mean else None
+
+    def _is_sum(self, tensor: Tensor) -> bool:
+        return tensor.dim() == 0 and any(known() is tensor for known in self.sums)
+
+    def settle(self, guarded: Callable[[Callable[..., None]], Callable[..., None]]) -> None:
+        """One operator later: what is in the graph by now tells its gradient when backward comes to it."""
+        fresh, self.fresh = self.fresh, []
+        for number, term, site, count in fresh:
+            if number.requires_grad:
+
+                def arrives(gradient: Tensor, term: str = term, site: str = site, count: float = count) -> None:
+                    self.tell(term, site, count, gradient)
+
+                number.register_hook(unserializable_hook(guarded(arrives)))
+
+
+def _number(result: Any) -> bool:
+    return type(result) is Tensor and result.dim() == 0 and result.is_floating_point()
+
+
+def _path() -> str:
+    """The same for calls that came the same way through the program."""
+    lines = []
+    frame = sys._getframe(1)
+    while frame is not None:
+        if not frame.f_code.co_filename.startswith(_TORCH):
+            lines.append(f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}:{frame.f_lasti}")
+        frame = frame.f_back  # type: ignore[assignment]
+    return hashlib.blake2b(" ".join(lines).encode(), digest_size=6).hexdigest()
