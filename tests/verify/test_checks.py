@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from isograd.comm.launch import World
@@ -96,6 +97,23 @@ def weights_of(targets: Tensor) -> Tensor:
     return torch.where(targets < 0, 0.0, 0.1 + (targets % 7).double())
 
 
+def regression(plant: str) -> None:
+    """Uneven rows on two ranks, in two uneven micro-batches; the loss is the mean over all of the step's elements."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(3)
+    model = nn.Linear(4, 3).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        x, y = torch.randn(11, 4).double(), torch.randn(11, 3).double()
+        mine = slice(0, 7) if rank == 0 else slice(7, 11)
+        for a, b in zip(x[mine].tensor_split(MICROS), y[mine].tensor_split(MICROS), strict=True):
+            loss = F.mse_loss(model(a), b)
+            (loss / MICROS / world if plant == "mean of means" else loss * len(a) / 11).backward()
+        reduce_gradients(model, plant)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def after_reduction(model: Mlp, plant: str, rank: int) -> None:
     assert model.norm.weight.grad is not None
     if plant == "NaN on one rank" and rank == 1:
@@ -123,7 +141,7 @@ def data_parallel(plant: str) -> None:
     optimizer = torch.optim.SGD(owned, lr=0.1)
     for step in range(3 if plant == "rank 1 skips a step" else 2):
         count = valid(batch(step)[1])
-        for tokens, labels in micro_batches(rank, world, step, MICROS):
+        for tokens, labels in micro_batches(0 if plant == "the same data" else rank, world, step, MICROS):
             logits = model(tokens)
             logits = exchanged(logits, plant)
             loss = share(logits, labels, count, plant)
@@ -285,10 +303,14 @@ TABLE: list[Row] = [
      Said(BUG, "order", "ranks 0, 1", r"^$", "rank 0 calls all_reduce of 3 x float32 at")),
     ("groups", two_axes, "a group that is no axis",
      Said(NOTE, "wrong-group", "ranks 0, 1, 3", r"^embed", "runs over ranks 0, 1, 3, which is no axis of a mesh")),
+    ("mean_weights", regression, "mean of means",
+     Said(BUG, "mean-of-means", "ranks and micro-batches", EVERYTHING, "by its own number of elements: 12, 9, 6, 6)")),
+    ("own_data", data_parallel, "the same data",
+     Said(BUG, "same-data", "dp", r"^$", "ranks 0, 1 were given the same data in all 4 watched micro-batches")),
     ("random_draws", tensor_parallel, "other masks",
      Said(BUG, "norm-dropout-rng", "tp", r"^embed.1$", "copies of one activation on ranks 0, 1 were given different")),
 ]  # fmt: skip
-RANKS = {data_parallel: (2, "dp2"), tensor_parallel: (2, "tp2"), two_axes: (4, "dp2 tp2")}
+RANKS = {data_parallel: (2, "dp2"), regression: (2, "dp2"), tensor_parallel: (2, "tp2"), two_axes: (4, "dp2 tp2")}
 
 
 def watched(program: Program, plant: str, directory: str) -> None:

@@ -118,6 +118,10 @@ BUGS: dict[str, Bug] = {
         "copies of a parameter are no longer equal",
         "whatever changes one copy only: initialisation, a missing reduction, a skipped step",
     ),
+    "same-data": Bug(
+        "data ranks read the same samples: a sampler that does not know of ranks, or the same seed on all of them",
+        "the sampler of the data loader: DistributedSampler(data), or rows[rank::world]",
+    ),
     "data-differ": Bug("the two runs saw different data", "the seed, the order and the sharding of the data"),
 }
 

@@ -5,6 +5,8 @@ Each module tells its story in the docstring and has
     WORLD, LAYOUT     how many ranks, and what the layout's axes are called
     AXIS, TENSORS     what the diagnosis must name: the axis (or "ranks", "micro-batches"), and a pattern of tensors
     train(bug, seed)  the program; on one rank it is the one-device reference
+    ALONE             in few: nothing is wrong with the gradients of what the ranks were given, so what is said of the
+                      program alone is looked at
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ PROGRAMS = (
     "nosync-missing", "qknorm-unreduced", "kv-replica-unreduced", "accum-rereduced", "accum-undivided", "bias-n-times",
     "gather-backward-sum", "cut-graph", "clip-per-rank", "norm-counts-replicas", "overflow-alone", "bf16-reduction",
     "shared-module", "norm-dropout-rng", "resume-other-rank", "ulysses-scale", "ulysses-permute",
+    "same-data",
 )  # fmt: skip
 
 FRAMEWORKS = (
