@@ -5,7 +5,8 @@
     python -m benchmarks.data_parallel --only DDP zero1 --no-errors
 
 "best" is the fastest turn. "of DDP" and "of one" are times relative to DDP's and one process's turn of the same round
-(median over rounds). "wire" is what a rank's own sockets send in a step, beside the least that the method must send;
+(median over rounds); "work of one's" is the CPU time of the rank that works most, which a loaded machine stretches less
+than the clock's. "wire" is what a rank's own sockets send in a step, beside the least that the method must send;
 the loopback interface's count stands in the JSON, and a note under the table says when other jobs used it. "peak" is
 resident memory above that of the process before it built the model, of the rank that needs most. "error" is the
 relative difference of the whole gradient from one process on the whole batch: with as many labels on each rank, and

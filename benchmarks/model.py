@@ -25,7 +25,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         # -1 heads: under tensor parallelism a rank has only some of them. [b, heads, s, d]
         q, k, v = (f(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for f in (self.q, self.k, self.v))
-        y = F.scaled_dot_product_attention(_turn(q, cos, sin), _turn(k, cos, sin), v, is_causal=True)
+        y = F.scaled_dot_product_attention(turn(q, cos, sin), turn(k, cos, sin), v, is_causal=True)
         return self.out(y.transpose(1, 2).flatten(-2))
 
 
@@ -82,6 +82,6 @@ def _angles(length: int, dims: int) -> tuple[Tensor, Tensor]:
     return angles.cos(), angles.sin()
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat((-second, first), -1) * sin

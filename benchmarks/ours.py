@@ -1,4 +1,4 @@
-"""isograd as a contestant: its Engine around the plain model over data axes, its own Transformer over tp."""
+"""isograd as a contestant: its Engine around the plain model over data axes, its own Transformer over tp and cp."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import isograd as ig
 from benchmarks.contestant import Contestant, Entry, adamw
 from benchmarks.data_peers import reduce_and_gather
 from benchmarks.model import Decoder
+from benchmarks.sequence_peers import PEERS, ring_bytes, ulysses_bytes
 from benchmarks.task import Batch, Sizes
 from benchmarks.tensor_peers import stream_bytes
 
@@ -39,9 +40,11 @@ class IsogradData(Isograd):
         self.engine.backward(self.model(mine.tokens, mine.labels), weight=mine.count)
 
 
-class IsogradTensor(Isograd):
-    def __init__(self, sizes: Sizes, rank: int, world: int, *, sequence: bool) -> None:
-        self.mesh = ig.Mesh(ig.Layout(tp=world, sp=sequence and world > 1))
+class IsogradModel(Isograd):
+    """isograd's own model, which takes its part of the batch itself."""
+
+    def __init__(self, sizes: Sizes, layout: ig.Layout) -> None:
+        self.mesh = ig.Mesh(layout)
         config = ig.models.TransformerConfig(
             vocab=sizes.vocab, hidden=sizes.hidden, layers=sizes.layers, heads=sizes.heads, mlp=sizes.mlp
         )
@@ -52,6 +55,16 @@ class IsogradTensor(Isograd):
     def backward(self, batch: Batch) -> None:
         loss, count = self.model(batch.tokens, batch.labels)
         self.engine.backward(loss, weight=count)
+
+
+class IsogradTensor(IsogradModel):
+    def __init__(self, sizes: Sizes, rank: int, world: int, *, sequence: bool) -> None:
+        super().__init__(sizes, ig.Layout(tp=world, sp=sequence and world > 1))
+
+
+class IsogradSequence(IsogradModel):
+    def __init__(self, sizes: Sizes, rank: int, world: int, *, method: str) -> None:
+        super().__init__(sizes, ig.Layout.parse(f"cp{world} {method}"))
 
 
 @torch.no_grad()
@@ -69,4 +82,8 @@ DATA = [
 TENSOR = [
     Entry("isograd tp", partial(IsogradTensor, sequence=False), stream_bytes, peer="DTensor TP"),
     Entry("isograd tp sp", partial(IsogradTensor, sequence=True), stream_bytes, peer="DTensor TP + SP"),
+]
+SEQUENCE = [
+    Entry("isograd ulysses", partial(IsogradSequence, method="ulysses"), ulysses_bytes, peer=PEERS[0].name),
+    Entry("isograd ring", partial(IsogradSequence, method="ring"), ring_bytes, peer=PEERS[0].name),
 ]

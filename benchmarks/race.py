@@ -36,6 +36,7 @@ class Error:
 class Result:
     entry: Entry
     seconds: list[float] = field(default_factory=list)  # per step, one for each round
+    cpu: list[float] = field(default_factory=list)  # seconds of work per step, of the rank that works most
     wire: list[float] = field(default_factory=list)  # bytes per step, of the rank that sends most
     loopback: list[float] = field(default_factory=list)  # bytes per step by the interface, divided by ranks
     peak: int = 0  # bytes, of the rank that needs most
@@ -48,9 +49,15 @@ class Result:
 
     def ratio(self, other: Result | None) -> float | None:
         """The median over rounds of my time by the other's."""
-        if other is None:
-            return None
-        return statistics.median(a / b for a, b in zip(self.seconds, other.seconds, strict=True))
+        return None if other is None else _median_ratio(self.seconds, other.seconds)
+
+    def cpu_ratio(self, other: Result | None) -> float | None:
+        """The same of what a rank worked: other jobs on the machine stretch it less."""
+        return None if other is None else _median_ratio(self.cpu, other.cpu)
+
+
+def _median_ratio(mine: Sequence[float], theirs: Sequence[float]) -> float:
+    return statistics.median(a / b for a, b in zip(mine, theirs, strict=True))
 
 
 def run(entries: Sequence[Entry], sizes: Sizes, ranks: int, *, rounds: int, steps: int, errors: bool) -> list[Result]:
@@ -67,6 +74,7 @@ def run(entries: Sequence[Entry], sizes: Sizes, ranks: int, *, rounds: int, step
                 index = (place + number) % len(entries)
                 turns = worlds[index].run(seat.turn, sizes, steps, number + 1, timeout=TIMEOUT)
                 results[index].seconds.append(max(t.seconds for t in turns))
+                results[index].cpu.append(max(t.cpu for t in turns))
                 results[index].wire.append(max(t.sent for t in turns))
                 results[index].loopback.append(min(t.loopback for t in turns) / len(turns))
             _say(f"round {number + 1} of {rounds}", began)

@@ -1,4 +1,4 @@
-"""The table, the JSON and the chart of a race; and the command line that both races share."""
+"""The table, the JSON and the chart of a race; and the command line that all races share."""
 
 from __future__ import annotations
 
@@ -37,16 +37,28 @@ def options(text: str) -> argparse.ArgumentParser:
     return parser
 
 
+def chosen_of(entries: Sequence[Entry], words: Sequence[str] | None) -> list[Entry]:
+    found = [e for e in entries if not words or any(word.lower() in e.name.lower() for word in words)]
+    if not found:
+        raise SystemExit(f"no contestant's name contains any of {words}")
+    return found
+
+
 def main(name: str, text: str, entries: Sequence[Entry], notes: Sequence[str]) -> None:
     chosen = options(text).parse_args()
-    entries = [e for e in entries if not chosen.only or any(word.lower() in e.name.lower() for word in chosen.only)]
-    if not entries:
-        raise SystemExit(f"no contestant's name contains any of {chosen.only}")
+    entries = chosen_of(entries, chosen.only)
     sizes = dataclasses.replace(Sizes(), batch=chosen.batch)
     if name == "tensor_parallel":
         sizes = sizes.for_ranks(chosen.ranks)
     if sizes.batch % chosen.ranks:
         raise SystemExit(f"--batch {sizes.batch} cannot be dealt out over {chosen.ranks} ranks")
+    contest(name, entries, sizes, chosen, notes)
+
+
+def contest(
+    name: str, entries: Sequence[Entry], sizes: Sizes, chosen: argparse.Namespace, notes: Sequence[str]
+) -> None:
+    """One race of one size: run, shown and written down."""
     title = (
         f"{name.replace('_', ' ')}: {chosen.ranks} gloo ranks with one thread each, {sizes.parameters() / 1e6:.1f} M "
         f"parameters, {sizes.batch} x {sizes.seq} tokens per step, {sizes.heads} heads, fp32, fused AdamW"
@@ -80,6 +92,7 @@ def row(result: Result, results: Sequence[Result], sizes: Sizes, ranks: int) -> 
         "step_s": result.median,
         "of_ddp": result.ratio(by_name.get(DDP_ENTRY.name)),
         "of_one": result.ratio(by_name.get(ONE.name)),
+        "cpu_of_one": result.cpu_ratio(by_name.get(ONE.name)),
         "peer": peer,
         "of_peer": result.ratio(by_name.get(peer)) if peer else None,
         "wire_bytes": statistics.median(result.wire),
@@ -89,6 +102,7 @@ def row(result: Result, results: Sequence[Result], sizes: Sizes, ranks: int) -> 
         "even": _plain(result.even),
         "uneven": _plain(result.uneven),
         "rounds_s": result.seconds,
+        "rounds_cpu_s": result.cpu,
         "rounds_wire_bytes": result.wire,
         "rounds_loopback_bytes": result.loopback,
     }
@@ -104,15 +118,18 @@ def _plain(error: Error | None) -> dict[str, Any] | None:
 
 
 def show(rows: Sequence[dict[str, Any]], title: str, notes: Sequence[str]) -> None:
-    peers = any(r["peer"] not in (None, DDP_ENTRY.name) for r in rows)
+    peers, ddp = (any(r[key] is not None for r in rows) for key in ("of_peer", "of_ddp"))
+    peers = peers and any(r["peer"] not in (None, DDP_ENTRY.name) for r in rows)
     table = Table(title=title, caption="\n".join(notes) or None, caption_justify="left")
-    headings = ["contestant", "step, ms", "best", "of DDP", "of one"] + (["of its peer"] if peers else [])
+    headings = ["contestant", "step, ms", "best"] + (["of DDP"] if ddp else [])
+    headings += ["of one", "work of one's"] + (["of its peer"] if peers else [])
     headings += ["wire, MB", "bound", "wire/bound", "peak, MiB", "error even", "uneven"]
     for number, heading in enumerate(headings):
         table.add_column(heading, justify="left" if number == 0 else "right", no_wrap=True)
     for r in rows:
         cells = [r["name"], f"{r['step_s'] * 1e3:.0f}", f"{min(r['rounds_s']) * 1e3:.0f}"]
-        cells += [_number(r["of_ddp"]), _number(r["of_one"])]
+        cells += [_number(r["of_ddp"])] if ddp else []
+        cells += [_number(r["of_one"]), _number(r["cpu_of_one"])]
         cells += [_number(r["of_peer"])] if peers else []
         wire, bound = r["wire_bytes"], r["bound_bytes"]
         cells += [f"{wire / 1e6:.1f}", f"{bound / 1e6:.1f}", _number(wire / bound if bound else None)]

@@ -28,6 +28,7 @@ _held: dict[str, Any] = {}  # this rank's contestant between two turns, and the 
 @dataclass(frozen=True)
 class Turn:
     seconds: float  # per step, of this rank
+    cpu: float  # seconds per step that this rank's threads worked, in user mode and in the kernel
     sent: float  # bytes per step that this rank's sockets sent
     loopback: float  # bytes per step on the loopback interface: all ranks, and whoever else uses it
 
@@ -48,11 +49,12 @@ def turn(sizes: Sizes, steps: int, number: int) -> Turn:
     barrier()
     sent, carried = sent_by_me(), sent_on_loopback()
     barrier()
-    began = time.perf_counter()
+    began, worked = time.perf_counter(), time.process_time()
     _steps(contestant, sizes, steps, number * steps)
-    seconds = time.perf_counter() - began
+    seconds, cpu = time.perf_counter() - began, time.process_time() - worked
     barrier()
-    return Turn(seconds / steps, (sent_by_me() - sent) / steps, (sent_on_loopback() - carried) / steps)
+    sent, carried = sent_by_me() - sent, sent_on_loopback() - carried
+    return Turn(seconds / steps, cpu / steps, sent / steps, carried / steps)
 
 
 def peak() -> int:

@@ -62,5 +62,6 @@ def batch(sizes: Sizes, number: int, *, uneven: bool = False) -> Batch:
     labels = text[:, 1:].clone()
     if uneven:
         for row in range(sizes.batch):
-            labels[row, : row * sizes.seq * 7 // 8 // max(1, sizes.batch - 1)] = IGNORE
+            unlabelled = row * sizes.seq * 7 // 8 // (sizes.batch - 1) if sizes.batch > 1 else sizes.seq * 3 // 8
+            labels[row, :unlabelled] = IGNORE
     return Batch(text[:, :-1].clone(), labels)
