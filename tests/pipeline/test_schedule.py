@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -153,7 +154,7 @@ def test_any_other_order_is_accepted_just_when_somebody_can_always_go_on(data: s
     changed = with_order(schedule, rank, order)
     after = {action: set(changed.needs(action)) for row in changed.orders for action in row}
     for row in changed.orders:
-        for earlier, later in zip(row, row[1:], strict=False):
+        for earlier, later in pairwise(row):
             after[later].add(earlier)
     while free := [action for action, before in after.items() if not before & after.keys()]:
         for action in free:

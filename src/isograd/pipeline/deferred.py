@@ -2,35 +2,47 @@
 
 One device: y = F.linear(x, weight, bias), whose backward makes the gradients of x, weight and bias at once. Here the
 gradient of the weight is only noted (x and dy are kept) and made by `run`, through autograd like any other, so that
-hooks fire. Every F.linear on a weight is met, in whosever module it stands; what is not one keeps its gradient with I.
+hooks fire, then and not before. Every F.linear on a weight is met, in whosever module it stands; what is not one keeps
+its gradient with I, and so does a weight whose input needs no gradient: nothing else would be left of that I.
+
+F.linear itself is replaced for as long as a stage runs. A TorchFunctionMode would not do: torch takes it away inside
+`backward`, so a recomputed forward would be another one than the first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 
-class Deferred(TorchFunctionMode):
+class Deferred:
     """Entered around the forward of a stage and around its I; afterwards `run` is its W."""
 
     def __init__(self) -> None:
-        super().__init__()
         self._noted: list[tuple[Tensor, Tensor, Tensor]] = []  # weight, x, dy
+        self._plain: Callable[..., Tensor] = F.linear
 
-    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.linear and _fits(*args, **(kwargs or {})):
-            return self._linear(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+    def __enter__(self) -> None:
+        self._plain = F.linear
+        F.linear = self._linear
+
+    def __exit__(self, *_: object) -> None:
+        F.linear = self._plain
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        y: Tensor = _Linear.apply(input, weight, self._noted)  # type: ignore[no-untyped-call]
+        if not _fits(input, weight):
+            return self._plain(input, weight, bias)
+        # Detached: autograd would take a gradient of None for one that has arrived, and fire the weight's hooks.
+        y: Tensor = _Linear.apply(input, weight.detach(), partial(self._note, weight))  # type: ignore[no-untyped-call]
         return y if bias is None else y + bias
+
+    def _note(self, weight: Tensor, x: Tensor, dy: Tensor) -> None:
+        self._noted.append((weight, x, dy))
 
     def run(self) -> None:
         noted, self._noted = self._noted, []
@@ -40,22 +52,23 @@ class Deferred(TorchFunctionMode):
             torch.autograd.backward([weight], [gradient])
 
 
-def _fits(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
+def _fits(input: Tensor, weight: Tensor) -> bool:
     """A parameter of its own, in the dtype it is multiplied in."""
     autocast = torch.is_autocast_enabled(input.device.type)
-    return torch.is_grad_enabled() and weight.is_leaf and weight.requires_grad and input.dim() > 1 and not autocast
+    needed = torch.is_grad_enabled() and input.requires_grad and weight.requires_grad
+    return needed and weight.is_leaf and weight.dim() == 2 and input.dim() > 1 and not autocast
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, noted: list[tuple[Tensor, Tensor, Tensor]]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, note: Callable[[Tensor, Tensor], None]) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.noted = noted
-        return F.linear(x, weight)
+        ctx.note = note
+        return x @ weight.t()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
         x, weight = ctx.saved_tensors
-        ctx.noted.append((weight, x, dy))
-        return (dy @ weight if ctx.needs_input_grad[0] else None), None, None
+        ctx.note(x, dy)
+        return dy @ weight, None, None

@@ -1,0 +1,173 @@
+"""Weight gradients that are put off are autograd's own: same numbers, same hooks, once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from isograd.pipeline.deferred import Deferred
+
+Forward = Callable[[nn.Module, Tensor], Tensor]
+
+
+class Model(nn.Module):
+    """Linear maps with and without bias, one used twice, one whose weight is used beside F.linear, and a norm."""
+
+    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(5, 7)
+        self.twice = nn.Linear(7, 7, bias=False)
+        self.norm = nn.LayerNorm(7)
+        self.last = nn.Linear(7, 3)
+        self.to(dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.twice(torch.tanh(self.twice(self.first(x)))))
+        return self.last(self.norm(x)) + x @ self.last.weight.t()  # type: ignore[no-any-return]
+
+
+def inputs(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
+
+
+def needing(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    """As what the stage before passes on."""
+    return inputs(*shape, dtype=dtype).requires_grad_()
+
+
+def direct(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x)  # type: ignore[no-any-return]
+
+
+def recomputed(model: nn.Module, x: Tensor) -> Tensor:
+    return checkpoint(model, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+def recomputed_reentrant(model: nn.Module, x: Tensor) -> Tensor:
+    return checkpoint(model, x, use_reentrant=True)  # type: ignore[no-any-return]
+
+
+def gradients(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return found | ({"x": x.grad.clone()} if x.grad is not None else {})
+
+
+def put_off(model: nn.Module, x: Tensor, forward: Forward) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """(gradients after I, gradients after W). As the engine does: Tensor.backward would leave the mode."""
+    deferred = Deferred()
+    with deferred:
+        y = forward(model, x)
+    with deferred:
+        torch.autograd.backward(y.square().sum())
+    early = gradients(model, x)
+    deferred.run()
+    return early, gradients(model, x)
+
+
+@pytest.mark.parametrize("forward", [direct, recomputed, recomputed_reentrant])
+@pytest.mark.parametrize("shape", [(4, 5), (2, 3, 5), (0, 5)])
+def test_gradients_put_off_are_those_of_autograd(forward: Forward, shape: tuple[int, ...]) -> None:
+    model, x = Model(), needing(*shape)
+    model(x).square().sum().backward()
+    truth = gradients(model, x)
+    other, y = Model(), needing(*shape)
+    early, late = put_off(other, y, forward)
+    assert late.keys() == truth.keys()
+    for name, expected in truth.items():
+        assert float((late[name] - expected).norm()) <= 1e-12 * float(expected.norm()), name
+    assert {"first.weight", "twice.weight"}.isdisjoint(early)  # what only linear maps use has waited
+    for name in ("x", "first.bias", "norm.weight", "norm.bias", "last.bias"):
+        assert torch.equal(early[name], late[name])  # and what others wait for has not
+
+
+def test_an_input_without_gradient_gets_none() -> None:
+    model, x = Model(), inputs(4, 5)
+    early, late = put_off(model, x, direct)
+    model.zero_grad()
+    model(x).square().sum().backward()
+    assert "x" not in late
+    assert "first.weight" in early  # its I would be empty
+    assert "twice.weight" not in early
+    assert float((late["first.weight"] - model.first.weight.grad).norm()) < 1e-12
+
+
+def test_several_micro_batches_add_up() -> None:
+    model, parts = Model(), inputs(6, 5).split([1, 3, 2])
+    for part in parts:
+        put_off(model, part, direct)
+    found = gradients(model, parts[0])
+    model.zero_grad()
+    model(torch.cat(parts)).square().sum().backward()
+    for name, expected in gradients(model, parts[0]).items():
+        assert float((found[name] - expected).norm()) <= 1e-12 * float(expected.norm()), name
+
+
+def test_a_hook_fires_once_for_a_weight_used_once_and_not_before_w() -> None:
+    layer, fired = nn.Linear(5, 7), []
+    for name, parameter in layer.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p, name=name: fired.append(name))
+    deferred = Deferred()
+    with deferred:
+        layer(needing(2, 5, dtype=torch.float32)).sum().backward()
+    assert fired == ["bias"]
+    deferred.run()
+    assert fired == ["bias", "weight"]
+    deferred.run()  # nothing is left
+    assert fired == ["bias", "weight"]
+
+
+def test_a_frozen_weight_a_vector_and_autocast_are_left_to_autograd() -> None:
+    layer, x = nn.Linear(5, 7), torch.ones(2, 5, requires_grad=True)
+    deferred = Deferred()
+    with deferred, torch.autocast("cpu", torch.bfloat16):
+        layer(x).sum().backward()
+    assert layer.weight.grad is not None
+    layer.zero_grad()
+    with deferred:
+        layer(x[0]).sum().backward()
+    assert layer.weight.grad is not None
+    layer.zero_grad()
+    layer.weight.requires_grad_(False)
+    with deferred:
+        layer(x).sum().backward()
+    deferred.run()
+    assert layer.weight.grad is None
+    assert layer.bias.grad is not None
+
+
+def test_a_computed_weight_is_left_to_autograd() -> None:
+    base = nn.Parameter(torch.ones(7, 5))
+    deferred = Deferred()
+    with deferred:
+        F.linear(torch.ones(2, 5, requires_grad=True), base * 2.0).sum().backward()
+    assert base.grad is not None
+    assert float(base.grad[0, 0]) == 4.0
+
+
+def test_the_functional_form_takes_its_arguments_by_name_too() -> None:
+    weight, bias = nn.Parameter(torch.ones(7, 5)), nn.Parameter(torch.ones(7))
+    deferred = Deferred()
+    with deferred:
+        y = F.linear(torch.ones(2, 5, requires_grad=True), bias=bias, weight=weight)
+        y.sum().backward()
+    assert weight.grad is None
+    deferred.run()
+    assert torch.equal(weight.grad, torch.full((7, 5), 2.0))
+    assert torch.equal(bias.grad, torch.full((7,), 2.0))
+
+
+def test_half_precision_weights_have_half_precision_gradients() -> None:
+    layer = nn.Linear(5, 7).bfloat16()
+    deferred = Deferred()
+    with deferred:
+        layer(torch.ones(2, 3, 5, dtype=torch.bfloat16, requires_grad=True)).sum().backward()
+    assert layer.weight.grad is None
+    deferred.run()
+    assert layer.weight.grad.dtype == torch.bfloat16
+    assert torch.equal(layer.weight.grad, torch.full((7, 5), 6.0, dtype=torch.bfloat16))
