@@ -137,11 +137,12 @@ class Engine:
 
         The model is called with each micro-batch (a dict gives keywords, a tuple positions) and returns (loss, weight).
         """
-        self._accumulate(batch, micro_batches)
+        self.accumulate(batch, micro_batches)
         return self.step()
 
-    def _accumulate(self, batch: Any, count: int | None) -> None:
-        micros = batches.micro_batches(batch, count)
+    def accumulate(self, batch: Any, micro_batches: int | None = None) -> None:
+        """What `train_step` does before `step`: in between, `grads` shows what the step will use."""
+        micros = batches.micro_batches(batch, micro_batches)
         if self.pipeline is None:
             for number, micro in enumerate(micros):
                 with nullcontext() if number == len(micros) - 1 else self.no_sync():
