@@ -208,6 +208,8 @@ def two_axes(plant: str) -> None:
     whole, model.head = model.head, nn.Linear(HIDDEN, VOCAB).double()
     model.head.weight.data.copy_(whole.weight.data.chunk(2)[rank % 2])
     model.head.bias.data.copy_(whole.bias.data.chunk(2)[rank % 2])
+    if plant == "a bias that began at zero":
+        model.head.bias.data.zero_()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(2):
         tokens, labels = batch(step)
@@ -216,7 +218,8 @@ def two_axes(plant: str) -> None:
         for group in (neighbours, over):
             dist.all_reduce(model.embed.weight.grad, group=group)
         for p in model.head.parameters():
-            dist.all_reduce(p.grad, group=dist.group.WORLD if plant == "heads summed over the world" else over)
+            wide = plant == "heads summed over the world" or (plant == "a bias that began at zero" and p.dim() == 1)
+            dist.all_reduce(p.grad, group=dist.group.WORLD if wide else over)
         if plant == "a group that is no axis" and rank != 2:  # a sum that is right by chance
             dist.all_reduce(model.embed.weight.grad.mul_(0 if rank else 1), group=groups[0, 1, 3])
         optimizer.step()
@@ -305,6 +308,8 @@ TABLE: list[Row] = [
      Said(NOTE, "wrong-group", "ranks 0, 1, 3", r"^embed", "runs over ranks 0, 1, 3, which is no axis of a mesh")),
     ("mean_weights", regression, "mean of means",
      Said(BUG, "mean-of-means", "ranks and micro-batches", EVERYTHING, "by its own number of elements: 12, 9, 6, 6)")),
+    ("mixed_groups", two_axes, "a bias that began at zero",
+     Said(INCONCLUSIVE, "wrong-group", "tp", r"^head.bias", "is summed over ranks 0-3, the weights of its module")),
     ("own_data", data_parallel, "the same data",
      Said(BUG, "same-data", "dp", r"^$", "ranks 0, 1 were given the same data in all 4 watched micro-batches")),
     ("random_draws", tensor_parallel, "other masks",

@@ -13,6 +13,7 @@ from isograd.verify.checks.data import own_data
 from isograd.verify.checks.gradients import coefficients
 from isograd.verify.checks.losses import token_weights
 from isograd.verify.checks.means import mean_weights
+from isograd.verify.checks.mixed import mixed_groups
 from isograd.verify.checks.norms import norms
 from isograd.verify.checks.state import continuity, missing, replicas, steps_together
 from isograd.verify.checks.traffic import dtypes, graph_cuts, groups, order, random_draws
@@ -23,7 +24,7 @@ Check = Callable[[Analysis], Iterator[Finding]]
 
 CHECKS: tuple[Check, ...] = (
     steps_together, coefficients, token_weights, mean_weights, graph_cuts, continuity, replicas, missing, norms, dtypes,
-    order, groups, own_data, random_draws,
+    order, groups, mixed_groups, own_data, random_draws,
 )  # fmt: skip
 
 
