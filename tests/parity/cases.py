@@ -170,9 +170,9 @@ def train(
         stats = engine.step()
         done.losses.append(stats.loss)
         done.norms.append(stats.grad_norm)
-    with torch.no_grad():
+    with torch.no_grad(), engine.full_parameters():
         done.parameters = {r.name: assemble(r.parameter, r.contract, mesh).clone() for r in table}
-    done.replicas = {f"{r.name}{r.contract.local(mesh)}": _hash(r.parameter.detach()) for r in table}
+        done.replicas = {f"{r.name}{r.contract.local(mesh)}": _hash(r.parameter.detach()) for r in table}
     done.settled = _hash(
         *done.gradients[0].values(),
         *done.gradients[1].values(),

@@ -15,7 +15,7 @@ backwards, and comes back here for each backward.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -27,9 +27,10 @@ from isograd.comm import raw
 from isograd.contract import contracts
 from isograd.engine import batches, norm, start, whole
 from isograd.engine.batches import call
-from isograd.engine.plan import Bucket, Slot, make_plan
+from isograd.engine.plan import Bucket, Slot, make_plan, slot_of
 from isograd.engine.precision import LossScale
 from isograd.engine.reduce import Reducer
+from isograd.engine.units import Units, repeated_blocks
 from isograd.engine.zero import Factory, Optimized
 from isograd.errors import EngineError
 from isograd.mesh import DATA, Mesh
@@ -67,6 +68,8 @@ class Engine:
         overlap: bool = True,
         loss_scale: LossScale | None = None,
         bucket_mb: float = 16.0,
+        keep_gathered: bool = False,
+        blocks: Iterable[nn.Module] | None = None,
     ) -> None:
         """`optimizer` makes a torch optimizer from the row shards it is given.
 
@@ -74,8 +77,11 @@ class Engine:
             x accumulation steps (powers of two). Costs log2(micro-batches) + 1 full gradients and all overlap.
         overlap: False sends everything at `step`; then ranks may run different numbers of backwards, or none.
         loss_scale: made when a parameter is fp16; give one to use fp16 autocast with fp32 parameters.
+        keep_gathered: at ZeRO 3, keep a block's parameters whole from its forward to its backward: a third fewer bytes.
+        blocks: at ZeRO 3, what is gathered together; left out, the members of the model's lists of modules.
         """
         start.refuse_unbuilt(mesh)
+        start.take_over(model)
         self.model, self.mesh, self.clip, self.reproducible = model, mesh, clip, reproducible
         self.pipeline = Pipeline(start.chunks_of(model, mesh, reproducible), mesh) if mesh.size("pp") > 1 else None
         self.table = contracts(model, mesh)
@@ -85,8 +91,14 @@ class Engine:
         fp16 = any(slot.parameter.dtype == torch.float16 for slot in self.plan.slots)
         self.loss_scale = loss_scale or (LossScale() if fp16 else None)
         stage = mesh.layout.zero
+        self._units = None
+        if stage == 3:
+            slots = {id(slot.parameter): slot for slot in self.plan.slots}
+            every = [slots.get(id(record.parameter)) or slot_of(record, mesh) for record in self.table]
+            chosen = repeated_blocks(model) if blocks is None else blocks
+            self._units = Units(model, every, mesh.group(DATA), keep_gathered=keep_gathered, blocks=chosen)
         self._reducer = Reducer(self.plan, mesh, keep_full=stage == 0, reproducible=reproducible)
-        self._optimized = Optimized(self.plan, stage, mesh.group(DATA), optimizer)
+        self._optimized = Optimized(self.plan, stage, mesh.group(DATA), optimizer, self._units)
         self._counted = norm.counted(self.plan.slots, mesh)
         self._overlap = overlap
         self._sync = True
@@ -96,7 +108,7 @@ class Engine:
         self._weight: Tensor | float = 0.0
         self._losses: list[Tensor] = []  # weighted, one per backward of this step
         self._settled: _Totals | None = None
-        self._watch = start.Watch(model, self.plan)
+        self._watch = start.Watch(model, self.plan, moving=stage == 3)
         for bucket in self.plan.buckets:
             for slot in bucket.slots:
                 start.replace_hook(slot.parameter, self._hook(slot, bucket))
@@ -117,6 +129,8 @@ class Engine:
                     where=self.mesh.where(),
                 )
             self._reducer.arrived(slot, bucket, self._travels)
+            if self._units is not None:
+                self._units.arrived(slot)
 
         return arrived
 
@@ -191,10 +205,15 @@ class Engine:
     def put_off(self, run: Callable[[], None], last: bool) -> None:
         """Run something that makes gradients of parameters."""
         self._in_backward, self._travels = True, last and self._syncing
+        if self._units is not None:
+            self._units.in_backward = True
         try:
             run()
         finally:
             self._in_backward = False
+            if self._units is not None:
+                self._units.in_backward = False
+                self._units.after_backward()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -229,6 +248,18 @@ class Engine:
         self._reducer.clear()
         self._weight, self._losses, self._settled = 0.0, [], None
         return Stats(totals.loss, grad_norm, totals.weight, skipped, totals.loss_scale)
+
+    @contextmanager
+    def full_parameters(self) -> Iterator[nn.Module]:
+        """The model with every parameter whole, at any stage: to look at, save or edit alike on all ranks."""
+        if self._units is not None:
+            self._units.gather_all()
+        try:
+            yield self.model
+        finally:
+            if self._units is not None:
+                self._units.take_edits()
+            self._optimized.take_edits()
 
     @torch.no_grad()
     def grads(self) -> Iterator[tuple[str, Tensor]]:

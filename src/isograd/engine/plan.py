@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from isograd.comm import raw
-from isograd.contract import Contract, Table
+from isograd.contract import Contract, Record, Table
 from isograd.errors import EngineError
 from isograd.mesh import DATA, Mesh
 
@@ -91,13 +91,14 @@ class Plan:
         return hashlib.sha256(repr(chosen).encode()).hexdigest()
 
 
-def make_plan(table: Table, mesh: Mesh, bucket_bytes: int) -> Plan:
+def slot_of(record: Record, mesh: Mesh) -> Slot:
     group = mesh.group(DATA)
-    slots = [
-        Slot(r.name, r.parameter, r.contract, cut_rows(r.name, r.parameter.shape, group.size), group.index)
-        for r in table
-        if r.parameter.requires_grad
-    ]
+    cuts = cut_rows(record.name, record.parameter.shape, group.size)
+    return Slot(record.name, record.parameter, record.contract, cuts, group.index)
+
+
+def make_plan(table: Table, mesh: Mesh, bucket_bytes: int) -> Plan:
+    slots = [slot_of(record, mesh) for record in table if record.parameter.requires_grad]
     if not slots:
         raise EngineError(
             "IG501",

@@ -23,13 +23,22 @@ def refuse_unbuilt(mesh: Mesh) -> None:
     """Layouts that this version can describe but not yet run."""
     layout = mesh.layout
     waiting = [f"ep{layout.ep}"] if layout.ep > 1 else []
-    waiting += ["zero3"] if layout.zero > 2 else []
+    if layout.zero > 2 and layout.pp > 1:
+        raise EngineError(
+            "IG522",
+            "ZeRO 3 does not go with a pipeline",
+            seen=str(layout),
+            expected="zero0 to zero2 with pp: stage 3 would gather each parameter twice for every micro-batch, while "
+            "pp has already cut the parameters of a rank by pp",
+            fix="use zero1 or zero2, which cut optimizer state and gradients, or more pp ranks",
+            where=mesh.where(),
+        )
     if waiting:
         raise EngineError(
             "IG500",
             f"the engine of this version does not run {', '.join(waiting)}",
             seen=str(layout),
-            expected="a layout of dp, cp, tp, sp, pp and zero0 to zero2",
+            expected="a layout of dp, cp, tp, sp, pp and zero",
             fix="leave those axes out; README.md lists which layouts are built and tested",
             where=mesh.where(),
         )
@@ -83,6 +92,14 @@ def used_anywhere(used: Tensor, plan: Plan, mesh: Mesh) -> Tensor:
         places = [i for _, i in tied]
         used[places] = raw.all_reduce(used[places].to(mesh.device), mesh.group(axes)).cpu()
     return used
+
+
+def take_over(model: nn.Module) -> None:
+    """An engine of stage 3 keeps shards only: the next one of the same model starts from whole parameters."""
+    before = getattr(model, "_isograd_units", None)
+    if before is not None:
+        before.dissolve()
+        del model._isograd_units
 
 
 def check_plan(plan: Plan, table: Table, mesh: Mesh) -> None:
@@ -205,13 +222,14 @@ def check_peers(table: Tensor, mesh: Mesh) -> None:
 class Watch:
     """Notices that the model is no longer the one the engine was made with."""
 
-    def __init__(self, model: nn.Module, plan: Plan) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, plan: Plan, moving: bool) -> None:
+        """`moving`: parameters are not in one place (ZeRO 3)."""
+        self._model, self._moving = model, moving
         self._known = {slot.name: self._look(slot.parameter) for slot in plan.slots}
 
-    @staticmethod
-    def _look(parameter: nn.Parameter) -> tuple[object, ...]:
-        return id(parameter), parameter.data_ptr(), parameter.requires_grad, parameter.dtype
+    def _look(self, parameter: nn.Parameter) -> tuple[object, ...]:
+        place = 0 if self._moving else parameter.data_ptr()
+        return id(parameter), place, parameter.requires_grad, parameter.dtype
 
     def check(self, mesh: Mesh) -> None:
         now = {name: self._look(p) for name, p in self._model.named_parameters() if p.requires_grad}

@@ -6,6 +6,7 @@ The reduction is the same at every stage (engine/reduce.py): each owner has its 
     stage 1   every rank steps its rows; parameters are gathered
     stage 2   the same moves as stage 1. Full gradients are freed as soon as they are sent at *both* stages (that costs
               nothing here), so the two differ only where a full gradient must be kept for a later backward
+    stage 3   every rank steps its rows, and they are all it keeps (engine/units.py gathers them for each block)
 
 With fp32 parameters an optimizer's shard is `parameter.data[rows]` itself, and gathering moves those slices straight
 into the other ranks' parameters. bf16 and fp16 parameters have fp32 master rows; the optimizer steps those, and the
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from isograd.comm.raw import Group
 from isograd.engine.plan import Plan, Slot
 from isograd.engine.transport import gather_rows
+from isograd.engine.units import Units
 from isograd.errors import EngineError
 
 
@@ -72,18 +74,24 @@ Factory = Callable[[Shards], torch.optim.Optimizer]
 class Optimized:
     """The optimizer, its shards, and the way of their results back into the model."""
 
-    def __init__(self, plan: Plan, stage: int, group: Group, factory: Factory) -> None:
-        self.plan, self.stage, self.group = plan, stage, group
+    def __init__(self, plan: Plan, stage: int, group: Group, factory: Factory, units: Units | None) -> None:
+        self.plan, self.stage, self.group, self.units = plan, stage, group, units
         self.masters = {slot.name: self._master(slot) for slot in plan.slots}
         shards = Shards(self.masters.items())
         self.optimizer = factory(shards)
         self._check_owned(shards)
 
     def _master(self, slot: Slot) -> nn.Parameter:
-        data = slot.parameter.data
-        if slot.parameter.dtype == slot.dtype:
-            return slot.parameter if self.stage == 0 else nn.Parameter(slot.rows(data))
-        return nn.Parameter((data if self.stage == 0 else slot.rows(data)).to(slot.dtype, copy=True))
+        if self.stage == 0 and slot.parameter.dtype == slot.dtype:
+            return slot.parameter
+        rows = self._target(slot)
+        return nn.Parameter(rows if rows.dtype == slot.dtype else rows.to(slot.dtype, copy=True))
+
+    def _target(self, slot: Slot) -> Tensor:
+        """What a step changes, in the parameter's own dtype."""
+        if self.units is not None:
+            return self.units.kept[id(slot.parameter)].rows
+        return slot.parameter.data if self.stage == 0 else slot.rows(slot.parameter.data)
 
     def _check_owned(self, shards: Shards) -> None:
         """Every trainable parameter belongs to exactly one parameter group, and nothing else does."""
@@ -132,13 +140,20 @@ class Optimized:
         self._gather(work)
 
     @torch.no_grad()
+    def take_edits(self) -> None:
+        """Bring what was edited in half-precision parameters into their masters, and leave the rest of those alone."""
+        for slot in self.plan.slots:
+            master, rows = self.masters[slot.name], self._target(slot)
+            if master.dtype != rows.dtype:
+                torch.where(rows == master.to(rows.dtype), master, rows.to(master.dtype), out=master.data)
+
+    @torch.no_grad()
     def _write_back(self) -> None:
         for slot in self.plan.slots:
             master = self.masters[slot.name]
             if master.dtype != slot.parameter.dtype:
-                target = slot.parameter.data if self.stage == 0 else slot.rows(slot.parameter.data)
-                target.copy_(master)
-        if self.stage > 0:
+                self._target(slot).copy_(master)
+        if 0 < self.stage < 3:
             self._gather([(bucket.slots, [s.parameter.data for s in bucket.slots]) for bucket in self.plan.buckets])
 
     def _gather(self, work: list[tuple[list[Slot], list[Tensor]]]) -> None:
