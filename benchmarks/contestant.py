@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from benchmarks.model import Decoder
 from benchmarks.task import LR, Batch, Sizes
+from isograd.pipeline.schedule import Schedule, Timed
 
 
 class Contestant(ABC):
@@ -30,6 +31,10 @@ class Contestant(ABC):
     def step(self, batch: Batch) -> None:
         self.backward(batch)
         self.update()
+
+    def timeline(self) -> tuple[Schedule, list[Timed]] | None:
+        """Of a pipeline that measures itself: its schedule, and what this rank did when in the latest step."""
+        return None
 
     def finish(self) -> None:  # noqa: B027  (most have nothing left to do)
         """Complete what a step left under way. Called inside the clock: nobody finishes in another's turn."""

@@ -49,7 +49,7 @@ class IsogradModel(Isograd):
             vocab=sizes.vocab, hidden=sizes.hidden, layers=sizes.layers, heads=sizes.heads, mlp=sizes.mlp
         )
         self.model = ig.models.Transformer(config, self.mesh)
-        _take(self.model, Decoder(sizes), self.mesh)
+        take(self.model, Decoder(sizes), self.mesh)
         self.engine = ig.Engine(self.model, self.mesh, adamw)
 
     def backward(self, batch: Batch) -> None:
@@ -68,7 +68,7 @@ class IsogradSequence(IsogradModel):
 
 
 @torch.no_grad()
-def _take(model: ig.models.Transformer, plain: Decoder, mesh: ig.Mesh) -> None:
+def take(model: ig.models.Transformer, plain: Decoder, mesh: ig.Mesh) -> None:
     """The plain model's weights, each rank its part."""
     source = dict(plain.named_parameters())
     for record in ig.contracts(model, mesh):

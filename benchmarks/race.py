@@ -19,6 +19,7 @@ from benchmarks import seat
 from benchmarks.contestant import ONE, Entry
 from benchmarks.task import Sizes
 from isograd.comm.launch import World
+from isograd.pipeline.schedule import idle_share
 
 TIMEOUT = 600.0
 
@@ -37,6 +38,7 @@ class Result:
     entry: Entry
     seconds: list[float] = field(default_factory=list)  # per step, one for each round
     cpu: list[float] = field(default_factory=list)  # seconds of work per step, of the rank that works most
+    bubbles: list[tuple[float, float]] = field(default_factory=list)  # of a pipeline: measured, in theory
     wire: list[float] = field(default_factory=list)  # bytes per step, of the rank that sends most
     loopback: list[float] = field(default_factory=list)  # bytes per step by the interface, divided by ranks
     peak: int = 0  # bytes, of the rank that needs most
@@ -75,6 +77,7 @@ def run(entries: Sequence[Entry], sizes: Sizes, ranks: int, *, rounds: int, step
                 turns = worlds[index].run(seat.turn, sizes, steps, number + 1, timeout=TIMEOUT)
                 results[index].seconds.append(max(t.seconds for t in turns))
                 results[index].cpu.append(max(t.cpu for t in turns))
+                results[index].bubbles += bubble(turns)
                 results[index].wire.append(max(t.sent for t in turns))
                 results[index].loopback.append(min(t.loopback for t in turns) / len(turns))
             _say(f"round {number + 1} of {rounds}", began)
@@ -95,6 +98,19 @@ def _compare(results: Sequence[Result], worlds: Sequence[World], sizes: Sizes) -
                 got = world.run(seat.gradients, result.entry, sizes, kind == "uneven", timeout=TIMEOUT)[0]
                 setattr(result, kind, difference(got, expected))
         _say(f"gradients with {kind} labels", began)
+
+
+def bubble(turns: Sequence[seat.Turn]) -> list[tuple[float, float]]:
+    """The share of a step's time that its ranks waited, and the share that the schedule itself costs.
+
+    In theory: the same actions in the same order, each as long as it was, with messages that take no time.
+    """
+    found = [t.timeline for t in turns if t.timeline is not None]
+    if not found:
+        return []
+    schedule, rows = found[0][0], [timeline for _, timeline in found]
+    took = {timed.action: timed.end - timed.start for row in rows for timed in row}
+    return [(idle_share(rows), schedule.bubble(took.__getitem__))]
 
 
 def difference(got: dict[str, Tensor], expected: dict[str, Tensor]) -> Error:

@@ -95,6 +95,8 @@ def row(result: Result, results: Sequence[Result], sizes: Sizes, ranks: int) -> 
         "cpu_of_one": result.cpu_ratio(by_name.get(ONE.name)),
         "peer": peer,
         "of_peer": result.ratio(by_name.get(peer)) if peer else None,
+        "cpu_of_peer": result.cpu_ratio(by_name.get(peer)) if peer else None,
+        "bubble": _median_pair(result.bubbles),
         "wire_bytes": statistics.median(result.wire),
         "disturbed_rounds": disturbed(result),
         "bound_bytes": 0.0 if result.entry.alone else result.entry.bound(sizes, ranks),
@@ -106,6 +108,13 @@ def row(result: Result, results: Sequence[Result], sizes: Sizes, ranks: int) -> 
         "rounds_wire_bytes": result.wire,
         "rounds_loopback_bytes": result.loopback,
     }
+
+
+def _median_pair(bubbles: Sequence[tuple[float, float]]) -> dict[str, float] | None:
+    if not bubbles:
+        return None
+    measured, theory = zip(*bubbles, strict=True)
+    return {"measured": statistics.median(measured), "theory": statistics.median(theory)}
 
 
 def disturbed(result: Result) -> int:
@@ -122,7 +131,9 @@ def show(rows: Sequence[dict[str, Any]], title: str, notes: Sequence[str]) -> No
     peers = peers and any(r["peer"] not in (None, DDP_ENTRY.name) for r in rows)
     table = Table(title=title, caption="\n".join(notes) or None, caption_justify="left")
     headings = ["contestant", "step, ms", "best"] + (["of DDP"] if ddp else [])
-    headings += ["of one", "work of one's"] + (["of its peer"] if peers else [])
+    bubbles = any(r["bubble"] for r in rows)
+    headings += ["of one", "work of one's"] + (["of its peer", "work of peer's"] if peers else [])
+    headings += ["bubble", "theory"] if bubbles else []
     headings += ["wire, MB", "bound", "wire/bound", "peak, MiB", "error even", "uneven"]
     for number, heading in enumerate(headings):
         table.add_column(heading, justify="left" if number == 0 else "right", no_wrap=True)
@@ -130,7 +141,8 @@ def show(rows: Sequence[dict[str, Any]], title: str, notes: Sequence[str]) -> No
         cells = [r["name"], f"{r['step_s'] * 1e3:.0f}", f"{min(r['rounds_s']) * 1e3:.0f}"]
         cells += [_number(r["of_ddp"])] if ddp else []
         cells += [_number(r["of_one"]), _number(r["cpu_of_one"])]
-        cells += [_number(r["of_peer"])] if peers else []
+        cells += [_number(r["of_peer"]), _number(r["cpu_of_peer"])] if peers else []
+        cells += [_number(r["bubble"] and r["bubble"][kind]) for kind in ("measured", "theory")] if bubbles else []
         wire, bound = r["wire_bytes"], r["bound_bytes"]
         cells += [f"{wire / 1e6:.1f}", f"{bound / 1e6:.1f}", _number(wire / bound if bound else None)]
         cells += [f"{r['peak_bytes'] / MIB:.0f}"]

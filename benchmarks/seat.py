@@ -19,6 +19,7 @@ from torch import Tensor
 from benchmarks.contestant import Contestant, Entry
 from benchmarks.task import Sizes, batch
 from benchmarks.wire import sent_by_me, sent_on_loopback
+from isograd.pipeline.schedule import Schedule, Timed
 
 SETTLE_STEPS = 3  # buckets are rebuilt, connections opened, optimizer state is made
 
@@ -31,6 +32,7 @@ class Turn:
     cpu: float  # seconds per step that this rank's threads worked, in user mode and in the kernel
     sent: float  # bytes per step that this rank's sockets sent
     loopback: float  # bytes per step on the loopback interface: all ranks, and whoever else uses it
+    timeline: tuple[Schedule, list[Timed]] | None
 
 
 def sit(entry: Entry, sizes: Sizes) -> None:
@@ -54,7 +56,7 @@ def turn(sizes: Sizes, steps: int, number: int) -> Turn:
     seconds, cpu = time.perf_counter() - began, time.process_time() - worked
     barrier()
     sent, carried = sent_by_me() - sent, sent_on_loopback() - carried
-    return Turn(seconds / steps, cpu / steps, sent / steps, carried / steps)
+    return Turn(seconds / steps, cpu / steps, sent / steps, carried / steps, contestant.timeline())
 
 
 def peak() -> int:

@@ -27,6 +27,7 @@ class Sizes:
     mlp: int = 1024
     seq: int = 256
     batch: int = 8  # sequences per step, over all ranks
+    micro_batches: int = 8  # of a pipeline, per step
 
     def parameters(self) -> int:
         per_layer = 4 * self.hidden**2 + 3 * self.hidden * self.mlp + 2 * self.hidden
@@ -34,7 +35,7 @@ class Sizes:
 
     def tiny(self) -> Sizes:
         """The same shape in miniature: to load whatever a contestant imports late, before memory is measured."""
-        return replace(self, vocab=64, hidden=8 * self.heads, layers=1, mlp=8 * self.heads, seq=8)
+        return replace(self, vocab=64, hidden=8 * self.heads, mlp=8 * self.heads, seq=8)
 
     def for_ranks(self, ranks: int) -> Sizes:
         """Tensor parallelism deals heads out evenly: the fewest heads, from these on, that `ranks` divides."""
