@@ -85,6 +85,7 @@ class Engine:
         self.model, self.mesh, self.clip, self.reproducible = model, mesh, clip, reproducible
         self.pipeline = Pipeline(start.chunks_of(model, mesh, reproducible), mesh) if mesh.size("pp") > 1 else None
         self.table = contracts(model, mesh)
+        start.refuse_idle_stage(self.table, mesh)
         self.plan = make_plan(self.table, mesh, int(bucket_mb * 2**20))
         start.check_plan(self.plan, self.table, mesh)
         start.equal_replicas(model, self.table, mesh)

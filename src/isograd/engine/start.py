@@ -66,6 +66,21 @@ def chunks_of(model: nn.Module, mesh: Mesh, reproducible: bool) -> dict[int, Chu
     return found
 
 
+def refuse_idle_stage(table: Table, mesh: Mesh) -> None:
+    """Each rank's optimizer needs something to step; said on all stages, which would wait for the one that has none."""
+    trainable = torch.tensor(sum(r.parameter.requires_grad for r in table), device=mesh.device)
+    counts = [int(n) for n in raw.gather_list(trainable, mesh.group("pp"))]
+    if mesh.size("pp") > 1 and 0 in counts:
+        raise EngineError(
+            "IG523",
+            "a rank of the pipeline has nothing to train",
+            seen=f"trainable parameters of the pp ranks: {counts}",
+            expected="at least one on each",
+            fix="give split= so that each rank has a layer that trains, or use fewer pp ranks",
+            where=mesh.where(),
+        )
+
+
 def refuse_alone(pipeline: Pipeline | None, mesh: Mesh) -> None:
     """A backward of one rank's own loss makes no sense when the model lives on several."""
     if pipeline is not None:
