@@ -49,9 +49,10 @@ class DeepSpeedUlysses(Contestant):
             plain, block.attention = block.attention, UlyssesAttention(sizes)
             block.attention.load_state_dict(plain.state_dict())
         self.rank, self.world = rank, world
-        model.cos, model.sin = self._mine(model.cos, 0), self._mine(model.sin, 0)
-        # Its own broadcast of buffers would give every rank the first one's angles.
-        self.model = DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)
+        cos, sin = self._mine(model.cos, 0), self._mine(model.sin, 0)
+        del model.cos, model.sin  # as buffers, DDP would give every rank the first one's
+        model.cos, model.sin = cos, sin
+        self.model = DistributedDataParallel(model, gradient_as_bucket_view=True)
         self.optimizer = adamw(self.model.parameters())
 
     def _mine(self, whole: Tensor, dim: int) -> Tensor:
