@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -114,8 +115,19 @@ def regression(plant: str) -> None:
         optimizer.zero_grad()
 
 
+def adaptive_clip(*tensors: Tensor) -> None:
+    """Each tensor by its own norm; the others are small enough."""
+    for p in tensors:
+        assert p.grad is not None
+        p.grad.mul_(0.7 / (1 + float(p.grad.norm()) / float(p.data.norm())))
+
+
 def after_reduction(model: Mlp, plant: str, rank: int) -> None:
     assert model.norm.weight.grad is not None
+    if plant == "adaptive clipping":
+        adaptive_clip(model.embed.weight, model.head.weight)
+    if plant == "clipped element by element":
+        nn.utils.clip_grad_value_(model.parameters(), 1e-3)
     if plant == "NaN on one rank" and rank == 1:
         model.norm.weight.grad[2] = torch.nan
     if plant == "gradients are left behind":
@@ -125,8 +137,20 @@ def after_reduction(model: Mlp, plant: str, rank: int) -> None:
     elif plant == "a norm per rank":
         mine = [p for i, p in enumerate(model.parameters()) if i % 2 == rank]
         nn.utils.clip_grad_norm_(mine, 1e9)
-    elif plant != "norms are not summed":
+    elif plant not in ("norms are not summed", "adaptive clipping", "clipped element by element"):
         nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+
+
+class Placed(nn.Module):
+    """An embedding and learned positions, of which some are dropped: on each rank others, as its data are."""
+
+    def __init__(self, embed: nn.Embedding) -> None:
+        super().__init__()
+        self.embed, self.drop = embed, nn.Dropout(0.5)
+        self.places = nn.Parameter(torch.linspace(-1, 1, 6 * HIDDEN).double().reshape(6, HIDDEN))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.embed(tokens) + self.drop(self.places)  # type: ignore[no-any-return]
 
 
 def data_parallel(plant: str) -> None:
@@ -135,6 +159,8 @@ def data_parallel(plant: str) -> None:
     model = seeded(Mlp, 3)
     if plant == "a parameter without use":
         model.spare = nn.Linear(3, 5).double()
+    if plant.endswith("a learned tensor is dropped"):
+        model.embed = Placed(model.embed)
     if plant == "another start on rank 1" and rank == 1:
         model.up.weight.data.mul_(1.5)
     owned = [p for n, p in model.named_parameters() if not (plant == "norms have no owner" and n.startswith("norm"))]
@@ -173,6 +199,13 @@ def tensor_parallel(plant: str) -> None:
         tokens, labels = batch(step)
         torch.manual_seed(step + (50 * rank if plant == "other masks" else 0))
         (cross_entropy(model(tokens), labels) / valid(labels)).backward()
+        if plant == "adaptive clipping":
+            adaptive_clip(model.up.weight, model.down.weight)
+        if plant == "clipped element by element":
+            nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+        if plant == "a clip per rank by hand":
+            mine = [p.grad for p in model.parameters() if p.grad is not None]
+            torch._foreach_mul_(mine, 0.01 / float(torch.stack(torch._foreach_norm(mine)).norm()))
         if plant == "replicas count twice in the norm":
             square = sum(p.grad.square().sum() for p in model.parameters())
             dist.all_reduce(square)
@@ -256,8 +289,14 @@ TABLE: list[Row] = [
      Said(BUG, "accum-overwritten", "micro-batches", EVERYTHING, "only the last micro-batch counts")),
     ("coefficients", data_parallel, "reduced after every micro-batch",
      Said(BUG, "accum-rereduced", "micro-batches", EVERYTHING, "coefficients rise by 2 each")),
-    ("coefficients", data_parallel, "norms count twice",
-     Said(BUG, "gather-backward-sum", "ranks 0, 1", r"^norm", "count 2 times where the other tensors count once")),
+    ("scales", data_parallel, "norms count twice",
+     Said(BUG, "gather-backward-sum", "ranks 0, 1", r"^norm", "count 2 times (the number of micro-batches or")),
+    ("scales", data_parallel, "adaptive clipping",
+     Said(INCONCLUSIVE, "", "", r"^(embed|head).weight", "adaptive clipping does so on purpose")),
+    ("coefficients", tensor_parallel, "adaptive clipping",
+     Said(INCONCLUSIVE, "", "tp", r"^(up|down).weight", "scaled differently on tp, tensor by tensor")),
+    ("coefficients", tensor_parallel, "a clip per rank by hand",
+     Said(BUG, "clip-per-rank", "tp", EVERYTHING, "scaled differently on tp")),
     ("coefficients", two_axes, "heads summed over the world",
      Said(BUG, "wrong-group", "tp", r"^head", "whose members hold other shards of it")),
     ("coefficients", data_parallel, "another start on rank 1",
@@ -375,13 +414,35 @@ def test_a_check_is_silent_on_the_right(watch: Watch, name: str, program: Progra
 
 ON_PURPOSE = (
     "gathered for a metric", "labels are weighed by hand", "classes have weights", "a second loss on one rank",
-    "second losses in a loop",
+    "second losses in a loop", "clipped element by element", "a learned tensor is dropped",
 )  # fmt: skip
 
 
 @pytest.mark.parametrize("plant", ON_PURPOSE)
 def test_what_is_right_on_purpose_is_not_told(watch: Watch, plant: str) -> None:
     assert [f for f in check(watch(data_parallel, plant)) if f.verdict != NOTE] == []
+
+
+def test_shards_that_are_clipped_element_by_element_are_not_clipped_per_rank(watch: Watch) -> None:
+    assert check(watch(tensor_parallel, "clipped element by element")) == []
+
+
+@pytest.mark.parametrize("layout", ["dp2", ""])
+@pytest.mark.parametrize("plant", ["a learned tensor is dropped", "the same data and a learned tensor is dropped"])
+def test_data_ranks_drop_what_they_like_whatever_is_known(
+    watch: Watch, tmp_path: Path, plant: str, layout: str
+) -> None:
+    recording = watch(data_parallel, plant)
+    shutil.copytree(recording.path, tmp_path / "copy")
+    write_json(tmp_path / "copy" / "recording.json", {"version": 1, "layout": layout})
+    assert found_by("random_draws", Recording(tmp_path / "copy")) == []
+
+
+def test_copies_of_an_activation_need_no_layout_to_be_known(watch: Watch, tmp_path: Path) -> None:
+    recording = watch(tensor_parallel, "other masks")
+    shutil.copytree(recording.path, tmp_path / "copy")
+    write_json(tmp_path / "copy" / "recording.json", {"version": 1, "layout": ""})
+    assert [f.bug for f in found_by("random_draws", Recording(tmp_path / "copy"))] == ["norm-dropout-rng"]
 
 
 def test_every_check_is_planted() -> None:

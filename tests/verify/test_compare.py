@@ -383,12 +383,74 @@ def scaled_everywhere(ranks: list[list[Step]], factor: float) -> list[list[Step]
     return ranks
 
 
-def test_a_common_factor_is_named_with_its_value(judged: Any) -> None:
-    found = only(judged(scaled_everywhere(right(), 2.0)), BUG)
-    assert found.bug == "accum-undivided"
-    assert found.tensors == tuple(sorted(SHAPES))
-    assert "all 5 gradients: 2 times what they should be" in found.sentence
+@pytest.mark.parametrize(
+    ("layout", "factor", "bug", "axis", "meaning"),
+    [
+        ("dp2", 2.0, "", "micro-batches or dp", "the number of micro-batches or the size of dp"),
+        (
+            "",
+            2.0,
+            "",
+            "micro-batches or ranks 0, 1",
+            "the number of micro-batches or the size of the group of ranks 0, 1",
+        ),
+        ("dp2", 3.5, "", "", ""),
+    ],
+)
+def test_a_common_factor_is_told_with_all_that_it_may_come_from(
+    judged: Any, layout: str, factor: float, bug: str, axis: str, meaning: str
+) -> None:
+    found = only(judged(scaled_everywhere(right(), factor), layout), BUG)
+    assert (found.bug, found.axis, found.tensors) == (bug, axis, tuple(sorted(SHAPES)))
+    assert f"all 5 gradients: {factor:g} times what they should be" in found.sentence
+    assert meaning in found.sentence
+    assert bool(found.look) == bool(meaning)
     assert found.coefficients
+
+
+@pytest.mark.parametrize(
+    ("layout", "factor", "bug", "axis"),
+    [("dp2", 0.5, "ulysses-scale", "dp"), ("tp2", 2.0, "ulysses-scale", "tp"), ("dp3", 3.0, "accum-undivided", None)],
+)
+def test_a_factor_is_matched_to_the_group_whose_size_it_is(
+    tmp_path: Path, layout: str, factor: float, bug: str, axis: str | None
+) -> None:
+    """With one micro-batch the group alone explains it; three micro-batches on two ranks explain a three."""
+    micros = 3 if bug == "accum-undivided" else 1
+    value, gradients = numbers(5, 4), [numbers(5, 4, seed=10 + i) for i in range(2 * micros)]
+    whole = torch.stack(gradients).sum(0)
+    one = write(tmp_path / "a", [[Step({"w": Held(value, whole, parts=dict(enumerate(gradients)))})]], "1")
+    ranks = [
+        [Step({"w": Held(value, factor * whole, parts=dict(enumerate(gradients[k * micros :][:micros])))})]
+        for k in range(2)
+    ]
+    found = only(compare(one, write(tmp_path / "b", ranks, "dp2" if axis is None else layout)), BUG)
+    assert (found.bug, found.axis) == (bug, axis or "micro-batches")
+
+
+def test_tensors_without_a_gradient_to_speak_of_have_no_part_in_all(judged: Any, reference: Recording) -> None:
+    """A key bias: its true gradient is zero, so no factor shows in it."""
+    noise = [
+        {**steps[0].held, "k.bias": Held(numbers(5), 1e-17 * numbers(5, seed=i))} for i, steps in enumerate(right())
+    ]
+    one = write(reference.path / "keys", [[Step(noise[0])]], "1")
+    ranks = scaled_everywhere([[Step(held)] for held in noise], 3.0)
+    subject = compare(one, write(reference.path / "wrong", ranks, "dp2"))
+    assert "all 5 gradients: 3 times what they should be" in only(subject, BUG).sentence
+
+
+def test_a_scaled_tensor_is_told_once(judged: Any) -> None:
+    assert only(judged(changed(right(), "norm.weight", gradient=lambda g: 4 * g)), BUG).tensors == ("norm.weight",)
+    assert only(judged(changed(right(), "norm.weight", gradient=lambda g: 1.1 * g)), BUG).tensors == ("norm.weight",)
+
+
+def test_no_divergence_is_told_beside_gradients_whose_pattern_is_known(tmp_path: Path) -> None:
+    """The activations differ, too, and the gradients say all there is to say: it is one factor."""
+    one, other = right(data_ranks=1), scaled_everywhere(right(), 1.1)
+    for seed, steps in enumerate([*one, *other]):
+        steps[0].tensors["back/0/000001/block#0"] = numbers(6, 5, seed=seed)
+    found = only(compare(write(tmp_path / "a", one, "1"), write(tmp_path / "b", other, "dp2")), BUG)
+    assert "all 5 gradients: 1.1 times what they should be" in found.sentence
 
 
 def test_rows_that_are_wrong_are_counted(judged: Any) -> None:

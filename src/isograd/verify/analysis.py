@@ -85,10 +85,14 @@ class Analysis:
 
     def negligible(self, name: str) -> bool:
         """Whether a gradient is rounding and nothing else: a key bias's is zero but for it."""
+        return self.null(name) and any(bool(sums[name].any()) for sums in self.sums if name in sums)
+
+    def null(self, name: str) -> bool:
+        """Whether a gradient is zero, or zero but for rounding."""
         kinds = {self.about[r][name]["gradient_dtype"] for r in self.holders(name)}
         share = max((ROUNDING.get(kind, 1e-7) for kind in kinds), default=1e-7)
         mine = max((float(sums[name].norm()) for sums in self.sums if name in sums), default=0.0)
-        return 0 < mine <= share * self.largest
+        return mine <= share * self.largest
 
     @cached_property
     def largest(self) -> float:

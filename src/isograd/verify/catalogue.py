@@ -18,7 +18,7 @@ class Bug:
 
 BUGS: dict[str, Bug] = {
     "ulysses-scale": Bug(
-        "a gradient divided, or not divided, by the size of the sequence-parallel group",
+        "a gradient divided, or not divided, by the size of a group: most often of the sequence-parallel one",
         "every place that divides a loss or a gradient by a world or group size; there should be one, by tokens",
     ),
     "ulysses-permute": Bug(
@@ -148,10 +148,13 @@ def classes_of(names: Iterable[str]) -> str:
     return " and ".join(found) if len(found) <= 2 else "mixed"
 
 
-def bug_of(symptom: Symptom, names: Collection[str], everything: bool, micros: int, sizes: Collection[int]) -> str:
-    """The id in the corpus that a pattern over these tensors speaks of; '' when it fits none.
+def bug_of(
+    symptom: Symptom, names: Collection[str], everything: bool, sizes: Collection[int], of: Collection[str]
+) -> str:
+    """The id in the corpus that a pattern over these tensors speaks of; '' when it fits none, or more than one.
 
-    `everything`: all trainable tensors show it. `sizes`: the sizes of the groups that were seen.
+    `everything`: all tensors that could show it do. `sizes`: the sizes of the groups that were seen. `of`: what the
+    factor may have come from (wording.meanings).
     """
     kinds = classes_of(names)
     if symptom.kind == patterns.UNREDUCED:
@@ -167,7 +170,7 @@ def bug_of(symptom: Symptom, names: Collection[str], everything: bool, micros: i
         }
         return by_class.get(kinds, "")
     if symptom.kind == patterns.SCALED:
-        return _scaled(symptom.value, kinds, everything, micros, sizes)
+        return _scaled(symptom.value, kinds, everything, sizes, set(of))
     fixed = {
         patterns.LAST_ONLY: "accum-overwritten",
         patterns.LOST: "nosync-missing",
@@ -178,20 +181,17 @@ def bug_of(symptom: Symptom, names: Collection[str], everything: bool, micros: i
     return fixed.get(symptom.kind, "")
 
 
-def _scaled(factor: float, kinds: str, everything: bool, micros: int, sizes: Collection[int]) -> str:
-    def near(value: float) -> bool:
-        return abs(factor - value) <= 1e-3 * value
-
-    a_size = any(near(size) for size in sizes)
-    powers = any(near(size**power) for size in sizes for power in (1, 2, 3, 4))
+def _scaled(factor: float, kinds: str, everything: bool, sizes: Collection[int], of: set[str]) -> str:
+    powers = any(abs(factor - size**power) <= 1e-3 * size**power for size in sizes for power in (1, 2, 3, 4))
+    of_group = bool(of - {"micro-batches"})
     cases = (  # the first that fits
         (factor == 0, "cut-graph"),
-        (everything and micros > 1 and near(micros), "accum-undivided"),
-        (everything and (a_size or any(near(1 / size) for size in sizes)), "ulysses-scale"),
+        (everything and of == {"micro-batches"} and factor > 1, "accum-undivided"),
+        (everything and of_group and "micro-batches" not in of, "ulysses-scale"),
         (everything, ""),
-        (kinds == "experts", "expert-scale" if factor > 1 else "expert-twice"),
-        (kinds == "temperature", "temperature-scale"),
-        (kinds == "biases" and a_size, "bias-n-times"),
+        (kinds == "experts" and of_group, "expert-scale" if factor > 1 else "expert-twice"),
+        (kinds == "temperature" and bool(of), "temperature-scale"),
+        (kinds == "biases" and of_group and factor > 1, "bias-n-times"),
         (powers, "gather-backward-sum"),
     )
     return next((bug for fits, bug in cases if fits), "")

@@ -16,18 +16,19 @@ from torch import Tensor
 
 from isograd.verify import patterns
 from isograd.verify.analysis import Analysis, Observed
-from isograd.verify.catalogue import bug_of, classes_of
+from isograd.verify.catalogue import BUGS, bug_of, classes_of
 from isograd.verify.checks.traffic import reductions
 from isograd.verify.contributions import Fit, Key, fit
 from isograd.verify.findings import BUG, Finding, listed
 from isograd.verify.patterns import Symptom
 from isograd.verify.recording import Recording
 from isograd.verify.sketch import sketch
-from isograd.verify.wording import axis_over, finding, group_sizes, labelled, spell
+from isograd.verify.wording import axis_over, finding, group_sizes, labelled, meanings, spell
 
 if TYPE_CHECKING:
     from isograd.verify.tensorwise import Tensorwise
 
+SCALES_AT = BUGS["ulysses-scale"].look
 ROWS, PERMUTED, UNKNOWN, WRONG_SHARDS = "some rows", "permuted", "unknown", "other shards"
 
 
@@ -37,8 +38,9 @@ def diagnose(
     step: int,
     truth: dict[str, Tensor],
     wrong: list[Tensorwise],
-    compared: int,
-) -> list[Finding]:
+    telling: set[str],
+) -> tuple[list[Finding], bool]:
+    """(findings, whether some tensor shows no known pattern). `telling`: tensors that an error of all would show in."""
     groups: dict[tuple[str, float], list[str]] = defaultdict(list)
     details: dict[tuple[str, float], tuple[Symptom, dict[Key, float], str]] = {}
     for one in wrong:
@@ -50,8 +52,8 @@ def diagnose(
     for (kind, value), names in groups.items():
         symptom, values, words = details[kind, value]
         symptom = replace(symptom, value=value)
-        found.append(_finding(analysis, step, symptom, names, values, words, compared, wrong))
-    return found
+        found.append(_finding(analysis, step, symptom, names, values, words, telling, wrong))
+    return found, any(kind in (UNKNOWN, PERMUTED) for kind, _ in groups)
 
 
 def _finding(
@@ -61,25 +63,32 @@ def _finding(
     names: list[str],
     values: dict[Key, float],
     words: str,
-    compared: int,
+    telling: set[str],
     wrong: list[Tensorwise],
 ) -> Finding:
-    everything = len(names) == compared
+    everything = telling <= set(names)
     whom = f"all {len(names)} gradients" if everything else f"{classes_of(names)} ({listed(names)})"
     worst = max((max(t.errors.values(), default=0.0) for t in wrong if t.name in names), default=0.0)
-    bug = bug_of(symptom, names, everything, analysis.micros, group_sizes(analysis.recording))
+    of = meanings(analysis.recording, analysis.micros, symptom.value) if symptom.kind == patterns.SCALED else {}
+    bug = bug_of(symptom, names, everything, group_sizes(analysis.recording), of)
     if bug == "cut-graph" and everything and not reductions(analysis):
         bug = "nosync-missing"
     axis, said = _said(analysis, symptom, words)
-    if symptom.kind == patterns.SCALED and bug:
-        axis = "micro-batches" if bug == "accum-undivided" else axis_over(analysis.recording, analysis.everyone)
+    if of:
+        axis = " or ".join(of)
+        said += f" ({' or '.join(of.values())})"
+    elif symptom.kind == patterns.SCALED and bug:
+        axis = axis_over(analysis.recording, analysis.everyone)
     if symptom.kind == WRONG_SHARDS:
         bug = "wrong-group"
     bars = labelled(values)
     if symptom.kind == patterns.SCALED and not bars:
         bars = (("reference", 1.0), ("here", symptom.value))
     sentence = f"step {step}: {whom}: {said} (error up to {worst:.1e})"
-    return finding(BUG, bug, sentence, tensors=tuple(sorted(names)), axis=axis, coefficients=bars)
+    found = finding(BUG, bug, sentence, tensors=tuple(sorted(names)), axis=axis, coefficients=bars)
+    if of and not bug:
+        found = replace(found, cause="a loss or gradient divided, or not divided, by that number", look=SCALES_AT)
+    return found
 
 
 def _said(analysis: Analysis, symptom: Symptom, words: str) -> tuple[str, str]:

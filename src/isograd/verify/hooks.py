@@ -63,6 +63,7 @@ class Hooks:
         self._wrap(Optimizer, "add_param_group", self._given)
         for home in (torch.nn.utils, torch.nn.utils.clip_grad):
             self._wrap(home, "clip_grad_norm_", self._clip)
+            self._wrap(home, "clip_grad_value_", self._clip_values)
         self._wrap(torch.nn.utils, "clip_grads_with_norm_", self._clip_with)
         engine = sys.modules.get("isograd.engine.engine")
         if engine is not None:
@@ -212,6 +213,10 @@ class Hooks:
         result = original(*args, **kwargs)
         guarded(self._told)(result)
         return result
+
+    def _clip_values(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        self.capture.guarded(self.capture.snapshot)()
+        return original(*args, **kwargs)
 
     def _told(self, norm: Any) -> None:
         if isinstance(norm, Tensor) and not isinstance(norm, foreign.DTensor):

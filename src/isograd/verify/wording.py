@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from isograd.layout import Layout
+from isograd.layout import AXES, Layout
 from isograd.verify.catalogue import BUGS
 from isograd.verify.contributions import USES, Key
 from isograd.verify.findings import NOTE, Finding
@@ -96,3 +96,26 @@ def group_sizes(recording: Recording) -> set[int]:
     return {len(e["group"]) for record in recording.ranks for e in record.of("collective") if len(e["group"]) > 1} | {
         recording.world
     }
+
+
+def meanings(recording: Recording, micros: int, factor: float) -> dict[str, str]:
+    """What a factor may have come from, by axis: {'tp': 'the size of tp', 'micro-batches': '1 / their number'}."""
+    text = str(recording.about.get("layout", ""))
+    sizes = {"micro-batches": (micros, "the number of micro-batches")}
+    if text:
+        layout = Layout.parse(text)
+        sizes |= {axis: (layout.size(axis), f"the size of {axis}") for axis in AXES}
+        sizes["all ranks"] = (layout.world_size, "the number of ranks")
+    else:
+        groups = {tuple(e["group"]) for record in recording.ranks for e in record.of("collective")}
+        for group in sorted(groups | {tuple(range(recording.world))}, reverse=True):  # of equal sizes the first is kept
+            sizes = {axis: one for axis, one in sizes.items() if axis == "micro-batches" or one[0] != len(group)}
+            sizes[spell(group)] = (len(group), f"the size of the group of {spell(group)}")
+    found: dict[str, str] = {}
+    for axis, (size, words) in sizes.items():
+        if size < 2 or (axis == "all ranks" and set(found) - {"micro-batches"}):
+            continue
+        for value, spelled in ((size, words), (1 / size, f"1 / {words}")):
+            if abs(factor - value) <= 1e-3 * value:
+                found[axis] = spelled
+    return found

@@ -15,7 +15,7 @@ from isograd.verify.checks.traffic import reduced_in_half
 from isograd.verify.contributions import Fit, Key
 from isograd.verify.findings import BUG, INCONCLUSIVE, NOTE, Finding, listed
 from isograd.verify.patterns import Symptom
-from isograd.verify.wording import axis_over, finding, group_sizes, labelled, spell, spread
+from isograd.verify.wording import axis_over, finding, group_sizes, labelled, meanings, spell, spread
 
 
 @dataclass
@@ -26,7 +26,8 @@ class _Read:
     patterned: dict[tuple[str, str, float], tuple[tuple[int, ...], dict[str, dict[Key, float]]]] = field(
         default_factory=dict
     )
-    scales: dict[str, float] = field(default_factory=dict)  # tensors whose contributions all have one coefficient
+    # tensors whose contributions all have one coefficient -> that coefficient on each rank that tells it
+    scales: dict[str, dict[int, float]] = field(default_factory=dict)
     undetermined: list[str] = field(default_factory=list)
     unexplained: list[str] = field(default_factory=list)
 
@@ -37,14 +38,13 @@ class _Read:
 
 
 def coefficients(analysis: Analysis) -> Iterator[Finding]:
-    """Every contribution counts, all alike: each owed axis reduced once, no micro-batch lost, no class scaled."""
-    read = _Read()
-    for name in analysis.names:
-        if name not in analysis.unsure and analysis.contributions(name) and not analysis.negligible(name):
-            _read_tensor(analysis, name, read)
+    """Every contribution counts, all alike, on all ranks: each owed axis reduced once, no micro-batch lost."""
+    read = _read(analysis)
     yield from _patterned(analysis, read)
     if not read.patterned:
-        yield from _class_scales(analysis, read.scales)
+        apart = _apart(analysis, read)
+        if apart:
+            yield _per_rank(analysis, read.scales, apart)
         for name in read.undetermined:  # else other tensors of the same run tell which pattern it is
             sentence = (
                 f"step {analysis.step}: {name} is too small to tell its contributions apart, and they do not all "
@@ -55,9 +55,28 @@ def coefficients(analysis: Analysis) -> Iterator[Finding]:
         yield from _unexplained(analysis, read.unexplained)
 
 
+def scales(analysis: Analysis) -> Iterator[Finding]:
+    """No class of tensors counts more often than the others."""
+    read = _read(analysis)
+    if not read.patterned and not _apart(analysis, read):
+        yield from _per_class(analysis, {name: next(iter(by_rank.values())) for name, by_rank in read.scales.items()})
+
+
+def _apart(analysis: Analysis, read: _Read) -> list[str]:
+    """Tensors that count differently on different ranks."""
+    return [n for n, by_rank in read.scales.items() if spread(by_rank.values()) > 10 * analysis.tolerance(n)]
+
+
+def _read(analysis: Analysis) -> _Read:
+    read = _Read()
+    for name in analysis.names:
+        if name not in analysis.unsure and analysis.contributions(name) and not analysis.negligible(name):
+            _read_tensor(analysis, name, read)
+    return read
+
+
 def _read_tensor(analysis: Analysis, name: str, read: _Read) -> None:
     loose = 10 * analysis.tolerance(name)
-    per_rank: dict[int, float] = {}
     for seen in analysis.observed(name):
         found = analysis.fit(seen)
         if found is None:
@@ -66,22 +85,20 @@ def _read_tensor(analysis: Analysis, name: str, read: _Read) -> None:
         if mixed and found.residual <= loose and (found.uniform or found.determined):
             read.add("wrong-group", patterns.MIXED, 1.0, (seen.own, *mixed), name, found.coefficients)
         elif found.uniform:
-            per_rank[seen.own] = next(iter(found.coefficients.values()))
-            read.scales.setdefault(name, per_rank[seen.own])
+            c = next(iter(found.coefficients.values()))
+            read.scales.setdefault(name, {}).update(dict.fromkeys(seen.ranks, c))
         elif found.residual > loose:
             read.unexplained.append(name)
         elif not found.determined:
             read.undetermined.append(name)
         else:
             _read_pattern(analysis, seen, found, loose, read)
-    if len(per_rank) > 1 and spread(per_rank.values()) > loose:
-        read.add("clip-per-rank", patterns.MIXED, 1.0, tuple(per_rank), name, {(r, 0): c for r, c in per_rank.items()})
 
 
 def _read_pattern(analysis: Analysis, seen: Observed, found: Fit, loose: float, read: _Read) -> None:
     symptom = patterns.read(found.coefficients, seen.own, analysis.counts, loose)
     if symptom.kind == patterns.SCALED:  # equal, but for rounding
-        read.scales.setdefault(seen.name, symptom.value)
+        read.scales.setdefault(seen.name, {}).update(dict.fromkeys(seen.ranks, symptom.value))
         return
     value = round(symptom.value, 3) if symptom.kind == patterns.REREDUCED else 1.0
     ranks = (seen.own, *_members(found.classes, symptom.missing)) if symptom.kind == patterns.UNREDUCED else ()
@@ -103,12 +120,12 @@ def _other_shards(analysis: Analysis, name: str, own: int, found: dict[Key, floa
 
 
 def _patterned(analysis: Analysis, read: _Read) -> Iterator[Finding]:
-    trainable = {n for n in analysis.names if analysis.info(n)["gradient"]}
+    telling = {n for n in analysis.names if analysis.info(n)["gradient"] and not analysis.null(n)}
     sizes = group_sizes(analysis.recording)
     for (known, kind, value), (ranks, tensors) in read.patterned.items():
         names = tuple(sorted(tensors))
-        everything = set(names) >= trainable
-        bug = known or bug_of(Symptom(kind, value), names, everything, analysis.micros, sizes)
+        everything = set(names) >= telling
+        bug = known or bug_of(Symptom(kind, value), names, everything, sizes, ())
         axis = _axis(analysis, kind, ranks)
         if bug == "wrong-group" and axis in DATA.split():
             bug = "replicas-differ"  # no parameter is cut over a data axis: these were to be copies
@@ -130,8 +147,6 @@ def _said(bug: str, kind: str, value: float, axis: str) -> str:
         return f"summed over {axis} as copies are, but the copies began with different values"
     if bug == "wrong-group":
         return f"summed over {axis}, whose members hold other shards of it"
-    if bug == "clip-per-rank":
-        return f"scaled differently on {axis}"
     return {
         patterns.UNREDUCED: f"not summed over {axis}: each rank holds its own part only",
         patterns.LAST_ONLY: "only the last micro-batch counts, earlier ones are lost",
@@ -143,12 +158,27 @@ def _said(bug: str, kind: str, value: float, axis: str) -> str:
     }[kind]
 
 
-def _class_scales(analysis: Analysis, scales: dict[str, float]) -> Iterator[Finding]:
+def _per_rank(analysis: Analysis, scales: dict[str, dict[int, float]], apart: list[str]) -> Finding:
+    """A norm of each rank's own gives each rank one factor; what changes tensor by tensor may be meant to."""
+    axis = axis_over(analysis.recording, tuple(sorted({rank for name in apart for rank in scales[name]})))
+    on: dict[int, list[float]] = defaultdict(list)
+    for by_rank in scales.values():
+        for rank, c in by_rank.items():
+            on[rank].append(c)
+    loose = max(10 * analysis.tolerance(name) for name in apart)
+    bars = tuple((f"rank {rank}", values[0]) for rank, values in sorted(on.items()))
+    whom = f"all {len(scales)} gradients" if len(apart) == len(scales) else f"{classes_of(apart)} ({listed(apart)})"
+    sentence = f"step {analysis.step}: {whom}: scaled differently on {axis}"
+    if all(spread(values) <= loose for values in on.values()):
+        return finding(BUG, "clip-per-rank", sentence, tensors=tuple(sorted(apart)), axis=axis, coefficients=bars)
+    sentence += ", tensor by tensor: adaptive clipping does so on purpose; a run on one device would decide"
+    return finding(INCONCLUSIVE, "", sentence, tensors=tuple(sorted(apart)), axis=axis)
+
+
+def _per_class(analysis: Analysis, scales: dict[str, float]) -> Iterator[Finding]:
     """All tensors of a step share one coefficient; a class with another one was divided or reduced apart."""
-    if len(scales) < 2:
-        return
     counted = Counter(round(math.log(abs(c)) * 200) for c in scales.values() if c)
-    if not counted:
+    if not counted or len(scales) < 2:
         return
     usual_key = counted.most_common(1)[0][0]
     usual = next(c for c in scales.values() if c and round(math.log(abs(c)) * 200) == usual_key)
@@ -156,14 +186,29 @@ def _class_scales(analysis: Analysis, scales: dict[str, float]) -> Iterator[Find
     for name, c in scales.items():
         if abs(c - usual) > max(10 * analysis.tolerance(name), 1e-3) * abs(usual):
             odd[round(c / usual, 3)].append(name)
+    unclear: dict[str, float] = {}
     for factor, names in odd.items():
-        bug = bug_of(Symptom(patterns.SCALED, factor), names, False, analysis.micros, group_sizes(analysis.recording))
+        of = meanings(analysis.recording, analysis.micros, factor)
+        bug = bug_of(Symptom(patterns.SCALED, factor), names, False, group_sizes(analysis.recording), of)
+        if not bug and not of:
+            unclear |= dict.fromkeys(names, factor)
+            continue
+        meant = f" ({' or '.join(of.values())})" if of else ""
         sentence = (
-            f"step {analysis.step}: {classes_of(names)} ({listed(names)}) count {factor:g} times where "
-            f"the other tensors count once"
+            f"step {analysis.step}: {classes_of(names)} ({listed(names)}) count {factor:g} times{meant} where the "
+            "other tensors count once"
         )
         bars = (("most tensors", usual), *((n, scales[n]) for n in names[:8]))
         yield finding(BUG, bug, sentence, tensors=tuple(names), axis=spell(analysis.everyone), coefficients=bars)
+    if unclear:
+        names = list(unclear)
+        low, high = min(unclear.values()), max(unclear.values())
+        sentence = (
+            f"step {analysis.step}: {listed(names)} count {low:g} to {high:g} times where the other tensors count "
+            "once, which is the size of no group: adaptive clipping does so on purpose; one device would decide"
+        )
+        bars = (("most tensors", usual), *((n, scales[n]) for n in names[:8]))
+        yield finding(INCONCLUSIVE, "", sentence, tensors=tuple(names), coefficients=bars)
 
 
 def _unexplained(analysis: Analysis, names: list[str]) -> Iterator[Finding]:

@@ -14,7 +14,7 @@ from typing import Any
 from isograd.verify.analysis import Analysis, Weighed
 from isograd.verify.contributions import Fit, Key
 from isograd.verify.findings import BUG, INCONCLUSIVE, NOTE, Finding
-from isograd.verify.wording import finding, group_sizes, labelled, spread
+from isograd.verify.wording import finding, labelled, meanings, spread
 
 
 def token_weights(analysis: Analysis) -> Iterator[Finding]:
@@ -117,20 +117,16 @@ def _whole(analysis: Analysis, calls: dict[Key, list[Weighed]], share: dict[Key,
         if data not in seen:
             seen.add(data)
             total += share[key] * sum(w.low * w.count for w in weighed)
-    sizes = {analysis.micros, *group_sizes(analysis.recording)} - {1}
-    hit = next((s for s in sorted(sizes, reverse=True) if abs(total - s) <= 1e-3 * s), None)
-    if hit is None:
+    of = meanings(analysis.recording, analysis.micros, total)
+    if not of or total < 1:
         return
-    per_micro = hit == analysis.micros
-    bug, what = ("accum-undivided", "micro-batches") if per_micro else ("ulysses-scale", "ranks in a group")
-    if per_micro and hit in group_sizes(analysis.recording):
-        bug, what = "", "micro-batches, and ranks in a group"
+    bug = "accum-undivided" if set(of) == {"micro-batches"} else "" if "micro-batches" in of else "ulysses-scale"
     sentence = (
-        f"step {analysis.step}: all gradients are {hit} times the mean over the step's labels, and there are "
-        f"{hit} {what}; a run on one device would decide"
+        f"step {analysis.step}: all gradients are {total:.4g} times the mean over the step's labels, which is "
+        f"{' or '.join(of.values())}; a run on one device would decide"
     )
     trainable = tuple(n for n in analysis.names if analysis.info(n)["gradient"])
-    yield finding(INCONCLUSIVE, bug, sentence, tensors=trainable, axis="micro-batches" if per_micro else "")
+    yield finding(INCONCLUSIVE, bug, sentence, tensors=trainable, axis=" or ".join(of))
 
 
 def _summed(analysis: Analysis) -> bool:

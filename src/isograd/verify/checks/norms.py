@@ -33,14 +33,7 @@ def norms(analysis: Analysis) -> Iterator[Finding]:
         return
     if reported:
         yield from _norm_is_true(analysis, next(iter(reported.values())), names)
-    factors: dict[int, float] = {}
-    for record in analysis.recording.ranks:
-        clipped = record.group(analysis.step, "clipped")
-        whole = analysis.sums[record.rank]
-        both = [n for n in clipped if n in whole and float(whole[n].norm()) > 0]
-        if both:
-            top = max(both, key=lambda n: float(whole[n].norm()))
-            factors[record.rank] = float(clipped[top] @ whole[top]) / float(whole[top] @ whole[top])
+    factors = {r: f for r in range(analysis.world) if (f := _one_factor(analysis, r)) is not None}
     if len(factors) > 1 and spread(factors.values()) > 1e-3:
         bars = tuple((f"rank {r}", f) for r, f in factors.items())
         sentence = f"step {analysis.step}: ranks clip by different factors: {min(factors.values()):.4g} to {max(factors.values()):.4g}"  # noqa: E501
@@ -52,6 +45,24 @@ def norms(analysis: Analysis) -> Iterator[Finding]:
             axis=axis_over(analysis.recording, tuple(factors)),
             coefficients=bars,
         )
+
+
+def _one_factor(analysis: Analysis, rank: int) -> float | None:
+    """The factor between a rank's gradients and what its optimizer received; None when they were changed otherwise than
+    by one factor: element by element, or tensor by tensor."""
+    clipped = analysis.recording.ranks[rank].group(analysis.step, "clipped")
+    whole = analysis.sums[rank]
+    factors: list[float] = []
+    for name in clipped:
+        if name not in whole or analysis.null(name) or not bool(clipped[name].isfinite().all()):
+            continue
+        factor = float(clipped[name] @ whole[name]) / float(whole[name] @ whole[name])
+        if float((clipped[name] - factor * whole[name]).norm()) > 10 * analysis.tolerance(name) * float(
+            clipped[name].norm()
+        ):
+            return None
+        factors.append(factor)
+    return factors[0] if factors and spread(factors) <= 1e-2 else None
 
 
 def true_norm(analysis: Analysis) -> float | None:

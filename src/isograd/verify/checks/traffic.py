@@ -6,6 +6,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from itertools import pairwise, zip_longest
 
+from isograd.layout import Layout
+from isograd.mesh import DATA
 from isograd.verify.analysis import Analysis
 from isograd.verify.findings import BUG, INCONCLUSIVE, NOTE, Finding, listed
 from isograd.verify.flows import CUT, KEPT, OTHERS
@@ -151,9 +153,10 @@ def random_draws(analysis: Analysis) -> Iterator[Finding]:
                 draws[*key, count[key]][record.rank] = event
                 count[key] += 1
     apart: dict[str, tuple[int, ...]] = {}
-    for (module, _, _), by_rank in draws.items():
+    for (module, forward, _), by_rank in draws.items():
         for rank, event in by_rank.items():
-            twins = [r for r, e in by_rank.items() if e["into"] == event["into"] and e["out"] != event["out"]]
+            others = [r for r, e in by_rank.items() if e["into"] == event["into"] and e["out"] != event["out"]]
+            twins = [r for r in others if not _data_ranks(analysis, rank, r, forward)]
             if twins:
                 apart[module] = tuple(sorted({rank, *twins}))
     if apart:
@@ -165,3 +168,23 @@ def random_draws(analysis: Analysis) -> Iterator[Finding]:
         yield finding(
             BUG, "norm-dropout-rng", sentence, tensors=tuple(apart), axis=axis_over(analysis.recording, ranks)
         )
+
+
+def _data_ranks(analysis: Analysis, one: int, other: int, forward: int) -> bool:
+    """Whether two ranks work on different data, and drop what they like, of a learned tensor too.
+
+    The layout says so, else their data; ranks that were given the same data are data ranks if what each of them adds
+    to the parameters that both hold is summed.
+    """
+    text = str(analysis.recording.about.get("layout", ""))
+    if text:
+        here, there = (Layout.parse(text).coordinates(rank) for rank in (one, other))
+        return any(here[axis] != there[axis] for axis in DATA.split())
+    mine, theirs = (analysis.data.get((rank, forward)) for rank in (one, other))
+    if mine != theirs:
+        return True
+    shared = [n for n in analysis.names if analysis.contributions(n) and other in analysis.replicas_of(n, one)]
+    fits = [analysis.fit(seen) for n in shared for seen in analysis.observed(n) if one in seen.ranks]
+    telling = [f for f in fits if f is not None and {one, other} <= {rank for rank, _ in f.coefficients}]
+    counting = [{rank for (rank, _), c in f.coefficients.items() if c} for f in telling]
+    return bool(telling) and all({one, other} <= ranks for ranks in counting)
