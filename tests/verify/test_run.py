@@ -538,7 +538,7 @@ def train(rank, world, port):
     model = DistributedDataParallel(torch.nn.Linear(4, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(3):
-        model(torch.randn(5, 4)).square().sum().backward()
+        model(torch.randn(5, 4) + rank).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
         WRONG
@@ -590,6 +590,43 @@ def test_a_hang_is_told_by_collective_line_and_rank_and_nothing_runs_on(verify_r
     assert done.findings[0]["bug"] == "order"
     assert processes(record) == set()
     assert json.loads((record / "recording.json").read_text())["stalled"] is True
+
+
+def test_a_hang_after_the_watched_steps_is_told_by_line_and_count(verify_run, spawned, tmp_path) -> None:
+    record = tmp_path / "recording"
+    wrong = "if step == 2 and rank == 0: dist.all_reduce(torch.ones(6))\n        elif step == 2: time.sleep(1e6)"
+    done = verify_run(*spawned(wrong), options=("--stall", "4", "--steps", "1", "--record", str(record)))
+    assert (done.code, done.report["verdict"]) == (3, BUG)
+    assert done.said[0] == (
+        "hang: no optimizer step for 4 s; rank 0 is at train.py:17 in train after 3 steps; "
+        "rank 1 is at train.py:18 in train after 3 steps"
+    )
+    assert [f["verdict"] for f in done.findings] == [BUG, NOTE]
+    assert done.report["subjects"][0]["facts"]["steps"] == "1"
+    assert processes(record) == set()
+    assert json.loads((record / "recording.json").read_text())["stalled"] is True
+
+
+LONG = """
+import subprocess, sys
+import torch
+
+model = torch.nn.Linear(4, 3)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for step in range(3):
+    model(torch.ones(2, 4)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+subprocess.run([sys.executable, "-c", "import time; time.sleep(5)"])
+print("evaluated")
+"""
+
+
+def test_a_program_that_waits_for_another_one_after_its_training_is_let_be(verify_run, tmp_path) -> None:
+    (tmp_path / "long.py").write_text(LONG)
+    done = verify_run(sys.executable, str(tmp_path / "long.py"), options=("--stall", "2", "--steps", "1"))
+    assert (done.code, done.report["verdict"], done.findings) == (0, PASS, [])
+    assert done.out.startswith("evaluated\n")
 
 
 def test_a_world_that_changes_its_size_is_said_plainly(verify_run, spawned) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from isograd.errors import VerifyError
 from isograd.verify.checks import check
 from isograd.verify.findings import INCONCLUSIVE, NOTE, Finding, Report, Subject
-from isograd.verify.hang import crash, wait
+from isograd.verify.hang import crash, wait, watching
 from isograd.verify.recording import RankRecord, Recording, write_json
 from isograd.verify.report import timeline
 from isograd.verify.wording import left_out, spell
@@ -94,7 +94,7 @@ def inspect(
     """What a recording shows without any reference."""
     name = " ".join(Path(word).name for word in (command or [str(directory)])[:6])
     ranks = len(list(directory.glob("rank-*")))
-    if hang is not None:
+    if hang is not None and watching(directory):
         return Subject(name, ranks, findings=[hang])
     if not ranks:
         sentence = (
@@ -105,7 +105,7 @@ def inspect(
     try:
         recording = Recording(directory)
         subject = Subject(name, recording.world, timeline=timeline(recording))
-        subject.findings = [*plain_facts(recording), *check(recording)]
+        subject.findings = [*filter(None, [hang]), *plain_facts(recording), *check(recording)]
         why = crash(recording) if failed and not any(f.bug == "order" for f in subject.findings) else None
         subject.findings += [why] if why is not None else []
         subject.facts = facts(recording)

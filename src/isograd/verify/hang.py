@@ -1,7 +1,8 @@
 """Waits for a watched program, and tells a hang from patience: which rank waits in which collective, who never came.
 
-A program is taken to hang when no watched rank has said anything for the stall limit and the stacks of all of them
-are where they were half that time ago. Then it is stopped, with every process that it started.
+A program is taken to hang when no rank has said anything, or counted an optimizer step, for the stall limit, and the
+stacks of all of them are where they were half that time ago. Then it is stopped, with every process that it started.
+After the watched steps there is only the count, and who waits for another process, or serves one, is let be.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from isograd.errors import VerifyError
 from isograd.verify.checks.traffic import signature
 from isograd.verify.claim import alive
 from isograd.verify.findings import BUG, Finding
-from isograd.verify.recording import Event, RankRecord, Recording
+from isograd.verify.recording import STEPS, Event, RankRecord, Recording
 from isograd.verify.wording import finding, spell
 
 
 def wait(process: subprocess.Popen[bytes], directory: Path, stall: float) -> Finding | None:
     """Until the program ends by itself (None), or is found to hang and is stopped."""
-    quiet_since, newest = time.monotonic(), 0.0
+    quiet_since, newest = time.monotonic(), (0.0, [b""])
     before: dict[Path, str] | None = None
     while True:
         try:
@@ -34,25 +35,48 @@ def wait(process: subprocess.Popen[bytes], directory: Path, stall: float) -> Fin
             pass
         except KeyboardInterrupt:  # the program received it too; let it end in its own way
             continue
-        latest = max((log.stat().st_mtime for log in directory.glob("rank-*/events.jsonl")), default=0.0)
+        latest = _progress(directory)
         quiet = time.monotonic() - quiet_since
-        if latest != newest or not _watching(directory):
+        if latest != newest or not (watching(directory) or any(map(any, latest[1]))):
             quiet_since, newest, before = time.monotonic(), latest, None
         elif before is None and quiet > stall / 2:
             before = stacks(directory)
         elif before is not None and quiet > stall:
             now = stacks(directory)
-            if now != before:  # it computes, compiles or loads
+            if now != before or not (watching(directory) or _stuck(now)):  # it computes, compiles or loads
                 quiet_since, before = time.monotonic(), None
                 continue
-            hang = describe(directory, stall, now)
+            hang = describe(directory, stall, now) if watching(directory) else silent(directory, stall, now)
             stop(process, directory)
             return hang
 
 
-def _watching(directory: Path) -> bool:
-    """Whether some rank's capture is still under way: after the last watched step silence means nothing."""
+def watching(directory: Path) -> bool:
+    """Whether some rank's capture is still under way: later only optimizer steps are counted."""
     return any('"watching": true' in path.read_text() for path in directory.glob("rank-*/rank.json"))
+
+
+def _progress(directory: Path) -> tuple[float, list[bytes]]:
+    """When the last event was written, and the counts of optimizer steps of the ranks that have not finished."""
+    written = max((log.stat().st_mtime for log in directory.glob("rank-*/events.jsonl")), default=0.0)
+    homes = [path for path in sorted(directory.glob("rank-*")) if '"finished": false' in _about(path)]
+    return written, [(home / STEPS).read_bytes() for home in homes if (home / STEPS).exists()]
+
+
+def _about(home: Path) -> str:
+    try:
+        return (home / "rank.json").read_text()
+    except FileNotFoundError:
+        return ""
+
+
+ELSEWHERE = r"/(subprocess|socketserver|selectors|socket|asyncio/\w+|signal)\.py$"
+
+
+def _stuck(stacks: dict[Path, str]) -> bool:
+    """Whether nobody waits for something outside of the program: every stack is known, and none ends there."""
+    innermost = [re.findall(r'File "([^"]+)"', stack)[:1] for stack in stacks.values()]
+    return bool(innermost) and all(files and not re.search(ELSEWHERE, files[0]) for files in innermost)
 
 
 # -- where everyone is -------------------------------------------------------------------------------------------
@@ -100,6 +124,15 @@ def describe(directory: Path, stall: float, where: dict[Path, str]) -> Finding:
         sentence += f", which {spell(behind)} never reached"
         sentence += "".join(f"; rank {r}{at[r]}" for r in behind[:3])
     return finding(BUG, "order", sentence, axis=spell(group))
+
+
+def silent(directory: Path, stall: float, where: dict[Path, str]) -> Finding:
+    """Of a hang after the watched steps: where each rank is, and after how many steps."""
+    said = []
+    for home, stack in sorted(where.items()):
+        count = int.from_bytes((home / STEPS).read_bytes(), "little") if (home / STEPS).exists() else 0
+        said.append(f"rank {int(home.name[5:])} is at {place(stack) or 'no line of the program'} after {count} steps")
+    return Finding(BUG, "", f"hang: no optimizer step for {stall:g} s; {'; '.join(said)}")
 
 
 def crash(recording: Recording) -> Finding | None:

@@ -3,6 +3,7 @@
     DIR/recording.json          version, command, how it ended (written by whoever started the program)
     DIR/rank-0003/rank.json     who this rank is, what it saw of the program; "finished" is false until the end
     DIR/rank-0003/events.jsonl  one line per event, in order (see capture.py for the kinds)
+    DIR/rank-0003/steps         how many optimizer steps it has taken, while it runs (see watched.py)
     DIR/rank-0003/step-0001.safetensors   gradients, parameters, sketches and activations of one optimizer step
 
 JSON and safetensors only: nothing is unpickled, every read is bounded, a file appears whole or not at all.
@@ -24,6 +25,7 @@ from torch import Tensor
 from isograd.errors import VerifyError
 
 VERSION = 1
+STEPS = "steps"  # eight bytes: the optimizer steps of a rank that is still under way
 MOST_EVENTS = 5_000_000
 LONGEST_LINE = 1 << 24
 LONGEST_JSON = 1 << 28

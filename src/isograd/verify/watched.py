@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import faulthandler
 import functools
+import mmap
 import os
 import signal
 import sys
@@ -14,6 +15,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from isograd.verify.recording import STEPS
 
 _started: list[Any] = []
 
@@ -69,10 +73,37 @@ def _capture(directory: str) -> Any:
         parameters=os.environ.get("ISOGRAD_VERIFY_PARAMETERS") == "1",
         lenient=True,
     )
-    capture.opened = _stacks
+    steps = _Steps()  # its hook goes first: the capture's own can then be taken out from behind it
+
+    def opened(home: Path) -> None:
+        _stacks(home)
+        steps.show(home)
+
+    capture.opened = opened
     capture.start()
     capture.guarded(capture.event)("start")
     return capture
+
+
+class _Steps:
+    """The number of optimizer steps, where `verify run` can read it from outside: eight bytes of shared memory. It is
+    what stays in the program after the watched steps, at one addition per step, so that a later hang is seen, too."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.shared: mmap.mmap | None = None
+        register_optimizer_step_post_hook(self.stepped)
+
+    def show(self, home: Path) -> None:
+        path = home / STEPS
+        path.write_bytes(bytes(8))
+        with open(path, "r+b") as file:
+            self.shared = mmap.mmap(file.fileno(), 8)
+
+    def stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self.count += 1
+        if self.shared is not None:
+            self.shared[:] = self.count.to_bytes(8, "little")
 
 
 class _Nobody:

@@ -31,12 +31,11 @@ def own_data(analysis: Analysis) -> Iterator[Finding]:
             continue
         batches = seen[doubles[0]]
         several = len(set(batches)) > 1
-        spelled = spell(doubles)
-        sentence = f"{spelled} were given the same data in all {len(batches)} watched micro-batches"
+        sentence = f"{spell(doubles)} were given the same data in all {len(batches)} watched micro-batches, "
         if several:
-            sentence += ", and their gradients are summed: they train as one rank would"
+            sentence += "and their gradients are summed: they train as one rank would"
         else:
-            sentence += ", which are one and the same batch: dummy data, or the same on all ranks by mistake"
+            sentence += "always the same batch: it is there to try something out, or by mistake"
         verdict = BUG if several else INCONCLUSIVE
         yield finding(verdict, "same-data", sentence, axis=axis_over(analysis.recording, tuple(doubles)))
         return
