@@ -65,8 +65,19 @@ MODELS: dict[str, TransformerConfig] = {
 MODELS_OF_CP: dict[str, TransformerConfig] = {
     "nine": TransformerConfig(vocab=101, hidden=24, layers=2, heads=9, kv_heads=3, head_dim=4, mlp=41, qkv_bias=True),
     "gpt2-ring": replace(MODELS["gpt2"], attention_dropout=0.0),
+    "four": TransformerConfig(vocab=101, hidden=24, layers=2, heads=4, head_dim=6, mlp=41),
 }
 CONFIGS = MODELS | MODELS_OF_CP  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Text:
+    """What a micro-batch is like."""
+
+    rows: int = BATCH
+    length: int = LENGTH
+    packed: bool = False  # several documents in each sequence
+    early: bool = False  # only the first two tokens of a sequence have labels: most cp ranks have none
 
 
 @dataclass
@@ -81,20 +92,26 @@ class Trained:
     settled: str = ""  # hash of everything above: for bitwise comparison between stages
 
 
-def micro_batch(config: TransformerConfig, step: int, index: int, of: int) -> tuple[Tensor, Tensor, Tensor]:
+def micro_batch(
+    config: TransformerConfig, step: int, index: int, of: int, text: Text = Text()
+) -> tuple[Tensor, Tensor, Tensor]:
     """(tokens, labels, sample ids). Label counts differ everywhere; the last micro-batch of several has none."""
     generator = torch.Generator().manual_seed(7919 * step + index)
-    window = torch.randint(config.vocab, (BATCH, LENGTH + 1), generator=generator)
+    window = torch.randint(config.vocab, (text.rows, text.length + 1), generator=generator)
     labels = window[:, 1:].clone()
-    for row in range(BATCH):
-        labels[row, : (index * 3 + row * 2 + step) % LENGTH] = -100
+    for row in range(text.rows):
+        labels[row, : (index * 3 + row * 2 + step) % (2 if text.early else text.length)] = -100
+    if text.early:
+        labels[:, 2:] = -100
     if of > 1 and index == of - 1:
         labels[:] = -100
-    return window[:, :-1], labels, torch.arange(BATCH) + BATCH * index
+    return window[:, :-1], labels, torch.arange(text.rows) + text.rows * index
 
 
-def documents_of(labels: Tensor) -> Tensor:
+def documents_of(labels: Tensor, text: Text) -> Tensor | None:
     """Uneven documents packed into each row: rows of two, three and one."""
+    if not text.packed:
+        return None
     documents = torch.zeros_like(labels)
     documents[0::3, 3:] = 4
     documents[1::3, 1:] = 1
@@ -112,7 +129,7 @@ def sgd(params: object) -> torch.optim.Optimizer:
 
 @lru_cache
 def one_device(
-    model_name: str, micro_batches: int, dtype: torch.dtype = torch.float64, order: int = 1, packed: bool = False
+    model_name: str, micro_batches: int, dtype: torch.dtype = torch.float64, order: int = 1, text: Text = Text()
 ) -> Trained:
     """The truth. `order` -1 adds micro-batches up backwards and row by row: the same sum, associated differently."""
     config = CONFIGS[model_name]
@@ -120,18 +137,19 @@ def one_device(
     optimizer, done = sgd(list(model.parameters())), Trained()
     for step in range(STEPS):
         optimizer.zero_grad()
-        batches = [micro_batch(config, step, i, micro_batches) for i in range(micro_batches)][::order]
+        batches = [micro_batch(config, step, i, micro_batches, text) for i in range(micro_batches)][::order]
         tokens_of_step = sum(int((labels != -100).sum()) for _, labels, _ in batches)
         total = 0.0
         for tokens, labels, samples in batches:
-            for row in range(BATCH) if order == -1 else [slice(None)]:
+            documents = documents_of(labels, text)
+            for row in range(text.rows) if order == -1 else [slice(None)]:
                 part = slice(row, row + 1) if isinstance(row, int) else row
                 loss, count = model(
                     tokens[part],
                     labels[part],
                     key=dropout_key(step),
                     samples=samples[part],
-                    documents=documents_of(labels)[part] if packed else None,
+                    documents=None if documents is None else documents[part],
                 )
                 (loss * count / tokens_of_step).backward()
                 total += float(loss.detach()) * int(count)
@@ -150,7 +168,7 @@ def train(
     dtype: torch.dtype = torch.float64,
     no_sync: bool = False,
     reproducible: bool = False,
-    packed: bool = False,
+    text: Text = Text(),
 ) -> Trained:
     """The same training on this rank of a world. Runs inside every rank."""
     mesh, config = Mesh(layout), CONFIGS[model_name]
@@ -161,8 +179,8 @@ def train(
     for step in range(STEPS):
         for j in range(accumulation):
             index = mesh.index("dp") * accumulation + j
-            tokens, labels, samples = micro_batch(config, step, index, micro_batches)
-            documents = documents_of(labels) if packed else None
+            tokens, labels, samples = micro_batch(config, step, index, micro_batches, text)
+            documents = documents_of(labels, text)
             loss, count = model(tokens, labels, key=dropout_key(step), samples=samples, documents=documents)
             with engine.no_sync() if no_sync and j < accumulation - 1 else nullcontext():
                 engine.backward(loss, weight=count)
@@ -242,15 +260,14 @@ class Case:
     model: str
     accumulation: int
     reproducible: bool = False
-    packed: bool = False  # several documents in each sequence
+    text: Text = Text()
 
     def run(self) -> Trained:
         """On this rank of a world."""
-        how = {"reproducible": self.reproducible, "packed": self.packed}
-        return train(self.layout, self.model, self.accumulation, **how)
+        return train(self.layout, self.model, self.accumulation, reproducible=self.reproducible, text=self.text)
 
     def wrong(self, results: list[Trained]) -> list[str]:
         """All that is wrong with the ranks' results."""
         layout = Layout.parse(self.layout)
-        truth = one_device(self.model, self.accumulation * layout.dp, packed=self.packed)
+        truth = one_device(self.model, self.accumulation * layout.dp, text=self.text)
         return differences(results[0], truth) + [f"replicas differ: {place}" for place in replicas_apart(results)]

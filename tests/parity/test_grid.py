@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -60,8 +62,49 @@ CP_GRID = [
 def test_a_cut_sequence_trains_as_one_device_does(
     worlds, layout: str, model: str, packed: bool, accumulation: int
 ) -> None:
-    case = cases.Case(layout, model, accumulation, packed=packed)
+    case = cases.Case(layout, model, accumulation, text=cases.Text(packed=packed))
     assert not case.wrong(worlds(Layout.parse(layout).world_size).run(case.run))
+
+
+def pairwise(cases_: list[tuple[object, ...]]) -> list[tuple[object, ...]]:
+    """As few of these as a greedy choice finds in which any two values that meet in one of all meet in one of them."""
+    pairs = {case: {*itertools.combinations(enumerate(case), 2)} for case in cases_}
+    chosen, left = [], set.union(*pairs.values())
+    while left:
+        chosen.append(max(cases_, key=lambda case: len(pairs[case] & left)))
+        left -= pairs[chosen[-1]]
+    return chosen
+
+
+# (layout, model, documents, rows, length, labels at the start only, accumulation): what CP_GRID leaves out, in pairs.
+CP_PAIRS = pairwise(
+    [
+        case
+        for case in itertools.product(
+            (
+                "cp2 ulysses", "cp2 ring", "cp3 ulysses zero1", "cp3 ring", "cp4 ulysses", "cp4 ring zero2",
+                "cp4 ulysses2", "dp2 cp2 ulysses", "dp2 cp2 ring zero2", "cp2 ulysses tp2 sp zero2",
+                "cp2 ring tp2 sp zero1", "cp4 ulysses2 tp2 sp", "cp6 ulysses3", "dp2 cp4 ulysses2 zero1",
+            ),
+            ("four", "nine", "qwen"), (False, True), (1, 3), (7, 10), (False, True), (1, 3),
+        )
+        if runs(Layout.parse(case[0]), cases.CONFIGS[case[1]])
+    ]
+)  # fmt: skip
+
+
+def named(case: tuple[object, ...]) -> str:
+    layout, model, packed, rows, length, early, accumulation = case
+    words = [layout, model, "packed" if packed else "causal", f"{rows}x{length}", "early" if early else "uneven"]
+    return "-".join(map(str, [*words, accumulation]))
+
+
+@pytest.mark.parametrize("case", CP_PAIRS, ids=map(named, CP_PAIRS))
+def test_any_two_properties_of_a_cut_sequence_go_together(worlds, case: tuple) -> None:
+    """One row or three, odd and even lengths, 4, 9 / 3 and 8 / 2 heads, documents or not, ranks without any label."""
+    layout, model, packed, rows, length, early, accumulation = case
+    whole = cases.Case(layout, model, accumulation, text=cases.Text(rows, length, packed, early))
+    assert not whole.wrong(worlds(Layout.parse(layout).world_size).run(whole.run))
 
 
 @pytest.mark.parametrize("model", ["llama", "gpt2-ring"])

@@ -12,7 +12,7 @@ from isograd.comm.launch import World
 from isograd.errors import LaunchError
 
 from . import mutants
-from .cases import Case, Trained
+from .cases import Case, Text, Trained
 
 TABLE = Path(__file__).parents[2] / "docs" / "mutants.md"
 
@@ -29,7 +29,7 @@ KILLERS = (
 # And those that cut sequences, for what only they run.
 KILLERS_OF_CP = (
     Case("cp2 ulysses tp2 sp zero1", "gpt2", 3),
-    Case("cp2 ring tp2 sp", "qwen", 3, packed=True),
+    Case("cp2 ring tp2 sp", "qwen", 3, text=Text(packed=True)),
     Case("cp4 ulysses2", "nine", 3),
 )
 
@@ -53,7 +53,7 @@ def test_name(case: Case) -> str:
     if case.reproducible:
         return f"test_reproducible_trains_as_one_device_does[{case.layout}-{case.model}]"
     if case in KILLERS_OF_CP:
-        how = "packed" if case.packed else "causal"
+        how = "packed" if case.text.packed else "causal"
         return f"test_a_cut_sequence_trains_as_one_device_does[{case.layout}-{case.model}-{how}-{case.accumulation}]"
     return f"test_a_layout_trains_as_one_device_does[{case.layout}-{case.model}-{case.accumulation}]"
 
