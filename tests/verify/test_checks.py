@@ -128,6 +128,8 @@ def after_reduction(model: Mlp, plant: str, rank: int) -> None:
         adaptive_clip(model.embed.weight, model.head.weight)
     if plant == "clipped element by element":
         nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+    if plant == "copies differ and are clipped":
+        model.down.weight.grad[3 * rank :] += 0.1
     if plant == "NaN on one rank" and rank == 1:
         model.norm.weight.grad[2] = torch.nan
     if plant == "gradients are left behind":
@@ -339,6 +341,8 @@ TABLE: list[Row] = [
      Said(BUG, "clip-per-rank", "dp", EVERYTHING, "ranks clip by different factors")),
     ("norms", tensor_parallel, "replicas count twice in the norm",
      Said(BUG, "norm-counts-replicas", "tp", r"^(?!up|down)", "it counts every copy of replicated tensors")),
+    ("norms", data_parallel, "copies differ and are clipped",
+     Said(BUG, "replicas-differ", "dp", r"^down.weight", "copies of the gradients of down.weight differ")),
     ("dtypes", data_parallel, "summed in bf16",
      Said(BUG, "bf16-reduction", "dp", EVERYTHING, "reductions of fp32 gradients ran in bfloat16: all_reduce at")),
     ("order", data_parallel, "another dtype on rank 1",

@@ -444,6 +444,15 @@ def test_a_scaled_tensor_is_told_once(judged: Any) -> None:
     assert only(judged(changed(right(), "norm.weight", gradient=lambda g: 1.1 * g)), BUG).tensors == ("norm.weight",)
 
 
+def test_tensors_that_have_each_a_factor_of_their_own_are_one_finding(judged: Any) -> None:
+    ranks = right()
+    for i, name in enumerate(SHAPES):
+        changed(ranks, name, gradient=lambda g, f=0.31 + 0.17 * i: f * g)
+    found = only(judged(ranks), BUG)
+    assert found.tensors == tuple(sorted(SHAPES))
+    assert "0.31 to 0.99 times what they should be, each tensor by a factor of its own" in found.sentence
+
+
 def test_no_divergence_is_told_beside_gradients_whose_pattern_is_known(tmp_path: Path) -> None:
     """The activations differ, too, and the gradients say all there is to say: it is one factor."""
     one, other = right(data_ranks=1), scaled_everywhere(right(), 1.1)

@@ -94,11 +94,13 @@ def merged(explained: list[Finding], free: list[Finding]) -> list[Finding]:
     out = [f for f in out if not _consequence(f, explained)]
     extra = []
     for f in explained:
-        covered = {t for g in out if g.verdict == BUG and g.bug in named for t in g.tensors}
+        scale = f.coefficients[:1] == (("reference", 1.0),)  # a clip explains factors, and nothing else
+        named_here = named if scale else named - {"clip-per-rank", "norm-counts-replicas"}
+        covered = {t for g in out if g.verdict == BUG and g.bug in named_here for t in g.tensors}
         if f.bug in named and f.bug in {g.bug for g in out}:
             continue
         unnamed = f.verdict != NOTE and f.bug == ""
-        if unnamed and (_consequence(f, [*explained, *out]) or (named and set(f.tensors) <= covered)):
+        if unnamed and (_consequence(f, [*explained, *out]) or (named_here and set(f.tensors) <= covered)):
             continue
         extra.append(f)
     hurt = tuple(sorted({t for f in explained if f.bug == "" for t in f.tensors}))

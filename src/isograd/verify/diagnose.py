@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from isograd.verify.tensorwise import Tensorwise
 
 SCALES_AT = BUGS["ulysses-scale"].look
+MOST_FACTORS = 3  # that are told one by one
 ROWS, PERMUTED, UNKNOWN, WRONG_SHARDS = "some rows", "permuted", "unknown", "other shards"
 
 
@@ -49,11 +50,29 @@ def diagnose(
         groups[key].append(one.name)
         details.setdefault(key, (symptom, values, words))
     found = []
+    own = [key for key in groups if key[0] == patterns.SCALED and key[1] and not _meant(analysis, key[1])]
+    if len(own) > MOST_FACTORS:
+        found.append(_own_factors(step, {name: key[1] for key in own for name in groups.pop(key)}))
     for (kind, value), names in groups.items():
         symptom, values, words = details[kind, value]
         symptom = replace(symptom, value=value)
         found.append(_finding(analysis, step, symptom, names, values, words, telling, wrong))
     return found, any(kind in (UNKNOWN, PERMUTED) for kind, _ in groups)
+
+
+def _meant(analysis: Analysis, factor: float) -> dict[str, str]:
+    return meanings(analysis.recording, analysis.micros, factor)
+
+
+def _own_factors(step: int, factors: dict[str, float]) -> Finding:
+    """Each tensor is the truth times a factor of its own."""
+    names = tuple(sorted(factors))
+    sentence = (
+        f"step {step}: {listed(names)}: {min(factors.values()):g} to {max(factors.values()):g} times what they should "
+        "be, each tensor by a factor of its own, as adaptive clipping would"
+    )
+    bars = (("reference", 1.0), *((name, factors[name]) for name in names[:8]))
+    return finding(BUG, "", sentence, tensors=names, coefficients=bars)
 
 
 def _finding(
@@ -69,7 +88,7 @@ def _finding(
     everything = telling <= set(names)
     whom = f"all {len(names)} gradients" if everything else f"{classes_of(names)} ({listed(names)})"
     worst = max((max(t.errors.values(), default=0.0) for t in wrong if t.name in names), default=0.0)
-    of = meanings(analysis.recording, analysis.micros, symptom.value) if symptom.kind == patterns.SCALED else {}
+    of = _meant(analysis, symptom.value) if symptom.kind == patterns.SCALED else {}
     bug = bug_of(symptom, names, everything, group_sizes(analysis.recording), of)
     if bug == "cut-graph" and everything and not reductions(analysis):
         bug = "nosync-missing"

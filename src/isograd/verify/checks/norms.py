@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from isograd.verify.analysis import Analysis
-from isograd.verify.findings import BUG, Finding
+from isograd.verify.findings import BUG, Finding, listed
 from isograd.verify.wording import axis_over, finding, spread
 
 
@@ -21,6 +21,15 @@ def norms(analysis: Analysis) -> Iterator[Finding]:
     names = tuple(n for n in analysis.names if analysis.info(n)["gradient"])
     if len(reported) > 1 and spread(reported.values()) > 1e-5:
         low, high = min(reported.values()), max(reported.values())
+        unequal = tuple(n for n in names if _copies_differ(analysis, n))
+        if unequal:
+            axis = axis_over(analysis.recording, tuple(reported))
+            sentence = (
+                f"step {analysis.step}: copies of the gradients of {listed(unequal)} differ between {axis} before the "
+                f"clip, and the norm with them: {low:.6g} to {high:.6g}"
+            )
+            yield finding(BUG, "replicas-differ", sentence, tensors=unequal, axis=axis, coefficients=bars)
+            return
         sentence = f"step {analysis.step}: the gradient norm differs between ranks: {low:.6g} to {high:.6g}"
         yield finding(
             BUG,
@@ -45,6 +54,16 @@ def norms(analysis: Analysis) -> Iterator[Finding]:
             axis=axis_over(analysis.recording, tuple(factors)),
             coefficients=bars,
         )
+
+
+def _copies_differ(analysis: Analysis, name: str) -> bool:
+    if analysis.covered(name) or analysis.null(name) or name in analysis.unsure:
+        return False
+    for ranks in analysis.replica_sets(name):
+        held = [analysis.sums[r][name] for r in ranks if name in analysis.sums[r]]
+        if any(float((t - held[0]).norm()) > analysis.tolerance(name) * float(held[0].norm()) for t in held[1:]):
+            return True
+    return False
 
 
 def _one_factor(analysis: Analysis, rank: int) -> float | None:
