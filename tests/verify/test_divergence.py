@@ -195,3 +195,10 @@ def test_a_gradient_that_differs_alone_is_told_of_backward(tmp_path: Path) -> No
 
 def test_a_gradient_that_is_only_scaled_is_not_the_first_that_differs(tmp_path: Path) -> None:
     assert told(tmp_path, *halves(back=2 * numbers(6, 4, seed=3)[3:])) is None
+
+
+def test_what_all_samples_share_gets_a_part_of_its_gradient_on_each_rank(tmp_path: Path) -> None:
+    whole, mine = numbers(6, 4, seed=3), numbers(6, 4, seed=8)
+    ranks = [activations(X @ W1 @ W2, X @ W1, X @ W1 @ W2, back=g) for g in (mine, whole - mine)]
+    assert told(tmp_path, *ranks) is None
+    assert told(tmp_path / "wrong", ranks[0], ranks[0]) is not None

@@ -133,7 +133,10 @@ def first_divergence(reference: Recording, candidate: Recording) -> list[Finding
             )
             bug = _forward_bug(made, whole[f"out/{label}"], label, tensors, candidate.world)
             return [finding(BUG, bug, sentence, tensors=(), axis=axis)]
-    return _backward(whole, candidate, step)
+    sums = {
+        key: total for key, values in truth.items() if key.startswith("back/") and (total := _sum(values)) is not None
+    }
+    return _backward(whole, sums, candidate, step)
 
 
 def _recorded(tensors: dict[str, Tensor], kind: str) -> Iterator[tuple[int, str, Tensor]]:
@@ -164,11 +167,23 @@ def _forward_bug(made: Tensor, whole: Tensor, label: str, tensors: dict[str, Ten
     return ""
 
 
-def _backward(whole: dict[str, Tensor], candidate: Recording, step: int) -> list[Finding]:
+def _sum(values: list[Tensor]) -> Tensor | None:
+    return torch.stack(values).sum(0) if len({v.shape for v in values}) == 1 else None
+
+
+def _backward(whole: dict[str, Tensor], sums: dict[str, Tensor], candidate: Recording, step: int) -> list[Finding]:
+    """`sums`: the reference's, over its micro-batches, for what all samples share (learned positions)."""
+    parts: dict[str, list[Tensor]] = defaultdict(list)
     for record in candidate.ranks:
-        tensors = record.tensors(step)
-        for micro, label, value in _recorded(tensors, "back"):
-            if micro != 0 or f"back/{label}" not in whole or contained(value, whole[f"back/{label}"], True, HALF).found:
+        for _, label, value in _recorded(record.tensors(step), "back"):
+            parts[label].append(value)
+    for record in candidate.ranks:
+        for micro, label, value in _recorded(record.tensors(step), "back"):
+            key = f"back/{label}"
+            if micro != 0 or key not in whole or contained(value, whole[key], True, HALF).found:
+                continue
+            total = _sum(parts[label])
+            if total is not None and key in sums and contained(total, sums[key], True).found:
                 continue
             module = label.partition("#")[0] or "the model"
             sentence = f"backward: the gradient of {module}'s output is the first that differs (rank {record.rank})"
