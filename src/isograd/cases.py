@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from isograd import random
 from isograd.mesh import Mesh
@@ -21,7 +20,10 @@ from isograd.verify.case import Case
 from isograd.verify.findings import Report
 from isograd.verify.prove import verify
 
-LAYOUTS = ("dp2", "dp2 zero2", "tp2", "tp2 sp", "cp2 ulysses", "cp2 ring", "dp2 tp2 sp zero1", "cp2 ulysses tp2 sp")
+LAYOUTS = (
+    "dp2", "dp2 zero2", "dp2 zero3", "tp2", "tp2 sp", "cp2 ulysses", "cp2 ring", "pp2", "dp2 tp2 sp zero1",
+    "cp2 ulysses tp2 sp", "dp2 pp2 zb zero1",
+)  # fmt: skip
 LENGTH = 7
 
 LLAMA = TransformerConfig(vocab=101, hidden=24, layers=2, heads=8, head_dim=4, mlp=41)
@@ -42,16 +44,9 @@ def language_model(config: TransformerConfig, mesh: Mesh, rows: int = 9) -> Case
     for row in range(rows):
         labels[row, : row % (LENGTH + 1)] = -100
     labels[-1] = -100
-    batch = {"tokens": window[:, :-1].clone(), "labels": labels, "samples": torch.arange(rows)}
-
-    def loss(model: nn.Module, part: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        key = random.key(11)
-        result: tuple[torch.Tensor, torch.Tensor] = model(
-            part["tokens"], part["labels"], key=key, samples=part["samples"]
-        )
-        return result
-
-    return Case(Transformer(config, mesh), batch, loss)
+    samples = torch.arange(rows)
+    batch = {"tokens": window[:, :-1].clone(), "labels": labels, "samples": samples, "key": random.key(11)}
+    return Case(Transformer(config, mesh), batch)
 
 
 def llama(mesh: Mesh) -> Case:

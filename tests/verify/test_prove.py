@@ -148,9 +148,7 @@ def unseeded(mesh: Mesh) -> Case:
 def forgets_labels(mesh: Mesh) -> Case:
     """The loss of each part is a mean over its labels, and says that it is over its rows."""
     case = tiny(mesh)
-    weighed = case.loss
-    assert weighed is not None
-    return Case(case.model, case.batch, loss=lambda model, part: weighed(model, part)[0])  # type: ignore[index]
+    return Case(case.model, case.batch, loss=lambda model, part: model(**part)[0])
 
 
 def no_case(mesh: Mesh) -> Any:
@@ -388,10 +386,16 @@ def step(model: nn.Module, batch: Any, mesh: Mesh) -> None:
     mean(model, batch).backward()
 
 
-@pytest.mark.parametrize("given", [{}, {"loss": mean, "step": step}])
-def test_a_case_has_a_loss_or_a_step_and_not_both(given: dict[str, Any]) -> None:
-    with pytest.raises(VerifyError, match="IG730: a case needs a loss, or a step of its own, and not both"):
-        Case(nn.Linear(5, 3), torch.ones(4, 5), **given)
+def test_a_case_has_a_loss_or_a_step_and_not_both() -> None:
+    with pytest.raises(VerifyError, match="IG730: a case has a loss, or a step of its own, not both"):
+        Case(nn.Linear(5, 3), torch.ones(4, 5), loss=mean, step=step)
+
+
+def test_a_pipeline_is_proven_when_the_model_computes_its_loss() -> None:
+    report = verify(tiny, "pp2; dp2 pp2 zb zero1")
+    assert [subject.verdict for subject in report.subjects] == [PASS, PASS], report
+    with pytest.raises(LaunchError, match="IG735"):
+        verify(forgets_labels, "pp2")
 
 
 @pytest.mark.parametrize(

@@ -192,7 +192,7 @@ class Engine:
         start.check_loss(loss, weight, self.mesh)
         seed = torch.as_tensor(weight, dtype=torch.float64, device=loss.device)
         scale = self.loss_scale.value if self.loss_scale else 1.0
-        if not start.adds_nothing(loss, weight):
+        if not start.adds_nothing(loss, weight, self.mesh):
             self.through([loss], [(seed * scale).to(loss.dtype)], last)
         self._weight = self._weight + seed
         self._losses.append(_weighted(loss.detach().double(), seed))
@@ -206,15 +206,14 @@ class Engine:
     def put_off(self, run: Callable[[], None], last: bool) -> None:
         """Run something that makes gradients of parameters."""
         self._in_backward, self._travels = True, last and self._syncing
-        if self._units is not None:
-            self._units.in_backward = True
         try:
+            if self._units is not None:
+                self._units.begin_backward()
             run()
         finally:
             self._in_backward = False
             if self._units is not None:
-                self._units.in_backward = False
-                self._units.after_backward()
+                self._units.end_backward()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -200,14 +200,24 @@ def check_loss(loss: Tensor, weight: float | Tensor, mesh: Mesh) -> None:
         )
 
 
-def adds_nothing(loss: Tensor, weight: float | Tensor) -> bool:
+def adds_nothing(loss: Tensor, weight: float | Tensor, mesh: Mesh) -> bool:
     """A mean over no token is NaN in torch, and so is its gradient, whatever it is multiplied with: leave it out.
 
     A weight on a GPU is not looked at, which would make the GPU wait; isograd's own losses are 0 over no token.
     """
     if isinstance(weight, Tensor) and weight.device.type != "cpu":
         return False
-    return float(weight) == 0 and not bool(loss.isfinite())
+    nothing = float(weight) == 0 and not bool(loss.isfinite())
+    if nothing and mesh.size("cp") > 1:
+        raise EngineError(
+            "IG523",
+            "a rank without labels has a loss that is not finite, and cannot leave out its backward",
+            seen=f"loss {float(loss)} with weight 0 under {str(mesh.layout)!r}",
+            expected="a loss of 0 over no label: its backward gives other cp ranks the gradients of their keys",
+            fix="divide by the number of labels, but at least by 1: loss = losses.sum() / max(1, labels)",
+            where=mesh.where(),
+        )
+    return nothing
 
 
 def replace_hook(parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> None:

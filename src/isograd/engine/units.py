@@ -1,9 +1,10 @@
 """ZeRO stage 3: parameters live as row shards, and are whole only while a block computes with them.
 
-A unit is a repeated block of the model; what is left (embeddings, last norm, head) is one more. A unit's rows are
-gathered when its forward begins and given back when it ends; gathered again when the gradient of its output arrives,
-and each parameter is given back when its own gradient is complete. While one unit computes, the next one's rows are
-already on their way, in the order of the step before. Reductions, optimizer and bits are those of stages 1 and 2.
+A unit is a repeated block of the model; what is left (embeddings, last norm, head) is one more, the root. A block's
+rows are gathered when its forward begins and given back when it ends; gathered again when the gradient of its output
+arrives or when it is recomputed, and each parameter is given back when its own gradient is complete. The root is whole
+for the whole forward and from the beginning of the backward. While one unit computes, the next one's rows are already
+on their way, in the order of the step before. Reductions, optimizer and bits are those of stages 1 and 2.
 
 A parameter that is not gathered keeps its shape and reads as NaN: whoever computes with it outside of the model's
 forward sees that at once, and needs `engine.full_parameters()`.
@@ -13,13 +14,12 @@ All data ranks must call the same units in the same order: each call is a collec
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as tree
 
 from isograd.comm import ops
 from isograd.comm.raw import Group, Handle
@@ -27,6 +27,7 @@ from isograd.engine.plan import Slot
 from isograd.engine.transport import gather_rows
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+READER = 0  # a user of parameters that is no unit: someone who looks at all of them
 
 
 @dataclass(eq=False)
@@ -36,7 +37,8 @@ class Kept:
     slot: Slot
     rows: Tensor  # mine, in the parameter's dtype
     whole: Tensor  # its storage is empty while nobody needs it
-    users: set[int] = field(default_factory=set)  # ids of units that need it now
+    absent: Tensor  # what the parameter is then: one NaN that looks like the whole
+    users: set[int] = field(default_factory=set)  # who needs it now: ids of units, READER
 
     def grow(self) -> None:
         storage = self.whole.untyped_storage()
@@ -46,17 +48,16 @@ class Kept:
 
     def shrink(self, lent: bool = False) -> None:
         """`lent`: others may hold on to the memory, as a NumPy array or a state dict does; it is left to them."""
-        parameter = self.slot.parameter
-        parameter.data = _unreadable(parameter)
+        self.slot.parameter.data = self.absent
         if lent or not self.whole.untyped_storage().resizable():
             self.whole = torch.empty_like(self.whole)
         self.whole.untyped_storage().resize_(0)
 
 
-def _unreadable(parameter: nn.Parameter) -> Tensor:
-    """One NaN that looks like the whole parameter."""
-    value = torch.nan if parameter.is_floating_point() else 0
-    return torch.full((), value, dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+def unreadable(like: Tensor, device: torch.device) -> Tensor:
+    """One NaN that looks like the whole."""
+    value = torch.nan if like.is_floating_point() else 0
+    return torch.full((), value, dtype=like.dtype, device=device).expand(like.shape)
 
 
 @dataclass(eq=False)
@@ -72,19 +73,25 @@ class Units:
     ) -> None:
         """`slots`: of every parameter, frozen ones too. keep_gathered: whole from a forward to its backward."""
         self.group, self.keep = group, keep_gathered
-        self.in_backward = False
+        self._in_forward = self._in_backward = False  # of the whole model
+        self._readers = 0
         self._flying: list[Handle] = []
         self._trace: list[Unit] = []  # units in the order of the running forward
         self._after: dict[int, Unit] = {}  # which unit follows which, as the last forward had it
         self._before: dict[int, Unit] = {}
-        self._begun: list[Unit] = []  # units whose backward has begun
+        self._held: set[int] = set()  # units that stay whole until their backward
+        self._begun: list[Unit] = []  # the blocks whose backward began last, two at most
         self.kept = {id(slot.parameter): self._keep(slot) for slot in slots}
         self.units = _units(model, list(blocks), self.kept)
         self.root = self.units[0]
-        self._hooks = []
+        self._hooks = [
+            model.register_forward_pre_hook(self._forward_begins, prepend=True),
+            model.register_forward_hook(self._forward_ends, always_call=True),
+        ]
         for unit in self.units:
-            self._hooks.append(unit.module.register_forward_pre_hook(self._entering(unit)))
-            self._hooks.append(unit.module.register_forward_hook(self._leaving(unit), always_call=True))
+            for module in [unit.module] if unit is not self.root else _owners(self.root, self.units):
+                self._hooks.append(module.register_forward_pre_hook(self._entering(unit), prepend=True))
+                self._hooks.append(module.register_forward_hook(self._leaving(unit), always_call=True))
         model._isograd_units = self  # type: ignore[assignment]
 
     def _keep(self, slot: Slot) -> Kept:
@@ -95,53 +102,86 @@ class Units:
         kept.shrink()
         return kept
 
-    # -- what hooks do
+    # -- forward
+
+    @ops.uncompiled
+    def _forward_begins(self, _: nn.Module, __: Any) -> None:
+        if not self._in_backward:  # else a recomputed forward
+            self._in_forward, self._trace = True, [self.root]
+            self._need(self.root)
+            self._start(self._after.get(id(self.root)))
+
+    @ops.uncompiled
+    def _forward_ends(self, _: nn.Module, __: Any, output: Any) -> None:
+        if self._in_backward:
+            return
+        self._in_forward = False
+        self._remember()
+        if not _differentiable(output):  # an evaluation, or an error: no backward will come
+            self._held.clear()
+        elif self.keep:
+            self._held.add(id(self.root))
+        self._give_back_all(but=self._held)
 
     def _entering(self, unit: Unit) -> Any:
         @ops.uncompiled
         def enter(_: nn.Module, __: Any) -> None:
-            if self.in_backward:  # a recomputed forward, or one called from a backward
+            if self._in_backward:  # a recomputed forward, or one called from a backward
+                self._begin(unit)
+            elif unit is not self.root or not self._in_forward:
                 self._need(unit)
-                return
-            if unit is self.root:
-                self._trace = []
-            self._trace.append(unit)
-            self._need(unit)
-            self._start(self._after.get(id(unit)))
+            if self._in_forward and unit is not self.root:
+                self._trace.append(unit)
+                self._start(self._after.get(id(unit)))
 
         return enter
 
     def _leaving(self, unit: Unit) -> Any:
         @ops.uncompiled
         def leave(_: nn.Module, __: Any, output: Any) -> None:
-            if self.in_backward:
+            if self._in_backward or (unit is self.root and self._in_forward):
                 return
-            if unit is self.root:
-                self._remember()
-            graph = [t for t in tree.tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
+            graph = _differentiable(output)
             for tensor in graph:
-                tensor.register_hook(self._returning(unit))
-            if not (self.keep and graph):
-                self.release(unit)
+                tensor.register_hook(lambda _: None if unit in self._begun else self._begin(unit))
+            if self.keep and graph:
+                self._held.add(id(unit))
+            else:
+                self._give_back(unit)
 
         return leave
 
-    def _returning(self, unit: Unit) -> Any:
-        def begin(_: Tensor) -> None:
-            if unit in self._begun:
-                return
-            for earlier in self._begun[:-1]:  # frozen parameters of units that are done: no gradient tells of them
-                self.release(earlier)
-            self._begun = [*self._begun[-1:], unit]
-            self._need(unit)
-            self._start(self._before.get(id(unit)))
-
-        return begin
-
     def _remember(self) -> None:
+        """The order of this forward is what the next one, and its backward, are expected to follow."""
         pairs = list(zip(self._trace, self._trace[1:], strict=False))
         self._after = {id(a): b for a, b in reversed(pairs)}
         self._before = {id(b): a for a, b in pairs if a is not self.root}
+        self._before[id(self.root)] = self._trace[-1]
+
+    # -- backward
+
+    def begin_backward(self) -> None:
+        self._in_backward = True
+        self._begin(self.root)
+
+    def _begin(self, unit: Unit) -> None:
+        """The backward of a unit begins, or goes on with another call of it."""
+        if unit is not self.root and unit not in self._begun:
+            for earlier in self._begun[:-1]:  # done: gradients tell of its trainable parameters, nothing of the others
+                self._give_back(earlier, frozen_only=True)
+            self._begun = [*self._begun[-1:], unit]
+        self._need(unit)
+        self._start(self._before.get(id(unit)))
+
+    def arrived(self, slot: Slot) -> None:
+        """Its gradient is complete: nothing in this backward reads the parameter any more."""
+        self._free(self.kept[id(slot.parameter)], None)
+
+    def end_backward(self) -> None:
+        self._in_backward = False
+        self._begun = []
+        self._held.clear()
+        self._give_back_all(but=self._held)
 
     # -- gathering and giving back
 
@@ -167,30 +207,36 @@ class Units:
                 kept.grow()
             self._flying.append(gather_rows([k.slot for k in here], [k.whole for k in here], self.group))
 
-    def release(self, unit: Unit) -> None:
+    def _give_back(self, unit: Unit, *, frozen_only: bool = False) -> None:
         for kept in unit.kept:
-            if id(unit) in kept.users:
-                kept.users.discard(id(unit))
-                if not kept.users:
-                    self._land()
-                    kept.shrink()
+            if not (frozen_only and kept.slot.parameter.requires_grad):
+                self._free(kept, id(unit))
 
-    def arrived(self, slot: Slot) -> None:
-        """Its gradient is complete: nothing in this backward reads the parameter any more."""
-        kept = self.kept[id(slot.parameter)]
-        if kept.users:
+    def _give_back_all(self, but: set[int]) -> None:
+        for unit in self.units:
+            if id(unit) not in but:
+                self._give_back(unit)
+
+    def _free(self, kept: Kept, user: int | None) -> None:
+        """One user less (None: no unit uses it any more); the last one turns off the light."""
+        if not kept.users:
+            return
+        kept.users = kept.users & {READER} if user is None else kept.users - {user}
+        if not kept.users:
             self._land()
-            kept.users.clear()
             kept.shrink()
 
-    def after_backward(self) -> None:
-        self._begun = []
-        for unit in self.units:
-            self.release(unit)
+    # -- everything whole
 
     def gather_all(self) -> None:
+        self._readers += 1
+        self._gather_for_readers()
+
+    def _gather_for_readers(self) -> None:
         for unit in self.units:
             self._start(unit)
+            for kept in unit.kept:
+                kept.users.add(READER)
         self._land()
 
     @torch.no_grad()
@@ -198,8 +244,21 @@ class Units:
         """Keep my rows of what was edited while everything was whole, and give the rest back."""
         for kept in self.kept.values():
             kept.rows.copy_(kept.slot.rows(kept.whole))
-            kept.users.clear()
-            kept.shrink(lent=True)
+        self._readers -= 1
+        if not self._readers:
+            for kept in self.kept.values():
+                kept.users.clear()
+                kept.shrink(lent=True)
+
+    def stepped(self) -> None:
+        """The optimizer has changed rows: what is still whole is out of date."""
+        self._held.clear()
+        for kept in self.kept.values():
+            if kept.users:
+                kept.users.clear()
+                kept.shrink()
+        if self._readers:
+            self._gather_for_readers()
 
     def dissolve(self) -> None:
         """Leave the model whole and without hooks: another engine takes it over."""
@@ -208,31 +267,49 @@ class Units:
             hook.remove()
 
 
+def _differentiable(output: Any) -> list[Tensor]:
+    """Tensors with a graph, in whatever a module returns."""
+    if isinstance(output, Tensor):
+        return [output] if output.requires_grad else []
+    inside: Iterable[Any] = ()
+    if isinstance(output, Mapping):
+        inside = output.values()
+    elif isinstance(output, list | tuple | set):
+        inside = output
+    elif is_dataclass(output) and not isinstance(output, type):
+        inside = [getattr(output, f.name) for f in fields(output)]
+    return [tensor for part in inside for tensor in _differentiable(part)]
+
+
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     """The members of the outermost lists and sequences of modules that have parameters."""
-    found: list[nn.Module] = []
-    for child in model.children():
-        members = [m for m in child.children() if any(True for _ in m.parameters())]
-        if isinstance(child, CONTAINERS) and len(members) > 1:
-            found += members
-        else:
-            found += repeated_blocks(child)
-    return found
+    members = [m for m in model.children() if any(True for _ in m.parameters())]
+    if isinstance(model, CONTAINERS) and len(members) > 1:
+        return members
+    return [block for child in model.children() for block in repeated_blocks(child)]
 
 
 def _units(model: nn.Module, blocks: list[nn.Module], kept: dict[int, Kept]) -> list[Unit]:
     """The root first, with what no block holds; a parameter that several hold belongs to each of them."""
     names = {id(module): name for name, module in model.named_modules()}
-    units = [Unit(names[id(block)], block) for block in blocks if block is not model]
+    units = [Unit(names[id(block)], block) for block in dict.fromkeys(blocks) if block is not model]
     for unit in units:
         unit.kept = [kept[key] for key in dict.fromkeys(id(p) for p in unit.module.parameters())]
-    outside = dict.fromkeys(id(p) for p in _outside(model, {id(unit.module) for unit in units}))
+    outside = dict.fromkeys(
+        id(p) for m in _outside(model, {id(u.module) for u in units}) for p in m.parameters(recurse=False)
+    )
     return [Unit("", model, [kept[key] for key in outside]), *units]
 
 
-def _outside(module: nn.Module, blocks: set[int]) -> Iterator[nn.Parameter]:
-    """Parameters of a module and of its children, but for those of blocks."""
-    yield from module.parameters(recurse=False)
+def _owners(root: Unit, units: list[Unit]) -> list[nn.Module]:
+    """The modules that hold the root's parameters: called without the whole model, each gathers them."""
+    outside = dict.fromkeys(_outside(root.module, {id(unit.module) for unit in units[1:]}))
+    return [m for m in outside if m is not root.module and any(True for _ in m.parameters(recurse=False))]
+
+
+def _outside(module: nn.Module, blocks: set[int]) -> Iterator[nn.Module]:
+    """A module and its children, but for blocks."""
+    yield module
     for child in module.children():
         if id(child) not in blocks:
             yield from _outside(child, blocks)

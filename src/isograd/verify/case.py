@@ -6,9 +6,10 @@
 
 The batch is the whole one, the same on every rank; the verifier cuts it along dim 0 into micro-batches of unequal sizes
 and gives each data rank its own. `loss` returns the mean over a part's valid tokens, and how many there are (or only a
-mean, over rows). Code that does not use isograd's engine gives `step` instead: it is called on every rank with the
-model, the whole batch and the mesh, runs forward and backward of one step in its own way, and leaves the gradients in
-`.grad` of its parameters (in one optimizer's, when it has one: `optimizer`).
+mean, over rows). Left out, the model does so itself, called with a part of the batch; then pipelines can be proven too.
+Code that does not use isograd's engine gives `step` instead: it is called on every rank with the model, the whole batch
+and the mesh, runs forward and backward of one step in its own way, and leaves the gradients in `.grad` of its
+parameters (in one optimizer's, when it has one: `optimizer`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as tree
 
+from isograd.engine.batches import call
 from isograd.errors import VerifyError
 from isograd.mesh import Mesh
 
@@ -39,10 +41,10 @@ class Case:
     steps: int = 2
 
     def __post_init__(self) -> None:
-        if (self.loss is None) == (self.step is None):
+        if self.loss is not None and self.step is not None:
             raise VerifyError(
                 "IG730",
-                "a case needs a loss, or a step of its own, and not both",
+                "a case has a loss, or a step of its own, not both",
                 seen=f"loss={self.loss}, step={self.step}",
                 fix="Case(model, batch, loss=lambda model, part: model(**part).loss)",
             )
@@ -90,8 +92,7 @@ class Case:
 
     def mean(self, part: Any) -> tuple[Tensor, Tensor]:
         """(mean loss of a part, its weight)."""
-        assert self.loss is not None
-        result = self.loss(self.model, part)
+        result = call(self.model, part) if self.loss is None else self.loss(self.model, part)
         if isinstance(result, tuple):
             return result[0], torch.as_tensor(result[1], dtype=torch.float64)
         rows = next(t.shape[0] for t in tree.tree_leaves(part) if isinstance(t, Tensor) and t.dim())

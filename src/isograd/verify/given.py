@@ -44,7 +44,7 @@ def _bound(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 def _walk(value: Any, path: str, key: str) -> Iterator[tuple[str, str, Tensor]]:
     """(path, the last key with what follows it, tensor) for each tensor in a nest of mappings and sequences."""
     if isinstance(value, Tensor):
-        if value.layout is torch.strided and not value.is_nested and value.numel():
+        if value.layout is torch.strided and not value.is_nested and value.numel() and not value.requires_grad:
             yield path, key, value
     elif isinstance(value, Mapping):  # a dict, a BatchEncoding, a ModelOutput
         for name, inner in value.items():

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -249,12 +250,15 @@ class Hooks:
         c.root(engine.model)
         gradients = {}
         for name, whole in engine.grads():
+            if name not in engine.table.records:  # of another pipeline stage
+                continue
             box = engine.table[name].local(engine.mesh)
             c.boxes[name] = [list(span) for span in box], list(whole.shape)
             gradients[name] = whole[tuple(slice(*span) for span in box)]
-        self._ask(gradients)
+        with engine.full_parameters():
+            self._ask(gradients)
         c.owned |= set(c.learn_names())
-        return self._within(original, engine, *args, **kwargs)
+        return self._within(original, engine, *args, whole=engine.full_parameters, **kwargs)
 
     def _deepspeed_step(self, original: Any, engine: Any, *args: Any, **kwargs: Any) -> Any:
         """Only at an accumulation boundary does DeepSpeed step; its full gradients are public functions' answers."""
@@ -275,7 +279,8 @@ class Hooks:
         for name, parameter in c.learn_names().items() if c.parameters else ():
             c.keep(f"parameter/{name}", foreign.local(parameter))
 
-    def _within(self, original: Any, engine: Any, *args: Any, **kwargs: Any) -> Any:
+    def _within(self, original: Any, engine: Any, *args: Any, whole: Any = nullcontext, **kwargs: Any) -> Any:
+        """`whole`: makes parameters readable that are kept as shards."""
         self.inside_engine += 1
         try:
             result = original(engine, *args, **kwargs)
@@ -284,7 +289,8 @@ class Hooks:
         norm = getattr(result, "grad_norm", None)
         if norm is not None:
             self.capture.norm(float(norm), call_site(self.capture.base))
-        self.capture.after_step()
+        with whole():
+            self.capture.after_step()
         return result
 
 

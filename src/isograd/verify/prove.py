@@ -195,12 +195,23 @@ def _on_layout(case: MakeCase | str, layout: str, dtype: torch.dtype, directory:
         return
     from isograd.engine import Engine
 
+    if mesh.size("pp") > 1 and made.loss is not None:
+        raise VerifyError(
+            "IG735",
+            "under a pipeline a case's model computes its own loss",
+            seen=f"a case with loss= under {layout!r}",
+            expected="Case(model, batch): the model is called with a part of the batch and returns (mean loss, count)",
+            where=mesh.where(),
+        )
     engine = Engine(made.model, mesh, made.optimizer, clip=made.clip)
     mine = pieces_of(made, mesh)
     with Capture(directory, steps=made.steps, activations=True) as capture:
         for _ in range(made.steps):
-            for part in mine:
-                engine.backward(*made.mean(part))
+            if engine.pipeline is None:
+                for part in mine:
+                    engine.backward(*made.mean(part))
+            else:
+                engine.accumulate(mine)
             number = capture.step
             stats = engine.step()
             if capture.writer is not None:
