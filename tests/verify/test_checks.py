@@ -533,6 +533,19 @@ def test_what_is_no_sum_of_contributions_is_said_to_be_none(tmp_path: Path) -> N
     assert "what reached the optimizer is no sum of what backward added" in found.sentence
 
 
+def test_a_rank_whose_part_of_a_gradient_is_zero_has_no_factor(tmp_path: Path) -> None:
+    boxes = [[[0, 4], [0, 3]], [[4, 8], [0, 3]]]
+    held = [
+        {
+            "w": Held(
+                numbers(4, 3, seed=k), numbers(4, 3) * (1 - k), box=boxes[k], whole=(8, 3), parts={0: numbers(4, 3)}
+            )
+        }
+        for k in range(2)
+    ]
+    assert found_by("norms", by_hand(tmp_path, *held)) == []
+
+
 def test_biases_that_begin_at_zero_beside_sharded_weights_may_be_shards_in_every_step(tmp_path: Path) -> None:
     ranks: list[list[Step]] = [[], []]
     bias = [torch.zeros(4).double(), torch.zeros(4).double()]

@@ -75,7 +75,10 @@ def _one_factor(analysis: Analysis, rank: int) -> float | None:
     for name in clipped:
         if name not in whole or analysis.null(name) or not bool(clipped[name].isfinite().all()):
             continue
-        factor = float(clipped[name] @ whole[name]) / float(whole[name] @ whole[name])
+        square = float(whole[name] @ whole[name])
+        if square == 0:  # this rank's rows of an embedding, say
+            continue
+        factor = float(clipped[name] @ whole[name]) / square
         if float((clipped[name] - factor * whole[name]).norm()) > 10 * analysis.tolerance(name) * float(
             clipped[name].norm()
         ):
