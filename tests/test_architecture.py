@@ -32,7 +32,7 @@ ARROWS = {
     # engine: what trains a case that brings no step of its own
     "verify": {"comm", "contract", "engine", "errors", "layout", "mesh"},
     "cases": {"mesh", "models", "random", "verify"},
-    "cli": {"cases", "contract", "errors", "layout", "mesh", "models", "verify"},
+    "cli": {"cases", "contract", "errors", "layout", "mesh", "models", "pipeline", "verify"},
     "__init__": {
         "comm",
         "contract",
@@ -84,7 +84,7 @@ UNSAFE = ("torch.load", "eval", "exec", "__import__", *UNSAFE_YAML)
 # Programs and objects of others, and the one file of ours that talks to other ranks.
 SPEAKS_DISTRIBUTED = ("comm/raw.py", "verify/foreign.py", "verify/watched.py")
 CORPUS = "verify/bugs/"  # programs as their users write them
-LOADS_BY_NAME = ("__init__.py", "verify/__init__.py", "verify/bugs/run.py")
+LOADS_BY_NAME = ("__init__.py", "pipeline/__init__.py", "verify/__init__.py", "verify/bugs/run.py")
 CARRIES_RANKS = ("comm/launch.py", "comm/worker.py")
 
 

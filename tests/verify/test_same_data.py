@@ -18,7 +18,8 @@ from isograd.verify.compare import compare
 from isograd.verify.findings import NOTE, PASS
 from isograd.verify.given import described, named
 from isograd.verify.recording import Recording, write_json
-from isograd.verify.same_data import contents, same_data
+from isograd.verify.same_data import LABELS as LABELS_OF_LOSS
+from isograd.verify.same_data import Content, contents, lost_at_borders, same_data
 
 from .recordings import Step, numbers, write
 
@@ -170,6 +171,23 @@ def test_padding_to_other_lengths_is_told_and_compared(tmp_path: Path, filler: i
         (NOTE, "data: input_ids: the same but for padding (4 elements more there)"),
         (NOTE, "data: attention_mask: the same but for padding (4 elements more there)"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "labels", "world", "lost"),
+    [
+        (24, 17, 2, 3),  # of 20 labels in 4 rows, each cut once
+        (48, 34, 4, 3),  # two ranks share each part
+        (24, 15, 2, 0),  # more than there are cuts: other labels
+        (24, 21, 2, 0),  # more labels than there are
+        (24, 17, 1, 0),  # nothing is cut
+        (36, 17, 4, 0),  # the tokens are not the same
+    ],
+)
+def test_labels_that_cuts_can_have_cost_are_counted(tokens: int, labels: int, world: int, lost: int) -> None:
+    theirs = {"tokens": Content(count=24, rows=4), LABELS_OF_LOSS: Content(count=20)}
+    ours = {"tokens": Content(count=tokens), LABELS_OF_LOSS: Content(count=labels)}
+    assert lost_at_borders(theirs, ours, {name: name for name in ours}, world) == lost
 
 
 def given(home: Path, *ranks: list[dict[str, Tensor]]) -> Recording:

@@ -38,7 +38,10 @@ from isograd.verify.tensorwise import (
 from isograd.verify.wording import axis_over, finding, left_out
 
 # After these every gradient may differ in no pattern.
-SPOILS = ("cut-graph", "norm-dropout-rng", "bias-n-times", "ulysses-permute", "resume-other-rank", "bf16-reduction")
+SPOILS = (
+    "cut-graph", "norm-dropout-rng", "bias-n-times", "ulysses-permute", "resume-other-rank", "bf16-reduction",
+    "border-labels-lost",
+)  # fmt: skip
 
 ON_PURPOSE = ("cut-graph", "mean-of-means", "norm-dropout-rng")  # a stopped gradient, weighed labels, other masks
 
@@ -53,8 +56,8 @@ def compare(
     """`rename`: the candidate's name -> the reference's."""
     subject = Subject(str(candidate.about.get("layout") or candidate.path.name), candidate.world, compared=True)
     subject.timeline = timeline(candidate)
-    if not ignore_data:
-        subject.findings += same_data(reference, candidate)
+    data = [] if ignore_data else same_data(reference, candidate)
+    subject.findings += [f for f in data if f.verdict == NOTE]
     subject.findings += left_out(candidate)
     steps = [s for s in candidate.steps if s in reference.steps]
     if not steps:
@@ -65,7 +68,7 @@ def compare(
             fix="record both for at least one whole step",
         )
     free = check(candidate, leave_out=(scales,))  # the reference knows which of two scales is the right one
-    explained: list[Finding] = []
+    explained = [f for f in data if f.verdict == BUG]
     narrow = noise is not None or limit_of(Analysis(candidate, steps[0])) > 1e-8
     for step in steps[:1] if narrow else steps:  # later weights differ by rounding already
         found = _step(reference, candidate, step, rename or {}, subject, noise)

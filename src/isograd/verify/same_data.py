@@ -3,6 +3,8 @@
 Runs spread one batch over ranks and micro-batches in their own ways: pieces are added up, ranks that share sequences
 count as copies, and elements that one run has more of, all with one value that stands at the ends of rows, are padding.
 What layouts make for themselves (positions, masks, lengths) may differ without any harm, and is only told.
+
+Labels that are missing while the tokens are the same, no more of them than sequences were cut, are a bug with a name.
 """
 
 from __future__ import annotations
@@ -13,9 +15,10 @@ from dataclasses import dataclass, field
 import torch
 
 from isograd.errors import VerifyError
-from isograd.verify.findings import NOTE, Finding, listed
+from isograd.verify.findings import BUG, NOTE, Finding, listed
 from isograd.verify.recording import Recording
 from isograd.verify.sketch import content_hash
+from isograd.verify.wording import axis_over, finding
 
 LABELS = "labels of the loss"
 MADE_BY_LAYOUTS = re.compile(r"mask|position|cu_seq|seq_?len|lengths?$|max_|num_items|cache", re.IGNORECASE)
@@ -28,13 +31,15 @@ class Content:
 
     total: int = 0  # of their hashes, mod 2**64
     count: int = 0  # of their elements
+    rows: int = 0  # of their sequences
     hashes: set[str] = field(default_factory=set)
     dtypes: set[str] = field(default_factory=set)
     fillers: set[int] = field(default_factory=set)
 
-    def add(self, hashed: str, count: int, dtype: str, fillers: list[str]) -> None:
+    def add(self, hashed: str, count: int, dtype: str, fillers: list[str], rows: int = 0) -> None:
         self.total = (self.total + int(hashed)) % 2**64
         self.count += count
+        self.rows += rows
         self.hashes.add(hashed)
         self.dtypes.add(dtype)
         self.fillers |= {int(h) for h in fillers}
@@ -48,7 +53,9 @@ def contents(recording: Recording) -> dict[str, Content]:
             for name, one in event["tensors"].items() if event["step"] == 1 else ():
                 if one["shape"]:
                     size = int(torch.Size(one["shape"]).numel())
-                    found.setdefault(name, Content()).add(one["hash"], size, one["dtype"], one["fillers"])
+                    found.setdefault(name, Content()).add(
+                        one["hash"], size, one["dtype"], one["fillers"], one["shape"][0]
+                    )
     for record in recording.ranks:
         for event in record.of("weight"):
             if event["step"] == 1 and event.get("labels"):
@@ -79,6 +86,12 @@ def same_data(reference: Recording, candidate: Recording) -> list[Finding]:
         elif extra:
             where = "here" if extra > 0 else "there"
             said.append(f"{spelled}: the same but for padding ({abs(extra)} elements more {where})")
+    lost = lost_at_borders(theirs, ours, pairs, candidate.world) if len(different) == 1 else 0
+    if lost and different[0][0] == LABELS:
+        count, ranks = theirs[LABELS].count, tuple(range(candidate.world))
+        sentence = f"{lost} of {count} labels never reach the loss, one or none at each place where a sequence is cut"
+        axis = axis_over(candidate, ranks)
+        return [finding(BUG, "border-labels-lost", sentence, axis=axis), *notes(said)]
     if different:
         names, (_, a, b) = [name for name, _, _ in different], different[0]
         raise VerifyError(
@@ -88,7 +101,22 @@ def same_data(reference: Recording, candidate: Recording) -> list[Finding]:
             expected="the same elements, however they are spread over ranks and micro-batches",
             fix="use the same seed, order and batch; pad alike; --ignore-data compares anyway",
         )
+    return notes(said)
+
+
+def notes(said: list[str]) -> list[Finding]:
     return [Finding(NOTE, "", f"data: {sentence}") for sentence in said]
+
+
+def lost_at_borders(theirs: dict[str, Content], ours: dict[str, Content], pairs: dict[str, str], world: int) -> int:
+    """How many labels we lack, when all else is the same and every cut of a sequence can have cost one; else 0."""
+    first = next((name for name in pairs if name != LABELS), "")
+    if not first or LABELS not in theirs or LABELS not in ours:
+        return 0
+    a, b, tokens = theirs[LABELS], ours[LABELS], theirs[first]
+    copies, odd = divmod(ours[pairs[first]].count, tokens.count)
+    lost = 0 if odd or not copies or b.count % copies else a.count - b.count // copies
+    return lost if 0 < lost <= tokens.rows * (world - 1) else 0
 
 
 def _extra(a: Content, b: Content, world_a: int, world_b: int) -> int | None:
