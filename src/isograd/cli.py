@@ -1,6 +1,7 @@
 """isograd on the command line. Torch is imported by the sub-command that needs it, so `isograd --help` is instant.
 
     isograd explain "dp2 tp2 sp zero1"                       which rank sits where
+    isograd explain "pp4 vpp2 zb" --micro-batches 8          and what each pipeline rank does, when
     isograd explain --contracts CONFIG "dp2 tp2 sp zero1"    who reduces each gradient, over which ranks
     isograd verify                                           prove layouts, watch programs, compare recordings
 
@@ -64,8 +65,9 @@ def _parser() -> _Parser:
     explain = commands.add_parser(
         "explain",
         help="draw a layout, or print what every parameter's gradient owes under it",
-        description="Draw which rank sits where in a layout. With --contracts: for every parameter of a model, who "
-        "reduces its gradient, over which ranks, in which dtype, with which divisor. Needs no ranks and no weights.",
+        description="Draw which rank sits where in a layout, and a pipeline's schedule. With --contracts: for every "
+        "parameter of a model, who reduces its gradient, over which ranks, in which dtype, with which divisor. Needs "
+        "no ranks and no weights.",
         allow_abbrev=False,
     )
     explain.add_argument("layout", help="for example 'dp2 tp2 sp zero1'")
@@ -73,8 +75,11 @@ def _parser() -> _Parser:
         "--contracts", metavar="CONFIG",
         help="a model: a file of TransformerConfig fields (YAML or JSON), a Hugging Face config.json, or a preset",
     )  # fmt: skip
+    explain.add_argument(
+        "--micro-batches", type=_micro_batches, default=8, help="of a pipeline's schedule (default 8, at most 1000)"
+    )
     explain.add_argument("--rank", type=int, default=0, help="from whose point of view (default 0)")
-    explain.add_argument("--width", type=_columns, default=140, help="columns of the table (default 140)")
+    explain.add_argument("--width", type=_columns, default=140, help="columns of tables and schedules (default 140)")
     explain.set_defaults(run=_explain, parser=explain)
     commands.add_parser(
         "verify", help="prove layouts, watch any program, compare recordings: see 'isograd verify --help'"
@@ -94,6 +99,12 @@ def _columns(text: str) -> int:
     return int(text)
 
 
+def _micro_batches(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text[:9]) <= 1000:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of micro-batches from 1 to 1000")
+    return int(text)
+
+
 def _explain(options: argparse.Namespace) -> int:
     from isograd.layout import Layout
 
@@ -101,6 +112,11 @@ def _explain(options: argparse.Namespace) -> int:
     layout.coordinates(options.rank)
     if options.contracts is None:
         print(layout.picture())
+        if layout.pp > 1:
+            from isograd.pipeline import build, picture
+
+            schedule = build(layout.schedule, layout.pp, layout.vpp, options.micro_batches)
+            print(f"\n{picture.ascii(schedule, width=options.width)}")
         return 0
     from isograd.contract import contracts
     from isograd.mesh import Mesh

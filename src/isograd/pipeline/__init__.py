@@ -1,8 +1,32 @@
-"""Pipelines: schedules as data, the way of activations and gradients between stages, and models cut into stages."""
+"""Pipelines: schedules as data, the way of activations and gradients between stages, and models cut into stages.
 
-from isograd.pipeline.run import Pipeline
-from isograd.pipeline.schedule import Schedule, build, check
-from isograd.pipeline.split import balanced
-from isograd.pipeline.stages import Stages
+Names are loaded when first used: schedules and their pictures need no torch.
+"""
 
-__all__ = ["Pipeline", "Schedule", "Stages", "balanced", "build", "check"]
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from isograd.pipeline.run import Pipeline as Pipeline
+    from isograd.pipeline.schedule import Schedule as Schedule
+    from isograd.pipeline.schedule import build as build
+    from isograd.pipeline.schedule import check as check
+    from isograd.pipeline.split import balanced as balanced
+    from isograd.pipeline.stages import Stages as Stages
+
+_HOMES = {
+    "Pipeline": "run",
+    "Schedule": "schedule",
+    "Stages": "stages",
+    "balanced": "split",
+    "build": "schedule",
+    "check": "schedule",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(f"isograd.pipeline.{_HOMES[name]}"), name)
+    raise AttributeError(f"module 'isograd.pipeline' has no attribute {name!r}")
