@@ -94,7 +94,7 @@ class TorchPipeline(Contestant):
 def split(sizes: Sizes, pp: int, vpp: int) -> Sequence[int]:
     """What isograd's Transformer would choose: blocks and head cost what they multiply."""
     block = 4 * sizes.hidden**2 + 3 * sizes.hidden * sizes.mlp
-    return balanced([float(block)] * sizes.layers, pp * vpp, last=float(sizes.hidden * sizes.vocab))
+    return balanced([float(block)] * sizes.layers, pp * vpp, last=float(sizes.hidden * sizes.vocab), ranks=pp)
 
 
 def equal_split(sizes: Sizes, stages: int) -> Sequence[int]:

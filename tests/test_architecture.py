@@ -28,7 +28,7 @@ ARROWS = {
     "nn": {"comm", "contract", "errors", "mesh", "random", "sequence"},
     # pipeline: engine.train_step runs every layout; the pipeline knows no engine
     "engine": {"comm", "contract", "errors", "mesh", "pipeline"},
-    "models": {"contract", "errors", "mesh", "nn", "pipeline", "random", "sequence"},
+    "models": {"contract", "errors", "layout", "mesh", "nn", "pipeline", "random", "sequence"},
     # engine: what trains a case that brings no step of its own
     "verify": {"comm", "contract", "engine", "errors", "layout", "mesh"},
     "cases": {"mesh", "models", "random", "verify"},

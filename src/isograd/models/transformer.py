@@ -108,7 +108,7 @@ class Transformer(nn.Module):
         self.config, self.mesh = config, mesh
         layout = mesh.layout
         stages = layout.pp * layout.vpp
-        self.parts = ranges(split or _split(config, stages), stages, config.layers)
+        self.parts = ranges(split or _split(config, stages, layout.pp), stages, config.layers)
         mine = range(mesh.index("pp"), stages, layout.pp)
         first, last = 0 in mine, stages - 1 in mine
         self.recompute = False
@@ -353,9 +353,9 @@ def _refuse_unbuilt(mesh: Mesh) -> None:
         )
 
 
-def _split(config: TransformerConfig, stages: int) -> tuple[int, ...]:
+def _split(config: TransformerConfig, stages: int, ranks: int) -> tuple[int, ...]:
     """Blocks and head cost what they multiply; looking up an embedding costs next to nothing."""
     head_dim, kv_heads = config.head_dim or config.hidden // config.heads, config.kv_heads or config.heads
     attention = config.hidden * head_dim * 2 * (config.heads + kv_heads)
     block = attention + config.hidden * config.mlp * (3 if config.gated else 2)
-    return balanced([float(block)] * config.layers, stages, last=float(config.hidden * config.vocab))
+    return balanced([float(block)] * config.layers, stages, last=float(config.hidden * config.vocab), ranks=ranks)

@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from isograd.pipeline.costs import measure as measure
     from isograd.pipeline.run import Pipeline as Pipeline
     from isograd.pipeline.schedule import Schedule as Schedule
     from isograd.pipeline.schedule import build as build
@@ -23,6 +24,7 @@ _HOMES = {
     "balanced": "split",
     "build": "schedule",
     "check": "schedule",
+    "measure": "costs",
 }
 
 

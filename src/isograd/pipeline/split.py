@@ -5,16 +5,19 @@ One device: all of them. Costs are any numbers, of one unit: matrix elements per
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise, permutations
 
 from isograd.errors import PipelineError
 
 
-def balanced(layers: Sequence[float], stages: int, *, first: float = 0.0, last: float = 0.0) -> tuple[int, ...]:
+def balanced(
+    layers: Sequence[float], stages: int, *, first: float = 0.0, last: float = 0.0, ranks: int | None = None
+) -> tuple[int, ...]:
     """How many consecutive layers each stage gets, at least one, so that the dearest stage is as cheap as can be.
 
-    `first` and `last`: what the embedding and the head add to the stages that have them.
+    `first` and `last`: what the embedding and the head add to the stages that have them. `ranks`: how many share the
+    stages, s on rank s % ranks. With several stages each, the dearest rank counts before the dearest stage.
     """
     count = len(layers)
     if stages > count:
@@ -43,7 +46,27 @@ def balanced(layers: Sequence[float], stages: int, *, first: float = 0.0, last: 
                 if stop not in reached or found < reached[stop]:
                     reached[stop] = found
         best = reached
-    return best[count][2]
+    return best[count][2] if ranks in (None, stages) else _even_out(best[count][2], cost_of, ranks or stages)
+
+
+def _even_out(sizes: tuple[int, ...], cost_of: Callable[[int, int, int], float], ranks: int) -> tuple[int, ...]:
+    """Move one layer at a time from a stage to another for as long as that makes the dearest rank cheaper."""
+
+    def dearness(sizes: tuple[int, ...]) -> tuple[float, float, float]:
+        ends = [0, *accumulate(sizes)]
+        costs = [cost_of(stage, *ends[stage : stage + 2]) for stage in range(len(sizes))]
+        return max(sum(costs[rank::ranks]) for rank in range(ranks)), max(costs), sum(cost * cost for cost in costs)
+
+    while True:
+        moves = [
+            tuple(size - (stage == source) + (stage == target) for stage, size in enumerate(sizes))
+            for source, target in permutations(range(len(sizes)), 2)
+            if sizes[source] > 1
+        ]
+        best = min([sizes, *moves], key=dearness)
+        if best == sizes:
+            return sizes
+        sizes = best
 
 
 def ranges(split: Sequence[int], stages: int, layers: int) -> tuple[range, ...]:

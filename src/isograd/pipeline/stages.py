@@ -48,7 +48,7 @@ class Stages(nn.Module):
         super().__init__()
         self.mesh, self.loss, self.inputs = mesh, loss, inputs
         stages = mesh.layout.pp * mesh.layout.vpp
-        chosen = split or balanced(list(costs or [1.0] * len(modules)), stages)
+        chosen = split or balanced(list(costs or [1.0] * len(modules)), stages, ranks=mesh.layout.pp)
         self.parts = ranges(chosen, stages, len(modules))
         pp, place = mesh.layout.pp, mesh.index("pp")
         mine = [number for stage in range(place, stages, pp) for number in self.parts[stage]]

@@ -1,0 +1,63 @@
+"""What layers cost, measured: for splits that no count of matrix elements foresees.
+
+    costs = ig.pipeline.measure(modules, inputs, mesh)               # seconds, the same numbers on every rank
+    model = ig.pipeline.Stages(modules, mesh, loss=loss, costs=costs)
+
+Rank 0 runs the modules, each on what the one before returned, and tells the others: ranks that timed for themselves
+would cut the model at different places. Gradients and random numbers are left as they were.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as tree
+
+from isograd.comm import raw
+from isograd.mesh import Mesh
+
+
+def measure(modules: Sequence[nn.Module], inputs: Any, mesh: Mesh, *, repeats: int = 5) -> list[float]:
+    """Seconds of forward and backward of each module, the median of `repeats` after one that warms up.
+
+    `inputs`: what the first module takes; a tuple is unpacked, as between stages. All ranks call this together; the
+    modules of ranks other than 0 are not run.
+    """
+    costs = torch.zeros(len(modules), dtype=torch.float64, device=mesh.device)
+    if mesh.rank == 0:
+        with torch.random.fork_rng():
+            passes = [_through(modules, inputs, mesh.device) for _ in range(repeats + 1)]
+        costs += torch.tensor([median(times) for times in zip(*passes[1:], strict=True)], dtype=torch.float64)
+    raw.broadcast_(costs, mesh.group("world"))
+    return [float(cost) for cost in costs]
+
+
+def _through(modules: Sequence[nn.Module], x: Any, device: torch.device) -> list[float]:
+    found = []
+    for module in modules:
+        x = tree.tree_map(_leaf, x)
+        given = [t for t in tree.tree_leaves(x) if isinstance(t, Tensor) and t.requires_grad]
+        wanted = [*given, *(p for p in module.parameters() if p.requires_grad)]
+        began = _now(device)
+        with torch.enable_grad():
+            x = module(*x) if isinstance(x, tuple) else module(x)
+        made = [t for t in tree.tree_leaves(x) if isinstance(t, Tensor) and t.requires_grad]
+        if made and wanted:
+            torch.autograd.grad(made, wanted, [torch.ones_like(t) for t in made], allow_unused=True)
+        found.append(_now(device) - began)
+    return found
+
+
+def _leaf(x: Any) -> Any:
+    return x.detach().requires_grad_(x.is_floating_point()) if isinstance(x, Tensor) else x
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
