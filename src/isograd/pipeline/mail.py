@@ -4,6 +4,10 @@ The schedule says what each rank sends to each other one and in which order, so 
 posts its receives in that order, early enough that they arrive while it computes. Shapes follow from the micro-batch,
 which all pp ranks hold: the first message of each kind is preceded by a header that describes it, and both sides
 remember it. A gradient has the shape of what was sent forward.
+
+What was sent is kept until it has arrived, and whoever hears from a neighbour knows what has arrived there: everything
+that the neighbour needed before. So a rank keeps no more sent messages than the schedule lets micro-batches be on their
+way.
 """
 
 from __future__ import annotations
@@ -62,10 +66,11 @@ Known = dict[tuple[int, Hashable], Form]  # (stage, shapes of the micro-batch) -
 
 @dataclass
 class _Line:
-    """What one other rank sends me in this step, in its order."""
+    """What one other rank and I send each other in this step; what it sends, in its order."""
 
     expected: deque[Action]
     posted: dict[Action, tuple[list[Tensor], Handle]] = field(default_factory=dict)
+    sending: list[tuple[int, Handle]] = field(default_factory=list)  # to it, with the place in its order that needs it
 
 
 class Mail:
@@ -79,20 +84,24 @@ class Mail:
             rank: _Line(deque(schedule.sent(rank, group.index))) for rank in range(group.size) if rank != group.index
         }
         self._returning: dict[tuple[int, int], Form] = {}  # (stage, micro) -> the gradients that will come back for it
-        self._sending: list[tuple[Handle, list[Tensor]]] = []
+        self._places = [{action: place for place, action in enumerate(order)} for order in schedule.orders]
 
     def send(self, action: Action, tensors: Sequence[Tensor]) -> None:
         """The result of `action`, to the rank of the next stage (forward) or of the one before (backward)."""
         ahead = action.kind == "F"
-        peer = self.schedule.rank_of(action.stage + (1 if ahead else -1))
+        needing = Action(action.kind, action.stage + (1 if ahead else -1), action.micro)
         if ahead:
             form = Form.of(tensors)
             self._returning[action.stage, action.micro] = form.gradients()
-            self._introduce(action, form, peer)
-        payload = [t.detach().contiguous() for t in tensors]
-        self._sending.append((raw.send_start(payload, self.group, peer), payload))
+            self._introduce(action, form, needing)
+        self._send([t.detach().contiguous() for t in tensors], needing)
 
-    def _introduce(self, action: Action, form: Form, peer: int) -> None:
+    def _send(self, payload: list[Tensor], needing: Action) -> None:
+        peer = self.schedule.rank_of(needing.stage)
+        handle = raw.send_start(payload, self.group, peer)
+        self._lines[peer].sending.append((self._places[peer][needing], handle))
+
+    def _introduce(self, action: Action, form: Form, needing: Action) -> None:
         """A header before the first message of this kind; afterwards shapes must stay what they were."""
         key = (action.stage, self.shapes[action.micro])
         if key not in self.known:
@@ -106,7 +115,7 @@ class Mail:
                     where=f"pp{self.group.index}",
                 )
             header = torch.tensor(form.numbers() + [0] * (HEADER - len(form.numbers())), device=self.device)
-            self._sending.append((raw.send_start([header], self.group, peer), [header]))
+            self._send([header], needing)
             self.known[key] = form
         elif self.known[key] != form:
             raise PipelineError(
@@ -120,23 +129,33 @@ class Mail:
 
     def receive(self, action: Action) -> list[Tensor]:
         """What `action`, done by a neighbour, sends here."""
-        line = self._lines[self.schedule.rank_of(action.stage)]
+        peer = self.schedule.rank_of(action.stage)
+        line = self._lines[peer]
         while action not in line.posted:
             self._post(line)
         tensors, handle = line.posted.pop(action)
         handle.wait()
+        self._forget(line, self._places[peer][action])
         return tensors
 
+    def _forget(self, line: _Line, place: int) -> None:
+        """Let go of what a neighbour must have had to come to this place in its order."""
+        for needed, handle in line.sending:
+            if needed <= place:
+                handle.wait()
+        line.sending = [(needed, handle) for needed, handle in line.sending if needed > place]
+
     def look_ahead(self) -> None:
-        """Post receives that will be needed soon and whose shapes are known; forget what has been sent."""
+        """Post receives that will be needed soon and whose shapes are known."""
         for line in self._lines.values():
             while line.expected and len(line.posted) < AHEAD and self._form(line.expected[0]) is not None:
                 self._post(line)
 
     def finish(self) -> None:
-        for handle, _ in self._sending:
-            handle.wait()
-        self._sending.clear()
+        for line in self._lines.values():
+            for _, handle in line.sending:
+                handle.wait()
+            line.sending.clear()
 
     def _form(self, action: Action) -> Form | None:
         if action.kind == "F":
