@@ -47,13 +47,13 @@ def peaks(layout: str, lengths: Sequence[int]) -> list[int]:
         one = batch(dataclasses.replace(SIZES, seq=length), number)
         gc.collect()
         Path("/proc/self/clear_refs").write_text("5")
-        before = _status("VmRSS")
+        before = resident("VmRSS")
         contestant.step(one)
-        found.append(_status("VmHWM") - before)
+        found.append(resident("VmHWM") - before)
     return found[1:]
 
 
-def _status(name: str) -> int:
+def resident(name: str) -> int:
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
     return int(line.split()[1]) * 1024
 
