@@ -544,6 +544,15 @@ def test_equal_gradients_with_other_updates_leave_the_verdict_open(judged: Any) 
     assert "gradients are equal but the updates of up.weight differ" in found.sentence
 
 
+def test_the_update_of_a_gradient_that_is_rounding_alone_is_not_compared(tmp_path: Path) -> None:
+    """Adam divides a gradient by its own size: two right runs move a key bias in different directions."""
+    value, large = numbers(5).float(), {"w": Held(numbers(9, 5).float(), numbers(9, 5, seed=1).float())}
+    noise = [1e-9 * numbers(5, seed=s).float() for s in (2, 3)]
+    keys = [{**large, "k.bias": Held(value, g, after=value - 0.001 * g.sign())} for g in noise]
+    one, other = (write(tmp_path / str(i), [[Step(held)]]) for i, held in enumerate(keys))
+    assert compare(one, other).findings == []
+
+
 # -- loss and norm -------------------------------------------------------------------------------------------------
 
 

@@ -397,6 +397,8 @@ def _updates(
     step = analysis.step
     apart: dict[str, float] = {}
     for name, theirs in names.items():
+        if analysis.negligible(name):  # Adam makes a full step of what is rounding alone
+            continue
         for rank, spot in places[name].items():
             tensors = analysis.recording.ranks[rank].tensors(step)
             if f"after/{name}" not in tensors or theirs not in after or theirs not in before:
