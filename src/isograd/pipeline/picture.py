@@ -113,6 +113,6 @@ def _box(schedule: Schedule, timed: Timed, x: float, y: float, scale: float, row
         f'<rect x="{x:.2f}" y="{y}" width="{wide:.2f}" height="{HIGH}" fill="{COLORS[action.kind]}" '
         f'fill-opacity="{opacity:g}" stroke="{INK[action.kind]}" stroke-width="0.7"/>'
     )
-    words = f'<text x="{x + wide / 2:.2f}" y="{y + HIGH / 2 + 4:g}" font-size="11" text-anchor="middle">{text}</text>'
-    fits = wide >= 7 * len(text) + 2
+    words = f'<text x="{x + wide / 2:.2f}" y="{y + HIGH / 2 + 4:g}" font-size="10" text-anchor="middle">{text}</text>'
+    fits = wide >= 6 * len(text) + 2
     return f"<g><title>{tip}</title>{shade if chunk else ''}{face}{words if fits else ''}</g>"
