@@ -18,9 +18,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # its defaults hold the world that is there when it is first imported: none
 
 from isograd.errors import CommError
 
@@ -75,6 +77,9 @@ def join(rank: int, world_size: int, store_dir: str, interface: str | None = "lo
 
 
 def leave() -> None:
+    """Close the connections, which tells whoever waits for this rank. They stay open while anything refers to them."""
+    for group in _given:
+        group.handle = None
     _made.clear()
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -106,18 +111,19 @@ def device() -> torch.device:
 
 # Process groups of the running world, by members: each costs sockets and threads, and meshes come and go.
 _made: dict[tuple[int, ...], Any] = {}
+_given: WeakSet[Group] = WeakSet()  # whoever refers to them
 
 
 def new_group(axes: str, ranks: tuple[int, ...], rank: int) -> Group:
     """The group of `ranks`. Only its members call this, in the same order on each of them."""
-    index = ranks.index(rank)
+    group = Group(axes, ranks, ranks.index(rank))
     if len(ranks) == 1:
-        return Group(axes, ranks, index)
-    if len(ranks) == dist.get_world_size():
-        return Group(axes, ranks, index, dist.group.WORLD)
-    if ranks not in _made:
+        return group
+    if len(ranks) < dist.get_world_size() and ranks not in _made:
         _made[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
-    return Group(axes, ranks, index, _made[ranks])
+    group.handle = _made.get(ranks, dist.group.WORLD)
+    _given.add(group)
+    return group
 
 
 def native(group: Group) -> bool:

@@ -157,6 +157,10 @@ class Mail:
                 handle.wait()
             line.sending.clear()
 
+    def drop(self) -> None:
+        """Forget what is on its way: it would keep the connections open."""
+        self._lines.clear()
+
     def _form(self, action: Action) -> Form | None:
         if action.kind == "F":
             return self.known.get((action.stage, self.shapes[action.micro]))

@@ -85,6 +85,7 @@ class Pipeline:
             step.run()
         except Exception:
             # Neighbours wait for a message that will not come. Leaving closes the connections, which tells them.
+            step.mail.drop()
             raw.leave()
             raise
         self.timeline = step.timeline
