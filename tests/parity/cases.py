@@ -67,7 +67,12 @@ MODELS_OF_CP: dict[str, TransformerConfig] = {
     "gpt2-ring": replace(MODELS["gpt2"], attention_dropout=0.0),
     "four": TransformerConfig(vocab=101, hidden=24, layers=2, heads=4, head_dim=6, mlp=41),
 }
-CONFIGS = MODELS | MODELS_OF_CP  # fmt: skip
+# For pp: layers that no number of stages divides.
+MODELS_OF_PP: dict[str, TransformerConfig] = {
+    "deep": replace(MODELS["llama"], layers=9),
+    "deep-tied": replace(MODELS["gpt2"], layers=9, attention_dropout=0.0),
+}
+CONFIGS = MODELS | MODELS_OF_CP | MODELS_OF_PP
 
 
 @dataclass(frozen=True)
@@ -88,6 +93,8 @@ class Trained:
     parameters: dict[str, Tensor] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
+    evaluated: list[tuple[float, float]] = field(default_factory=list)  # engine.evaluate's (loss, weight); pp only
+    weights: list[float] = field(default_factory=list)
     replicas: dict[str, str] = field(default_factory=dict)  # hash of each local parameter, by name and box
     settled: str = ""  # hash of everything above: for bitwise comparison between stages
 
@@ -169,31 +176,42 @@ def train(
     no_sync: bool = False,
     reproducible: bool = False,
     text: Text = Text(),
+    recompute: bool = False,
+    steps: int = STEPS,
 ) -> Trained:
     """The same training on this rank of a world. Runs inside every rank."""
     mesh, config = Mesh(layout), CONFIGS[model_name]
     model = Transformer(config, mesh, dtype=dtype)
+    model.recompute = recompute
     engine = Engine(model, mesh, sgd, clip=CLIP, bucket_mb=0.01, reproducible=reproducible)
     table, done = contracts(model, mesh), Trained()
-    micro_batches = accumulation * mesh.size("dp")  # cp ranks are given the same sequences
-    for step in range(STEPS):
+    micro_batches = accumulation * mesh.size("dp")  # cp and pp ranks are given the same sequences
+    for step in range(steps):
+        micros = []
         for j in range(accumulation):
             index = mesh.index("dp") * accumulation + j
             tokens, labels, samples = micro_batch(config, step, index, micro_batches, text)
-            documents = documents_of(labels, text)
-            loss, count = model(tokens, labels, key=dropout_key(step), samples=samples, documents=documents)
-            with engine.no_sync() if no_sync and j < accumulation - 1 else nullcontext():
-                engine.backward(loss, weight=count)
+            about = {"key": dropout_key(step), "samples": samples, "documents": documents_of(labels, text)}
+            micros.append({"tokens": tokens, "labels": labels, **about})
+        if mesh.size("pp") > 1:
+            evaluation = engine.evaluate(micros)
+            done.evaluated.append((evaluation.loss, evaluation.weight))
+            engine.accumulate(micros)
+        else:
+            for micro in micros:
+                loss, count = model(**micro)
+                with engine.no_sync() if no_sync and micro is not micros[-1] else nullcontext():
+                    engine.backward(loss, weight=count)
         done.gradients.append({name: g.clone() for name, g in engine.grads()})
         stats = engine.step()
         done.losses.append(stats.loss)
         done.norms.append(stats.grad_norm)
+        done.weights.append(stats.weight)
     with torch.no_grad(), engine.full_parameters():
         done.parameters = {r.name: assemble(r.parameter, r.contract, mesh).clone() for r in table}
         done.replicas = {f"{r.name}{r.contract.local(mesh)}": _hash(r.parameter.detach()) for r in table}
     done.settled = _hash(
-        *done.gradients[0].values(),
-        *done.gradients[1].values(),
+        *(gradient for gradients in done.gradients for gradient in gradients.values()),
         *done.parameters.values(),
         torch.tensor(done.losses + done.norms, dtype=torch.float64),
     )
@@ -232,11 +250,16 @@ def differences(found: Trained, truth: Trained) -> list[str]:
                     )
                     break
     whole = float(torch.stack([p.norm() for p in truth.parameters.values()]).norm())
-    for name, expected in truth.parameters.items():
-        error = float((found.parameters[name] - expected).norm())
+    for name, value in found.parameters.items():
+        expected = truth.parameters[name]
+        error = float((value - expected).norm())
         if not error <= TOLERANCE * max(float(expected.norm()), FLOOR * whole):
             wrong.append(f"parameter {name} after the steps: error {error:.1e}")
-    for what, ours, theirs in (("loss", found.losses, truth.losses), ("norm", found.norms, truth.norms)):
+    numbers = [("loss", found.losses, truth.losses), ("norm", found.norms, truth.norms)]
+    if found.evaluated:
+        numbers += [("evaluation", [loss for loss, _ in found.evaluated], truth.losses)]
+        numbers += [("weight of an evaluation", [weight for _, weight in found.evaluated], found.weights)]
+    for what, ours, theirs in numbers:
         if not all(abs(a - b) <= TOLERANCE * abs(b) for a, b in zip(ours, theirs, strict=True)):
             wrong.append(f"{what}: {ours} instead of {theirs}")
     return wrong
@@ -261,13 +284,19 @@ class Case:
     accumulation: int
     reproducible: bool = False
     text: Text = Text()
+    recompute: bool = False
 
     def run(self) -> Trained:
         """On this rank of a world."""
-        return train(self.layout, self.model, self.accumulation, reproducible=self.reproducible, text=self.text)
+        how = {"reproducible": self.reproducible, "text": self.text, "recompute": self.recompute}
+        return train(self.layout, self.model, self.accumulation, **how)  # type: ignore[arg-type]
 
     def wrong(self, results: list[Trained]) -> list[str]:
         """All that is wrong with the ranks' results."""
         layout = Layout.parse(self.layout)
         truth = one_device(self.model, self.accumulation * layout.dp, text=self.text)
-        return differences(results[0], truth) + [f"replicas differ: {place}" for place in replicas_apart(results)]
+        everything = {name: value for result in results for name, value in result.parameters.items()}
+        wrong = differences(replace(results[0], parameters=everything), truth)
+        lost = sorted(truth.parameters.keys() - everything.keys())
+        wrong += [f"nobody holds {lost}"] if lost else []
+        return wrong + [f"replicas differ: {place}" for place in replicas_apart(results)]

@@ -28,17 +28,25 @@ from isograd.comm.raw import Group
 from isograd.contract import Contract
 from isograd.mesh import Mesh
 
-from . import cut_sequences
+from . import cut_sequences, piped
 
 SOURCE = Path(isograd.__file__).parent
-SEARCHED = ("engine", "nn", "sequence", "contract.py", "comm/ops.py")
+SEARCHED = ("engine", "nn", "sequence", "pipeline", "contract.py", "comm/ops.py")
 
-PLAIN = ("raw.even_sizes", "raw.native")  # no communication
+PLAIN = ("raw.even_sizes", "raw.native", "raw.leave")  # no communication
 
 # Calls that move no gradient, weight or norm, each with the reason why no mutant is owed.
 EXEMPT = {
     "engine/plan.py:check_same:raw.gather_list": "compares fingerprints at start: tests/engine/test_refusals.py",
-    "engine/start.py:equal_replicas:raw.gather_list": "compares fingerprints at start; tested there too",
+    "engine/start.py:_refuse_unequal:raw.gather_list": "compares fingerprints at start; tested there too",
+    "engine/start.py:refuse_idle_stage:raw.gather_list": "compares counts at start: tests/pipeline/test_refusals.py",
+    "engine/start.py:used_anywhere:raw.all_reduce": "a tie that some stages do not use: half_used in tests/pipeline",
+    "engine/start.py:most_slots:raw.gather_list": "the width of a table: too narrow a one cannot be gathered",
+    "engine/whole.py:gradients:raw.broadcast_": "gathers what tests look at; a wrong one fails every pp case",
+    "engine/whole.py:_names_of_stages:raw.gather_list": "names of what tests look at; a wrong one fails every pp case",
+    "pipeline/run.py:_refuse_unlike:raw.gather_list": "compares fingerprints: tests/pipeline/test_refusals.py",
+    "pipeline/costs.py:measure:raw.broadcast_": "measured times, alike on all ranks: they choose a split, not a number",
+    "pipeline/mail.py:_send:raw.send_start": "mutated where it is received: pipeline/mail.py:_post:raw.receive_start",
     "engine/start.py:equal_replicas:raw.broadcast_": "makes data replicas equal at start; tested there too",
     "engine/transport.py:_reduce_packed:raw.reduce_scatter_start": "NCCL's path: mutated at reduce_rows, its caller",
     "engine/transport.py:_gather_packed:raw.all_gather_start": "NCCL's path: mutated at gather_rows, its caller",
@@ -186,6 +194,8 @@ def ways(site: Site) -> dict[str, Callable[[Broken], Broken]]:
         return _reduction_ways()
     if kind == "gather_rows":
         return {"removed": lambda f: lambda *a, **k: raw.Handle()}
+    if kind == "receive_start":
+        return piped.message_ways()
     if kind == "exchange":
         return {**cut_sequences.exchange_ways(), "regrouped": _regrouped}
     if site.callee.startswith("ops."):  # as wholes; their halves are mutated in comm/ops.py
@@ -415,6 +425,7 @@ NAMED: dict[str, Callable[[], Any]] = {
     "layer: row bias added on every tp rank": _bias_on_every_rank,
     "layer: one use of a tied weight lost": _shared_use_lost,
     **cut_sequences.NAMED,
+    **piped.NAMED,
 }
 
 FORGOTTEN = (

@@ -20,7 +20,9 @@ LAYOUTS = ("pp2", "pp2 gpipe", "pp2 zb zero1", "pp3 zero2", "pp2 vpp2", "dp2 pp2
 
 
 @pytest.mark.parametrize("micro_batches", [2, 6])
-@pytest.mark.parametrize("make", [toys.plain, toys.tied, toys.tuples, toys.partly_frozen], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "make", [toys.plain, toys.tied, toys.half_used, toys.tuples, toys.partly_frozen], ids=lambda f: f.__name__
+)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_stages_train_as_one_device_does(worlds, layout: str, make: toys.Make, micro_batches: int) -> None:
     found = worlds(Layout.parse(layout).world_size).run(partial(toys.train, layout, make, micro_batches))

@@ -71,6 +71,24 @@ def tied() -> list[Any]:
     return [nn.Linear(5, 8), Use(shared), block(1), block(2), Use(shared), block(3), Use(shared), nn.Linear(8, 3)]
 
 
+class Idle(nn.Module):
+    """Holds a weight and does not use it."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+def half_used() -> list[Any]:
+    """A tie that only the first of its stages uses: the others must step it all the same."""
+    torch.manual_seed(0)
+    shared = nn.Parameter(torch.randn(8, 8) / 3)
+    return [nn.Linear(5, 8), Use(shared), block(1), block(2), Idle(shared), nn.Linear(8, 3)]
+
+
 def tuples() -> list[Any]:
     torch.manual_seed(0)
     return [nn.Linear(5, 8), Fork(), Join(), block(1), Fork(), Join(), nn.Linear(8, 3)]

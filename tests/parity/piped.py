@@ -1,0 +1,253 @@
+"""Mutants of pipelines: messages lost or changed on their way, backwards and weights dropped or doubled, ties and norms
+counted wrongly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from isograd.comm.raw import Group, Handle
+
+Broken = Callable[..., Any]
+
+
+def _ties(change: str) -> Any:
+    """What a tie's members do with their copies' gradients."""
+    from isograd.engine.reduce import Reducer
+
+    original = Reducer._pay
+
+    def pay(self: Any, axes: str, slots: Any) -> None:
+        slots = list(slots)
+        if not axes.startswith("pp"):
+            return original(self, axes, slots)
+        if change == "last use lost" and self.mesh.index("pp"):
+            for slot in slots:
+                slot.due = torch.zeros_like(slot.due)
+        if change != "forgotten":
+            original(self, axes, slots)
+        if change == "twice":
+            original(self, axes, slots)
+        return None
+
+    return patch.object(Reducer, "_pay", pay)
+
+
+def _returned(change: Callable[[list[torch.Tensor]], list[torch.Tensor]]) -> Any:
+    """The gradients of a stage's inputs, as they are sent back."""
+    from isograd.pipeline.mail import Mail
+
+    original = Mail.send
+
+    def send(self: Any, action: Any, tensors: Any) -> None:
+        original(self, action, tensors if action.kind == "F" else change(list(tensors)))
+
+    return patch.object(Mail, "send", send)
+
+
+def _forward_shuffled() -> Any:
+    from isograd.pipeline.mail import Mail
+
+    original = Mail.send
+
+    def send(self: Any, action: Any, tensors: Any) -> None:
+        changed = [t.detach().roll(1, 0).requires_grad_(t.requires_grad) for t in tensors]
+        original(self, action, changed if action.kind == "F" else tensors)
+
+    return patch.object(Mail, "send", send)
+
+
+def _last_backward_dropped() -> Any:
+    """The last micro-batch's backward of the first stage."""
+    from isograd.pipeline.run import _Step
+
+    original = _Step._backward
+
+    def backward(self: Any, action: Any, gradients: Any) -> None:
+        if action.stage == 0 and action.micro == len(self.micros) - 1:
+            return
+        original(self, action, gradients)
+
+    return patch.object(_Step, "_backward", backward)
+
+
+def _weights_run(times: int) -> Any:
+    from isograd.pipeline.deferred import Deferred
+
+    original = Deferred.run
+
+    def run(self: Any) -> None:
+        noted = list(self._noted)
+        for _ in range(times):
+            self._noted = list(noted)
+            original(self)
+
+    return patch.object(Deferred, "run", run)
+
+
+def _weights_of_another_input() -> Any:
+    """What a weight gradient keeps is overwritten by the next micro-batch's."""
+    from isograd.pipeline.deferred import Deferred
+
+    original, latest = Deferred._note, {}
+
+    def note(self: Any, weight: Any, x: Any, dy: Any) -> None:
+        before = latest.get(id(weight))
+        latest[id(weight)] = x
+        original(self, weight, x if before is None or before.shape != x.shape else before, dy)
+
+    return patch.object(Deferred, "_note", note)
+
+
+def _norm_of_own_stage() -> Any:
+    from isograd.engine import engine
+
+    original = engine.norm.global_norm
+
+    def own(slots: Any, world: Group, device: Any) -> float:
+        from .mutants import _MESH
+
+        data_and_tensor = _MESH[0].group("dp cp tp")
+        return original(slots, data_and_tensor, device)
+
+    return patch.object(engine.norm, "global_norm", own)
+
+
+def _tie_counted_on_every_stage() -> Any:
+    from isograd.contract import Contract
+
+    original = Contract.counted_here
+
+    def counted(self: Any, mesh: Any) -> bool:
+        return original(replace(self, owes=tuple(a for a in self.owes if not a.startswith("pp"))), mesh)
+
+    return patch.object(Contract, "counted_here", counted)
+
+
+def _tie_counted_nowhere() -> Any:
+    from isograd.contract import Contract
+
+    original = Contract.counted_here
+    return patch.object(Contract, "counted_here", lambda self, mesh: not self.ties and original(self, mesh))
+
+
+def _loss_weight(change: Callable[[Any, int], Any]) -> Any:
+    """Of the losses that a pipeline's last stage seeds."""
+    from isograd.engine.engine import Engine
+
+    original = Engine.of_loss
+    return patch.object(
+        Engine, "of_loss", lambda self, loss, weight, last: original(self, loss, change(weight, self.mesh.rank), last)
+    )
+
+
+def _travels_too_early() -> Any:
+    """Every backward of a stage lets its gradients travel, and what arrives replaces what had arrived before."""
+    from isograd.engine.engine import Engine
+    from isograd.engine.reduce import Reducer
+
+    through = Engine.through
+    stack = ExitStack()
+    stack.enter_context(patch.object(Reducer, "_land", _landing_over))
+    stack.enter_context(
+        patch.object(Engine, "through", lambda self, outputs, gradients, last: through(self, outputs, gradients, True))
+    )
+    return stack
+
+
+def _landing_over(self: Any) -> None:
+    bucket, flight = self._flights.popleft()
+    for slot, piece in zip(bucket.slots, flight.wait(), strict=True):
+        slot.due = piece
+
+
+def _loss_of_the_first_stage() -> Any:
+    """Weights and losses are read from the first stage, which has none."""
+    from isograd.engine.engine import Engine
+
+    def of_data(self: Any, table: torch.Tensor) -> torch.Tensor:
+        layout = self.mesh.layout
+        return table[list(layout.ranks("dp cp", layout.rank({**self.mesh.coordinates, "pp": 0})))]
+
+    return patch.object(Engine, "_of_data", of_data)
+
+
+def _stages_swapped() -> Any:
+    """Each rank's chunks run in the wrong order."""
+    from isograd.models.transformer import Transformer
+
+    original = Transformer._body
+
+    def body(self: Any, x: Any, stream: Any, numbers: range) -> Any:
+        return original(self, x, stream, numbers[::-1])
+
+    return patch.object(Transformer, "_body", body)
+
+
+def _blocks_numbered_from_zero() -> Any:
+    """Dropout is drawn by the number a block has on its rank."""
+    from isograd.models import transformer
+
+    original = transformer._for_block
+    return patch.object(transformer, "_for_block", lambda stream, number: original(stream, number % 2))
+
+
+def _used_by_own_stage_only() -> Any:
+    from isograd.engine import start
+
+    return patch.object(start, "used_anywhere", lambda used, plan, mesh: torch.zeros(len(plan.slots)))
+
+
+def message_ways() -> dict[str, Callable[[Broken], Broken]]:
+    """Of what is received from a neighbour: (tensors, group, peer) -> a handle. Headers are left as they are."""
+
+    def landed(f: Broken, change: Callable[[torch.Tensor], torch.Tensor]) -> Broken:
+        def broken(tensors: Any, group: Group, peer: int) -> Handle:
+            handle = f(tensors, group, peer)
+
+            def finish() -> None:
+                handle.wait()
+                with torch.no_grad():
+                    for t in tensors:
+                        if t.is_floating_point():
+                            t.copy_(change(t))
+
+            return Handle(then=finish)
+
+        return broken
+
+    return {
+        "removed": lambda f: landed(f, torch.zeros_like),
+        "doubled": lambda f: landed(f, lambda t: t * 2.0),
+        "averaged": lambda f: landed(f, lambda t: t / 2.0),
+        "reordered": lambda f: landed(f, lambda t: t.roll(1, 0)),
+    }
+
+
+NAMED: dict[str, Callable[[], Any]] = {
+    "pipeline: the debt of a tie forgotten": lambda: _ties("forgotten"),
+    "pipeline: the last stage's use of a tie lost": lambda: _ties("last use lost"),
+    "pipeline: a tie summed twice": lambda: _ties("twice"),
+    "pipeline: a tie counted in the norm by every stage": _tie_counted_on_every_stage,
+    "pipeline: a tie counted in the norm by none": _tie_counted_nowhere,
+    "pipeline: the gradient of a stage's input doubled": lambda: _returned(lambda g: [t * 2.0 for t in g]),
+    "pipeline: the gradient of a stage's input lost": lambda: _returned(lambda g: [torch.zeros_like(t) for t in g]),
+    "pipeline: the gradient of a stage's input permuted": lambda: _returned(lambda g: [t.roll(1, 0) for t in g]),
+    "pipeline: what a stage passes on permuted": _forward_shuffled,
+    "pipeline: the last micro-batch's backward of a stage dropped": _last_backward_dropped,
+    "pipeline: weight gradients put off and never made": lambda: _weights_run(0),
+    "pipeline: weight gradients put off and made twice": lambda: _weights_run(2),
+    "pipeline: weight gradients made of another micro-batch's input": _weights_of_another_input,
+    "pipeline: clipped by the norm of one's own stage": _norm_of_own_stage,
+    "pipeline: the weight of a loss lost": lambda: _loss_weight(lambda weight, rank: float(weight > 0)),
+    "pipeline: loss and weight read from the first stage": _loss_of_the_first_stage,
+    "pipeline: earlier micro-batches overwritten by the last to travel": _travels_too_early,
+    "pipeline: a rank's layers in reverse": _stages_swapped,
+    "pipeline: dropout drawn by a block's place on its rank": _blocks_numbered_from_zero,
+    "pipeline: parameters taken for unused": _used_by_own_stage_only,
+}

@@ -1,0 +1,116 @@
+"""The parity grid of pipelines: every schedule, with all that stands beside it, trains as one device does.
+
+Not every combination runs: each pair of values of two settings meets in some case (a test counts them).
+"""
+
+from __future__ import annotations
+
+from itertools import combinations, product
+
+import pytest
+import torch
+
+from isograd.layout import SCHEDULES, Layout
+
+from . import cases
+from .test_grid import noise_ratios
+
+# layout, model, micro-batches per data rank, recompute
+GRID = [
+    ("pp2 vpp2 gpipe zero1", "deep-tied", 1, True),
+    ("pp2 tp2 sp zero2", "deep", 2, False),
+    ("pp4 zb cp2 ulysses", "deep", 5, True),
+    ("pp4 vpp2 dp2 zero1", "deep-tied", 5, False),
+    ("pp2 zb cp2 ring", "deep-tied", 1, False),
+    ("pp4 vpp2 gpipe cp2 ulysses zero2", "deep-tied", 2, False),
+    ("pp4 vpp2 gpipe tp2 sp", "deep", 1, True),
+    ("pp2 vpp2 zb dp2 zero1", "deep", 2, True),
+    ("pp4", "deep", 2, True),
+    ("pp4 gpipe cp2 ring zero2", "deep", 5, True),
+    ("pp2 zb zero2", "deep", 5, False),
+    ("pp2 cp2 ulysses zero1", "deep-tied", 1, True),
+    ("pp2 gpipe dp2 zero2", "deep", 1, False),
+    ("pp2 vpp2 zb tp2 sp zero1", "deep-tied", 5, True),
+    ("pp4 vpp2 cp2 ring zero1", "deep-tied", 2, True),
+    ("pp2 gpipe dp2", "deep", 2, False),
+    ("pp2 vpp2 dp2 tp2 sp zero1", "deep-tied", 2, False),
+    ("pp3 dp2 zb zero2", "deep-tied", 3, False),
+    ("dp2 pp2 zb zero1", "deep-tied", 3, False),
+]
+VALUES = {
+    "pp": (2, 4),
+    "vpp": (1, 2),
+    "schedule": SCHEDULES,
+    "beside": ("", "dp2", "tp2 sp", "cp2 ulysses", "cp2 ring"),
+    "zero": (0, 1, 2),
+    "model": ("deep", "deep-tied"),
+    "micro-batches": (1, 2, 5),
+    "recompute": (False, True),
+}
+
+
+def settings(layout: str, model: str, micro_batches: int, recompute: bool) -> dict[str, object]:
+    parsed = Layout.parse(layout)
+    beside = f"dp{parsed.dp}" if parsed.dp > 1 else "tp2 sp" if parsed.tp > 1 else ""
+    return {
+        "pp": parsed.pp,
+        "vpp": parsed.vpp,
+        "schedule": parsed.schedule,
+        "beside": f"cp2 {parsed.cp_method}" if parsed.cp > 1 else beside,
+        "zero": parsed.zero,
+        "model": model,
+        "micro-batches": micro_batches,
+        "recompute": recompute,
+    }
+
+
+def test_every_pair_of_values_meets_in_the_grid() -> None:
+    met = [settings(*case) for case in GRID]
+    lost = [
+        {one: a, other: b}
+        for one, other in combinations(VALUES, 2)
+        for a, b in product(VALUES[one], VALUES[other])
+        if not any(case[one] == a and case[other] == b for case in met)
+    ]
+    assert not lost
+
+
+@pytest.mark.parametrize(
+    ("layout", "model", "micro_batches", "recompute"),
+    GRID,
+    ids=[f"{layout}-{model}-{m}{'-recompute' if r else ''}" for layout, model, m, r in GRID],
+)
+def test_a_pipeline_trains_as_one_device_does(
+    worlds, layout: str, model: str, micro_batches: int, recompute: bool
+) -> None:
+    case = cases.Case(layout, model, micro_batches, recompute=recompute)
+    assert not case.wrong(worlds(Layout.parse(layout).world_size).run(case.run))
+
+
+@pytest.mark.parametrize("layout", ["dp2 pp2", "pp2 vpp2 zb tp2 sp"])
+def test_zero_stages_give_the_same_bits_under_pp(worlds, layout: str) -> None:
+    world = worlds(Layout.parse(layout).world_size)
+    runs = [cases.on_layout(world, f"{layout} zero{stage}", "deep-tied", 2) for stage in (0, 1, 2)]
+    for rank in range(len(runs[0])):
+        assert len({run[rank].settled for run in runs}) == 1
+
+
+@pytest.mark.parametrize("layout", ["dp2 pp2 zero1", "pp2 zb tp2 sp", "pp4 zero2"])
+def test_copies_of_a_tied_weight_are_byte_equal_after_three_steps(worlds, layout: str) -> None:
+    results = worlds(4).run(cases.train, layout, "deep-tied", 2, torch.float64, False, False, cases.Text(), False, 3)
+    holders = [result for result in results if any("embed.weight" in place for place in result.replicas)]
+    assert len({tuple(r.losses) for r in results}) == 1
+    assert len(results[0].losses) == 3
+    assert len(holders) == (2 if layout.startswith("pp4") else 4)
+    assert not cases.replicas_apart(results)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("layout", ["dp2 pp2 zb zero1", "pp2 tp2 sp"])
+def test_working_precision_stays_within_one_devices_noise_under_pp(worlds, layout: str, dtype: torch.dtype) -> None:
+    """Below 2 is right, above 8 is a bug (GRADIENTS.md 4)."""
+    parsed = Layout.parse(layout)
+    found = cases.on_layout(worlds(4), layout, "deep-tied", 3, dtype=dtype)[0]
+    ratios = noise_ratios(found, dtype, "deep-tied", 3 * parsed.dp)
+    assert ratios["all"] < 2, ratios
+    assert max(ratios.values()) < 3, ratios
