@@ -21,7 +21,6 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any, overload
 
 import torch
@@ -37,6 +36,7 @@ from isograd.nn import MLP, Attention, Head, LayerNorm, LearnedPositions, RMSNor
 from isograd.nn.loss import CHUNK, IGNORE
 from isograd.nn.stream import token_ids
 from isograd.pipeline.split import balanced, ranges
+from isograd.pipeline.stages import pieces
 from isograd.random import Key
 from isograd.sequence import Places, document_starts, gather_whole, places_for, refuse_unlike
 
@@ -191,14 +191,18 @@ class Transformer(nn.Module):
         key: Key | None = None,
         samples: Tensor | None = None,
         documents: Tensor | None = None,
+        stage: int | None = None,
+        passed: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """tokens [b, s] of this dp rank. With labels [b, s]: (mean loss, count); without: logits [b, s, vocab].
 
         Dropout needs `key`, new in every micro-batch and step, and `samples`, the global ids [b] of the sequences.
         documents [b, s] packs several texts into one sequence: where the number changes a new one begins, which sees
         nothing of those before it and whose positions start at 0.
+
+        A pipeline calls its pieces by their number: `stage`, with what the stage before `passed` on.
         """
-        if len(self.parts) > 1:
+        if stage is None and len(self.parts) > 1:
             raise ModelError(
                 "IG415",
                 "a model cut into pipeline stages is not called; its pieces run in the order of a schedule",
@@ -207,20 +211,15 @@ class Transformer(nn.Module):
                 where=self.mesh.where(),
             )
         result: Tensor | tuple[Tensor, Tensor]
-        result = self._chunk(0, None, tokens, labels, key=key, samples=samples, documents=documents)
+        result = self._piece(stage or 0, passed, tokens, labels, key=key, samples=samples, documents=documents)
         return result
 
     @property
     def chunks(self) -> dict[int, Callable[[Any, Any], Any]]:
         """This rank's stages, as a pipeline calls them: (what the stage before passes on, micro-batch)."""
+        return pieces(self, self.mesh)
 
-        def run(stage: int, x: Any, micro: Any) -> Any:
-            return self._chunk(stage, x, **micro) if isinstance(micro, dict) else self._chunk(stage, x, *micro)
-
-        mine = range(self.mesh.index("pp"), len(self.parts), self.mesh.layout.pp)
-        return {stage: partial(run, stage) for stage in mine}
-
-    def _chunk(
+    def _piece(
         self,
         stage: int,
         x: Tensor | None,

@@ -93,18 +93,17 @@ class Stages(nn.Module):
 
     @property
     def chunks(self) -> dict[int, Callable[[Any, Any], Any]]:
-        stages = range(self.mesh.index("pp"), len(self.parts), self.mesh.layout.pp)
-        return {stage: partial(self._chunk, stage) for stage in stages}
+        return pieces(self, self.mesh)
 
-    def _chunk(self, stage: int, x: Any, micro: Any) -> Any:
+    def _piece(self, stage: int, x: Any, micro: Any) -> Any:
         x = self.inputs(micro) if stage == 0 else x
         for number in self.parts[stage]:
             x = self.kept[str(number)](*x) if isinstance(x, tuple) else self.kept[str(number)](x)
         return self.loss(x, micro) if stage == len(self.parts) - 1 else x
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The whole way, on one rank: (mean, weight)."""
-        if len(self.parts) > 1:
+    def forward(self, *args: Any, stage: int | None = None, passed: Any = None, **kwargs: Any) -> Any:
+        """The whole way, on one rank: (mean, weight). Or one stage of it, as a pipeline calls it."""
+        if stage is None and len(self.parts) > 1:
             raise PipelineError(
                 "IG808",
                 "a model cut into stages is not called; its pieces run in the order of a schedule",
@@ -112,7 +111,21 @@ class Stages(nn.Module):
                 expected="engine.train_step(batch, micro_batches=k), or engine.evaluate",
                 where=self.mesh.where(),
             )
-        return self._chunk(0, None, kwargs or args)
+        return self._piece(stage or 0, passed, kwargs or args)
+
+
+def pieces(model: nn.Module, mesh: Mesh) -> dict[int, Callable[[Any, Any], Any]]:
+    """The stages of this rank, of a model whose forward takes `stage` and what the stage before `passed` on."""
+
+    def run(stage: int, passed: Any, micro: Any) -> Any:
+        if isinstance(micro, dict):
+            return model(**micro, stage=stage, passed=passed)
+        return model(*(micro if isinstance(micro, tuple) else (micro,)), stage=stage, passed=passed)
+
+    return {
+        stage: partial(run, stage)
+        for stage in range(mesh.index("pp"), mesh.layout.pp * mesh.layout.vpp, mesh.layout.pp)
+    }
 
 
 def _is_made(module: nn.Module | Make) -> bool:
