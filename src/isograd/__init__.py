@@ -18,6 +18,7 @@ _HOMES = {
     "contracts": "isograd.contract",
     "declare": "isograd.contract",
     "Engine": "isograd.engine",
+    "empty_parameters": "isograd.engine",
     "LossScale": "isograd.engine",
     "Stats": "isograd.engine",
     "launch": "isograd.comm.launch",
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from isograd.engine import Engine as Engine
     from isograd.engine import LossScale as LossScale
     from isograd.engine import Stats as Stats
+    from isograd.engine import empty_parameters as empty_parameters
     from isograd.errors import IsogradError as IsogradError
     from isograd.layout import Layout as Layout
     from isograd.mesh import Mesh as Mesh

@@ -12,7 +12,7 @@ that declares nothing owes exactly them. A parameter of one of our own layers wi
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +24,8 @@ from isograd.errors import ContractError
 from isograd.mesh import DATA, Mesh
 
 _MARK = "_isograd_contract"
+_START = "_isograd_start"
+Start = Callable[[Sequence[tuple[int, int]], torch.device], torch.Tensor]  # values of a box of the global tensor
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,17 @@ def contract_of(parameter: torch.Tensor) -> Contract | None:
     """What was declared for this parameter, if anything was."""
     found = getattr(parameter, _MARK, None)
     return found if isinstance(found, Contract) else None
+
+
+def remember_start(parameter: nn.Parameter, start: Start) -> None:
+    """How to make first values of a parameter that has no memory yet (meta device), or of a part of it."""
+    setattr(parameter, _START, start)
+
+
+def start_of(parameter: torch.Tensor) -> Start | None:
+    """How its first values are made, if it remembers."""
+    found: Start | None = getattr(parameter, _START, None)
+    return found
 
 
 def owing(mesh: Mesh, owes: tuple[str, ...]) -> tuple[str, ...]:

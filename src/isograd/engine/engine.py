@@ -18,6 +18,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,14 +28,16 @@ from isograd.comm import raw
 from isograd.contract import contracts
 from isograd.engine import batches, norm, start, whole
 from isograd.engine.batches import call
+from isograd.engine.first import FirstValues
 from isograd.engine.plan import Bucket, Slot, make_plan, slot_of
 from isograd.engine.precision import LossScale
 from isograd.engine.reduce import Reducer
-from isograd.engine.units import Units, repeated_blocks
+from isograd.engine.units import Units, homes, repeated_blocks
 from isograd.engine.zero import Factory, Optimized
 from isograd.errors import EngineError
 from isograd.mesh import DATA, Mesh
 from isograd.pipeline import Pipeline
+from isograd.stored import Stored, Weights
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,8 @@ class Engine:
         bucket_mb: float = 16.0,
         keep_gathered: bool = False,
         blocks: Iterable[nn.Module] | None = None,
+        offload: bool = False,
+        weights: Weights | str | Path | None = None,
     ) -> None:
         """`optimizer` makes a torch optimizer from the row shards it is given.
 
@@ -79,6 +84,8 @@ class Engine:
         loss_scale: made when a parameter is fp16; give one to use fp16 autocast with fp32 parameters.
         keep_gathered: at ZeRO 3, keep a block's parameters whole from its forward to its backward: a third fewer bytes.
         blocks: at ZeRO 3, what is gathered together; left out, the members of the model's lists of modules.
+        offload: at ZeRO 1 to 3, master rows and optimizer state lie and step in the host's memory; at 3 all rows do.
+        weights: first values, read by each rank for its own part: safetensors (a file, or a directory of them).
         """
         start.refuse_unbuilt(mesh)
         start.take_over(model)
@@ -86,25 +93,31 @@ class Engine:
         self.pipeline = Pipeline(start.chunks_of(model, mesh, reproducible), mesh) if mesh.size("pp") > 1 else None
         self.table = contracts(model, mesh)
         start.refuse_idle_stage(self.table, mesh)
-        self.plan = make_plan(self.table, mesh, int(bucket_mb * 2**20))
-        start.check_plan(self.plan, self.table, mesh)
+        stage = mesh.layout.zero
+        parts = (repeated_blocks(model) if blocks is None else list(blocks)) if stage == 3 else []
+        self.plan = make_plan(self.table, mesh, int(bucket_mb * 2**20), homes(parts))
+        start.check_plan(self.plan, mesh)
+        start.check_offload(offload, mesh)
+        first = FirstValues(model, self.table, mesh, Stored(weights) if isinstance(weights, str | Path) else weights)
+        first.fill_buffers(model)
         start.equal_replicas(model, self.table, mesh)
         fp16 = any(slot.parameter.dtype == torch.float16 for slot in self.plan.slots)
         self.loss_scale = loss_scale or (LossScale() if fp16 else None)
-        stage = mesh.layout.zero
         self._units = None
         if stage == 3:
             slots = {id(slot.parameter): slot for slot in self.plan.slots}
             every = [slots.get(id(record.parameter)) or slot_of(record, mesh) for record in self.table]
-            chosen = repeated_blocks(model) if blocks is None else blocks
-            self._units = Units(model, every, mesh.group(DATA), keep_gathered=keep_gathered, blocks=chosen)
+            self._units = Units(model, every, mesh, first, blocks=parts, keep_gathered=keep_gathered, offload=offload)
+        else:
+            first.fill(self.table)
         self._reducer = Reducer(self.plan, mesh, keep_full=stage == 0, reproducible=reproducible)
-        self._optimized = Optimized(self.plan, stage, mesh.group(DATA), optimizer, self._units)
+        self._optimized = Optimized(self.plan, stage, mesh.group(DATA), optimizer, self._units, offload)
         self._counted = norm.counted(self.plan.slots, mesh)
         self._overlap = overlap
         self._sync = True
         self._in_backward = False
         self._travels = False  # whether the running backward lets gradients travel
+        self._discards = False  # whether it runs for the other ranks only, which gather with this one
         self._widest = start.most_slots(self.plan, mesh)
         self._weight: Tensor | float = 0.0
         self._losses: list[Tensor] = []  # weighted, one per backward of this step
@@ -129,7 +142,10 @@ class Engine:
                     expected="engine.backward(loss, weight=...), which knows the weight of the loss",
                     where=self.mesh.where(),
                 )
-            self._reducer.arrived(slot, bucket, self._travels)
+            if self._discards:
+                slot.parameter.grad = None
+            else:
+                self._reducer.arrived(slot, bucket, self._travels and self._units is None)
             if self._units is not None:
                 self._units.arrived(slot)
 
@@ -192,8 +208,11 @@ class Engine:
         start.check_loss(loss, weight, self.mesh)
         seed = torch.as_tensor(weight, dtype=torch.float64, device=loss.device)
         scale = self.loss_scale.value if self.loss_scale else 1.0
+        seeds = [(seed * scale).to(loss.dtype)]
         if not start.adds_nothing(loss, weight, self.mesh):
-            self.through([loss], [(seed * scale).to(loss.dtype)], last)
+            self.through([loss], seeds, last)
+        elif self._units is not None:
+            self._for_others([loss], seeds, last)
         self._weight = self._weight + seed
         self._losses.append(_weighted(loss.detach().double(), seed))
         self._settled = None
@@ -203,12 +222,23 @@ class Engine:
         if outputs:
             self.put_off(lambda: torch.autograd.backward(outputs, gradients), last)
 
+    def _for_others(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor], last: bool) -> None:
+        """A backward that adds nothing, not even NaN: at ZeRO 3 the other ranks gather parameters with this one."""
+        self._reducer.put_aside()
+        self._discards = True
+        try:
+            self.through(outputs, gradients, last)
+        finally:
+            self._discards = False
+            self._reducer.take_back()
+
     def put_off(self, run: Callable[[], None], last: bool) -> None:
         """Run something that makes gradients of parameters."""
         self._in_backward, self._travels = True, last and self._syncing
         try:
             if self._units is not None:
-                self._units.begin_backward()
+                travels = self._travels and not self.reproducible
+                self._units.begin_backward(self._reducer.passed if travels else None)
             run()
         finally:
             self._in_backward = False

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -97,7 +97,8 @@ def slot_of(record: Record, mesh: Mesh) -> Slot:
     return Slot(record.name, record.parameter, record.contract, cuts, group.index)
 
 
-def make_plan(table: Table, mesh: Mesh, bucket_bytes: int) -> Plan:
+def make_plan(table: Table, mesh: Mesh, bucket_bytes: int, homes: Mapping[int, nn.Module] | None = None) -> Plan:
+    """`homes`: parameters (ids) of different modules do not travel together."""
     slots = [slot_of(record, mesh) for record in table if record.parameter.requires_grad]
     if not slots:
         raise EngineError(
@@ -107,10 +108,10 @@ def make_plan(table: Table, mesh: Mesh, bucket_bytes: int) -> Plan:
             expected="at least one with requires_grad=True",
             where=mesh.where(),
         )
-    return Plan(slots, _buckets(slots, bucket_bytes))
+    return Plan(slots, _buckets(slots, bucket_bytes, homes or {}))
 
 
-def _buckets(slots: list[Slot], limit: int) -> list[Bucket]:
+def _buckets(slots: list[Slot], limit: int, homes: Mapping[int, nn.Module]) -> list[Bucket]:
     """Reverse order of registration: about the order in which backward finishes. One dtype in each."""
     buckets: list[Bucket] = []
     size = 0
@@ -118,12 +119,16 @@ def _buckets(slots: list[Slot], limit: int) -> list[Bucket]:
         bytes_here = slot.parameter.numel() * slot.dtype.itemsize
         last = buckets[-1].slots[-1] if buckets else None
         fits = last is not None and size + bytes_here <= limit
-        if not fits or last is None or last.parameter.dtype != slot.parameter.dtype:
+        if not fits or last is None or _kind(last, homes) != _kind(slot, homes):
             buckets.append(Bucket([]))
             size = 0
         buckets[-1].slots.append(slot)
         size += bytes_here
     return buckets
+
+
+def _kind(slot: Slot, homes: Mapping[int, nn.Module]) -> tuple[torch.dtype, nn.Module | None]:
+    return slot.parameter.dtype, homes.get(id(slot.parameter))
 
 
 def check_same(mesh: Mesh, axes: str, fingerprint: str, what: str) -> None:

@@ -14,7 +14,7 @@ any order, and a gradient that comes late (a rank that skipped a layer) is simpl
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 import torch
 from torch import Tensor
@@ -32,14 +32,14 @@ class Reducer:
         self.plan, self.mesh, self.keep_full, self.reproducible = plan, mesh, keep_full, reproducible
         self.group = mesh.group(DATA)
         self._flights: deque[tuple[Bucket, Flight]] = deque()
-        self._next = 0
+        self._unsent: list[Bucket] = []  # of this backward, in the order in which they leave
         self._tree: list[tuple[int, Pieces]] = []  # reproducible: (height, full gradients of 2**height micro-batches)
 
     # -- during backward
 
     def arm(self) -> None:
         """Before a backward that syncs."""
-        self._next = 0
+        self._unsent = list(self.plan.buckets)
         for bucket in self.plan.buckets:
             bucket.waiting = {id(slot.parameter) for slot in bucket.slots}
 
@@ -49,8 +49,16 @@ class Reducer:
         self.collect(slot)
         if syncing and not self.reproducible:
             bucket.waiting.discard(id(slot.parameter))
-            while self._next < len(self.plan.buckets) and not self.plan.buckets[self._next].waiting:
-                self._launch()
+            while self._unsent and not self._unsent[0].waiting:
+                self._launch(self._unsent[0])
+
+    def passed(self, parameters: Container[int]) -> None:
+        """Backward has left these parameters (ids) behind, on every data rank at the same point: all their buckets
+        leave, whether this rank has used them or not. So ZeRO 3 keeps one order of gathers and reductions."""
+        for bucket in list(self._unsent):
+            bucket.waiting = {key for key in bucket.waiting if key not in parameters}
+            if not bucket.waiting:
+                self._launch(bucket)
 
     def collect(self, slot: Slot) -> None:
         """Half-precision gradients accumulate in fp32; others stay where autograd accumulates them."""
@@ -58,6 +66,17 @@ class Reducer:
         if gradient is not None and gradient.dtype != slot.dtype:
             slot.local = gradient.to(slot.dtype) if slot.local is None else slot.local.add_(gradient)
             slot.parameter.grad = None
+
+    def put_aside(self) -> None:
+        """Before a backward whose gradients are thrown away: what was accumulated waits elsewhere, and may leave."""
+        for slot in self.plan.slots:
+            if slot.local is None:
+                slot.local, slot.parameter.grad = slot.parameter.grad, None
+
+    def take_back(self) -> None:
+        for slot in self.plan.slots:
+            if slot.local is not None and slot.local.dtype == slot.parameter.dtype:
+                slot.local, slot.parameter.grad = None, slot.local
 
     def after_backward(self, syncing: bool) -> None:
         if self.reproducible:
@@ -67,12 +86,11 @@ class Reducer:
 
     def flush(self) -> None:
         """Send every bucket that this backward has not sent."""
-        while self._next < len(self.plan.buckets):
-            self._launch()
+        while self._unsent:
+            self._launch(self._unsent[0])
 
-    def _launch(self) -> None:
-        bucket = self.plan.buckets[self._next]
-        self._next += 1
+    def _launch(self, bucket: Bucket) -> None:
+        self._unsent.remove(bucket)
         gradients = [self._take(slot) for slot in bucket.slots]
         self._flights.append((bucket, reduce_rows(bucket.slots, gradients, self.group, tree=self.reproducible)))
         if self.keep_full:
@@ -122,7 +140,7 @@ class Reducer:
         """Pay every debt. `flush` is the same on all ranks: some rank holds gradients that were not sent."""
         if flush:
             self._cut_tree()
-            self._next = 0
+            self._unsent = list(self.plan.buckets)
             self.flush()
         while self._flights:
             self._land()

@@ -5,6 +5,7 @@ Each refusal names a state in which gradients would be silently wrong.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -117,20 +118,25 @@ def take_over(model: nn.Module) -> None:
         del model._isograd_units
 
 
-def check_plan(plan: Plan, table: Table, mesh: Mesh) -> None:
+def check_offload(offload: bool, mesh: Mesh) -> None:
+    """Where there is only one memory, or whole parameters are stepped, there is nothing to move."""
+    if offload and mesh.layout.zero == 0:
+        raise EngineError(
+            "IG527",
+            "offload needs row shards",
+            seen=f"offload=True under {str(mesh.layout)!r}",
+            expected="zero1, zero2 or zero3: at zero0 every rank steps whole parameters where they are",
+            where=mesh.where(),
+        )
+    if offload and mesh.device.type == "cpu" and mesh.rank == 0:
+        warnings.warn("offload=True has no effect on the CPU: it has no second memory", stacklevel=3)
+
+
+def check_plan(plan: Plan, mesh: Mesh) -> None:
     """Members that will add shards hold the same names, shapes and rows; storage is what shards can be views of."""
     check_same(mesh, DATA, plan.fingerprint(None), "the trainable parameters")
     for axes in sorted({axes for slot in plan.slots for axes in slot.contract.owes}):
         check_same(mesh, axes, plan.fingerprint(axes), f"the parameters that owe {axes!r}")
-    for record in table:
-        if record.parameter.device.type == "meta":
-            raise EngineError(
-                "IG503",
-                f"parameter {record.name!r} has no memory",
-                seen="device='meta'",
-                expected="a model whose parameters are allocated and initialised",
-                where=mesh.where(),
-            )
     for slot in plan.slots:
         if slot.parameter.grad is not None:
             raise EngineError(
@@ -148,11 +154,12 @@ def check_plan(plan: Plan, table: Table, mesh: Mesh) -> None:
 def equal_replicas(model: nn.Module, table: Table, mesh: Mesh) -> None:
     """Data replicas start equal because the first one is broadcast; replicas over tp must already be equal."""
     data = mesh.group(DATA)
-    for tensor in [record.parameter.data for record in table] + list(model.buffers()):
+    made = [record for record in table if not record.parameter.is_meta]  # others are functions of names, or stored
+    for tensor in [record.parameter.data for record in made] + list(model.buffers()):
         raw.broadcast_(tensor, data)
-    _refuse_unequal([r for r in table if not any(s.axis == "tp" for s in r.contract.shards)], "tp", mesh)
-    for axes in sorted({axes for record in table for axes in record.contract.ties}):
-        _refuse_unequal(sorted((r for r in table if axes in r.contract.ties), key=lambda r: r.name), axes, mesh)
+    _refuse_unequal([r for r in made if not any(s.axis == "tp" for s in r.contract.shards)], "tp", mesh)
+    for axes in sorted({axes for record in made for axes in record.contract.ties}):
+        _refuse_unequal(sorted((r for r in made if axes in r.contract.ties), key=lambda r: r.name), axes, mesh)
 
 
 def _refuse_unequal(replicated: list[Record], axes: str, mesh: Mesh) -> None:

@@ -21,7 +21,6 @@ from isograd.comm import raw
 from isograd.comm.raw import Group, Handle
 from isograd.engine.plan import Slot
 
-GATHERS = 1  # the lane of gathers: a rank that leaves out a layer sends its reductions later between them
 SMALL = 1 << 14  # elements: below this a slice is packed with others rather than sent by itself
 
 Pieces = list[Tensor]
@@ -97,7 +96,7 @@ def gather_rows(slots: Sequence[Slot], whole: Pieces, group: Group) -> Handle:
         into.append([t for t in targets if t.numel() >= SMALL] + ([packed] if packed is not None else []))
         if packed is not None:
             unpack.append((small, _views(packed, small)))
-    handle = raw.exchange([mine] * group.size, into, group, lane=GATHERS)
+    handle = raw.exchange([mine] * group.size, into, group)
 
     def place() -> None:
         handle.wait()

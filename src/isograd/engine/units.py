@@ -14,7 +14,8 @@ All data ranks must call the same units in the same order: each call is a collec
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
@@ -22,9 +23,11 @@ import torch
 from torch import Tensor, nn
 
 from isograd.comm import ops
-from isograd.comm.raw import Group, Handle
+from isograd.comm.raw import Handle
+from isograd.engine.first import FirstValues, become
 from isograd.engine.plan import Slot
 from isograd.engine.transport import gather_rows
+from isograd.mesh import DATA, Mesh
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 READER = 0  # a user of parameters that is no unit: someone who looks at all of them
@@ -43,7 +46,7 @@ class Kept:
     def grow(self) -> None:
         storage = self.whole.untyped_storage()
         storage.resize_(self.whole.numel() * self.whole.itemsize)
-        self.slot.rows(self.whole).copy_(self.rows)
+        self.slot.rows(self.whole).copy_(self.rows, non_blocking=True)
         self.slot.parameter.data = self.whole
 
     def shrink(self, lent: bool = False) -> None:
@@ -69,9 +72,19 @@ class Unit:
 
 class Units:
     def __init__(
-        self, model: nn.Module, slots: Sequence[Slot], group: Group, *, keep_gathered: bool, blocks: Iterable[nn.Module]
+        self,
+        model: nn.Module,
+        slots: Sequence[Slot],
+        mesh: Mesh,
+        first: FirstValues,
+        *,
+        blocks: Sequence[nn.Module],
+        keep_gathered: bool,
+        offload: bool,
     ) -> None:
         """`slots`: of every parameter, frozen ones too. keep_gathered: whole from a forward to its backward."""
+        group = mesh.group(DATA)
+        home = torch.device("cpu") if offload else mesh.device
         self.group, self.keep = group, keep_gathered
         self._in_forward = self._in_backward = False  # of the whole model
         self._readers = 0
@@ -81,8 +94,11 @@ class Units:
         self._before: dict[int, Unit] = {}
         self._held: set[int] = set()  # units that stay whole until their backward
         self._begun: list[Unit] = []  # the blocks whose backward began last, two at most
-        self.kept = {id(slot.parameter): self._keep(slot) for slot in slots}
-        self.units = _units(model, list(blocks), self.kept)
+        self._open: Counter[int] = Counter()  # forwards of a block whose gradient has not come back yet
+        self._passed: Callable[[set[int]], None] | None = None  # is told of parameters that backward has left behind
+        self.kept = {id(slot.parameter): _keep(slot, first, mesh.device, home) for slot in slots}
+        self.units = _units(model, blocks, self.kept)
+        self._homes = homes(blocks)
         self.root = self.units[0]
         self._hooks = [
             model.register_forward_pre_hook(self._forward_begins, prepend=True),
@@ -93,14 +109,6 @@ class Units:
                 self._hooks.append(module.register_forward_pre_hook(self._entering(unit), prepend=True))
                 self._hooks.append(module.register_forward_hook(self._leaving(unit), always_call=True))
         model._isograd_units = self  # type: ignore[assignment]
-
-    def _keep(self, slot: Slot) -> Kept:
-        whole = slot.parameter.data
-        if whole.untyped_storage().nbytes() != whole.numel() * whole.itemsize:
-            whole = whole.clone()  # a view of something larger, whose memory could not be given back
-        kept = Kept(slot, slot.rows(whole).clone(), whole)
-        kept.shrink()
-        return kept
 
     # -- forward
 
@@ -142,8 +150,10 @@ class Units:
             if self._in_backward or (unit is self.root and self._in_forward):
                 return
             graph = _differentiable(output)
+            self._open[id(unit)] += bool(graph)
+            waiting = [True] * bool(graph)
             for tensor in graph:
-                tensor.register_hook(lambda _: None if unit in self._begun else self._begin(unit))
+                tensor.register_hook(lambda _: self._returned(unit, waiting))
             if self.keep and graph:
                 self._held.add(id(unit))
             else:
@@ -160,15 +170,27 @@ class Units:
 
     # -- backward
 
-    def begin_backward(self) -> None:
-        self._in_backward = True
+    def begin_backward(self, passed: Callable[[set[int]], None] | None) -> None:
+        """`passed` may send what backward has left behind: at the same points on all ranks."""
+        self._in_backward, self._passed = True, passed
         self._begin(self.root)
+
+    def _returned(self, unit: Unit, waiting: list[bool]) -> None:
+        """The gradient of an output has come back; of several, the first one counts."""
+        if waiting:
+            waiting.clear()
+            self._open[id(unit)] -= 1
+        if unit not in self._begun:
+            self._begin(unit)
 
     def _begin(self, unit: Unit) -> None:
         """The backward of a unit begins, or goes on with another call of it."""
         if unit is not self.root and unit not in self._begun:
             for earlier in self._begun[:-1]:  # done: gradients tell of its trainable parameters, nothing of the others
                 self._give_back(earlier, frozen_only=True)
+            last = self._begun[-1] if self._begun else self.root
+            if self._passed and last is not self.root and not self._open[id(last)]:
+                self._passed({key for key, module in self._homes.items() if module is last.module})
             self._begun = [*self._begun[-1:], unit]
         self._need(unit)
         self._start(self._before.get(id(unit)))
@@ -253,6 +275,7 @@ class Units:
     def stepped(self) -> None:
         """The optimizer has changed rows: what is still whole is out of date."""
         self._held.clear()
+        self._open.clear()
         for kept in self.kept.values():
             if kept.users:
                 kept.users.clear()
@@ -265,6 +288,29 @@ class Units:
         self.gather_all()
         for hook in self._hooks:
             hook.remove()
+
+
+def _keep(slot: Slot, first: FirstValues, device: torch.device, home: torch.device) -> Kept:
+    """My rows of a parameter, at `home`, and the parameter without memory."""
+    parameter = slot.parameter
+    rows = first.rows(slot, slot.cuts[slot.owner : slot.owner + 2])
+    absent = unreadable(parameter, device if parameter.is_meta else parameter.device)
+    if parameter.is_meta:
+        become(parameter, absent)
+        whole = torch.empty_like(absent, memory_format=torch.contiguous_format)
+    else:
+        whole = parameter.data
+    if whole.untyped_storage().nbytes() != whole.numel() * whole.itemsize:
+        whole = whole.clone()  # a view of something larger, whose memory could not be given back
+    rows = slot.rows(whole).clone() if rows is None else rows
+    kept = Kept(slot, on_host(rows) if home.type == "cpu" else rows, whole, absent)
+    kept.shrink()
+    return kept
+
+
+def on_host(rows: Tensor) -> Tensor:
+    """In the host's memory; pinned where a GPU will fetch it."""
+    return rows.cpu().pin_memory() if rows.is_cuda else rows
 
 
 def _differentiable(output: Any) -> list[Tensor]:
@@ -289,7 +335,14 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     return [block for child in model.children() for block in repeated_blocks(child)]
 
 
-def _units(model: nn.Module, blocks: list[nn.Module], kept: dict[int, Kept]) -> list[Unit]:
+def homes(blocks: Sequence[nn.Module]) -> dict[int, nn.Module]:
+    """The block of each parameter (by id) that only one block holds: it has its gradient when that one is done."""
+    pairs = [(id(p), block) for block in dict.fromkeys(blocks) for p in dict.fromkeys(block.parameters())]
+    holders = Counter(key for key, _ in pairs)
+    return {key: block for key, block in pairs if holders[key] == 1}
+
+
+def _units(model: nn.Module, blocks: Sequence[nn.Module], kept: dict[int, Kept]) -> list[Unit]:
     """The root first, with what no block holds; a parameter that several hold belongs to each of them."""
     names = {id(module): name for name, module in model.named_modules()}
     units = [Unit(names[id(block)], block) for block in dict.fromkeys(blocks) if block is not model]

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from isograd.comm.raw import Group
 from isograd.engine.plan import Plan, Slot
 from isograd.engine.transport import gather_rows
-from isograd.engine.units import Units
+from isograd.engine.units import Units, on_host
 from isograd.errors import EngineError
 
 
@@ -68,14 +68,22 @@ class Shards(list[nn.Parameter]):
         return [{"params": found[pattern], **options} for pattern, options in patterns.items()]
 
 
+def _apart(master: Tensor, rows: Tensor) -> bool:
+    """Whether a master has memory of its own: it is wider than the parameter, or lies on the host."""
+    return master.dtype != rows.dtype or master.device != rows.device
+
+
 Factory = Callable[[Shards], torch.optim.Optimizer]
 
 
 class Optimized:
     """The optimizer, its shards, and the way of their results back into the model."""
 
-    def __init__(self, plan: Plan, stage: int, group: Group, factory: Factory, units: Units | None) -> None:
-        self.plan, self.stage, self.group, self.units = plan, stage, group, units
+    def __init__(
+        self, plan: Plan, stage: int, group: Group, factory: Factory, units: Units | None, offload: bool
+    ) -> None:
+        """offload: masters and the optimizer's state lie, and step, in the host's memory."""
+        self.plan, self.stage, self.group, self.units, self.offload = plan, stage, group, units, offload
         self.masters = {slot.name: self._master(slot) for slot in plan.slots}
         shards = Shards(self.masters.items())
         self.optimizer = factory(shards)
@@ -85,6 +93,7 @@ class Optimized:
         if self.stage == 0 and slot.parameter.dtype == slot.dtype:
             return slot.parameter
         rows = self._target(slot)
+        rows = on_host(rows) if self.offload else rows
         return nn.Parameter(rows if rows.dtype == slot.dtype else rows.to(slot.dtype, copy=True))
 
     def _target(self, slot: Slot) -> Tensor:
@@ -118,7 +127,8 @@ class Optimized:
             torch._foreach_mul_([slot.paid for slot in self.plan.slots if slot.paid is not None], scale)
         for slot in self.plan.slots:
             gradient = slot.full if self.stage == 0 else slot.paid
-            self.masters[slot.name].grad = None if slot.name in unused else gradient
+            master = self.masters[slot.name]
+            master.grad = None if slot.name in unused or gradient is None else gradient.to(master.device)
         self.optimizer.step()
         for master in self.masters.values():
             master.grad = None
@@ -144,17 +154,20 @@ class Optimized:
         """Bring what was edited in half-precision parameters into their masters, and leave the rest of those alone."""
         for slot in self.plan.slots:
             master, rows = self.masters[slot.name], self._target(slot)
-            if master.dtype != rows.dtype:
-                torch.where(rows == master.to(rows.dtype), master, rows.to(master.dtype), out=master.data)
+            if _apart(master, rows):
+                edited = rows.to(master.device)
+                torch.where(edited == master.to(rows.dtype), master, edited.to(master.dtype), out=master.data)
 
     @torch.no_grad()
     def _write_back(self) -> None:
         for slot in self.plan.slots:
-            master = self.masters[slot.name]
-            if master.dtype != slot.parameter.dtype:
-                self._target(slot).copy_(master)
+            master, rows = self.masters[slot.name], self._target(slot)
+            if _apart(master, rows):
+                rows.copy_(master)
         if 0 < self.stage < 3:
             self._gather([(bucket.slots, [s.parameter.data for s in bucket.slots]) for bucket in self.plan.buckets])
+        if self.units is not None:
+            self.units.stepped()
 
     def _gather(self, work: list[tuple[list[Slot], list[Tensor]]]) -> None:
         handles = [gather_rows(slots, whole, self.group) for slots, whole in work]
