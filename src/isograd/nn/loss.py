@@ -5,8 +5,8 @@ One device: F.cross_entropy(x @ weight.T, labels, ignore_index), and how many la
 Tokens are taken in chunks. For each, every tp rank computes its slice of the logits, and one gather of three numbers
 per token (largest logit, sum of exponentials, the label's logit) gives all ranks the same softmax denominator. The
 gradients of x and weight are made in the same pass, so logits live for one chunk only and are made once: running the
-head again in backward would cost a third matrix product for what two can give. x has been entered: its gradient is this
-vocabulary slice's part of the sum, which the adjoint of `enter` completes.
+head again in backward would cost one matrix product more. x has been entered: its gradient is this vocabulary slice's
+part of the sum, which the adjoint of `enter` completes.
 """
 
 from __future__ import annotations
