@@ -31,7 +31,7 @@ ARROWS = {
     "engine": {"comm", "contract", "errors", "mesh", "pipeline", "stored"},
     "models": {"contract", "errors", "layout", "mesh", "nn", "pipeline", "random", "sequence"},
     # engine: what trains a case that brings no step of its own
-    "verify": {"comm", "contract", "engine", "errors", "layout", "mesh"},
+    "verify": {"comm", "contract", "engine", "errors", "layout", "mesh", "pipeline"},
     "cases": {"mesh", "models", "random", "verify"},
     "cli": {"cases", "contract", "errors", "layout", "mesh", "models", "pipeline", "verify"},
     "__init__": {

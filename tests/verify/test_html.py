@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from isograd.pipeline import picture
+from isograd.pipeline.schedule import build
 from isograd.verify.findings import BUG, INCONCLUSIVE, NOTE, PASS, Finding, Report, Subject
 from isograd.verify.html import page
 
@@ -358,3 +360,17 @@ def test_a_picture_of_the_page_is_not_empty(tmp_path) -> None:
     browse(file, "--window-size=1400,1000", f"--screenshot={picture}")
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert picture.stat().st_size > 30_000
+
+
+def test_a_pipelines_schedule_is_an_image_with_its_text_for_those_who_cannot_see_it(tmp_path) -> None:
+    schedule = build("zb", 2, 1, 3)
+    subject = passing("pp2 zb")
+    subject.schedule = {"text": picture.ascii(schedule), "svg": picture.svg(schedule)}
+    file = tmp_path / "page.html"
+    # A script of the test's own reads what the browser made of the image.
+    ask = """<script>onload = () => {
+      const image = document.querySelector('img.schedule');
+      document.title = [image.naturalWidth > 0, image.alt.includes('pp1'), document.images.length].join(' ');
+    }</script></body>"""
+    file.write_text(page(Report("pipelines", [subject, passing()])).replace("</body>", ask))
+    assert "<title>true true 1</title>" in browse(file, "--dump-dom")

@@ -44,6 +44,7 @@ class Subject:
         default_factory=list
     )  # per rank: op, group, bytes, start, seconds, ...
     facts: dict[str, str] = field(default_factory=dict)  # "loss" -> "equal to 3e-16", "overhead" -> "12 %"
+    schedule: dict[str, str] = field(default_factory=dict)  # of a pipeline, as measured: "text" and "svg"
 
     @property
     def verdict(self) -> str:

@@ -7,6 +7,7 @@ adds is comfort (quick tooltips, opening a section that a link names); nothing i
 
 from __future__ import annotations
 
+import base64
 import math
 from collections import Counter
 from collections.abc import Iterable
@@ -59,6 +60,7 @@ article.of-BUG { border-color: var(--bug); } article.of-INCONCLUSIVE { border-co
 article.of-PASS { border-color: var(--pass); } .sentence { font-size: 1.02rem; margin: .15rem 0 .5rem; }
 figure { margin: .6rem 0 0; } figcaption { font-size: .9em; margin-bottom: .25rem; }
 .keys { display: flex; flex-wrap: wrap; gap: .2rem 1.1rem; align-items: center; margin: .3rem 0; font-size: .9em; }
+.schedule { width: 100%; min-width: 640px; }
 .keys svg { vertical-align: -2px; margin-right: .3rem; } svg { display: block; } .keys svg { display: inline-block; }
 svg text { fill: var(--ink); font-size: 12px; } svg text.soft { fill: var(--soft); } svg text.BUG { fill: var(--bug);
   font-weight: 700; } svg text.INCONCLUSIVE { fill: var(--inconclusive); font-weight: 700; }
@@ -192,8 +194,18 @@ def _subject(number: int, subject: dict[str, Any]) -> str:
     found = "".join(map(_finding, subject["findings"])) or "<p>Nothing was found to be wrong.</p>"
     head = f"<summary>{_verdict(subject['verdict'])} {_text(subject['name'])}</summary>"
     opened = "" if subject["verdict"] == PASS else " open"
-    drawn = _heat_map(subject) + _timeline(subject["timeline"])
+    drawn = _schedule(subject["schedule"]) + _heat_map(subject) + _timeline(subject["timeline"])
     return f'<details class="subject" id="s{number}"{opened}>{head}{shown}{found}{drawn}</details>\n'
+
+
+def _schedule(schedule: dict[str, str]) -> str:
+    """A pipeline's picture, with its own colours: as an image, so that the page's styles leave it alone."""
+    if not schedule:
+        return ""
+    source = base64.b64encode(schedule["svg"].encode()).decode()
+    image = f'<img class="schedule" alt="{_text(schedule["text"])}" src="data:image/svg+xml;base64,{source}">'
+    told = "What each pipeline rank did when, in the last step, while it was watched"
+    return f"<h3>Schedule</h3><figure><figcaption>{told}</figcaption>{_scroll(image, 'schedule')}</figure>"
 
 
 def _finding(finding: dict[str, Any]) -> str:

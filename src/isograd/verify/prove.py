@@ -23,6 +23,8 @@ from isograd.comm.launch import World
 from isograd.errors import VerifyError
 from isograd.layout import Layout
 from isograd.mesh import Mesh
+from isograd.pipeline import picture
+from isograd.pipeline.schedule import Action, Timed, build
 from isograd.verify.capture import Capture
 from isograd.verify.case import Case
 from isograd.verify.compare import compare
@@ -78,6 +80,7 @@ def verify(
             write_json(place / "recording.json", {"version": 1, "layout": str(layout)})
             subject = compare(reference, Recording(place), noise=noise)
             _note_even(Recording(place), layout, subject)
+            subject.schedule = _pictured(Recording(place), layout)
             report.subjects.append(subject)
     finally:
         for world in worlds.values():
@@ -212,6 +215,7 @@ def _on_layout(case: MakeCase | str, layout: str, dtype: torch.dtype, directory:
                     engine.backward(*made.mean(part))
             else:
                 engine.accumulate(mine)
+                capture.event("pipeline", actions=[[*t.action, t.start, t.end] for t in engine.pipeline.timeline])
             number = capture.step
             stats = engine.step()
             if capture.writer is not None:
@@ -264,3 +268,14 @@ def _note_even(recording: Recording, layout: Layout, subject: Subject) -> None:
     if len(counts) > 1 and len(set(counts.values())) == 1:
         sentence = "every rank and micro-batch has the same number of labels: a mean of means would not show"
         subject.findings.append(Finding(NOTE, "", sentence))
+
+
+def _pictured(recording: Recording, layout: Layout) -> dict[str, str]:
+    """The schedule of the last step, as the first rank of each pipeline stage ran it while it was watched."""
+    if layout.pp == 1:
+        return {}
+    ranks = [recording.ranks[rank].of("pipeline")[-1]["actions"] for rank in layout.ranks("pp", 0)]
+    rows = [[Timed(Action(*action), start, end) for *action, start, end in actions] for actions in ranks]
+    count = 1 + max(timed.action.micro for row in rows for timed in row)
+    schedule = build(layout.schedule, layout.pp, layout.vpp, count)
+    return {"text": picture.ascii(schedule, rows, width=100), "svg": picture.svg(schedule, rows)}

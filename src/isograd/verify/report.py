@@ -64,6 +64,8 @@ def _subject(console: Console, subject: Subject) -> None:
     facts = "; ".join(f"{key}: {value}" for key, value in subject.facts.items())
     head = f"[{COLOUR[subject.verdict]}]{subject.verdict}[/] {escape(subject.name)} ({subject.world} ranks)"
     console.print(f"{head}  {escape(facts)}" if facts else head)
+    if subject.schedule:
+        console.print(escape(subject.schedule["text"]), style="dim", soft_wrap=True)
     for found in subject.findings:
         label = f" {found.bug}" if found.bug else ""
         console.print(f"  [{COLOUR[found.verdict]}]{found.verdict}{label}[/]: {escape(found.sentence)}")
