@@ -217,7 +217,7 @@ def adds_nothing(loss: Tensor, weight: float | Tensor, mesh: Mesh) -> bool:
     nothing = float(weight) == 0 and not bool(loss.isfinite())
     if nothing and mesh.size("cp") > 1:
         raise EngineError(
-            "IG523",
+            "IG524",
             "a rank without labels has a loss that is not finite, and cannot leave out its backward",
             seen=f"loss {float(loss)} with weight 0 under {str(mesh.layout)!r}",
             expected="a loss of 0 over no label: its backward gives other cp ranks the gradients of their keys",
