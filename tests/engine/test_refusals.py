@@ -134,6 +134,13 @@ def different_batches_in_a_tp_group() -> None:
     engine.step()
 
 
+def mean_over_no_label_under_cp() -> None:
+    model = toys.Toy()
+    engine = Engine(model, Mesh("cp2"), toys.sgd)
+    x, y = toys.micro_batch(0, 3)
+    engine.backward(toys.loss_of(model, x[:0], y[:0]), weight=0)
+
+
 def unbuilt_layout() -> None:
     Engine(toys.Toy(), Mesh("dp2 ep2"), toys.sgd)
 
@@ -147,6 +154,7 @@ def contract_replaced() -> None:
 
 REFUSED: dict[Callable[[], None], tuple[str, str]] = {
     unbuilt_layout: ("IG500", "ep2"),
+    mean_over_no_label_under_cp: ("IG524", "max(1, labels)"),
     everything_frozen: ("IG501", "no trainable parameter"),
     different_models: ("IG502", "ranks [1] disagree|ranks [0] disagree"),
     frozen_on_one_rank: ("IG502", "differ between ranks"),
