@@ -161,7 +161,7 @@ class _Step:
                 self.held[action[1:]] = _Held(inputs, [], (loss, weight), deferred)
             return
         outputs = _checked(result, action.stage, self.pipeline.mesh)
-        self.mail.send(action, outputs)
+        _in_doubt(lambda: self.mail.send(action, outputs), self.pipeline.mesh)
         if self._autograd is not None:
             self.held[action[1:]] = _Held(inputs, outputs, None, deferred)
 
@@ -177,7 +177,7 @@ class _Step:
                 self._autograd.through(needing, gradients, last)
         if action.stage:
             back = [torch.zeros_like(t) if t.grad is None else t.grad for t in held.inputs if t.requires_grad]
-            self.mail.send(action, back)
+            _in_doubt(lambda: self.mail.send(action, back), self.pipeline.mesh)
         if action.kind == "B":
             del self.held[action[1:]]
         else:
