@@ -436,7 +436,7 @@ def shards_of_a_frozen_model() -> tuple[int, int, int]:
 def test_frozen_parameters_are_sharded_too(worlds) -> None:
     results = worlds(4).run(shards_of_a_frozen_model)
     assert sum(kept for kept, _, _ in results) == results[0][2]
-    assert max(kept for kept, _, _ in results) < 0.3 * results[0][2]
+    assert max(kept for kept, _, _ in results) < 0.4 * results[0][2]
     assert not any(left for _, left, _ in results)
 
 

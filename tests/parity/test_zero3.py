@@ -1,0 +1,31 @@
+"""ZeRO 3 in the grid: one device's training, and the bits of ZeRO 1, under data, tensor and sequence parallelism."""
+
+from __future__ import annotations
+
+import pytest
+
+from isograd.layout import Layout
+
+from . import cases
+
+GRID = [
+    "dp2", "dp4", "dp8", "dp3", "dp2 tp2 sp", "dp4 tp2 sp", "dp2 tp2", "tp2 sp", "cp2 ulysses", "cp2 ring",
+    "dp2 cp2 ring", "dp4 cp2 ulysses", "dp2 cp2 ring tp2 sp",
+]  # fmt: skip
+
+
+def runs(layout: Layout, model: str) -> bool:
+    return not (layout.ring > 1 and cases.CONFIGS[model].attention_dropout)
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize(("layout", "model"), [(a, b) for a in GRID for b in cases.MODELS if runs(Layout.parse(a), b)])
+def test_stage_3_trains_as_one_device_does_with_the_bits_of_stage_1(
+    worlds, layout: str, model: str, accumulation: int
+) -> None:
+    world = worlds(Layout.parse(layout).world_size)
+    case = cases.Case(f"{layout} zero3", model, accumulation)
+    results = world.run(case.run)
+    assert not case.wrong(results)
+    lower = world.run(cases.Case(f"{layout} zero1", model, accumulation).run)
+    assert [r.settled for r in results] == [r.settled for r in lower]
