@@ -42,7 +42,13 @@ KILLERS_OF_PP = (
 )
 
 
+# And what only ZeRO 3 runs.
+KILLERS_OF_ZERO3 = (Case("dp2 tp2 sp zero3", "llama", 3),)
+
+
 def killers(name: str) -> tuple[Case, ...]:
+    if name.startswith("engine/units.py"):
+        return KILLERS_OF_ZERO3
     if name.startswith(("pipeline", "engine/engine.py:evaluate")):
         return KILLERS_OF_PP
     return KILLERS_OF_CP if name.startswith(("sequence", "comm/ops.py:move:")) else KILLERS
@@ -65,6 +71,9 @@ def test_name(case: Case) -> str:
     if case in KILLERS_OF_CP:
         how = "packed" if case.text.packed else "causal"
         return f"test_a_cut_sequence_trains_as_one_device_does[{case.layout}-{case.model}-{how}-{case.accumulation}]"
+    if case in KILLERS_OF_ZERO3:
+        place = f"{case.layout.removesuffix(' zero3')}-{case.model}-{case.accumulation}"
+        return f"test_stage_3_trains_as_one_device_does_with_the_bits_of_stage_1[{place}]"
     if case in KILLERS_OF_PP:
         how = "-recompute" if case.recompute else ""
         return f"test_a_pipeline_trains_as_one_device_does[{case.layout}-{case.model}-{case.accumulation}{how}]"
@@ -105,7 +114,7 @@ def test_no_mutant_survives(worlds, name: str) -> None:
     assert written_table().get(name) == death[0], "run python -m tests.parity.test_mutants to write docs/mutants.md"
 
 
-@pytest.mark.parametrize("case", KILLERS + KILLERS_OF_CP + KILLERS_OF_PP, ids=test_name)
+@pytest.mark.parametrize("case", KILLERS + KILLERS_OF_CP + KILLERS_OF_PP + KILLERS_OF_ZERO3, ids=test_name)
 def test_without_a_mutant_the_same_cases_pass(worlds, case: Case) -> None:
     """The killers do not kill the innocent."""
     assert not case.wrong(worlds(4).run(partial(run_mutated, None, case)))
@@ -122,8 +131,8 @@ def write_table() -> None:
         "# Mutants: isograd broken on purpose",
         "",
         "Each row is one defect planted in isograd (tests/parity/mutants.py) and the first parity test",
-        "(tests/parity/test_grid.py, test_pipelines.py) that fails under it. `make test` plants them all again and",
-        "holds this table to what it sees. Written by `python -m tests.parity.test_mutants`.",
+        "(tests/parity/test_grid.py, test_pipelines.py, test_zero3.py) that fails under it. `make test` plants them",
+        "all again and holds this table to what it sees. Written by `python -m tests.parity.test_mutants`.",
         "",
         "| mutant | killed by | how |",
         "|---|---|---|",
