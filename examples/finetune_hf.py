@@ -41,7 +41,7 @@ def finetune(layout: str) -> None:
             print(f"step {step + 1}/{STEPS}  loss {stats.loss:.3f}  labels {stats.weight:.0f}", flush=True)
     written = model.eval().generate(torch.tensor([[5, 6, 7]]), max_new_tokens=6, do_sample=False, pad_token_id=0)
     with engine.full_parameters():
-        norm = float(model.lm_head.weight.norm())  # outside of here, and of forwards, parameters read as NaN
+        norm = float(model.lm_head.weight.detach().norm())  # outside of here, and of forwards, parameters read as NaN
     if mesh.rank == 0:
         print(f"after 5 6 7: {written[0, 3:].tolist()}  norm of the head: {norm:.3f}")
 

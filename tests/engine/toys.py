@@ -116,7 +116,8 @@ def engine_run(
         stats = engine.step()
         outcome.losses.append(stats.loss)
         outcome.norms.append(stats.grad_norm)
-    outcome.parameters = {n: p.detach().clone() for n, p in model.named_parameters()}
+    with engine.full_parameters():
+        outcome.parameters = {n: p.detach().clone() for n, p in model.named_parameters()}
     return outcome
 
 
