@@ -42,7 +42,7 @@ def masters_of_one_device(dtype: torch.dtype, steps: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("zero", [0, 1, 2])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_bf16_keeps_fp32_masters_and_sums_in_fp32(worlds, ranks: int, zero: int) -> None:
     truth = masters_of_one_device(torch.bfloat16, 3)
     run = partial(toys.engine_run, f"dp{ranks} zero{zero}", steps=3, dtype=torch.bfloat16, clip=None)
@@ -65,16 +65,18 @@ def fp16_with_a_planted_overflow(zero: int) -> list[tuple[bool, float, float]]:
         if step == 1 and mesh.index(DATA) == 1:
             loss = loss * 1e8
         engine.backward(loss, weight=len(x))
-        before = {n: p.detach().clone() for n, p in model.named_parameters()}
+        with engine.full_parameters():
+            before = {n: p.detach().clone() for n, p in model.named_parameters()}
         stats = engine.step()
-        moved = any(not torch.equal(p, before[n]) for n, p in model.named_parameters())
+        with engine.full_parameters():
+            moved = any(not torch.equal(p, before[n]) for n, p in model.named_parameters())
+            checksum = sum(float(p.detach().double().sum()) for p in model.parameters())
         assert moved != stats.skipped
-        checksum = sum(float(p.detach().double().sum()) for p in model.parameters())
         seen.append((stats.skipped, engine.loss_scale.value if engine.loss_scale else 0.0, checksum))
     return seen
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_an_overflow_on_one_rank_makes_all_ranks_skip_and_halve_the_scale(worlds, zero: int) -> None:
     first, second = worlds(2).run(fp16_with_a_planted_overflow, zero)
     assert first == second

@@ -111,8 +111,7 @@ def gradients_from_before() -> None:
 
 
 def parameters_without_memory() -> None:
-    mesh = Mesh("dp2")
-    Engine(Transformer(preset("tiny-llama"), mesh, device="meta"), mesh, toys.sgd)
+    Engine(toys.Toy().to("meta"), Mesh("dp2"), toys.sgd)
 
 
 def unequal_tp_replicas() -> None:

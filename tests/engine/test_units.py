@@ -46,9 +46,11 @@ class Block(nn.Module):
         super().__init__()
         self.up, self.frozen = nn.Linear(WIDTH, inner), nn.Linear(inner, inner).requires_grad_(False)
         self.down, self.gain = nn.Linear(inner, WIDTH, bias=False), nn.Parameter(torch.tensor(0.7))
+        self.plain = False  # without the gain
 
     def forward(self, x: Tensor) -> Wrapped:
-        return Wrapped(x + self.gain * self.down(torch.tanh(self.frozen(torch.tanh(self.up(x))))), len(x))
+        fed = self.down(torch.tanh(self.frozen(torch.tanh(self.up(x)))))
+        return Wrapped(x + (fed if self.plain else self.gain * fed), len(x))
 
 
 class Chain(nn.Module):
@@ -115,6 +117,13 @@ def never_backward(model: nn.Module, step: int, rank: int, backward: Backward) -
     loss_of(model, step, rank)
 
 
+def left_out_on_one_rank(model: nn.Module, step: int, rank: int, backward: Backward) -> None:
+    """A parameter of each block whose gradient never comes on rank 1: its bucket leaves when rank 0's does."""
+    for block in model.blocks:
+        block.plain = rank == 1
+    backward(*loss_of(model, step, rank + 2))
+
+
 PLAYS: dict[str, Play] = {
     "in order": partial(orders, ((0, 1, 2), (0, 1, 2))),
     "one block twice": partial(orders, ((0, 1, 0), (0, 1, 0))),
@@ -126,6 +135,7 @@ PLAYS: dict[str, Play] = {
     "one backward of two forwards": one_backward_of_two,
     "an evaluation in between": evaluated_between,
     "forwards without backward": never_backward,
+    "a parameter left out on one rank": left_out_on_one_rank,
 }
 
 
