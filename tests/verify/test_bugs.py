@@ -25,8 +25,6 @@ DOCUMENTED = {
     "temperature-scale", "cache-rng", "loss-labels-shifted", "norm-dropout-rng", "resume-other-rank",
 }  # fmt: skip
 LATER = {
-    "tie-after-scatter": "a tie over pipeline stages",
-    "pp-scale": "pipeline stages",
     "router-unreduced": "experts",
     "expert-scale": "experts",
     "expert-twice": "experts",

@@ -32,6 +32,11 @@ READ: dict[str, tuple[dict[Key, float], int, Symptom]] = {
         grid((1, 1), (1, 1), (0, 0), (0, 0)), 1, Symptom(patterns.UNREDUCED, 1.0, (2, 3), 1),
     ),
     "own rank unequally": (grid((1, 3), (0, 0)), 0, Symptom(patterns.UNREDUCED, 0.0, (1,), 0)),
+    "a tie over other cuts": (grid((1,), (1,), (0,), (2,)), 0, Symptom(patterns.OTHER_CUTS, 0.0, (2,), 0)),
+    "a tie over other cuts, halved": (
+        grid((0.5, 0.5), (0.5, 0.5), (0, 0), (1, 1)), 0, Symptom(patterns.OTHER_CUTS, 0.0, (2,), 0),
+    ),
+    "one missing, none twice": (grid((1,), (3,), (0,)), 0, Symptom(patterns.UNREDUCED, 0.0, (2,), 0)),
     "everybody but the own rank": (grid((0,), (1,)), 0, Symptom(patterns.MIXED)),
     "last micro-batch": (grid((0, 0, 1), (0, 0, 1)), 0, Symptom(patterns.LAST_ONLY, 1.0, (0, 1))),
     "last of two, one rank": (grid((0, 3)), 0, Symptom(patterns.LAST_ONLY, 3.0, (0,))),
@@ -73,7 +78,7 @@ def test_a_common_factor_changes_no_pattern(name: str) -> None:
 def test_every_pattern_is_in_the_table_or_tested_with_counts() -> None:
     kinds = {expected.kind for _, _, expected in READ.values()}
     assert kinds | {patterns.PER_TOKEN} == {
-        patterns.SCALED, patterns.UNREDUCED, patterns.LAST_ONLY, patterns.LOST, patterns.USE_LOST,
+        patterns.SCALED, patterns.UNREDUCED, patterns.OTHER_CUTS, patterns.LAST_ONLY, patterns.LOST, patterns.USE_LOST,
         patterns.REREDUCED, patterns.PER_TOKEN, patterns.MIXED,
     }  # fmt: skip
 

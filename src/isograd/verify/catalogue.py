@@ -61,6 +61,14 @@ BUGS: dict[str, Bug] = {
         "the mean over micro-batches is missing: gradients are multiplied by their number",
         "the division by the number of accumulation steps, or better by the number of tokens of the whole step",
     ),
+    "tie-after-scatter": Bug(
+        "the copies of a shared weight are summed after their gradients were scattered to different owners",
+        "the order: sum over the ranks that share the weight first, or cut every copy at the same rows",
+    ),
+    "pp-scale": Bug(
+        "pipeline stages divide what the stages behind them have divided already",
+        "every division by the number of micro-batches: only the loss, on the last stage, is divided",
+    ),
     "bias-n-times": Bug(
         "a bias is added on every tensor-parallel rank before the outputs are summed",
         "the row-parallel linear: add the bias after the all-reduce",
@@ -180,6 +188,7 @@ def bug_of(
         patterns.LOST: "nosync-missing",
         patterns.USE_LOST: "shared-module",
         patterns.REREDUCED: "accum-rereduced",
+        patterns.OTHER_CUTS: "tie-after-scatter",
         patterns.PER_TOKEN: "mean-of-means",
     }
     return fixed.get(symptom.kind, "")
@@ -193,6 +202,7 @@ def _scaled(factor: float, kinds: str, everything: bool, sizes: Collection[int],
         (everything and of == {"micro-batches"} and factor > 1, "accum-undivided"),
         (everything and of_group and "micro-batches" not in of, "ulysses-scale"),
         (everything, ""),
+        ("micro-batches" in of and factor < 1, "pp-scale"),
         (kinds == "experts" and of_group, "expert-scale" if factor > 1 else "expert-twice"),
         (kinds == "temperature" and bool(of), "temperature-scale"),
         (kinds == "biases" and of_group and factor > 1, "bias-n-times"),

@@ -23,7 +23,7 @@ from isograd.verify.findings import BUG, Finding, listed
 from isograd.verify.patterns import Symptom
 from isograd.verify.recording import Recording
 from isograd.verify.sketch import sketch
-from isograd.verify.wording import axis_over, finding, group_sizes, labelled, meanings, spell
+from isograd.verify.wording import axis_over, finding, group_sizes, labelled, meanings, other_cuts, spell
 
 if TYPE_CHECKING:
     from isograd.verify.tensorwise import Tensorwise
@@ -119,6 +119,7 @@ def _said(analysis: Analysis, symptom: Symptom, words: str) -> tuple[str, str]:
         scaled = "zero or missing where the reference has a gradient"
     said = {
         patterns.UNREDUCED: (missing, f"not summed over {missing}: each rank holds its own part only"),
+        patterns.OTHER_CUTS: (missing, other_cuts(missing)),
         patterns.SCALED: ("", scaled),
         patterns.PER_TOKEN: (
             "ranks and micro-batches",

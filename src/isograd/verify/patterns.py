@@ -11,8 +11,8 @@ from itertools import pairwise
 
 from isograd.verify.contributions import USES, Key
 
-SCALED, UNREDUCED, LAST_ONLY, LOST, USE_LOST, REREDUCED, PER_TOKEN, MIXED = (
-    "scaled", "unreduced", "last micro-batch only", "micro-batches lost", "a use lost", "reduced again",
+SCALED, UNREDUCED, OTHER_CUTS, LAST_ONLY, LOST, USE_LOST, REREDUCED, PER_TOKEN, MIXED = (
+    "scaled", "unreduced", "other cuts", "last micro-batch only", "micro-batches lost", "a use lost", "reduced again",
     "mean of means", "mixed",
 )  # fmt: skip
 
@@ -21,7 +21,7 @@ SCALED, UNREDUCED, LAST_ONLY, LOST, USE_LOST, REREDUCED, PER_TOKEN, MIXED = (
 class Symptom:
     kind: str
     value: float = 1.0  # the factor of SCALED, the base of REREDUCED
-    missing: tuple[int, ...] = ()  # ranks (UNREDUCED) or micro-batches (LOST) that do not count
+    missing: tuple[int, ...] = ()  # ranks (UNREDUCED, OTHER_CUTS) or micro-batches (LOST) that do not count
     own: int = 0  # the rank whose gradient was read
 
 
@@ -50,13 +50,22 @@ def read(q: dict[Key, float], own: int, counts: dict[Key, float] | None = None, 
         inner = [v for k in here for v in by_rank[k]]
         if all(equal(v, inner[0]) for v in inner):
             return Symptom(UNREDUCED, inner[0], gone, own)
-        return Symptom(UNREDUCED, 0.0, gone, own)
+        return Symptom(OTHER_CUTS if _one_for_another(values, tolerance * top) else UNREDUCED, 0.0, gone, own)
     own_whole = by_rank.get(own, [])
     lost = tuple(m for m in micros if all(equal(v, 0) for (r, j), v in q.items() if j == m and r != own))
     if own_whole and all(not equal(v, 0) for v in own_whole) and lost and len(lost) < len(micros):
         # Each rank kept its own, but only some micro-batches, or some uses of a module, were reduced.
         return Symptom(USE_LOST if min(lost) >= USES else LOST, 1.0, lost)
     return Symptom(MIXED)
+
+
+def _one_for_another(values: list[float], small: float) -> bool:
+    """1, 0, 1, 2: for each that is missing, another one counts twice."""
+    once = min(v for v in values if abs(v) > small)
+    missing = [v for v in values if abs(v) <= small]
+    twice = [v for v in values if abs(v - 2 * once) <= small]
+    others = [v for v in values if abs(v - once) <= small]
+    return len(missing) == len(twice) and len(missing) + len(twice) + len(others) == len(values)
 
 
 def _over_micros(values: dict[int, float], small: float) -> Symptom:

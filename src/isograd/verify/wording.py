@@ -119,3 +119,10 @@ def meanings(recording: Recording, micros: int, factor: float) -> dict[str, str]
             if abs(factor - value) <= 1e-3 * value:
                 found[axis] = spelled
     return found
+
+
+def other_cuts(axis: str) -> str:
+    return (
+        f"summed over {axis} from parts that are cut differently: what some ranks added is missing, and what others "
+        "added counts twice"
+    )

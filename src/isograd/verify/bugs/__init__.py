@@ -15,12 +15,13 @@ PROGRAMS = (
     "mean-of-means", "norm-unreduced", "accum-overwritten", "wrong-group",
     "nosync-missing", "qknorm-unreduced", "kv-replica-unreduced", "accum-rereduced", "accum-undivided", "bias-n-times",
     "gather-backward-sum", "cut-graph", "clip-per-rank", "norm-counts-replicas", "overflow-alone", "bf16-reduction",
-    "shared-module", "norm-dropout-rng", "resume-other-rank", "ulysses-scale", "ulysses-permute",
-    "same-data", "border-labels-lost",
+    "shared-module", "norm-dropout-rng", "resume-other-rank", "ulysses-scale", "ulysses-permute", "pp-scale",
+    "tie-after-scatter", "same-data", "border-labels-lost",
 )  # fmt: skip
 
 FRAMEWORKS = (
     "ddp",
     "fsdp2",
     "dtensor-tp",
+    "pipeline",
 )  # modules with several bugs each, as a user of the framework would write them

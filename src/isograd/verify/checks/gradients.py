@@ -15,7 +15,7 @@ from isograd.verify.checks.traffic import reduced_in_half
 from isograd.verify.contributions import Fit, Key
 from isograd.verify.findings import BUG, INCONCLUSIVE, NOTE, Finding, listed
 from isograd.verify.patterns import Symptom
-from isograd.verify.wording import axis_over, finding, group_sizes, labelled, meanings, spell, spread
+from isograd.verify.wording import axis_over, finding, group_sizes, labelled, meanings, other_cuts, spell, spread
 
 
 @dataclass
@@ -101,7 +101,8 @@ def _read_pattern(analysis: Analysis, seen: Observed, found: Fit, loose: float, 
         read.scales.setdefault(seen.name, {}).update(dict.fromkeys(seen.ranks, symptom.value))
         return
     value = round(symptom.value, 3) if symptom.kind == patterns.REREDUCED else 1.0
-    ranks = (seen.own, *_members(found.classes, symptom.missing)) if symptom.kind == patterns.UNREDUCED else ()
+    across = symptom.kind in (patterns.UNREDUCED, patterns.OTHER_CUTS)
+    ranks = (seen.own, *_members(found.classes, symptom.missing)) if across else ()
     read.add("", symptom.kind, value, ranks, seen.name, found.coefficients)
 
 
@@ -149,6 +150,7 @@ def _said(bug: str, kind: str, value: float, axis: str) -> str:
         return f"summed over {axis}, whose members hold other shards of it"
     return {
         patterns.UNREDUCED: f"not summed over {axis}: each rank holds its own part only",
+        patterns.OTHER_CUTS: other_cuts(axis),
         patterns.LAST_ONLY: "only the last micro-batch counts, earlier ones are lost",
         patterns.LOST: "some micro-batches were never reduced over the ranks",
         patterns.USE_LOST: "only the first use of a module in a backward was reduced over the ranks",
