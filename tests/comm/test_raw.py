@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
@@ -38,3 +40,23 @@ def test_reductions_give_every_member_the_same_bits_and_the_true_sum(worlds, mem
     assert ((scattered - inputs.double().sum(0)).abs() <= noise).all()
     assert torch.equal(top, inputs.amax(0))
     assert torch.equal(gathered, inputs)
+
+
+def sum_over_overlapping_groups() -> list[float]:
+    """Rank 2 is in all of them, the others in some: when they meet they have made different numbers of groups."""
+    rank = int(os.environ["RANK"])
+    found = []
+    for ranks in ((0, 2), (1, 2), (0, 2, 3), (1, 2, 3)):
+        if rank in ranks:
+            group = raw.new_group("some", ranks, rank)
+            found.append(float(raw.all_reduce(torch.tensor(10.0**rank), group)))
+    return found
+
+
+def test_members_that_have_made_different_numbers_of_groups_meet(worlds) -> None:
+    assert worlds(4).run(sum_over_overlapping_groups) == [
+        [101.0, 1101.0],
+        [110.0, 1110.0],
+        [101.0, 110.0, 1101.0, 1110.0],
+        [1101.0, 1110.0],
+    ]

@@ -14,7 +14,8 @@ Invariant: members of a group that all-reduce or all-gather obtain the same bits
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -23,6 +24,7 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional  # its defaults hold the world that is there when it is first imported: none
+from torch.distributed import distributed_c10d
 
 from isograd.errors import CommError
 
@@ -120,10 +122,23 @@ def new_group(axes: str, ranks: tuple[int, ...], rank: int) -> Group:
     if len(ranks) == 1:
         return group
     if len(ranks) < dist.get_world_size() and ranks not in _made:
-        _made[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+        with _named("isograd " + " ".join(map(str, ranks))):
+            _made[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
     group.handle = _made.get(ranks, dist.group.WORLD)
     _given.add(group)
     return group
+
+
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """torch names such a group by its members *and by how many groups the rank has*: members that have different
+    numbers (stages of a pipeline, with ties) would wait for one another under different names."""
+    before = distributed_c10d._hash_ranks_to_str
+    distributed_c10d._hash_ranks_to_str = lambda ranks: name
+    try:
+        yield
+    finally:
+        distributed_c10d._hash_ranks_to_str = before
 
 
 def native(group: Group) -> bool:
