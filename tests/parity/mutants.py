@@ -384,9 +384,9 @@ def _shared_use_lost() -> Any:
 
     original = Transformer._body
 
-    def body(self: Any, tokens: Any, stream: Any) -> Any:
-        x = original(self, tokens, stream)
-        return x if self.head.weight is not self.embed.weight else _without_head_gradient(self, x)
+    def body(self: Any, *args: Any) -> Any:
+        x = original(self, *args)
+        return _without_head_gradient(self, x) if self.config.tied and self.head is not None else x
 
     return _patched(Transformer, "_body", body)
 
