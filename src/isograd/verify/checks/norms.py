@@ -36,7 +36,7 @@ def norms(analysis: Analysis) -> Iterator[Finding]:
             "clip-per-rank",
             sentence,
             tensors=names,
-            axis=axis_over(analysis.recording, tuple(reported)),
+            axis=axis_over(analysis.recording, _unlike(reported)),
             coefficients=bars,
         )
         return
@@ -51,9 +51,18 @@ def norms(analysis: Analysis) -> Iterator[Finding]:
             "clip-per-rank",
             sentence,
             tensors=names,
-            axis=axis_over(analysis.recording, tuple(factors)),
+            axis=axis_over(analysis.recording, _unlike(factors)),
             coefficients=bars,
         )
+
+
+def _unlike(values: dict[int, float]) -> tuple[int, ...]:
+    """The first rank with each value: along an axis whose ranks agree, nothing is wrong."""
+    found: list[int] = []
+    for rank, value in values.items():
+        if all(spread((value, values[other])) > 1e-5 for other in found):
+            found.append(rank)
+    return tuple(found)
 
 
 def _copies_differ(analysis: Analysis, name: str) -> bool:
