@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import gc
 import json
 import os
 from collections.abc import Sequence
@@ -25,7 +24,7 @@ from rich.table import Table
 from benchmarks import report
 from benchmarks.pipeline_ours import IsogradPipeline
 from benchmarks.seat import where
-from benchmarks.sequence_memory import resident
+from benchmarks.sequence_memory import peak_of
 from benchmarks.task import Sizes, batch
 from isograd.comm.launch import World
 from isograd.pipeline import build
@@ -44,11 +43,7 @@ def peaks(schedule: str, vpp: int, counts: Sequence[int]) -> list[int]:
     for number, count in enumerate((1, 1, *counts)):
         contestant.micro_batches = count
         given = batch(dataclasses.replace(SIZES, batch=count), number)
-        gc.collect()
-        Path("/proc/self/clear_refs").write_text("5")
-        before = resident("VmRSS")
-        contestant.step(given)
-        found.append(resident("VmHWM") - before)
+        found.append(peak_of(lambda given=given: contestant.step(given)))
     return found[2:]
 
 

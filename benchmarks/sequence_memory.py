@@ -19,7 +19,7 @@ import dataclasses
 import gc
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -45,12 +45,17 @@ def peaks(layout: str, lengths: Sequence[int]) -> list[int]:
     found = []
     for number, length in enumerate((SHORT, SHORT, *lengths)):
         one = batch(dataclasses.replace(SIZES, seq=length), number)
-        gc.collect()
-        Path("/proc/self/clear_refs").write_text("5")
-        before = resident("VmRSS")
-        contestant.step(one)
-        found.append(resident("VmHWM") - before)
+        found.append(peak_of(lambda one=one: contestant.step(one)))
     return found[1:]
+
+
+def peak_of(step: Callable[[], object]) -> int:
+    """Bytes of this rank's high-water mark in a step, above what was resident before it."""
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")
+    before = resident("VmRSS")
+    step()
+    return resident("VmHWM") - before
 
 
 def resident(name: str) -> int:
