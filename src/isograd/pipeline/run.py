@@ -64,7 +64,7 @@ class Pipeline:
         """Forward and backward of every micro-batch."""
         schedule = build(self.layout.schedule, self.layout.pp, self.layout.vpp, len(micros))
         self._refuse_unlike(micros)
-        self._run(_Step(self, schedule, micros, autograd))
+        self._run(_Step(self, schedule, micros, self._known, autograd))
 
     def evaluate(self, micros: Sequence[Any]) -> list[tuple[Tensor, Tensor | float]]:
         """Forwards only, under no_grad: (loss, weight) of each micro-batch on the last stage's ranks, else none."""
@@ -72,13 +72,10 @@ class Pipeline:
         whole = build("gpipe", layout.pp, layout.vpp, len(micros))
         forwards = tuple(tuple(a for a in order if a.kind == "F") for order in whole.orders)
         self._refuse_unlike(micros)
+        schedule = Schedule("forward", layout.pp, layout.vpp, len(micros), forwards)
         # Evaluating needs no gradients, so what stages pass on has another form than in training.
-        known, self._known = self._known, {}
-        try:
-            with torch.no_grad():
-                return self._run(_Step(self, Schedule("forward", layout.pp, layout.vpp, len(micros), forwards), micros))
-        finally:
-            self._known = known
+        with torch.no_grad():
+            return self._run(_Step(self, schedule, micros, known={}))
 
     def _run(self, step: _Step) -> list[tuple[Tensor, Tensor | float]]:
         try:
@@ -93,10 +90,10 @@ class Pipeline:
 
     def _refuse_unlike(self, micros: Sequence[Any]) -> None:
         """All pp ranks of a column were given the same micro-batches; contents are compared once, shapes always."""
-        tensors = [t for micro in micros for t in tree.tree_leaves(micro) if isinstance(t, Tensor)]
         shapes = torch.tensor([hash(tuple(map(shapes_of, micros))) >> 1, len(micros)], device=self.mesh.device)
         whole = torch.zeros((), dtype=torch.int64, device=self.mesh.device)
         if not self._compared:
+            tensors = (t for micro in micros for t in tree.tree_leaves(micro) if isinstance(t, Tensor))
             for number, tensor in enumerate(tensors):
                 whole = whole + fingerprint(tensor).to(whole.device) * (2 * number + 1)
             self._compared = True
@@ -118,12 +115,17 @@ class _Step:
     """One pass through the schedule on this rank."""
 
     def __init__(
-        self, pipeline: Pipeline, schedule: Schedule, micros: Sequence[Any], autograd: Autograd | None = None
+        self,
+        pipeline: Pipeline,
+        schedule: Schedule,
+        micros: Sequence[Any],
+        known: Known,
+        autograd: Autograd | None = None,
     ) -> None:
         self.pipeline, self.schedule, self.micros, self._autograd = pipeline, schedule, micros, autograd
         self.order = schedule.orders[pipeline.group.index]
         shapes = [shapes_of(micro) for micro in micros]
-        self.mail = Mail(schedule, pipeline.group, pipeline.mesh.device, pipeline._known, shapes)
+        self.mail = Mail(schedule, pipeline.group, pipeline.mesh.device, known, shapes)
         self.held: dict[tuple[int, int], _Held] = {}
         self.losses: list[tuple[Tensor, Tensor | float]] = []
         self.timeline: list[Timed] = []

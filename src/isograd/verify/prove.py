@@ -78,9 +78,10 @@ def verify(
             norms = {event["step"]: event["value"] for event in reference.ranks[0].of("norm")}
             world.run(partial(_on_layout, case, str(layout), dtype, str(place), norms), timeout=timeout)
             write_json(place / "recording.json", {"version": 1, "layout": str(layout)})
-            subject = compare(reference, Recording(place), noise=noise)
-            _note_even(Recording(place), layout, subject)
-            subject.schedule = _pictured(Recording(place), layout)
+            recording = Recording(place)
+            subject = compare(reference, recording, noise=noise)
+            _note_even(recording, layout, subject)
+            subject.schedule = _pictured(recording, layout)
             report.subjects.append(subject)
     finally:
         for world in worlds.values():
