@@ -37,14 +37,12 @@ PLAIN = ("raw.even_sizes", "raw.native", "raw.leave")  # no communication
 
 # Calls that move no gradient, weight or norm, each with the reason why no mutant is owed.
 EXEMPT = {
-    "engine/plan.py:check_same:raw.gather_list": "compares fingerprints at start: tests/engine/test_refusals.py",
     "engine/start.py:_refuse_unequal:raw.gather_list": "compares fingerprints at start; tested there too",
     "engine/start.py:refuse_idle_stage:raw.gather_list": "compares counts at start: tests/pipeline/test_refusals.py",
     "engine/start.py:used_anywhere:raw.all_reduce": "a tie that some stages do not use: half_used in tests/pipeline",
     "engine/start.py:most_slots:raw.gather_list": "the width of a table: too narrow a one cannot be gathered",
     "engine/whole.py:gradients:raw.broadcast_": "gathers what tests look at; a wrong one fails every pp case",
     "engine/whole.py:_names_of_stages:raw.gather_list": "names of what tests look at; a wrong one fails every pp case",
-    "pipeline/run.py:_refuse_unlike:raw.gather_list": "compares fingerprints: tests/pipeline/test_refusals.py",
     "pipeline/costs.py:measure:raw.broadcast_": "measured times, alike on all ranks: they choose a split, not a number",
     "pipeline/mail.py:_send:raw.send_start": "mutated where it is received: pipeline/mail.py:_post:raw.receive_start",
     "engine/start.py:equal_replicas:raw.broadcast_": "makes data replicas equal at start; tested there too",
@@ -54,7 +52,6 @@ EXEMPT = {
     "engine/transport.py:gather_rows:raw.exchange": "mutated as a whole: engine/zero.py and engine/engine.py",
     "contract.py:assemble:raw.all_gather": "gathers what tests look at; a wrong one fails every tp case",
     "comm/ops.py:shift:raw.shift": "no layer calls it (the ring talks through raw.exchange); tests/comm/test_ops.py",
-    "sequence/same.py:refuse_unlike:raw.gather_list": "compares fingerprints; tests/models/test_cp.py",
     "sequence/same.py:gather_whole:ops.all_gather": "logits for people; tests/models/test_cp.py, with their gradient",
     "nn/loss.py:logits:ops.gather_for_identical_use": "logits for people; tests/models compares them with transformers",
 }

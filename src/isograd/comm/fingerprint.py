@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from isograd.comm import raw
+from isograd.comm.raw import Group
+
 _WHOLE_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
@@ -15,3 +18,9 @@ def fingerprint(tensor: Tensor) -> Tensor:
     values = torch.cat([torch.tensor([*tensor.shape, tensor.dim()], device=tensor.device), bits])
     place = torch.arange(1, values.numel() + 1, device=tensor.device)
     return ((values + 1) * (place * 0x9E3779B97F4A7C1 ^ (place << 7))).sum()
+
+
+def ranks_unlike(mine: Tensor, group: Group) -> list[int]:
+    """The global ranks of a group whose tensor (of one shape on all of them) is not mine."""
+    others = raw.gather_list(mine, group)
+    return [rank for rank, other in zip(group.ranks, others, strict=True) if not torch.equal(other, mine)]

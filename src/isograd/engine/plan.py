@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from isograd.comm import raw
+from isograd.comm.fingerprint import ranks_unlike
 from isograd.contract import Contract, Record, Table
 from isograd.errors import EngineError
 from isograd.mesh import DATA, Mesh
@@ -137,8 +137,7 @@ def check_same(mesh: Mesh, axes: str, fingerprint: str, what: str) -> None:
     if group.size == 1:
         return
     digest = torch.frombuffer(bytearray(bytes.fromhex(fingerprint)), dtype=torch.int64).to(mesh.device)
-    others = raw.gather_list(digest, group)
-    different = [rank for rank, other in zip(group.ranks, others, strict=True) if not torch.equal(other, digest)]
+    different = ranks_unlike(digest, group)
     if different:
         raise EngineError(
             "IG502",

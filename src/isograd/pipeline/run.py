@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils import _pytree as tree
 
 from isograd.comm import raw
-from isograd.comm.fingerprint import fingerprint
+from isograd.comm.fingerprint import fingerprint, ranks_unlike
 from isograd.errors import PipelineError
 from isograd.mesh import Mesh
 from isograd.pipeline.deferred import Deferred
@@ -97,9 +97,7 @@ class Pipeline:
             for number, tensor in enumerate(tensors):
                 whole = whole + fingerprint(tensor).to(whole.device) * (2 * number + 1)
             self._compared = True
-        mine = torch.cat((shapes, whole[None]))
-        others = raw.gather_list(mine, self.group)
-        unlike = [rank for rank, other in zip(self.group.ranks, others, strict=True) if not torch.equal(other, mine)]
+        unlike = ranks_unlike(torch.cat((shapes, whole[None])), self.group)
         if unlike:
             raise PipelineError(
                 "IG804",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from isograd.comm import ops, raw
-from isograd.comm.fingerprint import fingerprint
+from isograd.comm import ops
+from isograd.comm.fingerprint import fingerprint, ranks_unlike
 from isograd.errors import ModelError
 from isograd.mesh import Mesh
 from isograd.sequence.places import Places
@@ -25,8 +25,7 @@ def gather_whole(x: Tensor, mesh: Mesh, places: Places) -> Tensor:
 def refuse_unlike(mesh: Mesh, *tensors: Tensor | None) -> None:
     """All ranks of a cp group are given the same whole sequences: attention would join parts of different ones."""
     mine = torch.stack([fingerprint(t) for t in tensors if t is not None])
-    prints = raw.gather_list(mine, mesh.group("cp"))
-    unlike = [rank for rank, other in zip(mesh.group("cp").ranks, prints, strict=True) if not torch.equal(other, mine)]
+    unlike = ranks_unlike(mine, mesh.group("cp"))
     if unlike:
         raise ModelError(
             "IG414",
