@@ -24,6 +24,12 @@ RANGES = {
     "ModelError": range(400, 500),
     "EngineError": range(500, 600),
     "ConfigError": range(600, 700),
+    "VerifyError": range(700, 800),
+    "PipelineError": range(800, 900),
+    "DataError": range(900, 930),
+    "CheckpointError": range(930, 960),
+    "ContrastiveError": range(960, 980),
+    "TrainError": range(980, 1000),
 }
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from isograd.errors import ConfigError, IsogradError, did_you_mean
@@ -46,6 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from isograd.verify.command import main as verify
 
             return verify(words[1:], _Parser, _builtin)
+        room = _command_of(words[:1])
+        if room is not None:
+            return room(words[1:], _Parser)
         options, extra = _parser().parse_known_args(words)
         if extra:
             options.parser.refuse(extra)
@@ -53,6 +56,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except IsogradError as error:
         print(error, file=sys.stderr)
         return 2
+
+
+def _command_of(first: list[str]) -> Callable[[list[str], type[_Parser]], int] | None:
+    """A room's own command line."""
+    return None
 
 
 def _parser() -> _Parser:

@@ -61,6 +61,22 @@ class PipelineError(IsogradError):
     """IG8xx: schedules, stages and what passes between them."""
 
 
+class DataError(IsogradError):
+    """IG90x to IG92x: text, token shards and batches."""
+
+
+class CheckpointError(IsogradError):
+    """IG93x to IG95x: a checkpoint that cannot be written, trusted or fitted."""
+
+
+class ContrastiveError(IsogradError):
+    """IG96x and IG97x: contrastive losses and cached representations."""
+
+
+class TrainError(IsogradError):
+    """IG98x and IG99x: a run that cannot start or go on."""
+
+
 class ConfigError(IsogradError):
     """IG6xx: a config or a command line that cannot be read."""
 
