@@ -28,6 +28,7 @@ from isograd.comm import raw
 from isograd.contract import contracts
 from isograd.engine import batches, norm, start, whole
 from isograd.engine.batches import call
+from isograd.engine.blame import Blame, blame
 from isograd.engine.first import FirstValues
 from isograd.engine.plan import Bucket, Slot, make_plan, slot_of
 from isograd.engine.precision import LossScale
@@ -122,6 +123,7 @@ class Engine:
         self._weight: Tensor | float = 0.0
         self._losses: list[Tensor] = []  # weighted, one per backward of this step
         self._settled: _Totals | None = None
+        self.blame: Blame | None = None  # of the last step, when it was skipped
         self._watch = start.Watch(model, self.plan, moving=stage == 3)
         for bucket in self.plan.buckets:
             for slot in bucket.slots:
@@ -270,6 +272,7 @@ class Engine:
         find_norm = norm.reproducible_norm if self.reproducible else norm.global_norm
         grad_norm = find_norm(self._counted, self.mesh.group("world"), self._device) * scale
         skipped = not math.isfinite(grad_norm)
+        self.blame = blame(self.plan, totals.losses, self.mesh) if skipped else None
         if not skipped:
             factor = min(1.0, self.clip / (grad_norm + 1e-6)) if self.clip is not None else 1.0
             self._optimized.step(scale * factor, totals.unused)
@@ -278,6 +281,11 @@ class Engine:
         self._reducer.clear()
         self._weight, self._losses, self._settled = 0.0, [], None
         return Stats(totals.loss, grad_norm, totals.weight, skipped, totals.loss_scale)
+
+    def held(self, name: str) -> Tensor:
+        """What this rank keeps of a parameter between steps: at ZeRO 3 its rows, else all that its contract says."""
+        parameter = self.table.records[name].parameter
+        return parameter.data if self._units is None else self._units.kept[id(parameter)].rows
 
     @contextmanager
     def full_parameters(self) -> Iterator[nn.Module]:
@@ -318,8 +326,8 @@ class Engine:
 
     def _totals(self) -> _Totals:
         """The one small gather of a step."""
-        loss = _tree(self._losses) if self._losses else torch.zeros((), dtype=torch.float64)
-        head = [float(self._weight), float(loss), float(self._reducer.pending())]
+        own = _tree(self._losses) if self._losses else torch.zeros((), dtype=torch.float64)
+        head = [float(self._weight), float(own), float(self._reducer.pending())]
         flags = [float(slot.used) for slot in self.plan.slots]
         flags += [0.0] * (self._widest - len(flags))  # stages of a pipeline hold different numbers of parameters
         mine = torch.tensor(head + flags, dtype=torch.float64, device=self._device)
@@ -341,7 +349,8 @@ class Engine:
         used = start.used_anywhere(stage[:, len(head) :].sum(0), self.plan, self.mesh)
         unused = {slot.name for slot, times in zip(self.plan.slots, used, strict=True) if times == 0}
         scale = self.loss_scale.value if self.loss_scale else 1.0
-        return _Totals(float(_tree(list(data[:, 1]))) / weight, weight, bool(table[:, 2].any()), unused, scale)
+        loss = float(_tree(list(data[:, 1]))) / weight
+        return _Totals(loss, weight, bool(table[:, 2].any()), unused, scale, table[:, 1])
 
 
 def _weighted(loss: Tensor, weight: Tensor) -> Tensor:
@@ -356,6 +365,7 @@ class _Totals:
     unsent: bool
     unused: set[str]
     loss_scale: float
+    losses: Tensor  # weighted, one per rank
 
 
 def _tree(values: list[Tensor]) -> Tensor:
