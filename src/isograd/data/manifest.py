@@ -1,0 +1,161 @@
+"""The manifest: what a folder of tokens holds. It is written last, so a folder that has one is complete.
+
+    manifest.json          this record
+    train-00000.bin        tokens of a shard: raw little-endian uint16, or uint32 above 65,536 tokens in the vocabulary
+    train-00000.ends       where each of its documents ends: raw little-endian uint64, counted from the shard's start
+    validation-00000.bin   the same for the documents set apart
+    tokenizer.json         a copy of the tokenizer, unless it is the built-in one of bytes
+
+The shards of a split, in order of their numbers, are one stream of whole documents. File names follow from (split,
+number): none is read from the manifest, so a manifest cannot point elsewhere. JSON and raw numbers only, no pickle.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Final, Literal
+
+from pydantic import Field, TypeAdapter, ValidationError
+
+from isograd.errors import DataError
+
+NAME = "manifest.json"
+TOKENIZER = "tokenizer.json"
+FORMAT: Final = "isograd tokens"
+VERSION: Final = 1
+LARGEST = 64 << 20  # bytes of a manifest
+
+Split = Literal["train", "validation"]
+SPLITS: tuple[Split, ...] = ("train", "validation")
+Count = Annotated[int, Field(ge=0)]
+Hash = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+STRICT: dict[str, Any] = {"extra": "forbid", "strict": True}
+
+
+@dataclass(frozen=True)
+class Shard:
+    split: Split
+    number: Count
+    tokens: Annotated[int, Field(gt=0)]
+    documents: Annotated[int, Field(gt=0)]
+    tokens_sha256: Hash
+    ends_sha256: Hash
+    __pydantic_config__: ClassVar = STRICT
+
+    @property
+    def tokens_file(self) -> str:
+        return f"{self.split}-{self.number:05d}.bin"
+
+    @property
+    def ends_file(self) -> str:
+        return f"{self.split}-{self.number:05d}.ends"
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """What turned text into numbers. `sha256` is that of tokenizer.json, None for the built-in tokenizer of bytes."""
+
+    name: str
+    sha256: Hash | None
+    size: Annotated[int, Field(gt=0, le=1 << 32)]
+    end_of_document: Count | None
+    __pydantic_config__: ClassVar = STRICT
+
+    @property
+    def dtype(self) -> Literal["<u2", "<u4"]:
+        return "<u2" if self.size <= 1 << 16 else "<u4"
+
+
+@dataclass(frozen=True)
+class Input:
+    path: str
+    bytes: Count
+    modified_ns: int
+    __pydantic_config__: ClassVar = STRICT
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything that decides the bytes of a build. The number of workers is not among it."""
+
+    vocabulary: Vocabulary
+    documents: Literal["file", "line", "blank"]
+    text_key: str
+    validation: Annotated[float, Field(ge=0, lt=1)]
+    shard_bytes: Annotated[int, Field(gt=0)]
+    inputs: tuple[Input, ...]
+    __pydantic_config__: ClassVar = STRICT
+
+
+@dataclass(frozen=True)
+class Manifest:
+    recipe: Recipe
+    shards: tuple[Shard, ...]
+    empty: Count  # documents without text, left out
+    format: Literal["isograd tokens"] = FORMAT
+    version: Literal[1] = VERSION
+    __pydantic_config__: ClassVar = STRICT
+
+    def of(self, split: str) -> list[Shard]:
+        return [shard for shard in self.shards if shard.split == split]
+
+    def files(self) -> dict[str, tuple[int, str]]:
+        """Bytes and sha256 of every file by name."""
+        width = int(self.recipe.vocabulary.dtype[-1])
+        found = {s.tokens_file: (s.tokens * width, s.tokens_sha256) for s in self.shards}
+        return found | {s.ends_file: (s.documents * 8, s.ends_sha256) for s in self.shards}
+
+    def encode(self) -> bytes:
+        return encode({"format": self.format, "version": self.version} | asdict(self))
+
+
+def encode(record: dict[str, Any]) -> bytes:
+    return (json.dumps(record, indent=1, ensure_ascii=False) + "\n").encode()
+
+
+def read(folder: Path) -> Manifest:
+    """The manifest of a finished build, checked field by field."""
+    path = folder / NAME
+    try:
+        with path.open("rb") as file:
+            raw = file.read(LARGEST + 1)
+    except OSError as error:
+        begun = (folder / "building.json").exists()
+        raise DataError(
+            "IG900",
+            f"{folder} holds no tokens" + (": its build is not finished" if begun else ""),
+            seen=error.strerror or str(error),
+            expected=f"a folder with {NAME}, as isograd data build makes it",
+            fix="give the same isograd data build command again: it goes on where it was"
+            if begun
+            else f"isograd data build {folder} INPUT...",
+        ) from error
+    if len(raw) > LARGEST:
+        raise DataError("IG901", f"{path} is larger than any manifest", seen=f"more than {LARGEST} bytes")
+    try:
+        head = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise _unlike(path, f"no JSON: {error}") from error
+    kind, version = (head.get("format"), head.get("version")) if isinstance(head, dict) else (None, None)
+    if kind != FORMAT or version != VERSION:
+        raise _unlike(path, f"format {kind!r}, version {version!r}")
+    try:
+        found = TypeAdapter(Manifest).validate_json(raw)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise _unlike(path, f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+    if len({(s.split, s.number) for s in found.shards}) != len(found.shards):
+        raise _unlike(path, "two shards of one name")
+    return found
+
+
+def _unlike(path: Path, seen: str) -> DataError:
+    return DataError(
+        "IG901",
+        f"{path} is not a manifest that this version reads",
+        seen=seen,
+        expected=f"format {FORMAT!r}, version {VERSION}",
+        fix="build the folder again, or use the version of isograd that made it",
+    )

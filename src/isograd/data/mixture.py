@@ -1,0 +1,184 @@
+"""Batches by number: what row r of step n is, is a function of the data, the options and (seed, n, r) alone.
+
+    mixture = Mixture([Source("wiki", 0.7), Source("code", 0.3)], length=2048, batch=512, seed=0)
+    mixture.rows(step, range(first, last))        # any rows of any step, in any order, on any rank
+
+A sample is a window: `length` tokens of a source's stream, and for each the token after it as its label. Windows stand
+end to end, so that over an epoch of a source every token but the first is a label exactly once; the last window is
+filled up with tokens that do not count. Which window: sample step * batch + row falls to a source and is its j-th
+(Blend); that source's epoch j // windows shuffles its windows, and the sample is number j % windows of them (shuffled).
+
+Under cp, tp and pp all ranks of a group ask for the same rows; under dp each asks for its own. Nothing else differs
+between layouts, and nothing is tokenised here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b, sha256
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from isograd.data.order import Blend, shuffled
+from isograd.data.tokens import Numbers, Tokens
+from isograd.errors import DataError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+ORDER = 1  # raised whenever a sample of the same number would become another one
+IGNORE = -100
+
+
+@dataclass(frozen=True)
+class Source:
+    path: str | Path
+    weight: float = 1.0
+
+
+class Mixture:
+    """packing: 'documents' gives the model the numbers of documents, and no label leads from one into the next;
+    'stream' is the plain stream, in which a model sees the documents before its own."""
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        *,
+        length: int,
+        batch: int,
+        seed: int = 0,
+        split: str = "train",
+        packing: str = "documents",
+    ) -> None:
+        _check(sources, length, batch, split, packing)
+        self.sources, self.length, self.batch = tuple(sources), length, batch
+        self.seed, self.split, self.packing = seed, split, packing
+        self._blend = Blend([source.weight for source in sources])
+        self._tokens = [Tokens(source.path, split) for source in sources]
+        _same_vocabulary(self._tokens)
+        self._windows = [_windows(tokens, length) for tokens in self._tokens]
+
+    @property
+    def vocab(self) -> int:
+        return self._tokens[0].vocab
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps that draw as many samples as all sources together have windows."""
+        return -(-sum(self._windows) // self.batch)
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of all that decides any sample: equal fingerprints, equal batches."""
+        shards = [
+            [self.split, *((s.tokens, s.tokens_sha256, s.ends_sha256) for s in tokens.shards)]
+            for tokens in self._tokens
+        ]
+        options = [ORDER, self.length, self.batch, self.seed, self.packing, self._blend.parts]
+        return sha256(json.dumps([options, shards]).encode()).hexdigest()
+
+    def rows(self, step: int, rows: range) -> dict[str, Tensor]:
+        """Rows of a step: tokens and labels [n, length], with packing 'documents' their numbers, and samples [n]."""
+        import torch
+
+        if step < 0 or any(not 0 <= row < self.batch for row in (*rows[:1], *rows[-1:])):
+            raise DataError(
+                "IG906",
+                "no such rows",
+                seen=f"step {step}, rows {rows}",
+                expected=f"steps from 0, rows 0 to {self.batch - 1}",
+                fix="the batch is all rows of a step, of all ranks",
+            )
+        shape = (len(rows), self.length)
+        tokens, documents = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+        labels = np.full(shape, IGNORE, np.int64)
+        samples = np.array([step * self.batch + row for row in rows], np.int64)
+        for row, sample in enumerate(samples.tolist()):
+            source, start = self.place(sample)
+            self._fill(self._tokens[source], start, tokens[row], labels[row], documents[row])
+        found = {"tokens": tokens, "labels": labels, "samples": samples}
+        if self.packing == "documents":
+            found["documents"] = documents
+        return {name: torch.from_numpy(array) for name, array in found.items()}
+
+    def place(self, sample: int) -> tuple[int, int]:
+        """(source, first token in its stream) of a sample."""
+        source, number = self._blend.at(sample)
+        epoch, index = divmod(number, self._windows[source])
+        key = blake2b(f"{self.seed} {source} {self.split} {epoch}".encode(), digest_size=16).digest()
+        return source, shuffled(index, self._windows[source], key) * self.length
+
+    def _fill(self, source: Tokens, start: int, tokens: Numbers, labels: Numbers, documents: Numbers) -> None:
+        stop = min(start + self.length + 1, source.tokens)
+        stream = source.read(start, stop)
+        tokens[: stop - start] = stream[: self.length]
+        labels[: stop - start - 1] = stream[1:]
+        if self.packing == "documents":
+            ends = source.ends(start, stop) - start
+            labels[ends[ends <= self.length] - 1] = IGNORE  # what follows belongs to another text
+            np.add.at(documents, ends[ends < self.length], 1)
+            np.cumsum(documents, out=documents)
+
+    def describe(self) -> str:
+        """For people: what is read, and how often an epoch of the mixture goes through each source."""
+        drawn = self.steps_per_epoch * self.batch
+        lines = [
+            f"{self.split}: {self.batch} x {self.length} tokens a step, {self.steps_per_epoch:,} steps an epoch, "
+            f"packing {self.packing}, seed {self.seed}, vocabulary {self.vocab:,}"
+        ]
+        for source, tokens, windows, part in zip(
+            self.sources, self._tokens, self._windows, self._blend.parts, strict=True
+        ):
+            share = part / self._blend.period
+            lines.append(
+                f"  {source.path}: {share:.2%} of samples, {tokens.tokens:,} tokens in {tokens.documents:,} documents, "
+                f"{windows:,} windows, {share * drawn / windows:.2f} times an epoch"
+            )
+        return "\n".join(lines)
+
+
+def _windows(tokens: Tokens, length: int) -> int:
+    if tokens.tokens < 2:
+        raise DataError(
+            "IG905", f"the {tokens.split} split of {tokens.folder} has one token, and no token after it",
+            seen=tokens.tokens, expected="at least 2", fix="build it from more text",
+        )  # fmt: skip
+    return -(-(tokens.tokens - 1) // length)
+
+
+def _check(sources: Sequence[Source], length: int, batch: int, split: str, packing: str) -> None:
+    wrong = []
+    if not sources:
+        wrong.append("no sources")
+    wrong += [f"{name} {value}" for name, value in (("length", length), ("batch", batch)) if value < 1]
+    if split not in ("train", "validation"):
+        wrong.append(f"split {split!r}")
+    if packing not in ("documents", "stream"):
+        wrong.append(f"packing {packing!r}")
+    if wrong:
+        raise DataError(
+            "IG906",
+            "a mixture that cannot be read",
+            seen="; ".join(wrong),
+            expected="sources; length and batch of at least 1; split 'train' or 'validation'; "
+            "packing 'documents' or 'stream'",
+        )
+
+
+def _same_vocabulary(found: Sequence[Tokens]) -> None:
+    first = found[0].manifest.recipe.vocabulary
+    for other in found[1:]:
+        vocabulary = other.manifest.recipe.vocabulary
+        if (vocabulary.sha256, vocabulary.size) != (first.sha256, first.size):
+            raise DataError(
+                "IG908",
+                "sources that were made by different tokenizers",
+                seen=f"{found[0].folder}: {first.name}, {first.size} tokens; "
+                f"{other.folder}: {vocabulary.name}, {vocabulary.size} tokens",
+                expected="one tokenizer for all sources of a mixture",
+                fix="build them with the same --tokenizer",
+            )

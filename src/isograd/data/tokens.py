@@ -1,0 +1,112 @@
+"""One split of a folder of tokens, read by place: token i of the stream, and where documents end.
+
+The sizes of all files are checked when the folder is opened, so a truncated one is refused before a run starts.
+Flipped bits are what `isograd data verify` finds: hashing a terabyte at each start would cost more than it saves.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from isograd.data.files import Places
+from isograd.data.manifest import SPLITS, Manifest, read
+from isograd.errors import DataError
+
+Numbers = NDArray[np.int64]
+
+
+def check_sizes(folder: Path, manifest: Manifest, names: list[str]) -> None:
+    sizes = manifest.files()
+    for name in names:
+        path, expected = folder / name, sizes[name][0]
+        size = path.stat().st_size if path.is_file() else None
+        if size != expected:
+            raise DataError(
+                "IG902",
+                f"{path} is missing" if size is None else f"{path} has another size than its manifest says",
+                seen="no such file" if size is None else f"{size} bytes",
+                expected=f"{expected} bytes",
+                fix="copy the folder again, or build it again",
+            )
+
+
+class Tokens:
+    def __init__(self, folder: str | Path, split: str = "train") -> None:
+        self.folder, self.split = Path(folder), split
+        self.manifest = read(self.folder)
+        self.shards = self.manifest.of(split)
+        names = [name for shard in self.shards for name in (shard.tokens_file, shard.ends_file)]
+        check_sizes(self.folder, self.manifest, names)
+        self._starts = [0, *accumulate(shard.tokens for shard in self.shards)]  # of each shard in the stream
+        self._places = Places()
+        if not self.shards:
+            there = [s for s in SPLITS if self.manifest.of(s)]
+            raise DataError(
+                "IG905",
+                f"{folder} has no {split!r} split",
+                seen=f"splits: {', '.join(there)}",
+                expected="at least one document in it",
+                fix="build with --validation above 0; with few documents, cut them smaller: --documents blank",
+            )
+
+    @property
+    def tokens(self) -> int:
+        return self._starts[-1]
+
+    @property
+    def documents(self) -> int:
+        return sum(shard.documents for shard in self.shards)
+
+    @property
+    def vocab(self) -> int:
+        return self.manifest.recipe.vocabulary.size
+
+    def read(self, start: int, stop: int) -> Numbers:
+        """Tokens start to stop of the stream."""
+        dtype = np.dtype(self.manifest.recipe.vocabulary.dtype)
+        found = np.empty(stop - start, np.int64)
+        for number, a, b in self._parts(start, stop):
+            path = self.folder / self.shards[number].tokens_file
+            raw = self._places.read(path, a * dtype.itemsize, (b - a) * dtype.itemsize)
+            at = self._starts[number] + a - start
+            found[at : at + b - a] = np.frombuffer(raw, dtype)
+        return found
+
+    def ends(self, start: int, stop: int) -> Numbers:
+        """The places in (start, stop] at which a document has just ended."""
+        found = [np.empty(0, np.int64)]
+        for number, a, b in self._parts(start, stop):
+            path, documents = self.folder / self.shards[number].ends_file, self.shards[number].documents
+            ends = _Ends(self._places, path, documents)
+            first, last = bisect_right(ends, a), bisect_right(ends, b)
+            raw = self._places.read(path, first * 8, (last - first) * 8)
+            found.append(np.frombuffer(raw, "<u8").astype(np.int64) + self._starts[number])
+        return np.concatenate(found)
+
+    def _parts(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """(shard, from, to) of the shards that hold tokens start to stop, places counted from the shard's start."""
+        number = bisect_right(self._starts, start) - 1
+        while start < stop:
+            first, last = self._starts[number], min(stop, self._starts[number + 1])
+            yield number, start - first, last - first
+            number, start = number + 1, last
+
+
+class _Ends(Sequence[int]):
+    """The document ends of a shard, each read when asked for: what bisect needs."""
+
+    def __init__(self, places: Places, path: Path, count: int) -> None:
+        self._places, self._path, self._count = places, path, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: Any) -> Any:
+        return int.from_bytes(self._places.read(self._path, index * 8, 8), "little")
