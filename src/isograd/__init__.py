@@ -32,6 +32,7 @@ __all__ = [*_HOMES, *_MODULES]  # noqa: PLE0604
 if TYPE_CHECKING:
     from isograd import comm as comm
     from isograd import engine as engine
+    from isograd import checkpoint as checkpoint
     from isograd import errors as errors
     from isograd import models as models
     from isograd import nn as nn

@@ -1,0 +1,6 @@
+"""Checkpoints: saved beside the training, whole or not at all, loaded under any layout. docs/checkpoints.md."""
+
+from isograd.checkpoint.keeper import Keeper
+from isograd.checkpoint.load import Loaded
+
+__all__ = ["Keeper", "Loaded"]

@@ -1,0 +1,112 @@
+"""Files that are there whole or not at all: safetensors written as a stream, JSON, folders, all flushed to the disk.
+
+A tensor file is written one tensor at a time from memory that already exists, so that neither a checkpoint nor an
+export ever needs a second copy of what it writes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isograd.errors import CheckpointError
+
+DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+TORCH = {name: dtype for dtype, name in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a file, before it is written."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape) * TORCH[self.dtype].itemsize
+
+
+def entry(name: str, tensor: Tensor, shape: Sequence[int] | None = None) -> Entry:
+    if tensor.dtype not in DTYPES:
+        raise CheckpointError(
+            "IG941",
+            f"{name!r} has a dtype that safetensors does not know",
+            seen=str(tensor.dtype),
+            expected=", ".join(DTYPES.values()),
+        )
+    return Entry(name, DTYPES[tensor.dtype], tuple(tensor.shape if shape is None else shape))
+
+
+def in_order(entries: Iterable[Entry]) -> list[Entry]:
+    """The order inside a file: wide elements first, so that each tensor begins at a multiple of its element."""
+    return sorted(entries, key=lambda e: (-TORCH[e.dtype].itemsize, e.name))
+
+
+def raw_bytes(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the host."""
+    flat = tensor.detach().reshape(-1).view(torch.uint8)
+    return memoryview(flat.numpy())  # type: ignore[arg-type]
+
+
+def sha256(tensor: Tensor) -> str:
+    return hashlib.sha256(raw_bytes(tensor.contiguous())).hexdigest()
+
+
+def write_tensors(path: Path, entries: Sequence[Entry], tensors: Iterable[Tensor], note: dict[str, str]) -> int:
+    """A safetensors file; `tensors` come in the order of `entries` (use in_order). Returns its size in bytes."""
+    header: dict[str, Any] = {"__metadata__": note}
+    at = 0
+    for one in entries:
+        header[one.name] = {"dtype": one.dtype, "shape": list(one.shape), "data_offsets": [at, at + one.size]}
+        at += one.size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor in tensors:
+            file.write(raw_bytes(tensor.contiguous()))
+        flush(file)
+        return file.tell()
+
+
+def flush(file: Any) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def write_json(path: Path, value: Any) -> bytes:
+    """Whole or not at all: under another name until it is on the disk."""
+    text = json.dumps(value, separators=(",", ":")).encode()
+    write_bytes(path, text)
+    return text
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    draft = path.with_name(f".{path.name}.draft")
+    with draft.open("wb") as file:
+        file.write(content)
+        flush(file)
+    draft.rename(path)
+
+
+def flush_folder(folder: Path) -> None:
+    """Names in a folder survive a power cut only after this."""
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)

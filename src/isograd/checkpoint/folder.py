@@ -1,0 +1,138 @@
+"""The folder of a run's checkpoints: which are there, who may write, what a kill left behind, what is pruned.
+
+lock                          held by rank 0 of the one job that may write here
+step-00000100/                a checkpoint: its name is given last, so one that has it is complete
+.step-00000200.partial-JOB/   being written
+.step-00000100.replaced/      a checkpoint whose successor with the same step is being put in its place
+aside-step-00000300/          of another course of training: saved before a job went back and saved a smaller step
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import shutil
+import socket
+import time
+from pathlib import Path
+from typing import IO
+
+from isograd.checkpoint.files import flush, flush_folder
+from isograd.errors import CheckpointError
+
+LOCK = "lock"
+_NAME = re.compile(r"step-(\d{8,})")
+_LEFT = re.compile(r"\.step-\d{8,}\.(partial-\w+|removed)")
+_REPLACED = re.compile(r"\.(step-\d{8,})\.replaced")
+
+
+def name_of(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def checkpoints(folder: Path) -> list[tuple[int, Path]]:
+    """(step, place) of every complete one, oldest first."""
+    found = [(match, place) for place in _entries(folder) if (match := _NAME.fullmatch(place.name)) and place.is_dir()]
+    return sorted((int(match[1]), place) for match, place in found)
+
+
+def _entries(folder: Path) -> list[Path]:
+    return list(folder.iterdir()) if folder.is_dir() else []
+
+
+def partial(folder: Path, step: int, job: str) -> Path:
+    return folder / f".{name_of(step)}.partial-{job}"
+
+
+class Lock:
+    """Held until it is closed or its process ends, however it ends."""
+
+    def __init__(self, folder: Path, job: str) -> None:
+        self._file: IO[str] = (folder / LOCK).open("a+")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._file.seek(0)
+            holder = self._file.read().strip()
+            self._file.close()
+            raise CheckpointError(
+                "IG931",
+                f"another job writes its checkpoints into {folder}",
+                seen=holder or "a lock without a name",
+                expected="one job in a folder",
+                fix="stop that job, or give this run another folder",
+            ) from None
+        self._file.truncate(0)
+        started = time.strftime("%Y-%m-%d %H:%M:%S")
+        json.dump({"pid": os.getpid(), "host": socket.gethostname(), "started": started, "job": job}, self._file)
+        flush(self._file)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def job_in(folder: Path) -> str:
+    """Which job the lock names: what another rank sees of the folder of rank 0."""
+    return str(json.loads((folder / LOCK).read_text())["job"])
+
+
+def sweep(folder: Path) -> None:
+    """Remove what a kill has left, and finish what it interrupted. Only for who holds the lock."""
+    for place in _entries(folder):
+        if _LEFT.fullmatch(place.name):
+            shutil.rmtree(place, ignore_errors=True)
+        elif match := _REPLACED.fullmatch(place.name):
+            if (folder / match[1]).exists():
+                shutil.rmtree(place, ignore_errors=True)
+            else:
+                place.rename(folder / match[1])
+
+
+def commit(folder: Path, written: Path, step: int) -> Path:
+    """Give a complete checkpoint its name. What has a larger step belongs to another course of training."""
+    target, replaced = folder / name_of(step), folder / f".{name_of(step)}.replaced"
+    flush_folder(written)
+    if target.exists():
+        target.rename(replaced)
+    written.rename(target)
+    flush_folder(folder)
+    shutil.rmtree(replaced, ignore_errors=True)
+    for later, place in checkpoints(folder):
+        if later > step:
+            _set_aside(place)
+    return target
+
+
+def _set_aside(place: Path) -> None:
+    target, times = place.with_name(f"aside-{place.name}"), 1
+    while target.exists():
+        times += 1
+        target = place.with_name(f"aside-{place.name}-{times}")
+    place.rename(target)
+
+
+def prune(folder: Path, keep_last: int, keep_every: int | None) -> None:
+    """Remove all but the newest `keep_last` (at least one) and the multiples of `keep_every`."""
+    for step, place in checkpoints(folder)[: -max(1, keep_last)]:
+        if keep_every is None or step % keep_every:
+            hidden = folder / f".{place.name}.removed"  # so that a kill leaves no half of it under its name
+            place.rename(hidden)
+            shutil.rmtree(hidden, ignore_errors=True)
+
+
+def one_of(path: Path) -> Path:
+    """A checkpoint's own folder, or the newest in a folder of checkpoints."""
+    if (path / "manifest.json").is_file() or _NAME.fullmatch(path.name):
+        found = [path] if path.is_dir() else []
+    else:
+        found = [place for _, place in checkpoints(path)][-1:]
+    if not found:
+        raise CheckpointError(
+            "IG935",
+            f"no checkpoint at {path}",
+            seen=sorted(place.name for place in _entries(path))[:10] if path.is_dir() else "no such folder",
+            expected="a folder named like step-00000100, or one that holds such folders",
+        )
+    return found[0]

@@ -1,0 +1,204 @@
+"""Keeper: saves and loads what an engine holds, beside the training, under any layout.
+
+    keeper = ig.checkpoint.Keeper("run/checkpoints", engine, keep_last=3)
+    found = keeper.load("auto")                   # the newest that is whole, or None; also of another layout
+    ...
+    keeper.save(step, {"data": position})         # returns when the tensors are copied; a thread writes them
+    keeper.close()                                # the last one is on the disk
+
+A save is in two parts. Here, with all ranks: the one before is finished, and this rank's rows are copied into buffers
+in the host's memory, which every save uses again. Then write.py, in a thread. An error of the thread is raised by the
+next save, `wait` or `close`, on all ranks alike; the checkpoints before are as they were.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isograd.checkpoint import folder as folders
+from isograd.checkpoint import load
+from isograd.checkpoint.agree import all_or_none, as_ours, raise_alike, told
+from isograd.checkpoint.load import Loaded
+from isograd.checkpoint.write import Copied, Job, Phase, Writing
+from isograd.engine import Engine, state
+from isograd.errors import CheckpointError, IsogradError
+
+
+class Keeper:
+    def __init__(
+        self,
+        folder: str | Path,
+        engine: Engine,
+        *,
+        keep_last: int = 3,
+        keep_every: int | None = None,
+        phase: Phase | None = None,
+    ) -> None:
+        """All ranks make it together; one job at a time writes into a folder.
+
+        keep_last: how many of the newest are kept, beside those whose step is a multiple of `keep_every`.
+        phase: is told where a save is (write.PHASES): for tests, which end the process there.
+        """
+        self.folder, self.engine, self.mesh = Path(folder), engine, engine.mesh
+        self.keep_last, self.keep_every = keep_last, keep_every
+        self._phase = phase or (lambda _: None)
+        self._buffers: dict[str, Tensor] = {}
+        self._writing: Writing | None = None
+        self._lock: folders.Lock | None = None
+        self._job = str(told(secrets.token_hex(4), self.mesh)[0])
+        all_or_none(self._take_folder, f"opening the folder {folder}", self.mesh)
+        all_or_none(self._check_shared, f"looking into the folder {folder}", self.mesh)
+
+    def _take_folder(self) -> None:
+        if self.mesh.rank == 0:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock = folders.Lock(self.folder, self._job)
+            folders.sweep(self.folder)
+
+    def _check_shared(self) -> None:
+        try:
+            job = folders.job_in(self.folder)
+        except (OSError, ValueError, KeyError) as error:
+            job = f"{type(error).__name__}: {error}"
+        if job != self._job:
+            raise CheckpointError(
+                "IG932",
+                f"the folder {self.folder} is not the one that rank 0 sees",
+                seen=f"job {job!r} in its lock",
+                expected=f"job {self._job!r}, as rank 0 has written it",
+                fix="name a folder on a file system that all machines share",
+                where=self.mesh.where(),
+            )
+
+    # -- saving
+
+    def save(self, step: int, extra: Mapping[str, Any] | None = None) -> None:
+        """Between two steps, on all ranks. `extra` comes back from `load`: JSON, rank 0's counts."""
+        self.wait()
+        extra = self._json(extra or {})
+        self._check_moment(step)
+        copies = self._copy()
+        self._phase("copied")
+        job = Job(
+            self.folder, folders.partial(self.folder, step, self._job), step, self.mesh.rank,
+            self.mesh.layout.world_size, str(self.mesh.layout), copies, state.numbers(self.engine), extra,
+            self.keep_last, self.keep_every, self._phase,
+        )  # fmt: skip
+        self._writing = Writing(job)
+
+    def _json(self, extra: Mapping[str, Any]) -> dict[str, Any]:
+        try:
+            return dict(json.loads(json.dumps(dict(extra))))
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(
+                "IG934",
+                "`extra` is not JSON",
+                seen=str(error),
+                expected="numbers, strings, lists and dicts with string keys",
+                where=self.mesh.where(),
+            ) from error
+
+    def _check_moment(self, step: int) -> None:
+        said = told([step, state.is_between_steps(self.engine)], self.mesh)
+        if any(other != [step, True] for other in said):
+            raise CheckpointError(
+                "IG933",
+                "the ranks are not at the same place between two steps",
+                seen="; ".join(
+                    f"rank {rank}: step {at}" + ("" if between else ", with gradients under way")
+                    for rank, (at, between) in enumerate(said)
+                    if [at, between] != [step, True] or rank == self.mesh.rank
+                ),
+                expected="keeper.save(step) of one step on all ranks, after engine.step() and before the next backward",
+                where=self.mesh.where(),
+            )
+
+    @torch.no_grad()
+    def _copy(self) -> list[Copied]:
+        """What this rank writes, in host memory that every save uses again."""
+        copies, cuda = [], False
+        for part in state.parts(self.engine):
+            box, tensor = part.written
+            if not tensor.numel():
+                continue
+            buffer = self._buffers.get(part.key)
+            if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+                pinned = tensor.is_cuda
+                buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+                self._buffers[part.key] = buffer
+            cuda |= tensor.is_cuda
+            buffer.copy_(tensor, non_blocking=True)
+            copies.append(Copied(part.key, part.shape, box, buffer))
+        if cuda:
+            torch.cuda.current_stream().synchronize()
+        return copies
+
+    def wait(self) -> None:
+        """Until the last save is on the disk under its name. Its error is raised on all ranks."""
+        writing, self._writing = self._writing, None
+        if writing is None:
+            return
+        writing.recorded.wait()
+        failed = self._error_of(writing)
+        if any(told(failed is not None, self.mesh)):
+            writing.given_up.set()
+        writing.join()
+        failed = self._error_of(writing)
+        try:
+            raise_alike(failed, self.mesh)
+        except IsogradError:
+            if self.mesh.rank == 0:
+                shutil.rmtree(writing.job.place, ignore_errors=True)
+            raise
+
+    def _error_of(self, writing: Writing) -> IsogradError | None:
+        if writing.error is None:
+            return None
+        try:
+            with as_ours(f"writing the checkpoint of step {writing.job.step} into {self.folder}", self.mesh.where()):
+                raise writing.error
+        except IsogradError as error:
+            return error
+
+    # -- loading
+
+    def newest(self) -> Path | None:
+        """The place of the last checkpoint in this folder, as rank 0 sees it; all ranks ask."""
+        found = folders.checkpoints(self.folder)
+        name = told(str(found[-1][1]) if found else None, self.mesh)[0]
+        return None if name is None else Path(name)
+
+    def load(self, source: str | Path = "auto") -> Loaded | None:
+        """Bring the engine to a saved state, whatever layout saved it.
+
+        "auto": the newest in this folder that is whole (None: there is none); else a checkpoint's own folder.
+        """
+        self.wait()
+        return load.load(self.engine, self.folder, source)
+
+    def close(self) -> None:
+        """Finish the last save, and let another job write into the folder."""
+        try:
+            self.wait()
+        finally:
+            if self._lock is not None:
+                self._lock.close()
+
+    def __enter__(self) -> Keeper:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        """After an error the other ranks may be gone: nobody is waited for."""
+        if kind is None:
+            self.close()
+        elif self._lock is not None:
+            self._lock.close()

@@ -1,0 +1,182 @@
+"""What a checkpoint holds, as one JSON file: which box of which tensor lies in which file, with which hash.
+
+    step-00000100/
+      manifest.json             this file
+      manifest.sha256           its hash, in the format of `sha256sum --check`
+      rank-00000.safetensors    what rank 0 wrote
+
+{"format": "isograd checkpoint", "version": 1, "step": 100, "layout": "dp2 tp2 zero1", "written_by": {...},
+ "files": {"rank-00000.safetensors": 12345}, "numbers": {...}, "extra": {...},
+ "tensors": {"model/embed.weight": {"shape": [101, 24], "dtype": "F32",
+             "pieces": [["rank-00000.safetensors", [[0, 51], [0, 24]], "sha256..."], ...]}}}
+
+A tensor's pieces cover it exactly. engine/state.py says what the keys and the numbers mean.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from isograd.checkpoint.files import write_bytes, write_json
+from isograd.errors import CheckpointError
+
+FORMAT, VERSION = "isograd checkpoint", 1
+NAME, HASH = "manifest.json", "manifest.sha256"
+
+Box = tuple[tuple[int, int], ...]
+Note = dict[str, Any]  # what one rank says of its file
+
+
+class Damage(Exception):
+    """What a checkpoint says of itself is not true; an older one may still be whole."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    file: str
+    box: Box
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Saved:
+    """One tensor of a checkpoint."""
+
+    shape: tuple[int, ...]
+    dtype: str  # as safetensors spells it
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    step: int
+    layout: str
+    extra: dict[str, Any]
+    numbers: dict[str, Any]
+    tensors: dict[str, Saved]
+    files: dict[str, int]  # sizes in bytes
+    written_by: dict[str, str]
+
+    def write(self, folder: Path) -> None:
+        tensors = {
+            key: {
+                "shape": saved.shape,
+                "dtype": saved.dtype,
+                "pieces": [[piece.file, piece.box, piece.sha256] for piece in saved.pieces],
+            }
+            for key, saved in self.tensors.items()
+        }
+        head = {"format": FORMAT, "version": VERSION, "step": self.step, "layout": self.layout}
+        rest = {"written_by": self.written_by, "files": self.files, "numbers": self.numbers, "extra": self.extra}
+        text = write_json(folder / NAME, {**head, **rest, "tensors": tensors})
+        write_bytes(folder / HASH, f"{hashlib.sha256(text).hexdigest()}  {NAME}\n".encode())
+
+
+def versions() -> dict[str, str]:
+    try:
+        own = importlib.metadata.version("isograd")
+    except importlib.metadata.PackageNotFoundError:  # run from its source
+        own = "unknown"
+    return {"isograd": own, "torch": str(torch.__version__)}
+
+
+def read(folder: Path) -> Manifest:
+    """Raises Damage, or an error when a newer isograd wrote it."""
+    try:
+        text = (folder / NAME).read_bytes()
+        expected = (folder / HASH).read_text().split()[0]
+    except (OSError, IndexError, UnicodeDecodeError) as error:
+        raise Damage(f"{NAME} or {HASH} cannot be read: {error}") from error
+    if hashlib.sha256(text).hexdigest() != expected:
+        raise Damage(f"{NAME} does not have the hash that {HASH} says")
+    try:
+        found = json.loads(text)
+        version = found["version"]
+        if found["format"] == FORMAT and version > VERSION:
+            raise CheckpointError(
+                "IG939",
+                f"{folder.name} was written by a newer isograd",
+                seen=f"format version {version}, written by {found.get('written_by')}",
+                expected=f"at most version {VERSION}",
+                fix="read it with the isograd that wrote it, or a later one",
+            )
+        return Manifest(
+            found["step"],
+            found["layout"],
+            found["extra"],
+            found["numbers"],
+            {key: _saved(value) for key, value in found["tensors"].items()},
+            found["files"],
+            found["written_by"],
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        raise Damage(f"{NAME} is no manifest: {error!r}") from error
+
+
+def _saved(value: Any) -> Saved:
+    pieces = tuple(Piece(file, _box(box), sha256) for file, box, sha256 in value["pieces"])
+    return Saved(tuple(value["shape"]), value["dtype"], pieces)
+
+
+def _box(values: Sequence[Sequence[int]]) -> Box:
+    return tuple((start, stop) for start, stop in values)
+
+
+# -- from what ranks say of their files ------------------------------------------------------------------------------
+
+
+def merge(notes: Sequence[Note], step: int, layout: str, extra: dict[str, Any]) -> Manifest:
+    """Stages of a pipeline may write the same buffer: the first one counts."""
+    pieces: dict[str, dict[Box, Piece]] = {}
+    kinds: dict[str, tuple[tuple[int, ...], str]] = {}
+    for note in notes:
+        for key, (shape, dtype, box, sha256) in note["tensors"].items():
+            kinds.setdefault(key, (tuple(shape), dtype))
+            pieces.setdefault(key, {}).setdefault(_box(box), Piece(note["file"], _box(box), sha256))
+    tensors = {key: Saved(*kinds[key], tuple(found.values())) for key, found in sorted(pieces.items())}
+    _check_cover(tensors)
+    files = {note["file"]: note["bytes"] for note in notes}
+    return Manifest(step, layout, extra, merge_numbers([n["numbers"] for n in notes]), tensors, files, versions())
+
+
+def _check_cover(tensors: dict[str, Saved]) -> None:
+    wrong = [
+        f"{key}: {covered} of {math.prod(saved.shape)} elements"
+        for key, saved in tensors.items()
+        if (covered := sum(volume(piece.box) for piece in saved.pieces)) != math.prod(saved.shape)
+    ]
+    if wrong:
+        raise CheckpointError(
+            "IG940",
+            "the ranks together did not write every element once",
+            seen="; ".join(wrong[:8]),
+            expected="every row of every tensor from one rank",
+            fix="is the optimizer's state the same on all ranks? Otherwise please report this",
+        )
+
+
+def volume(box: Box) -> int:
+    return math.prod(stop - start for start, stop in box)
+
+
+def merge_numbers(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Each stage of a pipeline knows its own parameters. Groups of one kind with equal options are one group."""
+    groups: dict[str, dict[str, Any]] = {}
+    counts: dict[str, dict[str, Any]] = {}
+    for numbers in found:
+        for group in numbers["groups"]:
+            same = json.dumps([group["kind"], group["options"]], sort_keys=True)
+            before = groups.setdefault(same, {**group, "names": []})
+            before["names"] = list(dict.fromkeys([*before["names"], *group["names"]]))
+        for key, values in numbers["counts"].items():
+            counts[key] = {**values, **counts.get(key, {})}
+    return {"groups": list(groups.values()), "counts": counts, "loss_scale": found[0]["loss_scale"]}

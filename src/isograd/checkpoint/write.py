@@ -1,0 +1,133 @@
+"""One save on one rank, in a thread beside the training. No collective is called here: ranks meet in the folder.
+
+    every rank    rank-00003.safetensors, then rank-00003.json: what is in it, with hashes
+    rank 0        when all records are there: manifest.json, then the name step-00000100, then pruning
+
+Everything is flushed to the disk before the next thing depends on it. Whatever moment a process is killed at, either
+the new name does not exist yet and the checkpoints before are untouched, or it exists and all of it is on the disk.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from isograd.checkpoint import folder as folders
+from isograd.checkpoint.files import DTYPES, entry, flush_folder, in_order, sha256, write_json, write_tensors
+from isograd.checkpoint.manifest import Box, merge
+
+PHASES = ("copied", "begun", "half written", "written", "recorded", "gathered", "listed", "named", "pruned")
+POLL_S = 0.02
+Phase = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Copied:
+    """A box of a global tensor, in host memory of its own."""
+
+    key: str
+    shape: tuple[int, ...]
+    box: Box
+    tensor: Tensor
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one rank has to write."""
+
+    folder: Path
+    place: Path  # the partial folder
+    step: int
+    rank: int
+    ranks: int
+    layout: str
+    copies: Sequence[Copied]
+    numbers: dict[str, Any]
+    extra: dict[str, Any]
+    keep_last: int
+    keep_every: int | None
+    phase: Phase
+
+
+class Writing(threading.Thread):
+    def __init__(self, job: Job) -> None:
+        super().__init__(name=f"isograd checkpoint {job.step}", daemon=True)
+        self.job = job
+        self.error: Exception | None = None
+        self.recorded = threading.Event()  # my own part is on the disk, or has failed
+        self.given_up = threading.Event()  # another rank's has failed: the record that rank 0 waits for never comes
+        self.start()
+
+    def run(self) -> None:
+        try:
+            write_own(self.job)
+            self.recorded.set()
+            if self.job.rank == 0 and self._all_recorded():
+                finish(self.job)
+        except Exception as error:
+            self.error = error
+        finally:
+            self.recorded.set()
+
+    def _all_recorded(self) -> bool:
+        records = [self.job.place / record_name(rank) for rank in range(self.job.ranks)]
+        while not self.given_up.is_set():
+            if all(record.exists() for record in records):
+                return True
+            time.sleep(POLL_S)
+        return False
+
+
+def file_name(rank: int) -> str:
+    return f"rank-{rank:05d}.safetensors"
+
+
+def record_name(rank: int) -> str:
+    return f"rank-{rank:05d}.json"
+
+
+def write_own(job: Job) -> None:
+    """This rank's tensors and its record."""
+    job.place.mkdir(exist_ok=True)
+    job.phase("begun")
+    by_key = {copy.key: copy for copy in job.copies}
+    entries = in_order(entry(copy.key, copy.tensor) for copy in job.copies)
+    listed = {}
+
+    def tensors() -> Any:
+        for number, one in enumerate(entries):
+            copy = by_key[one.name]
+            listed[one.name] = (copy.shape, DTYPES[copy.tensor.dtype], copy.box, sha256(copy.tensor))
+            if number == len(entries) // 2:
+                job.phase("half written")
+            yield copy.tensor
+
+    name = file_name(job.rank)
+    size = write_tensors(job.place / name, entries, tensors(), {"format": "isograd checkpoint"})
+    flush_folder(job.place)
+    job.phase("written")
+    note = {"file": name, "bytes": size, "tensors": listed, "numbers": job.numbers}
+    write_json(job.place / record_name(job.rank), note)
+    job.phase("recorded")
+
+
+def finish(job: Job) -> None:
+    """Rank 0: from the parts of all ranks to a checkpoint with a name."""
+    records = [job.place / record_name(rank) for rank in range(job.ranks)]
+    job.phase("gathered")
+    notes = [json.loads(record.read_bytes()) for record in records]
+    merge(notes, job.step, job.layout, job.extra).write(job.place)
+    for record in records:
+        record.unlink()
+    job.phase("listed")
+    folders.commit(job.folder, job.place, job.step)
+    job.phase("named")
+    folders.prune(job.folder, job.keep_last, job.keep_every)
+    job.phase("pruned")

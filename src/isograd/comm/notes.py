@@ -1,0 +1,21 @@
+"""Small JSON values from every member of a group: names, findings, errors. For starts and saves, not for steps."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+
+from isograd.comm import raw
+from isograd.comm.raw import Group
+
+
+def gather_notes(mine: Any, group: Group, device: torch.device) -> list[Any]:
+    """What each member said, in rank order."""
+    if group.size == 1:
+        return [mine]
+    text = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8).to(device)
+    longest = max(int(n) for n in raw.gather_list(torch.tensor(len(text), device=device), group))
+    padded = torch.cat((text, text.new_full((longest - len(text),), ord(" "))))
+    return [json.loads(bytes(other.cpu().numpy())) for other in raw.gather_list(padded, group)]
