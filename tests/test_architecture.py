@@ -29,7 +29,8 @@ ARROWS = {
     "nn": {"comm", "contract", "errors", "mesh", "random", "sequence"},
     # pipeline: engine.train_step runs every layout; the pipeline knows no engine
     "engine": {"comm", "contract", "errors", "mesh", "pipeline", "stored"},
-    "models": {"contract", "errors", "layout", "mesh", "nn", "pipeline", "random", "sequence"},
+    # stored: Hugging Face weights by rows
+    "models": {"contract", "errors", "layout", "mesh", "nn", "pipeline", "random", "sequence", "stored"},
     # engine: what trains a case that brings no step of its own
     "verify": {"comm", "contract", "engine", "errors", "layout", "mesh", "pipeline"},
     "data": {"errors"},

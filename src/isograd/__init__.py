@@ -25,7 +25,7 @@ _HOMES = {
     "World": "isograd.comm.launch",
     "IsogradError": "isograd.errors",
 }
-_MODULES = ("comm", "engine", "errors", "models", "nn", "pipeline", "random", "sequence", "verify")
+_MODULES = ("checkpoint", "comm", "contrastive", "engine", "errors", "models", "nn", "pipeline", "random", "sequence", "verify")
 
 __all__ = [*_HOMES, *_MODULES]  # noqa: PLE0604
 

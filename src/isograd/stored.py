@@ -6,7 +6,7 @@ A file is opened for each part and closed after it, so that pages it was read fr
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -76,3 +76,10 @@ class Stored:
                 return torch.empty(sizes)
             part: Tensor = opened.get_slice(name)[tuple(slice(start, stop) for start, stop in box)]
             return part.clone()
+
+    def look(self, name: str, take: Callable[[Tensor], Tensor]) -> Tensor:
+        """A copy of what `take` picks from a tensor, which is mapped: only pages that are touched are read."""
+        from safetensors import safe_open
+
+        with safe_open(str(self.homes[name]), framework="pt") as opened:
+            return take(opened.get_tensor(name)).clone(memory_format=torch.contiguous_format)

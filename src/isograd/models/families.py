@@ -8,8 +8,8 @@ Only safetensors files are read; a pickled .bin can run code and is refused.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,10 @@ from torch import Tensor
 
 from isograd.contract import assemble, contracts
 from isograd.errors import ConfigError, ModelError, did_you_mean
+from isograd.mesh import Mesh
 from isograd.models.config import TransformerConfig
 from isograd.models.transformer import Transformer
+from isograd.stored import Box, Stored
 
 ACTIVATIONS = {
     "silu": "silu",
@@ -28,7 +30,14 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
 }
-
+# Buffers that older checkpoints hold among their weights.
+NOT_WEIGHTS = (
+    "rotary_emb.inv_freq",
+    ".attn.bias",
+    ".attn.masked_bias",
+    ".attention.bias",
+    ".attention.masked_bias",
+)
 
 View = Callable[[Tensor], Tensor]
 
@@ -157,6 +166,14 @@ def from_hf_config(config: Mapping[str, Any] | Any) -> TransformerConfig:
             f"no family for model_type {kind!r}{did_you_mean(kind, readers)}",
             expected=", ".join(readers),
             fix="any nn.Module trains on data axes: give it to Engine as it is",
+        )
+    if c.get("quantization_config"):
+        raise ConfigError(
+            "IG611",
+            f"this {kind} is quantised",
+            seen=f"quantization_config {c['quantization_config']}",
+            expected="weights in fp32, bf16 or fp16",
+            fix="take the weights it was quantised from, or dequantise them with transformers",
         )
     return readers[kind](c)
 
@@ -294,80 +311,92 @@ def to_hf_config(config: TransformerConfig) -> dict[str, Any]:
 # -- weights ---------------------------------------------------------------------------------------------------------
 
 
-@torch.no_grad()
-def load_hf(model: Transformer, source: str | Path | Mapping[str, Tensor]) -> None:
-    """Fill the model from a directory of safetensors or a state dict. Every rank takes its box of each tensor."""
-    table = {record.name: record for record in contracts(model, model.mesh)}
-    with ExitStack() as stack:
-        shapes, read = _open(source, stack)
-        shapes = _prefixed(shapes, model.config)
-        wrong, used = [], set()
-        found = rules(model.config, model_type_of(model.config))
-        for rule in found:
-            used.add(rule.theirs)
-            expected = rule.shape(table[rule.ours].contract.shape)
-            if rule.theirs not in shapes:
+class _Given:
+    """A state dict, looked at as stored tensors are."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self.tensors = tensors
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+    def look(self, name: str, take: View) -> Tensor:
+        return take(self.tensors[name]).clone()
+
+
+class HuggingFace:
+    """A Hugging Face folder, or a state dict, as our parameters: Engine(..., weights=HuggingFace(folder, config)).
+
+    Any part of any parameter is read by itself, so no rank holds a whole tensor, on whatever layout or ZeRO stage.
+    """
+
+    def __init__(self, source: str | Path | Mapping[str, Tensor], config: TransformerConfig) -> None:
+        """Raises at once, with every point, when these are not the weights of this config."""
+        self._source = _Given(source) if isinstance(source, Mapping) else Stored(source)
+        stored = self._source.shapes
+        self._places = _prefixed(list(stored), config)
+        self._rules = {rule.ours: rule for rule in rules(config, model_type_of(config))}
+        one = Mesh.unbound("1")
+        self._shapes = {r.name: r.contract.shape for r in contracts(Transformer(config, one, device="meta"), one)}
+        wrong = []
+        for rule in {rule.theirs: rule for rule in self._rules.values()}.values():
+            expected = rule.shape(self._shapes[rule.ours])
+            if rule.theirs not in self._places:
                 wrong.append(f"{rule.theirs} is missing")
-            elif shapes[rule.theirs][1] != expected:
-                wrong.append(f"{rule.theirs} is {shapes[rule.theirs][1]}, not {expected}")
-        ignored = (
-            "rotary_emb.inv_freq",
-            ".attn.bias",
-            ".attn.masked_bias",
-            ".attention.bias",
-            ".attention.masked_bias",
-        )
-        tied = {"lm_head.weight"} if model.config.tied else set()
-        wrong += [f"{n} is not used" for n in shapes if n not in used | tied and not n.endswith(ignored)]
+            elif (found := stored[self._places[rule.theirs]]) != expected:
+                wrong.append(f"{rule.theirs} is {found}, not {expected}")
+        used = {rule.theirs for rule in self._rules.values()} | ({"lm_head.weight"} if config.tied else set())
+        wrong += [f"{name} is not used" for name in self._places if name not in used and not name.endswith(NOT_WEIGHTS)]
         if wrong:
             raise ModelError(
                 "IG420",
                 f"these weights are not this model's ({len(wrong)} points)",
                 seen="; ".join(wrong[:20]),
-                expected=f"the tensors of a {model_type_of(model.config)} with this config",
+                expected=f"the tensors of a {model_type_of(config)} with this config",
             )
-        for rule in found:
-            record = table[rule.ours]
-            whole = rule.view(read(shapes[rule.theirs][0])).reshape(record.contract.shape)
-            box = tuple(slice(start, stop) for start, stop in record.contract.local(model.mesh))
-            record.parameter.copy_(whole[box])
+
+    def has(self, name: str, shape: tuple[int, ...]) -> bool:
+        if name in self._shapes and self._shapes[name] != shape:
+            raise ModelError(
+                "IG423",
+                f"the weights were opened for another model: {name!r} differs",
+                seen=f"{shape} in the model",
+                expected=f"{self._shapes[name]}, as the config says that HuggingFace(...) was given",
+                fix="give both the same config",
+            )
+        return name in self._rules
+
+    def read(self, name: str, shape: tuple[int, ...], box: Box) -> Tensor:
+        """A copy of the box of one of our parameters."""
+        rule = self._rules[name]
+        return self._source.look(self._places[rule.theirs], partial(_box_of, rule, shape, box))
 
 
-Shapes = dict[str, tuple[str, tuple[int, ...]]]  # their name -> (name in the source, shape)
+def _box_of(rule: Rule, shape: tuple[int, ...], box: Box, theirs: Tensor) -> Tensor:
+    """Of their tensor. Where their rows are our rows grouped by head, ours are picked one by one."""
+    view = rule.view(theirs)
+    parts = tuple(slice(start, stop) for start, stop in box)
+    if view.shape == shape:
+        return view[parts]
+    rows = torch.unravel_index(torch.arange(*box[0]), view.shape[: view.dim() - len(shape) + 1])
+    return view[rows][(slice(None), *parts[1:])]
 
 
-def _open(source: str | Path | Mapping[str, Tensor], stack: ExitStack) -> tuple[Shapes, Callable[[str], Tensor]]:
-    if isinstance(source, Mapping):
-        return {n: (n, tuple(t.shape)) for n, t in source.items()}, lambda n: source[n]
-    from safetensors import safe_open
-
-    folder = Path(source)
-    files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else [folder]
-    if not files or any(f.suffix != ".safetensors" for f in files):
-        raise ModelError(
-            "IG421",
-            f"no safetensors in {source}",
-            seen=[f.name for f in folder.glob("*")][:10],
-            expected="*.safetensors",
-            fix="pickled weights (.bin, .pt) can run code and are not read; "
-            "convert them with transformers: model.save_pretrained(dir, safe_serialization=True)",
-        )
-    homes: dict[str, Any] = {}
-    for file in files:
-        handle = stack.enter_context(safe_open(str(file), framework="pt"))
-        homes |= dict.fromkeys(handle.keys(), handle)
-    shapes = {n: (n, tuple(h.get_slice(n).get_shape())) for n, h in homes.items()}
-    return shapes, lambda n: homes[n].get_tensor(n)
+@torch.no_grad()
+def load_hf(model: Transformer, source: str | Path | Mapping[str, Tensor]) -> None:
+    """Fill the model from a directory of safetensors or a state dict. Every rank takes its box of each tensor."""
+    weights = HuggingFace(source, model.config)
+    for record in contracts(model, model.mesh):
+        part = weights.read(record.name, record.contract.shape, record.contract.local(model.mesh))
+        record.parameter.copy_(part)
 
 
-def _prefixed(shapes: Shapes, config: TransformerConfig) -> Shapes:
-    """Names as transformers has them now: published NeoX weights call the head embed_out, and checkpoints of a bare
-    body (GPT-2's own, for one) leave out the first part of every name."""
+def _prefixed(names: list[str], config: TransformerConfig) -> dict[str, str]:
+    """{name as transformers has it now: name in the source}. Published NeoX weights call the head embed_out, and
+    checkpoints of a bare body (GPT-2's own, for one) leave out the first part of every name."""
     prefix = {"gpt2": "transformer.", "gpt_neox": "gpt_neox."}.get(model_type_of(config), "model.")
-    shapes = {name.replace("embed_out.", "lm_head."): place for name, place in shapes.items()}
-    if any(name.startswith(prefix) for name in shapes):
-        return shapes
-    return {name if name.startswith("lm_head") else prefix + name: place for name, place in shapes.items()}
+    now = {name.replace("embed_out.", "lm_head."): name for name in names}
+    if any(name.startswith(prefix) for name in now):
+        return now
+    return {name if name.startswith("lm_head") else prefix + name: place for name, place in now.items()}
 
 
 @torch.no_grad()
