@@ -3,6 +3,7 @@
     isograd explain "dp2 tp2 sp zero1"                       which rank sits where
     isograd explain "pp4 vpp2 zb" --micro-batches 8          and what each pipeline rank does, when
     isograd explain --contracts CONFIG "dp2 tp2 sp zero1"    who reduces each gradient, over which ranks
+    isograd data build tokens/ books/                        text into token shards
     isograd verify                                           prove layouts, watch programs, compare recordings
 
 argparse rather than tyro at the top: importing tyro alone takes longer than `--help` may.
@@ -21,7 +22,7 @@ from isograd.errors import ConfigError, IsogradError, did_you_mean
 if TYPE_CHECKING:
     from isograd.verify.findings import Report
 
-COMMANDS = ("explain", "verify")
+COMMANDS = ("data", "explain", "verify")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -60,6 +61,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _command_of(first: list[str]) -> Callable[[list[str], type[_Parser]], int] | None:
     """A room's own command line."""
+    if first[:1] == ["data"]:
+        from isograd.data.command import main as data
+
+        return data
     return None
 
 
@@ -89,6 +94,7 @@ def _parser() -> _Parser:
     explain.add_argument("--rank", type=int, default=0, help="from whose point of view (default 0)")
     explain.add_argument("--width", type=_columns, default=140, help="columns of tables and schedules (default 140)")
     explain.set_defaults(run=_explain, parser=explain)
+    commands.add_parser("data", help="text into token shards; inspect, verify: see 'isograd data --help'")
     commands.add_parser(
         "verify", help="prove layouts, watch any program, compare recordings: see 'isograd verify --help'"
     )

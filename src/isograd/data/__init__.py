@@ -8,20 +8,27 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from isograd.data.building import build as build
     from isograd.data.mixture import Mixture as Mixture
     from isograd.data.mixture import Source as Source
+    from isograd.data.mixture import read_tokenizer as read_tokenizer
+    from isograd.data.show import verify as verify
     from isograd.data.tokens import Tokens as Tokens
 
-__all__ = ["Mixture", "Source", "Tokens"]
+__all__ = ["Mixture", "Source", "Tokens", "build", "read_tokenizer", "verify"]
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("Mixture", "Source"):
-        from isograd.data import mixture
+    if name not in __all__:
+        raise AttributeError(f"module 'isograd.data' has no attribute {name!r}")
+    from isograd.data import building, mixture, show, tokens
 
-        return getattr(mixture, name)
-    if name == "Tokens":
-        from isograd.data.tokens import Tokens
-
-        return Tokens
-    raise AttributeError(f"module 'isograd.data' has no attribute {name!r}")
+    homes = {
+        "Mixture": mixture,
+        "Source": mixture,
+        "Tokens": tokens,
+        "build": building,
+        "read_tokenizer": mixture,
+        "verify": show,
+    }
+    return getattr(homes[name], name)

@@ -13,7 +13,7 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from isograd.errors import DataError
@@ -71,20 +71,19 @@ def _unreadable(path: Path, seen: str) -> DataError:
 
 
 class Writer:
-    """A file under a temporary name, counted and hashed as it is written; `keep` gives it its own name."""
+    """A file under a temporary name, hashed as it is written; `keep` gives it its own name."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.size = path, 0
+        self.path = path
         self._temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
         self._hash = hashlib.sha256()
         with writing(path):
             self._file = self._temporary.open("wb")
 
-    def write(self, data: bytes | memoryview) -> None:
+    def write(self, data: bytes) -> None:
         with writing(self.path):
             self._file.write(data)
         self._hash.update(data)
-        self.size += len(data)
 
     def keep(self) -> str:
         """Bring it to the disk and to its name; its sha256."""
@@ -96,13 +95,10 @@ class Writer:
         return self._hash.hexdigest()
 
     def discard(self) -> None:
-        # Closing may fail once more on a full disk: what is thrown away need not be complete.
-        try:
+        """Throw away what was not kept. On a full disk closing fails once more, which is no news then."""
+        with suppress(OSError):
             self._file.close()
-        except OSError:
-            pass
-        finally:
-            self._temporary.unlink(missing_ok=True)
+        self._temporary.unlink(missing_ok=True)
 
 
 def write_whole(path: Path, data: bytes) -> str:
@@ -110,12 +106,11 @@ def write_whole(path: Path, data: bytes) -> str:
     writer = Writer(path)
     try:
         writer.write(data)
-        name = writer.keep()
-    except BaseException:
+        found = writer.keep()
+    finally:
         writer.discard()
-        raise
     settle(path.parent)
-    return name
+    return found
 
 
 def settle(folder: Path) -> None:

@@ -28,10 +28,15 @@ VERSION: Final = 1
 LARGEST = 64 << 20  # bytes of a manifest
 
 Split = Literal["train", "validation"]
+Documents = Literal["file", "line", "blank"]
 SPLITS: tuple[Split, ...] = ("train", "validation")
 Count = Annotated[int, Field(ge=0)]
 Hash = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 STRICT: dict[str, Any] = {"extra": "forbid", "strict": True}
+
+
+def file_names(split: Split, number: int) -> tuple[str, str]:
+    return f"{split}-{number:05d}.bin", f"{split}-{number:05d}.ends"
 
 
 @dataclass(frozen=True)
@@ -46,11 +51,11 @@ class Shard:
 
     @property
     def tokens_file(self) -> str:
-        return f"{self.split}-{self.number:05d}.bin"
+        return file_names(self.split, self.number)[0]
 
     @property
     def ends_file(self) -> str:
-        return f"{self.split}-{self.number:05d}.ends"
+        return file_names(self.split, self.number)[1]
 
 
 @dataclass(frozen=True)
@@ -81,7 +86,7 @@ class Recipe:
     """Everything that decides the bytes of a build. The number of workers is not among it."""
 
     vocabulary: Vocabulary
-    documents: Literal["file", "line", "blank"]
+    documents: Documents
     text_key: str
     validation: Annotated[float, Field(ge=0, lt=1)]
     shard_bytes: Annotated[int, Field(gt=0)]

@@ -15,7 +15,7 @@ between layouts, and nothing is tokenised here.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b, sha256
 from pathlib import Path
@@ -23,7 +23,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from isograd.data.manifest import read
 from isograd.data.order import Blend, shuffled
+from isograd.data.tokenizer import load_tokenizer
 from isograd.data.tokens import Numbers, Tokens
 from isograd.errors import DataError
 
@@ -182,3 +184,9 @@ def _same_vocabulary(found: Sequence[Tokens]) -> None:
                 expected="one tokenizer for all sources of a mixture",
                 fix="build them with the same --tokenizer",
             )
+
+
+def read_tokenizer(data: Mixture) -> Callable[[Sequence[int]], str]:
+    """What turns tokens back into text: the tokenizer kept with the first source, which is that of all."""
+    first = Path(data.sources[0].path)
+    return load_tokenizer(first, read(first).recipe.vocabulary).decode

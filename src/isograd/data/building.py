@@ -1,0 +1,194 @@
+"""Files of text into a folder of token shards, resumable at any point, the same bytes whoever builds it.
+
+Phases: find the inputs and cut them into shards (a function of the inputs and options, texts.cut); write
+building.json, the recipe; make each shard that has no record yet (shards.make), several at once; write the manifest,
+which makes the folder complete; remove the records. A build that was killed is gone on with by the same call: what
+has a record is kept. Another recipe, or inputs that changed, are refused instead of mixed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, fields
+from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
+
+from isograd.data.files import settle, write_whole, writing
+from isograd.data.manifest import NAME, TOKENIZER, Documents, Manifest, Recipe, encode, read
+from isograd.data.shards import Record, done
+from isograd.data.texts import changed, cut, find_inputs
+from isograd.data.tokenizer import find_tokenizer
+from isograd.data.tokens import check_sizes
+from isograd.data.workers import work
+from isograd.errors import DataError
+
+RECIPE = "building.json"
+SHARD = 16 << 20  # bytes of text in a shard, more if there would be too many shards
+MOST = 4096
+TEMPORARY = re.compile(r"(building|manifest|tokenizer|train|validation).*\.\d+\.tmp")
+
+Progress = Callable[[int, int, int], None]  # bytes done, bytes in all, tokens so far
+
+
+def build(
+    out: str | Path,
+    inputs: Sequence[str | Path],
+    *,
+    tokenizer: str = "bytes",
+    documents: Documents = "file",
+    text_key: str = "text",
+    validation: float = 0.01,
+    end_of_document: str = "auto",
+    shard_bytes: int | None = None,
+    workers: int = 1,
+    progress: Progress = lambda done, total, tokens: None,
+) -> Manifest:
+    """The manifest of a finished build; one that was finished before with the same recipe is left as it is.
+
+    workers > 1 starts processes: guard a script with `if __name__ == "__main__"`, as for any use of multiprocessing.
+    """
+    _check(inputs, documents, validation, shard_bytes, workers)
+    folder = Path(out)
+    tools = find_tokenizer(tokenizer, end_of_document)
+    found = find_inputs([str(path) for path in inputs])
+    size = shard_bytes or max(SHARD, -(-sum(one.bytes for one in found) // MOST))
+    recipe = Recipe(tools.vocabulary, documents, text_key, float(validation), size, found)
+    with _alone(folder):
+        if not _begin(folder, recipe):
+            return read(folder)
+        jobs = list(enumerate(cut(recipe)))
+        records = {number: record for number, _ in jobs if (record := done(folder, number, recipe))}
+        weights = {number: sum(part.weight for part in parts) for number, parts in jobs}
+        open_jobs = [job for job in jobs if job[0] not in records]
+
+        def tell() -> None:
+            tokens = sum(shard.tokens for record in records.values() for shard in record.shards)
+            progress(sum(weights[number] for number in records), sum(weights.values()), tokens)
+
+        tell()
+        for (number, _), record in work(folder, open_jobs, recipe, tools, workers):
+            records[number] = record
+            tell()
+        manifest = _manifest(recipe, [records[number] for number, _ in jobs])
+        if tools.json is not None:
+            write_whole(folder / TOKENIZER, tools.json.encode())
+        write_whole(folder / NAME, manifest.encode())
+        _clear(folder)
+    return manifest
+
+
+def _begin(folder: Path, recipe: Recipe) -> bool:
+    """Whether there is something to do; what is not ours, or of another recipe, is refused."""
+    names = {path.name for path in folder.iterdir()}
+    finished = NAME in names
+    if finished:
+        manifest = read(folder)
+        _same(folder, manifest.recipe, recipe)
+        check_sizes(folder, manifest, list(manifest.files()))
+    elif RECIPE in names:
+        _same(folder, _recipe(folder), recipe)
+    elif foreign := sorted(name for name in names if not TEMPORARY.fullmatch(name)):
+        raise _taken(folder, f"other files: {', '.join(foreign[:5])}", "choose a new folder")
+    else:
+        write_whole(folder / RECIPE, encode(asdict(recipe)))
+    with writing(folder):
+        for name in filter(TEMPORARY.fullmatch, names):
+            (folder / name).unlink()
+    if finished:
+        _clear(folder)  # in case the build was killed after its manifest
+    return not finished
+
+
+def _recipe(folder: Path) -> Recipe:
+    try:
+        return TypeAdapter(Recipe).validate_json((folder / RECIPE).read_bytes())
+    except (OSError, ValidationError) as error:
+        raise _taken(folder, f"{RECIPE} cannot be read", "remove the folder and build again") from error
+
+
+def _same(folder: Path, theirs: Recipe, ours: Recipe) -> None:
+    for old, new in zip(theirs.inputs, ours.inputs, strict=False):
+        if old.path == new.path and old != new:
+            raise changed(new.path)
+    unlike = [f.name for f in fields(Recipe) if getattr(theirs, f.name) != getattr(ours, f.name)]
+    if unlike:
+        shown = [f"{n} {getattr(theirs, n)!r}" for n in unlike if n not in ("inputs", "vocabulary")]
+        shown += ["another tokenizer or end of document"] * ("vocabulary" in unlike) + ["other inputs"] * (
+            "inputs" in unlike
+        )
+        raise _taken(
+            folder, f"a build with {', '.join(shown)}", "choose a new folder, or give the same options and inputs"
+        )
+
+
+def _taken(folder: Path, seen: str, fix: str) -> DataError:
+    return DataError(
+        "IG916", f"{folder} holds something else", seen=seen, expected="a new folder, or this build", fix=fix
+    )
+
+
+def _manifest(recipe: Recipe, records: Sequence[Record]) -> Manifest:
+    shards = [shard for record in records for shard in record.shards]
+    if not any(shard.split == "train" for shard in shards):
+        raise DataError(
+            "IG923",
+            "there is nothing to train on",
+            seen=f"{sum(shard.documents for shard in shards)} documents for validation, none for training",
+            expected="documents with text",
+            fix="build into a new folder: smaller --validation, or smaller documents (--documents blank)",
+        )
+    ordered = sorted(shards, key=lambda shard: (shard.split, shard.number))
+    return Manifest(recipe, tuple(ordered), sum(record.empty for record in records))
+
+
+def _clear(folder: Path) -> None:
+    """Remove what only an unfinished build needs; its recipe last, without which the rest would be foreign."""
+    with writing(folder):
+        for path in sorted(folder.glob("building-*.json")):
+            path.unlink()
+        (folder / RECIPE).unlink(missing_ok=True)
+    settle(folder)
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """The folder, made if need be, and no other build in it."""
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError as error:
+        raise DataError(
+            "IG922",
+            f"another build is at work in {folder}",
+            seen=error.strerror,
+            expected="one build in a folder at a time",
+            fix="wait for it, or choose another folder",
+        ) from error
+    finally:
+        os.close(descriptor)
+
+
+def _check(inputs: Sequence[object], documents: str, validation: float, shard_bytes: int | None, workers: int) -> None:
+    wrong = [] if inputs else ["no inputs"]
+    if documents not in ("file", "line", "blank"):
+        wrong.append(f"documents {documents!r}")
+    if not 0 <= validation < 1:
+        wrong.append(f"validation {validation}")
+    wrong += [f"shard_bytes {shard_bytes}"] if shard_bytes is not None and shard_bytes < 1 else []
+    wrong += [f"workers {workers}"] if workers < 1 else []
+    if wrong:
+        raise DataError(
+            "IG924",
+            "a build that cannot be made",
+            seen="; ".join(wrong),
+            expected="inputs; documents 'file', 'line' or 'blank'; validation from 0 up to 1; "
+            "shard_bytes and workers of at least 1",
+        )

@@ -1,0 +1,164 @@
+"""Text to numbers and back: the built-in tokenizer of bytes, or any tokenizer.json of the `tokenizers` package.
+
+Bytes: ids 0 to 255 are the bytes of UTF-8, 256 ends a document; the vocabulary is 257. It needs no file and no package.
+A tokenizer.json adds nothing of its own here: no special tokens, no truncation, no padding, and text that spells
+a special token (`<|endoftext|>`) is text, so that no document can forge the end of one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from isograd.data.manifest import TOKENIZER, Vocabulary
+from isograd.errors import DataError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Loaded
+
+BYTES = "bytes"
+BYTES_END = 256
+LARGEST = 256 << 20  # bytes of a tokenizer.json
+ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")  # asked in this order
+
+Ids = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    vocabulary: Vocabulary
+    json: str | None  # the text of tokenizer.json; None for bytes
+    encode: Callable[[list[str]], list[Ids]]
+    decode: Callable[[Sequence[int]], str]
+
+
+def load_tokenizer(folder: Path, vocabulary: Vocabulary) -> Tokenizer:
+    """The tokenizer that was kept with the tokens in a folder."""
+    if vocabulary.sha256 is None:
+        return _of_bytes(vocabulary)
+    path = folder / TOKENIZER
+    text = _text(path)
+    if sha256(text.encode()).hexdigest() != vocabulary.sha256:
+        raise DataError(
+            "IG903",
+            f"{path} is not the tokenizer that the tokens were made with",
+            seen="another sha256",
+            expected=vocabulary.sha256,
+            fix="copy the folder again, or build it again",
+        )
+    return of_json(text, vocabulary)
+
+
+def find_tokenizer(name: str, end_of_document: str = "auto") -> Tokenizer:
+    """name: 'bytes', a tokenizer.json, or a folder that has one. end_of_document: 'auto', an id, or 'none'."""
+    if name == BYTES:
+        end = BYTES_END if end_of_document == "auto" else _end(end_of_document, BYTES_END + 1)
+        return _of_bytes(Vocabulary(BYTES, None, BYTES_END + 1, end))
+    given = Path(name)
+    path = given / TOKENIZER if given.is_dir() else given
+    text = _text(path)
+    loaded = _load(text, path)
+    ids = loaded.get_vocab(with_added_tokens=True)
+    size = max(ids.values(), default=0) + 1
+    if end_of_document == "auto":
+        spelled = next((end for end in (*_configured(path), *ENDS) if end in ids), None)
+        if spelled is None:
+            raise _no_end(f"{path} names no token that ends a document", f"none of {', '.join(ENDS)}", size)
+        end_of_document = str(ids[spelled])
+    shown = given.name if given.is_dir() or given.name != TOKENIZER else given.resolve().parent.name
+    vocabulary = Vocabulary(shown, sha256(text.encode()).hexdigest(), size, _end(end_of_document, size))
+    return of_json(text, vocabulary)
+
+
+def of_json(text: str, vocabulary: Vocabulary) -> Tokenizer:
+    loaded = _load(text, Path(TOKENIZER))
+
+    def encode(texts: list[str]) -> list[Ids]:
+        return [np.array(e.ids, np.uint32) for e in loaded.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def decode(ids: Sequence[int]) -> str:
+        return loaded.decode(list(ids), skip_special_tokens=False)
+
+    return Tokenizer(vocabulary, text, encode, decode)
+
+
+def again(text: str | None, vocabulary: Vocabulary) -> Tokenizer:
+    """The same tokenizer in another process."""
+    return _of_bytes(vocabulary) if text is None else of_json(text, vocabulary)
+
+
+def _of_bytes(vocabulary: Vocabulary) -> Tokenizer:
+    def encode(texts: list[str]) -> list[Ids]:
+        return [np.frombuffer(text.encode(), np.uint8) for text in texts]
+
+    def decode(ids: Sequence[int]) -> str:
+        return bytes(i for i in ids if i < BYTES_END).decode(errors="replace")
+
+    return Tokenizer(vocabulary, None, encode, decode)
+
+
+def _load(text: str, path: Path) -> Loaded:
+    try:
+        from tokenizers import Tokenizer as Loaded
+    except ImportError as error:
+        raise DataError(
+            "IG914", f"{path} needs the tokenizers package", seen=error, fix="pip install 'isograd[hf]', or use bytes"
+        ) from error
+    try:
+        loaded = Loaded.from_str(text)
+    except Exception as error:  # the package raises plain Exceptions
+        raise _no_tokenizer(path, str(error)) from error
+    loaded.no_truncation()
+    loaded.no_padding()
+    loaded.encode_special_tokens = True
+    return loaded
+
+
+def _text(path: Path) -> str:
+    try:
+        if path.stat().st_size > LARGEST:
+            raise _no_tokenizer(path, f"more than {LARGEST} bytes")
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise _no_tokenizer(path, str(error)) from error
+
+
+def _configured(path: Path) -> list[str]:
+    """The end that a tokenizer_config.json beside it names, if there is one."""
+    try:
+        named = json.loads((path.parent / "tokenizer_config.json").read_text(encoding="utf-8")).get("eos_token")
+    except (OSError, ValueError, AttributeError):
+        return []
+    named = named.get("content") if isinstance(named, dict) else named
+    return [named] if isinstance(named, str) else []
+
+
+def _end(asked: str, size: int) -> int | None:
+    if asked == "none":
+        return None
+    if not asked.isdecimal() or int(asked[:12]) >= size:
+        raise _no_end(f"{asked!r} is no token that ends a document", asked, size)
+    return int(asked)
+
+
+def _no_end(what: str, seen: str, size: int) -> DataError:
+    return DataError(
+        "IG915", what, seen=seen, expected=f"an id from 0 to {size - 1}, or 'none'", fix="--end-of-document ID"
+    )
+
+
+def _no_tokenizer(path: Path, seen: str) -> DataError:
+    return DataError(
+        "IG914",
+        f"no tokenizer at {path}",
+        seen=seen,
+        expected="'bytes', a tokenizer.json, or a folder that holds one",
+        fix="other formats: load it with transformers; its save_pretrained writes a tokenizer.json",
+    )
