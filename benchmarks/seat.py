@@ -18,7 +18,7 @@ from torch import Tensor
 
 from benchmarks.contestant import Contestant, Entry
 from benchmarks.task import Sizes, batch
-from benchmarks.wire import sent_by_me, sent_on_loopback
+from isograd.comm.wire import sent_by_me, sent_on_loopback
 from isograd.pipeline.schedule import Schedule, Timed
 
 SETTLE_STEPS = 3  # buckets are rebuilt, connections opened, optimizer state is made

@@ -160,10 +160,8 @@ class Engine:
     def backward(self, loss: Tensor, weight: float | Tensor = 1.0) -> None:
         """Add the gradient of loss * weight to the step. `weight`: how many tokens (rows, ...) it is the mean of."""
         start.refuse_alone(self.pipeline, self.mesh)
-        if self._syncing:
-            self._reducer.arm()
-        self.of_loss(loss, weight, self._syncing)
-        self._reducer.after_backward(self._syncing)
+        with self.together():
+            self.of_loss(loss, weight, self._syncing)
 
     def train_step(self, batch: Any, micro_batches: int | None = None) -> Stats:
         """Forward, backward and step of a whole batch of this data rank, cut by rows; a list is taken as it is.
@@ -181,11 +179,8 @@ class Engine:
                 with nullcontext() if number == len(micros) - 1 else self.no_sync():
                     self.backward(*call(self.model, micro))
             return
-        if self._syncing:
-            self._reducer.arm()
-        self.pipeline.train(micros, self)
-        self._settled = None
-        self._reducer.after_backward(self._syncing)
+        with self.together():
+            self.pipeline.train(micros, self)
 
     @torch.no_grad()
     def evaluate(self, batch: Any, micro_batches: int | None = None) -> Evaluation:
@@ -203,10 +198,22 @@ class Engine:
         total, sums = (float(column) for column in self._of_data(table).sum(0))
         return Evaluation(sums / total if total else math.nan, total)
 
-    # -- what a pipeline asks for: each backward, in the schedule's order
+    # -- what a pipeline or a cache of representations asks for: each backward, in its own order
 
-    def of_loss(self, loss: Tensor, weight: Tensor | float, last: bool) -> None:
-        """Backward from a loss; the gradients are those of loss * weight. `last`: they may travel."""
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Several backwards that count as one: of each gradient one reduction."""
+        if self._syncing:
+            self._reducer.arm()
+        yield
+        self._settled = None
+        self._reducer.after_backward(self._syncing)
+
+    def of_loss(self, loss: Tensor, weight: Tensor | float, last: bool, counted: float | None = None) -> None:
+        """Backward from a loss; the gradients are those of loss * weight. `last`: they may travel.
+
+        counted: what the step's weight grows by, when that is not the weight: 0 for a second loss, weighed by the first.
+        """
         start.check_loss(loss, weight, self.mesh)
         seed = torch.as_tensor(weight, dtype=torch.float64, device=loss.device)
         scale = self.loss_scale.value if self.loss_scale else 1.0
@@ -215,7 +222,7 @@ class Engine:
             self.through([loss], seeds, last)
         elif self._units is not None:
             self._for_others([loss], seeds, last)
-        self._weight = self._weight + seed
+        self._weight = self._weight + (seed if counted is None else counted)
         self._losses.append(_weighted(loss.detach().double(), seed))
         self._settled = None
 
