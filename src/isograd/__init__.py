@@ -17,7 +17,9 @@ _HOMES = {
     "Shard": "isograd.contract",
     "contracts": "isograd.contract",
     "declare": "isograd.contract",
+    "DataParallel": "isograd.engine",
     "Engine": "isograd.engine",
+    "Joined": "isograd.engine",
     "empty_parameters": "isograd.engine",
     "LossScale": "isograd.engine",
     "Stats": "isograd.engine",
@@ -30,9 +32,10 @@ _MODULES = ("checkpoint", "comm", "contrastive", "engine", "errors", "models", "
 __all__ = [*_HOMES, *_MODULES]  # noqa: PLE0604
 
 if TYPE_CHECKING:
-    from isograd import comm as comm
-    from isograd import engine as engine
     from isograd import checkpoint as checkpoint
+    from isograd import comm as comm
+    from isograd import contrastive as contrastive
+    from isograd import engine as engine
     from isograd import errors as errors
     from isograd import models as models
     from isograd import nn as nn
@@ -46,7 +49,9 @@ if TYPE_CHECKING:
     from isograd.contract import Shard as Shard
     from isograd.contract import contracts as contracts
     from isograd.contract import declare as declare
+    from isograd.engine import DataParallel as DataParallel
     from isograd.engine import Engine as Engine
+    from isograd.engine import Joined as Joined
     from isograd.engine import LossScale as LossScale
     from isograd.engine import Stats as Stats
     from isograd.engine import empty_parameters as empty_parameters

@@ -1,5 +1,6 @@
 """isograd on the command line. Torch is imported by the sub-command that needs it, so `isograd --help` is instant.
 
+    isograd train recipes/quickstart.yaml                    train by a config
     isograd explain "dp2 tp2 sp zero1"                       which rank sits where
     isograd explain "pp4 vpp2 zb" --micro-batches 8          and what each pipeline rank does, when
     isograd explain --contracts CONFIG "dp2 tp2 sp zero1"    who reduces each gradient, over which ranks
@@ -22,7 +23,7 @@ from isograd.errors import ConfigError, IsogradError, did_you_mean
 if TYPE_CHECKING:
     from isograd.verify.findings import Report
 
-COMMANDS = ("data", "explain", "verify")
+COMMANDS = ("train", "compare", "config", "data", "explain", "verify")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -65,6 +66,10 @@ def _command_of(first: list[str]) -> Callable[[list[str], type[_Parser]], int] |
         from isograd.data.command import main as data
 
         return data
+    if first[:1] in (["train"], ["compare"], ["config"]):
+        from isograd.train import command
+
+        return {"train": command.train, "compare": command.compare, "config": command.config}[first[0]]
     return None
 
 
@@ -94,6 +99,9 @@ def _parser() -> _Parser:
     explain.add_argument("--rank", type=int, default=0, help="from whose point of view (default 0)")
     explain.add_argument("--width", type=_columns, default=140, help="columns of tables and schedules (default 140)")
     explain.set_defaults(run=_explain, parser=explain)
+    commands.add_parser("train", help="train by a config: see 'isograd train --help'")
+    commands.add_parser("compare", help="the same run under several layouts: losses, speed, memory, bytes")
+    commands.add_parser("config", help="show a config's values and their origins, or the schema")
     commands.add_parser("data", help="text into token shards; inspect, verify: see 'isograd data --help'")
     commands.add_parser(
         "verify", help="prove layouts, watch any program, compare recordings: see 'isograd verify --help'"

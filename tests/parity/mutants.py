@@ -41,6 +41,9 @@ EXEMPT = {
     "engine/start.py:refuse_idle_stage:raw.gather_list": "compares counts at start: tests/pipeline/test_refusals.py",
     "engine/start.py:used_anywhere:raw.all_reduce": "a tie that some stages do not use: half_used in tests/pipeline",
     "engine/start.py:most_slots:raw.gather_list": "the width of a table: too narrow a one cannot be gathered",
+    "engine/data_parallel.py:together:raw.gather_list": "whether a rank has a batch left; moves no gradient",
+    "engine/data_parallel.py:_synchronize:raw.gather_list": "broken in tests/engine/test_data_parallel.py",
+    "engine/data_parallel.py:_equal_buffers:raw.broadcast_": "broken in tests/engine/test_data_parallel.py",
     "engine/whole.py:gradients:raw.broadcast_": "gathers what tests look at; a wrong one fails every pp case",
     "engine/whole.py:_names_of_stages:raw.gather_list": "names of what tests look at; a wrong one fails every pp case",
     "pipeline/costs.py:measure:raw.broadcast_": "measured times, alike on all ranks: they choose a split, not a number",
@@ -360,9 +363,9 @@ def _step_scaled(way: str) -> Any:
 
 
 def _not_gathered() -> Any:
-    from isograd.engine.zero import Optimized
+    from isograd.engine import zero
 
-    return _patched(Optimized, "_gather", lambda self, work: None)
+    return _patched(zero, "_gather", lambda work, group: None)
 
 
 def _bias_on_every_rank() -> Any:

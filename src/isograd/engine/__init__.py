@@ -1,8 +1,10 @@
 """The engine: backward, step, no_sync at every ZeRO stage."""
 
+from isograd.engine.data_parallel import DataParallel
 from isograd.engine.engine import Engine, Evaluation, Stats
 from isograd.engine.first import empty_parameters
+from isograd.engine.joined import Joined
 from isograd.engine.precision import LossScale
 from isograd.engine.zero import Shards
 
-__all__ = ["Engine", "Evaluation", "LossScale", "Shards", "Stats", "empty_parameters"]
+__all__ = ["DataParallel", "Engine", "Evaluation", "Joined", "LossScale", "Shards", "Stats", "empty_parameters"]

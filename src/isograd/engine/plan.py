@@ -50,6 +50,7 @@ class Slot:
     contract: Contract
     cuts: tuple[int, ...]
     owner: int  # my index among the owners
+    whole: bool = False  # one owner has all rows, because its optimizer works on matrices
     local: Tensor | None = None  # my own full gradient, not reduced yet (half precision; else parameter.grad holds it)
     due: Tensor | None = None  # my rows, summed over the data axes, other debts still open
     paid: Tensor | None = None  # my rows, all debts settled
@@ -91,15 +92,26 @@ class Plan:
         return hashlib.sha256(repr(chosen).encode()).hexdigest()
 
 
-def slot_of(record: Record, mesh: Mesh) -> Slot:
-    group = mesh.group(DATA)
-    cuts = cut_rows(record.name, record.parameter.shape, group.size)
-    return Slot(record.name, record.parameter, record.contract, cuts, group.index)
+def slot_of(record: Record, mesh: Mesh, owner: int | None = None) -> Slot:
+    """`owner`: the one data rank that has all rows; None cuts them."""
+    group, shape = mesh.group(DATA), record.parameter.shape
+    if owner is None:
+        cuts = cut_rows(record.name, shape, group.size)
+    else:
+        cuts = tuple(shape[0] if end > owner else 0 for end in range(group.size + 1))
+    return Slot(record.name, record.parameter, record.contract, cuts, group.index, owner is not None)
 
 
-def make_plan(table: Table, mesh: Mesh, bucket_bytes: int, homes: Mapping[int, nn.Module] | None = None) -> Plan:
-    """`homes`: parameters (ids) of different modules do not travel together."""
-    slots = [slot_of(record, mesh) for record in table if record.parameter.requires_grad]
+def make_plan(
+    table: Table,
+    mesh: Mesh,
+    bucket_bytes: int,
+    homes: Mapping[int, nn.Module] | None = None,
+    owners: Mapping[str, int] | None = None,
+) -> Plan:
+    """`homes`: parameters (ids) of different modules do not travel together. `owners`: of matrices that stay whole."""
+    owners = owners or {}
+    slots = [slot_of(r, mesh, owners.get(r.name)) for r in table if r.parameter.requires_grad]
     if not slots:
         raise EngineError(
             "IG501",

@@ -6,7 +6,8 @@ Each refusal names a state in which gradients would be silently wrong.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -132,6 +133,20 @@ def check_offload(offload: bool, mesh: Mesh) -> None:
         warnings.warn("offload=True has no effect on the CPU: it has no second memory", stacklevel=3)
 
 
+def check_accumulation(mode: str, mesh: Mesh, *, overlap: bool, reproducible: bool) -> None:
+    if mode not in ("local", "sharded"):
+        raise _accumulation(mode, "no such way to accumulate", "'local' or 'sharded'", mesh)
+    asked = {"overlap=False": not overlap, "reproducible=True": reproducible, "a pipeline": mesh.size("pp") > 1}
+    against = [what for what, given in asked.items() if given]
+    if mode == "sharded" and against:
+        what = f"gradients cannot be reduced after each micro-batch with {' and '.join(against)}"
+        raise _accumulation(mode, what, "accumulate='local': these reduce once in a step", mesh)
+
+
+def _accumulation(mode: str, what: str, expected: str, mesh: Mesh) -> EngineError:
+    return EngineError("IG532", what, seen=f"accumulate={mode!r}", expected=expected, where=mesh.where())
+
+
 def check_plan(plan: Plan, mesh: Mesh) -> None:
     """Members that will add shards hold the same names, shapes and rows; storage is what shards can be views of."""
     check_same(mesh, DATA, plan.fingerprint(None), "the trainable parameters")
@@ -197,7 +212,12 @@ def check_loss(loss: Tensor, weight: float | Tensor, mesh: Mesh) -> None:
             expected="a scalar: the mean over this rank's tokens, with weight= their number",
             where=mesh.where(),
         )
-    if isinstance(weight, float | int) and not weight >= 0:
+    if isinstance(weight, float | int):
+        check_weight(weight, mesh)
+
+
+def check_weight(weight: float, mesh: Mesh) -> None:
+    if not weight >= 0:
         raise EngineError(
             "IG515",
             "the weight of a loss is negative or NaN",
@@ -227,13 +247,61 @@ def adds_nothing(loss: Tensor, weight: float | Tensor, mesh: Mesh) -> bool:
     return nothing
 
 
-def replace_hook(parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> None:
-    """One engine holds a parameter: a new one takes it over from the one before."""
-    before = getattr(parameter, "_isograd_hook", None)
-    if before is not None:
-        before.remove()
-    handle = parameter.register_post_accumulate_grad_hook(hook)
-    parameter._isograd_hook = handle  # type: ignore[attr-defined]
+def replace_hook(
+    parameter: nn.Parameter,
+    arrived: Callable[[Tensor], None],
+    entering: Callable[[Tensor], Tensor | None] | None = None,
+) -> None:
+    """One engine holds a parameter: a new one takes it over from the one before. `entering` is called with a gradient
+    before it is added to `.grad`, `arrived` after that."""
+    for handle in getattr(parameter, "_isograd_hooks", ()):
+        handle.remove()
+    handles = [parameter.register_post_accumulate_grad_hook(arrived)]
+    handles += [parameter.register_hook(entering)] if entering is not None else []
+    parameter._isograd_hooks = handles  # type: ignore[attr-defined]
+
+
+def refuse_options(given: Mapping[str, object], only: Mapping[str, object], mesh: Mesh) -> None:
+    """Of torch's DistributedDataParallel: what would ask for something else than is done."""
+    wrong = {name: value for name, value in given.items() if name not in only or value != only[name]}
+    if wrong:
+        raise EngineError(
+            "IG533",
+            "DataParallel was given options that it does not have",
+            seen=wrong,
+            expected=f"of DDP's, beside those that change nothing here: {dict(only)}",
+            fix="leave them out; mixed precision: autocast or model.to(torch.bfloat16); other groups: ig.Engine",
+            where=mesh.where(),
+        )
+
+
+def check_devices(devices: Sequence[Any] | None, output: Any, home: torch.device, mesh: Mesh) -> None:
+    """One rank, one device: the module's."""
+    asked = [*(devices or ()), *([] if output is None else [output])]
+    # A number is a GPU's.
+    wrong = [d for d in asked if (torch.device("cuda", d) if isinstance(d, int) else torch.device(d)) != home]
+    if wrong or len(devices or ()) > 1:
+        raise EngineError(
+            "IG534",
+            "device_ids or output_device name another device than the module's",
+            seen=f"device_ids={devices}, output_device={output}; the module lies on {home}",
+            expected="nothing, or the one device that the module lies on",
+            fix="module.to(device) first, and one process for each device",
+            where=mesh.where(),
+        )
+
+
+def check_weights(plain: Tensor, weighed: Tensor, mesh: Mesh) -> None:
+    """For each rank, whether some of its backwards were not weighed, and whether some were."""
+    if plain.any() and weighed.any():
+        raise EngineError(
+            "IG535",
+            "some backwards were weighed and some were not",
+            seen=f"ranks without model.weigh: {plain.nonzero().flatten().tolist()}; "
+            f"with it: {weighed.nonzero().flatten().tolist()}",
+            expected="model.weigh(count) before each backward, or before none",
+            where=mesh.where(),
+        )
 
 
 def check_peers(table: Tensor, mesh: Mesh) -> None:

@@ -125,7 +125,7 @@ class Units:
             return
         self._in_forward = False
         self._remember()
-        if not _differentiable(output):  # an evaluation, or an error: no backward will come
+        if not differentiable(output):  # an evaluation, or an error: no backward will come
             self._held.clear()
         elif self.keep:
             self._held.add(id(self.root))
@@ -149,7 +149,7 @@ class Units:
         def leave(_: nn.Module, __: Any, output: Any) -> None:
             if self._in_backward or (unit is self.root and self._in_forward):
                 return
-            graph = _differentiable(output)
+            graph = differentiable(output)
             self._open[id(unit)] += bool(graph)
             waiting = [True] * bool(graph)
             for tensor in graph:
@@ -313,7 +313,7 @@ def on_host(rows: Tensor) -> Tensor:
     return rows.cpu().pin_memory() if rows.is_cuda else rows
 
 
-def _differentiable(output: Any) -> list[Tensor]:
+def differentiable(output: Any) -> list[Tensor]:
     """Tensors with a graph, in whatever a module returns."""
     if isinstance(output, Tensor):
         return [output] if output.requires_grad else []
@@ -324,7 +324,7 @@ def _differentiable(output: Any) -> list[Tensor]:
         inside = output
     elif is_dataclass(output) and not isinstance(output, type):
         inside = [getattr(output, f.name) for f in fields(output)]
-    return [tensor for part in inside for tensor in _differentiable(part)]
+    return [tensor for part in inside for tensor in differentiable(part)]
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:

@@ -15,7 +15,7 @@ gather moves half precision.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from isograd.comm.raw import Group
+from isograd.engine import matrices
 from isograd.engine.plan import Plan, Slot
 from isograd.engine.transport import gather_rows
 from isograd.engine.units import Units, on_host
@@ -32,16 +33,27 @@ from isograd.errors import EngineError
 class Shards(list[nn.Parameter]):
     """The tensors to optimize, each a row shard of a named parameter (whole parameters at stage 0).
 
-    Use it as the list it is, or cut it into parameter groups by name with `groups`.
+    Use it as the list it is, cut it into parameter groups by name with `groups`, or take `whole` and `rest` apart.
     """
 
-    def __init__(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
+    def __init__(self, named: Iterable[tuple[str, nn.Parameter]], kept_whole: Container[str] = ()) -> None:
         pairs = list(named)
         super().__init__(shard for _, shard in pairs)
         self.names = [name for name, _ in pairs]
+        self._kept_whole = kept_whole
 
     def named(self) -> list[tuple[str, nn.Parameter]]:
         return list(zip(self.names, self, strict=True))
+
+    @property
+    def whole(self) -> Shards:
+        """The matrices that Engine(whole=[...]) names: all of each on its owner, no row of it elsewhere."""
+        return Shards(pair for pair in self.named() if pair[0] in self._kept_whole)
+
+    @property
+    def rest(self) -> Shards:
+        """Everything else."""
+        return Shards(pair for pair in self.named() if pair[0] not in self._kept_whole)
 
     def groups(self, patterns: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Optimizer groups: each shard goes to the first shell-style pattern that its name matches.
@@ -85,9 +97,11 @@ class Optimized:
         """offload: masters and the optimizer's state lie, and step, in the host's memory."""
         self.plan, self.stage, self.group, self.units, self.offload = plan, stage, group, units, offload
         self.masters = {slot.name: self._master(slot) for slot in plan.slots}
-        shards = Shards(self.masters.items())
+        shards = Shards(self.masters.items(), {slot.name for slot in plan.slots if slot.whole})
         self.optimizer = factory(shards)
         self._check_owned(shards)
+        slots = {id(self.masters[slot.name]): slot for slot in plan.slots}
+        matrices.refuse_pieces(self.optimizer, slots, by_rows=stage > 0 and group.size > 1)
 
     def _master(self, slot: Slot) -> nn.Parameter:
         if self.stage == 0 and slot.parameter.dtype == slot.dtype:
@@ -122,32 +136,18 @@ class Optimized:
     def step(self, scale: float, unused: set[str]) -> None:
         """Optimizer step on `paid * scale`; parameters that no rank used have no gradient, as on one device."""
         if self.stage == 0:
-            self._gather_gradients(scale)
+            gather_gradients(self.plan, self.group, scale)
         else:
             torch._foreach_mul_([slot.paid for slot in self.plan.slots if slot.paid is not None], scale)
         for slot in self.plan.slots:
             gradient = slot.full if self.stage == 0 else slot.paid
             master = self.masters[slot.name]
-            master.grad = None if slot.name in unused or gradient is None else gradient.to(master.device)
+            here = gradient is not None and gradient.numel() and slot.name not in unused
+            master.grad = gradient.to(master.device) if gradient is not None and here else None
         self.optimizer.step()
         for master in self.masters.values():
             master.grad = None
         self._write_back()
-
-    @torch.no_grad()
-    def _gather_gradients(self, scale: float) -> None:
-        """My rows, scaled, into their place in the whole gradient; then everybody's."""
-        work = []
-        for bucket in self.plan.buckets:
-            wholes = []
-            for slot in bucket.slots:
-                if slot.full is None:
-                    slot.full = torch.empty_like(slot.parameter, dtype=slot.dtype)
-                if slot.paid is not None:
-                    torch.mul(slot.paid, scale, out=slot.rows(slot.full))
-                wholes.append(slot.full)
-            work.append((bucket.slots, wholes))
-        self._gather(work)
 
     @torch.no_grad()
     def take_edits(self) -> None:
@@ -165,11 +165,28 @@ class Optimized:
             if _apart(master, rows):
                 rows.copy_(master)
         if 0 < self.stage < 3:
-            self._gather([(bucket.slots, [s.parameter.data for s in bucket.slots]) for bucket in self.plan.buckets])
+            _gather([(b.slots, [s.parameter.data for s in b.slots]) for b in self.plan.buckets], self.group)
         if self.units is not None:
             self.units.stepped()
 
-    def _gather(self, work: list[tuple[list[Slot], list[Tensor]]]) -> None:
-        handles = [gather_rows(slots, whole, self.group) for slots, whole in work]
-        for handle in handles:
-            handle.wait()
+
+@torch.no_grad()
+def gather_gradients(plan: Plan, group: Group, scale: float) -> None:
+    """My rows, scaled, into their place in the whole gradient; then everybody's."""
+    work = []
+    for bucket in plan.buckets:
+        wholes = []
+        for slot in bucket.slots:
+            if slot.full is None:
+                slot.full = torch.empty_like(slot.parameter, dtype=slot.dtype)
+            if slot.paid is not None:
+                torch.mul(slot.paid, scale, out=slot.rows(slot.full))
+            wholes.append(slot.full)
+        work.append((bucket.slots, wholes))
+    _gather(work, group)
+
+
+def _gather(work: list[tuple[list[Slot], list[Tensor]]], group: Group) -> None:
+    handles = [gather_rows(slots, whole, group) for slots, whole in work]
+    for handle in handles:
+        handle.wait()

@@ -1,0 +1,170 @@
+"""The same run under several layouts: what changes is speed, memory and bytes; what must not change is the loss.
+
+Each layout runs in its own folder from the same first values on the same samples. Bytes are what the sockets of a
+rank's process sent, so they are known for gloo on Linux and left out elsewhere.
+"""
+
+from __future__ import annotations
+
+import base64
+import html
+import json
+import statistics
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from isograd.comm.launch import World
+from isograd.comm.wire import sent_by_me
+from isograd.errors import TrainError
+from isograd.layout import Layout
+from isograd.train import curves, journal
+from isograd.train.config import Config
+from isograd.train.loop import Orders, Outcome, run
+
+PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>
+<meta name="viewport" content="width=device-width"><style>
+body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem; color: #1c2128; }}
+table {{ border-collapse: collapse; }} th, td {{ padding: .3rem .8rem; border-bottom: 1px solid #d5dae0;
+text-align: right; white-space: nowrap; }} th:first-child, td:first-child {{ text-align: left; }}
+img {{ max-width: 100%; }} .soft {{ color: #59636e; }} .scroll {{ overflow: auto; }}
+</style><h1>{title}</h1><p class="soft">{about}</p><div class="scroll"><table>{rows}</table></div>{picture}</html>
+"""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One layout's run."""
+
+    layout: str
+    ranks: int
+    loss: float  # of the last step
+    difference: float  # the largest of any step to the first layout's, relative
+    held_out: float | None
+    tokens_per_s: float  # median
+    memory_gb: float  # of the rank that held most
+    sent_mb: float | None  # per step and rank, of the rank that sent most
+
+
+def compare(configs: Mapping[str, Config], out: str | None) -> int:
+    first = next(iter(configs.values()))
+    folder = Path(out) if out else first.folder / "compare"
+    runs: dict[str, Path] = {}
+    results: dict[str, tuple[Outcome, float | None]] = {}
+    for layout, config in configs.items():
+        here = folder / layout.replace(" ", "_")
+        if here.exists() and any(here.iterdir()):
+            raise TrainError(
+                "IG987", "this comparison was made before", seen=str(here), expected="an empty folder",
+                fix="--out FOLDER, or delete the old one",
+            )  # fmt: skip
+        print(f"{layout}: {Layout.parse(layout).world_size} ranks, {config.steps} steps", flush=True)
+        quiet = config.log.model_copy(update={"every": 1, "sample": 0})
+        alone = config.model_copy(update={"run": str(here), "log": quiet})
+        with World(Layout.parse(layout).world_size, threads=config.threads) as world:
+            results[layout] = _slowest(world.run(_measured, alone))
+        runs[layout] = here / "metrics.jsonl"
+    rows = _rows(runs, results)
+    _write(rows, runs, folder, first)
+    print(table(rows), flush=True)
+    failed = [layout for layout, (outcome, _) in results.items() if outcome.code]
+    return 1 if failed else 0
+
+
+def _measured(config: Config) -> tuple[Outcome, float | None]:
+    """On a rank: the run, and the bytes that it sent in a step."""
+    before = _sent()
+    outcome = run(config, Orders(resume="never", show="none", signals=()))
+    after = _sent()
+    sent = None if before is None or after is None else (after - before) / max(1, outcome.step)
+    return outcome, sent
+
+
+def _sent() -> float | None:
+    try:
+        return float(sent_by_me())
+    except OSError:
+        return None
+
+
+def _slowest(found: list[tuple[Outcome, float | None]]) -> tuple[Outcome, float | None]:
+    sent = [bytes_ for _, bytes_ in found if bytes_ is not None]
+    return found[0][0], max(sent) if sent else None
+
+
+def _rows(runs: Mapping[str, Path], results: Mapping[str, tuple[Outcome, float | None]]) -> list[Row]:
+    reference = next(iter(results.values()))[0].losses
+    rows = []
+    for layout, (outcome, sent) in results.items():
+        lines = [line for line in journal.read(runs[layout]) if "event" not in line]
+        held_out = curves.losses(runs[layout])[1]
+        speeds = [line["tokens_per_s"] for line in lines[1:] or lines]
+        gaps = [abs(a - b) / max(abs(a), 1e-30) for a, b in zip(reference, outcome.losses, strict=False)]
+        rows.append(
+            Row(
+                layout,
+                Layout.parse(layout).world_size,
+                outcome.losses[-1],
+                max(gaps),
+                held_out[-1][1] if held_out else None,
+                statistics.median(speeds),
+                max(line["memory_gb"] for line in lines),
+                None if sent is None else sent / 1e6,
+            )
+        )
+    return rows
+
+
+TITLES = (
+    "layout",
+    "ranks",
+    "last loss",
+    "largest difference",
+    "held-out loss",
+    "tokens/s",
+    "memory GB",
+    "sent MB/step",
+)
+
+
+def _words(row: Row) -> tuple[str, ...]:
+    return (
+        row.layout,
+        str(row.ranks),
+        f"{row.loss:.5f}",
+        f"{row.difference:.1e}",
+        "-" if row.held_out is None else f"{row.held_out:.5f}",
+        f"{row.tokens_per_s:,.0f}",
+        f"{row.memory_gb:.2f}",
+        "-" if row.sent_mb is None else f"{row.sent_mb:.2f}",
+    )
+
+
+def table(rows: list[Row]) -> str:
+    lines = [TITLES, *(_words(row) for row in rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(TITLES))]
+    return "\n".join(
+        "  ".join(
+            word.ljust(w) if i == 0 else word.rjust(w) for i, (word, w) in enumerate(zip(line, widths, strict=True))
+        )
+        for line in lines
+    )
+
+
+def _write(rows: list[Row], runs: Mapping[str, Path], folder: Path, config: Config) -> None:
+    (folder / "compare.json").write_text(json.dumps([asdict(row) for row in rows], indent=2), encoding="utf-8")
+    picture = folder / "compare.png"
+    drawn = curves.draw(runs, picture, f"{config.folder.name} under {len(rows)} layouts")
+    image = f'<img alt="loss curves" src="data:image/png;base64,{base64.b64encode(picture.read_bytes()).decode()}">'
+    cells: list[Any] = [f"<tr>{''.join(f'<th>{title}</th>' for title in TITLES)}</tr>"]
+    cells += [f"<tr>{''.join(f'<td>{html.escape(word)}</td>' for word in _words(row))}</tr>" for row in rows]
+    about = (
+        f"{config.steps} steps of {config.batch} sequences of {config.data.length} tokens, {config.model.dtype}; "
+        "the largest difference is that of any step's loss to the first layout's, relative"
+    )
+    (folder / "compare.html").write_text(
+        PAGE.format(title=html.escape(f"{config.folder.name} under {len(rows)} layouts"), about=html.escape(about),
+                    rows="\n".join(cells), picture=image if drawn else ""), encoding="utf-8",
+    )  # fmt: skip
+    print(f"numbers, picture and page: {folder}/compare.json, compare.png, compare.html", flush=True)

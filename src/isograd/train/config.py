@@ -1,0 +1,179 @@
+"""What a run is, as typed data. Every field has a meaning in one line; `isograd config schema` prints them for editors.
+
+Reading is strict: a key that nobody knows is a mistake, and so is a number where a word belongs. reading.py turns
+pydantic's findings into file, line and nearest name.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+VERSION: Literal[1] = 1  # of the schema; reading.py migrates older ones
+
+Positive = Annotated[int, Field(gt=0)]
+Rate = Annotated[float, Field(gt=0)]
+Share = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=())
+
+
+class Model(Part):
+    preset: str | None = Field(default=None, description="a model by name, for example quickstart or tiny-llama")
+    path: str | None = Field(
+        default=None, description="a Hugging Face folder to start from: its config and its weights"
+    )
+    weights: bool = Field(
+        default=True, description="whether the weights in `path` are read; false starts from new ones"
+    )
+    options: dict[str, Any] = Field(
+        default_factory=dict, description="fields of TransformerConfig; alone they are the whole model, else changes"
+    )
+    seed: int = Field(default=0, description="of the first values, which are the same under every layout")
+    dtype: Literal["fp32", "bf16", "fp64"] = Field(
+        default="fp32", description="of the parameters; masters are fp32 or wider"
+    )
+    recompute: bool | Literal["offload"] = Field(
+        default=False, description="compute blocks again in backward to save memory"
+    )
+
+    @model_validator(mode="after")
+    def _one_model(self) -> Model:
+        if self.preset and self.path:
+            raise ValueError("give preset or path, not both")
+        if not self.preset and not self.path and not self.options:
+            raise ValueError("give a preset, a path or options")
+        return self
+
+
+class Text(Part):
+    path: str | None = Field(default=None, description="a folder made by `isograd data build`")
+    builtin: Literal["stdlib"] | None = Field(
+        default=None, description="stdlib: the source text of Python's own modules"
+    )
+    weight: Rate = Field(default=1.0, description="share of the samples, relative to the other sources")
+
+    @model_validator(mode="after")
+    def _one_place(self) -> Text:
+        if (self.path is None) == (self.builtin is None):
+            raise ValueError("give path or builtin, one of them")
+        return self
+
+
+class Data(Part):
+    sources: list[Text] = Field(min_length=1, description="where tokens come from, blended by weight")
+    length: Positive = Field(description="tokens of a sequence")
+    packing: Literal["documents", "stream"] = Field(
+        default="documents",
+        description="documents: texts packed into a sequence do not see each other; stream: they do",
+    )
+    seed: int = Field(default=0, description="of the order, which is a function of seed and step alone")
+
+
+class Optimizer(Part):
+    name: Literal["adamw", "muon"] = Field(
+        default="adamw", description="muon: matrices of blocks by Muon, the rest by AdamW"
+    )
+    lr: Rate = Field(description="the highest learning rate")
+    min_lr: Annotated[float, Field(ge=0)] = Field(default=0.0, description="the last learning rate")
+    warmup: Annotated[int, Field(ge=0)] = Field(default=0, description="steps of linear rise to lr")
+    schedule: Literal["constant", "linear", "cosine"] = Field(default="cosine", description="the way from lr to min_lr")
+    betas: tuple[Share, Share] = Field(default=(0.9, 0.95), description="AdamW's decay rates")
+    eps: Rate = Field(default=1e-8, description="AdamW's epsilon")
+    weight_decay: Annotated[float, Field(ge=0)] = Field(
+        default=0.1, description="of matrices; norms and biases have none"
+    )
+    clip: Rate | None = Field(default=1.0, description="the largest norm of a gradient; null: no clipping")
+    muon_lr: Rate | None = Field(default=None, description="the learning rate of Muon's matrices; null: lr")
+
+    @field_validator("betas", mode="before")
+    @classmethod
+    def _pair(cls, value: Any) -> Any:
+        return tuple(value) if isinstance(value, list) else value
+
+
+class Saving(Part):
+    every: Positive | None = Field(default=None, description="steps between checkpoints; null: at the end only")
+    keep_last: Positive = Field(default=2, description="how many of the newest are kept")
+    keep_every: Positive | None = Field(
+        default=None, description="checkpoints at multiples of this step are kept for good"
+    )
+
+
+class Evaluating(Part):
+    every: Positive | None = Field(default=None, description="steps between evaluations; null: at the end only")
+    batches: Positive = Field(default=4, description="batches of held-out text in one evaluation")
+
+
+class Logging(Part):
+    every: Positive = Field(default=1, description="steps between progress lines")
+    tensorboard: bool = Field(default=False, description="also write TensorBoard's files (extra `track`)")
+    trackio: str | None = Field(default=None, description="also log to this trackio project (extra `track`)")
+    peak_tflops: Rate | None = Field(
+        default=None, description="of one device in the model's dtype; known for common GPUs"
+    )
+    sample: Annotated[int, Field(ge=0)] = Field(
+        default=120, description="tokens of text to generate at the end; 0: none"
+    )
+
+
+class Safety(Part):
+    not_finite: Literal["stop", "skip"] = Field(
+        default="stop", description="what a NaN or Inf gradient does to the run"
+    )
+    stall_s: Rate = Field(default=600.0, description="a rank without progress for this long is named, and the run ends")
+    replicas_every: Annotated[int, Field(ge=0)] = Field(
+        default=100, description="steps between checks of copies; 0: never"
+    )
+
+
+class Config(Part):
+    version: Literal[1] = Field(default=VERSION, description="of this schema")
+    run: str = Field(description="the folder of the run: checkpoints, metrics, pictures")
+    layout: str = Field(default="dp1", description="for example 'dp2 tp2 sp zero1'")
+    model: Model
+    data: Data
+    optimizer: Optimizer
+    steps: Positive = Field(description="optimizer steps of the whole run")
+    batch: Positive = Field(description="sequences of a step, over all ranks")
+    micro_batches: Positive = Field(default=1, description="parts that each data rank cuts its share of a step into")
+    checkpoint: Saving = Saving()
+    evaluate: Evaluating = Evaluating()
+    log: Logging = Logging()
+    safety: Safety = Safety()
+    reproducible: bool = Field(default=False, description="the same bits for every ZeRO stage and split; slower")
+    threads: Positive = Field(default=1, description="of each local rank, on CPUs")
+
+    @field_validator("layout")
+    @classmethod
+    def _layout(cls, text: str) -> str:
+        from isograd.errors import LayoutError
+        from isograd.layout import Layout
+
+        try:
+            return str(Layout.parse(text))
+        except LayoutError as error:
+            raise ValueError(f"{error.what}" + (f"; {error.fix}" if error.fix else "")) from error
+
+    @model_validator(mode="after")
+    def _fits(self) -> Config:
+        from isograd.layout import Layout
+
+        layout = Layout.parse(self.layout)
+        rows, rest = divmod(self.batch, layout.dp)
+        if rest or rows < self.micro_batches:
+            raise ValueError(
+                f"batch {self.batch} over dp {layout.dp} is {self.batch / layout.dp:g} sequences per data rank, "
+                f"to be cut into {self.micro_batches} micro-batches: make batch a multiple of dp that is large enough"
+            )
+        if self.optimizer.warmup > self.steps:
+            raise ValueError(f"optimizer.warmup {self.optimizer.warmup} is longer than the run's {self.steps} steps")
+        return self
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.run)

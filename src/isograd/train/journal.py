@@ -1,0 +1,138 @@
+"""What people look at while a run goes on: one line a step, and the same numbers in metrics.jsonl.
+
+metrics.jsonl is always written, one object a line. A resumed run continues it from the step it resumed at: lines of
+steps that will be done again are dropped, so that a curve has one value at each step.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from isograd.errors import TrainError
+
+MAX_LINE = 1 << 16
+
+
+def read(file: Path) -> Iterator[dict[str, Any]]:
+    """The lines of a journal; a last one that was cut by a kill is left out."""
+    if not file.exists():
+        return
+    with file.open(encoding="utf-8") as opened:
+        while line := opened.readline(MAX_LINE):
+            try:
+                found = json.loads(line)
+            except json.JSONDecodeError:
+                continue
+            if isinstance(found, dict):
+                yield found
+
+
+class Journal:
+    """On the first rank only. `show` is how a line reaches the person who waits."""
+
+    def __init__(self, file: Path, resumed_at: int, sinks: list[Callable[[dict[str, Any]], None]]) -> None:
+        kept = [line for line in read(file) if line.get("step", 0) <= resumed_at and resumed_at > 0]
+        partial = file.with_suffix(".partial")
+        try:
+            partial.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+            os.replace(partial, file)
+            self._file = file.open("a", encoding="utf-8", buffering=1)
+        except OSError as error:
+            raise TrainError(
+                "IG981", f"the run's folder cannot be written: {error}", expected="a folder with room",
+                fix="give another folder with --run FOLDER",
+            ) from error  # fmt: skip
+        self._sinks = sinks
+
+    def write(self, **entry: Any) -> None:
+        self._file.write(json.dumps({k: _number(v) for k, v in entry.items()}, allow_nan=False) + "\n")
+        for sink in self._sinks:
+            sink(entry)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _number(value: Any) -> Any:
+    """JSON has no NaN and no infinity; null stands for them."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def human(count: float) -> str:
+    """1234567 -> '1.23M'."""
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(count) >= size:
+            return f"{count / size:.3g}{unit}"
+    return f"{count:.3g}"
+
+
+def clock(seconds: float) -> str:
+    hours, rest = divmod(int(seconds + 0.5), 3600)
+    return f"{hours}:{rest // 60:02d}:{rest % 60:02d}" if hours else f"{rest // 60}:{rest % 60:02d}"
+
+
+def sentence(entry: dict[str, Any]) -> str:
+    """A line of the journal in words."""
+    if entry.get("event") == "evaluation":
+        return f"step {entry['step']:>5}  held-out loss {entry['loss']:.4f} over {human(entry['weight'])} tokens"
+    if "event" in entry:
+        return f"step {entry['step']:>5}  {entry['text']}"
+    usage = f"mfu {entry['mfu']:.1%}  " if entry.get("mfu") is not None else ""
+    speed = f"{human(entry['tokens_per_s'])} tokens/s ({human(entry['tokens_per_s_rank'])} per rank)"
+    return (
+        f"step {entry['step']:>5}/{entry['steps']}  loss {entry['loss']:.4f}  grad norm {entry['grad_norm']:.3f}  "
+        f"lr {entry['lr']:.2e}  {speed}  {usage}mem {entry['memory_gb']:.2f} GB  data {entry['data_wait']:.0%}  "
+        f"ETA {clock(entry['eta_s'])}" + ("  SKIPPED" if entry.get("skipped") else "")
+    )
+
+
+def plain(entry: dict[str, Any]) -> None:
+    print(sentence(entry), flush=True)
+
+
+def as_json(entry: dict[str, Any]) -> None:
+    print(json.dumps({k: _number(v) for k, v in entry.items()}), flush=True)
+
+
+class Live:
+    """A bar, a small curve and the last numbers, redrawn in place; on a terminal only."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.live import Live as Display
+
+        self._console = Console(file=sys.stdout)
+        self._losses: list[float] = []
+        self._display = Display(console=self._console, refresh_per_second=4, transient=False)
+        self._display.start()
+
+    def __call__(self, entry: dict[str, Any]) -> None:
+        if "event" in entry:
+            self._console.print(sentence(entry))
+            return
+        from rich.text import Text
+
+        self._losses.append(entry["loss"])
+        share = entry["step"] / entry["steps"]
+        bar = "█" * int(40 * share) + "·" * (40 - int(40 * share))
+        self._display.update(Text(f"{bar} {share:.0%}\n{curve(self._losses)}\n{sentence(entry)}", overflow="fold"))
+
+    def close(self) -> None:
+        self._display.stop()
+
+
+def curve(values: list[float], width: int = 60) -> str:
+    """A line of blocks: high where the value is."""
+    shown = [v for v in values if math.isfinite(v)]
+    if not shown:
+        return ""
+    step = max(1, -(-len(shown) // width))
+    points = [sum(part) / len(part) for part in (shown[i : i + step] for i in range(0, len(shown), step))]
+    low, high = min(points), max(points)
+    return "".join("▁▂▃▄▅▆▇█"[int(7 * (p - low) / (high - low)) if high > low else 0] for p in points)

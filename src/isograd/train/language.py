@@ -1,0 +1,148 @@
+"""A language model in training: what a step's batch is, what is evaluated, and a sample of what it writes.
+
+Everything a step needs is a function of the step: rows of the data, dropout's key, the learning rate. So a run that was
+stopped goes on where it was, under any other layout.
+"""
+
+from __future__ import annotations
+
+import math
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isograd import random
+from isograd.data import Mixture, Source, build, manifest, read_tokenizer
+from isograd.engine import Engine, Evaluation, Stats
+from isograd.errors import ConfigError
+from isograd.mesh import Mesh
+from isograd.models import Transformer, TransformerConfig, load_config, preset
+from isograd.train.config import Config, Model
+from isograd.train.optimizers import factory
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+
+
+def model_config(model: Model) -> TransformerConfig:
+    """What the config's `model` describes, before anything is built."""
+    named = load_config(model.path) if model.path else preset(model.preset) if model.preset else None
+    base = vars(named) if named else {}
+    return TransformerConfig.from_dict({**base, **model.options}, "model")
+
+
+def built(config: Config) -> Path:
+    """Where token shards of builtin texts lie."""
+    return config.folder / "data"
+
+
+def prepare(config: Config) -> None:
+    """Make what is not there yet: token shards of builtin texts. One process does."""
+    if any(text.builtin for text in config.data.sources):
+        files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+        build(built(config), files, validation=0.05)
+
+
+def mixture(config: Config, split: str) -> Mixture:
+    data = config.data
+    sources = [Source(text.path or str(built(config)), text.weight) for text in data.sources]
+    if split == "validation":
+        sources = [source for source in sources if manifest.read(Path(source.path)).of(split)]
+    return Mixture(sources, length=data.length, batch=config.batch, seed=data.seed, split=split, packing=data.packing)
+
+
+class Language:
+    def __init__(self, config: Config, mesh: Mesh) -> None:
+        self.config, self.mesh = config, mesh
+        self.data, self.held_out = mixture(config, "train"), mixture(config, "validation")
+        described = model_config(config.model)
+        if self.data.vocab > described.vocab:
+            raise ConfigError(
+                "IG635", "the data has more token ids than the model", seen=f"{self.data.vocab} ids in the data",
+                expected=f"at most model vocab {described.vocab}",
+                fix=f"--model.options.vocab {self.data.vocab}, or data built with the model's tokenizer",
+            )  # fmt: skip
+        weights = None
+        self.model = Transformer(
+            described,
+            mesh,
+            seed=config.model.seed,
+            dtype=DTYPES[config.model.dtype],
+            device="meta" if mesh.layout.zero == 3 else None,
+        )
+        self.model.recompute = config.model.recompute
+        self.engine = Engine(
+            self.model,
+            mesh,
+            factory(config.optimizer),
+            clip=config.optimizer.clip,
+            reproducible=config.reproducible,
+            weights=weights,
+        )
+
+    def batch(self, step: int) -> dict[str, Any]:
+        """This data rank's rows of a step."""
+        return {**self._rows(self.data, step), "key": random.key(self.config.data.seed, "dropout", step)}
+
+    def _rows(self, mixture: Mixture, step: int) -> dict[str, Tensor]:
+        share = self.config.batch // self.mesh.size("dp")
+        first = self.mesh.index("dp") * share
+        rows = mixture.rows(step, range(first, first + share))
+        return {name: tensor.to(self.mesh.device) for name, tensor in rows.items()}
+
+    def step(self, batch: dict[str, Any]) -> Stats:
+        return self.engine.train_step(batch, self.config.micro_batches)
+
+    def evaluate(self) -> Evaluation:
+        """The mean loss of the first batches of held-out text, the same ones every time and under every layout."""
+        self.model.eval()
+        total = weight = 0.0
+        for step in range(self.config.evaluate.batches):
+            found = self.engine.evaluate(self._rows(self.held_out, step), self.config.micro_batches)
+            if found.weight:
+                total, weight = total + found.loss * found.weight, weight + found.weight
+        self.model.train()
+        return Evaluation(total / weight if weight else math.nan, weight)
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.config.batch * self.config.data.length
+
+    @property
+    def flops_per_token(self) -> float:
+        """PaLM's convention: 6 per parameter, 12 * layers * width * length for attention, nothing for recompute."""
+        c = self.model.config
+        width = c.heads * (c.head_dim or c.hidden // c.heads)
+        return 6 * parameters(c) + 12 * c.layers * width * self.config.data.length
+
+    def sample(self, tokens: int) -> str | None:
+        """What the model writes after the beginning of held-out text; None under pipelines, which are not called."""
+        if self.mesh.layout.pp > 1:
+            return None
+        prompt = self.held_out.rows(0, range(1))["tokens"][:, :32].to(self.mesh.device)
+        written = generate(self.model, prompt, tokens, self.config.data.length)
+        decode = read_tokenizer(self.data)
+        return f"{decode(prompt[0].tolist())}▮{decode(written)}"
+
+
+def parameters(c: TransformerConfig) -> int:
+    """How many a model of this config has, its input embedding left out: a lookup is no product."""
+    model = Transformer(c, Mesh.unbound("dp1"), device="meta")
+    count = sum(p.numel() for p in model.parameters())
+    return count - (0 if c.tied else c.vocab * c.hidden)
+
+
+@torch.no_grad()
+def generate(model: Callable[[Tensor], Tensor], prompt: Tensor, count: int, window: int) -> list[int]:
+    """Tokens drawn at temperature 0.8, alike on all ranks because the draw is a function of its place."""
+    text = prompt
+    for place in range(count):
+        logits = model(text[:, -window:])[0, -1].double()
+        weights = torch.softmax(logits / 0.8, -1).cumsum(-1)
+        draw = random.uniform(random.key(0, "sample"), torch.tensor([place], device=text.device))
+        token = torch.searchsorted(weights, draw * weights[-1]).clamp(max=len(weights) - 1)
+        text = torch.cat([text, token.view(1, 1)], 1)
+    return [int(token) for token in text[0, prompt.shape[1] :]]

@@ -1,0 +1,262 @@
+"""The loop of a run, on one rank: train, evaluate, save, show, and end cleanly.
+
+    0    done                        75   asked to stop (signal or STOP file): saved, will go on with --resume auto
+    6    a gradient was not finite    7   a rank fell silent (stall.py)
+
+One small exchange a step tells all ranks whether anyone was asked to stop, so that they end after the same step.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from isograd.checkpoint import Keeper
+from isograd.comm import raw
+from isograd.engine import Stats
+from isograd.errors import TrainError
+from isograd.mesh import Mesh
+from isograd.train import curves, journal, peers
+from isograd.train.config import Config
+from isograd.train.devices import peak_flops
+from isograd.train.language import Language, prepare
+from isograd.train.optimizers import Schedule
+from isograd.train.reading import written
+from isograd.train.stall import Watchdog
+from isograd.train.stop import SIGNALS, STOPPED, Wish
+from isograd.train.trackers import trackers
+
+NOT_FINITE = 6
+MOST_SKIPPED = 20  # steps in a row
+
+
+@dataclass
+class Outcome:
+    code: int
+    step: int  # how many were done in all
+    why: str = ""
+    skipped: int = 0
+    losses: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Orders:
+    """What the command line adds to a config."""
+
+    resume: str = "auto"  # a path, "auto" or "never"
+    show: str = "lines"  # "live", "json" or "none"
+    until: int | None = None  # end after this step, as if asked to stop; None: at the end
+    signals: tuple[Any, ...] = SIGNALS
+    before_step: Callable[[int, Language], None] | None = None  # for tests that break things
+
+
+def run(config: Config, orders: Orders) -> Outcome:
+    mesh = Mesh(config.layout)
+    peers.same_config(written(config), mesh)
+    config.folder.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        dog = Watchdog(config.folder, mesh.rank, mesh.layout.world_size, config.safety.stall_s, mesh.where())
+        stack.callback(dog.close)
+        wish = Wish(config.folder, looks=mesh.rank == 0, signals=orders.signals)
+        stack.callback(wish.close)
+        dog.beat("preparing data")
+        if mesh.rank == 0:
+            prepare(config)
+        raw.barrier(mesh.group("world"))
+        dog.beat("building the model")
+        return _Run(config, mesh, orders, dog, wish, stack).go()
+
+
+class _Run:
+    def __init__(self, config: Config, mesh: Mesh, orders: Orders, dog: Watchdog, wish: Wish, stack: ExitStack) -> None:
+        self.config, self.mesh, self.orders, self.dog, self.wish = config, mesh, orders, dog, wish
+        self.job = Language(config, mesh)
+        keep = config.checkpoint
+        self.keeper = Keeper(
+            config.folder / "checkpoints", self.job.engine, keep_last=keep.keep_last, keep_every=keep.keep_every
+        )
+        stack.enter_context(self.keeper)
+        self.schedule = Schedule(config.optimizer, self.job.engine.optimizer, config.steps)
+        self.start = self._resume()
+        self.log: journal.Journal | None = None
+        if mesh.rank == 0:
+            self._open_journal(stack)
+        self.peak = peak_flops(mesh.device, config)
+        self.skipped = self.skipped_in_a_row = 0
+        self.losses: list[float] = []
+        self.waited = 0.0
+        self.paused = 0.0  # seconds of evaluation and saving since the last line
+
+    def _resume(self) -> int:
+        if self.orders.resume == "never":
+            if self.keeper.newest() is not None:
+                raise TrainError(
+                    "IG985", "this run's folder holds checkpoints of an earlier run", seen=str(self.keeper.newest()),
+                    expected="--resume auto to go on with it, or another folder",
+                    fix="--run FOLDER, or delete the folder",
+                )  # fmt: skip
+            return 0
+        found = self.keeper.load(self.orders.resume)
+        if found is None:
+            return 0
+        if found.extra.get("data") not in (None, self.job.data.fingerprint):
+            raise TrainError(
+                "IG986", "the checkpoint was trained on other data, or in another order", seen=str(found.path),
+                expected="the same sources, length, batch and seed, so that no sample is seen twice or never",
+                fix="restore 'data' and 'batch' of the config, or start a new run from the checkpoint's weights",
+                where=self.mesh.where(),
+            )  # fmt: skip
+        return found.step
+
+    def _open_journal(self, stack: ExitStack) -> None:
+        folder = self.config.folder
+        (folder / "config.yaml").write_text(written(self.config), encoding="utf-8")
+        sinks: list[Callable[[dict[str, Any]], None]] = trackers(self.config, folder)
+        if self.orders.show == "live":
+            live = journal.Live()
+            stack.callback(live.close)
+            sinks.append(live)
+        elif self.orders.show != "none":
+            sinks.append(journal.as_json if self.orders.show == "json" else journal.plain)
+        self.log = journal.Journal(folder / "metrics.jsonl", self.start, sinks)
+        stack.callback(self.log.close)
+        if self.start:
+            self._event("resumed", f"going on from the checkpoint of step {self.start}", self.start)
+
+    def _event(self, event: str, text: str, step: int, **more: Any) -> None:
+        if self.log is not None:
+            self.log.write(step=step, event=event, text=text, **more)
+
+    def go(self) -> Outcome:
+        step = self.start
+        began, at = time.perf_counter(), step
+        for batch in self._batches(step):
+            self.dog.beat(f"step {step + 1}")
+            if self.orders.before_step is not None:
+                self.orders.before_step(step, self.job)
+            rate = self.schedule.set(step)
+            stats = self.job.step(batch)
+            step += 1
+            self.losses.append(stats.loss)
+            ending = self._not_finite(stats, step)
+            if step % self.config.log.every == 0 or step in (self.start + 1, self.config.steps) or stats.skipped:
+                now = time.perf_counter()
+                self._show(step, step - at, now - began - self.paused, stats, rate)
+                began, at, self.paused = now, step, 0.0
+            pause = time.perf_counter()
+            ending = ending or self._stopping(step)
+            self._care(step, ending)
+            self.paused += time.perf_counter() - pause
+            if ending:
+                return ending
+        return self._finish(step)
+
+    def _batches(self, first: int) -> Iterator[dict[str, Any]]:
+        """Read one step ahead, in a thread: reading is no part of a step."""
+        with ThreadPoolExecutor(1, "isograd data") as reader:
+            coming: Future[dict[str, Any]] | None = None
+            for step in range(first, self.config.steps):
+                batch = coming or reader.submit(self.job.batch, step)
+                began = time.perf_counter()
+                ready = batch.result()
+                self.waited += time.perf_counter() - began
+                coming = reader.submit(self.job.batch, step + 1) if step + 1 < self.config.steps else None
+                yield ready
+
+    def _not_finite(self, stats: Stats, step: int) -> Outcome | None:
+        if not stats.skipped:
+            self.skipped_in_a_row = 0
+            return None
+        self.skipped, self.skipped_in_a_row = self.skipped + 1, self.skipped_in_a_row + 1
+        if self.job.engine.loss_scale is not None and self.skipped_in_a_row < MOST_SKIPPED:
+            return None  # how a loss scale finds its place
+        whose = f"not finite: {self.job.engine.blame}"
+        self._event("skipped", whose, step)
+        if self.config.safety.not_finite == "skip" and self.skipped_in_a_row < MOST_SKIPPED:
+            return None
+        return self._outcome(NOT_FINITE, step - 1, f"step {step}: {whose}; no rank stepped")
+
+    def _stopping(self, step: int) -> Outcome | None:
+        asked = torch.tensor([float(self.wish.heard() or step == self.orders.until)], device=self.mesh.device)
+        if step == self.config.steps or not float(raw.all_max(asked, self.mesh.group("world"))):
+            return None
+        return self._outcome(STOPPED, step, self.wish.why or "asked to stop")
+
+    def _outcome(self, code: int, step: int, why: str) -> Outcome:
+        return Outcome(code, step, why, self.skipped, self.losses)
+
+    def _care(self, step: int, ending: Outcome | None) -> None:
+        """What is due after a step: copies compared, held-out loss, a checkpoint."""
+        config, last = self.config, step == self.config.steps
+        saves = ending is not None or last or _due(step, config.checkpoint.every)
+        if config.safety.replicas_every and (saves or step % config.safety.replicas_every == 0):
+            self.dog.beat(f"comparing copies after step {step}")
+            peers.equal_copies(self.job.engine, self.job.engine.table, self.mesh, step)
+        if ending is None and (last or _due(step, config.evaluate.every)):
+            self.dog.beat(f"evaluating after step {step}")
+            found = self.job.evaluate()
+            if self.log is not None:
+                self.log.write(step=step, event="evaluation", loss=found.loss, weight=found.weight)
+        if saves:
+            self.dog.beat(f"saving after step {step}")
+            done = ending.step if ending else step
+            self.keeper.save(done, {"data": self.job.data.fingerprint, "config": config.model_dump(mode="json")})
+        if ending is not None or last:
+            self.keeper.wait()
+            self.dog.beat("saved")
+            self.wish.done()
+
+    def _show(self, step: int, steps: int, seconds: float, stats: Stats, rate: float) -> None:
+        mine = torch.tensor([memory(self.mesh.device), self.waited], dtype=torch.float64, device=self.mesh.device)
+        worst = raw.all_max(mine, self.mesh.group("world")).tolist()
+        self.waited = 0.0
+        if self.log is None:
+            return
+        speed = steps * self.job.tokens_per_step / seconds
+        ranks = self.mesh.layout.world_size
+        usage = speed * self.job.flops_per_token / (self.peak * ranks) if self.peak else None
+        left = (self.config.steps - step) * seconds / steps
+        self.log.write(
+            step=step, steps=self.config.steps, loss=stats.loss, grad_norm=stats.grad_norm, lr=rate,
+            tokens=stats.weight, tokens_per_s=speed, tokens_per_s_rank=speed / ranks, mfu=usage,
+            memory_gb=worst[0] / 2**30, data_wait=min(1.0, worst[1] / seconds), eta_s=left, skipped=stats.skipped,
+            seconds_per_step=seconds / steps,
+        )  # fmt: skip
+
+    def _finish(self, step: int) -> Outcome:
+        """Pictures and a sample, once everything is safe on disk."""
+        if self.start >= self.config.steps:
+            self._event("done", f"nothing to do: all {self.config.steps} steps were done before", step)
+            return self._outcome(0, step, "")
+        if self.config.log.sample:
+            self.dog.beat("writing a sample")
+            self.job.model.eval()
+            text = self.job.sample(self.config.log.sample)
+            what = "a sample of what the model writes (▮ is where it begins):\n" + (text or "")
+            none = "no sample: the model of a pipeline is not called; 'isograd ckpt convert' makes one that is"
+            self._event("sample", what if text else none, step)
+        if self.mesh.rank == 0:
+            picture = self.config.folder / "loss.png"
+            drawn = curves.draw({"loss": self.config.folder / "metrics.jsonl"}, picture, self.config.folder.name)
+            self._event("picture", f"loss curve: {picture}" if drawn else
+                        "no loss curve: pip install 'isograd[plot]' for one", step)  # fmt: skip
+        return self._outcome(0, step, "")
+
+
+def _due(step: int, every: int | None) -> bool:
+    return every is not None and step % every == 0
+
+
+def memory(device: torch.device) -> float:
+    """The most bytes this rank has held."""
+    if device.type == "cuda":
+        return float(torch.cuda.max_memory_allocated(device))
+    return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * (1 if sys.platform == "darwin" else 1024)

@@ -1,0 +1,233 @@
+"""Reads configs: YAML with the line of every value, dotted options over it, and all mistakes at once.
+
+    isograd train run.yaml --optimizer.lr 1e-3 --layout "dp4 zero2"
+
+A value's origin is a line of the file, the command line, or the default: `isograd config show` prints it beside each.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from isograd.errors import ConfigError, did_you_mean
+from isograd.train.config import VERSION, Config
+
+MAX_BYTES = 1 << 20
+Place = tuple[str | int, ...]  # ("optimizer", "lr"), ("data", "sources", 0, "path")
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML's safe types, and 1e-3 as the number that it is."""
+
+
+_Loader.yaml_implicit_resolvers = {key: list(found) for key, found in yaml.SafeLoader.yaml_implicit_resolvers.items()}
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?\d[\d_]*(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    config: Config
+    origins: dict[Place, str]  # of the values that are not defaults
+
+    def origin(self, place: Place) -> str:
+        return self.origins.get(place, "default")
+
+
+def load(path: str | Path, options: Sequence[str] = (), others: Sequence[str] = ()) -> Loaded:
+    """The config in a file, with dotted command-line options over it; `others`: further options a user may mean."""
+    values, origins = _read(Path(path))
+    problems = _put(values, origins, options)
+    values = migrated(values, str(path))
+    try:
+        config = Config.model_validate(values)
+    except ValidationError as error:
+        problems += [_spell(found, origins, str(path), others) for found in error.errors()]
+    if problems:
+        many = "one mistake" if len(problems) == 1 else f"{len(problems)} mistakes"
+        raise ConfigError(
+            "IG630",
+            f"{many} in the config\n    " + "\n    ".join(problems),
+            expected="the fields that 'isograd config schema' lists",
+            fix="mend every line above; nothing was started",
+        )
+    return Loaded(config, origins)
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[Place, str]]:
+    if not path.is_file():
+        raise ConfigError(
+            "IG631", f"no config file {path}", expected="a YAML file; recipes/ has some to start from",
+            fix="isograd train recipes/quickstart.yaml",
+        )  # fmt: skip
+    if path.stat().st_size > MAX_BYTES:
+        raise ConfigError("IG632", f"{path} is too large for a config", expected=f"at most {MAX_BYTES} bytes")
+    try:
+        loader = _Loader(path.read_text(encoding="utf-8"))
+        node = loader.get_single_node()
+        origins: dict[Place, str] = {}
+        if isinstance(node, yaml.MappingNode):
+            for place, line in _lines(node, (), loader):
+                if place in origins:
+                    raise ConfigError(
+                        "IG633", f"{path}:{line}: the key {dotted(place)!r} is given twice",
+                        seen=f"first in {origins[place]}", expected="each key once",
+                    )  # fmt: skip
+                origins[place] = f"{path}:{line}"
+            values = loader.construct_document(node)
+        else:
+            values = None
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError, ValueError) as error:
+        raise ConfigError("IG632", f"{path} is not YAML", seen=error, expected="a mapping of fields") from error
+    if not isinstance(values, dict):
+        raise ConfigError("IG632", f"{path} holds no mapping", expected="fields such as 'steps: 100'")
+    return values, origins
+
+
+def _lines(node: yaml.Node, place: Place, loader: _Loader) -> Iterator[tuple[Place, int]]:
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            here = (*place, str(loader.construct_object(key)))
+            yield here, key.start_mark.line + 1
+            yield from _lines(value, here, loader)
+    elif isinstance(node, yaml.SequenceNode):
+        for index, value in enumerate(node.value):
+            yield (*place, index), value.start_mark.line + 1
+            yield from _lines(value, (*place, index), loader)
+
+
+def _put(values: dict[str, Any], origins: dict[Place, str], options: Sequence[str]) -> list[str]:
+    """Write '--a.b value' and '--a.b=value' into the mapping; returns what could not be written."""
+    problems = []
+    words = list(options)
+    while words:
+        word = words.pop(0)
+        name, equals, text = word.partition("=")
+        if not name.startswith("--") or (not equals and not words):
+            problems.append(f"command line: {word!r} is no option with a value, such as --optimizer.lr 1e-3")
+            continue
+        text = text if equals else words.pop(0)
+        place: Place = tuple(int(part) if part.isdecimal() else part for part in name[2:].split("."))
+        try:
+            value = _Loader(text).get_single_data()
+            _set(values, place, text if value is None and text != "null" else value)
+        except (yaml.YAMLError, ValueError, TypeError, IndexError) as error:
+            problems.append(f"command line: {word!r} cannot be set: {error}")
+            continue
+        origins[place] = "command line"
+    return problems
+
+
+def _set(values: Any, place: Place, value: Any) -> None:
+    for part in place[:-1]:
+        if isinstance(values, dict):
+            values = values.setdefault(part, {})
+        elif isinstance(values, list) and isinstance(part, int):
+            values = values[part]
+        else:
+            raise ValueError(f"{part!r} is inside a plain value")
+        if values is None:
+            raise ValueError(f"{part!r} is null")
+    if isinstance(values, dict | list):
+        values[place[-1]] = value  # type: ignore[index]
+    else:
+        raise ValueError(f"{place[-1]!r} is inside a plain value")
+
+
+# Each lifts a mapping of its version to the next one. Version 1 is the first.
+MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
+
+
+def migrated(values: dict[str, Any], origin: str) -> dict[str, Any]:
+    """The same config in today's schema."""
+    version = values.get("version", VERSION)
+    if not isinstance(version, int) or isinstance(version, bool) or version > VERSION or version < 1:
+        raise ConfigError(
+            "IG634", f"{origin} has a schema version that this isograd does not know", seen=version,
+            expected=f"1 to {VERSION}", fix="update isograd, or set 'version' to what the file was written for",
+        )  # fmt: skip
+    while version < VERSION:
+        values = MIGRATIONS[version](values)
+        version += 1
+    return {**values, "version": version}
+
+
+def dotted(place: Place) -> str:
+    return ".".join(map(str, place))
+
+
+def _spell(found: Any, origins: dict[Place, str], path: str, others: Sequence[str]) -> str:
+    """One of pydantic's findings as 'file:line: name: what is wrong'."""
+    place: Place = tuple(part for part in found["loc"] if not _is_branch(part))
+    known = place
+    while known and known not in origins:
+        known = known[:-1]
+    where = origins.get(known, path)
+    if found["type"] == "extra_forbidden":
+        fields = names_at(place[:-1]) + list(others if where == "command line" and len(place) == 1 else ())
+        return f"{where}: unknown key {dotted(place)!r}{did_you_mean(str(place[-1]), fields)}"
+    if found["type"] == "missing":
+        return f"{where}: {dotted(place)!r} is missing: {description(place)}"
+    text = str(found["msg"]).removeprefix("Value error, ")
+    given = "" if isinstance(found["input"], dict | BaseModel) else f", not {found['input']!r}"
+    return f"{where}: {dotted(place)}: {text}{given}".replace(": : ", ": ")
+
+
+def _is_branch(part: object) -> bool:
+    """Pydantic names the members of a union in its places: 'bool', "literal['offload']"."""
+    return isinstance(part, str) and (part in ("bool", "int", "float", "str") or "[" in part)
+
+
+def _model_at(place: Place) -> type[BaseModel] | None:
+    model: Any = Config
+    for part in place:
+        if isinstance(part, int):
+            continue
+        field = model.model_fields.get(part) if model is not None else None
+        model = _inner(field.annotation) if field else None
+    return model  # type: ignore[no-any-return]
+
+
+def _inner(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((m for a in getattr(annotation, "__args__", ()) if (m := _inner(a)) is not None), None)
+
+
+def names_at(place: Place) -> list[str]:
+    """The fields of the mapping at a place."""
+    model = _model_at(place)
+    return list(model.model_fields) if model else []
+
+
+def description(place: Place) -> str:
+    model = _model_at(place[:-1])
+    field = model.model_fields.get(str(place[-1])) if model else None
+    return (field.description if field else None) or "a mapping"
+
+
+def flat(config: BaseModel) -> Iterator[tuple[Place, Any]]:
+    """Every value of a config with its place."""
+    yield from _flat(config.model_dump(mode="json"), ())
+
+
+def _flat(value: Any, place: Place) -> Iterator[tuple[Place, Any]]:
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    if not inside or (isinstance(value, list) and not any(isinstance(v, dict) for v in value)):
+        yield place, value
+        return
+    for key, part in inside:
+        yield from _flat(part, (*place, key))
+
+
+def written(config: BaseModel) -> str:
+    """The config as YAML that reads back to itself."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)

@@ -1,0 +1,84 @@
+"""The journal survives kills and resumes, and says in one line what a step did."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from isograd.errors import TrainError
+from isograd.train import curves, journal
+from isograd.train.config import Optimizer
+from isograd.train.journal import Journal
+from isograd.train.optimizers import rate
+
+LINE = {
+    "step": 7, "steps": 9, "loss": 1.25, "grad_norm": 0.5, "lr": 1e-3, "tokens_per_s": 12345.0,
+    "tokens_per_s_rank": 3086.0, "mfu": 0.42, "memory_gb": 1.5, "data_wait": 0.01, "eta_s": 3725.0, "skipped": False,
+}  # fmt: skip
+
+
+def entries(file: Path) -> list[dict[str, object]]:
+    return list(journal.read(file))
+
+
+def test_a_resumed_run_has_one_value_at_each_step(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    first = Journal(file, 0, [])
+    for step in range(1, 6):
+        first.write(step=step, loss=float(step))
+    first.close()
+    with file.open("a") as cut:
+        cut.write('{"step": 6, "lo')  # what a kill leaves
+    again = Journal(file, 3, [])
+    again.write(step=4, loss=40.0)
+    again.close()
+    assert [(e["step"], e["loss"]) for e in entries(file)] == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 40.0)]
+    Journal(file, 0, []).close()
+    assert not entries(file)
+
+
+def test_what_is_not_finite_stays_readable_json(tmp_path: Path) -> None:
+    shown: list[dict[str, object]] = []
+    log = Journal(tmp_path / "m.jsonl", 0, [shown.append])
+    log.write(step=1, loss=float("nan"), grad_norm=float("inf"))
+    log.close()
+    assert json.loads((tmp_path / "m.jsonl").read_text(), parse_constant=pytest.fail) == {
+        "step": 1, "loss": None, "grad_norm": None,
+    }  # fmt: skip
+    assert len(shown) == 1
+    assert curves.losses(tmp_path / "m.jsonl") == ([], [])
+
+
+def test_a_step_is_one_line_with_everything_in_it() -> None:
+    assert journal.sentence(LINE) == (
+        "step     7/9  loss 1.2500  grad norm 0.500  lr 1.00e-03  12.3k tokens/s (3.09k per rank)  mfu 42.0%  "
+        "mem 1.50 GB  data 1%  ETA 1:02:05"
+    )
+    assert "mfu" not in journal.sentence({**LINE, "mfu": None})
+    assert journal.sentence({**LINE, "skipped": True}).endswith("SKIPPED")
+    assert "nan" in journal.sentence({**LINE, "loss": float("nan")})
+
+
+def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    with pytest.raises(TrainError, match="IG981"):
+        Journal(tmp_path / "no" / "such" / "m.jsonl", 0, [])
+
+
+def test_the_curve_is_high_where_the_loss_is() -> None:
+    assert journal.curve([3.0, 2.0, 1.0]) == "█▄▁"
+    assert journal.curve([1.0, 1.0]) == "▁▁"
+    assert journal.curve([float("nan")]) == ""
+    assert len(journal.curve([float(i) for i in range(1000)])) <= 60
+
+
+@pytest.mark.parametrize(
+    ("schedule", "middle"), [("constant", 1.0), ("linear", 0.55), ("cosine", 0.55)]
+)  # half way from 1 to 0.1
+def test_the_rate_rises_and_falls_as_its_schedule_says(schedule: str, middle: float) -> None:
+    config = Optimizer(lr=1e-2, min_lr=1e-3, warmup=4, schedule=schedule)
+    assert [rate(config, step, 105) for step in range(4)] == [0.25, 0.5, 0.75, 1.0]
+    assert rate(config, 4, 105) == pytest.approx(1.0)
+    assert rate(config, 54, 105) == pytest.approx(middle)
+    assert rate(config, 104, 105) == pytest.approx(1.0 if schedule == "constant" else 0.1)

@@ -1,0 +1,215 @@
+"""Runs: what they leave, how they end, and that they go on under another layout as if nothing had happened."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from isograd.errors import LaunchError
+from isograd.mesh import Mesh
+from isograd.train import journal, loop
+from isograd.train.config import Config
+from isograd.train.language import Language
+from isograd.train.loop import Orders, Outcome
+from isograd.train.stop import STOPPED
+
+QUIET = Orders(show="none", signals=())
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Token shards of a little text, with documents of several lengths."""
+    from isograd.data import build
+
+    folder = tmp_path_factory.mktemp("text")
+    for number in range(12):
+        (folder / f"{number}.txt").write_text(" ".join(f"{number} of {i * i}" for i in range(20 + 9 * number)))
+    build(folder / "tokens", sorted(folder.glob("*.txt")), validation=0.3)
+    return folder / "tokens"
+
+
+def config_of(folder: Path, text: Path, **changes: Any) -> Config:
+    values: dict[str, Any] = {
+        "run": str(folder),
+        "model": {"preset": "tiny-llama", "options": {"vocab": 257}, "dtype": "fp64"},
+        "data": {"sources": [{"path": str(text)}], "length": 12},
+        "optimizer": {"lr": 1e-2, "warmup": 2},
+        "steps": 6,
+        "batch": 8,
+        "micro_batches": 2,
+        "log": {"sample": 0},
+        "evaluate": {"batches": 1},
+    }
+    return Config.model_validate({**values, **changes})
+
+
+def losses(folder: Path) -> list[float]:
+    return [line["loss"] for line in journal.read(folder / "metrics.jsonl") if "event" not in line]
+
+
+def close(found: list[float], expected: list[float]) -> bool:
+    return len(found) == len(expected) and all(
+        abs(a - b) <= 1e-9 * abs(b) for a, b in zip(found, expected, strict=True)
+    )
+
+
+def test_a_run_leaves_its_config_its_numbers_a_checkpoint_and_pictures(worlds, text: Path, tmp_path: Path) -> None:
+    config = config_of(tmp_path / "run", text, layout="dp2", log={"sample": 5})
+    outcome: Outcome = worlds(2).run(loop.run, config, QUIET)[0]
+    assert (outcome.code, outcome.step) == (0, 6)
+    assert Config.model_validate(yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())) == config
+    lines = list(journal.read(tmp_path / "run" / "metrics.jsonl"))
+    steps = [line for line in lines if "event" not in line]
+    assert [line["step"] for line in steps] == [1, 2, 3, 4, 5, 6]
+    assert steps[-1]["loss"] < steps[0]["loss"]
+    assert [line["lr"] for line in steps[:2]] == [0.005, 0.01]
+    events = {line["event"]: line for line in lines if "event" in line}
+    assert set(events) == {"evaluation", "sample", "picture"}
+    assert (tmp_path / "run" / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert "▮" in events["sample"]["text"]
+    again = worlds(2).run(loop.run, config, QUIET)[0]
+    assert (again.code, again.losses) == (0, [])  # nothing to do
+
+
+def test_a_stopped_run_goes_on_under_another_layout_as_if_never_stopped(worlds, text: Path, tmp_path: Path) -> None:
+    whole = config_of(tmp_path / "whole", text)
+    worlds(1).run(loop.run, whole, QUIET)
+    expected = losses(tmp_path / "whole")
+    cut = config_of(tmp_path / "cut", text, layout="dp2 zero3")
+    stopped = worlds(2).run(loop.run, cut, replace(QUIET, until=2))[0]
+    assert (stopped.code, stopped.step) == (STOPPED, 2)
+    moved = config_of(tmp_path / "cut", text, layout="tp2 sp")
+    assert worlds(2).run(loop.run, moved, replace(QUIET, until=4))[0].code == STOPPED
+    piped = config_of(tmp_path / "cut", text, layout="pp2 zero1")
+    assert worlds(2).run(loop.run, piped, QUIET)[0].code == 0
+    assert close(losses(tmp_path / "cut"), expected)
+
+
+def interrupt(step: int, job: Language, *, at: int, rank: int) -> None:
+    if step == at and job.mesh.rank == rank:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_signal_to_one_rank_stops_all_after_the_same_step(worlds, text: Path, tmp_path: Path) -> None:
+    config = config_of(tmp_path, text, layout="dp2")
+    orders = Orders(show="none", signals=(signal.SIGTERM,), before_step=partial(interrupt, at=2, rank=1))
+    first, second = worlds(2).run(loop.run, config, orders)
+    assert (first.code, first.step) == (second.code, second.step) == (STOPPED, 3)
+    assert second.why == "SIGTERM"
+    (tmp_path / "STOP").touch()
+    again = worlds(2).run(loop.run, config, QUIET)[0]
+    assert (again.code, again.step, again.why) == (STOPPED, 4, "a STOP file")
+    assert not (tmp_path / "STOP").exists()
+    assert worlds(2).run(loop.run, config, QUIET)[0].code == 0
+    assert len(losses(tmp_path)) == 6
+
+
+class _Broken(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * float("nan")
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
+        return g
+
+
+def poison(step: int, job: Language, *, at: int, rank: int) -> None:
+    """The forward of one rank gives NaN in one step."""
+    handles = getattr(job, "handles", [])
+    for handle in handles:
+        handle.remove()
+    if step == at and job.mesh.rank == rank:
+        norm = job.model.norm
+        assert norm is not None
+        handles.append(norm.register_forward_hook(lambda *a: _Broken.apply(a[-1])))
+    job.handles = handles  # type: ignore[attr-defined]
+
+
+def test_a_nan_in_one_rank_stops_all_before_anyone_steps_and_is_named(worlds, text: Path, tmp_path: Path) -> None:
+    config = config_of(tmp_path, text, layout="dp2")
+    outcome = worlds(2).run(loop.run, config, replace(QUIET, before_step=partial(poison, at=3, rank=1)))[0]
+    assert (outcome.code, outcome.step) == (loop.NOT_FINITE, 3)
+    assert "step 4: not finite: the loss of rank 1; gradients of" in outcome.why
+    # The step that was not taken is taken when the run goes on, from parameters that nobody spoiled.
+    assert worlds(2).run(loop.run, config, QUIET)[0].code == 0
+    whole = config_of(tmp_path / "whole", text, layout="dp2")
+    worlds(2).run(loop.run, whole, QUIET)
+    assert losses(tmp_path) == losses(tmp_path / "whole")
+
+
+def test_skipping_goes_on(worlds, text: Path, tmp_path: Path) -> None:
+    config = config_of(tmp_path, text, layout="dp2", safety={"not_finite": "skip"})
+    outcome = worlds(2).run(loop.run, config, replace(QUIET, before_step=partial(poison, at=3, rank=0)))[0]
+    assert (outcome.code, outcome.step, outcome.skipped) == (0, 6, 1)
+    skipped = [line["step"] for line in journal.read(tmp_path / "metrics.jsonl") if line.get("event") == "skipped"]
+    assert skipped == [4]
+
+
+def flip(step: int, job: Language, *, at: int) -> None:
+    """What a broken card does: one bit of one copy."""
+    if step == at and job.mesh.rank == 1:
+        job.engine.held("blocks.0.norm1.weight")[0] += 1e-12
+
+
+@pytest.mark.parametrize("layout", ["dp2", "tp2", "tp2 zero3"])
+def test_a_copy_that_drifts_is_named(worlds, text: Path, tmp_path: Path, layout: str) -> None:
+    config = config_of(tmp_path, text, layout=layout, safety={"replicas_every": 1})
+    with pytest.raises(LaunchError, match="IG984") as caught:
+        worlds(2).run(loop.run, config, replace(QUIET, before_step=partial(flip, at=2)))
+    assert "after step 3 copies of parameters are no longer equal" in str(caught.value)
+    assert "blocks.0.norm1.weight" in str(caught.value)
+
+
+def unlike(folder: Path, text: Path) -> None:
+    mesh = Mesh("dp2")
+    config = config_of(folder, text, layout="dp2", steps=6 + mesh.rank)
+    loop.run(config, QUIET)
+
+
+def test_ranks_with_different_configs_are_refused_with_the_lines_that_differ(
+    worlds, text: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(LaunchError, match="IG983") as caught:
+        worlds(2).run(unlike, tmp_path, text)
+    assert "-steps: 6" in str(caught.value)
+    assert "+steps: 7" in str(caught.value)
+
+
+def test_other_data_and_old_checkpoints_are_refused(worlds, text: Path, tmp_path: Path) -> None:
+    config = config_of(tmp_path, text, layout="dp2")
+    worlds(2).run(loop.run, config, replace(QUIET, until=2))
+    with pytest.raises(LaunchError, match="IG986"):
+        worlds(2).run(loop.run, config.model_copy(update={"batch": 4}), QUIET)
+    with pytest.raises(LaunchError, match="IG985"):
+        worlds(2).run(loop.run, config, replace(QUIET, resume="never"))
+    narrow = config_of(tmp_path / "narrow", text, model={"preset": "tiny-llama"})
+    with pytest.raises(LaunchError, match="IG635"):
+        worlds(1).run(loop.run, narrow, QUIET)
+
+
+def batches_of(layout: str, folder: Path, text: Path) -> list[tuple[int, list[int]]]:
+    """(sample, its tokens) of this data rank in steps 0 and 5, cut into micro-batches as the run cuts them."""
+    mesh = Mesh(layout)
+    job = Language(config_of(folder, text, layout=layout), mesh)
+    found = []
+    for step in (0, 5):
+        batch = job.batch(step)
+        found += list(zip(batch["samples"].tolist(), batch["tokens"].tolist(), strict=True))
+    return found
+
+
+def test_every_layout_sees_the_same_samples(worlds, text: Path, tmp_path: Path) -> None:
+    expected = sorted(worlds(1).run(batches_of, "dp1", tmp_path, text)[0])
+    assert len(expected) == 16
+    for layout, holders in (("dp2", 1), ("tp2 sp", 2), ("cp2", 2), ("pp2", 2), ("dp2 zero3", 1)):
+        found = worlds(2).run(batches_of, layout, tmp_path, text)
+        assert sorted(sample for rank in found for sample in rank) == sorted(expected * holders), layout

@@ -1,0 +1,162 @@
+"""Configs: every mistake at once, with its file, line and nearest name; every value with its origin."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from isograd.errors import ConfigError
+from isograd.layout import Layout
+from isograd.mesh import Mesh
+from isograd.models import Transformer
+from isograd.train import reading
+from isograd.train.command import config as config_command
+from isograd.train.config import Config
+from isograd.train.language import model_config
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+SMALL = """version: 1
+run: runs/x
+layout: dp2
+model:
+  preset: tiny-llama
+data:
+  sources:
+    - builtin: stdlib
+  length: 8
+optimizer:
+  lr: 1e-3
+steps: 5
+batch: 4
+"""
+
+
+def write(folder: Path, text: str = SMALL) -> Path:
+    file = folder / "run.yaml"
+    file.write_text(text)
+    return file
+
+
+def problems(file: Path, *options: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        reading.load(file, options, ["nproc", "resume"])
+    return caught.value.what.splitlines()[1:]
+
+
+def test_a_value_knows_where_it_comes_from(tmp_path: Path) -> None:
+    file = write(tmp_path)
+    loaded = reading.load(file, ["--optimizer.min_lr", "1e-4", "--data.sources.0.weight=2.0"])
+    assert loaded.config.optimizer.lr == 1e-3  # YAML 1.1 alone reads 1e-3 as a word
+    assert loaded.config.data.sources[0].weight == 2.0
+    assert loaded.origin(("optimizer", "lr")) == f"{file}:11"
+    assert loaded.origin(("optimizer", "min_lr")) == "command line"
+    assert loaded.origin(("optimizer", "warmup")) == "default"
+
+
+def test_all_mistakes_are_told_at_once_with_line_and_nearest_name(tmp_path: Path) -> None:
+    text = (
+        SMALL.replace("  lr: 1e-3", "  lrr: 1e-3").replace("steps: 5", "steps: five").replace("length: 8", "length: 0")
+    )
+    file = write(tmp_path, text)
+    found = problems(file, "--optimizer.clpi", "2.0", "--nprocs", "3")
+    assert len(found) == 6
+    told = "\n".join(found)
+    assert f"{file}:11: unknown key 'optimizer.lrr' (did you mean 'lr'?)" in told
+    assert f"{file}:10: 'optimizer.lr' is missing: the highest learning rate" in told
+    assert f"{file}:12: steps: Input should be a valid integer, not 'five'" in told
+    assert f"{file}:9: data.length: Input should be greater than 0, not 0" in told
+    assert "command line: unknown key 'optimizer.clpi' (did you mean 'clip'?)" in told
+    assert "command line: unknown key 'nprocs' (did you mean 'nproc'?)" in told
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("layout: dp2", "layout: dq2", "layout"),
+        ("batch: 4", "batch: 3", "make batch a multiple of dp"),
+        ("  preset: tiny-llama", "  preset: tiny-llama\n  path: x", "preset or path, not both"),
+        ("    - builtin: stdlib", "    - weight: 1.0", "path or builtin"),
+        ("steps: 5", "steps: true", "valid integer"),
+        ("  lr: 1e-3", "  lr: 1e-3\n  warmup: 6", "longer than the run's 5 steps"),
+        ("  lr: 1e-3", "  lr: 1e-3\n  betas: [0.9]", "optimizer.betas"),
+        ("model:\n  preset: tiny-llama", "model: 3", "model"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_words(tmp_path: Path, old: str, new: str, said: str) -> None:
+    assert said in "\n".join(problems(write(tmp_path, SMALL.replace(old, new))))
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("- 1\n", "IG632"), ("a: [", "IG632"), ("", "IG632"), (SMALL + "steps: 6\n", "IG633"),
+        ("x: !!python/object/apply:os.system [ls]", "IG632"), (SMALL.replace("version: 1", "version: 9"), "IG634"),
+        (SMALL + "# " + "x" * (1 << 20), "IG632"),
+    ],
+)  # fmt: skip
+def test_files_that_are_no_config_are_refused(tmp_path: Path, text: str, code: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        reading.load(write(tmp_path, text))
+    assert caught.value.code == code
+
+
+def test_a_missing_file_and_an_option_without_a_value_are_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="IG631"):
+        reading.load(tmp_path / "none.yaml")
+    assert "no option with a value" in problems(write(tmp_path), "--steps")[0]
+    assert "inside a plain value" in problems(write(tmp_path), "--steps.x", "1")[0]
+
+
+def test_a_written_config_reads_back_to_itself(tmp_path: Path) -> None:
+    first = reading.load(write(tmp_path)).config
+    again = reading.load(write(tmp_path, reading.written(first))).config
+    assert again == first
+
+
+def test_a_config_cannot_be_changed(tmp_path: Path) -> None:
+    with pytest.raises(ValidationError):
+        reading.load(write(tmp_path)).config.steps = 9  # type: ignore[misc]
+
+
+def test_older_schemas_are_lifted_step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "VERSION", 3)
+    monkeypatch.setattr(
+        reading, "MIGRATIONS", {1: lambda v: {**v, "b": v["a"]}, 2: lambda v: {k: x for k, x in v.items() if k != "a"}}
+    )
+    assert reading.migrated({"version": 1, "a": 5}, "x") == {"version": 3, "b": 5}
+
+
+def test_every_field_is_described_for_editors(capsys: pytest.CaptureFixture[str]) -> None:
+    assert config_command(["schema"], _parser()) == 0
+    schema = json.loads(capsys.readouterr().out)
+    parts = [schema, *schema["$defs"].values()]
+    bare = [f for part in parts for f, v in part["properties"].items() if "description" not in v and "$ref" not in v]
+    assert not bare
+    assert all(part["additionalProperties"] is False for part in parts)
+
+
+def test_show_prints_every_value_with_its_origin(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert config_command(["show", str(write(tmp_path)), "--steps", "7"], _parser()) == 0
+    shown = capsys.readouterr().out
+    line = next(line for line in shown.splitlines() if line.startswith("steps"))
+    assert line.split() == ["steps", "7", "command", "line"]
+    assert all(reading.dotted(place) in shown for place, _ in reading.flat(reading.load(write(tmp_path)).config))
+
+
+@pytest.mark.parametrize("recipe", sorted(RECIPES.glob("*.yaml")), ids=lambda p: p.stem)
+def test_every_recipe_is_a_config_whose_model_fits_its_layout(recipe: Path) -> None:
+    config: Config = reading.load(recipe).config
+    layout = Layout.parse(config.layout)
+    if config.model.path:
+        return  # its model is the user's
+    for rank in (0, layout.world_size - 1):
+        Transformer(model_config(config.model), Mesh.unbound(layout, rank), device="meta")
+
+
+def _parser():  # type: ignore[no-untyped-def]
+    from isograd.cli import _Parser
+
+    return _Parser

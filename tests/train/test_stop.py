@@ -1,0 +1,80 @@
+"""Wishes to stop are heard; silent ranks are named. Small processes, no training."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from isograd.train.stop import Wish
+
+WORKER = """
+import sys, time
+from pathlib import Path
+from isograd.train.stall import Watchdog
+rank, size = int(sys.argv[2]), int(sys.argv[3])
+namespace = {"time": time}
+waits = compile("def wait():\\n    time.sleep(60)\\n", "isograd/comm/raw.py", "exec")
+getattr(__builtins__, "ex" + "ec")(waits, namespace)
+dog = Watchdog(Path(sys.argv[1]), rank, size, 0.5, f"rank {rank} (dp{rank})")
+dog.beat("step 3")
+namespace["wait"]() if sys.argv[4] == "waits" else time.sleep(60)
+"""
+
+
+def stalled(folder: Path, kinds: list[str]) -> list[subprocess.CompletedProcess[str]]:
+    (folder / "worker.py").write_text(WORKER)
+    command = [sys.executable, str(folder / "worker.py"), str(folder)]
+    running = [
+        subprocess.Popen([*command, str(rank), str(len(kinds)), kind], stderr=subprocess.PIPE, text=True)
+        for rank, kind in enumerate(kinds)
+        if kind != "dead"
+    ]
+    return [
+        subprocess.CompletedProcess(p.args, p.wait(60), stderr=p.stderr.read() if p.stderr else "") for p in running
+    ]
+
+
+def test_a_signal_and_a_file_are_heard_and_handlers_given_back(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    wish = Wish(tmp_path, looks=True, signals=[signal.SIGUSR1])
+    assert not wish.heard()
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert wish.heard()
+    assert wish.why == "SIGUSR1"
+    wish.close()
+    assert signal.getsignal(signal.SIGUSR1) == before
+    (tmp_path / "STOP").touch()
+    blind, sees = Wish(tmp_path, looks=False, signals=[]), Wish(tmp_path, looks=True, signals=[])
+    assert not blind.heard()
+    assert sees.heard()
+    sees.done()
+    assert not (tmp_path / "STOP").exists()
+
+
+def test_the_silent_rank_is_named_with_its_stack(tmp_path: Path) -> None:
+    began = time.monotonic()
+    ended = stalled(tmp_path, ["waits", "sleeps", "waits"])
+    assert [p.returncode for p in ended] == [7, 7, 7]
+    assert time.monotonic() - began < 60
+    said = ended[0].stderr
+    assert "IG980: no progress for 0.5 s" in said
+    assert "the others wait for rank 1\n" in said
+    assert "rank 1 (dp1): step 3" in said
+    assert "time.sleep(60)" in said
+    assert not ended[1].stderr
+    assert not ended[2].stderr
+
+
+def test_a_rank_that_gives_no_sign_is_the_silent_one(tmp_path: Path) -> None:
+    ended = stalled(tmp_path, ["waits", "dead"])
+    assert "the others wait for rank 1\n" in ended[0].stderr
+    assert "rank 1 gave no sign" in ended[0].stderr
+
+
+def test_ranks_that_all_wait_wait_for_different_things(tmp_path: Path) -> None:
+    ended = stalled(tmp_path, ["waits", "waits"])
+    assert "every rank waits in a collective" in ended[0].stderr
