@@ -19,14 +19,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from isograd.comm import raw
 from isograd.contract import contracts
-from isograd.engine import batches, norm, start, whole
+from isograd.engine import batches, matrices, norm, start
 from isograd.engine.batches import call
 from isograd.engine.blame import Blame, blame
 from isograd.engine.first import FirstValues
@@ -34,6 +34,7 @@ from isograd.engine.plan import Bucket, Slot, make_plan, slot_of
 from isograd.engine.precision import LossScale
 from isograd.engine.reduce import Reducer
 from isograd.engine.units import Units, homes, repeated_blocks
+from isograd.engine.whole import gradients as whole_gradients
 from isograd.engine.zero import Factory, Optimized
 from isograd.errors import EngineError
 from isograd.mesh import DATA, Mesh
@@ -76,6 +77,8 @@ class Engine:
         blocks: Iterable[nn.Module] | None = None,
         offload: bool = False,
         weights: Weights | str | Path | None = None,
+        whole: Sequence[str] = (),
+        accumulate: Literal["local", "sharded"] = "local",
     ) -> None:
         """`optimizer` makes a torch optimizer from the row shards it is given.
 
@@ -87,6 +90,9 @@ class Engine:
         blocks: at ZeRO 3, what is gathered together; left out, the members of the model's lists of modules.
         offload: at ZeRO 1 to 3, master rows and optimizer state lie and step in the host's memory; at 3 all rows do.
         weights: first values, read by each rank for its own part: safetensors (a file, or a directory of them).
+        whole: patterns of names; each matrix among them has one owner, for optimizers that need matrices, like Muon.
+        accumulate: what `train_step` does with gradients of all but its last micro-batch. "local": kept whole here, and
+            reduced once, as in no_sync. "sharded": each reduced into its owners' rows, and freed.
         """
         start.refuse_unbuilt(mesh)
         start.take_over(model)
@@ -96,9 +102,11 @@ class Engine:
         start.refuse_idle_stage(self.table, mesh)
         stage = mesh.layout.zero
         parts = (repeated_blocks(model) if blocks is None else list(blocks)) if stage == 3 else []
-        self.plan = make_plan(self.table, mesh, int(bucket_mb * 2**20), homes(parts))
+        owners = matrices.owners(self.table, mesh, whole)
+        self.plan = make_plan(self.table, mesh, int(bucket_mb * 2**20), homes(parts), owners)
         start.check_plan(self.plan, mesh)
         start.check_offload(offload, mesh)
+        start.check_accumulation(accumulate, mesh, overlap=overlap, reproducible=reproducible)
         first = FirstValues(model, self.table, mesh, Stored(weights) if isinstance(weights, str | Path) else weights)
         first.fill_buffers(model)
         start.equal_replicas(model, self.table, mesh)
@@ -114,7 +122,7 @@ class Engine:
         self._reducer = Reducer(self.plan, mesh, keep_full=stage == 0, reproducible=reproducible)
         self._optimized = Optimized(self.plan, stage, mesh.group(DATA), optimizer, self._units, offload)
         self._counted = norm.counted(self.plan.slots, mesh)
-        self._overlap = overlap
+        self._overlap, self._keeps_local = overlap, accumulate == "local"
         self._sync = True
         self._in_backward = False
         self._travels = False  # whether the running backward lets gradients travel
@@ -176,7 +184,8 @@ class Engine:
         micros = batches.micro_batches(batch, micro_batches)
         if self.pipeline is None:
             for number, micro in enumerate(micros):
-                with nullcontext() if number == len(micros) - 1 else self.no_sync():
+                keeps = self._keeps_local and number < len(micros) - 1
+                with self.no_sync() if keeps else nullcontext():
                     self.backward(*call(self.model, micro))
             return
         with self.together():
@@ -212,7 +221,7 @@ class Engine:
     def of_loss(self, loss: Tensor, weight: Tensor | float, last: bool, counted: float | None = None) -> None:
         """Backward from a loss; the gradients are those of loss * weight. `last`: they may travel.
 
-        counted: what the step's weight grows by, when that is not the weight: 0 for a second loss, weighed by the first.
+        counted: what the step's weight grows by, if not by the weight: 0 for a second loss, weighed by the first.
         """
         start.check_loss(loss, weight, self.mesh)
         seed = torch.as_tensor(weight, dtype=torch.float64, device=loss.device)
@@ -256,7 +265,8 @@ class Engine:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards in here accumulate locally; the next one outside, or the step, reduces all of it once."""
+        """Backwards in here accumulate locally (`accumulate="local"`); the next one outside, or the step, reduces all
+        of it once. A backward outside reduces at once, and adds to what its owners have ("sharded")."""
         before, self._sync = self._sync, False
         try:
             yield
@@ -310,7 +320,7 @@ class Engine:
     def grads(self) -> Iterator[tuple[str, Tensor]]:
         """Full gradients of the mean loss by name, before clipping, on every rank, one at a time. All ranks iterate."""
         totals = self._settle()
-        yield from whole.gradients(self.plan, self.mesh, 1.0 / (totals.weight * totals.loss_scale))
+        yield from whole_gradients(self.plan, self.mesh, 1.0 / (totals.weight * totals.loss_scale))
 
     def _of_data(self, table: Tensor) -> Tensor:
         """Of a row per rank, those of the data ranks whose losses are mine to know: on the last stage."""

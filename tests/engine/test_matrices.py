@@ -1,0 +1,198 @@
+"""Optimizers that need whole matrices: Muon beside AdamW steps as on one device at every stage, or is refused."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from isograd.comm import raw
+from isograd.contract import contracts
+from isograd.engine import Engine, Joined, Shards, matrices
+from isograd.engine.plan import make_plan
+from isograd.errors import IsogradError
+from isograd.mesh import Mesh
+from isograd.models import Transformer, preset
+
+from . import toys
+
+WHOLE = ["first.*", "twice.*", "last.*", "unused.*"]  # the head, out, is left to AdamW
+
+
+def muon(matrices: Sequence[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.Muon(matrices, lr=0.05, weight_decay=0.02)
+
+
+class Apart:
+    """What a user writes on one device: two optimizers, called one after the other."""
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        chosen = [p for p in parameters if p.dim() == 2 and len(p) != 5]
+        self.both = muon(chosen), toys.adamw([p for p in parameters if not any(p is c for c in chosen)])
+
+    def zero_grad(self) -> None:
+        for optimizer in self.both:
+            optimizer.zero_grad()
+
+    def step(self) -> None:
+        for optimizer in self.both:
+            optimizer.step()
+
+
+def joined(shards: Shards) -> Joined:
+    return Joined(muon(shards.whole), toys.adamw(shards.rest))
+
+
+def muon_at_every_stage() -> None:
+    ranks = raw.world()[1]
+    truth = toys.one_device(12, 3, Apart, 0.5)  # type: ignore[arg-type]
+    runs = [toys.engine_run(f"dp{ranks} zero{zero}", 12, 3, joined, whole=WHOLE) for zero in range(4)]
+    for run in runs:
+        toys.assert_same_training(run, truth)
+        toys.assert_same_bits(run.parameters, runs[0].parameters)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_muon_beside_adamw_steps_as_on_one_device_with_the_same_bits_at_every_stage(worlds, ranks: int) -> None:
+    worlds(ranks).run(muon_at_every_stage)
+
+
+def bf16_with_muon() -> list[toys.Outcome]:
+    return [
+        toys.engine_run(f"dp2 zero{zero}", 8, 2, joined, whole=WHOLE, dtype=torch.bfloat16, unsynced="ns")
+        for zero in range(4)
+    ]
+
+
+def test_half_precision_matrices_have_whole_masters(worlds) -> None:
+    first, *others = worlds(2).run(bf16_with_muon)[0]
+    for other in others:
+        toys.assert_same_bits(first.gradients, other.gradients)
+        assert all(torch.equal(first.parameters[n], p) for n, p in other.parameters.items())
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_every_matrix_has_one_owner_and_owners_have_about_as_much(ranks: int) -> None:
+    model = nn.Sequential(*(nn.Linear(24, n) for n in (8, 40, 16, 24, 24, 33, 9, 17, 24, 24, 64)))
+    loads, owners = [0] * ranks, set()
+    for rank in range(ranks):
+        mesh = Mesh.unbound(f"dp{ranks} zero1", rank)
+        table = contracts(model, mesh)
+        found = matrices.owners(table, mesh, ["*.weight"])
+        owners.add(tuple(found.items()))
+        for slot in make_plan(table, mesh, 1 << 20, owners=found).slots:
+            assert slot.whole == slot.name.endswith("weight")
+            rows = slot.rows(slot.parameter).numel()
+            assert not slot.whole or rows == slot.parameter.numel() * (found[slot.name] == rank)
+            loads[rank] += rows * slot.whole
+    assert len(owners) == 1, "ranks disagree about who owns what"
+    total = sum(p.numel() for p in model.parameters() if p.dim() == 2)
+    assert sum(loads) == total
+    assert max(loads) <= total / ranks + 64 * 24
+
+
+# -- refusals
+
+
+def muon_of_row_shards() -> None:
+    model = nn.Linear(64, 128, bias=False)
+    Engine(model, Mesh("dp2 zero1"), muon)
+
+
+def muon_of_whole_parameters_at_stage_0() -> None:
+    model = nn.Linear(64, 128, bias=False)
+    Engine(model, Mesh("dp2 zero0"), muon)
+
+
+def by_dims(shards: Shards) -> Joined:
+    return Joined(muon([p for p in shards if p.dim() == 2]), toys.adamw([p for p in shards if p.dim() != 2]))
+
+
+def muon_of_tensor_parallel_parts() -> None:
+    mesh = Mesh("tp2")
+    Engine(Transformer(preset("tiny-llama"), mesh), mesh, by_dims)
+
+
+def whole_under_tp() -> None:
+    mesh = Mesh("tp2")
+    Engine(Transformer(preset("tiny-llama"), mesh), mesh, joined, whole=["blocks.*"])
+
+
+def no_such_matrix() -> None:
+    Engine(toys.Toy(), Mesh("dp2"), joined, whole=["twice.*", "gain", "third.*"])
+
+
+def group_after_joining() -> None:
+    joint = Joined(toys.sgd([nn.Parameter(torch.ones(2))]), toys.adamw([nn.Parameter(torch.ones(2))]))
+    joint.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+
+
+def unknown_way_to_accumulate() -> None:
+    Engine(toys.Toy(), Mesh("dp2"), toys.sgd, accumulate="shard")  # type: ignore[arg-type]
+
+
+def sharded_without_overlap() -> None:
+    Engine(toys.Toy(), Mesh("dp2"), toys.sgd, accumulate="sharded", overlap=False)
+
+
+def codes(*trials: object) -> list[str]:
+    found = []
+    for trial in trials:
+        try:
+            trial()  # type: ignore[operator]
+            found.append("")
+        except IsogradError as error:
+            found.append(error.code)
+    return found
+
+
+REFUSED = {
+    muon_of_row_shards: "IG531",
+    muon_of_whole_parameters_at_stage_0: "",
+    muon_of_tensor_parallel_parts: "IG531",
+    whole_under_tp: "IG529",
+    no_such_matrix: "IG528",
+    group_after_joining: "IG530",
+    unknown_way_to_accumulate: "IG532",
+    sharded_without_overlap: "IG532",
+}
+
+
+def test_pieces_of_matrices_are_refused_on_every_rank_and_whole_ones_are_not(worlds) -> None:
+    for found in worlds(2).run(codes, *REFUSED):
+        assert dict(zip(REFUSED, found, strict=True)) == REFUSED
+
+
+# -- several optimizers as one
+
+
+def steps(joint: Joined, parameters: list[nn.Parameter], count: int) -> None:
+    for _ in range(count):
+        joint.zero_grad()
+        sum((p**2).sum() for p in parameters).backward()  # type: ignore[union-attr]
+        joint.step()
+
+
+def test_joined_optimizers_are_scheduled_saved_and_loaded_as_one() -> None:
+    def fresh() -> tuple[list[nn.Parameter], Joined]:
+        torch.manual_seed(0)
+        parameters = [nn.Parameter(torch.randn(4, 6)), nn.Parameter(torch.randn(5))]
+        return parameters, Joined(muon(parameters[:1]), toys.adamw(parameters[1:]))
+
+    parameters, joint = fresh()
+    schedule = torch.optim.lr_scheduler.LambdaLR(joint, lambda step: 0.5**step)
+    steps(joint, parameters, 2)
+    schedule.step()
+    assert [group["lr"] for member in joint.optimizers for group in member.param_groups] == [0.025, 0.005]
+    saved, values = copy.deepcopy(joint.state_dict()), [p.detach().clone() for p in parameters]
+    steps(joint, parameters, 2)
+    again, other = fresh()
+    other.load_state_dict(saved)
+    with torch.no_grad():
+        for parameter, value in zip(again, values, strict=True):
+            parameter.copy_(value)
+    steps(other, again, 2)
+    assert all(torch.equal(a, b) for a, b in zip(parameters, again, strict=True))
