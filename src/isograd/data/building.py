@@ -12,7 +12,7 @@ import fcntl
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, fields
 from pathlib import Path
 
@@ -71,9 +71,10 @@ def build(
             progress(sum(weights[number] for number in records), sum(weights.values()), tokens)
 
         tell()
-        for (number, _), record in work(folder, open_jobs, recipe, tools, workers):
-            records[number] = record
-            tell()
+        with closing(work(folder, open_jobs, recipe, tools, workers)) as made:
+            for (number, _), record in made:
+                records[number] = record
+                tell()
         manifest = _manifest(recipe, [records[number] for number, _ in jobs])
         if tools.json is not None:
             write_whole(folder / TOKENIZER, tools.json.encode())
@@ -92,13 +93,10 @@ def _begin(folder: Path, recipe: Recipe) -> bool:
         check_sizes(folder, manifest, list(manifest.files()))
     elif RECIPE in names:
         _same(folder, _recipe(folder), recipe)
-    elif foreign := sorted(name for name in names if not TEMPORARY.fullmatch(name)):
-        raise _taken(folder, f"other files: {', '.join(foreign[:5])}", "choose a new folder")
+    elif names:
+        raise _taken(folder, f"other files: {', '.join(sorted(names)[:5])}", "choose a new folder")
     else:
         write_whole(folder / RECIPE, encode(asdict(recipe)))
-    with writing(folder):
-        for name in filter(TEMPORARY.fullmatch, names):
-            (folder / name).unlink()
     if finished:
         _clear(folder)  # in case the build was killed after its manifest
     return not finished
@@ -162,18 +160,30 @@ def _alone(folder: Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    except BlockingIOError as error:
-        raise DataError(
-            "IG922",
-            f"another build is at work in {folder}",
-            seen=error.strerror,
-            expected="one build in a folder at a time",
-            fix="wait for it, or choose another folder",
-        ) from error
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise DataError(
+                "IG922",
+                f"another build is at work in {folder}",
+                seen=error.strerror,
+                expected="one build in a folder at a time",
+                fix="wait for it, or choose another folder",
+            ) from error
+        _sweep(folder)
+        try:
+            yield
+        finally:
+            _sweep(folder)
     finally:
         os.close(descriptor)
+
+
+def _sweep(folder: Path) -> None:
+    """Remove the unfinished files of those who were stopped."""
+    for path in folder.iterdir():
+        if TEMPORARY.fullmatch(path.name):
+            path.unlink(missing_ok=True)
 
 
 def _check(inputs: Sequence[object], documents: str, validation: float, shard_bytes: int | None, workers: int) -> None:

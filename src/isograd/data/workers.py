@@ -10,7 +10,7 @@ import multiprocessing
 import os
 import signal
 import traceback
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -26,7 +26,7 @@ Job = tuple[int, list[Part]]
 
 def work(
     folder: Path, jobs: list[Job], recipe: Recipe, tokenizer: Tokenizer, workers: int
-) -> Iterator[tuple[Job, Record]]:
+) -> Generator[tuple[Job, Record]]:
     """Records in the order in which their shards are done."""
     if min(workers, len(jobs)) <= 1:
         for job in jobs:

@@ -1,0 +1,87 @@
+"""isograd data, as its user meets it: what is printed, and each error on one exit code."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from isograd.cli import main
+from tests.data.toys import lines_file, toy
+
+
+def test_build_inspect_and_verify_say_what_they_did(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, out = str(lines_file(tmp_path / "source.txt")), str(tmp_path / "out")
+    build = ["data", "build", out, source, "--documents", "line", "--validation", "0.2", "--workers", "1"]
+    assert main(build) == 0
+    said = capsys.readouterr()
+    assert "tokens to train on" in said.out
+    assert "data build: 100% of" in said.err
+    assert main(["data", "inspect", out, "--length", "64", "--samples", "2"]) == 0
+    said = capsys.readouterr()
+    assert "tokenizer bytes, vocabulary 257, end of document 256" in said.out
+    assert said.out.count("sample ") == 2
+    assert "  [1] " in said.out
+    assert main(["data", "verify", out]) == 0
+    assert "all as they were built" in capsys.readouterr().out
+
+
+def test_inspect_spells_out_what_a_terminal_would_act_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "evil.txt").write_text("red \x1b[31m alert\x07")
+    assert main(["data", "build", str(tmp_path / "out"), str(tmp_path / "evil.txt"), "--validation", "0"]) == 0
+    assert main(["data", "inspect", str(tmp_path / "out"), "--samples", "1", "--length", "64"]) == 0
+    said = capsys.readouterr().out
+    assert "red \\x1b[31m alert\\x07" in said
+    assert "\x1b" not in said
+
+
+def test_no_document_for_validation_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "one.txt").write_text("one")
+    assert main(["data", "build", str(tmp_path / "out"), str(tmp_path / "one.txt"), "--validation", "0.001"]) == 0
+    assert "no document fell to validation" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (["inspect", "absent"], "IG900"),
+        (["verify", "absent"], "IG900"),
+        (["build", "out", "absent.txt"], "IG910"),
+        (["build", "out"], "IG600"),
+        (["build", "out", "toy.txt", "--tokenizer", "absent"], "IG914"),
+        (["build", "toy", "toy.txt"], "IG916"),
+        (["build", "out", "toy.txt", "--workers", "0"], "IG600"),
+        (["build", "out", "toy.txt", "--validation", "1"], "IG924"),
+        (["inspect", "toy", "--split", "test"], "IG600"),
+        (["inspect", "toy", "--lenght", "3"], "IG600"),
+        (["biuld"], "IG600"),
+        ([], "IG600"),
+    ],
+)
+def test_what_cannot_be_done_is_one_error_and_exit_2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], code: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    toy(tmp_path / "toy")
+    assert main(["data", *words]) == 2
+    assert capsys.readouterr().err.startswith(code)
+
+
+def test_an_option_that_is_nearly_right_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", "inspect", "toy", "--lenght", "3"]) == 2
+    assert "did you mean '--length'?" in capsys.readouterr().err
+
+
+def test_help_and_builds_need_no_torch(tmp_path: Path) -> None:
+    (tmp_path / "one.txt").write_text("one")
+    script = (
+        "import sys, isograd.cli\n"
+        "try: isograd.cli.main(['data', 'build', '--help'])\n"
+        "except SystemExit: pass\n"
+        "assert 'numpy' not in sys.modules\n"
+        "isograd.cli.main(['data', 'build', 'out', 'one.txt', '--validation', '0', '--workers', '1'])\n"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, cwd=tmp_path)

@@ -1,0 +1,144 @@
+"""Documents out of files: the same ones however files are cut, and each defect named with its file and line."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from isograd.data.manifest import Recipe, Vocabulary
+from isograd.data.texts import cut, find_inputs, read
+from isograd.errors import DataError
+
+BYTES = Vocabulary("bytes", None, 257, 256)
+
+
+def texts_of(paths: list[Path], shard_bytes: int = 1 << 20, documents: str = "file", key: str = "text") -> list[str]:
+    recipe = Recipe(BYTES, documents, key, 0.0, shard_bytes, find_inputs([str(path) for path in paths]))  # type: ignore[arg-type]
+    return [text for parts in cut(recipe) for part in parts for text in read(recipe, part)]
+
+
+def refusal(paths: list[Path], **options: Any) -> DataError:
+    with pytest.raises(DataError) as caught:
+        texts_of(paths, **options)
+    return caught.value
+
+
+LINE = st.text(st.sampled_from("ab é語\t\r"), max_size=8)
+
+
+@settings(max_examples=60, deadline=None)
+@given(lines=st.lists(LINE, min_size=1, max_size=20), end=st.booleans(), shard=st.integers(1, 60))
+def test_lines_and_paragraphs_are_the_same_however_a_file_is_cut(
+    tmp_path_factory: pytest.TempPathFactory, lines: list[str], end: bool, shard: int
+) -> None:
+    text = "\n".join(lines) + "\n" * end
+    if not text:
+        return
+    path = tmp_path_factory.mktemp("text") / "a.txt"
+    path.write_bytes(text.encode())
+    stands = text.split("\n")[: None if not text.endswith("\n") else -1]
+    assert texts_of([path], shard, "line") == [line.rstrip("\r") for line in stands]
+    paragraphs: list[list[str]] = [[]]
+    for line in stands:
+        if line.strip():
+            paragraphs[-1].append(line)
+        else:
+            paragraphs.append([])
+    assert texts_of([path], shard, "blank") == ["\n".join(p).rstrip("\r\n") for p in paragraphs if p]
+
+
+@pytest.mark.parametrize("shard", [1, 30, 100, 10_000])
+def test_json_lines_give_the_text_under_the_key_however_they_are_cut(tmp_path: Path, shard: int) -> None:
+    path = tmp_path / "a.jsonl"
+    texts = ["one", "two\nlines", "", "é\U0001f41f", 'quo"te'] * 5
+    path.write_text("\n".join(json.dumps({"id": i, "body": text}) for i, text in enumerate(texts)) + "\n\n")
+    assert texts_of([path], shard, key="body") == texts
+
+
+@pytest.mark.parametrize("shard", [1, 200, 10_000])
+def test_parquet_gives_its_rows_and_nulls_are_empty(tmp_path: Path, shard: int) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    path = tmp_path / "a.parquet"
+    texts = ["one", None, "two\n", "é"] * 5
+    parquet.write_table(pyarrow.table({"n": list(range(20)), "text": texts}), path, row_group_size=3)
+    assert texts_of([path], shard) == [text or "" for text in texts]
+    error = refusal([path], key="body")
+    assert (error.code, "columns: n, text" in str(error)) == ("IG920", True)
+    assert refusal([path], key="n").code == "IG920"
+    path.write_bytes(path.read_bytes()[:-8])
+    assert refusal([path]).code == "IG920"
+
+
+def test_folders_are_read_in_the_order_of_their_names_and_small_files_share_a_shard(tmp_path: Path) -> None:
+    (tmp_path / "deep" / "er").mkdir(parents=True)
+    for name, text in {"b.txt": "B", "a.txt": "A\n", "deep/er/c.py": "C", ".hidden": "H"}.items():
+        (tmp_path / name).write_text(text)
+    assert texts_of([tmp_path]) == ["A\n", "B", "C"]
+    recipe = Recipe(BYTES, "file", "text", 0.0, 3, find_inputs([str(tmp_path)]))
+    assert [len(parts) for parts in cut(recipe)] == [2, 1]
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('{"text": "x"', "line 3"),
+        ("[1]", "a list, not an object"),
+        ('{"txt": "x"}', "keys: 'txt'"),
+        ('{"text": 3}', "a int where text should be"),
+        ('{"text": "\\ud800"}', "half of a surrogate pair"),
+        ("[" * 100_000, "line 3"),
+    ],
+)
+def test_a_broken_line_of_json_is_named(tmp_path: Path, line: str, said: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(f'{{"text": "fine"}}\n\n{line}\n{{"text": "fine"}}\n')
+    for shard in (1, 1 << 20):
+        error = refusal([path], shard_bytes=shard)
+        assert error.code == "IG913"
+        assert said in str(error)
+        assert "a.jsonl, line 3" in str(error)
+
+
+@pytest.mark.parametrize("documents", ["file", "line", "blank"])
+def test_text_that_is_not_utf8_is_named_with_line_and_byte(tmp_path: Path, documents: str) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"good\n\nstill good\nbad \xff\n")
+    for shard in (1, 1 << 20):
+        error = refusal([path], documents=documents, shard_bytes=shard)
+        assert error.code == "IG912"
+        assert "line 4" in str(error)
+        assert "byte 0xff at place 21 " in str(error)
+
+
+def test_inputs_that_are_not_there_empty_or_packed_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "web.jsonl.gz").write_bytes(b"\x1f\x8b")
+    (tmp_path / "nothing").mkdir()
+    codes = {name: refusal([tmp_path / name]).code for name in ("empty.txt", "web.jsonl.gz", "nothing", "absent.txt")}
+    assert codes == {"empty.txt": "IG911", "web.jsonl.gz": "IG910", "nothing": "IG910", "absent.txt": "IG910"}
+
+
+def test_an_input_that_changes_under_the_build_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("one")
+    recipe = Recipe(BYTES, "file", "text", 0.0, 100, find_inputs([str(path)]))
+    path.write_text("other")
+    with pytest.raises(DataError) as caught:
+        list(read(recipe, cut(recipe)[0][0]))
+    assert caught.value.code == "IG917"
+
+
+def test_parquet_without_its_package_says_which_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    error = refusal([tmp_path / "a.parquet"])
+    assert error.code == "IG919"
+    assert "isograd[data]" in str(error)
