@@ -16,6 +16,7 @@ from isograd.engine.plan import make_plan
 from isograd.errors import IsogradError
 from isograd.mesh import Mesh
 from isograd.models import Transformer, preset
+from tests.parity import cases
 
 from . import toys
 
@@ -72,6 +73,32 @@ def test_half_precision_matrices_have_whole_masters(worlds) -> None:
     for other in others:
         toys.assert_same_bits(first.gradients, other.gradients)
         assert all(torch.equal(first.parameters[n], p) for n, p in other.parameters.items())
+
+
+def muon_of_a_transformer(layout: str, accumulation: int) -> dict[str, Tensor]:
+    """Parameters of this rank after two steps; every matrix by Muon, the one that two stages share too."""
+    mesh, config = Mesh(layout), cases.CONFIGS["deep-tied"]
+    model = Transformer(config, mesh, dtype=torch.float64)
+    engine = Engine(model, mesh, joined, whole=["*"], clip=0.5)
+    for step in range(2):
+        micros = []
+        for j in range(accumulation):
+            index = mesh.index("dp") * accumulation + j
+            tokens, labels, samples = cases.micro_batch(config, step, index, accumulation * mesh.size("dp"))
+            micros.append({"tokens": tokens, "labels": labels, "key": cases.dropout_key(step), "samples": samples})
+        engine.train_step(micros)
+    with engine.full_parameters():
+        return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def test_muon_steps_alike_under_pipelines_and_cut_sequences(worlds) -> None:
+    (truth,) = worlds(1).run(muon_of_a_transformer, "1", 4)
+    whole = float(torch.stack([p.norm() for p in truth.values()]).norm())  # key biases stay zero but for noise
+    for layout in ("dp2 pp2 zero1", "dp2 cp2 zero3"):
+        for found in worlds(4).run(muon_of_a_transformer, layout, 2):
+            for name, value in found.items():
+                error, size = float((value - truth[name]).norm()), float(truth[name].norm())
+                assert error <= cases.TOLERANCE * max(size, cases.FLOOR * whole), f"{layout}: {name}: {error:.1e}"
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
