@@ -1,0 +1,79 @@
+"""What GradCache does with a tower's rows: cuts inputs into chunks, runs a chunk twice with the same random draws."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as tree
+
+from isograd.engine.batches import call
+from isograd.errors import ContrastiveError
+
+Encode = Callable[..., Any]
+Random = tuple[Tensor, Tensor | None]
+
+
+def rows_of(inputs: Any) -> int:
+    """How many rows a tensor, or a dict or tuple or list of tensors, has."""
+    rows = {len(t) for t in tree.tree_leaves(inputs) if isinstance(t, Tensor) and t.dim()}
+    if len(rows) != 1:
+        raise ContrastiveError(
+            "IG961",
+            "the inputs of a tower have no common number of rows",
+            seen=sorted(rows),
+            expected="a tensor, or a dict or tuple of tensors, with rows in dim 0; a rank without rows gives 0 of them",
+        )
+    return rows.pop()
+
+
+def cut(inputs: Any, first: int, rows: int) -> Any:
+    """Some rows of it; what is not per row stays whole."""
+    return tree.tree_map(lambda t: t[first : first + rows] if isinstance(t, Tensor) and t.dim() else t, inputs)
+
+
+def encoded(encode: Encode, inputs: Any) -> Tensor:
+    """[rows, d]: what the encoder makes of a chunk. Of no row: it runs on a row of ones, which is then left out, since
+    few models bear none."""
+    rows = rows_of(inputs)
+    vectors = call(encode, inputs if rows else tree.tree_map(_ones, inputs))  # type: ignore[arg-type]
+    if not isinstance(vectors, Tensor) or vectors.dim() != 2 or len(vectors) != max(1, rows):
+        shape = tuple(vectors.shape) if isinstance(vectors, Tensor) else type(vectors).__name__
+        raise ContrastiveError(
+            "IG962",
+            "an encoder that does not return one vector per row",
+            seen=f"{shape} for {max(1, rows)} rows",
+            expected="a tensor [rows, d]",
+            fix="give encode=lambda **inputs: pool(model(**inputs)), a function of a chunk",
+        )
+    return vectors[:rows]
+
+
+def _ones(x: Any) -> Any:
+    return x.new_ones((1, *x.shape[1:])) if isinstance(x, Tensor) and x.dim() else x
+
+
+def random_state(device: torch.device) -> Random:
+    """Of the CPU's generator and of this rank's device's."""
+    other = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+    return torch.get_rng_state(), other
+
+
+def set_random_state(state: Random, device: torch.device) -> None:
+    torch.set_rng_state(state[0])
+    if state[1] is not None:
+        torch.get_device_module(device).set_rng_state(state[1], device)
+
+
+@contextmanager
+def one_kernel() -> Iterator[None]:
+    """nn.TransformerEncoderLayer computes by other kernels, with other roundings, when no graph is made: not here."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)

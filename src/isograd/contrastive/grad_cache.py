@@ -1,0 +1,303 @@
+"""GradCache: contrastive training at any batch size, in the memory of one chunk, with the full batch's gradient.
+
+    cache = ig.contrastive.GradCache(engine, loss, encode=model.encode, chunk=64)
+    cache.backward(queries, documents, negatives)      # this rank's rows: dicts, tuples or tensors, any number of them
+    stats = engine.step()
+
+A step's backward has four parts (Gao et al. 2021, arXiv 2101.06983):
+
+1. Every tower's rows are encoded chunk by chunk without a graph. Kept: the vectors, and per chunk the state of the
+   random generators and one number for its bits.
+2. The data ranks' vectors meet in the loss, whose backward gives the gradient of each of my vectors. Under cp, ranks
+   that share rows each take a share of them into the loss; what comes back is gathered over cp.
+3. Chunk by chunk, the encoder runs again from the same random state, now with a graph, and goes backward from its
+   vectors' gradients. Vectors with other bits than before raise IG965.
+4. All of it is one backward for the engine: each gradient is reduced once, whatever the chunks, towers and ZeRO stage.
+
+All data ranks call `backward` alike. A rank may have no rows (inputs of length 0): its encoder then runs once, and
+nothing of it counts. At ZeRO 3, where a forward is a collective, ranks with fewer chunks do so until all are done.
+
+Messages of a step, beside those of the encoder's own layers and of the engine's one reduction: one gather of counts;
+those of the loss (InfoNCE: gather of columns and reduce-scatter of their gradients, for each direction, or W - 1 and
+2 W - 1 shifts; one gather more for ids and one for guides, forward and back); under cp one gather per tower; with a
+second loss one sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from isograd.comm import raw
+from isograd.comm.fingerprint import fingerprint
+from isograd.comm.raw import even_sizes
+from isograd.contrastive.chunks import (
+    Encode,
+    Random,
+    cut,
+    encoded,
+    one_kernel,
+    random_state,
+    rows_of,
+    set_random_state,
+)
+from isograd.contrastive.losses import Across
+from isograd.contrastive.watch import Trace, first_unlike, traced
+from isograd.engine import Engine
+from isograd.errors import ContrastiveError
+from isograd.mesh import DATA
+
+
+@dataclass(frozen=True)
+class Second:
+    """Another loss beside the contrastive one: share * (its mean over all ranks' tokens, or rows).
+
+    parts: for each of this rank's micro-batches a function that computes the mean loss, and of how many it is one.
+    """
+
+    parts: Sequence[tuple[Callable[[], Tensor], float | Tensor]]
+    share: float = 1.0
+
+
+@dataclass
+class _Tower:
+    encode: Encode
+    inputs: Any
+    rows: int
+    chunks: int = 0
+    states: list[Random] = field(default_factory=list)
+    prints: list[int] = field(default_factory=list)
+    traces: dict[int, Trace] = field(default_factory=dict)
+    vectors: Tensor = field(default_factory=lambda: torch.empty(0))  # later: their gradients
+
+
+class GradCache:
+    def __init__(
+        self,
+        engine: Engine,
+        loss: nn.Module,
+        *,
+        encode: Encode | Sequence[Encode] | None = None,
+        chunk: int = 64,
+        watch: bool = False,
+    ) -> None:
+        """loss: InfoNCE, SigLIP, OfAll, or a module like them; what it learns must be among the engine's parameters.
+
+        encode: makes vectors [rows, d] of a chunk: one for all towers, or one for each; left out, the engine's model.
+        watch: follow every chunk module by module, to name the one that draws differently in the replay. Without it
+        that is done in the first chunk of the first step.
+        """
+        self.engine, self.loss, self.watch = engine, loss, watch
+        self.encode: Encode | list[Encode] = engine.model if encode is None else encode  # type: ignore[assignment]
+        if not callable(self.encode):
+            self.encode = list(self.encode)
+        self.chunk = chunk
+        self._first = True
+        self._refuse()
+
+    def backward(
+        self,
+        *towers: Any,
+        ids: Sequence[Tensor] | None = None,
+        guides: Sequence[Tensor] | None = None,
+        second: Second | None = None,
+    ) -> Tensor:
+        """Add the gradient of the contrastive loss of all data ranks' rows to the step; returns my rows' mean loss.
+
+        towers: inputs of queries, documents, negatives, ...: this rank's rows. ids, guides: for the loss's masks, per
+        tower and row (losses.py).
+        """
+        engine, mesh = self.engine, self.engine.mesh
+        _refuse_batch_norm(engine.model)
+        work = [_Tower(encode, inputs, rows_of(inputs)) for encode, inputs in self._pairs(towers)]
+        counted, most = self._count(work)
+        with one_kernel(), engine.together():
+            for tower, chunks in zip(work, most, strict=True):
+                tower.chunks = chunks
+                self._represent(tower)
+            loss = self._loss_stage(work, counted, ids, guides)
+            after = random_state(mesh.device)
+            torch.clear_autocast_cache()  # it holds weights that were cast without a graph
+            for tower in work:
+                self._replay(tower, last=tower is work[-1] and second is None)
+            set_random_state(after, mesh.device)
+            if second is not None:
+                self._second(second, sum(counted.counts[0]))
+        self._first = False
+        return loss
+
+    def _pairs(self, towers: Sequence[Any]) -> list[tuple[Encode, Any]]:
+        encoders = self.encode if isinstance(self.encode, list) else [self.encode] * len(towers)
+        if len(encoders) != len(towers) or not towers:
+            raise ContrastiveError(
+                "IG963",
+                "there are not as many encoders as towers",
+                seen=f"{len(encoders)} encoders for {len(towers)} towers",
+                expected="encode=f, used for every tower, or one for each",
+                where=self.engine.mesh.where(),
+            )
+        return list(zip(encoders, towers, strict=True))
+
+    def _count(self, work: Sequence[_Tower]) -> tuple[Across, list[int]]:
+        """Whose rows meet; and each tower's number of chunks here. The one gather of counts."""
+        mesh = self.engine.mesh
+        group = mesh.group(DATA)
+        mine = torch.tensor([t.rows for t in work], device=mesh.device)
+        table = torch.stack(raw.gather_list(mine, group)).tolist()
+        spots = [mesh.layout.coordinates(rank) for rank in group.ranks]
+        by_dp: dict[int, list[int]] = {}
+        for rank, spot, rows in zip(group.ranks, spots, table, strict=True):
+            if by_dp.setdefault(spot["dp"], rows) != rows:
+                raise ContrastiveError(
+                    "IG964",
+                    "ranks of one cp group were given different rows",
+                    seen=f"{rows} rows of each tower on rank {rank}, {by_dp[spot['dp']]} on another",
+                    expected="the same rows on every rank of a cp group: only dp ranks see different ones",
+                    fix="index the data by mesh.index('dp'), not by the global rank",
+                    where=mesh.where(),
+                )
+        shares = [
+            [even_sizes(n, mesh.size("cp"))[spot["cp"]] for n in rows] for spot, rows in zip(spots, table, strict=True)
+        ]
+        alike = mesh.layout.zero == 3  # a forward is a collective there
+        chunks = [
+            max(1, -(-(max(rows[i] for rows in table) if alike else t.rows) // self.chunk)) for i, t in enumerate(work)
+        ]
+        return Across(group, tuple(zip(*shares, strict=True))), chunks
+
+    def _parts(self, tower: _Tower) -> Iterable[tuple[int, Any]]:
+        """(number of a chunk, its inputs)"""
+        return ((i, cut(tower.inputs, i * self.chunk, self.chunk)) for i in range(tower.chunks))
+
+    def _tracing(self, tower: _Tower, number: int) -> tuple[Trace, Any]:
+        trace: Trace = []
+        watched = self.watch or (self._first and number == 0)
+        return trace, traced(self.engine.model, trace) if watched else nullcontext()
+
+    # -- the parts of a step
+
+    @torch.no_grad()
+    def _represent(self, tower: _Tower) -> None:
+        device = self.engine.mesh.device
+        pieces = []
+        for number, inputs in self._parts(tower):
+            tower.states.append(random_state(device))
+            tower.traces[number], tracing = self._tracing(tower, number)
+            with tracing:
+                vectors = encoded(tower.encode, inputs)
+            tower.prints.append(int(fingerprint(vectors)))
+            pieces.append(vectors)
+        tower.vectors = torch.cat(pieces)
+
+    def _loss_stage(
+        self, work: Sequence[_Tower], across: Across, ids: Sequence[Tensor] | None, guides: Sequence[Tensor] | None
+    ) -> Tensor:
+        """Vectors become their gradients."""
+        cp = self.engine.mesh.group("cp")
+        index = across.group.index
+        sizes = [even_sizes(t.rows, cp.size) for t in work]
+
+        def share(per_tower: Sequence[Tensor]) -> list[Tensor]:
+            """The part of the rows that this cp rank takes into the loss."""
+            starts = [sum(s[: cp.index]) for s in sizes]
+            return [x[a : a + s[cp.index]] for x, a, s in zip(per_tower, starts, sizes, strict=True)]
+
+        mine = [_wide(x).detach().requires_grad_() for x in share([t.vectors for t in work])]
+        more: dict[str, Any] = {}
+        if ids is not None:
+            more["ids"] = share(ids)
+        if guides is not None:
+            more["guides"] = [_wide(g) for g in share(guides)]
+        for tower in work:  # their memory is needed for gradients
+            tower.vectors = torch.empty(0)
+        with torch.autocast(self.engine.mesh.device.type, enabled=False):
+            loss = self.loss(mine, across, **more)
+            self.engine.of_loss(loss, across.counts[0][index], last=False)
+        for tower, leaf, parts in zip(work, mine, sizes, strict=True):
+            gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+            leaf.grad = None
+            tower.vectors = raw.all_gather(gradient, cp, parts)
+        return loss.detach()  # type: ignore[no-any-return]
+
+    def _replay(self, tower: _Tower, last: bool) -> None:
+        """The tower's gradients, chunk by chunk; the last backward of a step may send them."""
+        device = self.engine.mesh.device
+        for number, inputs in self._parts(tower):
+            set_random_state(tower.states[number], device)
+            trace, tracing = self._tracing(tower, number)
+            with tracing:
+                vectors = encoded(tower.encode, inputs)
+            if int(fingerprint(vectors)) != tower.prints[number]:
+                raise self._drew_differently(first_unlike(tower.traces[number], trace), bool(trace), number)
+            if vectors.requires_grad:  # a frozen tower ends here
+                first = number * self.chunk
+                gradient = tower.vectors[first : first + self.chunk].to(vectors.dtype)
+                self.engine.through([vectors], [gradient], last and number == tower.chunks - 1)
+
+    def _second(self, second: Second, rows: int) -> None:
+        """Seeded so that the step's one division by the number of rows leaves its own mean."""
+        mesh = self.engine.mesh
+        weights = [torch.as_tensor(w, dtype=torch.float64, device=mesh.device) for _, w in second.parts]
+        mine = torch.stack(weights).sum() if weights else torch.zeros((), dtype=torch.float64, device=mesh.device)
+        total = raw.all_reduce(mine, mesh.group(DATA))
+        for number, ((run, _), weight) in enumerate(zip(second.parts, weights, strict=True)):
+            seed = second.share * rows * weight / total.clamp(min=1e-300)
+            self.engine.of_loss(run(), seed, last=number == len(weights) - 1, counted=0.0)
+
+    # -- refusals
+
+    def _refuse(self) -> None:
+        known = {id(record.parameter) for record in self.engine.table}
+        strange = [n for n, p in self.loss.named_parameters() if p.requires_grad and id(p) not in known]
+        if strange:
+            raise ContrastiveError(
+                "IG966",
+                f"the loss learns {', '.join(strange)}, which the engine does not know",
+                seen=f"{type(self.loss).__name__}, which is no part of the engine's model",
+                expected="a loss that is a submodule of the model given to Engine",
+                fix="model.loss = InfoNCE(learn_scale=True), then Engine(model, ...) and GradCache(engine, model.loss)",
+                where=self.engine.mesh.where(),
+            )
+        if self.chunk < 1 or self.engine.mesh.size("pp") > 1:
+            raise ContrastiveError(
+                "IG967",
+                "GradCache cannot run this",
+                seen=f"chunk={self.chunk} under {str(self.engine.mesh.layout)!r}",
+                expected="a chunk of at least one row, and a layout of dp, cp, tp, sp and zero",
+                where=self.engine.mesh.where(),
+            )
+        _refuse_batch_norm(self.engine.model)
+
+    def _drew_differently(self, module: str | None, watched: bool, number: int) -> ContrastiveError:
+        who = f"module {module!r} drew differently" if module else "no module alone is to blame"
+        return ContrastiveError(
+            "IG965",
+            "the replay of a chunk gave other representations than the first pass",
+            seen=f"chunk {number}: {who if watched else 'not followed module by module'}",
+            expected="equal bits: the same weights, inputs and random draws, from torch's own generators",
+            fix=None if watched else "GradCache(..., watch=True) names the module",
+            where=self.engine.mesh.where(),
+        )
+
+
+def _wide(x: Tensor) -> Tensor:
+    """Losses are computed in fp32, or fp64."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _refuse_batch_norm(model: nn.Module) -> None:
+    kinds = (nn.modules.batchnorm._BatchNorm,)
+    found = [n for n, m in model.named_modules() if isinstance(m, kinds) and (m.training or not m.track_running_stats)]
+    if found:
+        raise ContrastiveError(
+            "IG968",
+            f"batch norm sees one chunk, not the batch: {', '.join(found[:6])}",
+            seen=f"{len(found)} batch norm(s) in training mode",
+            expected="vectors that do not depend on which rows share a chunk",
+            fix="use layer, group or RMS norm, or put these modules into eval mode",
+        )

@@ -1,0 +1,220 @@
+"""Contrastive losses over all data ranks' rows: sum over global rows / number of global rows, however they are spread.
+
+A loss is called with each tower's representations of this rank's rows, and returns the mean over *my* rows; its weight
+for the engine is their number. Queries come first, then documents (row i's positive is document i), then any number of
+hard negatives in towers of any length. GradCache calls it; so can you:
+
+    loss = ig.contrastive.InfoNCE(mesh, scale=20.0, learn_scale=True)
+    engine.backward(loss([q, d, negatives]), weight=len(q))
+
+The gradient of a scale or bias that is learned is, like every other, a sum over data ranks: a loss that is computed on
+local rows owes nothing else. It is counted once, because each row is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from isograd.comm import ops, raw
+from isograd.comm.raw import Group
+from isograd.contract import declare
+from isograd.contrastive.columns import Columns
+from isograd.contrastive.tiles import TILE, Hide, totals
+from isograd.errors import ContrastiveError
+from isograd.mesh import DATA, Mesh
+
+
+@dataclass(frozen=True)
+class Across:
+    """Whose rows meet in a loss: the data ranks, and how many rows of each tower each of them has."""
+
+    group: Group
+    counts: tuple[tuple[int, ...], ...]  # [tower][member]
+
+    def columns(self, towers: Sequence[int], ring: bool) -> Columns:
+        """Some towers, one below the other on each member, as columns."""
+        return Columns(self.group, tuple(map(sum, zip(*(self.counts[t] for t in towers), strict=True))), ring)
+
+
+def across(towers: Sequence[Tensor], mesh: Mesh) -> Across:
+    """Ask the data ranks how many rows they have. Representations are cut over them: under cp, too, rows are shared."""
+    mine = torch.tensor([len(t) for t in towers], device=mesh.device)
+    table = torch.stack(raw.gather_list(mine, mesh.group(DATA)))
+    return Across(mesh.group(DATA), tuple(tuple(column) for column in table.T.tolist()))
+
+
+class PairLoss(nn.Module):
+    """What InfoNCE and SigLIP share: a scale (kept as its logarithm, so that it stays positive), masks, tiles."""
+
+    def __init__(self, mesh: Mesh, scale: float, learn: bool, normalize: bool, ring: bool, tile: int) -> None:
+        super().__init__()
+        self.mesh, self.normalize, self.ring, self.tile = mesh, normalize, ring, tile
+        self.log_scale = self._number(math.log(scale), learn)
+
+    def _number(self, value: float, learn: bool) -> nn.Parameter:
+        parameter = nn.Parameter(torch.tensor(value, device=self.mesh.device), requires_grad=learn)
+        return declare(parameter, self.mesh, shape=())
+
+    def _vectors(self, towers: Sequence[Tensor]) -> list[Tensor]:
+        check_pairs(towers)
+        return [F.normalize(t, dim=-1) for t in towers] if self.normalize else list(towers)
+
+    def _losses(
+        self,
+        rows: Tensor,
+        columns: Tensor,
+        where: Columns,
+        hide: Hide | None,
+        bias: Tensor | None = None,
+    ) -> Tensor:
+        """One per row."""
+        rows = rows * self.log_scale.exp()
+        if bias is not None:
+            rows = torch.cat((rows, bias.to(rows.dtype).expand(len(rows), 1)), 1)
+            columns = torch.cat((columns, columns.new_ones(len(columns), 1)), 1)
+        positives = (rows * columns[: len(rows)]).sum(1)
+        every = totals(rows, columns, where, sigmoid=bias is not None, hide=hide, tile=self.tile)
+        return every - positives
+
+
+class InfoNCE(PairLoss):
+    """Each query is to find its document among all ranks' documents and hard negatives."""
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        scale: float = 20.0,
+        *,
+        learn_scale: bool = False,
+        both: bool = False,
+        margin: float = 0.0,
+        relative_margin: bool = False,
+        normalize: bool = True,
+        ring: bool = False,
+        tile: int = TILE,
+    ) -> None:
+        """scale: 1 / temperature. both: each document is to find its query, too; the two losses are averaged.
+
+        margin: with `guides` in a call, columns that the guide finds nearer than the positive's nearness - margin are
+        no negatives (relative_margin: nearness * (1 - margin)). ring: columns travel around, none is gathered.
+        """
+        super().__init__(mesh, scale, learn_scale, normalize, ring, tile)
+        self.both, self.margin, self.relative_margin = both, margin, relative_margin
+
+    def forward(
+        self,
+        towers: Sequence[Tensor],
+        counted: Across | None = None,
+        ids: Sequence[Tensor] | None = None,
+        guides: Sequence[Tensor] | None = None,
+    ) -> Tensor:
+        """counted: how many rows each rank has; left out, they are asked. ids: of each tower's rows, int64: a column
+        with the id of a row's document is no negative of that row. guides: a guide's vectors of each tower's rows."""
+        vectors, counted = self._vectors(towers), counted or across(towers, self.mesh)
+        losses = self._one_way(vectors, 0, range(1, len(vectors)), counted, ids, guides)
+        if self.both:
+            losses = (losses + self._one_way(vectors, 1, [0], counted, ids, guides)) / 2
+        return losses.sum() / max(1, len(losses))
+
+    def _one_way(
+        self,
+        vectors: Sequence[Tensor],
+        row: int,
+        columns: Sequence[int],
+        counted: Across,
+        ids: Sequence[Tensor] | None,
+        guides: Sequence[Tensor] | None,
+    ) -> Tensor:
+        per_row: list[Tensor] = []
+        per_column: list[Tensor] = []
+        if ids is not None:
+            per_row.append(ids[columns[0]])  # the positive's
+            per_column.append(torch.cat([ids[c] for c in columns]))
+        if guides is not None:
+            near = F.normalize(guides[row], dim=-1), F.normalize(torch.cat([guides[c] for c in columns]), dim=-1)
+            own = (near[0] * near[1][: len(near[0])]).sum(1)
+            limit = own * (1 - self.margin) if self.relative_margin else own - self.margin
+            per_row += [near[0], limit]
+            per_column.append(near[1])
+        hide = Hide(tuple(per_row), tuple(per_column), ids is not None, guides is not None) if per_column else None
+        whole = vectors[columns[0]] if len(columns) == 1 else torch.cat([vectors[c] for c in columns])
+        return self._losses(vectors[row], whole, counted.columns(columns, self.ring), hide)
+
+
+class SigLIP(PairLoss):
+    """Every pair of rows decides for itself whether it belongs together: no sum over columns, so a ring is natural."""
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        scale: float = 10.0,
+        bias: float = -10.0,
+        *,
+        learn: bool = True,
+        normalize: bool = True,
+        ring: bool = True,
+        tile: int = TILE,
+    ) -> None:
+        super().__init__(mesh, scale, learn, normalize, ring, tile)
+        self.bias = self._number(bias, learn)
+
+    def forward(
+        self,
+        towers: Sequence[Tensor],
+        counted: Across | None = None,
+        ids: Sequence[Tensor] | None = None,
+    ) -> Tensor:
+        vectors, counted = self._vectors(towers), counted or across(towers, self.mesh)
+        whole = vectors[1] if len(vectors) == 2 else torch.cat(vectors[1:])
+        hide = None if ids is None else Hide((ids[1],), (torch.cat(list(ids[1:])),), ids=True, guide=False)
+        where = counted.columns(range(1, len(vectors)), self.ring)
+        losses = self._losses(vectors[0], whole, where, hide, self.bias)
+        return losses.sum() / max(1, len(losses))
+
+
+class OfAll(nn.Module):
+    """Any differentiable function of all rows' representations, as on one device: OfAll(mesh, lambda q, d: ...).
+
+    Each data rank computes it whole. That the ranks' weights add up to the number of rows counts it once: parameters
+    of the function and representations alike, through one adjoint, the sum over ranks.
+    """
+
+    def __init__(self, mesh: Mesh, function: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.mesh = mesh
+        self.function = function  # an nn.Module, when it has parameters
+
+    def forward(self, towers: Sequence[Tensor], counted: Across | None = None) -> Tensor:
+        """The function's value, of which this rank's rows are a share."""
+        counted = counted or across(towers, self.mesh)
+        every = [ops.all_gather(t, counted.group, 0, n) for t, n in zip(towers, counted.counts, strict=True)]
+        return self.function(*every)
+
+
+def check_pairs(towers: Sequence[Tensor]) -> None:
+    shapes = [tuple(t.shape) for t in towers]
+    if len(towers) < 2 or len(towers[0]) != len(towers[1]) or any(t.dim() != 2 for t in towers):
+        raise ContrastiveError(
+            "IG960",
+            "representations that do not pair up",
+            seen=f"{len(towers)} tower(s) of shapes {shapes}",
+            expected="queries [n, d], documents [n, d] of which row i belongs to query i, then hard negatives [any, d]",
+        )
+
+
+def same_rows(tokens: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Ids [n] that are equal where rows of integers [n, ...] are: for masks of duplicates, alike on all ranks.
+
+    mask: 0 at pads, which may then be any number of the row's last tokens.
+    """
+    flat = tokens.reshape(len(tokens), -1).long() + 1
+    if mask is not None:
+        flat = flat * mask.reshape(flat.shape)
+    place = torch.arange(1, flat.shape[1] + 1, device=flat.device)
+    return (flat * (place * 0x9E3779B97F4A7C1 ^ (place << 7))).sum(1)

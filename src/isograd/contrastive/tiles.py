@@ -1,0 +1,123 @@
+"""The sum over all columns that a contrastive loss is made of, tile by tile: no rank ever holds [rows, columns].
+
+Both losses are  total(row's logits) - the positive's logit:
+
+    InfoNCE   total = log sum exp      its gradient = softmax
+    SigLIP    total = sum softplus     its gradient = sigmoid
+
+The positive's logit is local, so losses.py leaves it to autograd; here is the total. A first pass over the columns
+joins tiles online, backward makes each tile again and adds rows' and columns' gradients. Memory: O(tile^2), and what
+columns.py brings. A scale is in the rows already, a bias is one more feature: neither is known here.
+
+One device: torch.logsumexp(rows @ columns.T, 1), or F.softplus(rows @ columns.T).sum(1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from isograd.comm import ops
+from isograd.contrastive.columns import Columns
+
+TILE = 1024
+
+
+@dataclass(frozen=True)
+class Hide:
+    """Which columns are no negatives of a row: those of its positive's id; those a guide finds nearer than it."""
+
+    rows: tuple[Tensor, ...]  # of my rows: the positive's id; or the guide's vector and the limit of nearness
+    columns: tuple[Tensor, ...]  # of my columns: id, guide's vector
+    ids: bool
+    guide: bool
+
+    def tile(self, rows: slice, columns: Sequence[Tensor]) -> Tensor:
+        hidden = torch.zeros((), dtype=torch.bool, device=columns[0].device)
+        mine = [t[rows] for t in self.rows]
+        if self.ids:
+            hidden = mine[0][:, None] == columns[0][None]
+        if self.guide:
+            hidden = hidden | (mine[-2] @ columns[-1].T > mine[-1][:, None])
+        return hidden
+
+
+def totals(
+    rows: Tensor, columns: Tensor, across: Columns, *, sigmoid: bool = False, hide: Hide | None = None, tile: int = TILE
+) -> Tensor:
+    """rows [n, d] and columns [m, d], mine of each -> [n]; my row i's positive, never hidden, is my column i."""
+    return _totals(rows, columns, across, sigmoid, hide, tile)
+
+
+@ops.uncompiled
+def _totals(rows: Tensor, columns: Tensor, *rest: Any) -> Tensor:
+    return _Totals.apply(rows, columns, *rest)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Totals(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, columns: Tensor, across: Columns, sigmoid: bool, hide: Hide | None, tile: int
+    ) -> Tensor:
+        ctx.rest = across, sigmoid, hide, tile
+        total = rows.new_full((len(rows),), 0.0 if sigmoid else -torch.inf)
+
+        def work(first: int, block: Sequence[Tensor], _: Tensor) -> None:
+            for here, there, logits in _tiles(rows, first, block, across, hide, tile):
+                del there
+                if sigmoid:
+                    total[here] += F.softplus(logits).sum(1)
+                else:
+                    total[here] = torch.logaddexp(total[here], logits.logsumexp(1))
+
+        with _plain(rows):
+            across.visit(_brought(columns, hide), work)
+        ctx.save_for_backward(rows, columns, total)
+        return total
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        rows, columns, total = ctx.saved_tensors
+        across, sigmoid, hide, tile = ctx.rest
+        drows = torch.zeros_like(rows)
+
+        def work(first: int, block: Sequence[Tensor], dcolumns: Tensor) -> None:
+            for here, there, logits in _tiles(rows, first, block, across, hide, tile):
+                slope = logits.sigmoid_() if sigmoid else logits.sub_(total[here, None]).exp_()
+                slope *= gradient[here, None]
+                drows[here].addmm_(slope, block[0][there])
+                dcolumns[there].addmm_(slope.T, rows[here])
+
+        with _plain(rows):
+            mine = across.collect(_brought(columns, hide), work)
+        return drows, mine, None, None, None, None
+
+
+def _plain(x: Tensor) -> torch.autocast:
+    """Losses are computed in the dtype of their vectors, also inside autocast."""
+    return torch.autocast(x.device.type, enabled=False)
+
+
+def _brought(columns: Tensor, hide: Hide | None) -> list[Tensor]:
+    return [columns, *(hide.columns if hide else ())]
+
+
+def _tiles(rows: Tensor, first: int, block: Sequence[Tensor], across: Columns, hide: Hide | None, tile: int) -> Any:
+    """(rows, columns of the block, logits) of each tile; hidden pairs are -inf."""
+    for r in range(0, len(rows), tile):
+        here = slice(r, r + tile)
+        for c in range(0, len(block[0]), tile):
+            there = slice(c, c + tile)
+            logits = rows[here] @ block[0][there].T
+            if hide is not None:
+                hidden = hide.tile(here, [t[there] for t in block[1:]])
+                number = torch.arange(logits.shape[1], device=rows.device) + first + c
+                own = torch.arange(len(logits), device=rows.device) + across.first + r
+                logits.masked_fill_(hidden & (number[None] != own[:, None]), -torch.inf)
+            yield here, there, logits
