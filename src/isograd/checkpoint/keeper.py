@@ -27,6 +27,7 @@ from torch import Tensor
 from isograd.checkpoint import folder as folders
 from isograd.checkpoint import load
 from isograd.checkpoint.agree import all_or_none, as_ours, raise_alike, told
+from isograd.checkpoint.hugging import describe
 from isograd.checkpoint.load import Loaded
 from isograd.checkpoint.write import Copied, Job, Phase, Writing
 from isograd.engine import Engine, state
@@ -88,10 +89,11 @@ class Keeper:
         self._check_moment(step)
         copies = self._copy()
         self._phase("copied")
+        layout = self.mesh.layout
+        head = {"step": step, "layout": str(layout), "model": describe(self.engine.model), "extra": extra}
         job = Job(
-            self.folder, folders.partial(self.folder, step, self._job), step, self.mesh.rank,
-            self.mesh.layout.world_size, str(self.mesh.layout), copies, state.numbers(self.engine), extra,
-            self.keep_last, self.keep_every, self._phase,
+            self.folder, folders.partial(self.folder, step, self._job), step, self.mesh.rank, layout.world_size, head,
+            copies, state.numbers(self.engine), self.keep_last, self.keep_every, self._phase,
         )  # fmt: skip
         self._writing = Writing(job)
 
@@ -148,17 +150,14 @@ class Keeper:
         if writing is None:
             return
         writing.recorded.wait()
-        failed = self._error_of(writing)
-        if any(told(failed is not None, self.mesh)):
+        incomplete = any(told(writing.error is not None, self.mesh))
+        if incomplete:
             writing.given_up.set()
         writing.join()
         failed = self._error_of(writing)
-        try:
-            raise_alike(failed, self.mesh)
-        except IsogradError:
-            if self.mesh.rank == 0:
-                shutil.rmtree(writing.job.place, ignore_errors=True)
-            raise
+        if self.mesh.rank == 0 and (incomplete or failed):
+            shutil.rmtree(writing.job.place, ignore_errors=True)
+        raise_alike(failed, self.mesh)
 
     def _error_of(self, writing: Writing) -> IsogradError | None:
         if writing.error is None:

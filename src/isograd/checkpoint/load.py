@@ -18,6 +18,7 @@ import torch
 from isograd.checkpoint import folder as folders
 from isograd.checkpoint.agree import raise_alike, told
 from isograd.checkpoint.files import DTYPES, TORCH
+from isograd.checkpoint.hugging import describe
 from isograd.checkpoint.manifest import Damage, Manifest
 from isograd.checkpoint.read import Reader
 from isograd.comm.notes import gather_notes
@@ -135,7 +136,7 @@ def _refuse_other_model(engine: Engine, manifest: Manifest, place: Path) -> None
     error = CheckpointError(
         "IG937",
         f"{place.name} is a checkpoint of another model",
-        seen=_listed(wrong),
+        seen=_listed([*_unlike(manifest.model, describe(engine.model)), _listed(wrong)]),
         expected="the same names, global shapes and dtypes",
         fix="build the model with the config that was saved: 'isograd ckpt inspect' shows what it is of",
         where=engine.mesh.where(),
@@ -162,6 +163,13 @@ def _refuse_other_optimizer(engine: Engine, manifest: Manifest, place: Path) -> 
         where=engine.mesh.where(),
     )
     raise_alike(error if wrong else None, engine.mesh)
+
+
+def _unlike(there: dict[str, Any] | None, here: dict[str, Any] | None) -> list[str]:
+    """In what the configs differ: what the tensors' differences come from."""
+    before, now = (found["config"] if found else {} for found in (there, here))
+    names = [name for name in before if name in now and before[name] != now[name]]
+    return [f"{name} is {before[name]!r} there and {now[name]!r} here" for name in names[: SHOWN // 2]]
 
 
 def _of_all_stages(mine: Iterable[str], engine: Engine) -> set[str]:

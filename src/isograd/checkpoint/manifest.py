@@ -5,8 +5,8 @@
       manifest.sha256           its hash, in the format of `sha256sum --check`
       rank-00000.safetensors    what rank 0 wrote
 
-{"format": "isograd checkpoint", "version": 1, "step": 100, "layout": "dp2 tp2 zero1", "written_by": {...},
- "files": {"rank-00000.safetensors": 12345}, "numbers": {...}, "extra": {...},
+{"format": "isograd checkpoint", "version": 1, "step": 100, "layout": "dp2 tp2 zero1", "model": {...},
+ "written_by": {...}, "files": {"rank-00000.safetensors": 12345}, "numbers": {...}, "extra": {...},
  "tensors": {"model/embed.weight": {"shape": [101, 24], "dtype": "F32",
              "pieces": [["rank-00000.safetensors", [[0, 51], [0, 24]], "sha256..."], ...]}}}
 
@@ -60,6 +60,7 @@ class Saved:
 class Manifest:
     step: int
     layout: str
+    model: dict[str, Any] | None  # checkpoint/hugging.py's description
     extra: dict[str, Any]
     numbers: dict[str, Any]
     tensors: dict[str, Saved]
@@ -76,6 +77,7 @@ class Manifest:
             for key, saved in self.tensors.items()
         }
         head = {"format": FORMAT, "version": VERSION, "step": self.step, "layout": self.layout}
+        head["model"] = self.model
         rest = {"written_by": self.written_by, "files": self.files, "numbers": self.numbers, "extra": self.extra}
         text = write_json(folder / NAME, {**head, **rest, "tensors": tensors})
         write_bytes(folder / HASH, f"{hashlib.sha256(text).hexdigest()}  {NAME}\n".encode())
@@ -112,6 +114,7 @@ def read(folder: Path) -> Manifest:
         return Manifest(
             found["step"],
             found["layout"],
+            found["model"],
             found["extra"],
             found["numbers"],
             {key: _saved(value) for key, value in found["tensors"].items()},
@@ -134,8 +137,8 @@ def _box(values: Sequence[Sequence[int]]) -> Box:
 # -- from what ranks say of their files ------------------------------------------------------------------------------
 
 
-def merge(notes: Sequence[Note], step: int, layout: str, extra: dict[str, Any]) -> Manifest:
-    """Stages of a pipeline may write the same buffer: the first one counts."""
+def merge(notes: Sequence[Note], head: dict[str, Any]) -> Manifest:
+    """`head`: step, layout, model and extra. Stages of a pipeline may write the same buffer: the first one counts."""
     pieces: dict[str, dict[Box, Piece]] = {}
     kinds: dict[str, tuple[tuple[int, ...], str]] = {}
     for note in notes:
@@ -145,7 +148,8 @@ def merge(notes: Sequence[Note], step: int, layout: str, extra: dict[str, Any]) 
     tensors = {key: Saved(*kinds[key], tuple(found.values())) for key, found in sorted(pieces.items())}
     _check_cover(tensors)
     files = {note["file"]: note["bytes"] for note in notes}
-    return Manifest(step, layout, extra, merge_numbers([n["numbers"] for n in notes]), tensors, files, versions())
+    numbers = merge_numbers([note["numbers"] for note in notes])
+    return Manifest(**head, numbers=numbers, tensors=tensors, files=files, written_by=versions())
 
 
 def _check_cover(tensors: dict[str, Saved]) -> None:

@@ -43,7 +43,7 @@ class Reader:
         box = tuple((0, size) for size in saved.shape or (1,)) if box is None else box
         tensor = torch.empty([stop - start for start, stop in box], dtype=TORCH[saved.dtype])
         self.fill(key, box, tensor)
-        return tensor
+        return tensor if saved.shape else tensor.view(())
 
     def piece(self, key: str, piece: Piece) -> Tensor:
         """What one rank wrote of a tensor, checked."""

@@ -47,10 +47,9 @@ class Job:
     step: int
     rank: int
     ranks: int
-    layout: str
+    head: dict[str, Any]  # of the manifest
     copies: Sequence[Copied]
     numbers: dict[str, Any]
-    extra: dict[str, Any]
     keep_last: int
     keep_every: int | None
     phase: Phase
@@ -123,7 +122,7 @@ def finish(job: Job) -> None:
     records = [job.place / record_name(rank) for rank in range(job.ranks)]
     job.phase("gathered")
     notes = [json.loads(record.read_bytes()) for record in records]
-    merge(notes, job.step, job.layout, job.extra).write(job.place)
+    merge(notes, job.head).write(job.place)
     for record in records:
         record.unlink()
     job.phase("listed")

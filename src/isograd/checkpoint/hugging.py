@@ -1,0 +1,282 @@
+"""Hugging Face folders out: config.json, safetensors in shards with an index, tokenizer files.
+
+    export_hf(engine, "out", tokenizer="where the tokenizer is")      # any layout and stage; all ranks call it
+    isograd ckpt convert run/checkpoints out                          # from a checkpoint, without ranks
+
+One tensor is in memory at a time. The folder is written beside its place, read again and compared, and named last.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from isograd.checkpoint.agree import all_or_none, as_ours, raise_alike
+from isograd.checkpoint.files import DTYPES, TORCH, Entry, flush_folder, in_order, sha256, write_bytes, write_tensors
+from isograd.checkpoint.gather import Gathered
+from isograd.checkpoint.manifest import Damage
+from isograd.checkpoint.read import Reader
+from isograd.engine import Engine, state
+from isograd.errors import CheckpointError, IsogradError
+from isograd.models import TransformerConfig
+from isograd.models.families import model_type_of, rules, to_hf_config
+
+ARCHITECTURES = {
+    "gpt2": "GPT2LMHeadModel", "gpt_neox": "GPTNeoXForCausalLM", "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM", "qwen3": "Qwen3ForCausalLM",
+}  # fmt: skip
+COPIED = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model",
+    "vocab.json", "vocab.txt", "merges.txt", "spiece.model", "chat_template.jinja", "generation_config.json",
+)  # fmt: skip
+SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
+SHARD_GB = 5.0
+HF_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+def describe(model: nn.Module) -> dict[str, Any] | None:
+    """What a checkpoint must know to become a Hugging Face folder; None for modules that are of no such kind."""
+    config: Any = getattr(model, "config", None)
+    if isinstance(config, TransformerConfig):
+        return {"kind": "isograd", "config": dataclasses.asdict(config)}
+    if type(model).__module__.startswith("transformers.") and hasattr(config, "to_dict"):
+        values = json.loads(json.dumps(config.to_dict(), default=str))
+        return {"kind": "transformers", "config": {**values, "architectures": [type(model).__name__]}}
+    return None
+
+
+@dataclass(frozen=True)
+class Theirs:
+    """One tensor of the folder, made from one or several of ours."""
+
+    entry: Entry
+    sources: tuple[tuple[str, Callable[[Tensor], Tensor]], ...]  # (our key, the part of theirs that it is)
+
+    def made(self, ours: Iterator[Tensor]) -> Tensor:
+        whole = torch.zeros(self.entry.shape, dtype=TORCH[self.entry.dtype])
+        for _, view in self.sources:
+            place, part = view(whole), next(ours)
+            place.copy_(part.reshape(place.shape))
+        return whole
+
+
+def export_hf(
+    engine: Engine,
+    folder: str | Path,
+    *,
+    tokenizer: str | Path | None = None,
+    max_shard_gb: float = SHARD_GB,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Write the engine's model as a Hugging Face folder; all ranks call it. `dtype`: other than the parameters'."""
+    mesh, target = engine.mesh, Path(folder)
+    described = _described(describe(engine.model), type(engine.model).__name__)
+    gathered = Gathered([p for p in state.parts(engine) if p.key.startswith(("model/", "buffer/"))], mesh)
+    shards = plan(described, gathered.entries, max_shard_gb, dtype)
+    all_or_none(lambda: _open(target, tokenizer) if mesh.rank == 0 else None, f"opening {target}", mesh)
+    ours = gathered.whole(key for shard in shards for theirs in shard for key, _ in theirs.sources)
+    error = None
+    if mesh.rank == 0:
+        try:
+            with as_ours(f"writing {target}", mesh.where()):
+                write(target, shards, ours, described, tokenizer)
+        except IsogradError as caught:
+            error = caught
+            shutil.rmtree(_draft(target), ignore_errors=True)
+    for _ in ours:  # what the other ranks have to send, whether it can be written or not
+        pass
+    raise_alike(error, mesh)
+
+
+def convert(
+    place: Path,
+    folder: str | Path,
+    *,
+    tokenizer: str | Path | None = None,
+    max_shard_gb: float = SHARD_GB,
+    dtype: torch.dtype | None = None,
+) -> Path:
+    """The same from a checkpoint on the disk: in one process, whatever layout wrote it."""
+    reader, target = Reader(place), Path(folder)
+    described = _described(reader.manifest.model, "model of this checkpoint")
+    ours = {key: Entry(key, saved.dtype, saved.shape) for key, saved in reader.manifest.tensors.items()}
+    shards = plan(described, ours, max_shard_gb, dtype)
+    with as_ours(f"writing {target}", ""):
+        _open(target, tokenizer)
+        try:
+            keys = (key for shard in shards for theirs in shard for key, _ in theirs.sources)
+            write(target, shards, (reader.read(key) for key in keys), described, tokenizer)
+        except Damage as damage:
+            raise CheckpointError(
+                "IG936", f"{place} is damaged", seen=damage, expected="the hashes that its manifest lists"
+            ) from damage
+        finally:
+            shutil.rmtree(_draft(target), ignore_errors=True)
+    return target
+
+
+def plan(
+    described: Mapping[str, Any], ours: Mapping[str, Entry], max_shard_gb: float, dtype: torch.dtype | None
+) -> list[list[Theirs]]:
+    """Which tensors stand in which file, in the order in which they are written."""
+    made = _of_transformer(described, ours) if described["kind"] == "isograd" else _as_it_is(ours)
+    if dtype is not None:
+        made = [_cast(theirs, DTYPES[dtype]) for theirs in made]
+    shards: list[list[Theirs]] = [[]]
+    for theirs in made:
+        if shards[-1] and sum(t.entry.size for t in shards[-1]) + theirs.entry.size > max_shard_gb * 1e9:
+            shards.append([])
+        shards[-1].append(theirs)
+    sorted_shards = []
+    for shard in shards:
+        by_entry = {theirs.entry: theirs for theirs in shard}
+        sorted_shards.append([by_entry[entry] for entry in in_order(by_entry)])
+    return sorted_shards
+
+
+def _of_transformer(described: Mapping[str, Any], ours: Mapping[str, Entry]) -> list[Theirs]:
+    config = TransformerConfig.from_dict(described["config"])
+    made: dict[str, Theirs] = {}
+    for rule in rules(config, model_type_of(config)):
+        mine = ours[f"model/{rule.ours}"]
+        before = made[rule.theirs].sources if rule.theirs in made else ()
+        entry = Entry(rule.theirs, mine.dtype, rule.shape(mine.shape))
+        made[rule.theirs] = Theirs(entry, (*before, (mine.name, rule.view)))
+    return list(made.values())
+
+
+def _as_it_is(ours: Mapping[str, Entry]) -> list[Theirs]:
+    """A model of transformers itself: names are its own."""
+    wanted = {key: entry for key, entry in ours.items() if key.startswith(("model/", "buffer/"))}
+    return [
+        Theirs(Entry(key.partition("/")[2], entry.dtype, entry.shape), ((key, lambda t: t),))
+        for key, entry in wanted.items()
+    ]
+
+
+def _cast(theirs: Theirs, dtype: str) -> Theirs:
+    if not TORCH[theirs.entry.dtype].is_floating_point:
+        return theirs
+    return dataclasses.replace(theirs, entry=dataclasses.replace(theirs.entry, dtype=dtype))
+
+
+def _described(found: dict[str, Any] | None, kind: str) -> dict[str, Any]:
+    if found is None:
+        raise CheckpointError(
+            "IG942",
+            f"a {kind} has no form that Hugging Face knows",
+            seen="neither isograd's Transformer nor a model of transformers",
+            expected="one of those",
+            fix="keeper.save writes safetensors of any model; their tensors have its own names",
+        )
+    return found
+
+
+# -- writing ---------------------------------------------------------------------------------------------------------
+
+
+def _draft(target: Path) -> Path:
+    return target.with_name(f".{target.name}.partial")
+
+
+def _open(target: Path, tokenizer: str | Path | None) -> None:
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise CheckpointError(
+            "IG943",
+            f"{target} exists already",
+            seen="a file" if target.is_file() else f"{len(list(target.iterdir()))} entries",
+            expected="a new folder, or an empty one",
+        )
+    if tokenizer is not None and not any((Path(tokenizer) / name).is_file() for name in COPIED[:9]):
+        raise CheckpointError(
+            "IG944", f"no tokenizer in {tokenizer}", seen=_names(Path(tokenizer)), expected="tokenizer.json, or its kin"
+        )
+    shutil.rmtree(_draft(target), ignore_errors=True)
+    _draft(target).mkdir(parents=True)
+
+
+def _names(folder: Path) -> Any:
+    return sorted(p.name for p in folder.iterdir())[:10] if folder.is_dir() else "no such folder"
+
+
+def write(
+    target: Path,
+    shards: Sequence[Sequence[Theirs]],
+    ours: Iterator[Tensor],
+    described: Mapping[str, Any],
+    tokenizer: str | Path | None,
+) -> None:
+    """Into a folder beside the target, which gets its name when all of it was read again."""
+    draft = _draft(target)
+    hashes: dict[str, dict[str, str]] = {}
+    for number, shard in enumerate(shards, 1):
+        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else "model.safetensors"
+        made = _hashed(shard, ours, hashes.setdefault(name, {}))
+        write_tensors(draft / name, [theirs.entry for theirs in shard], made, {"format": "pt"})
+    entries = [theirs.entry for shard in shards for theirs in shard]
+    if len(shards) > 1:
+        homes = {name: file for file, inside in hashes.items() for name in inside}
+        index = {"metadata": {"total_size": sum(e.size for e in entries)}, "weight_map": dict(sorted(homes.items()))}
+        write_bytes(draft / "model.safetensors.index.json", _readable(index))
+    write_bytes(draft / "config.json", _readable(_config(described, entries, tokenizer)))
+    for name in COPIED if tokenizer is not None else ():
+        if (Path(str(tokenizer)) / name).is_file():
+            shutil.copyfile(Path(str(tokenizer)) / name, draft / name)
+    _compare(draft, hashes)
+    flush_folder(draft)
+    if target.exists():
+        target.rmdir()
+    draft.rename(target)
+    flush_folder(target.parent)
+
+
+def _hashed(shard: Sequence[Theirs], ours: Iterator[Tensor], hashes: dict[str, str]) -> Iterator[Tensor]:
+    for theirs in shard:
+        tensor = theirs.made(ours)
+        hashes[theirs.entry.name] = sha256(tensor)
+        yield tensor
+
+
+def _readable(value: Any) -> bytes:
+    return (json.dumps(value, indent=2) + "\n").encode()
+
+
+def _config(described: Mapping[str, Any], entries: Iterable[Entry], tokenizer: str | Path | None) -> dict[str, Any]:
+    if described["kind"] == "isograd":
+        values = to_hf_config(TransformerConfig.from_dict(described["config"]))
+        values |= {"architectures": [ARCHITECTURES[values["model_type"]]], **dict.fromkeys(SPECIAL)}
+    else:
+        values = dict(described["config"])
+    near = Path(str(tokenizer)) / "config.json"
+    if tokenizer is not None and near.is_file():
+        known = json.loads(near.read_text())
+        values |= {name: known[name] for name in SPECIAL if name in known}
+    widest = max((entry.dtype for entry in entries if entry.dtype in HF_DTYPES), key=lambda d: TORCH[d].itemsize)
+    return {**values, "dtype": HF_DTYPES[widest]}
+
+
+def _compare(draft: Path, hashes: Mapping[str, Mapping[str, str]]) -> None:
+    """What was written is what is read, by the reader that everybody else uses."""
+    from safetensors import safe_open
+
+    wrong = []
+    for file, inside in hashes.items():
+        with safe_open(str(draft / file), framework="pt") as opened:
+            found = set(opened.keys())
+            wrong += [name for name in inside if name not in found or sha256(opened.get_tensor(name)) != inside[name]]
+    if wrong:
+        raise CheckpointError(
+            "IG945",
+            "what was written is not what is read back",
+            seen=f"{len(wrong)} tensors: {wrong[:8]}",
+            expected="the same bytes",
+            fix="look at the disk and the memory of this machine; nothing was left in place",
+        )

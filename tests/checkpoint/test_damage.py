@@ -1,0 +1,156 @@
+"""Damage is found by hashes, named, and an older checkpoint is taken by all ranks; nothing damaged is ever returned."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from isograd.checkpoint import Keeper, folder, manifest
+from isograd.checkpoint.manifest import Damage
+from isograd.checkpoint.read import Reader
+from isograd.errors import CheckpointError
+from tests.checkpoint import toys
+
+
+def saved_twice(home: Path, layout: str = "1") -> None:
+    engine = toys.engine_of(layout, "gpt2")
+    with Keeper(home, engine) as keeper:
+        for step in (1, 2):
+            toys.train(engine, step - 1, step, gradients=False)
+            keeper.save(step)
+
+
+def flip(path: Path, at: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 4
+    path.write_bytes(content)
+
+
+def shard(place: Path) -> Path:
+    return sorted(place.glob("*.safetensors"))[-1]
+
+
+def largest_number_in_header(place: Path) -> None:
+    content = bytearray(shard(place).read_bytes())
+    content[0:8] = (2**60).to_bytes(8, "little")
+    shard(place).write_bytes(content)
+
+
+def swapped(place: Path) -> None:
+    """Two tensors of one shape change places: every byte is there, and every size."""
+    found = json.loads((place / manifest.NAME).read_text())
+    a, b = (found["tensors"][f"model/blocks.{i}.mlp.up.weight"]["pieces"][0] for i in (0, 1))
+    a[2], b[2] = b[2], a[2]
+    import hashlib
+
+    text = json.dumps(found).encode()
+    (place / manifest.NAME).write_bytes(text)
+    (place / manifest.HASH).write_text(f"{hashlib.sha256(text).hexdigest()}  manifest.json\n")
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a flipped bit at the end": (lambda p: flip(shard(p), -1), "do not have the hash"),
+    "a flipped bit in the middle": (lambda p: flip(shard(p), shard(p).stat().st_size // 2), "do not have the hash"),
+    "a header that lies": (largest_number_in_header, "header"),
+    "a truncated shard": (lambda p: shard(p).write_bytes(shard(p).read_bytes()[:-8]), "bytes instead of"),
+    "an empty shard": (lambda p: shard(p).write_bytes(b""), "0 bytes instead of"),
+    "a missing shard": (lambda p: shard(p).unlink(), "the file is missing"),
+    "a flipped bit in the manifest": (lambda p: flip(p / manifest.NAME, 300), "manifest.json does not have the hash"),
+    "an empty manifest": (lambda p: (p / manifest.NAME).write_bytes(b""), "manifest.json does not have the hash"),
+    "no manifest": (lambda p: (p / manifest.NAME).unlink(), "cannot be read"),
+    "no hash of the manifest": (lambda p: (p / manifest.HASH).unlink(), "cannot be read"),
+    "tensors that changed places": (swapped, "model/blocks."),
+}
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    home = tmp_path_factory.mktemp("two")
+    saved_twice(home)
+    return home
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_damage_is_said_once_with_the_place_and_the_older_checkpoint_is_taken(
+    two: Path, tmp_path: Path, kind: str
+) -> None:
+    home = tmp_path / "home"
+    shutil.copytree(two, home)
+    break_it, said = DAMAGES[kind]
+    break_it(home / folder.name_of(2))
+    engine = toys.engine_of("1", "gpt2", seed=3)
+    with Keeper(home, engine) as keeper:
+        with pytest.warns(UserWarning, match="loaded step-00000001") as warned:
+            found = keeper.load()
+        assert found is not None
+        assert found.step == 1
+        assert len(warned) == 1
+        assert "step-00000002: " in str(warned[0].message)
+        assert said in str(warned[0].message)
+        reader = Reader(home / folder.name_of(1))
+        for name, parameter in engine.model.named_parameters():
+            assert torch.equal(parameter, reader.read(f"model/{name}"))
+        with pytest.raises(CheckpointError, match="IG936"):
+            keeper.load(home / folder.name_of(2))
+        break_it(home / folder.name_of(1))
+        with pytest.raises(CheckpointError, match="IG936: no whole checkpoint"):
+            keeper.load()
+
+
+def test_damage_names_the_tensor(two: Path, tmp_path: Path) -> None:
+    place = tmp_path / "one"
+    shutil.copytree(two / folder.name_of(2), place)
+    reader = Reader(place)
+    sizes = [t.shape[0] * 8 for k, t in reader.manifest.tensors.items() if k == "model/norm.bias"]
+    content = bytearray(shard(place).read_bytes())
+    at = content.find(bytes(memoryview(reader.read("model/norm.bias").numpy()).cast("B")))
+    assert sizes and at > 0
+    flip(shard(place), at + 5)
+    with pytest.raises(Damage, match=r"model/norm.bias \[0:24\] in rank-00000.safetensors"):
+        Reader(place).read("model/norm.bias")
+
+
+def fall_back(home: Path) -> tuple[int, list[str], bool]:
+    """Only what one rank reads is damaged."""
+    engine = toys.engine_of("dp2 zero3", "gpt2", seed=3)
+    with warnings.catch_warnings(record=True) as warned, Keeper(home, engine) as keeper:
+        warnings.simplefilter("always")
+        found = keeper.load()
+        assert found is not None
+        truth = Reader(found.path).read("model/embed.weight")
+        with engine.full_parameters() as model:
+            same = torch.equal(model.embed.weight, truth)
+    return found.step, [str(w.message) for w in warned if "loaded" in str(w.message)], same
+
+
+def test_damage_that_one_rank_meets_sends_all_ranks_to_the_older_checkpoint(worlds, tmp_path: Path) -> None:
+    worlds(2).run(saved_twice, tmp_path, "dp2 zero3")
+    flip(shard(tmp_path / folder.name_of(2)), -1)
+    answers = worlds(2).run(fall_back, tmp_path)
+    assert [(step, same) for step, _, same in answers] == [(1, True), (1, True)]
+    assert [len(said) for _, said, _ in answers] == [1, 0]
+    assert "rank-00001.safetensors" in answers[0][1][0]
+
+
+def test_a_checkpoint_of_a_newer_isograd_is_refused(two: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Keeper(tmp_path / "new", toys.engine_of("1", "gpt2")) as keeper:
+        with monkeypatch.context() as patched:
+            patched.setattr(manifest, "VERSION", 2)
+            keeper.save(1)
+            keeper.wait()
+        with pytest.raises(CheckpointError, match="IG939"):
+            keeper.load()
+
+
+def test_no_checkpoint_is_no_error_but_a_wrong_path_is(tmp_path: Path) -> None:
+    with Keeper(tmp_path, toys.engine_of("1")) as keeper:
+        assert keeper.load() is None
+        assert keeper.newest() is None
+        with pytest.raises(CheckpointError, match="IG935"):
+            keeper.load(tmp_path / "step-00000007")

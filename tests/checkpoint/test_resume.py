@@ -1,0 +1,246 @@
+"""A run goes on from a checkpoint of any other layout as if it had never stopped: fp64, 1e-9, gradients by name."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from isograd.checkpoint import Keeper
+from isograd.checkpoint.read import Reader
+from isograd.engine import Engine, Joined, LossScale
+from isograd.errors import CheckpointError
+from isograd.mesh import Mesh
+from tests.checkpoint import toys
+from tests.checkpoint.toys import Run
+from tests.engine.toys import Toy, assert_same_bits, loss_of, micro_batch
+
+PAIRS = (
+    ("dp4 zero0", "dp2 tp2 sp zero3"),
+    ("dp2 tp2 zero3", "dp4 zero0"),
+    ("dp4 zero3", "tp4"),  # more tp ranks than key heads
+    ("tp2 sp dp2 zero2", "cp2 ulysses dp2"),
+    ("cp2 ring tp2 sp zero1", "pp2 dp2 zero1"),
+    ("pp2 dp2 zero2", "dp4 zero2"),
+    ("dp4 zero1", "pp2 tp2"),
+    ("pp2 tp2", "1"),
+    ("1", "dp4 zero1"),
+    ("dp2 zero1", "dp4 zero3"),
+)
+
+
+def world_of(layout: str) -> int:
+    return Mesh.unbound(layout).layout.world_size
+
+
+def assert_same_run(found: Run, truth: Run, tolerance: float = 1e-9) -> None:
+    assert len(found.gradients) == len(truth.gradients) == len(truth.losses) > 0
+    for step, (mine, theirs) in enumerate(zip(found.gradients, truth.gradients, strict=True)):
+        assert mine.keys() == theirs.keys()
+        for name, gradient in theirs.items():
+            error = float((mine[name] - gradient).norm())
+            assert error <= tolerance * float(gradient.norm()), f"step {step}, {name}: error {error:.2e}"
+    for ours, theirs in zip(found.losses + found.norms, truth.losses + truth.norms, strict=True):
+        assert abs(ours - theirs) <= tolerance * abs(theirs)
+
+
+@pytest.mark.parametrize(("before", "after"), PAIRS)
+def test_a_run_goes_on_under_another_layout(worlds, tmp_path: Path, before: str, after: str) -> None:
+    truth = worlds(world_of(before)).run(toys.save_then_go_on, tmp_path, before)[0]
+    for found in worlds(world_of(after)).run(toys.resume, tmp_path, after):
+        assert (found.start, found.extra) == (2, {"position": 16})
+        assert_same_run(found, truth)
+
+
+def resume_both(folder: Path, layout: str, **options: Any) -> tuple[Run, Run]:
+    return toys.save_then_go_on(folder, layout, **options), toys.resume(folder, layout, **options)
+
+
+EXACT = (
+    ("dp2 tp2 sp zero1", {"dtype": torch.float32}),
+    ("dp2 tp2 zero3", {"dtype": torch.bfloat16}),
+    ("dp4 zero0", {"dtype": torch.bfloat16}),
+    ("dp2 pp2 zero2", {"dtype": torch.float16, "model": "gpt2"}),
+    ("dp4 zero1", {"dtype": torch.float32, "offload": True, "optimizer": toys.sgd}),
+)
+
+
+def resume_exactly(folder: Path) -> list[tuple[Run, Run]]:
+    return [resume_both(folder / str(i), layout, **options) for i, (layout, options) in enumerate(EXACT)]
+
+
+def test_the_same_layout_goes_on_with_the_same_bits(worlds, tmp_path: Path) -> None:
+    """Masters of half precision, the loss scale of fp16 and the state of the optimizer among them."""
+    for runs in worlds(4).run(resume_exactly, tmp_path):
+        for truth, found in runs:
+            assert (found.losses, found.norms) == (truth.losses, truth.norms)
+            for mine, theirs in zip(found.gradients, truth.gradients, strict=True):
+                assert_same_bits(mine, theirs)
+
+
+def half_to_half(folder: Path, layout: str, saves: bool) -> dict[str, torch.Tensor]:
+    """bf16 under a layout: what a checkpoint keeps of it, or what is kept after reading that."""
+    engine = toys.engine_of(layout, dtype=torch.bfloat16, seed=0 if saves else 5)
+    with Keeper(folder / ("first" if saves else "second"), engine) as keeper:
+        if saves:
+            toys.train(engine, 0, 2, gradients=False)
+        else:
+            assert keeper.load(folder / "first" / "step-00000002") is not None
+        keeper.save(2)
+        keeper.wait()
+        reader = Reader(keeper.folder / "step-00000002")
+        return {key: reader.read(key) for key in reader.manifest.tensors}
+
+
+def test_masters_and_moments_survive_another_layout_bit_for_bit(worlds, tmp_path: Path) -> None:
+    first = worlds(4).run(half_to_half, tmp_path, "dp2 tp2 zero1", True)[0]
+    second = worlds(4).run(half_to_half, tmp_path, "pp2 dp2 zero0", False)[0]
+    assert {key.partition("/")[0] for key in first} == {"model", "master", "optimizer"}
+    assert_same_bits({k: v.float() for k, v in first.items()}, {k: v.float() for k, v in second.items()})
+
+
+# -- any module ------------------------------------------------------------------------------------------------------
+
+
+class Counting(Toy):
+    """With buffers: one saved, one not, one a number."""
+
+    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__(dtype)
+        self.register_buffer("seen", torch.zeros(3, dtype=dtype))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("scratch", torch.zeros(2), persistent=False)
+
+
+def by_name(shards: Any) -> torch.optim.Optimizer:
+    groups = shards.groups({"*bias": {"weight_decay": 0.0}, "*": {"lr": 3e-3}})
+    return torch.optim.AdamW(groups, lr=1e-2, amsgrad=True)
+
+
+def toy_steps(engine: Engine, start: int, stop: int) -> list[float]:
+    share, losses = 4 // engine.mesh.size("dp"), []
+    for step in range(start, stop):
+        for j in range(share):
+            x, y = micro_batch(step, engine.mesh.index("dp") * share + j)
+            engine.backward(loss_of(engine.model, x, y), weight=len(x))
+        losses.append(engine.step().loss)
+    return losses
+
+
+def toy_run(folder: Path, before: str, after: str) -> tuple[list[float], list[float], Any]:
+    saver = Engine(Counting(), Mesh(before), by_name, clip=0.5, loss_scale=LossScale(value=64.0))
+    with Keeper(folder, saver) as keeper:
+        toy_steps(saver, 0, 2)
+        saver.model.seen.fill_(7)
+        saver.model.calls.fill_(2)
+        for group in saver.optimizer.param_groups:
+            group["lr"] *= 0.5
+        assert saver.loss_scale is not None
+        saver.loss_scale.good_steps = 11
+        keeper.save(2)
+    truth = toy_steps(saver, 2, 4)
+    model = Counting()
+    for parameter in model.parameters():
+        torch.nn.init.constant_(parameter, 0.1)
+    loader = Engine(model, Mesh(after), by_name, clip=0.5, loss_scale=LossScale())
+    with Keeper(folder, loader) as keeper:
+        keeper.load()
+    assert loader.loss_scale is not None
+    scale = (loader.loss_scale.value, loader.loss_scale.good_steps)
+    rates = [group["lr"] for group in loader.optimizer.param_groups]
+    states = sum(len(state) > 0 for state in loader.optimizer.state.values())
+    with loader.full_parameters():
+        frozen = float(model.frozen.weight.sum()), float(Counting().frozen.weight.sum())
+    return truth, toy_steps(loader, 2, 4), (scale, rates, model.seen.tolist(), int(model.calls), states, frozen)
+
+
+@pytest.mark.parametrize(("before", "after"), [("dp4 zero0", "dp4 zero3"), ("dp4 zero3", "dp4 zero1")])
+def test_any_module_goes_on_with_groups_buffers_frozen_and_unused_parameters(
+    worlds, tmp_path: Path, before: str, after: str
+) -> None:
+    for truth, found, (scale, rates, seen, calls, states, frozen) in worlds(4).run(toy_run, tmp_path, before, after):
+        assert found == pytest.approx(truth, rel=1e-9)
+        assert scale == (64.0, 11)
+        assert rates == [5e-3, 1.5e-3]
+        assert (seen, calls) == ([7.0, 7.0, 7.0], 2)
+        assert states == 8  # of 10 trainable parameters two were never used
+        assert frozen[0] == pytest.approx(frozen[1], rel=1e-12)
+
+
+# -- Muon ------------------------------------------------------------------------------------------------------------
+
+
+def muon(shards: Any) -> torch.optim.Optimizer:
+    return Joined(torch.optim.Muon(shards.whole, lr=2e-2), torch.optim.AdamW(shards.rest, lr=1e-2))
+
+
+def test_joined_optimizers_go_on_with_whole_matrices_on_other_owners(worlds, tmp_path: Path) -> None:
+    options = {"optimizer": muon, "whole": ["blocks.*.mlp.*.weight"]}
+    truth = worlds(4).run(partial(toys.save_then_go_on, tmp_path, "dp4 zero1", **options))[0]
+    found = worlds(2).run(partial(toys.resume, tmp_path, "dp2 zero3", **options))[0]
+    assert_same_run(found, truth)
+
+
+# -- how much is read ------------------------------------------------------------------------------------------------
+
+
+def what_is_read(folder: Path, layout: str) -> int:
+    """Bytes of the pieces that this rank opens."""
+    read = 0
+    original = Reader.piece
+
+    def counted(self: Reader, key: str, piece: Any) -> torch.Tensor:
+        nonlocal read
+        tensor = original(self, key, piece)
+        read += tensor.numel() * tensor.itemsize
+        return tensor
+
+    Reader.piece = counted  # type: ignore[method-assign]
+    try:
+        toys.resume(folder, layout, stop=2)
+    finally:
+        Reader.piece = original  # type: ignore[method-assign]
+    return read
+
+
+def test_a_rank_reads_the_pieces_that_hold_its_own_rows_and_no_others(worlds, tmp_path: Path) -> None:
+    worlds(4).run(toys.save_then_go_on, tmp_path, "dp4 zero1", 1, 1)
+    everything = sum(path.stat().st_size for path in tmp_path.glob("step-*/*.safetensors"))
+    for read in worlds(4).run(what_is_read, tmp_path, "dp4 zero3"):
+        assert 0.15 * everything < read < 0.35 * everything
+    for read in worlds(4).run(what_is_read, tmp_path, "dp4 zero1"):  # whole parameters, own rows of two moments
+        assert 0.4 * everything < read < 0.6 * everything
+
+
+# -- what does not fit -----------------------------------------------------------------------------------------------
+
+
+WRONG: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "model": (
+        {"model": "gpt2"},
+        ("IG937", "vocab is 101 there and 97 here", "model/blocks.0.norm1.bias is not in the"),
+    ),
+    "dtype": ({"dtype": torch.float32}, ("IG937", "model/embed.weight is F64 [101, 24] there and F32 [101, 24] here")),
+    "optimizer": ({"optimizer": toys.sgd}, ("IG938", "embed.weight was stepped by AdamW and is by SGD here")),
+}
+
+
+def refused(folder: Path, layout: str) -> dict[str, str]:
+    found = {}
+    for what, (options, _) in WRONG.items():
+        engine = toys.engine_of(layout, **options)
+        with Keeper(folder, engine) as keeper, pytest.raises(CheckpointError) as error:
+            keeper.load()
+        found[what] = str(error.value)
+    return found
+
+
+def test_another_model_or_optimizer_is_refused_by_name_on_all_ranks_alike(worlds, tmp_path: Path) -> None:
+    worlds(4).run(toys.save_then_go_on, tmp_path, "pp2 dp2 zero1", 1, 1)
+    answers = worlds(4).run(refused, tmp_path, "dp2 pp2")
+    assert all(answer == answers[0] for answer in answers)
+    for what, (_, said) in WRONG.items():
+        assert all(part in answers[0][what] for part in said), answers[0][what]

@@ -1,0 +1,244 @@
+"""A save is there whole or not at all: killed at any phase, without space, without permission, beside another job."""
+
+from __future__ import annotations
+
+import errno
+import multiprocessing
+import os
+import resource
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from isograd.checkpoint import Keeper, folder
+from isograd.checkpoint.read import Reader
+from isograd.checkpoint.write import PHASES, Copied, Job, Writing
+from isograd.errors import CheckpointError, LaunchError
+from tests.checkpoint import toys
+from tests.engine.toys import assert_same_bits
+
+ROWS = 6
+
+
+def value(step: int, rank: int) -> torch.Tensor:
+    return torch.arange(ROWS * 5.0).view(ROWS, 5) + 100 * step + 1000 * rank
+
+
+def job(home: Path, step: int, rank: int, phase: Callable[[str], None], keep_last: int = 2) -> Job:
+    """One rank of two, with one tensor: each holds half of its rows."""
+    box = ((ROWS * rank, ROWS * (rank + 1)), (0, 5))
+    copies = [Copied("model/weight", (2 * ROWS, 5), box, value(step, rank))]
+    copies += [Copied("model/bias", (), ((0, 1),), torch.tensor([float(step)]))] if rank == 1 else []
+    numbers = {"groups": [{"kind": "SGD", "options": {}, "names": ["weight"]}], "counts": {}, "loss_scale": None}
+    head = {"step": step, "layout": "dp2", "model": None, "extra": {"step": step}}
+    return Job(home, folder.partial(home, step, "j"), step, rank, 2, head, copies, numbers, keep_last, None, phase)
+
+
+def both(home: Path, step: int, phases: tuple[Callable[[str], None], ...] = (lambda _: None, lambda _: None)) -> None:
+    """What two ranks do, in threads of this process."""
+    writing = [Writing(job(home, step, rank, phases[rank])) for rank in range(2)]
+    for one in writing:
+        one.join()
+        if one.error is not None:
+            raise one.error
+
+
+def ends_at(phase: str) -> Callable[[str], None]:
+    def end(now: str) -> None:
+        if now == phase:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return end
+
+
+def armed_rank(home: Path, rank: int, phase: str) -> None:
+    """A process that is killed there."""
+    Writing(job(home, 2, rank, ends_at(phase))).join()
+    os._exit(7)
+
+
+def whole(place: Path, step: int) -> bool:
+    reader = Reader(place)
+    expected = torch.cat([value(step, 0), value(step, 1)])
+    return torch.equal(reader.read("model/weight"), expected) and float(reader.read("model/bias")) == step
+
+
+OF_EACH = ("begun", "half written", "written", "recorded")
+KILLS = [(0, phase) for phase in PHASES if phase != "copied"] + [(1, phase) for phase in OF_EACH]
+
+
+@pytest.mark.parametrize(("rank", "phase"), KILLS)
+def test_a_rank_that_is_killed_at_any_phase_leaves_a_whole_checkpoint(tmp_path: Path, phase: str, rank: int) -> None:
+    both(tmp_path, 1)
+    armed = multiprocessing.get_context("fork").Process(target=armed_rank, args=(tmp_path, rank, phase))
+    armed.start()
+    other = Writing(job(tmp_path, 2, 1 - rank, lambda _: None))
+    armed.join()
+    assert armed.exitcode == -signal.SIGKILL
+    if phase in OF_EACH[:3]:
+        other.given_up.set()  # as a process group does that has lost a member
+    other.join()
+    complete = phase in ("named", "pruned") or (rank, phase) == (1, "recorded")
+    found = folder.checkpoints(tmp_path)
+    assert [step for step, _ in found] == ([1, 2] if complete else [1])
+    assert all(whole(place, step) for step, place in found)
+    folder.sweep(tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == [place.name for _, place in found]
+    both(tmp_path, 3)
+    assert whole(folder.checkpoints(tmp_path)[-1][1], 3)
+
+
+def killed_run(home: Path, layout: str, rank: int, phase: str) -> None:
+    """Trains, saves step 1, and is killed while it saves step 2."""
+    engine = toys.engine_of(layout)
+    armed = [False]
+
+    def end(now: str) -> None:
+        if armed[0] and now == phase and engine.mesh.rank == rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with Keeper(home, engine, phase=end) as keeper:
+        for step in (1, 2):
+            toys.train(engine, step - 1, step, gradients=False)
+            keeper.save(step)
+            keeper.wait()
+            armed[0] = True
+
+
+def never_killed_and_resumed(home: Path, layout: str, start: int) -> tuple[toys.Run, toys.Run]:
+    engine = toys.engine_of(layout)
+    toys.train(engine, 0, start, gradients=False)
+    return toys.train(engine, start, 3), toys.resume(home, layout, stop=3)
+
+
+@pytest.mark.parametrize(("rank", "phase", "goes_on_from"), [(1, "half written", 1), (0, "named", 2)])
+def test_a_run_that_was_killed_goes_on_with_the_same_bits(
+    worlds, tmp_path: Path, rank: int, phase: str, goes_on_from: int
+) -> None:
+    with pytest.raises(LaunchError, match="SIGKILL"):
+        worlds(2).run(killed_run, tmp_path, "dp2 zero1", rank, phase)
+    truth, found = worlds(2).run(never_killed_and_resumed, tmp_path, "dp2 zero1", goes_on_from)[0]
+    assert found.start == goes_on_from
+    assert (found.losses, found.norms) == (truth.losses, truth.norms)
+    for mine, theirs in zip(found.gradients, truth.gradients, strict=True):
+        assert_same_bits(mine, theirs)
+
+
+# -- what the file system refuses ------------------------------------------------------------------------------------
+
+
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """Writing more fails, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def full_disk(home: Path) -> tuple[str, list[str], list[float]]:
+    """Only rank 1 has no space; saving goes on when it has some again."""
+    engine = toys.engine_of("dp2 zero1", "gpt2")
+    with Keeper(home, engine) as keeper:
+        keeper.save(1)
+        keeper.wait()
+        with largest_file(20_000 if engine.mesh.rank == 1 else resource.RLIM_INFINITY):
+            keeper.save(2)
+            with pytest.raises(CheckpointError) as error:
+                keeper.wait()
+        names = sorted(p.name for p in home.iterdir())
+        run = toys.train(engine, 0, 1, gradients=False)
+        keeper.save(3)
+    return str(error.value), names, run.losses
+
+
+def test_a_full_disk_is_an_error_on_all_ranks_and_training_can_go_on(worlds, tmp_path: Path) -> None:
+    answers = worlds(2).run(full_disk, tmp_path)
+    assert answers[0] == answers[1]
+    error, names, _ = answers[0]
+    assert "IG930: writing the checkpoint of step 2" in error
+    assert os.strerror(errno.EFBIG) in error
+    assert "rank 1" in error
+    assert names == ["lock", "step-00000001"]
+    assert [step for step, _ in folder.checkpoints(tmp_path)] == [1, 3]
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_with_its_name() -> None:
+    with pytest.raises(CheckpointError, match="IG930: opening the folder /proc/isograd"):
+        Keeper("/proc/isograd", toys.engine_of("1"))
+
+
+def test_a_second_job_in_one_folder_is_refused_and_told_who_holds_it(tmp_path: Path) -> None:
+    engine = toys.engine_of("1")
+    with Keeper(tmp_path, engine), pytest.raises(CheckpointError, match=f'IG931(.|\n)*"pid": {os.getpid()}'):
+        Keeper(tmp_path, engine)
+    Keeper(tmp_path, engine).close()
+
+
+def test_ranks_that_see_different_folders_are_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folder, "job_in", lambda _: "another")
+    with pytest.raises(CheckpointError, match="IG932"):
+        Keeper(tmp_path, toys.engine_of("1"))
+
+
+def mistaken(home: Path) -> list[str]:
+    engine = toys.engine_of("dp2")
+    said = []
+    with Keeper(home, engine) as keeper:
+        for attempt in (lambda: keeper.save(engine.mesh.rank), lambda: keeper.save(1, {"a": object()})):
+            with pytest.raises(CheckpointError) as error:
+                attempt()
+            said.append(str(error.value))
+        toys.train(engine, 0, 1, gradients=False)
+        engine.accumulate(toys.batch(1, engine.mesh), 2)
+        with pytest.raises(CheckpointError) as error:
+            keeper.save(1)
+        said.append(str(error.value))
+    return said
+
+
+def test_saving_at_the_wrong_moment_is_refused(worlds, tmp_path: Path) -> None:
+    for rank, said in enumerate(worlds(2).run(mistaken, tmp_path)):
+        assert "IG933" in said[0] and f"rank {rank}: step {rank}" in said[0]
+        assert "IG934" in said[1]
+        assert "IG933" in said[2] and "with gradients under way" in said[2]
+
+
+# -- the folder ------------------------------------------------------------------------------------------------------
+
+
+def steps_in(home: Path) -> list[int]:
+    return [step for step, _ in folder.checkpoints(home)]
+
+
+def test_the_newest_and_every_nth_are_kept(tmp_path: Path) -> None:
+    for step in range(1, 8):
+        (tmp_path / folder.name_of(step)).mkdir()
+    folder.prune(tmp_path, 2, 3)
+    assert steps_in(tmp_path) == [3, 6, 7]
+    folder.prune(tmp_path, 0, None)
+    assert steps_in(tmp_path) == [7]
+
+
+def test_a_smaller_step_sets_the_larger_ones_aside_and_an_equal_one_replaces(tmp_path: Path) -> None:
+    both(tmp_path, 3)
+    both(tmp_path, 4)
+    both(tmp_path, 2)
+    assert steps_in(tmp_path) == [2]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["aside-step-00000003", "aside-step-00000004", "step-00000002"]
+    assert whole(tmp_path / "aside-step-00000004", 4)
+    both(tmp_path, 2)
+    assert whole(tmp_path / "step-00000002", 2)
+
+
+def test_a_replacement_that_was_interrupted_is_undone(tmp_path: Path) -> None:
+    both(tmp_path, 2)
+    (tmp_path / "step-00000002").rename(tmp_path / ".step-00000002.replaced")
+    folder.sweep(tmp_path)
+    assert whole(tmp_path / "step-00000002", 2)
