@@ -27,7 +27,20 @@ _HOMES = {
     "World": "isograd.comm.launch",
     "IsogradError": "isograd.errors",
 }
-_MODULES = ("checkpoint", "comm", "contrastive", "engine", "errors", "models", "nn", "pipeline", "random", "sequence", "verify")
+_MODULES = (
+    "checkpoint",
+    "comm",
+    "contrastive",
+    "data",
+    "engine",
+    "errors",
+    "models",
+    "nn",
+    "pipeline",
+    "random",
+    "sequence",
+    "verify",
+)
 
 __all__ = [*_HOMES, *_MODULES]  # noqa: PLE0604
 
@@ -35,6 +48,7 @@ if TYPE_CHECKING:
     from isograd import checkpoint as checkpoint
     from isograd import comm as comm
     from isograd import contrastive as contrastive
+    from isograd import data as data
     from isograd import engine as engine
     from isograd import errors as errors
     from isograd import models as models

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from isograd.comm.launch import World
-from isograd.data import Mixture, Source, Tokens
+from isograd.data import Mixture, Source, Tokens, build
 from isograd.errors import DataError
 from isograd.layout import Layout
 from isograd.mesh import Mesh
@@ -144,6 +144,17 @@ def test_a_sample_a_thousand_million_steps_on_costs_no_more_reads(
     assert max(size for _, size in costs) < 20 * BATCH * LENGTH
 
 
+def test_a_reader_of_many_shards_holds_few_files_open_and_reads_the_same(
+    folders: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = read(folders, batch=64).rows(0, range(64))
+    monkeypatch.setattr("isograd.data.files.OPEN", 1)
+    before = len(os.listdir("/proc/self/fd"))
+    mixture = read(folders, batch=64)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in mixture.rows(0, range(64)).items())
+    assert len(os.listdir("/proc/self/fd")) <= before + len(folders)
+
+
 def test_a_blend_takes_each_source_by_its_weight_and_without_repeats(folders: list[Path]) -> None:
     mixture = read(folders, weights=[0.5, 0.3, 0.2])
     places = [mixture.place(sample) for sample in range(100)]
@@ -168,6 +179,13 @@ def test_the_fingerprint_changes_with_whatever_changes_a_sample(folders: list[Pa
         read(folders[:2], split="validation"),
     ]
     assert len({plain, *(other.fingerprint for other in others)}) == len(others) + 1
+
+
+def test_the_fingerprint_knows_other_text_of_the_same_length(tmp_path: Path) -> None:
+    for name, text in {"one": "a text", "two": "A text"}.items():
+        (tmp_path / f"{name}.txt").write_text(text)
+        build(tmp_path / name, [tmp_path / f"{name}.txt"], validation=0)
+    assert read([tmp_path / "one"]).fingerprint != read([tmp_path / "two"]).fingerprint
 
 
 def test_what_a_mixture_is_can_be_printed(folders: list[Path]) -> None:

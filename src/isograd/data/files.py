@@ -26,10 +26,10 @@ class Places:
     """Bytes of files by place. The files read last stay open."""
 
     def __init__(self) -> None:
-        self._open: OrderedDict[Path, int] = OrderedDict()
+        self._open: OrderedDict[str, int] = OrderedDict()
         self._lock = threading.Lock()
 
-    def read(self, path: Path, start: int, size: int) -> bytes:
+    def read(self, path: str, start: int, size: int) -> bytes:
         try:
             with self._lock:
                 found = self._pread(self._descriptor(path), start, size)
@@ -47,7 +47,7 @@ class Places:
             start, size = start + len(part), size - len(part)
         return b"".join(parts)
 
-    def _descriptor(self, path: Path) -> int:
+    def _descriptor(self, path: str) -> int:
         if path not in self._open:
             while len(self._open) >= OPEN:
                 os.close(self._open.popitem(last=False)[1])
@@ -60,13 +60,13 @@ class Places:
             os.close(descriptor)
 
 
-def _unreadable(path: Path, seen: str) -> DataError:
+def _unreadable(path: str | Path, seen: str) -> DataError:
     return DataError(
         "IG904",
         f"{path} could not be read",
         seen=seen,
         expected="the file as it was when its folder was opened",
-        fix=f"isograd data verify {path.parent}",
+        fix=f"isograd data verify {Path(path).parent}",
     )
 
 

@@ -44,6 +44,9 @@ class Tokens:
         self.shards = self.manifest.of(split)
         names = [name for shard in self.shards for name in (shard.tokens_file, shard.ends_file)]
         check_sizes(self.folder, self.manifest, names)
+        self._tokens_files = [str(self.folder / shard.tokens_file) for shard in self.shards]
+        self._ends_files = [str(self.folder / shard.ends_file) for shard in self.shards]
+        self._dtype = np.dtype(self.manifest.recipe.vocabulary.dtype)
         self._starts = [0, *accumulate(shard.tokens for shard in self.shards)]  # of each shard in the stream
         self._places = Places()
         if not self.shards:
@@ -70,21 +73,20 @@ class Tokens:
 
     def read(self, start: int, stop: int) -> Numbers:
         """Tokens start to stop of the stream."""
-        dtype = np.dtype(self.manifest.recipe.vocabulary.dtype)
+        width = self._dtype.itemsize
         found = np.empty(stop - start, np.int64)
         for number, a, b in self._parts(start, stop):
-            path = self.folder / self.shards[number].tokens_file
-            raw = self._places.read(path, a * dtype.itemsize, (b - a) * dtype.itemsize)
+            raw = self._places.read(self._tokens_files[number], a * width, (b - a) * width)
             at = self._starts[number] + a - start
-            found[at : at + b - a] = np.frombuffer(raw, dtype)
+            found[at : at + b - a] = np.frombuffer(raw, self._dtype)
         return found
 
     def ends(self, start: int, stop: int) -> Numbers:
         """The places in (start, stop] at which a document has just ended."""
         found = [np.empty(0, np.int64)]
         for number, a, b in self._parts(start, stop):
-            path, documents = self.folder / self.shards[number].ends_file, self.shards[number].documents
-            ends = _Ends(self._places, path, documents)
+            path = self._ends_files[number]
+            ends = _Ends(self._places, path, self.shards[number].documents)
             first, last = bisect_right(ends, a), bisect_right(ends, b)
             raw = self._places.read(path, first * 8, (last - first) * 8)
             found.append(np.frombuffer(raw, "<u8").astype(np.int64) + self._starts[number])
@@ -102,7 +104,7 @@ class Tokens:
 class _Ends(Sequence[int]):
     """The document ends of a shard, each read when asked for: what bisect needs."""
 
-    def __init__(self, places: Places, path: Path, count: int) -> None:
+    def __init__(self, places: Places, path: str, count: int) -> None:
         self._places, self._path, self._count = places, path, count
 
     def __len__(self) -> int:
