@@ -66,6 +66,9 @@ def _command_of(first: list[str]) -> Callable[[list[str], type[_Parser]], int] |
         from isograd.data.command import main as data
 
         return data
+    if first[:1] == ["ckpt"]:
+        from isograd.checkpoint.command import main as ckpt
+        return ckpt
     if first[:1] in (["train"], ["compare"], ["config"]):
         from isograd.train import command
 
@@ -104,6 +107,7 @@ def _parser() -> _Parser:
     commands.add_parser("config", help="show a config's values and their origins, or the schema")
     commands.add_parser("data", help="text into token shards; inspect, verify: see 'isograd data --help'")
     commands.add_parser(
+    commands.add_parser("ckpt", help="inspect, verify, diff and convert checkpoints: see 'isograd ckpt --help'")
         "verify", help="prove layouts, watch any program, compare recordings: see 'isograd verify --help'"
     )
     return parser

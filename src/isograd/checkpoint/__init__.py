@@ -1,7 +1,23 @@
-"""Checkpoints: saved beside the training, whole or not at all, loaded under any layout. docs/checkpoints.md."""
+"""Checkpoints: saved beside the training, whole or not at all, loaded under any layout. docs/checkpoints.md.
 
-from isograd.checkpoint.hugging import export_hf
-from isograd.checkpoint.keeper import Keeper
-from isograd.checkpoint.load import Loaded
+Names are loaded when first used: `isograd ckpt --help` needs no torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from isograd.checkpoint.hugging import export_hf as export_hf
+    from isograd.checkpoint.keeper import Keeper as Keeper
+    from isograd.checkpoint.load import Loaded as Loaded
 
 __all__ = ["Keeper", "Loaded", "export_hf"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'isograd.checkpoint' has no attribute {name!r}")
+    from isograd.checkpoint import hugging, keeper, load
+
+    return getattr({"Keeper": keeper, "Loaded": load, "export_hf": hugging}[name], name)

@@ -1,0 +1,238 @@
+"""isograd ckpt: the command line. Nothing but argparse is imported before a command needs it.
+
+isograd ckpt inspect run/checkpoints                   what a checkpoint holds
+isograd ckpt verify run/checkpoints                    read everything, check every hash
+isograd ckpt diff A B                                  which tensors and rows differ, and by how much
+isograd ckpt convert run/checkpoints out/              a Hugging Face folder, without ranks
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Callable
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from isograd.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from isograd.checkpoint.manifest import Saved
+    from isograd.checkpoint.read import Reader
+
+EXAMPLES = """examples:
+  isograd ckpt inspect run/checkpoints                          the newest of a run
+  isograd ckpt inspect run/checkpoints/step-00000100 --tensors '*embed*'
+  isograd ckpt verify run/checkpoints
+  isograd ckpt diff run/checkpoints/step-00000100 other/checkpoints/step-00000100
+  isograd ckpt convert run/checkpoints out/ --tokenizer my_model/ --dtype bf16
+
+exit codes: 0 well, 2 wrong usage, 3 damaged (verify) or different (diff)"""
+DTYPES = ("fp32", "bf16", "fp16", "fp64")
+PLACE = "a checkpoint, or a folder of checkpoints: then its newest"
+
+Parser = type[argparse.ArgumentParser]
+
+
+def main(words: list[str], kind: Parser) -> int:
+    options, extra = parser_of(kind).parse_known_args(words)
+    if extra:
+        options.parser.refuse(extra)
+    return int(options.run(options))
+
+
+def parser_of(kind: Parser) -> argparse.ArgumentParser:
+    parser = kind(
+        prog="isograd ckpt",
+        description="Checkpoints: what is in them, whether they are whole, how two differ, and out to Hugging Face.",
+        epilog=EXAMPLES,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    verbs = parser.add_subparsers(title="verbs", required=True, metavar="VERB")
+    for name, (about, add_options, run) in VERBS.items():
+        verb = verbs.add_parser(name, help=about, description=f"isograd ckpt {name}: {about}.", allow_abbrev=False)
+        add_options(verb)
+        verb.set_defaults(run=run, parser=verb)
+    return parser
+
+
+def _open(place: str) -> Reader:
+    from isograd.checkpoint.folder import one_of
+    from isograd.checkpoint.manifest import Damage
+    from isograd.checkpoint.read import Reader
+
+    try:
+        return Reader(one_of(Path(place)))
+    except Damage as damage:
+        raise CheckpointError(
+            "IG936",
+            f"{place} is damaged",
+            seen=damage,
+            expected="a manifest with the hash beside it",
+            fix="take an older checkpoint",
+        ) from damage
+
+
+# -- inspect ---------------------------------------------------------------------------------------------------------
+
+
+def _inspect_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("place", metavar="PLACE", help=PLACE)
+    parser.add_argument("--tensors", nargs="?", const="*", metavar="PATTERN", help="list tensors, such as '*embed*'")
+    parser.add_argument("--json", action="store_true", help="print it as JSON")
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    reader = _open(options.place)
+    facts = _facts(reader)
+    if options.json:
+        print(json.dumps(facts | {"tensors": _tensors(reader, options.tensors)}, indent=1))
+        return 0
+    for name, value in facts.items():
+        print(f"{name:<11}{value if isinstance(value, str | int) else _flat(value)}")
+    for row in _tensors(reader, options.tensors):
+        print(f"  {row['name']:<48} {row['dtype']:<5} {'x'.join(map(str, row['shape'])) or '1':<16} {row['pieces']}")
+    return 0
+
+
+def _facts(reader: Reader) -> dict[str, Any]:
+    from isograd.checkpoint.files import TORCH
+
+    manifest = reader.manifest
+    kinds: dict[str, list[Saved]] = {}
+    for key, saved in manifest.tensors.items():
+        kinds.setdefault(key.partition("/")[0], []).append(saved)
+    sums = {}
+    for kind, of_kind in kinds.items():
+        elements = [math.prod(saved.shape) for saved in of_kind]
+        size = sum(n * TORCH[saved.dtype].itemsize for n, saved in zip(elements, of_kind, strict=True))
+        dtypes = " ".join(sorted({saved.dtype for saved in of_kind}))
+        sums[kind] = f"{len(of_kind)} tensors, {sum(elements):,} elements of {dtypes}, {_size(size)}"
+    groups = manifest.numbers["groups"]
+    return {
+        "place": str(reader.folder),
+        "step": manifest.step,
+        "layout": manifest.layout,
+        "written by": ", ".join(f"{name} {version}" for name, version in manifest.written_by.items()),
+        "files": f"{len(manifest.files)}, {_size(sum(manifest.files.values()))}",
+        **sums,
+        "stepped by": [{"kind": g["kind"], "parameters": len(g["names"]), **g["options"]} for g in groups],
+        "config": (manifest.model or {}).get("config", "of a model that is not known"),
+        "extra": manifest.extra,
+    }
+
+
+def _tensors(reader: Reader, pattern: str | None) -> list[dict[str, Any]]:
+    return [
+        {"name": key, "dtype": saved.dtype, "shape": saved.shape, "pieces": len(saved.pieces)}
+        for key, saved in reader.manifest.tensors.items()
+        if pattern is not None and fnmatchcase(key, pattern)
+    ]
+
+
+def _flat(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_flat(inner)}" for name, inner in value.items()) or "-"
+    return "; ".join(map(_flat, value)) if isinstance(value, list) else str(value)
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.4g} TB"
+
+
+# -- verify, diff, convert -------------------------------------------------------------------------------------------
+
+
+def _verify_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("place", metavar="PLACE", help=PLACE)
+
+
+def _verify(options: argparse.Namespace) -> int:
+    from isograd.checkpoint.compare import damages
+
+    reader = _open(options.place)
+    wrong, pieces = [], 0
+    total = sum(len(saved.pieces) for saved in reader.manifest.tensors.values())
+    for key, damage in damages(reader):
+        pieces += 1
+        if sys.stderr.isatty():
+            print(f"\rckpt: {pieces} of {total} pieces, {key:<60.60}", end="", file=sys.stderr, flush=True)
+        if damage:
+            wrong.append(damage)
+    if sys.stderr.isatty():
+        print("\r" + " " * 100, end="\r", file=sys.stderr)
+    for damage in wrong:
+        print(damage)
+    verdict = f"{len(wrong)} of {pieces} pieces are damaged" if wrong else f"whole: {pieces} pieces have their hashes"
+    print(f"{reader.folder}: {verdict}")
+    return 3 if wrong else 0
+
+
+def _diff_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("first", metavar="A", help=PLACE)
+    parser.add_argument("second", metavar="B", help="another one")
+
+
+def _diff(options: argparse.Namespace) -> int:
+    from isograd.checkpoint.compare import differences
+
+    one, other = _open(options.first), _open(options.second)
+    found = 0
+    for difference in differences(one, other):
+        found += 1
+        print(difference)
+    same = len(one.manifest.tensors.keys() & other.manifest.tensors.keys())
+    print(f"{found} differences" if found else f"equal bit for bit: {same} tensors")
+    return 3 if found else 0
+
+
+def _convert_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("place", metavar="PLACE", help=PLACE)
+    parser.add_argument("out", metavar="OUT", help="a new folder")
+    parser.add_argument("--tokenizer", metavar="DIR", help="copy tokenizer files, and special tokens, from here")
+    parser.add_argument("--max-shard-gb", type=_gigabytes, default=5.0, help="of one safetensors file (default 5)")
+    parser.add_argument("--dtype", choices=DTYPES, help="of the weights (default: as they were trained)")
+
+
+def _gigabytes(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size in gigabytes")
+    return value
+
+
+def _convert(options: argparse.Namespace) -> int:
+    import torch
+
+    from isograd.checkpoint.folder import one_of
+    from isograd.checkpoint.hugging import convert
+
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+    place = one_of(Path(options.place))
+    out = convert(
+        place, options.out, tokenizer=options.tokenizer, max_shard_gb=options.max_shard_gb,
+        dtype=dtypes.get(options.dtype),
+    )  # fmt: skip
+    size = sum(path.stat().st_size for path in out.iterdir())
+    print(f"{place} -> {out}: {_size(size)}, read again and compared")
+    return 0
+
+
+Options = Callable[[argparse.ArgumentParser], None]
+VERBS: dict[str, tuple[str, Options, Callable[[argparse.Namespace], int]]] = {
+    "inspect": ("show what a checkpoint holds", _inspect_options, _inspect),
+    "verify": ("read everything and check every hash", _verify_options, _verify),
+    "diff": ("name the tensors and rows in which two differ", _diff_options, _diff),
+    "convert": ("write a Hugging Face folder, without ranks", _convert_options, _convert),
+}

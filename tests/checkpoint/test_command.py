@@ -1,0 +1,136 @@
+"""isograd ckpt on the command line: what it prints, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from isograd.checkpoint import Keeper
+from isograd.cli import main
+from tests.checkpoint import toys
+from tests.checkpoint.test_damage import flip, shard
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Step 1, and step 2 in which two rows of one tensor, another tensor's all and the steps are different."""
+    home = tmp_path_factory.mktemp("saved")
+    engine = toys.engine_of("1", "gpt2", dtype=torch.float32)
+    with Keeper(home, engine) as keeper:
+        toys.train(engine, 0, 1, gradients=False)
+        keeper.save(1, {"data": 8})
+        keeper.wait()
+        with torch.no_grad():
+            engine.model.embed.weight[[3, 4]] += 0.5
+            engine.model.norm.bias.copy_(torch.full((24,), float("nan")))
+        keeper.save(2, {"data": 16})
+    return home
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: Any) -> tuple[int, str]:
+    code = main(["ckpt", *map(str, words)])
+    said = capsys.readouterr()
+    return code, said.out + said.err
+
+
+def test_inspect_shows_the_newest_and_lists_tensors(saved: Path, capsys) -> None:
+    code, said = run(capsys, "inspect", saved, "--tensors", "*norm.bias")
+    assert code == 0
+    for part in (
+        "step       2",
+        "layout     1",
+        "AdamW",
+        "lr 0.01",
+        "vocab 97",
+        "data 16",
+        "F32",
+        "model      28 tensors",
+    ):
+        assert part in said, said
+    listed = [line.split()[0] for line in said.splitlines() if line.startswith("  ")]
+    assert listed == ["model/norm.bias", "optimizer/exp_avg/norm.bias", "optimizer/exp_avg_sq/norm.bias"]
+    code, said = run(capsys, "inspect", saved / "step-00000001", "--json")
+    assert json.loads(said)["step"] == 1
+
+
+def test_verify_names_what_is_damaged(saved: Path, tmp_path: Path, capsys) -> None:
+    code, said = run(capsys, "verify", saved)
+    assert code == 0
+    assert "whole: 111 pieces have their hashes" in said
+    place = tmp_path / "broken"
+    shutil.copytree(saved / "step-00000002", place)
+    flip(shard(place), -1)
+    code, said = run(capsys, "verify", place)
+    assert code == 3
+    assert "1 of 111 pieces are damaged" in said
+    assert "in rank-00000.safetensors: its bytes do not have the hash" in said
+    (place / "manifest.json").write_text("{}")
+    code, said = run(capsys, "inspect", place)
+    assert code == 2
+    assert "IG936" in said
+
+
+def test_diff_names_tensors_rows_and_how_far_they_are_apart(saved: Path, capsys) -> None:
+    assert run(capsys, "diff", saved, saved / "step-00000002") == (0, "equal bit for bit: 111 tensors\n")
+    code, said = run(capsys, "diff", saved / "step-00000001", saved / "step-00000002")
+    assert code == 3
+    lines = said.splitlines()
+    assert lines[0].startswith("model/embed.weight: 2 of 97 rows differ (3-4), by at most 0.5, together ")
+    assert lines[1].startswith("model/norm.bias: 24 of 24 rows differ (0-23), by at most nan")
+    assert lines[2] == "2 differences"
+
+
+def test_diff_tells_models_and_steps_apart(saved: Path, tmp_path: Path, capsys) -> None:
+    engine = toys.engine_of("1", "qwen", dtype=torch.float64)
+    with Keeper(tmp_path, engine) as keeper:
+        toys.train(engine, 0, 2, gradients=False)
+        keeper.save(2)
+    code, said = run(capsys, "diff", saved, tmp_path)
+    assert code == 3
+    assert "model/positions.weight: only in the first" in said
+    assert "model/blocks.2.norm1.weight: only in the second" in said
+    assert "model/embed.weight: F32 [97, 24] and F64 [101, 24]" in said
+    assert "optimizer/step: differs for 37 parameters" in said
+
+
+def test_convert_writes_a_folder_that_transformers_loads(saved: Path, tmp_path: Path, capsys) -> None:
+    from transformers import AutoModelForCausalLM
+
+    words = ("convert", saved / "step-00000001", tmp_path / "out", "--dtype", "bf16")
+    code, said = run(capsys, *words)
+    assert code == 0
+    assert "read again and compared" in said
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
+    code, said = run(capsys, *words)
+    assert code == 2
+    assert "IG943" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["inspect", "nowhere"], ["IG935", "no such folder"]),
+        (["diff", "a"], ["IG600", "B"]),
+        (["convert", "a", "b", "--max-shard-gb", "0"], ["IG600", "'0' is not a size"]),
+        (["inspect", "a", "--tensor", "x", "--jsn"], ["IG600", "--tensors", "--json"]),
+    ],
+)
+def test_wrong_usage_is_one_message_and_exit_code_2(words: list[str], parts: list[str], capsys) -> None:
+    code, said = run(capsys, *words)
+    assert code == 2
+    assert all(part in said for part in parts), said
+
+
+def test_help_needs_no_torch() -> None:
+    script = (
+        "import sys\nfrom isograd.cli import main\n"
+        "try: main(['ckpt', '--help'])\nexcept SystemExit: pass\nassert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
