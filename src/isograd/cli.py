@@ -23,7 +23,7 @@ from isograd.errors import ConfigError, IsogradError, did_you_mean
 if TYPE_CHECKING:
     from isograd.verify.findings import Report
 
-COMMANDS = ("train", "compare", "config", "data", "explain", "verify")
+COMMANDS = ("train", "compare", "config", "data", "ckpt", "explain", "verify")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -68,6 +68,7 @@ def _command_of(first: list[str]) -> Callable[[list[str], type[_Parser]], int] |
         return data
     if first[:1] == ["ckpt"]:
         from isograd.checkpoint.command import main as ckpt
+
         return ckpt
     if first[:1] in (["train"], ["compare"], ["config"]):
         from isograd.train import command
@@ -106,8 +107,8 @@ def _parser() -> _Parser:
     commands.add_parser("compare", help="the same run under several layouts: losses, speed, memory, bytes")
     commands.add_parser("config", help="show a config's values and their origins, or the schema")
     commands.add_parser("data", help="text into token shards; inspect, verify: see 'isograd data --help'")
-    commands.add_parser(
     commands.add_parser("ckpt", help="inspect, verify, diff and convert checkpoints: see 'isograd ckpt --help'")
+    commands.add_parser(
         "verify", help="prove layouts, watch any program, compare recordings: see 'isograd verify --help'"
     )
     return parser

@@ -51,7 +51,7 @@ def test_inspect_shows_the_newest_and_lists_tensors(saved: Path, capsys) -> None
         "vocab 97",
         "data 16",
         "F32",
-        "model      28 tensors",
+        "model      37 tensors",
     ):
         assert part in said, said
     listed = [line.split()[0] for line in said.splitlines() if line.startswith("  ")]
