@@ -38,21 +38,24 @@ class Columns:
     def _firsts(self) -> list[int]:
         return [0, *accumulate(self.counts)]
 
+    def bring(self, mine: Sequence[Tensor]) -> list[Tensor]:
+        """What to visit: vectors, ids, ... of all columns, or of mine, which then go around."""
+        mine = [t.contiguous() for t in mine]
+        return mine if self.ring else [raw.all_gather(t, self.group, self.counts) for t in mine]
+
     def visit(self, brought: Sequence[Tensor], work: Work) -> None:
-        """Call `work` on blocks until it has seen all columns. `brought`: vectors, ids, ... of my columns."""
+        """Call `work` on blocks until it has seen all columns."""
         self._go(brought, work, gradients=False)
 
     def collect(self, brought: Sequence[Tensor], work: Work) -> Tensor:
-        """The same, and return what all ranks added for my columns' vectors (brought[0])."""
+        """The same, and return what all ranks added for my columns' vectors."""
         return self._go(brought, work, gradients=True)
 
     def _go(self, brought: Sequence[Tensor], work: Work, gradients: bool) -> Tensor:
-        return (self._around if self.ring else self._whole)([t.contiguous() for t in brought], work, gradients)
-
-    def _whole(self, brought: Sequence[Tensor], work: Work, gradients: bool) -> Tensor:
-        every = [raw.all_gather(t, self.group, self.counts) for t in brought]
-        sums = torch.zeros_like(every[0]) if gradients else every[0]
-        work(0, every, sums)
+        if self.ring:
+            return self._around(brought, work, gradients)
+        sums = torch.zeros_like(brought[0]) if gradients else brought[0]
+        work(0, brought, sums)
         return raw.reduce_scatter(sums, self.group, self.counts) if gradients else sums
 
     def _around(self, brought: Sequence[Tensor], work: Work, gradients: bool) -> Tensor:

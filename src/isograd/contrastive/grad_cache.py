@@ -18,9 +18,9 @@ All data ranks call `backward` alike. A rank may have no rows (inputs of length 
 nothing of it counts. At ZeRO 3, where a forward is a collective, ranks with fewer chunks do so until all are done.
 
 Messages of a step, beside those of the encoder's own layers and of the engine's one reduction: one gather of counts;
-those of the loss (InfoNCE: gather of columns and reduce-scatter of their gradients, for each direction, or W - 1 and
-2 W - 1 shifts; one gather more for ids and one for guides, forward and back); under cp one gather per tower; with a
-second loss one sum.
+those of the loss (for each direction a gather of columns, one of their ids and one of their guides, if given, and a
+reduce-scatter of gradients; around a ring W - 1 and 2 W - 1 shifts); under cp one gather per tower; with a second loss
+one sum.
 """
 
 from __future__ import annotations

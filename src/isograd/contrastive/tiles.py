@@ -75,15 +75,16 @@ class _Totals(torch.autograd.Function):
                 else:
                     total[here] = torch.logaddexp(total[here], logits.logsumexp(1))
 
+        brought = across.bring([columns, *(hide.columns if hide else ())])
         with _plain(rows):
-            across.visit(_brought(columns, hide), work)
-        ctx.save_for_backward(rows, columns, total)
+            across.visit(brought, work)
+        ctx.save_for_backward(rows, total, *brought)
         return total
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        rows, columns, total = ctx.saved_tensors
+        rows, total, *brought = ctx.saved_tensors
         across, sigmoid, hide, tile = ctx.rest
         drows = torch.zeros_like(rows)
 
@@ -95,17 +96,13 @@ class _Totals(torch.autograd.Function):
                 dcolumns[there].addmm_(slope.T, rows[here])
 
         with _plain(rows):
-            mine = across.collect(_brought(columns, hide), work)
+            mine = across.collect(brought, work)
         return drows, mine, None, None, None, None
 
 
 def _plain(x: Tensor) -> torch.autocast:
     """Losses are computed in the dtype of their vectors, also inside autocast."""
     return torch.autocast(x.device.type, enabled=False)
-
-
-def _brought(columns: Tensor, hide: Hide | None) -> list[Tensor]:
-    return [columns, *(hide.columns if hide else ())]
 
 
 def _tiles(rows: Tensor, first: int, block: Sequence[Tensor], across: Columns, hide: Hide | None, tile: int) -> Any:
