@@ -14,7 +14,9 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $(STAMP)
 
 demo: $(STAMP)
-	$(RUN) examples/quickstart.py
+	rm -rf runs/demo
+	$(VENV)/bin/isograd train recipes/quickstart.yaml --run runs/demo
+	$(VENV)/bin/isograd verify recipes/quickstart.yaml
 
 # The tests open the verifier's page in a browser, as a person would.
 chromium:

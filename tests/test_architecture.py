@@ -51,7 +51,7 @@ ARROWS = {
         "pipeline",
         "random",
     },
-    "cases": {"mesh", "models", "random", "verify"},
+    "cases": {"errors", "layout", "train", "mesh", "models", "random", "verify"},
     "cli": {
         "cases",
         "checkpoint",

@@ -2,18 +2,22 @@
 
 isograd verify                            three small models under the standard layouts, about a minute
 isograd verify --layouts "dp2 tp2 zero2"  the same models under others
+isograd verify run.yaml                   the layout of a run, with a small model of the same structure
 """
 
 from __future__ import annotations
 
 import sys
 from argparse import Namespace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
 
 from isograd import random
+from isograd.errors import ConfigError
+from isograd.layout import Layout
 from isograd.mesh import Mesh
 from isograd.models import Transformer, TransformerConfig
 from isograd.verify.case import Case
@@ -25,6 +29,7 @@ LAYOUTS = (
     "cp2 ulysses tp2 sp", "dp2 pp2 zb zero1",
 )  # fmt: skip
 LENGTH = 7
+MOST_RANKS = 16
 
 LLAMA = TransformerConfig(vocab=101, hidden=24, layers=2, heads=8, head_dim=4, mlp=41)
 GPT2 = TransformerConfig(
@@ -65,8 +70,50 @@ def _say(name: str, text: str) -> None:
     print(f"verify: {name}: {text}", file=sys.stderr, flush=True)
 
 
+def structure(config: TransformerConfig, layers: int) -> TransformerConfig:
+    """A model small enough for fp64 on CPUs that a layout treats alike: its heads, ties, norms, biases, positions."""
+    hidden = config.heads * 8
+    if config.hidden <= hidden:
+        return replace(config, layers=layers)
+    mlp = 8 * config.heads * max(1, round(config.mlp / config.hidden))
+    return replace(config, layers=layers, hidden=hidden, head_dim=8, mlp=mlp, vocab=min(config.vocab, 1009))
+
+
+def small_model(config: TransformerConfig, rows: int, mesh: Mesh) -> Case:
+    return language_model(config, mesh, rows)
+
+
+def prove_run(options: Namespace) -> Report:
+    """What `isograd verify run.yaml` does."""
+    from isograd.train.language import model_config
+    from isograd.train.reading import load
+
+    config = load(options.case).config
+    texts = [text.strip() for text in options.layouts.split(";")] if options.layouts else [config.layout]
+    layouts = [Layout.parse(text) for text in texts]
+    large = [str(layout) for layout in layouts if layout.world_size > MOST_RANKS]
+    if large:
+        raise ConfigError(
+            "IG639", "this layout has more ranks than a proof starts on one machine", seen=large,
+            expected=f"at most {MOST_RANKS} ranks",
+            fix="prove one with the same axes and fewer ranks: --layouts 'dp2 tp2 sp zero1'",
+        )  # fmt: skip
+    small = structure(model_config(config.model), max(2, *(layout.pp * layout.vpp for layout in layouts)))
+    rows = 1 + max(layout.dp * 2 * layout.pp for layout in layouts)
+    return verify(
+        partial(small_model, small, max(9, rows)),
+        texts,
+        dtype=getattr(torch, options.dtype),
+        timeout=options.timeout,
+        progress=partial(_say, options.case),
+        keep=options.keep,
+    )
+
+
 def prove(options: Namespace) -> Report:
-    """What `isograd verify` does without a case."""
+    """What `isograd verify` does without a case, or with a run's config."""
+    if options.case is not None:
+        return prove_run(options)
     layouts = [text.strip() for text in options.layouts.split(";")] if options.layouts else list(LAYOUTS)
     whole = Report(f"isograd's own models against one device, {options.dtype}")
     for case in (llama, gpt2, qwen):

@@ -160,8 +160,9 @@ def _start(loaded: Loaded, options: argparse.Namespace) -> int:
         outcome = run(config, Orders(options.resume, show, options.until))
         return _said(outcome) if os.environ.get("RANK", "0") == "0" else outcome.code
     from isograd.comm.launch import World
+    from isograd.train.stop import PASSED_ON
 
-    orders = Orders(options.resume, show, options.until, (signal.SIGUSR2,))
+    orders = Orders(options.resume, show, options.until, (PASSED_ON,))
     with World(needed, threads=config.threads) as world, _passes_on(world):
         try:
             outcomes: list[Outcome] = world.run(run, config, orders)
@@ -196,10 +197,11 @@ def _joins() -> bool:
 @contextmanager
 def _passes_on(world: World) -> Iterator[None]:
     """A wish to stop reaches all ranks; a second Ctrl-C ends at once."""
+    from isograd.train.stop import PASSED_ON
 
     def ask(number: int, _: object) -> None:
         for pid in world.pids:
-            os.kill(pid, signal.SIGUSR2)
+            os.kill(pid, PASSED_ON)
         if number == signal.SIGINT:
             print("stopping after this step, once it is saved; Ctrl-C again ends at once", file=sys.stderr, flush=True)
             signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -21,8 +21,9 @@ from isograd.engine import Engine, Evaluation, Stats
 from isograd.errors import ConfigError
 from isograd.mesh import Mesh
 from isograd.models import Transformer, TransformerConfig, load_config, preset
+from isograd.models.families import HuggingFace
 from isograd.train.config import Config, Model
-from isograd.train.optimizers import factory
+from isograd.train.optimizers import MATRICES, factory
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
@@ -65,7 +66,7 @@ class Language:
                 expected=f"at most model vocab {described.vocab}",
                 fix=f"--model.options.vocab {self.data.vocab}, or data built with the model's tokenizer",
             )  # fmt: skip
-        weights = None
+        weights = HuggingFace(config.model.path, described) if config.model.path and config.model.weights else None
         self.model = Transformer(
             described,
             mesh,
@@ -81,6 +82,7 @@ class Language:
             clip=config.optimizer.clip,
             reproducible=config.reproducible,
             weights=weights,
+            whole=MATRICES if config.optimizer.name == "muon" else (),
         )
 
     def batch(self, step: int) -> dict[str, Any]:

@@ -3,25 +3,34 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import torch
+from torch import nn
 
-from isograd.engine.zero import Factory, Shards
+from isograd.engine import Joined, Shards
+from isograd.engine.zero import Factory
 from isograd.train.config import Optimizer
+
+MATRICES = ("blocks.*",)  # what Muon steps: the matrices of blocks; embeddings, the head, norms and biases go to AdamW
 
 
 def factory(config: Optimizer) -> Factory:
-    def make(shards: Shards) -> torch.optim.Optimizer:
+    def adamw(shards: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.AdamW(
             groups(shards, config.weight_decay), lr=config.lr, betas=config.betas, eps=config.eps, fused=True
         )
 
-    return make
+    def muon(shards: Shards) -> torch.optim.Optimizer:
+        rate = config.muon_lr or config.lr
+        return Joined(torch.optim.Muon(shards.whole, lr=rate, weight_decay=config.weight_decay), adamw(shards.rest))
+
+    return muon if config.name == "muon" else adamw
 
 
-def groups(shards: Shards, decay: float) -> list[dict[str, object]]:
+def groups(shards: Iterable[nn.Parameter], decay: float) -> list[dict[str, object]]:
     """Matrices decay; norms and biases do not. A group that would be empty is left out."""
-    kinds: dict[float, list[torch.nn.Parameter]] = {}
+    kinds: dict[float, list[nn.Parameter]] = {}
     for shard in shards:
         kinds.setdefault(decay if shard.dim() > 1 else 0.0, []).append(shard)
     return [{"params": members, "weight_decay": rate} for rate, members in kinds.items()]

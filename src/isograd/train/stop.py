@@ -14,6 +14,7 @@ from types import FrameType
 
 STOPPED = 75
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+PASSED_ON = signal.SIGUSR2  # what `isograd train` sends to ranks that it started, whose other signals are taken
 
 
 class Wish:
@@ -28,7 +29,7 @@ class Wish:
                 self._before[number] = signal.signal(number, self._hear)
 
     def _hear(self, number: int, _: FrameType | None) -> None:
-        self.why = self.why or signal.Signals(number).name
+        self.why = self.why or ("asked to stop" if number == PASSED_ON else signal.Signals(number).name)
 
     def heard(self) -> bool:
         """Whether this rank was asked."""

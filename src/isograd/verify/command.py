@@ -2,6 +2,7 @@
 
 isograd verify                                            the built-in models over the standard layouts
 isograd verify CASE.py:case --layouts "tp2 sp; dp2 zero2"  your case
+isograd verify run.yaml                                   the layout of a run
 isograd verify run -- torchrun --nproc-per-node 2 train.py any program, unmodified
 isograd verify compare REFERENCE CANDIDATE                 two recordings
 isograd verify bugs                                        the corpus: every bug, and what is said of it
@@ -58,7 +59,9 @@ def _report_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _prove_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("case", nargs="?", help="FILE.py:FUNCTION, a function of a mesh that returns a Case")
+    parser.add_argument(
+        "case", nargs="?", help="FILE.py:FUNCTION, a function of a mesh that returns a Case; or a run's YAML"
+    )
     parser.add_argument("--layouts", help="for example 'tp2 sp; dp2 zero2' (default: a standard grid)")
     parser.add_argument("--dtype", default="float64", choices=("float64", "float32", "bfloat16", "float16"))
     parser.add_argument("--taylor", action="store_true", help="test the gradient against the loss itself, no reference")
@@ -94,7 +97,7 @@ def _bugs_options(parser: argparse.ArgumentParser) -> None:
 
 
 def main(words: list[str], kind: Parser, builtin: Builtin) -> int:
-    """`builtin` proves isograd's own models: this room does not know them."""
+    """`builtin` proves isograd's own models, and those of runs' configs: this room does not know them."""
     verb = words[0] if words and words[0] in VERBS else ""
     rest = words[1:] if verb else words
     parser = parser_for(verb, kind)
@@ -131,7 +134,7 @@ def _say(text: str) -> None:
 
 
 def _prove(options: argparse.Namespace, builtin: Builtin) -> int:
-    if options.case is None:
+    if options.case is None or options.case.endswith((".yaml", ".yml")):
         return _tell(builtin(options), options)
     if ":" not in options.case or not Path(options.case.rpartition(":")[0]).is_file():
         raise ConfigError(

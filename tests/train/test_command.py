@@ -1,0 +1,209 @@
+"""isograd train as a person starts it: real processes, real signals, exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from isograd.cli import main
+from isograd.train import journal
+
+SMALL = """version: 1
+run: {folder}/run
+layout: dp2 zero1
+model: {{preset: tiny-llama, options: {{vocab: 257}}}}
+data: {{sources: [{{path: {folder}/tokens}}], length: 12}}
+optimizer: {{lr: 1e-2}}
+steps: 2000
+batch: 4
+log: {{sample: 0}}
+evaluate: {{batches: 1}}
+safety: {{stall_s: {stall}}}
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    from isograd.data import build
+
+    for number in range(12):
+        (tmp_path / f"{number}.txt").write_text(" ".join(f"{number} of {i * i}" for i in range(20 + 9 * number)))
+    build(tmp_path / "tokens", sorted(tmp_path.glob("*.txt")), validation=0.3)
+    file = tmp_path / "run.yaml"
+    file.write_text(SMALL.format(folder=tmp_path, stall=60))
+    return file
+
+
+@contextmanager
+def started(config: Path, *words: str) -> Iterator[subprocess.Popen[str]]:
+    """A run that is under way: its first steps are in the journal."""
+    command = [sys.executable, "-m", "isograd.cli", "train", str(config), *words]
+    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    numbers = config.parent / "run" / "metrics.jsonl"
+    before = steps(numbers)
+    end = time.monotonic() + 120
+    while steps(numbers) < before + 3 and run.poll() is None and time.monotonic() < end:
+        time.sleep(0.1)
+    try:
+        assert run.poll() is None, run.communicate()
+        yield run
+    finally:
+        for rank in ranks_of(run):
+            rank.kill()
+        run.kill()
+        run.wait()
+
+
+def steps(numbers: Path) -> int:
+    return sum("event" not in line for line in journal.read(numbers))
+
+
+def ranks_of(run: subprocess.Popen[str]) -> list[psutil.Process]:
+    """The ranks are made by a fork server, a child of the command."""
+    try:
+        below = psutil.Process(run.pid).children()
+    except psutil.NoSuchProcess:
+        return []
+    return [rank for server in below for rank in server.children()]
+
+
+def test_a_signal_ends_a_run_with_75_and_the_same_command_goes_on(config: Path) -> None:
+    with started(config) as run:
+        run.send_signal(signal.SIGTERM)
+        shown, said = run.communicate(timeout=60)
+        assert run.returncode == 75
+        assert "asked to stop" in said
+        assert "step     1/2000" in shown
+    at = steps(config.parent / "run" / "metrics.jsonl")
+    command = [
+        sys.executable,
+        "-m",
+        "isograd.cli",
+        "train",
+        str(config),
+        "--steps",
+        str(at + 2),
+        "--log-format",
+        "json",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [line["step"] for line in lines if "event" not in line] == [at + 1, at + 2]
+    assert lines[0]["event"] == "resumed"
+
+
+def test_a_frozen_rank_is_named_and_the_run_ends_with_7(config: Path) -> None:
+    config.write_text(SMALL.format(folder=config.parent, stall=3))
+    with started(config) as run:
+        ranks = sorted(ranks_of(run), key=lambda rank: rank.pid)
+        assert len(ranks) == 2
+        ranks[1].send_signal(signal.SIGSTOP)
+        _, said = run.communicate(timeout=90)
+        assert run.returncode == 7
+        assert "IG980: no progress for 3 s" in said
+        assert "the others wait for rank 1" in said
+        assert "rank 1 gave no sign" in said
+
+
+def test_a_killed_rank_is_told_first_and_the_run_goes_on_from_its_last_checkpoint(config: Path) -> None:
+    with started(config, "--checkpoint.every", "1") as run:
+        os.kill(ranks_of(run)[0].pid, signal.SIGKILL)
+        _, said = run.communicate(timeout=60)
+        assert run.returncode == 1
+        assert said.splitlines()[0].startswith("IG252: rank")
+        assert "SIGKILL" in said
+    numbers = list(journal.read(config.parent / "run" / "metrics.jsonl"))
+    last = max(line["step"] for line in numbers)
+    command = [
+        sys.executable,
+        "-m",
+        "isograd.cli",
+        "train",
+        str(config),
+        "--steps",
+        str(last + 2),
+        "--log-format",
+        "json",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    first = json.loads(done.stdout.splitlines()[0])
+    assert first["event"] == "resumed"
+    assert last - 3 <= first["step"] <= last
+
+
+def test_help_names_every_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    said = capsys.readouterr().out
+    assert all(code in said for code in ("75", "7 ", "6 ", "2 "))
+
+
+def test_a_wrong_number_of_ranks_and_one_layout_to_compare_are_refused(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", str(config), "--nproc", "3"]) == 2
+    assert "IG637" in capsys.readouterr().err
+    assert main(["compare", str(config), "--layouts", "dp2"]) == 2
+    assert "IG636" in capsys.readouterr().err
+    assert main(["train", str(config), "--emit", "slurm", "--nodes", "3"]) == 2
+    assert "IG638" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["torchrun", "slurm", "k8s"])
+def test_scripts_run_the_same_command(config: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", str(config), "--emit", kind, "--nodes", "2", "--optimizer.lr", "1e-3"]) == 0
+    script = capsys.readouterr().out
+    assert f"isograd train {config} --optimizer.lr 1e-3" in script
+    if kind == "k8s":
+        import yaml
+
+        job, service = yaml.safe_load_all(script)
+        assert (job["spec"]["completions"], service["metadata"]["name"]) == (2, "run")
+    else:
+        subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+
+
+def test_layouts_are_compared_in_numbers_picture_and_page(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = config.parent / "out"
+    words = [
+        "compare",
+        str(config),
+        "--layouts",
+        "dp2; tp2 sp",
+        "--steps",
+        "3",
+        "--out",
+        str(out),
+        "--model.dtype",
+        "fp64",
+    ]
+    assert main(words) == 0
+    first, second = json.loads((out / "compare.json").read_text())
+    assert (first["layout"], second["layout"]) == ("dp2", "tp2 sp")
+    assert first["difference"] == 0
+    assert 0 < second["difference"] < 1e-9
+    assert abs(first["held_out"] - second["held_out"]) < 1e-9
+    assert min(first["sent_mb"], second["sent_mb"]) > 0.01
+    assert (out / "compare.png").read_bytes().startswith(b"\x89PNG")
+    assert "data:image/png;base64," in (out / "compare.html").read_text()
+    assert "largest difference" in capsys.readouterr().out
+    assert main(words) == 2  # nothing is overwritten
+    assert "IG987" in capsys.readouterr().err
+
+
+def test_a_dry_run_takes_one_step_and_keeps_nothing(config: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", str(config), "--dry-run"]) == 0
+    shown = capfd.readouterr().out
+    assert "step: taken, loss" in shown
+    assert "nothing was kept" in shown
+    assert not (config.parent / "run").exists()
