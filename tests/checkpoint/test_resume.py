@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from isograd.checkpoint import Keeper
+from isograd.checkpoint import Keeper, SavedWeights
 from isograd.checkpoint.read import Reader
 from isograd.engine import Engine, Joined, LossScale
 from isograd.errors import CheckpointError
 from isograd.mesh import Mesh
+from isograd.models import Transformer
 from tests.checkpoint import toys
 from tests.checkpoint.toys import Run
 from tests.engine.toys import Toy, assert_same_bits, loss_of, micro_batch
@@ -182,6 +183,28 @@ def test_joined_optimizers_go_on_with_whole_matrices_on_other_owners(worlds, tmp
     truth = worlds(4).run(partial(toys.save_then_go_on, tmp_path, "dp4 zero1", **options))[0]
     found = worlds(2).run(partial(toys.resume, tmp_path, "dp2 zero3", **options))[0]
     assert_same_run(found, truth)
+
+
+# -- weights alone ---------------------------------------------------------------------------------------------------
+
+
+def from_weights(folder: Path, layout: str) -> dict[str, torch.Tensor]:
+    mesh = Mesh(layout)
+    model = Transformer(toys.CONFIGS["qwen"], mesh, dtype=torch.float64, device="meta")
+    engine = Engine(model, mesh, toys.sgd, weights=SavedWeights(folder))
+    with engine.full_parameters():
+        return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def test_a_new_run_starts_from_the_weights_alone_with_another_optimizer(worlds, tmp_path: Path) -> None:
+    worlds(4).run(toys.save_then_go_on, tmp_path, "pp2 dp2 zero1", 1, 1)
+    reader = Reader(tmp_path / "step-00000001")
+    for name, value in worlds(4).run(from_weights, tmp_path, "dp4 zero3")[0].items():
+        assert torch.equal(value, reader.read(f"model/{name}"))
+    weights = SavedWeights(tmp_path)
+    assert not weights.has("extra.weight", (2,))
+    with pytest.raises(CheckpointError, match="IG937"):
+        weights.has("norm.weight", (25,))
 
 
 # -- how much is read ------------------------------------------------------------------------------------------------

@@ -11,13 +11,15 @@ if TYPE_CHECKING:
     from isograd.checkpoint.hugging import export_hf as export_hf
     from isograd.checkpoint.keeper import Keeper as Keeper
     from isograd.checkpoint.load import Loaded as Loaded
+    from isograd.checkpoint.read import SavedWeights as SavedWeights
 
-__all__ = ["Keeper", "Loaded", "export_hf"]
+__all__ = ["Keeper", "Loaded", "SavedWeights", "export_hf"]
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'isograd.checkpoint' has no attribute {name!r}")
-    from isograd.checkpoint import hugging, keeper, load
+    from isograd.checkpoint import hugging, keeper, load, read
 
-    return getattr({"Keeper": keeper, "Loaded": load, "export_hf": hugging}[name], name)
+    homes = {"Keeper": keeper, "Loaded": load, "SavedWeights": read, "export_hf": hugging}
+    return getattr(homes[name], name)

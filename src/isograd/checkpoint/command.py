@@ -17,8 +17,6 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from isograd.errors import CheckpointError
-
 if TYPE_CHECKING:
     from isograd.checkpoint.manifest import Saved
     from isograd.checkpoint.read import Reader
@@ -60,23 +58,6 @@ def parser_of(kind: Parser) -> argparse.ArgumentParser:
     return parser
 
 
-def _open(place: str) -> Reader:
-    from isograd.checkpoint.folder import one_of
-    from isograd.checkpoint.manifest import Damage
-    from isograd.checkpoint.read import Reader
-
-    try:
-        return Reader(one_of(Path(place)))
-    except Damage as damage:
-        raise CheckpointError(
-            "IG936",
-            f"{place} is damaged",
-            seen=damage,
-            expected="a manifest with the hash beside it",
-            fix="take an older checkpoint",
-        ) from damage
-
-
 # -- inspect ---------------------------------------------------------------------------------------------------------
 
 
@@ -87,7 +68,9 @@ def _inspect_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _inspect(options: argparse.Namespace) -> int:
-    reader = _open(options.place)
+    from isograd.checkpoint.read import open_whole
+
+    reader = open_whole(Path(options.place))
     facts = _facts(reader)
     if options.json:
         print(json.dumps(facts | {"tensors": _tensors(reader, options.tensors)}, indent=1))
@@ -157,8 +140,9 @@ def _verify_options(parser: argparse.ArgumentParser) -> None:
 
 def _verify(options: argparse.Namespace) -> int:
     from isograd.checkpoint.compare import damages
+    from isograd.checkpoint.read import open_whole
 
-    reader = _open(options.place)
+    reader = open_whole(Path(options.place))
     wrong, pieces = [], 0
     total = sum(len(saved.pieces) for saved in reader.manifest.tensors.values())
     for key, damage in damages(reader):
@@ -183,8 +167,9 @@ def _diff_options(parser: argparse.ArgumentParser) -> None:
 
 def _diff(options: argparse.Namespace) -> int:
     from isograd.checkpoint.compare import differences
+    from isograd.checkpoint.read import open_whole
 
-    one, other = _open(options.first), _open(options.second)
+    one, other = open_whole(Path(options.first)), open_whole(Path(options.second))
     found = 0
     for difference in differences(one, other):
         found += 1

@@ -23,7 +23,7 @@ from isograd.checkpoint.agree import all_or_none, as_ours, raise_alike
 from isograd.checkpoint.files import DTYPES, TORCH, Entry, flush_folder, in_order, sha256, write_bytes, write_tensors
 from isograd.checkpoint.gather import Gathered
 from isograd.checkpoint.manifest import Damage
-from isograd.checkpoint.read import Reader
+from isograd.checkpoint.read import damaged, open_whole
 from isograd.engine import Engine, state
 from isograd.errors import CheckpointError, IsogradError
 from isograd.models import TransformerConfig
@@ -105,7 +105,7 @@ def convert(
     dtype: torch.dtype | None = None,
 ) -> Path:
     """The same from a checkpoint on the disk: in one process, whatever layout wrote it."""
-    reader, target = Reader(place), Path(folder)
+    reader, target = open_whole(place), Path(folder)
     described = _described(reader.manifest.model, "model of this checkpoint")
     ours = {key: Entry(key, saved.dtype, saved.shape) for key, saved in reader.manifest.tensors.items()}
     shards = plan(described, ours, max_shard_gb, dtype)
@@ -115,9 +115,7 @@ def convert(
             keys = (key for shard in shards for theirs in shard for key, _ in theirs.sources)
             write(target, shards, (reader.read(key) for key in keys), described, tokenizer)
         except Damage as damage:
-            raise CheckpointError(
-                "IG936", f"{place} is damaged", seen=damage, expected="the hashes that its manifest lists"
-            ) from damage
+            raise damaged(place, damage) from damage
         finally:
             shutil.rmtree(_draft(target), ignore_errors=True)
     return target

@@ -121,7 +121,7 @@ def read(folder: Path) -> Manifest:
             found["files"],
             found["written_by"],
         )
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise Damage(f"{NAME} is no manifest: {error!r}") from error
 
 

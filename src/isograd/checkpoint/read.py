@@ -5,6 +5,7 @@ A rank opens only files that hold something of its own, maps them, and checks th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from torch import Tensor
 
 from isograd.checkpoint import manifest
 from isograd.checkpoint.files import DTYPES, TORCH, sha256
-from isograd.checkpoint.manifest import Box, Damage, Manifest, Piece
+from isograd.checkpoint.folder import one_of
+from isograd.checkpoint.manifest import Box, Damage, Manifest, Piece, Saved
+from isograd.errors import CheckpointError
 
 
 class Reader:
@@ -40,9 +43,9 @@ class Reader:
     def read(self, key: str, box: Box | None = None) -> Tensor:
         """A box, or all, of a tensor."""
         saved = self.manifest.tensors[key]
-        box = tuple((0, size) for size in saved.shape or (1,)) if box is None else box
-        tensor = torch.empty([stop - start for start, stop in box], dtype=TORCH[saved.dtype])
-        self.fill(key, box, tensor)
+        whole = tuple((0, size) for size in saved.shape or (1,))
+        tensor = torch.empty([stop - start for start, stop in box or whole], dtype=TORCH[saved.dtype])
+        self.fill(key, box or whole, tensor)
         return tensor if saved.shape else tensor.view(())
 
     def piece(self, key: str, piece: Piece) -> Tensor:
@@ -77,6 +80,59 @@ class Reader:
 
     def close(self) -> None:
         self._opened.clear()
+
+
+class SavedWeights:
+    """A checkpoint's parameters as first values of a new run: Engine(model, ..., weights=SavedWeights(place)).
+
+    Under any layout, and without the optimizer; `Keeper.load` goes on with the run that saved it.
+    """
+
+    def __init__(self, place: str | Path) -> None:
+        self._reader = open_whole(Path(place))
+
+    def has(self, name: str, shape: tuple[int, ...]) -> bool:
+        saved = self._kept(name)
+        if saved is not None and saved[1].shape != shape:
+            raise CheckpointError(
+                "IG937",
+                f"the saved {name!r} has another shape",
+                seen=f"{list(saved[1].shape)} in {self._reader.folder.name}",
+                expected=f"{list(shape)}, as the model has it",
+                fix="build the model with the config that was saved: 'isograd ckpt inspect' shows what it is of",
+            )
+        return saved is not None
+
+    def read(self, name: str, shape: tuple[int, ...], box: Sequence[tuple[int, int]]) -> Tensor:
+        saved = self._kept(name)
+        assert saved is not None
+        try:
+            part = self._reader.read(saved[0], tuple(box))
+        except Damage as damage:
+            raise damaged(self._reader.folder, damage) from damage
+        return part
+
+    def _kept(self, name: str) -> tuple[str, Saved] | None:
+        tensors = self._reader.manifest.tensors
+        return next(((key, tensors[key]) for kind in ("model", "buffer") if (key := f"{kind}/{name}") in tensors), None)
+
+
+def open_whole(place: Path) -> Reader:
+    """A checkpoint, or the newest in a folder of them; damage is an error with a code."""
+    try:
+        return Reader(one_of(place))
+    except Damage as damage:
+        raise damaged(place, damage) from damage
+
+
+def damaged(place: Path, damage: Damage) -> CheckpointError:
+    return CheckpointError(
+        "IG936",
+        f"{place} is damaged",
+        seen=damage,
+        expected="files with the sizes and hashes that its manifest lists",
+        fix="'isograd ckpt verify' lists every damaged tensor; take an older checkpoint",
+    )
 
 
 def _common(a: Box, b: Box) -> Box | None:
