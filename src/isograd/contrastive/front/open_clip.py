@@ -1,0 +1,83 @@
+"""OpenCLIP's ClipLoss, right in all four modes.
+
+    from isograd.contrastive.front.open_clip import ClipLoss        # instead of open_clip.loss.ClipLoss
+
+Right means: encoders and logit_scale get the gradient of the loss over all ranks' rows, once, whether gradients are
+
+    averaged over the ranks, as torch's DDP does          loss.backward()
+    or summed and divided by the rows, as isograd does    engine.backward(loss, weight=len(image_features))
+
+In OpenCLIP that holds for gather_with_grad=True only; with False, its default, encoders get 1/W of it under DDP (or,
+with local_loss, lack what other ranks' rows add), while logit_scale is right: docs/contrastive.md has the numbers.
+
+Here gather_with_grad is taken and changes nothing: gradients always come home, by one reduce-scatter. local_loss says
+what is returned: the mean over this rank's rows, or over all ranks'. With numbers of rows that differ between ranks the
+first is right under the engine, the second under both. Memory: tiles, never [rows, all rows].
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from isograd.comm import ops
+from isograd.contrastive.columns import Columns
+from isograd.contrastive.front.world import counted, everyone
+from isograd.contrastive.tiles import totals
+from isograd.errors import ContrastiveError
+
+
+class ClipLoss(nn.Module):
+    def __init__(
+        self,
+        local_loss: bool = False,
+        gather_with_grad: bool = False,
+        cache_labels: bool = False,
+        rank: int = 0,
+        world_size: int = 1,
+        use_horovod: bool = False,
+    ) -> None:
+        """gather_with_grad, cache_labels: taken for their callers' sake; there is nothing to choose."""
+        super().__init__()
+        del gather_with_grad, cache_labels
+        self.local_loss = local_loss
+        self.group = everyone()
+        if use_horovod or (world_size, rank) != (self.group.size, self.group.index):
+            raise ContrastiveError(
+                "IG969",
+                "ClipLoss was told of another world than the running one",
+                seen=f"rank {rank} of {world_size}{', horovod' if use_horovod else ''}",
+                expected=f"rank {self.group.index} of {self.group.size}, torch.distributed",
+            )
+
+    def forward(
+        self,
+        image_features: Tensor,
+        text_features: Tensor,
+        logit_scale: Tensor,
+        logit_bias: Tensor | None = None,
+        output_dict: bool = False,
+    ) -> Any:
+        """Features are normalised already, as OpenCLIP's models return them."""
+        rows = counted([image_features, text_features], self.group)
+        losses = torch.zeros((), dtype=torch.float64, device=image_features.device)
+        with torch.autocast(image_features.device.type, enabled=False):
+            images, texts = _wide(image_features), _wide(text_features)
+            for mine, columns in ((images, texts), (texts, images)):
+                scaled = mine * logit_scale
+                where = Columns(self.group, rows.counts[0], ring=False)
+                losses = losses + (totals(scaled, columns, where) - (scaled * columns).sum(1)).sum()
+        if logit_bias is not None:
+            losses = losses + 0 * logit_bias.sum()  # a softmax does not see it: its gradient is zero, not missing
+        if self.local_loss:
+            loss = losses / 2 / max(1, len(images))
+        else:  # every rank returns the whole, and what comes back to each is summed over all
+            loss = ops.copy_in(ops.all_reduce(losses, self.group), self.group) / 2 / max(1, sum(rows.counts[0]))
+        loss = loss.to(images.dtype)
+        return {"contrastive_loss": loss} if output_dict else loss
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
