@@ -40,7 +40,7 @@ def kill_at(number: int) -> None:
 def main(home: Path) -> int:
     os.fsync = lambda descriptor: None  # counted, not done: a kill loses nothing that the system already has
     source = lines_file(home / "source.txt")
-    recipe: dict[str, Any] = {"documents": "line", "validation": 0.3, "shard_bytes": 900}
+    recipe: dict[str, Any] = {"documents": "line", "validation": 0.3, "shard_bytes": 1800}
     build(home / "whole", [source], **recipe)
     expected = content(home / "whole")
     out = home / "killed"

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +19,9 @@ import numpy as np
 import pytest
 
 from isograd.data import Mixture, Source, Tokens, build, verify
-from isograd.data import workers as workers_of
-from isograd.data.manifest import read
-from isograd.data.shards import split_of
+from isograd.data.files import Writer
+from isograd.data.manifest import Recipe, encode, read
+from isograd.data.shards import TOGETHER, Record, record_of, split_of
 from isograd.errors import DataError
 from tests.data.toys import END, content, lines_file, toy, whole, words
 
@@ -108,12 +111,28 @@ def test_kill_9_of_a_build_with_workers_leaves_no_one_behind_and_the_next_call_f
     assert again <= 2, "only what was in work is made again"
 
 
+def second_worker_dies(pipe: Connection, folder: Path, recipe: Recipe, tokenizer: str | None) -> None:
+    if pipe.recv()[0] == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(600)  # until it is stopped
+
+
 def test_a_worker_that_dies_is_an_error_that_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = lines_file(tmp_path / "source.txt")
-    monkeypatch.setattr(workers_of, "_serve", os.abort)  # called with arguments it refuses: the process ends at once
+    monkeypatch.setattr("isograd.data.workers._serve", second_worker_dies)
     with pytest.raises(DataError) as caught:
         build(tmp_path / "out", [source], **LINES, workers=2)
     assert caught.value.code == "IG921"
+    assert not multiprocessing.active_children()
+
+
+def test_nothing_unfinished_is_left_by_a_build_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, out = tmp_path / "source.jsonl", tmp_path / "out"
+    source.write_text(json.dumps({"text": "fine" * TOGETHER}) + "\n{broken\n")
+    monkeypatch.setattr(Writer, "discard", lambda self: None)  # as of a worker that was stopped
+    with pytest.raises(DataError, match="line 2"):
+        build(out, [source], validation=0)
+    assert {path.name for path in out.iterdir()} == {"building.json"}
 
 
 def test_a_worker_s_error_is_the_error_of_the_build(tmp_path: Path) -> None:
@@ -138,16 +157,65 @@ def test_a_finished_build_is_left_as_it_is_and_another_recipe_is_refused(tmp_pat
         assert caught.value.code == "IG916", change
 
 
+def unfinish(folder: Path) -> None:
+    """As if it had been killed before its manifest."""
+    manifest = read(folder)
+    (folder / "building.json").write_bytes(encode(asdict(manifest.recipe)))
+    for number in {shard.number for shard in manifest.shards}:
+        shards = tuple(shard for shard in manifest.shards if shard.number == number)
+        record_of(folder, number).write_bytes(encode(asdict(Record(shards, 0))))
+    (folder / "manifest.json").unlink()
+
+
+@pytest.mark.parametrize("change", ["none", "missing", "truncated", "no record", "broken record"])
+def test_an_unfinished_build_keeps_what_has_a_record_and_makes_the_rest(tmp_path: Path, change: str) -> None:
+    source, out = lines_file(tmp_path / "source.txt"), tmp_path / "out"
+    build(out, [source], **LINES)
+    expected = content(out)
+    unfinish(out)
+    times = {path.name: path.stat().st_mtime_ns for path in out.glob("train-*")}
+    if change in ("missing", "truncated"):
+        damaged(out, "train-00001.bin", change)
+    elif change == "broken record":
+        record_of(out, 1).write_text("{")
+    elif change == "no record":
+        record_of(out, 1).unlink()
+    build(out, [source], **LINES)
+    assert content(out) == expected
+    again = {name for name, at in times.items() if (out / name).stat().st_mtime_ns != at}
+    assert again == (set() if change == "none" else {"train-00001.bin", "train-00001.ends"})
+
+
 def test_an_unfinished_build_refuses_inputs_that_changed(tmp_path: Path) -> None:
     source = lines_file(tmp_path / "source.txt")
     build(tmp_path / "out", [source], **LINES)
-    recipe = {"recipe": json.loads((tmp_path / "out" / "manifest.json").read_bytes())["recipe"]}["recipe"]
-    (tmp_path / "out" / "manifest.json").unlink()
-    (tmp_path / "out" / "building.json").write_text(json.dumps(recipe))
+    unfinish(tmp_path / "out")
     source.write_text(source.read_text() + "more\n")
     with pytest.raises(DataError) as caught:
         build(tmp_path / "out", [source], **LINES)
     assert caught.value.code == "IG917"
+
+
+def test_an_input_that_is_mended_after_a_failed_build_is_welcome_as_long_as_nothing_was_done(tmp_path: Path) -> None:
+    source, out = tmp_path / "source.jsonl", tmp_path / "out"
+    source.write_text('{"text": "fine"}\n{broken\n')
+    with pytest.raises(DataError, match="line 2"):
+        build(out, [source], validation=0)
+    (out / "validation-00000.bin").write_bytes(b"of a shard that was killed before its record")
+    source.write_text('{"text": "fine"}\n{"text": "mended"}\n')
+    build(out, [source], validation=0)
+    build(tmp_path / "whole", [source], validation=0)
+    assert content(out) == content(tmp_path / "whole")
+    assert documents_of(out, "train") == ["fine", "mended"]
+
+
+def test_an_unfinished_build_whose_recipe_is_broken_is_refused(tmp_path: Path) -> None:
+    build(tmp_path / "out", [lines_file(tmp_path / "source.txt")], **LINES)
+    unfinish(tmp_path / "out")
+    (tmp_path / "out" / "building.json").write_text("{")
+    with pytest.raises(DataError) as caught:
+        build(tmp_path / "out", [tmp_path / "source.txt"], **LINES)
+    assert caught.value.code == "IG916"
 
 
 def test_a_folder_that_holds_other_files_is_refused_and_kept(tmp_path: Path) -> None:

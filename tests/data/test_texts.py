@@ -53,6 +53,13 @@ def test_lines_and_paragraphs_are_the_same_however_a_file_is_cut(
     assert texts_of([path], shard, "blank") == ["\n".join(p).rstrip("\r\n") for p in paragraphs if p]
 
 
+def test_a_file_is_cut_at_the_first_end_of_a_document_that_fills_a_shard(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("abc\n" * 5)
+    recipe = Recipe(BYTES, "line", "text", 0.0, 8, find_inputs([str(path)]))
+    assert [[(part.start, part.stop) for part in parts] for parts in cut(recipe)] == [[(0, 8)], [(8, 16)], [(16, 20)]]
+
+
 @pytest.mark.parametrize("shard", [1, 30, 100, 10_000])
 def test_json_lines_give_the_text_under_the_key_however_they_are_cut(tmp_path: Path, shard: int) -> None:
     path = tmp_path / "a.jsonl"
@@ -90,9 +97,9 @@ def test_folders_are_read_in_the_order_of_their_names_and_small_files_share_a_sh
     ("line", "said"),
     [
         ('{"text": "x"', "line 3"),
-        ("[1]", "a list, not an object"),
+        ("[1]", "list instead of an object"),
         ('{"txt": "x"}', "keys: 'txt'"),
-        ('{"text": 3}', "a int where text should be"),
+        ('{"text": 3}', "int instead of text"),
         ('{"text": "\\ud800"}', "half of a surrogate pair"),
         ("[" * 100_000, "line 3"),
     ],

@@ -3,7 +3,7 @@
 Phases: find the inputs and cut them into shards (a function of the inputs and options, texts.cut); write
 building.json, the recipe; make each shard that has no record yet (shards.make), several at once; write the manifest,
 which makes the folder complete; remove the records. A build that was killed is gone on with by the same call: what
-has a record is kept. Another recipe, or inputs that changed, are refused instead of mixed.
+has a record is kept. Another recipe, or inputs that changed, are refused instead of mixed with what is done.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from isograd.errors import DataError
 RECIPE = "building.json"
 SHARD = 16 << 20  # bytes of text in a shard, more if there would be too many shards
 MOST = 4096
+RECORD = re.compile(r"building-\d+\.json")
+SHARD_FILE = re.compile(r"(train|validation)-\d+\.(bin|ends)")
 TEMPORARY = re.compile(r"(building|manifest|tokenizer|train|validation).*\.\d+\.tmp")
 
 Progress = Callable[[int, int, int], None]  # bytes done, bytes in all, tokens so far
@@ -91,11 +93,13 @@ def _begin(folder: Path, recipe: Recipe) -> bool:
         manifest = read(folder)
         _same(folder, manifest.recipe, recipe)
         check_sizes(folder, manifest, list(manifest.files()))
-    elif RECIPE in names:
+    elif any(RECORD.fullmatch(name) for name in names):
         _same(folder, _recipe(folder), recipe)
-    elif names:
-        raise _taken(folder, f"other files: {', '.join(sorted(names)[:5])}", "choose a new folder")
-    else:
+    elif foreign := [] if RECIPE in names else sorted(names):
+        raise _taken(folder, f"other files: {', '.join(foreign[:5])}", "choose a new folder")
+    else:  # nothing is done yet: an input that was mended after it failed is welcome
+        for name in filter(SHARD_FILE.fullmatch, names):
+            (folder / name).unlink()
         write_whole(folder / RECIPE, encode(asdict(recipe)))
     if finished:
         _clear(folder)  # in case the build was killed after its manifest

@@ -199,7 +199,7 @@ def _field(path: Path, start: int, line: bytes, key: str) -> str:
     except (ValueError, RecursionError) as error:
         raise _no_field(path, start, f"no JSON: {error}", key) from error
     if not isinstance(found, dict):
-        raise _no_field(path, start, f"a {type(found).__name__}, not an object", key)
+        raise _no_field(path, start, f"{type(found).__name__} instead of an object", key)
     if key not in found:
         raise _no_field(path, start, f"keys: {', '.join(map(repr, list(found)[:10]))}", key)
     return _string(found[key], lambda seen: _no_field(path, start, seen, key))
@@ -210,7 +210,7 @@ def _string(value: Any, refusal: Any) -> str:
     if value is None:
         return ""
     if not isinstance(value, str):
-        raise refusal(f"a {type(value).__name__} where text should be")
+        raise refusal(f"{type(value).__name__} instead of text")
     try:
         value.encode()
     except UnicodeEncodeError as error:

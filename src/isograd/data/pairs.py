@@ -1,0 +1,103 @@
+"""Pairs of texts that belong together, one JSON object a line, read by number as token windows are.
+
+    pairs = Pairs("verses.jsonl", keys=("kjv", "web"), batch=2048, seed=0, held_out=0.1)
+    pairs.rows(step, range(first, last))       # [(text, text), ...]: a function of the file, seed, step and row
+
+Which pairs are held out is decided by the content of each, so it survives additions to the file; so does no order.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Sequence
+from hashlib import blake2b, sha256
+from pathlib import Path
+from typing import Any
+
+from isograd.data.order import shuffled
+from isograd.errors import DataError
+
+LONGEST = 1 << 20  # bytes of a line
+Pair = tuple[str, str]
+
+
+class Pairs:
+    def __init__(
+        self, path: str | Path, *, keys: Sequence[str], batch: int, seed: int = 0, held_out: float = 0.1
+    ) -> None:
+        self.path, self.keys, self.batch, self.seed = Path(path), tuple(keys), batch, seed
+        if len(self.keys) != 2 or batch < 1 or not 0 <= held_out < 1:
+            raise DataError(
+                "IG925", "pairs that cannot be read so", seen=f"keys {self.keys}, batch {batch}, held_out {held_out}",
+                expected="two keys, a batch of at least 1, held_out from 0 to below 1",
+            )  # fmt: skip
+        # Where lines begin, as numbers: 8 bytes a pair, not a list of all texts.
+        self._train, self._held = array("q"), array("q")
+        digest = sha256()
+        try:
+            with self.path.open("rb") as file:
+                at = 0
+                for number, line in enumerate(iter(lambda: file.readline(LONGEST + 1), b""), 1):
+                    self._texts(line, number)
+                    digest.update(line)
+                    share = int.from_bytes(blake2b(line, digest_size=8).digest()) / 2**64
+                    (self._held if share < held_out else self._train).append(at)
+                    at += len(line)
+        except OSError as error:
+            raise DataError(
+                "IG926", f"{self.path} cannot be read", seen=error.strerror,
+                expected='lines such as {"query": "...", "answer": "..."}', fix="check the path",
+            ) from error  # fmt: skip
+        if not self._train:
+            raise DataError(
+                "IG926", f"{self.path} has no pair to train on", seen=f"{len(self._held)} pairs, all held out",
+                expected="at least one line that is not held out", fix="lower held_out, or give more pairs",
+            )  # fmt: skip
+        self.fingerprint = sha256(
+            json.dumps([digest.hexdigest(), self.keys, batch, seed, held_out]).encode()
+        ).hexdigest()
+
+    def _texts(self, line: bytes, number: int) -> Pair:
+        seen: Any
+        try:
+            found = json.loads(line)
+            texts = [found[key] for key in self.keys]
+            if len(line) <= LONGEST and all(isinstance(text, str) and text.strip() for text in texts):
+                return texts[0], texts[1]
+            seen = f"a line of over {LONGEST} bytes" if len(line) > LONGEST else texts
+        except (ValueError, KeyError, TypeError) as error:
+            seen = f"{type(error).__name__}: {error}"
+        raise DataError(
+            "IG927", f"{self.path}: line {number} is no pair", seen=str(seen)[:200],
+            expected=f"a JSON object with texts under {' and '.join(map(repr, self.keys))}",
+            fix="mend or leave out the line",
+        )  # fmt: skip
+
+    def __len__(self) -> int:
+        return len(self._train)
+
+    @property
+    def held_out(self) -> int:
+        return len(self._held)
+
+    def rows(self, step: int, rows: range) -> list[Pair]:
+        """Each epoch goes through all pairs once, in an order of its own."""
+        places = []
+        for row in rows:
+            epoch, index = divmod(step * self.batch + row, len(self))
+            key = blake2b(f"{self.seed} {epoch}".encode(), digest_size=16).digest()
+            places.append(self._train[shuffled(index, len(self), key)])
+        return self._read(places)
+
+    def held(self, rows: range) -> list[Pair]:
+        """Some of the pairs set apart, in the order of the file."""
+        return self._read([self._held[row] for row in rows])
+
+    def _read(self, places: Sequence[int]) -> list[Pair]:
+        found = []
+        with self.path.open("rb") as file:
+            for place in places:
+                file.seek(place)
+                found.append(self._texts(file.readline(LONGEST + 1), -1))
+        return found
