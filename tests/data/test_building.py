@@ -265,6 +265,33 @@ def test_a_folder_that_may_not_be_written_is_an_error(tmp_path: Path) -> None:
     assert "exists" in str(caught.value)
 
 
+@pytest.mark.parametrize(("name", "value"), [("building.SHARDS", 3), ("building.LARGEST", 100)])
+def test_more_than_a_manifest_can_list_is_refused_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: int
+) -> None:
+    monkeypatch.setattr(f"isograd.data.{name}", value)
+    with pytest.raises(DataError) as caught:
+        build(tmp_path / "out", [lines_file(tmp_path / "source.txt")], **LINES)
+    assert caught.value.code == "IG909"
+    assert not list((tmp_path / "out").glob("*.bin"))
+
+
+def test_progress_counts_what_was_done_before_too(tmp_path: Path) -> None:
+    source, out = lines_file(tmp_path / "source.txt"), tmp_path / "out"
+    told: list[tuple[int, int, int]] = []
+    build(out, [source], **LINES, progress=lambda *numbers: told.append(numbers))
+    size, tokens = source.stat().st_size, Tokens(out).tokens + Tokens(out, "validation").tokens
+    assert (told[0], told[-1]) == ((0, size, 0), (size, size, tokens))
+    assert told == sorted(told)
+    unfinish(out)
+    record_of(out, 0).unlink()
+    again: list[tuple[int, int, int]] = []
+    build(out, [source], **LINES, progress=lambda *numbers: again.append(numbers))
+    assert len(again) == 2
+    assert 0 < again[0][0] < size
+    assert again[-1] == told[-1]
+
+
 def test_all_documents_for_validation_leave_nothing_to_train_on(tmp_path: Path) -> None:
     (tmp_path / "one.txt").write_text(next(str(i) for i in range(1000) if split_of(str(i), 0.5) == "validation"))
     with pytest.raises(DataError) as caught:

@@ -19,17 +19,18 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 
 from isograd.data.files import settle, write_whole, writing
-from isograd.data.manifest import NAME, TOKENIZER, Documents, Manifest, Recipe, encode, read
+from isograd.data.manifest import LARGEST, NAME, TOKENIZER, Documents, Manifest, Recipe, encode, read
 from isograd.data.shards import Record, done
 from isograd.data.texts import changed, cut, find_inputs
 from isograd.data.tokenizer import find_tokenizer
 from isograd.data.tokens import check_sizes
-from isograd.data.workers import work
+from isograd.data.workers import Job, work
 from isograd.errors import DataError
 
 RECIPE = "building.json"
 SHARD = 16 << 20  # bytes of text in a shard, more if there would be too many shards
-MOST = 4096
+MOST = 4096  # unless shard_bytes says otherwise; then
+SHARDS = 1 << 16  # at the very most
 RECORD = re.compile(r"building-\d+\.json")
 SHARD_FILE = re.compile(r"(train|validation)-\d+\.(bin|ends)")
 TEMPORARY = re.compile(r"(building|manifest|tokenizer|train|validation).*\.\d+\.tmp")
@@ -64,25 +65,41 @@ def build(
         if not _begin(folder, recipe):
             return read(folder)
         jobs = list(enumerate(cut(recipe)))
+        _not_too_many(recipe, len(jobs))
         records = {number: record for number, _ in jobs if (record := done(folder, number, recipe))}
-        weights = {number: sum(part.weight for part in parts) for number, parts in jobs}
+        count = _Count(progress, jobs)
+        for job in jobs:
+            if job[0] in records:
+                count.add(job, records[job[0]])
+        count.tell()
         open_jobs = [job for job in jobs if job[0] not in records]
-
-        def tell() -> None:
-            tokens = sum(shard.tokens for record in records.values() for shard in record.shards)
-            progress(sum(weights[number] for number in records), sum(weights.values()), tokens)
-
-        tell()
         with closing(work(folder, open_jobs, recipe, tools, workers)) as made:
-            for (number, _), record in made:
-                records[number] = record
-                tell()
+            for job, record in made:
+                records[job[0]] = record
+                count.add(job, record)
+                count.tell()
         manifest = _manifest(recipe, [records[number] for number, _ in jobs])
         if tools.json is not None:
             write_whole(folder / TOKENIZER, tools.json.encode())
         write_whole(folder / NAME, manifest.encode())
         _clear(folder)
     return manifest
+
+
+class _Count:
+    """How far a build is, told as it goes on."""
+
+    def __init__(self, progress: Progress, jobs: list[Job]) -> None:
+        self._progress = progress
+        self._total = sum(part.weight for _, parts in jobs for part in parts)
+        self._done = self._tokens = 0
+
+    def add(self, job: Job, record: Record) -> None:
+        self._done += sum(part.weight for part in job[1])
+        self._tokens += sum(shard.tokens for shard in record.shards)
+
+    def tell(self) -> None:
+        self._progress(self._done, self._total, self._tokens)
 
 
 def _begin(folder: Path, recipe: Recipe) -> bool:
@@ -188,6 +205,18 @@ def _sweep(folder: Path) -> None:
     for path in folder.iterdir():
         if TEMPORARY.fullmatch(path.name):
             path.unlink(missing_ok=True)
+
+
+def _not_too_many(recipe: Recipe, shards: int) -> None:
+    size = len(encode(asdict(recipe)))
+    if size > LARGEST // 2 or shards > SHARDS:
+        raise DataError(
+            "IG909",
+            "more files than one folder's manifest can list",
+            seen=f"{len(recipe.inputs)} inputs, {shards} shards",
+            expected=f"at most {SHARDS} shards, and names of inputs of {LARGEST // 2} bytes together",
+            fix="larger --shard-bytes; many small files together as .jsonl; or several folders, blended in training",
+        )
 
 
 def _check(inputs: Sequence[object], documents: str, validation: float, shard_bytes: int | None, workers: int) -> None:
