@@ -3,8 +3,9 @@
 A unit is a repeated block of the model; what is left (embeddings, last norm, head) is one more, the root. A block's
 rows are gathered when its forward begins and given back when it ends; gathered again when the gradient of its output
 arrives or when it is recomputed, and each parameter is given back when its own gradient is complete. The root is whole
-for the whole forward and from the beginning of the backward. While one unit computes, the next one's rows are already
-on their way, in the order of the step before. Reductions, optimizer and bits are those of stages 1 and 2.
+from the beginning of the forward on: its head is used last and differentiated first. While one unit computes, the next
+one's rows are already on their way, in the order of the step before. Reductions, optimizer and bits are those of stages
+1 and 2.
 
 A parameter that is not gathered keeps its shape and reads as NaN: whoever computes with it outside of the model's
 forward sees that at once, and needs `engine.full_parameters()`.
@@ -42,6 +43,7 @@ class Kept:
     whole: Tensor  # its storage is empty while nobody needs it
     absent: Tensor  # what the parameter is then: one NaN that looks like the whole
     users: set[int] = field(default_factory=set)  # who needs it now: ids of units, READER
+    flying: bool = False  # rows of it are on the wire
 
     def grow(self) -> None:
         storage = self.whole.untyped_storage()
@@ -88,7 +90,7 @@ class Units:
         self.group, self.keep = group, keep_gathered
         self._in_forward = self._in_backward = False  # of the whole model
         self._readers = 0
-        self._flying: list[Handle] = []
+        self._flying: list[tuple[Handle, list[Kept]]] = []
         self._trace: list[Unit] = []  # units in the order of the running forward
         self._after: dict[int, Unit] = {}  # which unit follows which, as the last forward had it
         self._before: dict[int, Unit] = {}
@@ -125,10 +127,10 @@ class Units:
             return
         self._in_forward = False
         self._remember()
-        if not differentiable(output):  # an evaluation, or an error: no backward will come
-            self._held.clear()
-        elif self.keep:
+        if differentiable(output):
             self._held.add(id(self.root))
+        else:  # an evaluation, or an error: no backward will come
+            self._held.clear()
         self._give_back_all(but=self._held)
 
     def _entering(self, unit: Unit) -> Any:
@@ -213,8 +215,10 @@ class Units:
         self._land()
 
     def _land(self) -> None:
-        for handle in self._flying:
+        for handle, arriving in self._flying:
             handle.wait()
+            for kept in arriving:
+                kept.flying = False
         self._flying = []
 
     def _start(self, unit: Unit | None) -> None:
@@ -227,7 +231,9 @@ class Units:
             here = [kept for kept in missing if kept.slot.parameter.dtype == dtype]
             for kept in here:
                 kept.grow()
-            self._flying.append(gather_rows([k.slot for k in here], [k.whole for k in here], self.group))
+                kept.flying = True
+            handle = gather_rows([k.slot for k in here], [k.whole for k in here], self.group)
+            self._flying.append((handle, here))
 
     def _give_back(self, unit: Unit, *, frozen_only: bool = False) -> None:
         for kept in unit.kept:
@@ -245,7 +251,8 @@ class Units:
             return
         kept.users = kept.users & {READER} if user is None else kept.users - {user}
         if not kept.users:
-            self._land()
+            if kept.flying:
+                self._land()
             kept.shrink()
 
     # -- everything whole
@@ -274,6 +281,7 @@ class Units:
 
     def stepped(self) -> None:
         """The optimizer has changed rows: what is still whole is out of date."""
+        self._land()
         self._held.clear()
         self._open.clear()
         for kept in self.kept.values():
