@@ -59,7 +59,7 @@ class FSDP2(Contestant):
         self.model, mesh = Decoder(sizes), init_device_mesh("cpu", (world,))
         for block in self.model.blocks:
             fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
-        fully_shard(self.model, mesh=mesh, reshard_after_forward=reshard)
+        fully_shard(self.model, mesh=mesh)  # the root stays whole until its backward, by default
         self.optimizer = adamw(self.model.parameters())
 
     def backward(self, batch: Batch) -> None:
@@ -116,8 +116,9 @@ def reduce_and_gather(sizes: Sizes, world: int) -> float:
 
 
 def gather_twice(sizes: Sizes, world: int) -> float:
-    """Parameters that are freed after forward come a second time for backward: 3 (W - 1) / W."""
-    return 3 * (world - 1) / world * gradient_bytes(sizes)
+    """Blocks that are freed after forward come a second time for backward: 3 (W - 1) / W of them, and 2 of the rest."""
+    rest = 4 * (2 * sizes.vocab * sizes.hidden + sizes.hidden)
+    return (world - 1) / world * (3 * gradient_bytes(sizes) - rest)
 
 
 DDP_ENTRY = Entry("DDP", DDP, reduce_and_gather)
@@ -132,3 +133,4 @@ if HAS_DEEPSPEED:
     PEERS += [
         Entry(f"DeepSpeed ZeRO-{stage}", partial(DeepSpeed, stage=stage), reduce_and_gather) for stage in (0, 1, 2)
     ]
+    PEERS.append(Entry("DeepSpeed ZeRO-3", partial(DeepSpeed, stage=3), gather_twice))

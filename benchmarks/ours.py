@@ -10,7 +10,7 @@ from torch import Tensor
 
 import isograd as ig
 from benchmarks.contestant import Contestant, Entry, adamw
-from benchmarks.data_peers import reduce_and_gather
+from benchmarks.data_peers import gather_twice, reduce_and_gather
 from benchmarks.model import Decoder
 from benchmarks.sequence_peers import PEERS, ring_bytes, ulysses_bytes
 from benchmarks.task import Batch, Sizes
@@ -30,14 +30,38 @@ class Isograd(Contestant):
 class IsogradData(Isograd):
     """The model code of the peers, as it is: a foreign module, whose parameters owe the data axes."""
 
-    def __init__(self, sizes: Sizes, rank: int, world: int, *, zero: int) -> None:
+    def __init__(self, sizes: Sizes, rank: int, world: int, *, zero: int, keep: bool = False) -> None:
         self.mesh = ig.Mesh(ig.Layout(dp=world, zero=zero))
         self.model = Decoder(sizes)
-        self.engine = ig.Engine(self.model, self.mesh, adamw)
+        self.engine = ig.Engine(self.model, self.mesh, adamw, keep_gathered=keep)
 
     def backward(self, batch: Batch) -> None:
         mine = batch.share(self.mesh.index("dp cp"), self.mesh.size("dp cp"))
         self.engine.backward(self.model(mine.tokens, mine.labels), weight=mine.count)
+
+
+class IsogradDropIn(Contestant):
+    """In DDP's place, with the line that weighs."""
+
+    def __init__(self, sizes: Sizes, rank: int, world: int) -> None:
+        self.rank, self.world = rank, world
+        self.model = ig.DataParallel(Decoder(sizes))
+        self.optimizer = adamw(self.model.parameters())
+
+    def backward(self, batch: Batch) -> None:
+        mine = batch.share(self.rank, self.world)
+        loss = self.model(mine.tokens, mine.labels)
+        self.model.weigh(mine.count)
+        loss.backward()
+
+    def grads(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self.model.module.named_parameters():
+            assert parameter.grad is not None
+            yield name, parameter.grad
+
+    def update(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
 
 class IsogradModel(Isograd):
@@ -78,6 +102,11 @@ def take(model: ig.models.Transformer, plain: Decoder, mesh: ig.Mesh) -> None:
 
 DATA = [
     Entry(f"isograd zero{zero}", partial(IsogradData, zero=zero), reduce_and_gather, peer="DDP") for zero in (0, 1, 2)
+]
+DATA += [
+    Entry("isograd DataParallel", IsogradDropIn, reduce_and_gather, peer="DDP"),
+    Entry("isograd zero3 kept", partial(IsogradData, zero=3, keep=True), reduce_and_gather, peer="FSDP2 kept"),
+    Entry("isograd zero3", partial(IsogradData, zero=3), gather_twice, peer="FSDP2 reshard"),
 ]
 TENSOR = [
     Entry("isograd tp", partial(IsogradTensor, sequence=False), stream_bytes, peer="DTensor TP"),

@@ -148,7 +148,7 @@ def show(rows: Sequence[dict[str, Any]], title: str, notes: Sequence[str]) -> No
         cells += [f"{r['peak_bytes'] / MIB:.0f}"]
         cells += ["-" if r[kind] is None else f"{r[kind]['total']:.0e}" for kind in ("even", "uneven")]
         table.add_row(*cells, style="bold" if r["name"].startswith("isograd") else None)
-    Console(width=max(150, Console().width)).print(table)
+    Console(width=max(180, Console().width)).print(table)
 
 
 def _number(ratio: float | None) -> str:
