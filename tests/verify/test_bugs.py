@@ -28,9 +28,6 @@ LATER = {
     "router-unreduced": "experts",
     "expert-scale": "experts",
     "expert-twice": "experts",
-    "temperature-scale": "contrastive losses",
-    "cache-rng": "contrastive losses: cached representations",
-    "loss-labels-shifted": "contrastive losses: gathered negatives",
 }
 
 

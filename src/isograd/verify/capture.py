@@ -7,12 +7,12 @@ Until the given number of optimizer steps is over it notes, as events in order,
 
     backward      each call of autograd.backward: one micro-batch
     collective    see collectives.py; `covers` names the parameters whose gradients share memory with its tensor
-    loss, weight  labels that counted, their hash, and the weight that each label's gradient got
+    loss, weight  labels that counted, of how many classes; their hash, and the weight that each label's gradient got
     reached       collectives without a backward that have a say in what a backward began with, and how (flows.py)
     input, given  the outermost module is called; what it was given, as hashes of contents by name
     mean          a number that is the mean of many: of how many, and the weight that each one's gradient got
     norm          what clip_grad_norm_ returned, and where
-    random        a module that drew random numbers: hashes of what went in and came out
+    random        a module that drew random numbers: hashes of what went in and came out, and whether a graph was made
     step          an optimizer step: every parameter's shape, box, hash, owner
     skipped       backwards whose gradients were thrown away after the norm was looked at: a step left out
     world         the program joined a world of another size: the watching ends here
@@ -131,8 +131,8 @@ class Capture(Life):
         if self.writer is not None:
             self.writer.event({"k": "end", "n": number, "seconds": seconds})
 
-    def token_loss(self, reduction: int, count: float) -> None:
-        self.event("loss", reduction=("none", "mean", "sum")[reduction], count=count)
+    def token_loss(self, reduction: int, count: float, classes: int) -> None:
+        self.event("loss", reduction=("none", "mean", "sum")[reduction], count=count, classes=classes)
 
     def token_weight(self, reduction: int, count: float, gradient: Tensor, labels: Tensor, site: str) -> None:
         flat = gradient.detach().double().reshape(-1)

@@ -109,6 +109,18 @@ BUGS: dict[str, Bug] = {
         "ranks that hold copies of an activation drop different elements of it",
         "the random state: equal over the tensor-parallel group wherever activations are replicated",
     ),
+    "temperature-scale": Bug(
+        "the gradient of a contrastive loss's scale is summed over ranks, or added per chunk, once more than encoders'",
+        "the backward of the loss: does it reduce the scale's gradient itself? then nobody may after it",
+    ),
+    "cache-rng": Bug(
+        "the replay of cached representations draws other random numbers than the pass that cached them",
+        "the state of the random generators, CPU and device: kept before a chunk's first pass, set before its replay",
+    ),
+    "loss-labels-shifted": Bug(
+        "the columns of gathered candidates stand in another order than the labels of the rows count them",
+        "the gather: documents of all ranks first, then each set of negatives, or labels that know the order",
+    ),
     "border-labels-lost": Bug(
         "labels are shifted after the sequence was cut: the last token of each part has lost its target",
         "where labels are shifted: it must happen on whole sequences, and the loss must not shift them again",

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from isograd.verify.findings import BUG, INCONCLUSIVE, Finding
-from isograd.verify.recording import Recording
+from isograd.verify.recording import RankRecord, Recording
 from isograd.verify.wording import axis_over, finding
 
 CLOSE = {torch.float64: 1e-6, torch.float32: 1e-4}  # of the largest row; 5e-2 for half precision
@@ -122,6 +122,12 @@ def first_divergence(reference: Recording, candidate: Recording) -> list[Finding
             module = label.partition("#")[0] or "the model"
             shuffled = shuffled or same_numbers(made, whole[f"out/{label}"])
             axis = axis_over(candidate, tuple(range(candidate.world)))
+            if shuffled and _columns_moved(made, whole[f"out/{label}"], _classes(record)):
+                sentence = (
+                    f"forward: the columns of {module}, which are the loss's classes, stand in another order than "
+                    f"one device has them, and labels count them (rank {record.rank})"
+                )
+                return [finding(BUG, "loss-labels-shifted", sentence, tensors=(), axis=axis)]
             if shuffled:
                 sentence = (
                     f"forward: {module} is given the right input and returns the right numbers in other places "
@@ -137,6 +143,18 @@ def first_divergence(reference: Recording, candidate: Recording) -> list[Finding
         key: total for key, values in truth.items() if key.startswith("back/") and (total := _sum(values)) is not None
     }
     return _backward(whole, sums, candidate, step)
+
+
+def _classes(record: RankRecord) -> set[int]:
+    """Of how many classes cross-entropies had labels."""
+    return {int(event.get("classes", 0)) for event in record.of("loss")}
+
+
+def _columns_moved(made: Tensor, whole: Tensor, classes: set[int]) -> bool:
+    """Whether each row of logits is one of the reference's rows, with its columns in another order."""
+    if made.dim() != 2 or made.shape[1] not in classes or made.shape[1:] != whole.shape[1:]:
+        return False
+    return contained(made.sort(1).values, whole.sort(1).values).found
 
 
 def _recorded(tensors: dict[str, Tensor], kind: str) -> Iterator[tuple[int, str, Tensor]]:

@@ -147,7 +147,7 @@ class Hooks:
 
             c.event(
                 "random", module=name, into=digest(foreign.local(given)), out=digest(foreign.local(first)),
-                shape=list(first.shape), forward=c.micro + 1,
+                shape=list(first.shape), forward=c.micro + 1, graph=torch.is_grad_enabled(),
             )  # fmt: skip
         if first is None or not torch.is_tensor(first):
             return

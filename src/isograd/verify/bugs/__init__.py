@@ -16,7 +16,7 @@ PROGRAMS = (
     "nosync-missing", "qknorm-unreduced", "kv-replica-unreduced", "accum-rereduced", "accum-undivided", "bias-n-times",
     "gather-backward-sum", "cut-graph", "clip-per-rank", "norm-counts-replicas", "overflow-alone", "bf16-reduction",
     "shared-module", "norm-dropout-rng", "resume-other-rank", "ulysses-scale", "ulysses-permute", "pp-scale",
-    "tie-after-scatter", "same-data", "border-labels-lost",
+    "tie-after-scatter", "same-data", "border-labels-lost", "temperature-scale", "cache-rng", "loss-labels-shifted",
 )  # fmt: skip
 
 FRAMEWORKS = (

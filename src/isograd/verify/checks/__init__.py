@@ -16,7 +16,7 @@ from isograd.verify.checks.means import mean_weights
 from isograd.verify.checks.mixed import mixed_groups
 from isograd.verify.checks.norms import norms
 from isograd.verify.checks.state import continuity, missing, replicas, steps_together
-from isograd.verify.checks.traffic import dtypes, graph_cuts, groups, order, random_draws
+from isograd.verify.checks.traffic import dtypes, graph_cuts, groups, order, random_draws, replayed_draws
 from isograd.verify.findings import BUG, INCONCLUSIVE, Finding
 from isograd.verify.recording import Recording
 
@@ -25,6 +25,7 @@ Check = Callable[[Analysis], Iterator[Finding]]
 CHECKS: tuple[Check, ...] = (
     steps_together, coefficients, scales, token_weights, mean_weights, graph_cuts, continuity, replicas, missing, norms,
     dtypes, order, groups, mixed_groups, own_data, random_draws,
+    replayed_draws,
 )  # fmt: skip
 
 
@@ -46,7 +47,7 @@ def check(recording: Recording, leave_out: tuple[Check, ...] = ()) -> list[Findi
 
 
 # After these, copies, coefficients and later steps mean little.
-ROOTS = ("overflow-alone", "norm-dropout-rng", "resume-other-rank")
+ROOTS = ("overflow-alone", "norm-dropout-rng", "resume-other-rank", "cache-rng")
 UNREDUCED = (
     "nosync-missing",
     "norm-unreduced",

@@ -170,6 +170,28 @@ def random_draws(analysis: Analysis) -> Iterator[Finding]:
         )
 
 
+def replayed_draws(analysis: Analysis) -> Iterator[Finding]:
+    """What a module makes of an input without a graph, it makes of it again with one: representations were cached."""
+    apart: dict[str, int] = {}
+    for record in analysis.recording.ranks:
+        cached: dict[tuple[str, str], set[str]] = defaultdict(set)
+        for event in record.of("random"):
+            if event["step"] != analysis.step:
+                continue
+            key = (event["module"], event["into"])
+            if not event.get("graph", True):
+                cached[key].add(event["out"])
+            elif key in cached and event["out"] not in cached[key]:
+                apart.setdefault(event["module"], record.rank)
+    if apart:
+        names, rank = tuple(sorted(apart)), next(iter(apart.values()))
+        sentence = (
+            f"step {analysis.step}: {listed(names)}: the same input was encoded without a graph and then with one, and "
+            f"drew other random numbers (rank {rank} first): cached gradients belong to other representations"
+        )
+        yield finding(BUG, "cache-rng", sentence, tensors=names)
+
+
 def _data_ranks(analysis: Analysis, one: int, other: int, forward: int) -> bool:
     """Whether two ranks work on different data, and drop what they like, of a learned tensor too.
 
