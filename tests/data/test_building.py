@@ -55,6 +55,7 @@ def test_a_text_is_on_one_side_wherever_it_stands_and_the_share_is_kept(tmp_path
     train, validation = (set(documents_of(tmp_path / "out", split)) for split in ("train", "validation"))
     assert train | validation == set(texts)
     assert not train & validation
+    assert [i for i in range(40) if split_of(f"text {i}", 0.2) == "validation"] == [8, 16, 23]  # in every version
     many = [split_of(str(i), 0.1) for i in range(5000)]
     assert abs(many.count("validation") - 500) < 85  # four standard deviations of 21
 

@@ -188,6 +188,17 @@ def test_the_fingerprint_knows_other_text_of_the_same_length(tmp_path: Path) -> 
     assert read([tmp_path / "one"]).fingerprint != read([tmp_path / "two"]).fingerprint
 
 
+def test_the_order_is_the_one_that_runs_were_begun_with(tmp_path: Path) -> None:
+    """When this fails, every run that is resumed would meet other samples: raise ORDER in mixture.py."""
+    for name, size in {"a": 60, "b": 43}.items():
+        (tmp_path / f"{name}.txt").write_text("x" * size)
+        build(tmp_path / name, [tmp_path / f"{name}.txt"], validation=0)
+    mixture = read([tmp_path / "a", tmp_path / "b"], weights=[0.6, 0.4], length=4, batch=3, seed=5)
+    expected = [(0, 12), (1, 40), (0, 8), (0, 4), (1, 4), (0, 40), (1, 32), (0, 28)]
+    assert [mixture.place(sample) for sample in range(8)] == expected
+    assert [mixture.place(10**12 + sample) for sample in range(3)] == [(0, 28), (1, 40), (0, 48)]
+
+
 def test_what_a_mixture_is_can_be_printed(folders: list[Path]) -> None:
     text = read(folders[:2], weights=[3.0, 1.0]).describe()
     assert "75.00% of samples" in text

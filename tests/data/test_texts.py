@@ -11,15 +11,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isograd.data.manifest import Recipe, Vocabulary
+from isograd.data.manifest import Input, Recipe, Vocabulary
 from isograd.data.texts import cut, find_inputs, read
 from isograd.errors import DataError
 
 BYTES = Vocabulary("bytes", None, 257, 256)
 
 
+def found(paths: list[Path]) -> tuple[Input, ...]:
+    return find_inputs([str(path) for path in paths], Path("out"))
+
+
 def texts_of(paths: list[Path], shard_bytes: int = 1 << 20, documents: str = "file", key: str = "text") -> list[str]:
-    recipe = Recipe(BYTES, documents, key, 0.0, shard_bytes, find_inputs([str(path) for path in paths]))  # type: ignore[arg-type]
+    recipe = Recipe(BYTES, documents, key, 0.0, shard_bytes, found(paths))  # type: ignore[arg-type]
     return [text for parts in cut(recipe) for part in parts for text in read(recipe, part)]
 
 
@@ -56,7 +60,7 @@ def test_lines_and_paragraphs_are_the_same_however_a_file_is_cut(
 def test_a_file_is_cut_at_the_first_end_of_a_document_that_fills_a_shard(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_text("abc\n" * 5)
-    recipe = Recipe(BYTES, "line", "text", 0.0, 8, find_inputs([str(path)]))
+    recipe = Recipe(BYTES, "line", "text", 0.0, 8, found([path]))
     assert [[(part.start, part.stop) for part in parts] for parts in cut(recipe)] == [[(0, 8)], [(8, 16)], [(16, 20)]]
 
 
@@ -89,7 +93,7 @@ def test_folders_are_read_in_the_order_of_their_names_and_small_files_share_a_sh
     for name, text in {"b.txt": "B", "a.txt": "A\n", "deep/er/c.py": "C", ".hidden": "H"}.items():
         (tmp_path / name).write_text(text)
     assert texts_of([tmp_path]) == ["A\n", "B", "C"]
-    recipe = Recipe(BYTES, "file", "text", 0.0, 3, find_inputs([str(tmp_path)]))
+    recipe = Recipe(BYTES, "file", "text", 0.0, 3, found([tmp_path]))
     assert [len(parts) for parts in cut(recipe)] == [2, 1]
 
 
@@ -133,10 +137,20 @@ def test_inputs_that_are_not_there_empty_or_packed_are_refused(tmp_path: Path) -
     assert codes == {"empty.txt": "IG911", "web.jsonl.gz": "IG910", "nothing": "IG910", "absent.txt": "IG910"}
 
 
+def test_a_file_that_is_named_twice_and_an_output_inside_its_input_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("one")
+    assert "named twice" in str(refusal([tmp_path, path]))
+    for inside in (tmp_path, tmp_path / "deep" / "out"):
+        with pytest.raises(DataError, match="cannot be read as text") as caught:
+            find_inputs([str(tmp_path)], inside)
+        assert "choose an output folder outside" in str(caught.value)
+
+
 def test_an_input_that_changes_under_the_build_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_text("one")
-    recipe = Recipe(BYTES, "file", "text", 0.0, 100, find_inputs([str(path)]))
+    recipe = Recipe(BYTES, "file", "text", 0.0, 100, found([path]))
     path.write_text("other")
     with pytest.raises(DataError) as caught:
         list(read(recipe, cut(recipe)[0][0]))

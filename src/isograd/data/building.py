@@ -58,7 +58,7 @@ def build(
     _check(inputs, documents, validation, shard_bytes, workers)
     folder = Path(out)
     tools = find_tokenizer(tokenizer, end_of_document)
-    found = find_inputs([str(path) for path in inputs])
+    found = find_inputs([str(path) for path in inputs], folder)
     size = shard_bytes or max(SHARD, -(-sum(one.bytes for one in found) // MOST))
     recipe = Recipe(tools.vocabulary, documents, text_key, float(validation), size, found)
     with _alone(folder):

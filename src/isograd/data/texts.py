@@ -35,19 +35,24 @@ class Part:
     weight: int
 
 
-def find_inputs(given: list[str]) -> tuple[Input, ...]:
-    """The files named, and all files in folders named, in the order of their names."""
+def find_inputs(given: list[str], out: Path) -> tuple[Input, ...]:
+    """The files named, and all files in folders named, in the order of their names. None twice, none of the output."""
     files: list[Path] = []
     for name in given:
         path = Path(name)
+        if path.is_dir() and out.resolve().is_relative_to(path.resolve()):
+            raise _no_input(path, f"the output folder {out} in it", "choose an output folder outside of the inputs")
         inside = sorted(p for p in path.rglob("*") if p.is_file() and not p.name.startswith("."))
         if not path.is_dir() and not path.is_file():
             raise _no_input(path, "no such file or folder")
         if path.is_dir() and not inside:
             raise _no_input(path, "a folder without files")
         files += inside if path.is_dir() else [path]
-    found = []
+    found, met = [], set()
     for path in files:
+        if path.resolve() in met:
+            raise _no_input(path, "named twice", "name it once; weights of a blend make a source count more")
+        met.add(path.resolve())
         if path.suffix in PACKED:
             raise _no_input(path, f"a packed file ({path.suffix})", "unpack it first")
         try:
