@@ -14,8 +14,8 @@ from isograd.train.journal import Journal
 from isograd.train.optimizers import rate
 
 LINE = {
-    "step": 7, "steps": 9, "loss": 1.25, "grad_norm": 0.5, "lr": 1e-3, "tokens_per_s": 12345.0,
-    "tokens_per_s_rank": 3086.0, "mfu": 0.42, "memory_gb": 1.5, "data_wait": 0.01, "eta_s": 3725.0, "skipped": False,
+    "step": 7, "steps": 9, "loss": 1.25, "grad_norm": 0.5, "lr": 1e-3, "unit": "tokens", "per_s": 12345.0,
+    "per_s_rank": 3086.0, "mfu": 0.42, "memory_gb": 1.5, "data_wait": 0.01, "eta_s": 3725.0, "skipped": False,
 }  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from dataclasses import replace
@@ -72,9 +73,9 @@ def test_a_run_leaves_its_config_its_numbers_a_checkpoint_and_pictures(worlds, t
     assert steps[-1]["loss"] < steps[0]["loss"]
     assert [line["lr"] for line in steps[:2]] == [0.005, 0.01]
     events = {line["event"]: line for line in lines if "event" in line}
-    assert set(events) == {"evaluation", "sample", "picture"}
+    assert set(events) == {"evaluation", "model", "picture"}
     assert (tmp_path / "run" / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert "▮" in events["sample"]["text"]
+    assert "▮" in events["model"]["text"]
     again = worlds(2).run(loop.run, config, QUIET)[0]
     assert (again.code, again.losses) == (0, [])  # nothing to do
 
@@ -213,3 +214,67 @@ def test_every_layout_sees_the_same_samples(worlds, text: Path, tmp_path: Path) 
     for layout, holders in (("dp2", 1), ("tp2 sp", 2), ("cp2", 2), ("pp2", 2), ("dp2 zero3", 1)):
         found = worlds(2).run(batches_of, layout, tmp_path, text)
         assert sorted(sample for rank in found for sample in rank) == sorted(expected * holders), layout
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small BERT with its tokenizer, and pairs to train it on."""
+    from transformers import BertConfig, BertModel, BertTokenizerFast
+
+    folder = tmp_path_factory.mktemp("encoder")
+    words = [f"w{i}" for i in range(40)]
+    (folder / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words]))
+    BertTokenizerFast(str(folder / "vocab.txt")).save_pretrained(folder)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+    BertModel(BertConfig(vocab_size=45, max_position_embeddings=16, **sizes)).save_pretrained(folder)
+    pairs = [{"a": f"w{i} w{(3 * i) % 40}", "b": f"w{(i + 7) % 40} w{i}"} for i in range(40)]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    return folder
+
+
+def pairs_of(folder: Path, encoder: Path, **changes: Any) -> Config:
+    values: dict[str, Any] = {
+        "run": str(folder),
+        "model": {"path": str(encoder), "dtype": "fp64"},
+        "pairs": {"path": str(encoder / "pairs.jsonl"), "keys": ["a", "b"], "chunk": 3, "learn_scale": True},
+        "optimizer": {"lr": 1e-2},
+        "steps": 3,
+        "batch": 12,
+        "evaluate": {"first": True},
+    }
+    return Config.model_validate({**values, **changes})
+
+
+def evaluations(folder: Path) -> list[tuple[float, float]]:
+    lines = journal.read(folder / "metrics.jsonl")
+    return [(line["loss"], line["accuracy"]) for line in lines if line.get("event") == "evaluation"]
+
+
+def test_pairs_train_alike_under_every_layout_and_leave_an_encoder(worlds, encoder: Path, tmp_path: Path) -> None:
+    from transformers import AutoModel
+
+    found = {}
+    for ranks, layout, chunk in ((1, "dp1", 12), (2, "dp2", 3), (2, "dp2 zero3", 2)):
+        folder = tmp_path / layout
+        pairs = {**pairs_of(folder, encoder).pairs.model_dump(), "chunk": chunk}  # type: ignore[union-attr]
+        worlds(ranks).run(loop.run, pairs_of(folder, encoder, layout=layout, pairs=pairs), QUIET)
+        found[layout] = losses(folder) + [value for pair in evaluations(folder) for value in pair]
+    whole = found["dp1"]
+    assert whole[2] < whole[0]
+    assert all(close(values, whole) for values in found.values())
+    trained = AutoModel.from_pretrained(tmp_path / "dp1" / "model", dtype=torch.float64)
+    first = AutoModel.from_pretrained(encoder, dtype=torch.float64)
+    assert not torch.equal(trained.embeddings.word_embeddings.weight, first.embeddings.word_embeddings.weight)
+
+
+def test_pairs_go_on_under_another_layout(worlds, encoder: Path, tmp_path: Path) -> None:
+    worlds(1).run(loop.run, pairs_of(tmp_path / "whole", encoder), QUIET)
+    worlds(2).run(loop.run, pairs_of(tmp_path / "cut", encoder, layout="dp2 zero1"), replace(QUIET, until=1))
+    worlds(1).run(loop.run, pairs_of(tmp_path / "cut", encoder), QUIET)
+    assert close(losses(tmp_path / "cut"), losses(tmp_path / "whole"))
+
+
+def test_pairs_on_a_layout_that_cuts_the_model_are_refused(worlds, encoder: Path, tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match="IG640"):
+        worlds(2).run(loop.run, pairs_of(tmp_path, encoder, layout="tp2"), QUIET)

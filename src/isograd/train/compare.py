@@ -42,7 +42,7 @@ class Row:
     loss: float  # of the last step
     difference: float  # the largest of any step to the first layout's, relative
     held_out: float | None
-    tokens_per_s: float  # median
+    per_s: float  # tokens or pairs, median
     memory_gb: float  # of the rank that held most
     sent_mb: float | None  # per step and rank, of the rank that sent most
 
@@ -99,7 +99,7 @@ def _rows(runs: Mapping[str, Path], results: Mapping[str, tuple[Outcome, float |
     for layout, (outcome, sent) in results.items():
         lines = [line for line in journal.read(runs[layout]) if "event" not in line]
         held_out = curves.losses(runs[layout])[1]
-        speeds = [line["tokens_per_s"] for line in lines[1:] or lines]
+        speeds = [line["per_s"] for line in lines[1:] or lines]
         gaps = [abs(a - b) / max(abs(a), 1e-30) for a, b in zip(reference, outcome.losses, strict=False)]
         rows.append(
             Row(
@@ -135,7 +135,7 @@ def _words(row: Row) -> tuple[str, ...]:
         f"{row.loss:.5f}",
         f"{row.difference:.1e}",
         "-" if row.held_out is None else f"{row.held_out:.5f}",
-        f"{row.tokens_per_s:,.0f}",
+        f"{row.per_s:,.0f}",
         f"{row.memory_gb:.2f}",
         "-" if row.sent_mb is None else f"{row.sent_mb:.2f}",
     )
@@ -160,7 +160,7 @@ def _write(rows: list[Row], runs: Mapping[str, Path], folder: Path, config: Conf
     cells: list[Any] = [f"<tr>{''.join(f'<th>{title}</th>' for title in TITLES)}</tr>"]
     cells += [f"<tr>{''.join(f'<td>{html.escape(word)}</td>' for word in _words(row))}</tr>" for row in rows]
     about = (
-        f"{config.steps} steps of {config.batch} sequences of {config.data.length} tokens, {config.model.dtype}; "
+        f"{config.steps} steps of {config.batch} {'sequences' if config.data else 'pairs'}, {config.model.dtype}; "
         "the largest difference is that of any step's loss to the first layout's, relative"
     )
     (folder / "compare.html").write_text(

@@ -74,6 +74,26 @@ class Data(Part):
     seed: int = Field(default=0, description="of the order, which is a function of seed and step alone")
 
 
+class PairsOf(Part):
+    path: str = Field(description="JSON lines, one pair of texts in each")
+    keys: tuple[str, str] = Field(description="under which the two texts of a line stand")
+    length: Positive = Field(default=64, description="tokens of a text at most")
+    chunk: Positive = Field(default=64, description="texts encoded at once: memory, not results, depends on it")
+    scale: Rate = Field(default=20.0, description="1 / temperature")
+    learn_scale: bool = Field(default=False, description="whether the scale is trained too")
+    both: bool = Field(default=True, description="whether answers find their queries, too")
+    pooling: Literal["mean", "first"] = Field(default="mean", description="how hidden states become one vector")
+    dropout: bool = Field(default=False, description="keep the model's dropout; it draws per rank")
+    held_out: Share = Field(default=0.1, description="share of the pairs set apart")
+    evaluate: Positive = Field(default=2000, description="held-out pairs of an evaluation at most")
+    seed: int = Field(default=0, description="of the order, which is a function of seed and step alone")
+
+    @field_validator("keys", mode="before")
+    @classmethod
+    def _pair(cls, value: Any) -> Any:
+        return tuple(value) if isinstance(value, list) else value
+
+
 class Optimizer(Part):
     name: Literal["adamw", "muon"] = Field(
         default="adamw", description="muon: matrices of blocks by Muon, the rest by AdamW"
@@ -106,6 +126,7 @@ class Saving(Part):
 
 class Evaluating(Part):
     every: Positive | None = Field(default=None, description="steps between evaluations; null: at the end only")
+    first: bool = Field(default=False, description="also before the first step")
     batches: Positive = Field(default=4, description="batches of held-out text in one evaluation")
 
 
@@ -136,7 +157,8 @@ class Config(Part):
     run: str = Field(description="the folder of the run: checkpoints, metrics, pictures")
     layout: str = Field(default="dp1", description="for example 'dp2 tp2 sp zero1'")
     model: Model
-    data: Data
+    data: Data | None = Field(default=None, description="tokens for a language model")
+    pairs: PairsOf | None = Field(default=None, description="pairs of texts for an encoder, instead of data")
     optimizer: Optimizer
     steps: Positive = Field(description="optimizer steps of the whole run")
     batch: Positive = Field(description="sequences of a step, over all ranks")
@@ -163,6 +185,10 @@ class Config(Part):
     def _fits(self) -> Config:
         from isograd.layout import Layout
 
+        if (self.data is None) == (self.pairs is None):
+            raise ValueError("give data or pairs, one of them")
+        if self.pairs is not None and self.micro_batches > 1:
+            raise ValueError("pairs have no micro_batches: every row is every other's negative; set pairs.chunk")
         layout = Layout.parse(self.layout)
         rows, rest = divmod(self.batch, layout.dp)
         if rest or rows < self.micro_batches:

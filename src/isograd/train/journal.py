@@ -80,11 +80,14 @@ def clock(seconds: float) -> str:
 def sentence(entry: dict[str, Any]) -> str:
     """A line of the journal in words."""
     if entry.get("event") == "evaluation":
-        return f"step {entry['step']:>5}  held-out loss {entry['loss']:.4f} over {human(entry['weight'])} tokens"
+        known = ("step", "event", "loss", "weight", "unit")
+        more = "".join(f"  {name} {value:.4f}" for name, value in entry.items() if name not in known)
+        about = f"over {human(entry['weight'])} {entry['unit']}"
+        return f"step {entry['step']:>5}  held-out loss {entry['loss']:.4f} {about}{more}"
     if "event" in entry:
         return f"step {entry['step']:>5}  {entry['text']}"
     usage = f"mfu {entry['mfu']:.1%}  " if entry.get("mfu") is not None else ""
-    speed = f"{human(entry['tokens_per_s'])} tokens/s ({human(entry['tokens_per_s_rank'])} per rank)"
+    speed = f"{human(entry['per_s'])} {entry['unit']}/s ({human(entry['per_s_rank'])} per rank)"
     return (
         f"step {entry['step']:>5}/{entry['steps']}  loss {entry['loss']:.4f}  grad norm {entry['grad_norm']:.3f}  "
         f"lr {entry['lr']:.2e}  {speed}  {usage}mem {entry['memory_gb']:.2f} GB  data {entry['data_wait']:.0%}  "

@@ -17,12 +17,13 @@ from torch import Tensor
 
 from isograd import random
 from isograd.data import Mixture, Source, build, manifest, read_tokenizer
-from isograd.engine import Engine, Evaluation, Stats
+from isograd.engine import Engine, Stats
 from isograd.errors import ConfigError
 from isograd.mesh import Mesh
 from isograd.models import Transformer, TransformerConfig, load_config, preset
 from isograd.models.families import HuggingFace
 from isograd.train.config import Config, Model
+from isograd.train.job import Evaluated
 from isograd.train.optimizers import MATRICES, factory
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
@@ -42,23 +43,33 @@ def built(config: Config) -> Path:
 
 def prepare(config: Config) -> None:
     """Make what is not there yet: token shards of builtin texts. One process does."""
-    if any(text.builtin for text in config.data.sources):
+    if config.data is not None and any(text.builtin for text in config.data.sources):
         files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
         build(built(config), files, validation=0.05)
 
 
-def mixture(config: Config, split: str) -> Mixture:
+def mixture(config: Config, split: str) -> Mixture | None:
+    """None where nothing is held out."""
     data = config.data
+    assert data is not None
     sources = [Source(text.path or str(built(config)), text.weight) for text in data.sources]
     if split == "validation":
         sources = [source for source in sources if manifest.read(Path(source.path)).of(split)]
+        if not sources:
+            return None
     return Mixture(sources, length=data.length, batch=config.batch, seed=data.seed, split=split, packing=data.packing)
 
 
 class Language:
+    unit = "tokens"
+
     def __init__(self, config: Config, mesh: Mesh) -> None:
-        self.config, self.mesh = config, mesh
-        self.data, self.held_out = mixture(config, "train"), mixture(config, "validation")
+        assert config.data is not None
+        self.config, self.mesh, self.length, self.seed = config, mesh, config.data.length, config.data.seed
+        self.per_step = config.batch * self.length
+        data = mixture(config, "train")
+        assert data is not None
+        self.data, self.held_out = data, mixture(config, "validation")
         described = model_config(config.model)
         if self.data.vocab > described.vocab:
             raise ConfigError(
@@ -74,6 +85,7 @@ class Language:
             dtype=DTYPES[config.model.dtype],
             device="meta" if mesh.layout.zero == 3 else None,
         )
+        self.fingerprint, self.flops = self.data.fingerprint, flops_per_token(described, self.length)
         self.model.recompute = config.model.recompute
         self.engine = Engine(
             self.model,
@@ -87,7 +99,7 @@ class Language:
 
     def batch(self, step: int) -> dict[str, Any]:
         """This data rank's rows of a step."""
-        return {**self._rows(self.data, step), "key": random.key(self.config.data.seed, "dropout", step)}
+        return {**self._rows(self.data, step), "key": random.key(self.seed, "dropout", step)}
 
     def _rows(self, mixture: Mixture, step: int) -> dict[str, Tensor]:
         share = self.config.batch // self.mesh.size("dp")
@@ -98,8 +110,10 @@ class Language:
     def step(self, batch: dict[str, Any]) -> Stats:
         return self.engine.train_step(batch, self.config.micro_batches)
 
-    def evaluate(self) -> Evaluation:
+    def evaluate(self) -> Evaluated | None:
         """The mean loss of the first batches of held-out text, the same ones every time and under every layout."""
+        if self.held_out is None:
+            return None
         self.model.eval()
         total = weight = 0.0
         for step in range(self.config.evaluate.batches):
@@ -107,27 +121,32 @@ class Language:
             if found.weight:
                 total, weight = total + found.loss * found.weight, weight + found.weight
         self.model.train()
-        return Evaluation(total / weight if weight else math.nan, weight)
+        return Evaluated(total / weight if weight else math.nan, weight)
 
-    @property
-    def tokens_per_step(self) -> int:
-        return self.config.batch * self.config.data.length
-
-    @property
-    def flops_per_token(self) -> float:
-        """PaLM's convention: 6 per parameter, 12 * layers * width * length for attention, nothing for recompute."""
-        c = self.model.config
-        width = c.heads * (c.head_dim or c.hidden // c.heads)
-        return 6 * parameters(c) + 12 * c.layers * width * self.config.data.length
+    def finish(self, sample: int) -> str | None:
+        """A sample of the model's writing."""
+        if not sample:
+            return None
+        self.model.eval()
+        text = self.sample(sample)
+        if text is None:
+            return "no sample: the model of a pipeline is not called; 'isograd ckpt convert' makes one that is"
+        return "a sample of what the model writes (▮ is where it begins):\n" + text
 
     def sample(self, tokens: int) -> str | None:
         """What the model writes after the beginning of held-out text; None under pipelines, which are not called."""
         if self.mesh.layout.pp > 1:
             return None
-        prompt = self.held_out.rows(0, range(1))["tokens"][:, :32].to(self.mesh.device)
-        written = generate(self.model, prompt, tokens, self.config.data.length)
+        prompt = (self.held_out or self.data).rows(0, range(1))["tokens"][:, :32].to(self.mesh.device)
+        written = generate(self.model, prompt, tokens, self.length)
         decode = read_tokenizer(self.data)
         return f"{decode(prompt[0].tolist())}▮{decode(written)}"
+
+
+def flops_per_token(c: TransformerConfig, length: int) -> float:
+    """PaLM's convention: 6 per parameter, 12 * layers * width * length for attention, nothing for recompute."""
+    width = c.heads * (c.head_dim or c.hidden // c.heads)
+    return 6 * parameters(c) + 12 * c.layers * width * length
 
 
 def parameters(c: TransformerConfig) -> int:

@@ -27,7 +27,7 @@ from isograd.mesh import Mesh
 from isograd.train import curves, journal, peers
 from isograd.train.config import Config
 from isograd.train.devices import peak_flops
-from isograd.train.language import Language, prepare
+from isograd.train.job import Job, make_job, prepare
 from isograd.train.optimizers import Schedule
 from isograd.train.reading import written
 from isograd.train.stall import Watchdog
@@ -55,7 +55,7 @@ class Orders:
     show: str = "lines"  # "live", "json" or "none"
     until: int | None = None  # end after this step, as if asked to stop; None: at the end
     signals: tuple[Any, ...] = SIGNALS
-    before_step: Callable[[int, Language], None] | None = None  # for tests that break things
+    before_step: Callable[[int, Job], None] | None = None  # for tests that break things
 
 
 def run(config: Config, orders: Orders) -> Outcome:
@@ -78,7 +78,7 @@ def run(config: Config, orders: Orders) -> Outcome:
 class _Run:
     def __init__(self, config: Config, mesh: Mesh, orders: Orders, dog: Watchdog, wish: Wish, stack: ExitStack) -> None:
         self.config, self.mesh, self.orders, self.dog, self.wish = config, mesh, orders, dog, wish
-        self.job = Language(config, mesh)
+        self.job = make_job(config, mesh)
         keep = config.checkpoint
         self.keeper = Keeper(
             config.folder / "checkpoints", self.job.engine, keep_last=keep.keep_last, keep_every=keep.keep_every
@@ -107,7 +107,7 @@ class _Run:
         found = self.keeper.load(self.orders.resume)
         if found is None:
             return 0
-        if found.extra.get("data") not in (None, self.job.data.fingerprint):
+        if found.extra.get("data") not in (None, self.job.fingerprint):
             raise TrainError(
                 "IG986", "the checkpoint was trained on other data, or in another order", seen=str(found.path),
                 expected="the same sources, length, batch and seed, so that no sample is seen twice or never",
@@ -137,6 +137,8 @@ class _Run:
 
     def go(self) -> Outcome:
         step = self.start
+        if self.config.evaluate.first and step == 0:
+            self._evaluate(step)
         began, at = time.perf_counter(), step
         for batch in self._batches(step):
             self.dog.beat(f"step {step + 1}")
@@ -201,18 +203,22 @@ class _Run:
             self.dog.beat(f"comparing copies after step {step}")
             peers.equal_copies(self.job.engine, self.job.engine.table, self.mesh, step)
         if ending is None and (last or _due(step, config.evaluate.every)):
-            self.dog.beat(f"evaluating after step {step}")
-            found = self.job.evaluate()
-            if self.log is not None:
-                self.log.write(step=step, event="evaluation", loss=found.loss, weight=found.weight)
+            self._evaluate(step)
         if saves:
             self.dog.beat(f"saving after step {step}")
             done = ending.step if ending else step
-            self.keeper.save(done, {"data": self.job.data.fingerprint, "config": config.model_dump(mode="json")})
+            self.keeper.save(done, {"data": self.job.fingerprint, "config": config.model_dump(mode="json")})
         if ending is not None or last:
             self.keeper.wait()
             self.dog.beat("saved")
             self.wish.done()
+
+    def _evaluate(self, step: int) -> None:
+        self.dog.beat(f"evaluating after step {step}")
+        found = self.job.evaluate()
+        if self.log is not None and found is not None:
+            unit = self.job.unit
+            self.log.write(step=step, event="evaluation", loss=found.loss, weight=found.weight, unit=unit, **found.more)
 
     def _show(self, step: int, steps: int, seconds: float, stats: Stats, rate: float) -> None:
         mine = torch.tensor([memory(self.mesh.device), self.waited], dtype=torch.float64, device=self.mesh.device)
@@ -220,13 +226,13 @@ class _Run:
         self.waited = 0.0
         if self.log is None:
             return
-        speed = steps * self.job.tokens_per_step / seconds
+        speed = steps * self.job.per_step / seconds
         ranks = self.mesh.layout.world_size
-        usage = speed * self.job.flops_per_token / (self.peak * ranks) if self.peak else None
+        usage = speed * self.job.flops / (self.peak * ranks) if self.peak else None
         left = (self.config.steps - step) * seconds / steps
         self.log.write(
             step=step, steps=self.config.steps, loss=stats.loss, grad_norm=stats.grad_norm, lr=rate,
-            tokens=stats.weight, tokens_per_s=speed, tokens_per_s_rank=speed / ranks, mfu=usage,
+            unit=self.job.unit, weight=stats.weight, per_s=speed, per_s_rank=speed / ranks, mfu=usage,
             memory_gb=worst[0] / 2**30, data_wait=min(1.0, worst[1] / seconds), eta_s=left, skipped=stats.skipped,
             seconds_per_step=seconds / steps,
         )  # fmt: skip
@@ -236,13 +242,10 @@ class _Run:
         if self.start >= self.config.steps:
             self._event("done", f"nothing to do: all {self.config.steps} steps were done before", step)
             return self._outcome(0, step, "")
-        if self.config.log.sample:
-            self.dog.beat("writing a sample")
-            self.job.model.eval()
-            text = self.job.sample(self.config.log.sample)
-            what = "a sample of what the model writes (▮ is where it begins):\n" + (text or "")
-            none = "no sample: the model of a pipeline is not called; 'isograd ckpt convert' makes one that is"
-            self._event("sample", what if text else none, step)
+        self.dog.beat("finishing")
+        text = self.job.finish(self.config.log.sample)
+        if text is not None:
+            self._event("model", text, step)
         if self.mesh.rank == 0:
             picture = self.config.folder / "loss.png"
             drawn = curves.draw({"loss": self.config.folder / "metrics.jsonl"}, picture, self.config.folder.name)

@@ -1,0 +1,59 @@
+"""What the loop asks of a task. language.py trains on tokens, pairs.py on texts that belong together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import nn
+
+from isograd.engine import Engine, Stats
+from isograd.mesh import Mesh
+from isograd.train.config import Config
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """On what was held out; equal on all ranks."""
+
+    loss: float
+    weight: float
+    more: dict[str, float] = field(default_factory=dict)  # accuracies and such, by name
+
+
+class Job(Protocol):
+    mesh: Mesh
+    engine: Engine
+    fingerprint: str  # of all that decides which samples come when
+    unit: str  # what is counted: "tokens", "pairs"
+    per_step: int  # of those, over all ranks
+    flops: float  # of one of them, forward and backward
+
+    @property
+    def model(self) -> nn.Module: ...
+
+    def batch(self, step: int) -> Any: ...  # this rank's rows; read in a thread, so no collective
+
+    def step(self, batch: Any) -> Stats: ...
+
+    def evaluate(self) -> Evaluated | None: ...  # None: nothing is held out
+
+    def finish(self, sample: int) -> str | None: ...  # what to show of the trained model, at the end
+
+
+def make_job(config: Config, mesh: Mesh) -> Job:
+    if config.pairs is not None:
+        from isograd.train.pairs import PairsJob
+
+        return PairsJob(config, mesh)
+    from isograd.train.language import Language
+
+    return Language(config, mesh)
+
+
+def prepare(config: Config) -> None:
+    """What one process makes before the others read it."""
+    if config.data is not None:
+        from isograd.train import language
+
+        language.prepare(config)

@@ -1,0 +1,168 @@
+"""An encoder trained on pairs of texts: every row of a step is every other row's negative, whatever the layout.
+
+The encoder is a Hugging Face model as it is, on data axes at any ZeRO stage. Its vector of a text is the mean of the
+last hidden states, or the first one. GradCache keeps its memory that of one chunk; the batch is bounded by the vectors
+only. Dropout is off unless asked for: it draws per rank, so with it layouts differ in noise.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from isograd.comm import raw
+from isograd.contrastive import GradCache, InfoNCE
+from isograd.data.pairs import Pair, Pairs
+from isograd.engine import Engine, Stats
+from isograd.errors import ConfigError
+from isograd.mesh import DATA, Mesh
+from isograd.train import config as configs
+from isograd.train.job import Evaluated
+from isograd.train.optimizers import MATRICES, factory
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+
+
+class Encoder(nn.Module):
+    """A body, and how its hidden states become one vector. The loss stands beside it, as it may learn its scale."""
+
+    def __init__(self, body: nn.Module, loss: nn.Module, pooling: str) -> None:
+        super().__init__()
+        self.body, self.loss, self.pooling = body, loss, pooling
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        states: Tensor = self.body(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+        if self.pooling == "first":
+            return states[:, 0]
+        weights = attention_mask.to(states.dtype)
+        return (states * weights[..., None]).sum(1) / weights.sum(1, keepdim=True).clamp(min=1)
+
+
+class PairsJob:
+    unit = "pairs"
+
+    def __init__(self, config: configs.Config, mesh: Mesh) -> None:
+        pairs = config.pairs
+        assert pairs is not None
+        self.config, self.options, self.mesh = config, pairs, mesh
+        _refuse_cuts(mesh)
+        self.data = Pairs(pairs.path, keys=pairs.keys, batch=config.batch, seed=pairs.seed, held_out=pairs.held_out)
+        self.fingerprint = self.data.fingerprint
+        self.per_step = config.batch
+        self.tokenizer, body = _open(config)
+        self.loss = loss = InfoNCE(mesh, pairs.scale, learn_scale=pairs.learn_scale, both=pairs.both)
+        self.model = Encoder(body, loss, pairs.pooling).to(mesh.device, DTYPES[config.model.dtype])
+        self.model.train()
+        self.engine = Engine(
+            self.model,
+            mesh,
+            factory(config.optimizer),
+            clip=config.optimizer.clip,
+            reproducible=config.reproducible,
+            whole=MATRICES if config.optimizer.name == "muon" else (),
+        )
+        self.cache = GradCache(self.engine, loss, encode=self.model, chunk=pairs.chunk)
+        self.flops = 2 * pairs.length * 6.0 * sum(p.numel() for p in body.parameters() if p.dim() > 1)
+
+    def batch(self, step: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        share = self.config.batch // self.mesh.size("dp")
+        first = self.mesh.index("dp") * share
+        return self._towers(self.data.rows(step, range(first, first + share)))
+
+    def _towers(self, pairs: list[Pair]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        return self._tokens([a for a, _ in pairs]), self._tokens([b for _, b in pairs])
+
+    def _tokens(self, texts: list[str]) -> dict[str, Tensor]:
+        found = self.tokenizer(
+            texts, padding=True, truncation=True, max_length=self.options.length, return_tensors="pt"
+        )
+        return {name: found[name].to(self.mesh.device) for name in ("input_ids", "attention_mask")}
+
+    def step(self, batch: tuple[dict[str, Tensor], dict[str, Tensor]]) -> Stats:
+        self.cache.backward(*batch)
+        return self.engine.step()
+
+    @torch.no_grad()
+    def evaluate(self) -> Evaluated | None:
+        """Loss over held-out pairs, and how often a text's nearest is the one it belongs to, both ways."""
+        count = min(self.data.held_out, self.options.evaluate)
+        if not count:
+            return None
+        self.model.eval()
+        share = raw.even_sizes(count, self.mesh.size("dp"))
+        first = sum(share[: self.mesh.index("dp")])
+        mine = self.data.held(range(first, first + share[self.mesh.index("dp")]))
+        towers = [self._vectors(texts, max(share)) for texts in zip(*mine, strict=True)] if mine else []
+        width = int(raw.all_max(torch.tensor([float(towers[0].shape[1]) if towers else 0.0]), self.mesh.group(DATA)))
+        if not mine:
+            towers = [self._vectors((), max(share), width) for _ in range(2)]
+        queries, answers = (raw.all_gather(t, self.mesh.group(DATA), share) for t in towers)
+        self.model.train()
+        near = queries @ answers.T
+        right = torch.arange(count, device=near.device)
+        with self.engine.full_parameters():
+            scale = float(self.loss.log_scale.detach().double().exp())
+        return Evaluated(
+            float(F.cross_entropy(near * scale, right)),
+            float(count),
+            {
+                "accuracy": float((near.argmax(1) == right).double().mean()),
+                "accuracy_back": float((near.argmax(0) == right).double().mean()),
+            },
+        )
+
+    def _vectors(self, texts: tuple[str, ...], most: int, width: int = 0) -> Tensor:
+        """Normalised, in fp64. All ranks go through as many chunks: at ZeRO 3 a forward is a collective."""
+        parts = []
+        for start in range(0, most, self.options.chunk):
+            chunk = list(texts[start : start + self.options.chunk])
+            vectors = self.model(**self._tokens(chunk or [" "])).double()
+            parts.append(vectors[: len(chunk)])
+        return F.normalize(torch.cat(parts), dim=-1) if parts else torch.zeros(0, width, dtype=torch.float64)
+
+    def finish(self, sample: int) -> str | None:
+        """The trained model as a Hugging Face folder."""
+        to = self.config.folder / "model"
+        with self.engine.full_parameters():
+            if self.mesh.rank == 0:
+                body: Any = self.model.body
+                body.save_pretrained(to)
+                self.tokenizer.save_pretrained(to)
+        return f"the encoder, for transformers: {to}"
+
+
+def _refuse_cuts(mesh: Mesh) -> None:
+    if mesh.layout.world_size != mesh.layout.dp:
+        raise ConfigError(
+            "IG640", "a Hugging Face encoder trains on data ranks", seen=str(mesh.layout),
+            expected="a layout of dp and zero", fix="for example --layout 'dp2 zero1'",
+        )  # fmt: skip
+
+
+def _open(config: configs.Config) -> tuple[Any, nn.Module]:
+    from transformers import AutoConfig, AutoModel, AutoTokenizer
+    from transformers.utils import logging
+
+    quiet: Any = logging
+    quiet.set_verbosity_error()  # every rank would tell of poolers that are not used
+    quiet.disable_progress_bar()
+    assert config.pairs is not None
+    path = config.model.path
+    if path is None:
+        raise ConfigError(
+            "IG641", "pairs train a Hugging Face encoder", seen="no model.path",
+            expected="a folder with config.json, model.safetensors and a tokenizer", fix="--model.path FOLDER",
+        )  # fmt: skip
+    described = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    if not config.pairs.dropout:
+        for name in vars(described):
+            if "dropout" in name and isinstance(getattr(described, name), float):
+                setattr(described, name, 0.0)
+    for name, value in config.model.options.items():
+        setattr(described, name, value)
+    keyword = {"local_files_only": True, "trust_remote_code": False}
+    body = AutoModel.from_pretrained(path, config=described, use_safetensors=True, add_pooling_layer=False, **keyword)
+    return AutoTokenizer.from_pretrained(path, **keyword), body
