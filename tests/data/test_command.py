@@ -28,6 +28,19 @@ def test_build_inspect_and_verify_say_what_they_did(tmp_path: Path, capsys: pyte
     assert "all as they were built" in capsys.readouterr().out
 
 
+def test_on_a_terminal_progress_is_a_bar(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "150")
+    source = str(lines_file(tmp_path / "source.txt"))
+    assert main(["data", "build", str(tmp_path / "out"), source, "--documents", "line", "--workers", "1"]) == 0
+    said = capsys.readouterr().err
+    assert "━" in said
+    assert "tokens" in said
+    assert "data build:" not in said
+
+
 def test_inspect_spells_out_what_a_terminal_would_act_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "evil.txt").write_text("red \x1b[31m alert\x07")
     assert main(["data", "build", str(tmp_path / "out"), str(tmp_path / "evil.txt"), "--validation", "0"]) == 0
