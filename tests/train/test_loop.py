@@ -87,7 +87,7 @@ def test_a_stopped_run_goes_on_under_another_layout_as_if_never_stopped(worlds, 
     cut = config_of(tmp_path / "cut", text, layout="dp2 zero3")
     stopped = worlds(2).run(loop.run, cut, replace(QUIET, until=2))[0]
     assert (stopped.code, stopped.step) == (STOPPED, 2)
-    moved = config_of(tmp_path / "cut", text, layout="tp2 sp")
+    moved = config_of(tmp_path / "cut", text, layout="tp2 sp", checkpoint={"every": 2})
     assert worlds(2).run(loop.run, moved, replace(QUIET, until=4))[0].code == STOPPED
     piped = config_of(tmp_path / "cut", text, layout="pp2 zero1")
     assert worlds(2).run(loop.run, piped, QUIET)[0].code == 0
@@ -136,7 +136,7 @@ def poison(step: int, job: Language, *, at: int, rank: int) -> None:
 
 
 def test_a_nan_in_one_rank_stops_all_before_anyone_steps_and_is_named(worlds, text: Path, tmp_path: Path) -> None:
-    config = config_of(tmp_path, text, layout="dp2")
+    config = config_of(tmp_path, text, layout="dp2", checkpoint={"every": 1})
     outcome = worlds(2).run(loop.run, config, replace(QUIET, before_step=partial(poison, at=3, rank=1)))[0]
     assert (outcome.code, outcome.step) == (loop.NOT_FINITE, 3)
     assert "step 4: not finite: the loss of rank 1; gradients of" in outcome.why

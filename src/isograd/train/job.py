@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -21,6 +22,9 @@ class Evaluated:
     more: dict[str, float] = field(default_factory=dict)  # accuracies and such, by name
 
 
+Beat = Callable[[str], None]  # tells that this rank goes on, and with what
+
+
 class Job(Protocol):
     mesh: Mesh
     engine: Engine
@@ -36,7 +40,7 @@ class Job(Protocol):
 
     def step(self, batch: Any) -> Stats: ...
 
-    def evaluate(self) -> Evaluated | None: ...  # None: nothing is held out
+    def evaluate(self, beat: Beat) -> Evaluated | None: ...  # None: nothing is held out
 
     def finish(self, sample: int) -> str | None: ...  # what to show of the trained model, at the end
 

@@ -23,7 +23,7 @@ from isograd.mesh import Mesh
 from isograd.models import Transformer, TransformerConfig, load_config, preset
 from isograd.models.families import HuggingFace
 from isograd.train.config import Config, Model
-from isograd.train.job import Evaluated
+from isograd.train.job import Beat, Evaluated
 from isograd.train.optimizers import MATRICES, factory
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
@@ -43,7 +43,8 @@ def built(config: Config) -> Path:
 
 def prepare(config: Config) -> None:
     """Make what is not there yet: token shards of builtin texts. One process does."""
-    if config.data is not None and any(text.builtin for text in config.data.sources):
+    wanted = config.data is not None and any(text.builtin for text in config.data.sources)
+    if wanted and not (built(config) / manifest.NAME).exists():
         files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
         build(built(config), files, validation=0.05)
 
@@ -110,13 +111,14 @@ class Language:
     def step(self, batch: dict[str, Any]) -> Stats:
         return self.engine.train_step(batch, self.config.micro_batches)
 
-    def evaluate(self) -> Evaluated | None:
+    def evaluate(self, beat: Beat) -> Evaluated | None:
         """The mean loss of the first batches of held-out text, the same ones every time and under every layout."""
         if self.held_out is None:
             return None
         self.model.eval()
         total = weight = 0.0
         for step in range(self.config.evaluate.batches):
+            beat(f"evaluating, batch {step + 1}")
             found = self.engine.evaluate(self._rows(self.held_out, step), self.config.micro_batches)
             if found.weight:
                 total, weight = total + found.loss * found.weight, weight + found.weight

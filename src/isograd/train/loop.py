@@ -104,9 +104,13 @@ class _Run:
                     fix="--run FOLDER, or delete the folder",
                 )  # fmt: skip
             return 0
+        groups = self.job.engine.optimizer.param_groups
+        ours = [{name: value for name, value in group.items() if name != "params"} for group in groups]
         found = self.keeper.load(self.orders.resume)
         if found is None:
             return 0
+        for group, values in zip(groups, ours, strict=True):
+            group.update(values)  # decay rates and such are the config's, not the checkpoint's
         if found.extra.get("data") not in (None, self.job.fingerprint):
             raise TrainError(
                 "IG986", "the checkpoint was trained on other data, or in another order", seen=str(found.path),
@@ -214,8 +218,7 @@ class _Run:
             self.wish.done()
 
     def _evaluate(self, step: int) -> None:
-        self.dog.beat(f"evaluating after step {step}")
-        found = self.job.evaluate()
+        found = self.job.evaluate(self.dog.beat)
         if self.log is not None and found is not None:
             unit = self.job.unit
             self.log.write(step=step, event="evaluation", loss=found.loss, weight=found.weight, unit=unit, **found.more)

@@ -20,7 +20,7 @@ from isograd.engine import Engine, Stats
 from isograd.errors import ConfigError
 from isograd.mesh import DATA, Mesh
 from isograd.train import config as configs
-from isograd.train.job import Evaluated
+from isograd.train.job import Beat, Evaluated
 from isograd.train.optimizers import MATRICES, factory
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
@@ -86,7 +86,7 @@ class PairsJob:
         return self.engine.step()
 
     @torch.no_grad()
-    def evaluate(self) -> Evaluated | None:
+    def evaluate(self, beat: Beat) -> Evaluated | None:
         """Loss over held-out pairs, and how often a text's nearest is the one it belongs to, both ways."""
         count = min(self.data.held_out, self.options.evaluate)
         if not count:
@@ -95,10 +95,10 @@ class PairsJob:
         share = raw.even_sizes(count, self.mesh.size("dp"))
         first = sum(share[: self.mesh.index("dp")])
         mine = self.data.held(range(first, first + share[self.mesh.index("dp")]))
-        towers = [self._vectors(texts, max(share)) for texts in zip(*mine, strict=True)] if mine else []
+        towers = [self._vectors(texts, max(share), beat) for texts in zip(*mine, strict=True)] if mine else []
         width = int(raw.all_max(torch.tensor([float(towers[0].shape[1]) if towers else 0.0]), self.mesh.group(DATA)))
         if not mine:
-            towers = [self._vectors((), max(share), width) for _ in range(2)]
+            towers = [self._vectors((), max(share), beat, width) for _ in range(2)]
         queries, answers = (raw.all_gather(t, self.mesh.group(DATA), share) for t in towers)
         self.model.train()
         near = queries @ answers.T
@@ -114,10 +114,11 @@ class PairsJob:
             },
         )
 
-    def _vectors(self, texts: tuple[str, ...], most: int, width: int = 0) -> Tensor:
+    def _vectors(self, texts: tuple[str, ...], most: int, beat: Beat, width: int = 0) -> Tensor:
         """Normalised, in fp64. All ranks go through as many chunks: at ZeRO 3 a forward is a collective."""
         parts = []
         for start in range(0, most, self.options.chunk):
+            beat(f"evaluating from text {start}")
             chunk = list(texts[start : start + self.options.chunk])
             vectors = self.model(**self._tokens(chunk or [" "])).double()
             parts.append(vectors[: len(chunk)])

@@ -14,6 +14,8 @@ import time
 import traceback
 from pathlib import Path
 
+from isograd.errors import TrainError
+
 STALLED = 7
 _WAITS = "isograd/comm/raw.py"  # the only file from which ranks talk to each other
 
@@ -74,13 +76,15 @@ class Watchdog:
     def diagnosis(self) -> str:
         reports = {rank: _read(self._report(rank)) for rank in range(self.size)}
         silent = [rank for rank, (kind, _) in reports.items() if kind != "waits"]
-        lines = [f"IG980: no progress for {self.limit:g} s"]
-        if silent:
-            lines.append(f"  seen:     the others wait for rank{'s' if len(silent) > 1 else ''} {_spell(silent)}")
-        else:
-            lines.append("  seen:     every rank waits in a collective, so they wait for different ones")
-        lines.append("  expected: a step within safety.stall_s on every rank")
-        lines.append(f"  fix:      read the stacks below; all of them are in {self.folder}")
+        others = f"the others wait for rank{'s' if len(silent) > 1 else ''} {_spell(silent)}"
+        error = TrainError(
+            "IG980",
+            f"no progress for {self.limit:g} s",
+            seen=others if silent else "every rank waits in a collective, so they wait for different ones",
+            expected="a step within safety.stall_s on every rank",
+            fix=f"read the stacks below; all of them are in {self.folder}",
+        )
+        lines = [str(error)]
         for rank in (silent or list(reports))[:4]:
             kind, text = reports[rank]
             lines.append(f"\nrank {rank}:" if kind else f"\nrank {rank} gave no sign: stopped, dead or out of reach")
