@@ -1,0 +1,140 @@
+"""Saving and loading beside torch.distributed.checkpoint, in one run: the same model, sharded alike, on the same disk.
+
+    python -m benchmarks.checkpoints                     # 2 ranks, 20 million parameters, about two minutes
+    python -m benchmarks.checkpoints --rounds 3 --folder /somewhere
+
+Ours: zero3 and Keeper. Theirs: FSDP2, get_state_dict, async_save, load. Both keep parameters and AdamW's two moments,
+12 bytes for each parameter, half of it on each rank, and both flush files to the disk. Ours also hashes every piece,
+when it saves and when it loads. Rounds alternate; medians over rounds of the slower rank. "pause": until training may
+go on. "whole": until the checkpoint is on the disk. "load": from files that the page cache holds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from rich.console import Console
+from rich.table import Table
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+import isograd as ig
+from benchmarks.data_peers import FSDP2
+from benchmarks.ours import IsogradData
+from benchmarks.task import Sizes, batch
+from isograd.comm.launch import World
+
+SIZES = Sizes()
+MOMENTS = ("pause", "whole", "load")
+Times = dict[str, float]
+
+
+def seconds(run: Callable[[], Any]) -> float:
+    """Of the slower rank; all begin together."""
+    dist.barrier()
+    began = time.perf_counter()
+    run()
+    took = torch.tensor(time.perf_counter() - began, dtype=torch.float64)
+    dist.all_reduce(took, op=dist.ReduceOp.MAX)
+    return float(took)
+
+
+class Ours:
+    name = "isograd"
+
+    def __init__(self, home: Path, rank: int, world: int) -> None:
+        self.contestant = IsogradData(SIZES, rank, world, zero=3)
+        self.contestant.step(batch(SIZES, 0))
+        self.keeper = ig.checkpoint.Keeper(home, self.contestant.engine, keep_last=1)
+
+    def round(self, number: int) -> Times:
+        began = seconds(lambda: self.keeper.save(number))
+        rest = seconds(self.keeper.wait)
+        return {"pause": began, "whole": began + rest, "load": seconds(self.keeper.load)}
+
+
+class Theirs:
+    name = "torch DCP"
+
+    def __init__(self, home: Path, rank: int, world: int) -> None:
+        self.contestant = FSDP2(SIZES, rank, world, reshard=True)
+        self.contestant.step(batch(SIZES, 0))
+        self.home = home
+        self.group = dist.new_group(backend="gloo")  # its thread calls collectives: on the world's group they meet ours
+
+    def state(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self.contestant.model, self.contestant.optimizer)
+        return {"model": model, "optimizer": optimizer}
+
+    def save(self, place: Path) -> Any:
+        return dcp.async_save(self.state(), checkpoint_id=place, process_group=self.group)
+
+    def load(self, place: Path) -> None:
+        state = self.state()
+        dcp.load(state, checkpoint_id=place)
+        set_state_dict(
+            self.contestant.model,
+            self.contestant.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+        )
+
+    def round(self, number: int) -> Times:
+        place, waiting = self.home / f"step-{number}", []
+        began = seconds(lambda: waiting.append(self.save(place)))
+        rest = seconds(waiting[0].result)
+        loaded = seconds(lambda: self.load(place))
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(place)
+        return {"pause": began, "whole": began + rest, "load": loaded}
+
+
+def race(home: Path, rounds: int) -> list[tuple[str, Times]]:
+    """Runs inside every rank."""
+    warnings.simplefilter("ignore")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    contestants = [Ours(home / "ours", rank, world), Theirs(home / "theirs", rank, world)]
+    found = []
+    for number in range(rounds + 1):
+        for one in contestants if number % 2 else reversed(contestants):
+            times = one.round(number + 1)
+            if number:  # the first makes buffers
+                found.append((one.name, times))
+    contestants[0].keeper.close()
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--folder", help="where to write (default: a temporary folder)")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=options.folder) as home, World(options.ranks) as world:
+        found = world.run(race, Path(home), options.rounds)[0]
+    size = 12 * SIZES.parameters() / 2**20
+    table = Table(title=f"{size:.0f} MiB on {options.ranks} ranks: seconds, and of torch's")
+    for heading in ("", *MOMENTS):
+        table.add_column(heading, justify="left" if not heading else "right")
+    medians = {
+        name: {m: statistics.median(times[m] for who, times in found if who == name) for m in MOMENTS}
+        for name in ("torch DCP", "isograd")
+    }
+    for name, of in medians.items():
+        table.add_row(name, *(f"{of[m]:.3f} ({of[m] / medians['torch DCP'][m]:.2f})" for m in MOMENTS))
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
