@@ -5,9 +5,9 @@
     SentenceTransformerTrainer(model=model, loss=loss, ...).train()
 
 Called with (features of each column, labels), it returns a loss whose backward replays the model chunk by chunk, as
-CachedMultipleNegativesRankingLoss does. What differs: gathered rows get their gradient from every rank's rows, not only
-from their own rank's; DDP reduces once per step, not once per chunk; uneven ranks are weighed by their rows; the replay
-is checked; the loss stage is made of tiles.
+CachedMultipleNegativesRankingLoss of sentence-transformers 6.2 does, which is right for ranks with equally many rows.
+What this one adds: ranks with different numbers of rows are gathered and weighed by them; the replay is checked; the
+loss stage is made of tiles; and an isograd engine may stand where DDP stood.
 
 The value is scaled for whoever reduces: torch's DDP averages over W ranks, so it is W * (sum of my rows' losses) / (all
 rows), my rows' mean when ranks have equally many. `engine=`: the sum over my rows / my rows, for
