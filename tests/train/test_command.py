@@ -164,6 +164,8 @@ def test_scripts_run_the_same_command(config: Path, kind: str, capsys: pytest.Ca
     assert main(["train", str(config), "--emit", kind, "--nodes", "2", "--optimizer.lr", "1e-3"]) == 0
     script = capsys.readouterr().out
     assert f"isograd train {config} --optimizer.lr 1e-3" in script
+    # without the dashes torchrun takes --run, which it reads as one of its own
+    assert kind == "slurm" or "--no-python -- isograd" in " ".join(script.replace("\\\n", " ").split())
     if kind == "k8s":
         import yaml
 

@@ -82,3 +82,13 @@ def test_the_rate_rises_and_falls_as_its_schedule_says(schedule: str, middle: fl
     assert rate(config, 4, 105) == pytest.approx(1.0)
     assert rate(config, 54, 105) == pytest.approx(middle)
     assert rate(config, 104, 105) == pytest.approx(1.0 if schedule == "constant" else 0.1)
+
+
+def test_the_live_picture_shows_any_text_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    live = journal.Live()
+    live(LINE)
+    live({"step": 7, "event": "model", "text": "a sample: x[/red] [bold]"})  # no markup of ours
+    live.close()
+    shown = capsys.readouterr().out
+    assert "x[/red] [bold]" in shown
+    assert "78%" in shown

@@ -36,7 +36,7 @@ TORCHRUN = """#!/bin/bash
 export OMP_NUM_THREADS={threads}
 exec torchrun --nnodes={nodes} --nproc-per-node={per_node} --node-rank="${{NODE_RANK:-0}}" \\
   --master-addr="${{MASTER_ADDR:-127.0.0.1}}" --master-port="${{MASTER_PORT:-29500}}" \\
-  --no-python {command}
+  --no-python -- {command}
 """
 
 K8S = """apiVersion: batch/v1
@@ -60,7 +60,7 @@ spec:
           args:
             - >-
               exec torchrun --nnodes={nodes} --nproc-per-node={per_node} --node-rank=$JOB_COMPLETION_INDEX
-              --master-addr={name}-0.{name} --master-port=29500 --no-python
+              --master-addr={name}-0.{name} --master-port=29500 --no-python --
               {command}
           resources: {{limits: {{nvidia.com/gpu: {per_node}}}}}
           volumeMounts: [{{name: run, mountPath: /runs}}]

@@ -117,7 +117,7 @@ class Live:
 
     def __call__(self, entry: dict[str, Any]) -> None:
         if "event" in entry:
-            self._console.print(sentence(entry))
+            self._console.print(sentence(entry), markup=False, highlight=False)
             return
         from rich.text import Text
 
