@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
 from isograd.errors import TrainError
 from isograd.train import curves, journal
-from isograd.train.config import Optimizer
+from isograd.train.config import Config, Optimizer
 from isograd.train.journal import Journal
 from isograd.train.optimizers import rate
+from isograd.train.trackers import trackers
 
 LINE = {
     "step": 7, "steps": 9, "loss": 1.25, "grad_norm": 0.5, "lr": 1e-3, "unit": "tokens", "per_s": 12345.0,
@@ -82,6 +84,38 @@ def test_the_rate_rises_and_falls_as_its_schedule_says(schedule: str, middle: fl
     assert rate(config, 4, 105) == pytest.approx(1.0)
     assert rate(config, 54, 105) == pytest.approx(middle)
     assert rate(config, 104, 105) == pytest.approx(1.0 if schedule == "constant" else 0.1)
+
+
+def test_a_picture_shows_losses_distances_and_accuracies(tmp_path: Path) -> None:
+    runs = {}
+    for name, factor in (("dp1", 1.0), ("tp2", 1 + 1e-9)):
+        runs[name] = tmp_path / f"{name}.jsonl"
+        log = Journal(runs[name], 0, [])
+        for step in range(1, 4):
+            log.write(step=step, loss=factor * 4.0 / step)
+        log.write(step=3, event="evaluation", loss=1.5, weight=10, unit="pairs", accuracy=0.75)
+        log.close()
+    assert curves.measures(runs["dp1"]) == {"accuracy": [(3, 0.75)]}
+    apart = curves.differences(runs)
+    assert list(apart) == ["tp2"]
+    assert [gap for _, gap in apart["tp2"]] == pytest.approx([1e-9] * 3, rel=1e-3)
+    assert curves.draw(runs, tmp_path / "x.png", "two runs")
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+    assert not list(tmp_path.glob("*.partial*"))
+
+
+@pytest.mark.parametrize(("field", "package"), [("tensorboard", "tensorboard"), ("trackio", "trackio")])
+def test_a_tracker_that_is_not_installed_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, field: str, package: str
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
+    config = Config.model_validate(
+        {"run": "x", "model": {"preset": "tiny-llama"}, "data": {"sources": [{"builtin": "stdlib"}], "length": 8},
+         "optimizer": {"lr": 1e-3}, "steps": 1, "batch": 1, "log": {field: "p" if field == "trackio" else True}}
+    )  # fmt: skip
+    with pytest.raises(TrainError, match=f"IG982: {package}"):
+        trackers(config, tmp_path)
 
 
 def test_the_live_picture_shows_any_text_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
