@@ -5,6 +5,7 @@ A file is opened for each part and closed after it, so that pages it was read fr
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -32,17 +33,7 @@ class Stored:
     def __init__(self, path: str | Path) -> None:
         from safetensors import safe_open
 
-        place = Path(path)
-        files = sorted(place.glob("*.safetensors")) if place.is_dir() else [place]
-        if not files or any(f.suffix != ".safetensors" or not f.is_file() for f in files):
-            raise ModelError(
-                "IG421",
-                f"no safetensors in {path}",
-                seen=[f.name for f in place.glob("*")][:10],
-                expected="*.safetensors",
-                fix="pickled weights (.bin, .pt) can run code and are not read; "
-                "convert them with transformers: model.save_pretrained(dir, safe_serialization=True)",
-            )
+        files = _files(Path(path))
         self.homes: dict[str, Path] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         for file in files:
@@ -83,3 +74,33 @@ class Stored:
 
         with safe_open(str(self.homes[name]), framework="pt") as opened:
             return take(opened.get_tensor(name)).clone(memory_format=torch.contiguous_format)
+
+
+def _files(place: Path) -> list[Path]:
+    """Those that a Hugging Face index names, else model.safetensors, else all: folders may hold a second form too."""
+    index = place / "model.safetensors.index.json"
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        lost = [name for name in names if Path(name).name != name or not (place / name).is_file()]
+        if lost:
+            raise ModelError(
+                "IG424",
+                f"shards of {place} are missing",
+                seen=f"{len(lost)} of {len(names)}: {lost[:8]}",
+                expected="every file that model.safetensors.index.json names",
+                fix="copy the folder again",
+            )
+        return [place / name for name in names]
+    if (place / "model.safetensors").is_file():
+        return [place / "model.safetensors"]
+    files = sorted(place.glob("*.safetensors")) if place.is_dir() else [place]
+    if not files or any(f.suffix != ".safetensors" or not f.is_file() for f in files):
+        raise ModelError(
+            "IG421",
+            f"no safetensors in {place}",
+            seen=[f.name for f in place.glob("*")][:10],
+            expected="*.safetensors",
+            fix="pickled weights (.bin, .pt) can run code and are not read; "
+            "convert them with transformers: model.save_pretrained(dir, safe_serialization=True)",
+        )
+    return files

@@ -15,9 +15,11 @@ import pytest
 import torch
 
 from isograd.checkpoint import Keeper, folder
+from isograd.checkpoint.files import entry
+from isograd.checkpoint.manifest import merge
 from isograd.checkpoint.read import Reader
 from isograd.checkpoint.write import PHASES, Copied, Job, Writing
-from isograd.errors import CheckpointError, LaunchError
+from isograd.errors import CheckpointError, EngineError, LaunchError
 from tests.checkpoint import toys
 from tests.engine.toys import assert_same_bits
 
@@ -208,6 +210,24 @@ def test_saving_at_the_wrong_moment_is_refused(worlds, tmp_path: Path) -> None:
         assert "IG933" in said[0] and f"rank {rank}: step {rank}" in said[0]
         assert "IG934" in said[1]
         assert "IG933" in said[2] and "with gradients under way" in said[2]
+
+
+def test_what_cannot_be_saved_is_refused_by_name(tmp_path: Path) -> None:
+    engine = toys.engine_of("1", "gpt2")
+    toys.train(engine, 0, 1, gradients=False)
+    master = engine.optimizer.param_groups[0]["params"][0]
+    with Keeper(tmp_path, engine) as keeper:
+        engine.optimizer.state[master]["row_factor"] = torch.ones(5)
+        with pytest.raises(EngineError, match=r"IG540(.|\n)*shape \(5,\) for 'embed.weight'"):
+            keeper.save(1)
+    with pytest.raises(CheckpointError, match=r"IG941(.|\n)*complex64"):
+        entry("phase", torch.ones(2, dtype=torch.complex64))
+
+
+def test_rows_that_no_rank_wrote_make_no_checkpoint() -> None:
+    note = {"file": "a", "bytes": 1, "tensors": {"model/w": [[4, 2], "F32", [[0, 3], [0, 2]], "00"]}, "numbers": {}}
+    with pytest.raises(CheckpointError, match=r"IG940(.|\n)*model/w: 6 of 8 elements"):
+        merge([note], {})
 
 
 # -- the folder ------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from functools import lru_cache, partial
 from typing import Any
 
@@ -9,11 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from isograd.contract import contracts
 from isograd.engine import Engine
 from isograd.errors import ConfigError, ModelError
 from isograd.mesh import Mesh
 from isograd.models import Transformer
-from isograd.models.families import from_hf_config, load_hf, to_hf, to_hf_config
+from isograd.models.families import HuggingFace, from_hf_config, load_hf, to_hf, to_hf_config
 
 SMALL: dict[str, dict[str, Any]] = {
     "gpt2": {"model_type": "gpt2", "vocab_size": 61, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 32,
@@ -140,6 +142,39 @@ def test_a_directory_of_safetensors_loads_and_a_pickle_is_refused(tmp_path) -> N
         assert float((mine(tokens_of()) - model(tokens_of()).logits).abs().max()) < 1e-5
     with pytest.raises(ModelError, match="IG421"):
         load_hf(mine, tmp_path / "bad")
+
+
+def test_of_a_folder_with_an_index_its_shards_are_read_and_no_other_file(tmp_path) -> None:
+    model = theirs("llama", torch.float32)
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    shards = sorted(tmp_path.glob("model-*.safetensors"))
+    assert len(shards) > 1
+    shutil.copy(shards[0], tmp_path / "consolidated.safetensors")
+    config = from_hf_config(model.config)
+    weights = HuggingFace(tmp_path, config)
+    assert torch.equal(weights.read("norm.weight", (32,), [(3, 9)]), model.model.norm.weight[3:9])
+    shards[1].unlink()
+    with pytest.raises(ModelError, match=f"IG424(.|\n)*{shards[1].name}"):
+        HuggingFace(tmp_path, config)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_any_box_of_any_parameter_is_read_by_itself(name: str) -> None:
+    state = {n: t.detach() for n, t in theirs(name, torch.float32).named_parameters()}
+    config, one = from_hf_config(full_config(name)), Mesh.unbound("1")
+    model, weights = Transformer(config, one, seed=3), HuggingFace(state, config)
+    load_hf(model, state)
+    for record in contracts(model, one):
+        shape = record.contract.shape
+        for first in ((0, shape[0]), (3, 11), (5, 5)):
+            box = [first, *((1, size - 2) for size in shape[1:])]
+            expected = record.parameter[tuple(slice(*ends) for ends in box)]
+            assert torch.equal(weights.read(record.name, shape, box), expected), record.name
+
+
+def test_quantised_models_are_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="IG611: this llama is quantised"):
+        from_hf_config({**full_config("llama"), "quantization_config": {"quant_method": "gptq", "bits": 4}})
 
 
 def test_weights_of_another_model_are_refused_with_every_point_named() -> None:

@@ -95,6 +95,7 @@ def commit(folder: Path, written: Path, step: int) -> Path:
     target, replaced = folder / name_of(step), folder / f".{name_of(step)}.replaced"
     flush_folder(written)
     if target.exists():
+        shutil.rmtree(replaced, ignore_errors=True)
         target.rename(replaced)
     written.rename(target)
     flush_folder(folder)
