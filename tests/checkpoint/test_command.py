@@ -60,6 +60,11 @@ def test_inspect_shows_the_newest_and_lists_tensors(saved: Path, capsys) -> None
     assert json.loads(said)["step"] == 1
 
 
+def test_a_run_s_own_folder_stands_for_its_checkpoints(saved: Path, tmp_path: Path, capsys) -> None:
+    (tmp_path / "checkpoints").symlink_to(saved)
+    assert "step       2" in run(capsys, "inspect", tmp_path)[1]
+
+
 def test_verify_names_what_is_damaged(saved: Path, tmp_path: Path, capsys) -> None:
     code, said = run(capsys, "verify", saved)
     assert code == 0

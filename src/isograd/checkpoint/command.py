@@ -30,7 +30,7 @@ EXAMPLES = """examples:
 
 exit codes: 0 well, 2 wrong usage, 3 damaged (verify) or different (diff)"""
 DTYPES = ("fp32", "bf16", "fp16", "fp64")
-PLACE = "a checkpoint, or a folder of checkpoints: then its newest"
+PLACE = "a checkpoint, or the newest of a run or of a folder of checkpoints"
 
 Parser = type[argparse.ArgumentParser]
 

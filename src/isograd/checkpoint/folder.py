@@ -91,18 +91,19 @@ def sweep(folder: Path) -> None:
 
 
 def commit(folder: Path, written: Path, step: int) -> Path:
-    """Give a complete checkpoint its name. What has a larger step belongs to another course of training."""
+    """Give a complete checkpoint its name. What has a larger step belongs to another course of training, which this
+    run has left: it goes first, so that a kill never leaves it as the newest beside this course."""
     target, replaced = folder / name_of(step), folder / f".{name_of(step)}.replaced"
     flush_folder(written)
+    for later, place in checkpoints(folder):
+        if later > step:
+            _set_aside(place)
     if target.exists():
         shutil.rmtree(replaced, ignore_errors=True)
         target.rename(replaced)
     written.rename(target)
     flush_folder(folder)
     shutil.rmtree(replaced, ignore_errors=True)
-    for later, place in checkpoints(folder):
-        if later > step:
-            _set_aside(place)
     return target
 
 
@@ -124,11 +125,11 @@ def prune(folder: Path, keep_last: int, keep_every: int | None) -> None:
 
 
 def one_of(path: Path) -> Path:
-    """A checkpoint's own folder, or the newest in a folder of checkpoints."""
+    """A checkpoint's own folder, or the newest in a folder of checkpoints, which may be a run's own."""
     if (path / "manifest.json").is_file() or _NAME.fullmatch(path.name):
         found = [path] if path.is_dir() else []
     else:
-        found = [place for _, place in checkpoints(path)][-1:]
+        found = [place for home in (path / "checkpoints", path) for _, place in checkpoints(home)][-1:]
     if not found:
         raise CheckpointError(
             "IG935",
