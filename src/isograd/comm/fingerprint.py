@@ -8,15 +8,23 @@ from torch import Tensor
 from isograd.comm import raw
 from isograd.comm.raw import Group
 
+_CHUNK = 1 << 16  # elements at a time: they stay in the cache, and a large tensor needs no memory of its size
 _WHOLE_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
     """An int64 that depends on the shape, on every bit and on where it stands."""
     flat = tensor.detach().contiguous().reshape(-1)
-    bits = flat.view(_WHOLE_BITS.get(flat.element_size(), torch.int64)).long()
-    values = torch.cat([torch.tensor([*tensor.shape, tensor.dim()], device=tensor.device), bits])
-    place = torch.arange(1, values.numel() + 1, device=tensor.device)
+    bits = flat.view(_WHOLE_BITS.get(flat.element_size(), torch.int64))
+    head = torch.tensor([*tensor.shape, tensor.dim()], device=tensor.device)
+    total = _weighed(head, 1)
+    for start in range(0, len(bits), _CHUNK):
+        total = total + _weighed(bits[start : start + _CHUNK].long(), 1 + len(head) + start)
+    return total
+
+
+def _weighed(values: Tensor, first: int) -> Tensor:
+    place = torch.arange(first, first + len(values), device=values.device)
     return ((values + 1) * (place * 0x9E3779B97F4A7C1 ^ (place << 7))).sum()
 
 
