@@ -2,6 +2,7 @@
 
     python -m benchmarks.checkpoints                     # 2 ranks, 20 million parameters, about two minutes
     python -m benchmarks.checkpoints --rounds 3 --folder /somewhere
+    python -m benchmarks.checkpoints --manifest          # what a manifest of 512 ranks costs, of 360 tensors
 
 Ours: zero3 and Keeper. Theirs: FSDP2, get_state_dict, async_save, load. Both keep parameters and AdamW's two moments,
 12 bytes for each parameter, half of it on each rank, and both flush files to the disk. Ours also hashes every piece,
@@ -32,6 +33,7 @@ import isograd as ig
 from benchmarks.data_peers import FSDP2
 from benchmarks.ours import IsogradData
 from benchmarks.task import Sizes, batch
+from isograd.checkpoint import manifest
 from isograd.comm.launch import World
 
 SIZES = Sizes()
@@ -115,12 +117,42 @@ def race(home: Path, rounds: int) -> list[tuple[str, Times]]:
     return found
 
 
+def manifest_of(ranks: int, tensors: int) -> list[tuple[str, float]]:
+    """Seconds (and MB) of the list of pieces, of tensors that every rank holds rows of."""
+    box_of = [[[rank * 56, (rank + 1) * 56], [0, 8192]] for rank in range(ranks)]
+    numbers = {"groups": [], "counts": {}, "loss_scale": None}
+    notes = []
+    for rank in range(ranks):
+        listed = {f"model/{n}": [[ranks * 56, 8192], "F32", box_of[rank], "0" * 64] for n in range(tensors)}
+        notes.append({"file": f"rank-{rank:05d}.safetensors", "bytes": 1, "tensors": listed, "numbers": numbers})
+    found, at = [], time.perf_counter()
+
+    def lap(what: str) -> None:
+        nonlocal at
+        found.append((what, time.perf_counter() - at))
+        at = time.perf_counter()
+
+    with tempfile.TemporaryDirectory() as home:
+        merged = manifest.merge(notes, {"step": 1, "layout": "", "model": None, "extra": {}})
+        lap("merge")
+        merged.write(Path(home))
+        lap("write")
+        manifest.read(Path(home))
+        lap("read")
+        found.append(("MB", (Path(home) / manifest.NAME).stat().st_size / 1e6))
+    return [("pieces", ranks * tensors), *found]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", help="where to write (default: a temporary folder)")
+    parser.add_argument("--manifest", action="store_true", help="only time the manifest of many ranks")
     options = parser.parse_args()
+    if options.manifest:
+        print(", ".join(f"{what} {value:.3g}" for what, value in manifest_of(ranks=512, tensors=360)))
+        return
     with tempfile.TemporaryDirectory(dir=options.folder) as home, World(options.ranks) as world:
         found = world.run(race, Path(home), options.rounds)[0]
     size = 12 * SIZES.parameters() / 2**20

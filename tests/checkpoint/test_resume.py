@@ -107,12 +107,13 @@ def test_masters_and_moments_survive_another_layout_bit_for_bit(worlds, tmp_path
 
 
 class Counting(Toy):
-    """With buffers: one saved, one not, one a number."""
+    """With buffers: one saved, one not, one a number, one empty."""
 
     def __init__(self, dtype: torch.dtype = torch.float64) -> None:
         super().__init__(dtype)
         self.register_buffer("seen", torch.zeros(3, dtype=dtype))
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("nothing", torch.zeros(0, 3))
         self.register_buffer("scratch", torch.zeros(2), persistent=False)
 
 

@@ -111,7 +111,7 @@ def _facts(reader: Reader) -> dict[str, Any]:
 
 def _tensors(reader: Reader, pattern: str | None) -> list[dict[str, Any]]:
     return [
-        {"name": key, "dtype": saved.dtype, "shape": saved.shape, "pieces": len(saved.pieces)}
+        {"name": key, "dtype": saved.dtype, "shape": saved.shape, "pieces": len(saved.files)}
         for key, saved in reader.manifest.tensors.items()
         if pattern is not None and fnmatchcase(key, pattern)
     ]
@@ -144,7 +144,7 @@ def _verify(options: argparse.Namespace) -> int:
 
     reader = open_whole(Path(options.place))
     wrong, pieces = [], 0
-    total = sum(len(saved.pieces) for saved in reader.manifest.tensors.values())
+    total = sum(len(saved.files) for saved in reader.manifest.tensors.values())
     for key, damage in damages(reader):
         pieces += 1
         if sys.stderr.isatty():

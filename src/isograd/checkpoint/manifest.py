@@ -7,10 +7,12 @@
 
 {"format": "isograd checkpoint", "version": 1, "step": 100, "layout": "dp2 tp2 zero1", "model": {...},
  "written_by": {...}, "files": {"rank-00000.safetensors": 12345}, "numbers": {...}, "extra": {...},
- "tensors": {"model/embed.weight": {"shape": [101, 24], "dtype": "F32",
-             "pieces": [["rank-00000.safetensors", [[0, 51], [0, 24]], "sha256..."], ...]}}}
+ "tensors": {"model/embed.weight": {"shape": [101, 24], "dtype": "F32", "files": [0, 1],
+             "boxes": [0, 51, 0, 24, 51, 101, 0, 24], "sha256": ["9f3a...", "07bc..."]}}}
 
-A tensor's pieces cover it exactly. engine/state.py says what the keys and the numbers mean.
+A tensor lies in pieces that cover it exactly: the file of each, as a number in the order of "files"; the (start, stop)
+of each along each dimension, one after another; the hash of each. In columns, because there may be a million pieces.
+engine/state.py says what the keys and the numbers mean.
 """
 
 from __future__ import annotations
@@ -19,10 +21,10 @@ import hashlib
 import importlib.metadata
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -40,8 +42,7 @@ class Damage(Exception):
     """What a checkpoint says of itself is not true; an older one may still be whole."""
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     file: str
     box: Box
     sha256: str
@@ -49,11 +50,20 @@ class Piece:
 
 @dataclass(frozen=True)
 class Saved:
-    """One tensor of a checkpoint."""
+    """One tensor of a checkpoint: a row of each column for each piece."""
 
     shape: tuple[int, ...]
     dtype: str  # as safetensors spells it
-    pieces: tuple[Piece, ...]
+    files: list[str]
+    boxes: list[int]
+    sha256: list[str]
+
+    @property
+    def pieces(self) -> Iterator[Piece]:
+        width = 2 * max(1, len(self.shape))
+        for i, (file, sha256) in enumerate(zip(self.files, self.sha256, strict=True)):
+            ends = self.boxes[i * width : (i + 1) * width]
+            yield Piece(file, tuple(zip(ends[::2], ends[1::2], strict=True)), sha256)
 
 
 @dataclass(frozen=True)
@@ -68,11 +78,14 @@ class Manifest:
     written_by: dict[str, str]
 
     def write(self, folder: Path) -> None:
+        number = {file: i for i, file in enumerate(self.files)}
         tensors = {
             key: {
                 "shape": saved.shape,
                 "dtype": saved.dtype,
-                "pieces": [[piece.file, piece.box, piece.sha256] for piece in saved.pieces],
+                "files": [number[file] for file in saved.files],
+                "boxes": saved.boxes,
+                "sha256": saved.sha256,
             }
             for key, saved in self.tensors.items()
         }
@@ -117,21 +130,17 @@ def read(folder: Path) -> Manifest:
             found["model"],
             found["extra"],
             found["numbers"],
-            {key: _saved(value) for key, value in found["tensors"].items()},
+            {key: _saved(value, list(found["files"])) for key, value in found["tensors"].items()},
             found["files"],
             found["written_by"],
         )
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (LookupError, ValueError, TypeError, RecursionError) as error:
         raise Damage(f"{NAME} is no manifest: {error!r}") from error
 
 
-def _saved(value: Any) -> Saved:
-    pieces = tuple(Piece(file, _box(box), sha256) for file, box, sha256 in value["pieces"])
-    return Saved(tuple(value["shape"]), value["dtype"], pieces)
-
-
-def _box(values: Sequence[Sequence[int]]) -> Box:
-    return tuple((start, stop) for start, stop in values)
+def _saved(value: Any, files: list[str]) -> Saved:
+    names = [files[number] for number in value["files"]]
+    return Saved(tuple(value["shape"]), value["dtype"], names, value["boxes"], value["sha256"])
 
 
 # -- from what ranks say of their files ------------------------------------------------------------------------------
@@ -139,13 +148,16 @@ def _box(values: Sequence[Sequence[int]]) -> Box:
 
 def merge(notes: Sequence[Note], head: dict[str, Any]) -> Manifest:
     """`head`: step, layout, model and extra. Stages of a pipeline may write the same buffer: the first one counts."""
-    pieces: dict[str, dict[Box, Piece]] = {}
-    kinds: dict[str, tuple[tuple[int, ...], str]] = {}
+    tensors: dict[str, Saved] = {}
     for note in notes:
         for key, (shape, dtype, box, sha256) in note["tensors"].items():
-            kinds.setdefault(key, (tuple(shape), dtype))
-            pieces.setdefault(key, {}).setdefault(_box(box), Piece(note["file"], _box(box), sha256))
-    tensors = {key: Saved(*kinds[key], tuple(found.values())) for key, found in sorted(pieces.items())}
+            if key in tensors and key.startswith("buffer/"):
+                continue
+            saved = tensors.setdefault(key, Saved(tuple(shape), dtype, [], [], []))
+            saved.files.append(note["file"])
+            saved.boxes.extend(end for ends in box for end in ends)
+            saved.sha256.append(sha256)
+    tensors = dict(sorted(tensors.items()))
     _check_cover(tensors)
     files = {note["file"]: note["bytes"] for note in notes}
     numbers = merge_numbers([note["numbers"] for note in notes])

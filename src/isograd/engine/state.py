@@ -11,6 +11,7 @@ are therefore boxes of a global tensor under every layout, and any other layout 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -70,7 +71,7 @@ def parts(engine: Engine) -> list[Part]:
         rows = buffer.view(1) if buffer.dim() == 0 else buffer
         box = tuple((0, size) for size in rows.shape)
         found.append(Part(f"buffer/{name}", tuple(buffer.shape), box, rows, (0, len(rows) if first else 0)))
-    return found
+    return [part for part in found if math.prod(part.shape)]
 
 
 def _part(key: str, slot: Slot, tensor: Tensor, mesh: Mesh) -> Part:
