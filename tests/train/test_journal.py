@@ -66,6 +66,9 @@ def test_a_step_is_one_line_with_everything_in_it() -> None:
 def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     with pytest.raises(TrainError, match="IG981"):
         Journal(tmp_path / "no" / "such" / "m.jsonl", 0, [])
+    (tmp_path / "file").touch()
+    with pytest.raises(TrainError, match="IG981"):
+        journal.make_folder(tmp_path / "file" / "run")
 
 
 def test_the_curve_is_high_where_the_loss_is() -> None:

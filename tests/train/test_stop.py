@@ -20,6 +20,7 @@ namespace = {"time": time}
 waits = compile("def wait():\\n    time.sleep(60)\\n", "isograd/comm/raw.py", "exec")
 getattr(__builtins__, "ex" + "ec")(waits, namespace)
 dog = Watchdog(Path(sys.argv[1]), rank, size, 0.5, f"rank {rank} (dp{rank})")
+dog.stepped()
 dog.beat("step 3")
 namespace["wait"]() if sys.argv[4] == "waits" else time.sleep(60)
 """

@@ -15,6 +15,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -25,7 +26,7 @@ from isograd.comm.worker import Answer, Seat, main, stack_file
 from isograd.errors import LaunchError
 
 GRACE = 1.0  # seconds to collect the errors of other ranks after the first
-STOP = 5.0  # seconds between asking a rank to end and killing it
+STOP = 2.0  # seconds between asking a rank to end and killing it
 
 
 def launch(fn: Callable[..., Any], nproc: int, *args: Any, timeout: float | None = None, threads: int = 1) -> list[Any]:
@@ -237,7 +238,22 @@ def _context() -> tuple[Any, bool]:
         return mp.get_context("fork"), True
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["isograd.comm.worker"])
+    _start_server()
     return context, False
+
+
+def _start_server() -> None:
+    """The fork server lives until its parent is done. A scheduler that asks a whole group of processes to end asks it
+    too; were it to go, nobody would hear how its ranks ended."""
+    from multiprocessing.forkserver import ensure_running
+
+    if threading.current_thread() is not threading.main_thread():
+        return ensure_running()
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # what is ignored stays ignored in the new process
+    try:
+        ensure_running()
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _pickled(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:

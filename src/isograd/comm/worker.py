@@ -48,6 +48,7 @@ def stack_file(directory: str, rank: int) -> str:
 def main(seat: Seat, jobs: Connection, watch: Connection, first: Any) -> None:
     if seat.alive is not None:
         os.close(seat.alive)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # which the fork server ignores
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle: it stops all ranks
     threading.Thread(target=_die_with_parent, args=(watch,), daemon=True).start()
     stacks = open(stack_file(seat.directory, seat.rank), "w")  # noqa: SIM115  (open as long as the rank lives)

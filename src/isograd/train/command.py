@@ -162,7 +162,7 @@ def _start(loaded: Loaded, options: argparse.Namespace) -> int:
     from isograd.comm.launch import World
     from isograd.train.stop import PASSED_ON
 
-    orders = Orders(options.resume, show, options.until, (PASSED_ON,))
+    orders = Orders(options.resume, show, options.until, (PASSED_ON, signal.SIGTERM))  # a group may be sent it
     with World(needed, threads=config.threads) as world, _passes_on(world):
         try:
             outcomes: list[Outcome] = world.run(run, config, orders)

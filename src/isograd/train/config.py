@@ -146,7 +146,10 @@ class Safety(Part):
     not_finite: Literal["stop", "skip"] = Field(
         default="stop", description="what a NaN or Inf gradient does to the run"
     )
-    stall_s: Rate = Field(default=600.0, description="a rank without progress for this long is named, and the run ends")
+    stall_s: Rate = Field(
+        default=600.0,
+        description="a rank that is still for this long is named, and the run ends; ten times that for the first step",
+    )
     replicas_every: Annotated[int, Field(ge=0)] = Field(
         default=100, description="steps between checks of copies; 0: never"
     )

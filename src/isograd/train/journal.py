@@ -11,6 +11,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,25 +34,37 @@ def read(file: Path) -> Iterator[dict[str, Any]]:
                 yield found
 
 
+@contextmanager
+def _writing() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise TrainError(
+            "IG981", f"the run's folder cannot be written: {error}", expected="a folder with room",
+            fix="give another folder with --run FOLDER",
+        ) from error  # fmt: skip
+
+
+def make_folder(folder: Path) -> None:
+    with _writing():
+        folder.mkdir(parents=True, exist_ok=True)
+
+
 class Journal:
     """On the first rank only. `show` is how a line reaches the person who waits."""
 
     def __init__(self, file: Path, resumed_at: int, sinks: list[Callable[[dict[str, Any]], None]]) -> None:
         kept = [line for line in read(file) if line.get("step", 0) <= resumed_at and resumed_at > 0]
         partial = file.with_suffix(".partial")
-        try:
+        with _writing():
             partial.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
             os.replace(partial, file)
             self._file = file.open("a", encoding="utf-8", buffering=1)
-        except OSError as error:
-            raise TrainError(
-                "IG981", f"the run's folder cannot be written: {error}", expected="a folder with room",
-                fix="give another folder with --run FOLDER",
-            ) from error  # fmt: skip
         self._sinks = sinks
 
     def write(self, **entry: Any) -> None:
-        self._file.write(json.dumps({k: _number(v) for k, v in entry.items()}, allow_nan=False) + "\n")
+        with _writing():
+            self._file.write(json.dumps({k: _number(v) for k, v in entry.items()}, allow_nan=False) + "\n")
         for sink in self._sinks:
             sink(entry)
 

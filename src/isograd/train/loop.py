@@ -61,7 +61,7 @@ class Orders:
 def run(config: Config, orders: Orders) -> Outcome:
     mesh = Mesh(config.layout)
     peers.same_config(written(config), mesh)
-    config.folder.mkdir(parents=True, exist_ok=True)
+    journal.make_folder(config.folder)
     with ExitStack() as stack:
         dog = Watchdog(config.folder, mesh.rank, mesh.layout.world_size, config.safety.stall_s, mesh.where())
         stack.callback(dog.close)
@@ -150,6 +150,7 @@ class _Run:
                 self.orders.before_step(step, self.job)
             rate = self.schedule.set(step)
             stats = self.job.step(batch)
+            self.dog.stepped()
             step += 1
             self.losses.append(stats.loss)
             ending = self._not_finite(stats, step)

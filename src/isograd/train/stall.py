@@ -26,12 +26,16 @@ def happened(folder: Path) -> bool:
 
 
 class Watchdog:
-    """`beat(what)` says that this rank goes on; without one for `limit` seconds the process ends."""
+    """`beat(what)` says that this rank goes on; without one for `limit` seconds the process ends.
+
+    Until `stepped` is called it has ten times as long: first steps import, compile and load.
+    """
 
     def __init__(self, folder: Path, rank: int, size: int, limit: float, where: str) -> None:
         self.folder, self.rank, self.size, self.limit, self.where = folder / "stalled", rank, size, limit, where
         self.main = threading.main_thread().ident
         self._what, self._last = "starting", time.monotonic()
+        self.patience = 10.0
         self._over = threading.Event()
         self._report().unlink(missing_ok=True)
         self._thread = threading.Thread(target=self._watch, daemon=True, name="isograd stall watchdog")
@@ -39,6 +43,9 @@ class Watchdog:
 
     def beat(self, what: str) -> None:
         self._what, self._last = what, time.monotonic()
+
+    def stepped(self) -> None:
+        self.patience = 1.0
 
     def close(self) -> None:
         self._over.set()
@@ -49,7 +56,7 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._over.wait(min(1.0, self.limit / 10)):
-            if time.monotonic() - self._last > self.limit:
+            if time.monotonic() - self._last > self.limit * self.patience:
                 self._end()
 
     def _end(self) -> None:
@@ -79,7 +86,7 @@ class Watchdog:
         others = f"the others wait for rank{'s' if len(silent) > 1 else ''} {_spell(silent)}"
         error = TrainError(
             "IG980",
-            f"no progress for {self.limit:g} s",
+            f"no progress for {self.limit * self.patience:g} s",
             seen=others if silent else "every rank waits in a collective, so they wait for different ones",
             expected="a step within safety.stall_s on every rank",
             fix=f"read the stacks below; all of them are in {self.folder}",
