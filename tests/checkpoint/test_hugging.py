@@ -151,6 +151,18 @@ def test_a_model_of_transformers_itself_goes_there_and_back(worlds, tmp_path: Pa
         assert float((model(halves()[0]).logits - logits).abs().max()) < 1e-5
 
 
+def without_engine(out: Path, layout: str) -> None:
+    export_hf(Transformer(toys.CONFIGS["gpt2"], Mesh(layout)), out)
+
+
+def test_a_model_that_no_engine_holds_goes_out_too(worlds, tmp_path: Path) -> None:
+    worlds(4).run(without_engine, tmp_path / "four", "pp2 tp2")
+    without_engine(tmp_path / "one", "1")
+    four, one = stored(tmp_path / "four"), stored(tmp_path / "one")
+    assert four.keys() == one.keys()
+    assert all(torch.equal(four[name], one[name]) for name in one)
+
+
 def full_disk(out: Path) -> tuple[list[str], bool]:
     """Rank 0 cannot write: all ranks say so, nothing is left, and what comes next works."""
     from tests.checkpoint.test_writing import largest_file

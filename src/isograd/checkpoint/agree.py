@@ -24,21 +24,24 @@ def raise_alike(mine: IsogradError | None, mesh: Mesh) -> None:
     note = None if mine is None else [getattr(mine, part) for part in _PARTS]
     spelled = note and [None if value is None else str(value) for value in note]
     first = next((said for said in told(spelled, mesh) if said), None)
+    if first is not None and first == spelled:
+        assert mine is not None
+        raise mine  # with its own traceback
     if first is not None:
         code, what, seen, expected, fix, where = first
         raise _MADE_AGAIN(code, what, seen=seen, expected=expected, fix=fix, where=where)
 
 
-def all_or_none(run: Callable[[], T], doing: str, mesh: Mesh) -> T | None:
+def all_or_none(run: Callable[[], T], doing: str, mesh: Mesh) -> T:
     """Run something on this rank; when it fails on any, all raise its error."""
-    result, error = None, None
+    result, error = [], None
     try:
         with as_ours(doing, mesh.where()):
-            result = run()
+            result.append(run())
     except IsogradError as caught:
         error = caught
     raise_alike(error, mesh)
-    return result
+    return result[0]
 
 
 @contextmanager

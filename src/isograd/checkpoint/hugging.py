@@ -26,7 +26,7 @@ from isograd.checkpoint.manifest import Damage
 from isograd.checkpoint.read import damaged, open_whole
 from isograd.engine import Engine, state
 from isograd.errors import CheckpointError, IsogradError
-from isograd.models import TransformerConfig
+from isograd.models import Transformer, TransformerConfig
 from isograd.models.families import model_type_of, rules, to_hf_config
 
 ARCHITECTURES = {
@@ -69,7 +69,7 @@ class Theirs:
 
 
 def export_hf(
-    engine: Engine,
+    source: Engine | Transformer,
     folder: str | Path,
     *,
     tokenizer: str | Path | None = None,
@@ -77,9 +77,11 @@ def export_hf(
     dtype: torch.dtype | None = None,
 ) -> None:
     """Write the engine's model as a Hugging Face folder; all ranks call it. `dtype`: other than the parameters'."""
-    mesh, target = engine.mesh, Path(folder)
-    described = _described(describe(engine.model), type(engine.model).__name__)
-    gathered = Gathered([p for p in state.parts(engine) if p.key.startswith(("model/", "buffer/"))], mesh)
+    mesh, target = source.mesh, Path(folder)
+    model = source.model if isinstance(source, Engine) else source
+    parts = state.parts(source) if isinstance(source, Engine) else state.parts_of_model(source, mesh)
+    described = _described(describe(model), type(model).__name__)
+    gathered = Gathered([part for part in parts if part.key.startswith(("model/", "buffer/"))], mesh)
     shards = plan(described, gathered.entries, max_shard_gb, dtype)
     all_or_none(lambda: _open(target, tokenizer) if mesh.rank == 0 else None, f"opening {target}", mesh)
     ours = gathered.whole(key for shard in shards for theirs in shard for key, _ in theirs.sources)

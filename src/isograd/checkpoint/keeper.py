@@ -85,17 +85,20 @@ class Keeper:
     def save(self, step: int, extra: Mapping[str, Any] | None = None) -> None:
         """Between two steps, on all ranks. `extra` comes back from `load`: JSON, rank 0's counts."""
         self.wait()
-        extra = self._json(extra or {})
         self._check_moment(step)
-        copies = self._copy()
+        taken = all_or_none(lambda: self._take(extra or {}), f"copying what step {step} has", self.mesh)
+        copies, numbers, extra = taken
         self._phase("copied")
         layout = self.mesh.layout
         head = {"step": step, "layout": str(layout), "model": describe(self.engine.model), "extra": extra}
         job = Job(
             self.folder, folders.partial(self.folder, step, self._job), step, self.mesh.rank, layout.world_size, head,
-            copies, state.numbers(self.engine), self.keep_last, self.keep_every, self._phase,
+            copies, numbers, self.keep_last, self.keep_every, self._phase,
         )  # fmt: skip
         self._writing = Writing(job)
+
+    def _take(self, extra: Mapping[str, Any]) -> tuple[list[Copied], dict[str, Any], dict[str, Any]]:
+        return self._copy(), state.numbers(self.engine), self._json(extra)
 
     def _json(self, extra: Mapping[str, Any]) -> dict[str, Any]:
         try:

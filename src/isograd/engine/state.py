@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from isograd.contract import contracts
 from isograd.engine.plan import Slot, slot_of
 from isograd.errors import EngineError
 from isograd.mesh import Mesh
@@ -72,6 +73,12 @@ def parts(engine: Engine) -> list[Part]:
         box = tuple((0, size) for size in rows.shape)
         found.append(Part(f"buffer/{name}", tuple(buffer.shape), box, rows, (0, len(rows) if first else 0)))
     return [part for part in found if math.prod(part.shape)]
+
+
+def parts_of_model(model: nn.Module, mesh: Mesh) -> list[Part]:
+    """The parameters of a model that no engine holds."""
+    records = contracts(model, mesh)
+    return [_part(f"model/{r.name}", slot_of(r, mesh), r.parameter.data, mesh) for r in records]
 
 
 def _part(key: str, slot: Slot, tensor: Tensor, mesh: Mesh) -> Part:
