@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from isograd.contract import contracts
 from isograd.engine.plan import Slot, slot_of
 from isograd.errors import EngineError
-from isograd.mesh import Mesh
+from isograd.mesh import DATA, Mesh
 
 if TYPE_CHECKING:
     from isograd.engine.engine import Engine
@@ -67,7 +67,7 @@ def parts(engine: Engine) -> list[Part]:
         for name, value in states.get(id(master), {}).items():
             if _is_elementwise(name, value, master):
                 found.append(_part(f"optimizer/{name}/{record.name}", slot, value, engine.mesh))
-    first = engine.mesh.index("dp cp") == 0 and engine.mesh.index("tp") == 0
+    first = engine.mesh.index(DATA) == 0 and engine.mesh.index("tp") == 0
     for name, buffer in _saved_buffers(engine.model):
         rows = buffer.view(1) if buffer.dim() == 0 else buffer
         box = tuple((0, size) for size in rows.shape)
