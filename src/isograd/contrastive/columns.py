@@ -43,6 +43,10 @@ class Columns:
         mine = [t.contiguous() for t in mine]
         return mine if self.ring else [raw.all_gather(t, self.group, self.counts) for t in mine]
 
+    def mine(self, vectors: Tensor) -> Tensor:
+        """My own columns among those that were brought."""
+        return vectors if self.ring else vectors[self.first : self.first + self.counts[self.group.index]]
+
     def visit(self, brought: Sequence[Tensor], work: Work) -> None:
         """Call `work` on blocks until it has seen all columns."""
         self._go(brought, work, gradients=False)

@@ -25,7 +25,7 @@ from isograd.comm import ops, raw
 from isograd.comm.raw import Group
 from isograd.contract import declare
 from isograd.contrastive.columns import Columns
-from isograd.contrastive.tiles import TILE, Hide, totals
+from isograd.contrastive.tiles import TILE, Hide, pair_losses
 from isograd.errors import ContrastiveError
 from isograd.mesh import DATA, Mesh
 
@@ -78,9 +78,7 @@ class PairLoss(nn.Module):
         if bias is not None:
             rows = torch.cat((rows, bias.to(rows.dtype).expand(len(rows), 1)), 1)
             columns = torch.cat((columns, columns.new_ones(len(columns), 1)), 1)
-        positives = (rows * columns[: len(rows)]).sum(1)
-        every = totals(rows, columns, where, sigmoid=bias is not None, hide=hide, tile=self.tile)
-        return every - positives
+        return pair_losses(rows, columns, where, sigmoid=bias is not None, hide=hide, tile=self.tile)
 
 
 class InfoNCE(PairLoss):

@@ -1,15 +1,15 @@
-"""The sum over all columns that a contrastive loss is made of, tile by tile: no rank ever holds [rows, columns].
+"""The loss of each row over all columns, tile by tile: no rank ever holds [rows, columns].
 
 Both losses are  total(row's logits) - the positive's logit:
 
     InfoNCE   total = log sum exp      its gradient = softmax
     SigLIP    total = sum softplus     its gradient = sigmoid
 
-The positive's logit is local, so losses.py leaves it to autograd; here is the total. A first pass over the columns
-joins tiles online, backward makes each tile again and adds rows' and columns' gradients. Memory: O(tile^2), and what
-columns.py brings. A scale is in the rows already, a bias is one more feature: neither is known here.
+The positive is local. For the total, a first pass over the columns joins tiles online; backward makes each tile again
+and adds rows' and columns' gradients. Memory: O(tile^2), and what columns.py brings. A scale is in the rows already, a
+bias is one more feature: neither is known here.
 
-One device: torch.logsumexp(rows @ columns.T, 1), or F.softplus(rows @ columns.T).sum(1).
+One device: naive.py, of logits = rows @ columns.T.
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ class Hide:
         return hidden
 
 
-def totals(
+def pair_losses(
     rows: Tensor, columns: Tensor, across: Columns, *, sigmoid: bool = False, hide: Hide | None = None, tile: int = TILE
 ) -> Tensor:
     """rows [n, d] and columns [m, d], mine of each -> [n]; my row i's positive, never hidden, is my column i."""
-    return _totals(rows, columns, across, sigmoid, hide, tile)
+    return _pair_losses(rows, columns, across, sigmoid, hide, tile)
 
 
 @ops.uncompiled
-def _totals(rows: Tensor, columns: Tensor, *rest: Any) -> Tensor:
-    return _Totals.apply(rows, columns, *rest)  # type: ignore[no-any-return, no-untyped-call]
+def _pair_losses(rows: Tensor, columns: Tensor, *rest: Any) -> Tensor:
+    return _PairLosses.apply(rows, columns, *rest)  # type: ignore[no-any-return, no-untyped-call]
 
 
-class _Totals(torch.autograd.Function):
+class _PairLosses(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, rows: Tensor, columns: Tensor, across: Columns, sigmoid: bool, hide: Hide | None, tile: int
@@ -79,14 +79,14 @@ class _Totals(torch.autograd.Function):
         with _plain(rows):
             across.visit(brought, work)
         ctx.save_for_backward(rows, total, *brought)
-        return total
+        return total - (rows * across.mine(brought[0])[: len(rows)]).sum(1)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         rows, total, *brought = ctx.saved_tensors
         across, sigmoid, hide, tile = ctx.rest
-        drows = torch.zeros_like(rows)
+        drows = across.mine(brought[0])[: len(rows)] * -gradient[:, None]
 
         def work(first: int, block: Sequence[Tensor], dcolumns: Tensor) -> None:
             for here, there, logits in _tiles(rows, first, block, across, hide, tile):
@@ -96,8 +96,9 @@ class _Totals(torch.autograd.Function):
                 dcolumns[there].addmm_(slope.T, rows[here])
 
         with _plain(rows):
-            mine = across.collect(brought, work)
-        return drows, mine, None, None, None, None
+            dcolumns = across.collect(brought, work)
+        dcolumns[: len(rows)].addcmul_(rows, gradient[:, None], value=-1)
+        return drows, dcolumns, None, None, None, None
 
 
 def _plain(x: Tensor) -> torch.autocast:

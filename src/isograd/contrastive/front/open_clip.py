@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from isograd.comm import ops
 from isograd.contrastive.columns import Columns
 from isograd.contrastive.front.world import counted, everyone
-from isograd.contrastive.tiles import totals
+from isograd.contrastive.tiles import pair_losses
 from isograd.errors import ContrastiveError
 
 
@@ -66,9 +66,8 @@ class ClipLoss(nn.Module):
         with torch.autocast(image_features.device.type, enabled=False):
             images, texts = _wide(image_features), _wide(text_features)
             for mine, columns in ((images, texts), (texts, images)):
-                scaled = mine * logit_scale
                 where = Columns(self.group, rows.counts[0], ring=False)
-                losses = losses + (totals(scaled, columns, where) - (scaled * columns).sum(1)).sum()
+                losses = losses + pair_losses(mine * logit_scale, columns, where).sum()
         if logit_bias is not None:
             losses = losses + 0 * logit_bias.sum()  # a softmax does not see it: its gradient is zero, not missing
         if self.local_loss:

@@ -28,7 +28,7 @@ from isograd.comm.raw import Group
 from isograd.contrastive.chunks import cut
 from isograd.contrastive.front.grad_cache import Replay
 from isograd.contrastive.front.world import counted, everyone
-from isograd.contrastive.tiles import totals
+from isograd.contrastive.tiles import pair_losses
 from isograd.engine import Engine
 
 
@@ -84,7 +84,7 @@ class CachedInfoNCE(nn.Module):
         across = counted(vectors, group)
         queries, columns = vectors[0] * self.scale, torch.cat(vectors[1:])
         where = across.columns(range(1, len(vectors)), ring=False)
-        total = (totals(queries, columns, where) - (queries * columns[: len(queries)]).sum(1)).sum()
+        total = pair_losses(queries, columns, where).sum()
         if self.engine is not None:
             return total / max(1, len(queries))
         return total * group.size / max(1, sum(across.counts[0]))
