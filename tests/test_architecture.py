@@ -50,6 +50,7 @@ ARROWS = {
         "models",
         "pipeline",
         "random",
+        "stored",
     },
     "cases": {"errors", "layout", "train", "mesh", "models", "random", "verify"},
     "cli": {

@@ -22,25 +22,19 @@ SMALL = """version: 1
 run: {folder}/run
 layout: dp2 zero1
 model: {{preset: tiny-llama, options: {{vocab: 257}}}}
-data: {{sources: [{{path: {folder}/tokens}}], length: 12}}
+data: {{sources: [{{path: {text}}}], length: 12}}
 optimizer: {{lr: 1e-2}}
 steps: 2000
 batch: 4
 log: {{sample: 0}}
 evaluate: {{batches: 1}}
-safety: {{stall_s: {stall}}}
 """
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> Path:
-    from isograd.data import build
-
-    for number in range(12):
-        (tmp_path / f"{number}.txt").write_text(" ".join(f"{number} of {i * i}" for i in range(20 + 9 * number)))
-    build(tmp_path / "tokens", sorted(tmp_path.glob("*.txt")), validation=0.3)
+def config(tmp_path: Path, text: Path) -> Path:
     file = tmp_path / "run.yaml"
-    file.write_text(SMALL.format(folder=tmp_path, stall=60))
+    file.write_text(SMALL.format(folder=tmp_path, text=text))
     return file
 
 
@@ -69,6 +63,14 @@ def steps(numbers: Path) -> int:
     return sum("event" not in line for line in journal.read(numbers))
 
 
+def gone_on(config: Path, until: int) -> list[dict[str, object]]:
+    """What the same command shows when it is given again."""
+    words = [str(config), "--steps", str(until), "--log-format", "json"]
+    command = [sys.executable, "-m", "isograd.cli", "train", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
 def ranks_of(run: subprocess.Popen[str]) -> list[psutil.Process]:
     """The ranks are made by a fork server, a child of the command."""
     try:
@@ -92,26 +94,13 @@ def test_a_signal_ends_a_run_with_75_and_the_same_command_goes_on(config: Path, 
     if to == "its group":
         return
     at = steps(config.parent / "run" / "metrics.jsonl")
-    command = [
-        sys.executable,
-        "-m",
-        "isograd.cli",
-        "train",
-        str(config),
-        "--steps",
-        str(at + 2),
-        "--log-format",
-        "json",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    lines = gone_on(config, at + 2)
     assert [line["step"] for line in lines if "event" not in line] == [at + 1, at + 2]
     assert lines[0]["event"] == "resumed"
 
 
 def test_a_frozen_rank_is_named_and_the_run_ends_with_7(config: Path) -> None:
-    config.write_text(SMALL.format(folder=config.parent, stall=5))
-    with started(config) as run:
+    with started(config, "--safety.stall_s", "5.0") as run:
         ranks = sorted(ranks_of(run), key=lambda rank: rank.pid)
         assert len(ranks) == 2
         ranks[1].send_signal(signal.SIGSTOP)
@@ -131,19 +120,7 @@ def test_a_killed_rank_is_told_first_and_the_run_goes_on_from_its_last_checkpoin
         assert "SIGKILL" in said
     numbers = list(journal.read(config.parent / "run" / "metrics.jsonl"))
     last = max(line["step"] for line in numbers)
-    command = [
-        sys.executable,
-        "-m",
-        "isograd.cli",
-        "train",
-        str(config),
-        "--steps",
-        str(last + 2),
-        "--log-format",
-        "json",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    first = json.loads(done.stdout.splitlines()[0])
+    first = gone_on(config, last + 2)[0]
     assert first["event"] == "resumed"
     assert last - 3 <= first["step"] <= last
 

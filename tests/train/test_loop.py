@@ -25,18 +25,6 @@ from isograd.train.stop import STOPPED
 QUIET = Orders(show="none", signals=())
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Token shards of a little text, with documents of several lengths."""
-    from isograd.data import build
-
-    folder = tmp_path_factory.mktemp("text")
-    for number in range(12):
-        (folder / f"{number}.txt").write_text(" ".join(f"{number} of {i * i}" for i in range(20 + 9 * number)))
-    build(folder / "tokens", sorted(folder.glob("*.txt")), validation=0.3)
-    return folder / "tokens"
-
-
 def config_of(folder: Path, text: Path, **changes: Any) -> Config:
     values: dict[str, Any] = {
         "run": str(folder),

@@ -6,11 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 
 from isograd.engine import Engine, Stats
 from isograd.mesh import Mesh
+from isograd.stored import Weights
 from isograd.train.config import Config
+from isograd.train.optimizers import MATRICES, factory
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,21 @@ class Job(Protocol):
     def evaluate(self, beat: Beat) -> Evaluated | None: ...  # None: nothing is held out
 
     def finish(self, sample: int) -> str | None: ...  # what to show of the trained model, at the end
+
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+
+
+def engine_of(config: Config, model: nn.Module, mesh: Mesh, weights: Weights | None = None) -> Engine:
+    return Engine(
+        model,
+        mesh,
+        factory(config.optimizer),
+        clip=config.optimizer.clip,
+        reproducible=config.reproducible,
+        weights=weights,
+        whole=MATRICES if config.optimizer.name == "muon" else (),
+    )
 
 
 def make_job(config: Config, mesh: Mesh) -> Job:

@@ -17,16 +17,13 @@ from torch import Tensor
 
 from isograd import random
 from isograd.data import Mixture, Source, build, manifest, read_tokenizer
-from isograd.engine import Engine, Stats
+from isograd.engine import Stats
 from isograd.errors import ConfigError
 from isograd.mesh import Mesh
 from isograd.models import Transformer, TransformerConfig, load_config, preset
 from isograd.models.families import HuggingFace
 from isograd.train.config import Config, Model
-from isograd.train.job import Beat, Evaluated
-from isograd.train.optimizers import MATRICES, factory
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+from isograd.train.job import DTYPES, Beat, Evaluated, engine_of
 
 
 def model_config(model: Model) -> TransformerConfig:
@@ -88,15 +85,7 @@ class Language:
         )
         self.fingerprint, self.flops = self.data.fingerprint, flops_per_token(described, self.length)
         self.model.recompute = config.model.recompute
-        self.engine = Engine(
-            self.model,
-            mesh,
-            factory(config.optimizer),
-            clip=config.optimizer.clip,
-            reproducible=config.reproducible,
-            weights=weights,
-            whole=MATRICES if config.optimizer.name == "muon" else (),
-        )
+        self.engine = engine_of(config, self.model, mesh, weights)
 
     def batch(self, step: int) -> dict[str, Any]:
         """This data rank's rows of a step."""

@@ -16,14 +16,11 @@ from torch import Tensor, nn
 from isograd.comm import raw
 from isograd.contrastive import GradCache, InfoNCE
 from isograd.data.pairs import Pair, Pairs
-from isograd.engine import Engine, Stats
+from isograd.engine import Stats
 from isograd.errors import ConfigError
 from isograd.mesh import DATA, Mesh
 from isograd.train import config as configs
-from isograd.train.job import Beat, Evaluated
-from isograd.train.optimizers import MATRICES, factory
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+from isograd.train.job import DTYPES, Beat, Evaluated, engine_of
 
 
 class Encoder(nn.Module):
@@ -56,14 +53,7 @@ class PairsJob:
         self.loss = loss = InfoNCE(mesh, pairs.scale, learn_scale=pairs.learn_scale, both=pairs.both)
         self.model = Encoder(body, loss, pairs.pooling).to(mesh.device, DTYPES[config.model.dtype])
         self.model.train()
-        self.engine = Engine(
-            self.model,
-            mesh,
-            factory(config.optimizer),
-            clip=config.optimizer.clip,
-            reproducible=config.reproducible,
-            whole=MATRICES if config.optimizer.name == "muon" else (),
-        )
+        self.engine = engine_of(config, self.model, mesh)
         self.cache = GradCache(self.engine, loss, encode=self.model, chunk=pairs.chunk)
         self.flops = 2 * pairs.length * 6.0 * sum(p.numel() for p in body.parameters() if p.dim() > 1)
 
