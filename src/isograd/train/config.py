@@ -99,7 +99,7 @@ class Optimizer(Part):
         default="adamw", description="muon: matrices of blocks by Muon, the rest by AdamW"
     )
     lr: Rate = Field(description="the highest learning rate")
-    min_lr: Annotated[float, Field(ge=0)] = Field(default=0.0, description="the last learning rate")
+    min_lr: Annotated[float, Field(ge=0)] = Field(default=0.0, description="what the learning rate falls to at the end")
     warmup: Annotated[int, Field(ge=0)] = Field(default=0, description="steps of linear rise to lr")
     schedule: Literal["constant", "linear", "cosine"] = Field(default="cosine", description="the way from lr to min_lr")
     betas: tuple[Share, Share] = Field(default=(0.9, 0.95), description="AdamW's decay rates")

@@ -252,7 +252,8 @@ class _Run:
             self._event("model", text, step)
         if self.mesh.rank == 0:
             picture = self.config.folder / "loss.png"
-            drawn = curves.draw({"loss": self.config.folder / "metrics.jsonl"}, picture, self.config.folder.name)
+            name = self.config.folder.name
+            drawn = curves.draw({name: self.config.folder / "metrics.jsonl"}, picture, name)
             self._event("picture", f"loss curve: {picture}" if drawn else
                         "no loss curve: pip install 'isograd[plot]' for one", step)  # fmt: skip
         return self._outcome(0, step, "")

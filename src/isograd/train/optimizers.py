@@ -41,8 +41,7 @@ def rate(config: Optimizer, step: int, steps: int) -> float:
     if step < config.warmup:
         return (step + 1) / config.warmup
     low = config.min_lr / config.lr
-    way = (step - config.warmup) / max(1, steps - 1 - config.warmup)
-    way = min(1.0, way)
+    way = min(1.0, (step - config.warmup) / max(1, steps - config.warmup))  # 1 after the last step: none is wasted
     if config.schedule == "constant":
         return 1.0
     if config.schedule == "linear":
