@@ -137,5 +137,7 @@ def test_overflow_alone_makes_replicas_differ_and_together_does_not(worlds) -> N
     try:
         first, second = worlds(2).run(planted_overflow, True, timeout=20)
         assert first != second
-    except Exception as error:  # one rank gathers parameters while the other has skipped: a hang is the bug too
-        assert "IG254" in str(error)
+    except Exception as error:
+        # One rank gathers parameters while the other asks whose fault the skip was: gloo ends a rank whose message has
+        # another length. A hang is the bug too.
+        assert "SIGABRT" in str(error) or "IG254" in str(error)
