@@ -14,7 +14,7 @@ from isograd.verify.bugs.run import Bench, Planted, every_name, names_it, plante
 from isograd.verify.findings import BUG, NOTE, Finding, Subject
 
 EVERY = {what.name: what for what in every_name([])}
-SEEDS = (0, 1)
+SEEDS = (0,)
 
 # The documented bugs of the field, as the issue lists them.
 DOCUMENTED = {
