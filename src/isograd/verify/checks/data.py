@@ -63,6 +63,8 @@ def _double(analysis: Analysis, one: int, other: int) -> bool:
     mine, others = (_parts(analysis, rank) for rank in (one, other))
     if not mine or mine.keys() != others.keys():
         return False
+    if not any(part.any() for part in mine.values()):
+        return False  # neither adds anything: members of a cp group whose rows have no labels
     if all(float((mine[k] - others[k]).norm()) <= SAME * float(mine[k].norm()) for k in mine):
         return True
     return bool(analysis.recording.ranks[one].of("random")) and not _talk(analysis, one, other)
