@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from isograd.train.stop import Wish
+from isograd.train.stop import PASSED_ON, Wish
 
 WORKER = """
 import sys, time
@@ -54,6 +54,15 @@ def test_a_signal_and_a_file_are_heard_and_handlers_given_back(tmp_path: Path) -
     assert sees.heard()
     sees.done()
     assert not (tmp_path / "STOP").exists()
+
+
+def test_a_wish_that_is_passed_on_late_ends_nobody(tmp_path: Path) -> None:
+    before = signal.getsignal(PASSED_ON)
+    try:
+        Wish(tmp_path, looks=False, signals=[PASSED_ON]).close()
+        os.kill(os.getpid(), PASSED_ON)
+    finally:
+        signal.signal(PASSED_ON, before)
 
 
 def test_the_silent_rank_is_named_with_its_stack(tmp_path: Path) -> None:

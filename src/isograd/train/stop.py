@@ -43,5 +43,6 @@ class Wish:
             self.file.unlink(missing_ok=True)
 
     def close(self) -> None:
+        """A wish that is passed on may still come when another has been granted; it ends nobody."""
         for number, before in self._before.items():
-            signal.signal(number, before)
+            signal.signal(number, signal.SIG_IGN if number == PASSED_ON else before)
