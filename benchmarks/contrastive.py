@@ -171,28 +171,19 @@ def slope(peaks: dict[int, int]) -> float:
 
 
 def chart(peaks: dict[str, dict[int, int]], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "isograd", "font.family": "sans-serif"})
-    from matplotlib import pyplot
-
-    figure, panel = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
-    for (name, found), marker in zip(peaks.items(), "osD", strict=False):
-        panel.plot(list(found), [b / report.MIB for b in found.values()], marker=marker, label=name)
-    first = next(iter(peaks.values()))
-    ideal = [(first[min(first)] + (rows - min(first)) * 2 * HIDDEN * 4) / report.MIB for rows in SWEEP]
-    panel.plot(SWEEP, ideal, linestyle=":", color="grey", label="the representations' own bytes")
-    panel.set_xscale("log", base=2)
-    panel.set_yscale("log", base=2)
-    panel.set_xticks(SWEEP, [f"{rows:,}" for rows in SWEEP])
-    panel.yaxis.set_major_formatter("{x:.0f}")
-    panel.set_xlabel("rows of the batch")
-    panel.set_ylabel("MiB above what was resident before the step")
-    panel.set_title("Peak memory of a contrastive step in chunks", fontsize=10)
-    panel.grid(alpha=0.3)
-    panel.legend()
-    figure.savefig(path, metadata={"Date": None})
+    ticks = {rows: f"{rows:,}" for rows in SWEEP}
+    with report.growth(
+        path,
+        "Peak memory of a contrastive step in chunks",
+        "rows of the batch",
+        "MiB above what was resident before the step",
+        ticks,
+    ) as panel:
+        for (name, found), marker in zip(peaks.items(), "osD", strict=False):
+            panel.plot(list(found), [b / report.MIB for b in found.values()], marker=marker, label=name)
+        first = next(iter(peaks.values()))
+        ideal = [(first[min(first)] + (rows - min(first)) * 2 * HIDDEN * 4) / report.MIB for rows in SWEEP]
+        panel.plot(SWEEP, ideal, linestyle=":", color="grey", label="the representations' own bytes")
 
 
 def main() -> None:

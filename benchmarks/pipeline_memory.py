@@ -81,24 +81,17 @@ def show(rows: dict[str, list[int]], counts: Sequence[int]) -> None:
 
 
 def chart(rows: dict[str, list[int]], counts: Sequence[int], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "isograd", "font.family": "sans-serif"})
-    from matplotlib import pyplot
-
-    figure, panel = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
-    for (name, found), marker in zip(rows.items(), "osD^", strict=True):
-        panel.plot(counts, [peak / report.MIB for peak in found], marker=marker, label=name)
-    panel.set_xscale("log", base=2)
-    panel.set_xticks(counts, [str(count) for count in counts])
-    panel.set_ylim(bottom=0)
-    panel.set_xlabel("micro-batches in the step, of one size")
-    panel.set_ylabel("peak MiB per rank, of one step")
-    panel.set_title(f"Peak memory of a training step on {RANKS} pipeline ranks", fontsize=10)
-    panel.grid(alpha=0.3)
-    panel.legend()
-    figure.savefig(path, metadata={"Date": None})
+    ticks = {count: str(count) for count in counts}
+    with report.growth(
+        path,
+        f"Peak memory of a training step on {RANKS} pipeline ranks",
+        "micro-batches in the step, of one size",
+        "peak MiB per rank, of one step",
+        ticks,
+        from_zero=True,
+    ) as panel:
+        for (name, found), marker in zip(rows.items(), "osD^", strict=True):
+            panel.plot(counts, [peak / report.MIB for peak in found], marker=marker, label=name)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,8 @@ import dataclasses
 import json
 import platform
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -168,6 +169,36 @@ def _processor() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return f"{len(models)} x {models[0]}" if models else platform.machine()
+
+
+@contextmanager
+def growth(
+    path: Path, title: str, across: str, up: str, ticks: Mapping[int, str], *, from_zero: bool = False
+) -> Iterator[Any]:
+    """A panel for lines over doublings, written as SVG: the same bytes from the same numbers. from_zero: the upright
+    axis begins at 0 and is not in doublings."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "isograd", "font.family": "sans-serif"})
+    from matplotlib import pyplot
+
+    figure, panel = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
+    yield panel
+    panel.set_xscale("log", base=2)
+    if not from_zero:
+        panel.set_yscale("log", base=2)
+    panel.set_xticks(list(ticks), list(ticks.values()))
+    if from_zero:
+        panel.set_ylim(bottom=0)
+    else:
+        panel.yaxis.set_major_formatter("{x:.0f}")
+    panel.set_xlabel(across)
+    panel.set_ylabel(up)
+    panel.set_title(title, fontsize=10)
+    panel.grid(alpha=0.3)
+    panel.legend()
+    figure.savefig(path, metadata={"Date": None})
 
 
 def chart(rows: Sequence[dict[str, Any]], title: str, path: Path) -> None:

@@ -96,37 +96,30 @@ def show(rows: dict[str, list[int]], lengths: Sequence[int]) -> None:
 
 
 def chart(rows: dict[str, list[int]], lengths: Sequence[int], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "isograd", "font.family": "sans-serif"})
-    from matplotlib import pyplot
-
-    figure, panel = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
-    colors = {1: "tab:gray", 2: "tab:blue", 4: "tab:green"}
-    whole = next(iter(rows.values()))[1:]
-    for cp in (2, 4):
-        panel.plot(lengths, [peak / cp / report.MIB for peak in whole], color=colors[cp], linewidth=0.8, linestyle=":")
-    for layout, (_, *found) in rows.items():
-        ring = "ring" in layout
-        panel.plot(
-            lengths,
-            [peak / report.MIB for peak in found],
-            color=colors[Layout.parse(layout).cp],
-            marker="s" if ring else "o",
-            linestyle="--" if ring else "-",
-            label="one rank" if layout == "1" else layout,
-        )
-    panel.set_xscale("log", base=2)
-    panel.set_yscale("log", base=2)
-    panel.set_xticks(lengths, [f"{length // 1024}k" for length in lengths])
-    panel.yaxis.set_major_formatter("{x:.0f}")
-    panel.set_xlabel("tokens in the sequence")
-    panel.set_ylabel("peak MiB per rank, of one step")
-    panel.set_title("Peak memory of a training step (dotted: one rank's, divided by cp)", fontsize=10)
-    panel.grid(alpha=0.3)
-    panel.legend()
-    figure.savefig(path, metadata={"Date": None})
+    ticks = {length: f"{length // 1024}k" for length in lengths}
+    with report.growth(
+        path,
+        "Peak memory of a training step (dotted: one rank's, divided by cp)",
+        "tokens in the sequence",
+        "peak MiB per rank, of one step",
+        ticks,
+    ) as panel:
+        colors = {1: "tab:gray", 2: "tab:blue", 4: "tab:green"}
+        whole = next(iter(rows.values()))[1:]
+        for cp in (2, 4):
+            panel.plot(
+                lengths, [peak / cp / report.MIB for peak in whole], color=colors[cp], linewidth=0.8, linestyle=":"
+            )
+        for layout, (_, *found) in rows.items():
+            ring = "ring" in layout
+            panel.plot(
+                lengths,
+                [peak / report.MIB for peak in found],
+                color=colors[Layout.parse(layout).cp],
+                marker="s" if ring else "o",
+                linestyle="--" if ring else "-",
+                label="one rank" if layout == "1" else layout,
+            )
 
 
 if __name__ == "__main__":

@@ -94,27 +94,18 @@ def show(rows: dict[str, dict[int, int]], ranks: list[int]) -> None:
 
 
 def chart(rows: dict[str, dict[int, int]], ranks: list[int], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "isograd", "font.family": "sans-serif"})
-    from matplotlib import pyplot
-
-    figure, panel = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
-    for (name, found), marker in zip(rows.items(), "osD^", strict=False):
-        (line,) = panel.plot(list(found), [b / report.MIB for b in found.values()], marker=marker, label=name)
-        ideal = [theory(name, n) / report.MIB for n in found]
-        panel.plot(list(found), ideal, linestyle=":", color=line.get_color(), linewidth=1)
-    panel.set_xscale("log", base=2)
-    panel.set_yscale("log", base=2)
-    panel.set_xticks(ranks, [str(count) for count in ranks])
-    panel.yaxis.set_major_formatter("{x:.0f}")
-    panel.set_xlabel("data ranks")
-    panel.set_ylabel("MiB per rank between steps")
-    panel.set_title("Parameters and AdamW's state on each rank (dotted: in theory)", fontsize=10)
-    panel.grid(alpha=0.3)
-    panel.legend()
-    figure.savefig(path, metadata={"Date": None})
+    ticks = {count: str(count) for count in ranks}
+    with report.growth(
+        path,
+        "Parameters and AdamW's state on each rank (dotted: in theory)",
+        "data ranks",
+        "MiB per rank between steps",
+        ticks,
+    ) as panel:
+        for (name, found), marker in zip(rows.items(), "osD^", strict=False):
+            (line,) = panel.plot(list(found), [b / report.MIB for b in found.values()], marker=marker, label=name)
+            ideal = [theory(name, n) / report.MIB for n in found]
+            panel.plot(list(found), ideal, linestyle=":", color=line.get_color(), linewidth=1)
 
 
 if __name__ == "__main__":
