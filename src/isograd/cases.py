@@ -79,10 +79,6 @@ def structure(config: TransformerConfig, layers: int) -> TransformerConfig:
     return replace(config, layers=layers, hidden=hidden, head_dim=8, mlp=mlp, vocab=min(config.vocab, 1009))
 
 
-def small_model(config: TransformerConfig, rows: int, mesh: Mesh) -> Case:
-    return language_model(config, mesh, rows)
-
-
 def prove_run(options: Namespace) -> Report:
     """What `isograd verify run.yaml` does."""
     from isograd.train.language import model_config
@@ -101,7 +97,7 @@ def prove_run(options: Namespace) -> Report:
     small = structure(model_config(config.model), max(2, *(layout.pp * layout.vpp for layout in layouts)))
     rows = 1 + max(layout.dp * 2 * layout.pp for layout in layouts)
     return verify(
-        partial(small_model, small, max(9, rows)),
+        partial(language_model, small, rows=max(9, rows)),
         texts,
         dtype=getattr(torch, options.dtype),
         timeout=options.timeout,

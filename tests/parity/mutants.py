@@ -37,9 +37,7 @@ PLAIN = ("raw.even_sizes", "raw.native", "raw.leave")  # no communication
 
 # Calls that move no gradient, weight or norm, each with the reason why no mutant is owed.
 EXEMPT = {
-    "engine/blame.py:blame:raw.gather_list": "names for people after a skipped step: tests/engine/test_blame.py",
     "engine/data_parallel.py:__init__:raw.world": "the size of the world: a wrong one cannot make a mesh",
-    "engine/start.py:_refuse_unequal:raw.gather_list": "compares fingerprints at start; tested there too",
     "engine/start.py:refuse_idle_stage:raw.gather_list": "compares counts at start: tests/pipeline/test_refusals.py",
     "engine/start.py:used_anywhere:raw.all_reduce": "a tie that some stages do not use: half_used in tests/pipeline",
     "engine/start.py:most_slots:raw.gather_list": "the width of a table: too narrow a one cannot be gathered",

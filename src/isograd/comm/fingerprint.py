@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -26,6 +28,17 @@ def fingerprint(tensor: Tensor) -> Tensor:
 def _weighed(values: Tensor, first: int) -> Tensor:
     place = torch.arange(first, first + len(values), device=values.device)
     return ((values + 1) * (place * 0x9E3779B97F4A7C1 ^ (place << 7))).sum()
+
+
+def first_unlike(mine: Mapping[str, Tensor], group: Group) -> tuple[int, list[str]] | None:
+    """A member of the group, by its global rank, that holds other values than mine, and the names of those."""
+    names = list(mine)
+    prints = torch.stack([fingerprint(mine[name]) for name in names])
+    for rank, other in zip(group.ranks, raw.gather_list(prints, group), strict=True):
+        unlike = [name for name, a, b in zip(names, prints, other, strict=True) if a != b]
+        if unlike:
+            return rank, unlike
+    return None
 
 
 def ranks_unlike(mine: Tensor, group: Group) -> list[int]:

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from isograd.comm import raw
+from isograd.comm.notes import gather_notes
 from isograd.engine.plan import Plan
 from isograd.mesh import Mesh
 
-_BYTES = 1 << 12  # of names that a rank tells the others
+_NAMES = 64  # that a rank tells the others
 
 
 @dataclass(frozen=True)
@@ -36,14 +36,6 @@ class Blame:
 def blame(plan: Plan, losses: Tensor, mesh: Mesh) -> Blame:
     """`losses`: one per rank of the world. Gradients are looked at where they are settled, before they are cleared."""
     mine = [slot.name for slot in plan.slots if slot.paid is not None and not bool(torch.isfinite(slot.paid).all())]
-    told = b""
-    for name in mine:  # whole names only
-        if len(told) + len(name.encode()) < _BYTES:
-            told += name.encode() + b"\n"
-    padded = torch.zeros(_BYTES, dtype=torch.uint8, device=mesh.device)
-    padded[: len(told)] = torch.frombuffer(bytearray(told), dtype=torch.uint8) if told else 0
-    names: dict[str, None] = {}
-    for other in raw.gather_list(padded, mesh.group("world")):
-        whole = bytes(other.cpu().tolist()).rstrip(b"\0").decode(errors="ignore")
-        names |= dict.fromkeys(name for name in whole.split("\n") if name)
+    told = gather_notes(mine[:_NAMES], mesh.group("world"), mesh.device)
+    names = dict.fromkeys(name for names in told for name in names)
     return Blame(tuple(rank for rank, loss in enumerate(losses.tolist()) if not math.isfinite(loss)), tuple(names))

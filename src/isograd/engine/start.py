@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from isograd.comm import raw
-from isograd.comm.fingerprint import fingerprint
+from isograd.comm.fingerprint import first_unlike
 from isograd.contract import Record, Table
 from isograd.engine.plan import Plan, check_same
 from isograd.errors import EngineError
@@ -181,18 +181,17 @@ def _refuse_unequal(replicated: list[Record], axes: str, mesh: Mesh) -> None:
     group = mesh.group(axes)
     if group.size == 1 or not replicated:
         return
-    prints = torch.stack([fingerprint(r.parameter) for r in replicated])
-    for rank, other in zip(group.ranks, raw.gather_list(prints, group), strict=True):
-        unlike = [r.name for r, a, b in zip(replicated, prints, other, strict=True) if a != b]
-        if unlike:
-            raise EngineError(
-                "IG506",
-                f"replicated parameters start with different values on ranks of {axes!r}",
-                seen=f"unlike rank {rank}: {unlike[:8]}{' ...' if len(unlike) > 8 else ''}",
-                expected="equal bytes on every rank that holds a copy",
-                fix="build the model from the same seed on all ranks (isograd layers do), or load the same weights",
-                where=mesh.where(),
-            )
+    found = first_unlike({record.name: record.parameter for record in replicated}, group)
+    if found is not None:
+        rank, unlike = found
+        raise EngineError(
+            "IG506",
+            f"replicated parameters start with different values on ranks of {axes!r}",
+            seen=f"unlike rank {rank}: {unlike[:8]}{' ...' if len(unlike) > 8 else ''}",
+            expected="equal bytes on every rank that holds a copy",
+            fix="build the model from the same seed on all ranks (isograd layers do), or load the same weights",
+            where=mesh.where(),
+        )
 
 
 def check_loss(loss: Tensor, weight: float | Tensor, mesh: Mesh) -> None:

@@ -19,6 +19,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from isograd.errors import ConfigError, LaunchError
+from isograd.train.stall import STALLED, happened
+from isograd.train.stop import PASSED_ON
 
 if TYPE_CHECKING:
     from isograd.comm.launch import World
@@ -160,15 +162,12 @@ def _start(loaded: Loaded, options: argparse.Namespace) -> int:
         outcome = run(config, Orders(options.resume, show, options.until))
         return _said(outcome) if os.environ.get("RANK", "0") == "0" else outcome.code
     from isograd.comm.launch import World
-    from isograd.train.stop import PASSED_ON
 
     orders = Orders(options.resume, show, options.until, (PASSED_ON, signal.SIGTERM))  # a group may be sent it
     with World(needed, threads=config.threads) as world, _passes_on(world):
         try:
             outcomes: list[Outcome] = world.run(run, config, orders)
         except LaunchError as error:
-            from isograd.train.stall import STALLED, happened
-
             if happened(config.folder):
                 return STALLED
             print(error, file=sys.stderr)
@@ -197,7 +196,6 @@ def _joins() -> bool:
 @contextmanager
 def _passes_on(world: World) -> Iterator[None]:
     """A wish to stop reaches all ranks; a second Ctrl-C ends at once."""
-    from isograd.train.stop import PASSED_ON
 
     def ask(number: int, _: object) -> None:
         for pid in world.pids:

@@ -63,6 +63,12 @@ def engine_of(config: Config, model: nn.Module, mesh: Mesh, weights: Weights | N
     )
 
 
+def rows_of(config: Config, mesh: Mesh) -> range:
+    """This data rank's rows of a step."""
+    share = config.batch // mesh.size("dp")
+    return range(mesh.index("dp") * share, (mesh.index("dp") + 1) * share)
+
+
 def make_job(config: Config, mesh: Mesh) -> Job:
     if config.pairs is not None:
         from isograd.train.pairs import PairsJob

@@ -23,7 +23,7 @@ from isograd.mesh import Mesh
 from isograd.models import Transformer, TransformerConfig, load_config, preset
 from isograd.models.families import HuggingFace
 from isograd.train.config import Config, Model
-from isograd.train.job import DTYPES, Beat, Evaluated, engine_of
+from isograd.train.job import DTYPES, Beat, Evaluated, engine_of, rows_of
 
 
 def model_config(model: Model) -> TransformerConfig:
@@ -92,9 +92,7 @@ class Language:
         return {**self._rows(self.data, step), "key": random.key(self.seed, "dropout", step)}
 
     def _rows(self, mixture: Mixture, step: int) -> dict[str, Tensor]:
-        share = self.config.batch // self.mesh.size("dp")
-        first = self.mesh.index("dp") * share
-        rows = mixture.rows(step, range(first, first + share))
+        rows = mixture.rows(step, rows_of(self.config, self.mesh))
         return {name: tensor.to(self.mesh.device) for name, tensor in rows.items()}
 
     def step(self, batch: dict[str, Any]) -> Stats:

@@ -206,7 +206,7 @@ class _Run:
         saves = ending is not None or last or _due(step, config.checkpoint.every)
         if config.safety.replicas_every and (saves or step % config.safety.replicas_every == 0):
             self.dog.beat(f"comparing copies after step {step}")
-            peers.equal_copies(self.job.engine, self.job.engine.table, self.mesh, step)
+            peers.equal_copies(self.job.engine, step)
         if ending is None and (last or _due(step, config.evaluate.every)):
             self._evaluate(step)
         if saves:

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from isograd.comm import raw
 from isograd.contrastive import GradCache, InfoNCE
-from isograd.data.pairs import Pair, Pairs
+from isograd.data.pairs import Pairs
 from isograd.engine import Stats
 from isograd.errors import ConfigError
 from isograd.mesh import DATA, Mesh
 from isograd.train import config as configs
-from isograd.train.job import DTYPES, Beat, Evaluated, engine_of
+from isograd.train.job import DTYPES, Beat, Evaluated, engine_of, rows_of
 
 
 class Encoder(nn.Module):
@@ -58,11 +58,7 @@ class PairsJob:
         self.flops = 2 * pairs.length * 6.0 * sum(p.numel() for p in body.parameters() if p.dim() > 1)
 
     def batch(self, step: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        share = self.config.batch // self.mesh.size("dp")
-        first = self.mesh.index("dp") * share
-        return self._towers(self.data.rows(step, range(first, first + share)))
-
-    def _towers(self, pairs: list[Pair]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        pairs = self.data.rows(step, rows_of(self.config, self.mesh))
         return self._tokens([a for a, _ in pairs]), self._tokens([b for _, b in pairs])
 
     def _tokens(self, texts: list[str]) -> dict[str, Tensor]:
