@@ -33,9 +33,10 @@ ARROWS = {
     "models": {"contract", "errors", "layout", "mesh", "nn", "pipeline", "random", "sequence", "stored"},
     # engine: what trains a case that brings no step of its own
     "verify": {"comm", "contract", "engine", "errors", "layout", "mesh", "pipeline"},
-    "data": {"errors"},
+    "verbs": set(),
+    "data": {"errors", "verbs"},
     # comm: snapshots of ranks are compared and counted; models: Hugging Face in and out
-    "checkpoint": {"comm", "contract", "engine", "errors", "mesh", "models", "stored"},
+    "checkpoint": {"verbs", "comm", "contract", "engine", "errors", "mesh", "models", "stored"},
     "contrastive": {"comm", "contract", "engine", "errors", "mesh", "random"},
     "train": {
         "checkpoint",

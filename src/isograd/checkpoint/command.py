@@ -12,10 +12,11 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Callable
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from isograd.verbs import Parser, Verb, run
 
 if TYPE_CHECKING:
     from isograd.checkpoint.manifest import Saved
@@ -32,30 +33,11 @@ exit codes: 0 well, 2 wrong usage, 3 damaged (verify) or different (diff)"""
 DTYPES = ("fp32", "bf16", "fp16", "fp64")
 PLACE = "a checkpoint, or the newest of a run or of a folder of checkpoints"
 
-Parser = type[argparse.ArgumentParser]
+ABOUT = "Checkpoints: what is in them, whether they are whole, how two differ, and out to Hugging Face."
 
 
 def main(words: list[str], kind: Parser) -> int:
-    options, extra = parser_of(kind).parse_known_args(words)
-    if extra:
-        options.parser.refuse(extra)
-    return int(options.run(options))
-
-
-def parser_of(kind: Parser) -> argparse.ArgumentParser:
-    parser = kind(
-        prog="isograd ckpt",
-        description="Checkpoints: what is in them, whether they are whole, how two differ, and out to Hugging Face.",
-        epilog=EXAMPLES,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    verbs = parser.add_subparsers(title="verbs", required=True, metavar="VERB")
-    for name, (about, add_options, run) in VERBS.items():
-        verb = verbs.add_parser(name, help=about, description=f"isograd ckpt {name}: {about}.", allow_abbrev=False)
-        add_options(verb)
-        verb.set_defaults(run=run, parser=verb)
-    return parser
+    return run(words, kind, "ckpt", ABOUT, EXAMPLES, VERBS)
 
 
 # -- inspect ---------------------------------------------------------------------------------------------------------
@@ -214,8 +196,7 @@ def _convert(options: argparse.Namespace) -> int:
     return 0
 
 
-Options = Callable[[argparse.ArgumentParser], None]
-VERBS: dict[str, tuple[str, Options, Callable[[argparse.Namespace], int]]] = {
+VERBS: dict[str, Verb] = {
     "inspect": ("show what a checkpoint holds", _inspect_options, _inspect),
     "verify": ("read everything and check every hash", _verify_options, _verify),
     "diff": ("name the tensors and rows in which two differ", _diff_options, _diff),

@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from isograd.verbs import Parser, Verb, run
+
 EXAMPLES = """examples:
   isograd data build tokens/ books/                                 each file a document, tokens are bytes
   isograd data build tokens/ web.jsonl --tokenizer my_model/        a tokenizer.json; the text under "text"
@@ -23,35 +25,13 @@ EXAMPLES = """examples:
 
 A build that was stopped or killed goes on where it was when the same command is given again."""
 
-Parser = type[argparse.ArgumentParser]
-
 
 def main(words: list[str], kind: Parser) -> int:
-    parser = parser_of(kind)
-    options, extra = parser.parse_known_args(words)
-    if extra:
-        options.parser.refuse(extra)
     try:
-        return int(options.run(options))
+        return run(words, kind, "data", "Text as token shards that are read by number.", EXAMPLES, VERBS)
     except KeyboardInterrupt:
         print("data: stopped; the same command goes on where it was", file=sys.stderr)
         return 130
-
-
-def parser_of(kind: Parser) -> argparse.ArgumentParser:
-    parser = kind(
-        prog="isograd data",
-        description="Text as token shards that are read by number.",
-        epilog=EXAMPLES,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    verbs = parser.add_subparsers(title="verbs", required=True, metavar="VERB")
-    for name, (about, add_options, run) in VERBS.items():
-        verb = verbs.add_parser(name, help=about, description=f"isograd data {name}: {about}.", allow_abbrev=False)
-        add_options(verb)
-        verb.set_defaults(run=run, parser=verb)
-    return parser
 
 
 def _build_options(parser: argparse.ArgumentParser) -> None:
@@ -170,7 +150,7 @@ class _Lines:
             )
 
 
-VERBS = {
+VERBS: dict[str, Verb] = {
     "build": ("make token shards of text, JSON lines and parquet", _build_options, _build),
     "inspect": ("print counts, and samples as training sees them", _inspect_options, _inspect),
     "verify": ("hash every file of a folder and compare", _verify_options, _verify),
