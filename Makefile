@@ -1,10 +1,11 @@
-# make demo: set up, train a small model with 4 local ranks, prove its layout. make test: set up, run all tests.
+# make demo: set up, train a small model with 4 local ranks, prove its layout.
+# make test-fast: the tests for an edit, two minutes. make test: before a push, ten minutes. make test-all: every test.
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 STAMP := $(VENV)/installed
 
-.PHONY: chromium demo test lint format bench clean
+.PHONY: chromium demo test test-all test-fast lint format bench clean
 .DEFAULT_GOAL := demo
 
 $(STAMP): pyproject.toml constraints.txt
@@ -25,7 +26,13 @@ chromium:
 	  SUDO=$$(test "$$(id -u)" = 0 || echo sudo); \
 	  $$SUDO apt-get update -qq && $$SUDO apt-get install -y -qq --no-install-recommends chromium >/dev/null; }
 
+test-fast: $(STAMP)
+	$(RUN) -m pytest -m "not slow and not medium"
+
 test: $(STAMP) chromium
+	$(RUN) -m pytest -m "not slow"
+
+test-all: $(STAMP) chromium
 	$(RUN) -m pytest
 
 lint: $(STAMP)

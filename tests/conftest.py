@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from isograd.comm.launch import World
+
+from .cpu_times import CpuTimes
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--cpu-times", type=Path, metavar="FILE", help="write each test's CPU seconds to FILE")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if file := config.getoption("--cpu-times"):
+        config.pluginmanager.register(CpuTimes(file))
 
 
 class PatientWorld(World):
