@@ -52,7 +52,7 @@ class Mesh:
         self.bound = bound
         self.coordinates = layout.coordinates(rank)
         self.device = raw.device() if bound else torch.device("cpu")
-        self._groups: dict[str, Group] = {}
+        self._groups: dict[tuple[str, str], Group] = {}
 
     def size(self, axes: str) -> int:
         return len(self.layout.ranks(axes, self.rank))
@@ -61,14 +61,16 @@ class Mesh:
         """My place among the ranks of my group along `axes`."""
         return self.layout.ranks(axes, self.rank).index(self.rank)
 
-    def group(self, axes: str) -> Group:
-        ranks = self.layout.ranks(axes, self.rank)
-        if axes not in self._groups:
+    def group(self, axes: str, purpose: str = "") -> Group:
+        """The ranks that share `axes` with me. Groups of different purposes have connections of their own."""
+        key = axes, purpose
+        if key not in self._groups:
+            ranks = self.layout.ranks(axes, self.rank)
             if self.bound:
-                self._groups[axes] = raw.new_group(axes, ranks, self.rank)
+                self._groups[key] = raw.new_group(axes, ranks, self.rank, purpose)
             else:
-                self._groups[axes] = Group(axes, ranks, ranks.index(self.rank))
-        return self._groups[axes]
+                self._groups[key] = Group(axes, ranks, ranks.index(self.rank))
+        return self._groups[key]
 
     def where(self) -> str:
         """'rank 3 (dp1 tp1)': for error messages."""

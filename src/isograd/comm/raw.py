@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from threading import Thread
 from typing import Any
 from weakref import WeakSet
 
@@ -54,10 +55,33 @@ class Handle:
 
     def __init__(self, works: Sequence[Any] = (), keep: Sequence[object] = (), then: Any = None) -> None:
         self._works, self._keep, self._then = list(works), list(keep), then
+        self._waiter: Thread | None = None  # waits for gloo's messages, which cannot be asked whether they have arrived
+        self._error: BaseException | None = None
+
+    def ready(self) -> bool:
+        """Whether `wait` would return at once. It never waits itself: autograd hooks ask this."""
+        if all(work.is_completed() for work in self._works):
+            return True
+        if self._waiter is None:
+            self._waiter = Thread(target=self._wait_aside, daemon=True)
+            self._waiter.start()
+        return not self._waiter.is_alive()
+
+    def _wait_aside(self) -> None:
+        try:
+            for work in self._works:
+                work.wait()
+        except BaseException as error:
+            self._error = error
 
     def wait(self) -> None:
-        for work in self._works:
-            work.wait()
+        if self._waiter is not None:
+            self._waiter.join()
+            if self._error is not None:
+                raise self._error
+        else:
+            for work in self._works:
+                work.wait()
         self._works.clear()
         if self._then is not None:
             self._then()
@@ -112,19 +136,24 @@ def device() -> torch.device:
 
 
 # Process groups of the running world, by members: each costs sockets and threads, and meshes come and go.
-_made: dict[tuple[int, ...], Any] = {}
+_made: dict[tuple[str, tuple[int, ...]], Any] = {}
 _given: WeakSet[Group] = WeakSet()  # whoever refers to them
 
 
-def new_group(axes: str, ranks: tuple[int, ...], rank: int) -> Group:
-    """The group of `ranks`. Only its members call this, in the same order on each of them."""
+def new_group(axes: str, ranks: tuple[int, ...], rank: int, purpose: str = "") -> Group:
+    """The group of `ranks`. Only its members call this, in the same order on each of them.
+
+    Groups of the same ranks and the same purpose share their connections. Messages of different purposes never meet:
+    ranks may send and wait for them in different orders.
+    """
     group = Group(axes, ranks, ranks.index(rank))
     if len(ranks) == 1:
         return group
-    if len(ranks) < dist.get_world_size() and ranks not in _made:
-        with _named("isograd " + " ".join(map(str, ranks))):
-            _made[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
-    group.handle = _made.get(ranks, dist.group.WORLD)
+    key = purpose, ranks
+    if (purpose or len(ranks) < dist.get_world_size()) and key not in _made:
+        with _named(" ".join(["isograd", purpose, *map(str, ranks)])):
+            _made[key] = dist.new_group(list(ranks), use_local_synchronization=True)
+    group.handle = _made.get(key, dist.group.WORLD)
     _given.add(group)
     return group
 
@@ -202,12 +231,11 @@ def _exchange_staged(
     inner = exchange(host_out, host_in, group)
 
     def finish() -> None:
-        inner.wait()
         for host, target in zip(host_in, into, strict=True):
             for h, t in zip(host, target, strict=False):
                 t.copy_(h)
 
-    return Handle(then=finish, keep=(into,))
+    return Handle(inner._works, keep=(inner, into), then=finish)
 
 
 # -- one neighbour -----------------------------------------------------------------------------------------------
