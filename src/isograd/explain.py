@@ -1,12 +1,13 @@
 """Tables for people: who reduces each gradient, over which ranks, in which dtype, with which divisor.
 
-Parameters that differ only in their layer number are one row. The divisor column is
-always the same, which is the point.
+Parameters that differ only in their layer number share one row. The divisor column always says "none": nothing in
+isograd averages a gradient.
 """
 
 from __future__ import annotations
 
 import re
+import textwrap
 from io import StringIO
 from typing import TYPE_CHECKING
 
@@ -19,27 +20,52 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 
+TABLE = 110  # columns that the table needs to be read with ease; a narrower terminal gets a list
+CAPTION = "divisor: none anywhere; the step multiplies once by 1 / global weight"
+HEADINGS = ("parameter", "global shape", "here", "cut", "summed over: ranks", "in", "divisor")
+
+
 def render_contracts(table: Table, width: int) -> str:
+    """The contracts of a model as text of at most `width` columns: a table, or a list where a table would not fit."""
     mesh = table.mesh
-    shown = RichTable(
-        title=f"gradient contracts, layout {str(mesh.layout)!r}, seen from {mesh.where()}",
-        caption="divisor: none anywhere; the step multiplies once by 1 / global weight",
-    )
-    for heading in ("parameter", "global shape", "here", "cut", "summed over: ranks", "in", "divisor"):
+    title = f"gradient contracts, layout {str(mesh.layout)!r}, seen from {mesh.where()}"
+    rows = [_row(name, record, table) for name, record in _merged(table)]
+    if width < TABLE:
+        parts = [title, *(_listed(row) for row in rows), CAPTION]
+        return "\n".join(_wrapped(line, width) for part in parts for line in part.split("\n")) + "\n"
+    shown = RichTable(title=title, caption=CAPTION)
+    for heading in HEADINGS:
         shown.add_column(heading, overflow="fold", no_wrap=heading == "parameter")
-    for name, record in _merged(table):
-        contract, parameter = record.contract, record.parameter
-        here = "x".join(map(str, parameter.shape)) or "scalar"
-        whole = "x".join(map(str, contract.shape)) or "scalar"
-        cut = ", ".join(f"dim {s.dim} over {_cut_name(s.axis, s.ranges)}" for s in contract.shards) or "-"
-        if not parameter.requires_grad:
-            shown.add_row(name, whole, here, cut, "frozen: no gradient", "-", "-")
-            continue
-        wide = "fp64" if parameter.dtype.itemsize == 8 else "fp32"
-        shown.add_row(name, whole, here, cut, describe_sum(contract, mesh), wide, "none")
+    for row in rows:
+        shown.add_row(*row)
     text = StringIO()
     Console(file=text, width=width).print(shown)
     return text.getvalue()
+
+
+def _row(name: str, record: Record, table: Table) -> tuple[str, ...]:
+    """One parameter's cells, in the order of HEADINGS."""
+    contract, parameter = record.contract, record.parameter
+    here = "x".join(map(str, parameter.shape)) or "scalar"
+    whole = "x".join(map(str, contract.shape)) or "scalar"
+    cut = ", ".join(f"dim {s.dim} over {_cut_name(s.axis, s.ranges)}" for s in contract.shards) or "-"
+    if not parameter.requires_grad:
+        return name, whole, here, cut, "frozen: no gradient", "-", "-"
+    wide = "fp64" if parameter.dtype.itemsize == 8 else "fp32"
+    return name, whole, here, cut, describe_sum(contract, table.mesh), wide, "none"
+
+
+def _listed(row: tuple[str, ...]) -> str:
+    """A row of the table as two lines."""
+    name, whole, here, cut, summed, wide, divisor = row
+    shape = f"{whole}, here {here}" + ("" if cut == "-" else f": {cut}")
+    gradient = summed if wide == "-" else f"summed over {summed}, in {wide}, divisor {divisor}"
+    return f"{name}  {shape}\n    {gradient}"
+
+
+def _wrapped(line: str, width: int) -> str:
+    indent = " " * (len(line) - len(line.lstrip()) + 4)
+    return textwrap.fill(line, width, subsequent_indent=indent, break_on_hyphens=False) if len(line) > width else line
 
 
 def _cut_name(axis: str, ranges: tuple[tuple[int, int], ...]) -> str:
@@ -48,7 +74,8 @@ def _cut_name(axis: str, ranges: tuple[tuple[int, int], ...]) -> str:
 
 
 def _merged(table: Iterable[Record]) -> list[tuple[str, Record]]:
-    """Records alike but for one layer number, as 'blocks.{0-7}.norm.weight'."""
+    """Records that differ only in one layer number, merged under a name such as
+    'blocks.{0-7}.norm.weight'."""
     groups: dict[tuple[str, Contract, tuple[int, ...], bool], list[tuple[int | None, Record]]] = {}
     for record in table:
         number = re.search(r"\.(\d+)\.", record.name)

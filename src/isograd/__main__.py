@@ -1,0 +1,8 @@
+"""`python -m isograd` is the command `isograd`."""
+
+import sys
+
+from isograd.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,159 @@
+"""What a person gets who installs isograd: recipes, a version, extras that exist, help without waiting (FAILURES D)."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import isograd
+from isograd.cli import COMMANDS, main
+from isograd.new import about, recipes
+from isograd.train import reading
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def test_recipes_are_listed_in_one_line_each_that_fits_80_columns(capsys, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["recipes"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[: len(recipes())]] == sorted(recipes())
+    assert {"quickstart", "pretrain", "pairs", "finetune"} <= set(recipes())
+    assert all(len(line) <= 80 for line in lines)
+
+
+def test_new_writes_a_config_that_can_be_read_and_never_overwrites(tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, text in recipes().items():
+        assert main(["new", name]) == 0
+        assert Path(f"{name}.yaml").read_text() == text
+        assert reading.load(f"{name}.yaml").config.steps > 0
+        assert about(text).endswith(".")
+    assert main(["new", "quickstart"]) == 2
+    assert "IG651: quickstart.yaml exists already" in capsys.readouterr().err
+    assert main(["new", "quickstart", "another.yaml"]) == 0
+    assert main(["new", "quickstart", "no/such/folder.yaml"]) == 2
+    assert main(["new", "quikstart"]) == 2
+    assert "IG650: no recipe is called 'quikstart' (did you mean 'quickstart'?)" in capsys.readouterr().err
+
+
+def test_the_version_is_stated_once(capsys) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"isograd {isograd.__version__}\n"
+    assert PROJECT["project"]["dynamic"] == ["version"]
+    said = subprocess.run([sys.executable, "-m", "isograd", "--version"], capture_output=True, text=True, check=True)
+    assert said.stdout == f"isograd {isograd.__version__}\n"
+
+
+def test_every_extra_that_a_message_or_page_names_exists() -> None:
+    extras = set(PROJECT["project"]["optional-dependencies"])
+    files = [*(ROOT / "src").rglob("*.py"), *(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "Makefile"]
+    named = {
+        extra.strip()
+        for file in files
+        for group in re.findall(r"(?:isograd|'\.)\[([a-z, ]+)\]", file.read_text())
+        for extra in group.split(",")
+    }
+    assert named
+    assert named <= extras
+
+
+def test_metadata_says_what_a_package_page_needs() -> None:
+    project = PROJECT["project"]
+    assert {"Homepage", "Documentation", "Source", "Issues", "Changelog"} <= set(project["urls"])
+    assert any("Python :: 3.11" in line for line in project["classifiers"])
+    assert project["keywords"]
+
+
+VERBS = {
+    "data": ("build", "inspect", "verify"),
+    "ckpt": ("inspect", "verify", "diff", "convert"),
+    "config": ("show", "schema"),
+    "verify": ("run", "compare", "bugs"),
+}
+HELPED = [["--help"], *([c, "--help"] for c in COMMANDS), *([c, v, "--help"] for c, vs in VERBS.items() for v in vs)]
+
+
+@pytest.mark.parametrize("words", HELPED, ids=" ".join)
+def test_help_answers_at_once_within_80_columns_and_without_torch(words: list[str]) -> None:
+    script = (
+        "import sys; from isograd.cli import main\n"
+        f"try: main({words!r})\n"
+        "except SystemExit as end: assert not end.code, end.code\n"
+        "assert not {'torch', 'numpy', 'pydantic', 'rich'} & set(sys.modules)"
+    )
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    env = os.environ | {"COLUMNS": "80"}
+    said = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True, env=env).stdout
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert said.startswith("usage: isograd")
+    assert max(map(len, said.splitlines())) <= 80
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.33
+
+
+@pytest.mark.slow
+def test_from_an_empty_folder_with_only_the_wheel_a_model_trains_and_is_proven(tmp_path: Path) -> None:
+    """The first hour of issue 15: build, install, new, train, verify. Other packages are those of this environment."""
+    env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
+    sources = tmp_path / "sources"
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout
+    for name in filter(None, listed.decode().split("\0")):
+        to = sources / name
+        to.parent.mkdir(parents=True, exist_ok=True)
+        if (ROOT / name).is_symlink():
+            to.symlink_to(os.readlink(ROOT / name))
+        elif (ROOT / name).is_file():
+            to.write_bytes((ROOT / name).read_bytes())
+    build = "from setuptools import build_meta as b; b.build_sdist('dist'); b.build_wheel('dist')"
+    subprocess.run([sys.executable, "-c", build], cwd=sources, env=env, check=True, capture_output=True)
+    (wheel,) = (sources / "dist").glob("*.whl")
+    (packed,) = (sources / "dist").glob("*.tar.gz")
+    with zipfile.ZipFile(wheel) as opened:
+        assert {f"isograd/recipes/{name}.yaml" for name in recipes()} <= set(opened.namelist())
+    with tarfile.open(packed) as opened:
+        inside = {name.partition("/")[2] for name in opened.getnames()}
+    wanted = ("recipes/pairs.yaml", "examples/quickstart.py", "docs/train.md", "src/isograd/recipes/pairs.yaml")
+    assert set(wanted) <= inside
+
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], env=env, check=True)
+    python, tool = tmp_path / "venv/bin/python", tmp_path / "venv/bin/isograd"
+    library = next((tmp_path / "venv/lib").glob("python*")) / "site-packages"
+    (library / "shared.pth").write_text(sysconfig.get_path("purelib"))
+    install = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", "--no-index"]
+    subprocess.run([*install, "--ignore-installed", wheel], env=env, check=True, capture_output=True)
+
+    empty = tmp_path / "empty"
+    empty.mkdir()
+
+    def run(*words: str) -> str:
+        done = subprocess.run(
+            [tool, *words], cwd=empty, env=env, capture_output=True, text=True, timeout=500, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    home = subprocess.run(
+        [python, "-c", "import isograd; print(isograd.__file__)"],
+        cwd=empty,
+        env=env,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert str(tmp_path / "venv") in home.stdout
+    run("new", "quickstart")
+    assert "step    60/60" in run("train", "quickstart.yaml")
+    assert "PASS" in run("verify", "quickstart.yaml")
