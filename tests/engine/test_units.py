@@ -265,10 +265,10 @@ def bytes_of_a_step(layout: str, options: dict[str, Any]) -> tuple[int, int]:
     engine = Engine(model, mesh, toys.sgd, bucket_mb=0.2, **options)
     sent, exchange = 0, raw.exchange
 
-    def counting(out: Any, into: Any, group: Any) -> Any:
+    def counting(out: Any, into: Any, group: Any, tag: int = 0) -> Any:
         nonlocal sent
         sent += sum(t.numel() * t.itemsize for i, pieces in enumerate(out) if i != group.index for t in pieces)
-        return exchange(out, into, group)
+        return exchange(out, into, group, tag)
 
     x = torch.randn(5, 300)
     raw.exchange = counting
@@ -415,9 +415,9 @@ def half(layout: str, keep_gathered: bool) -> tuple[dict[str, Tensor], set[torch
     seen: set[torch.dtype] = set()
     exchange = raw.exchange
 
-    def looking(out: Any, into: Any, group: Any) -> Any:
+    def looking(out: Any, into: Any, group: Any, tag: int = 0) -> Any:
         seen.update(t.dtype for pieces in out for t in pieces)
-        return exchange(out, into, group)
+        return exchange(out, into, group, tag)
 
     for step in range(2):
         x, y = toys.micro_batch(step, mesh.rank + 2)

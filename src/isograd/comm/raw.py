@@ -14,7 +14,8 @@ Invariant: members of a group that all-reduce or all-gather obtain the same bits
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -45,6 +46,10 @@ class Group:
     index: int
     handle: Any = field(default=None, repr=False)  # torch ProcessGroup; None for a group of one or an unbound mesh
 
+    def __deepcopy__(self, memo: object) -> Group:
+        """The same group: a copied model talks to the same ranks, and connections cannot be copied."""
+        return self
+
     @property
     def size(self) -> int:
         return len(self.ranks)
@@ -53,8 +58,11 @@ class Group:
 class Handle:
     """Communication under way. `wait` returns when received tensors are filled and sent ones may be reused."""
 
-    def __init__(self, works: Sequence[Any] = (), keep: Sequence[object] = (), then: Any = None) -> None:
-        self._works, self._keep, self._then = list(works), list(keep), then
+    def __init__(
+        self, works: Sequence[Any] = (), keep: Sequence[object] = (), then: Any = None, members: Sequence[int] = ()
+    ) -> None:
+        """`members`: for each of the works, the member of the group at the other end, where it is known."""
+        self._works, self._keep, self._then, self._members = list(works), list(keep), then, list(members)
         self._waiter: Thread | None = None  # waits for gloo's messages, which cannot be asked whether they have arrived
         self._error: BaseException | None = None
 
@@ -73,6 +81,24 @@ class Handle:
                 work.wait()
         except BaseException as error:
             self._error = error
+
+    def and_then(self, more: Callable[[], None]) -> Handle:
+        """This handle, which also calls `more` at the end of `wait`."""
+        before = self._then
+
+        def both() -> None:
+            if before is not None:
+                before()
+            more()
+
+        self._then = both
+        return self
+
+    def wait_for(self, member: int) -> None:
+        """Wait only for what is sent to and received from one member."""
+        for work, other in zip(self._works, self._members, strict=True):
+            if other == member:
+                work.wait()
 
     def wait(self) -> None:
         if self._waiter is not None:
@@ -107,6 +133,7 @@ def leave() -> None:
     for group in _given:
         group.handle = None
     _made.clear()
+    _ranges.clear()
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -170,6 +197,16 @@ def _named(name: str) -> Iterator[None]:
         distributed_c10d._hash_ranks_to_str = before
 
 
+TAGS = 1 << 20  # of one range
+_ranges: Counter[tuple[int, ...]] = Counter()  # how many ranges of tags the groups of these ranks have given away
+
+
+def reserve_tags(group: Group) -> int:
+    """The first of TAGS tags that nobody else uses on this group. Its members reserve them in the same order."""
+    _ranges[group.ranks] += 1
+    return (1 << 30) + _ranges[group.ranks] % 1023 * TAGS
+
+
 def native(group: Group) -> bool:
     """Whether this group's backend has collectives worth using as they are (NCCL), or `exchange` is better (gloo)."""
     return group.handle is not None and "nccl" in dist.get_backend(group.handle)
@@ -190,25 +227,31 @@ def _handle(group: Group) -> Any:
 # -- the one primitive of gloo -----------------------------------------------------------------------------------
 
 
-def exchange(out: Sequence[Sequence[torch.Tensor]], into: Sequence[Sequence[torch.Tensor]], group: Group) -> Handle:
+def exchange(
+    out: Sequence[Sequence[torch.Tensor]], into: Sequence[Sequence[torch.Tensor]], group: Group, tag: int = 0
+) -> Handle:
     """Send the tensors out[i] to member i while filling into[i] with what member i sends here. My own entry is skipped.
 
-    Received in the order sent; all tensors contiguous; empty ones are not sent.
+    Tensors are contiguous; empty ones are not sent. On gloo, messages with different tags never meet, and messages with
+    one tag are received in the order in which they were sent. NCCL has no tags: there the order is all that counts.
     """
     pg = _handle(group)
     if native(group):
         return _exchange_nccl(out, into, group)
     if any(t.is_cuda for pieces in (*out, *into) for t in pieces):
-        return _exchange_staged(out, into, group)
+        return _exchange_staged(out, into, group, tag)
     works: list[Any] = []
+    members: list[int] = []
     # Receives are posted first so that nothing that arrives waits in a kernel buffer.
     for step in range(1, group.size):
         peer = (group.index - step) % group.size
-        works += [pg.recv([t], peer, 0) for t in into[peer] if t.numel()]
+        works += [pg.recv([t], peer, tag) for t in into[peer] if t.numel()]
+        members += [peer] * (len(works) - len(members))
     for step in range(1, group.size):
         peer = (group.index + step) % group.size
-        works += [pg.send([t], peer, 0) for t in out[peer] if t.numel()]
-    return Handle(works, keep=(out, into))
+        works += [pg.send([t], peer, tag) for t in out[peer] if t.numel()]
+        members += [peer] * (len(works) - len(members))
+    return Handle(works, keep=(out, into), members=members)
 
 
 def _exchange_nccl(
@@ -223,40 +266,40 @@ def _exchange_nccl(
 
 
 def _exchange_staged(
-    out: Sequence[Sequence[torch.Tensor]], into: Sequence[Sequence[torch.Tensor]], group: Group
+    out: Sequence[Sequence[torch.Tensor]], into: Sequence[Sequence[torch.Tensor]], group: Group, tag: int
 ) -> Handle:
     """gloo sends host memory only: ranks that share a card pass through it."""
     host_out = [[t.cpu() for t in pieces] if i != group.index else [] for i, pieces in enumerate(out)]
     host_in = [[torch.empty_like(t, device="cpu") for t in p] if i != group.index else [] for i, p in enumerate(into)]
-    inner = exchange(host_out, host_in, group)
+    inner = exchange(host_out, host_in, group, tag)
 
     def finish() -> None:
         for host, target in zip(host_in, into, strict=True):
             for h, t in zip(host, target, strict=False):
                 t.copy_(h)
 
-    return Handle(inner._works, keep=(inner, into), then=finish)
+    return Handle(inner._works, keep=(inner, into), then=finish, members=inner._members)
 
 
 # -- one neighbour -----------------------------------------------------------------------------------------------
 
 
-def send_start(tensors: Sequence[torch.Tensor], group: Group, peer: int) -> Handle:
+def send_start(tensors: Sequence[torch.Tensor], group: Group, peer: int, tag: int = 0) -> Handle:
     """Send contiguous tensors to member `peer`, under way. Messages between two members arrive in the order sent."""
-    return _to_one(tensors, group, peer, sending=True)
+    return _to_one(tensors, group, peer, tag, sending=True)
 
 
-def receive_start(tensors: Sequence[torch.Tensor], group: Group, peer: int) -> Handle:
+def receive_start(tensors: Sequence[torch.Tensor], group: Group, peer: int, tag: int = 0) -> Handle:
     """Fill tensors with what member `peer` sends, under way."""
-    return _to_one(tensors, group, peer, sending=False)
+    return _to_one(tensors, group, peer, tag, sending=False)
 
 
-def _to_one(tensors: Sequence[torch.Tensor], group: Group, peer: int, *, sending: bool) -> Handle:
+def _to_one(tensors: Sequence[torch.Tensor], group: Group, peer: int, tag: int, *, sending: bool) -> Handle:
     pg = _handle(group)
     tensors = [t for t in tensors if t.numel()]
     if not native(group) and any(t.is_cuda for t in tensors):  # gloo sends host memory only
         host = [t.cpu() if sending else torch.empty_like(t, device="cpu") for t in tensors]
-        inner = _to_one(host, group, peer, sending=sending)
+        inner = _to_one(host, group, peer, tag, sending=sending)
 
         def finish() -> None:
             inner.wait()
@@ -265,7 +308,7 @@ def _to_one(tensors: Sequence[torch.Tensor], group: Group, peer: int, *, sending
 
         return Handle(then=finish, keep=(host, tensors))
     move = pg.send if sending else pg.recv
-    return Handle([move([t], peer, 0) for t in tensors], keep=tensors)
+    return Handle([move([t], peer, tag) for t in tensors], keep=tensors)
 
 
 # -- collectives, built on it or native --------------------------------------------------------------------------

@@ -56,8 +56,16 @@ def tree_sum(members: Sequence[Pieces], keep: Pieces | None = None) -> Pieces:
     return level[0]
 
 
-def reduce_rows(slots: Sequence[Slot], gradients: Pieces, group: Group, *, tree: bool) -> Flight:
-    """Start sending each owner its rows of my full gradients."""
+def reduce_rows(
+    slots: Sequence[Slot], gradients: Pieces, group: Group, *, tree: bool, number: int | None = None
+) -> Flight:
+    """Start sending each owner its rows of my full gradients.
+
+    `number`: what these slots are to all members. On gloo, rows of different numbers never meet, so members may send
+    their buckets in different orders; rows of one number meet in the order in which they were sent. After a backward in
+    which some members did not send a bucket, use numbers that were not used before: the unsent ones would be paired
+    with those of the next backward.
+    """
     if group.size == 1:
         return Flight(Handle(), [[g.view(1) if g.dim() == 0 else g for g in gradients]], None, tree)
     if raw.native(group) and not tree:
@@ -74,11 +82,14 @@ def reduce_rows(slots: Sequence[Slot], gradients: Pieces, group: Group, *, tree:
             pieces, messages = _incoming(own)
             members.append(pieces)
             into.append(messages)
-    return Flight(raw.exchange(out, into, group), members, own, tree)
+    return Flight(raw.exchange(out, into, group, 0 if number is None else number + 1), members, own, tree)
 
 
-def gather_rows(slots: Sequence[Slot], whole: Pieces, group: Group) -> Handle:
-    """Start filling the rows of others in whole tensors, in which each member has already put its own rows."""
+def gather_rows(slots: Sequence[Slot], whole: Pieces, group: Group, tag: int = 0) -> Handle:
+    """Start filling the rows of others in whole tensors, in which each member has already put its own rows.
+
+    `tag`: on gloo, rows that are sent with different tags never meet.
+    """
     if group.size == 1:
         return Handle()
     if raw.native(group):
@@ -96,14 +107,12 @@ def gather_rows(slots: Sequence[Slot], whole: Pieces, group: Group) -> Handle:
         into.append([t for t in targets if t.numel() >= SMALL] + ([packed] if packed is not None else []))
         if packed is not None:
             unpack.append((small, _views(packed, small)))
-    handle = raw.exchange([mine] * group.size, into, group)
 
     def place() -> None:
-        handle.wait()
         for targets, arrived in unpack:
             torch._foreach_copy_(targets, arrived)
 
-    return Handle(then=place)
+    return raw.exchange([mine] * group.size, into, group, tag).and_then(place)
 
 
 def _outgoing(pieces: Pieces) -> Pieces:
