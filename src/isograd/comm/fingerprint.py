@@ -18,8 +18,8 @@ def fingerprint(tensor: Tensor) -> Tensor:
     """An int64 that depends on the shape, on every bit and on where it stands."""
     flat = tensor.detach().contiguous().reshape(-1)
     bits = flat.view(_WHOLE_BITS.get(flat.element_size(), torch.int64))
-    head = torch.tensor([*tensor.shape, tensor.dim()], device=tensor.device)
-    total = _weighed(head, 1)
+    head = (*tensor.shape, tensor.dim())
+    total = torch.full((), _weighed_sizes(head), dtype=torch.int64, device=tensor.device)  # no wait for a GPU
     for start in range(0, len(bits), _CHUNK):
         total = total + _weighed(bits[start : start + _CHUNK].long(), 1 + len(head) + start)
     return total
@@ -28,6 +28,12 @@ def fingerprint(tensor: Tensor) -> Tensor:
 def _weighed(values: Tensor, first: int) -> Tensor:
     place = torch.arange(first, first + len(values), device=values.device)
     return ((values + 1) * (place * 0x9E3779B97F4A7C1 ^ (place << 7))).sum()
+
+
+def _weighed_sizes(sizes: tuple[int, ...]) -> int:
+    """The same of a few numbers that the CPU knows."""
+    total = sum((size + 1) * (place * 0x9E3779B97F4A7C1 ^ (place << 7)) for place, size in enumerate(sizes, 1))
+    return (total + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 def first_unlike(mine: Mapping[str, Tensor], group: Group) -> tuple[int, list[str]] | None:
