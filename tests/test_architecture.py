@@ -22,13 +22,14 @@ ARROWS = {
     "comm": {"errors"},
     "mesh": {"comm", "errors", "layout"},
     "random": {"errors"},
+    "inputs": {"comm", "errors", "mesh"},
     "contract": {"comm", "errors", "mesh", "explain"},
     "explain": {"contract"},
     "pipeline": {"comm", "contract", "errors", "mesh"},
     "sequence": {"comm", "contract", "errors", "layout", "mesh", "random"},
-    "nn": {"comm", "contract", "errors", "mesh", "random", "sequence"},
+    "nn": {"comm", "contract", "errors", "inputs", "mesh", "random", "sequence"},
     # pipeline: engine.train_step runs every layout; the pipeline knows no engine
-    "engine": {"comm", "contract", "errors", "mesh", "pipeline", "stored"},
+    "engine": {"comm", "contract", "errors", "inputs", "mesh", "pipeline", "stored"},
     # stored: Hugging Face weights by rows
     "models": {"contract", "errors", "layout", "mesh", "nn", "pipeline", "random", "sequence", "stored"},
     # engine: what trains a case that brings no step of its own

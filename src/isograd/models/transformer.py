@@ -96,12 +96,14 @@ class Transformer(nn.Module):
         *,
         seed: int = 0,
         split: Sequence[int] | None = None,
+        ignore_index: int = IGNORE,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         """Weights are a function of (seed, name, global index): the same model under every layout.
 
         split: how many blocks each of the pp * vpp stages holds; left out, stages cost alike.
+        ignore_index: the label of positions without a target.
         """
         super().__init__()
         _refuse_unbuilt(mesh)
@@ -113,6 +115,7 @@ class Transformer(nn.Module):
         first, last = 0 in mine, stages - 1 in mine
         self.recompute = False
         self.loss_chunk = CHUNK
+        self.ignore_index = ignore_index
         self._compared = False  # whether the ranks of a cp group have once compared the sequences they were given
         key = random.key(seed, "transformer")
         made: dict[str, Any] = {"dtype": dtype, "device": device}
@@ -137,7 +140,10 @@ class Transformer(nn.Module):
             norm = RMSNorm if config.norm == "rms" else LayerNorm
             self.norm = norm(config.hidden, mesh, eps=config.norm_eps, **made)
             tied = self.embed.weight if self.embed is not None and config.tied else None
-            self.head = Head(config.vocab, config.hidden, mesh, key=key.fold("head"), std=std, tied=tied, **made)
+            self.head = Head(
+                config.vocab, config.hidden, mesh, key=key.fold("head"), std=std, tied=tied, ignore_index=ignore_index,
+                **made,
+            )  # fmt: skip
 
     @property
     def recompute(self) -> bool | str:
@@ -247,7 +253,7 @@ class Transformer(nn.Module):
         assert self.head is not None
         x = self.norm(x)
         if labels is not None:
-            return self.head(x, places.shard(labels, part, IGNORE).reshape(-1), self.loss_chunk)
+            return self.head(x, places.shard(labels, part, self.ignore_index).reshape(-1), self.loss_chunk)
         return gather_whole(self.head.logits(x).view(stream.batch, stream.length, -1), self.mesh, places)
 
     def _body(self, x: Tensor, stream: Stream, numbers: range) -> Tensor:

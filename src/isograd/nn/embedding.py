@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from isograd.contract import Shard
 from isograd.errors import ModelError
+from isograd.inputs import WrongInputs
 from isograd.mesh import Mesh
 from isograd.nn.parameter import make
 from isograd.nn.stream import Stream, leave, stream_owes
@@ -43,6 +44,7 @@ class VocabEmbedding(nn.Module):
                 where=mesh.where(),
             )
         self.mesh = mesh
+        self.wrong = WrongInputs("token ids", vocab)
         shard = Shard.even("tp", 0, vocab, mesh.size("tp"))
         self.first = shard.ranges[mesh.index("tp")][0]
         self.weight = make(
@@ -57,13 +59,20 @@ class VocabEmbedding(nn.Module):
         )
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """tokens [T] of this data rank -> the residual stream [T, hidden], or my sequence shard of it."""
+        """tokens [T] of this data rank -> the residual stream [T, hidden], or my sequence shard of it.
+
+        A token outside the vocabulary is NaN, and is counted: an Engine refuses the step on all ranks.
+        """
+        wrong = self.wrong.find(tokens)[:, None]
         if self.mesh.size("tp") == 1:
-            return F.embedding(tokens, self.weight)
+            found = F.embedding(tokens.masked_fill(wrong[:, 0], 0), self.weight)
+            with torch.no_grad():  # in place and unknown to autograd: a pass less, and NaN needs no gradient
+                return found.masked_fill_(wrong, torch.nan)
         rows = tokens - self.first
         here = (rows >= 0) & (rows < self.weight.shape[0])
         found = F.embedding(torch.where(here, rows, 0), self.weight)
-        return leave(torch.where(here[:, None], found, 0), self.mesh)
+        elsewhere = torch.where(wrong, torch.nan, 0.0).to(found.dtype)
+        return leave(torch.where(here[:, None], found, elsewhere), self.mesh)
 
 
 class LearnedPositions(nn.Module):

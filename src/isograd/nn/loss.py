@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from isograd.comm import ops, raw
 from isograd.comm.raw import Group
 from isograd.contract import Shard, contract_of
+from isograd.errors import ContractError
+from isograd.inputs import WrongInputs, outside
 from isograd.mesh import Mesh
 from isograd.nn.parameter import make
 from isograd.nn.stream import enter
@@ -40,11 +42,14 @@ class Head(nn.Module):
         key: Key,
         std: float = 0.02,
         tied: nn.Parameter | None = None,
+        ignore_index: int = IGNORE,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
+        """`ignore_index`: the label of positions without a target."""
         super().__init__()
-        self.mesh = mesh
+        self.mesh, self.ignore_index = mesh, ignore_index
+        self.wrong = WrongInputs("labels", vocab, ignore_index)
         self.shard = Shard.even("tp", 0, vocab, mesh.size("tp"))
         self.weight = (
             tied
@@ -56,7 +61,9 @@ class Head(nn.Module):
 
     def forward(self, x: Tensor, labels: Tensor, chunk: int | None = CHUNK) -> tuple[Tensor, Tensor]:
         """(mean loss over labels that count, how many do); labels [T] of all this data rank's tokens."""
-        return cross_entropy(enter(x, self.mesh), self.weight, labels, self.mesh, chunk=chunk)
+        self.wrong.find(labels)
+        x = enter(x, self.mesh)
+        return cross_entropy(x, self.weight, labels, self.mesh, ignore_index=self.ignore_index, chunk=chunk)
 
     def logits(self, x: Tensor) -> Tensor:
         """[T, vocab] on every tp rank."""
@@ -71,28 +78,46 @@ def cross_entropy(
 ) -> tuple[Tensor, Tensor]:
     """x [T, hidden] entered, weight: my rows of the vocabulary. (mean, count); the mean over no label is 0.
 
+    A label that is neither in the vocabulary nor `ignore_index` makes the mean and its gradients NaN.
     Logits exist for `chunk` tokens at a time; None: for all.
     """
     group = mesh.group("tp")
-    sizes = [stop - start for start, stop in _cuts(weight, group)]
-    first = sum(sizes[: group.index])
+    first, vocab = _cut(weight, mesh)
     mean, count = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
-        x, weight, labels, group, first, ignore_index, chunk or max(1, len(x))
+        x, weight, labels, group, first, vocab, ignore_index, chunk or max(1, len(x))
     )
     return mean, count
 
 
-def _cuts(weight: Tensor, group: Group) -> tuple[tuple[int, int], ...]:
+def _cut(weight: Tensor, mesh: Mesh) -> tuple[int, int]:
+    """The first token of this rank's slice, and the size of the whole vocabulary."""
     contract = contract_of(weight)
-    if contract is None or not contract.shards:
-        return ((0, weight.shape[0]),) * group.size
-    return contract.shards[0].ranges
+    if contract is not None and contract.shards:
+        return contract.local(mesh)[0][0], contract.shape[0]
+    if mesh.size("tp") > 1:
+        raise ContractError(
+            "IG303",
+            "nobody knows which tokens this slice of a vocabulary holds",
+            seen=f"a weight {tuple(weight.shape)} that is not declared as cut, under {str(mesh.layout)!r}",
+            expected="declare(weight, mesh, shape=(vocab, hidden), shards=(Shard.even('tp', 0, vocab, tp),))",
+            fix="declare it where it is made; a copy by .clone() or nn.Parameter(weight) has to be declared again",
+            where=mesh.where(),
+        )
+    return 0, len(weight)
 
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, group: Group, first: int, ignore: int, chunk: int
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        group: Group,
+        first: int,
+        vocab: int,
+        ignore: int,
+        chunk: int,
     ) -> tuple[Tensor, Tensor]:
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
         need_x, need_weight = ctx.needs_input_grad[:2]
@@ -102,6 +127,7 @@ class _CrossEntropy(torch.autograd.Function):
         for start in range(0, len(x), chunk):
             part, target = x[start : start + chunk], labels[start : start + chunk]
             counts = target != ignore
+            wrong = outside(target, vocab, ignore)
             column = target - first
             here = counts & (column >= 0) & (column < len(weight))
             column = torch.where(here, column, 0)
@@ -112,9 +138,10 @@ class _CrossEntropy(torch.autograd.Function):
             own_top, own_sum = top, exps.sum(1)
             top, denominator, label_logit = _combine(own_top, own_sum, label_logit, group)
             losses = denominator.log() + top - label_logit
-            total += torch.where(counts, losses, 0).sum(dtype=torch.float64)
+            total += torch.where(counts, losses, 0).masked_fill(wrong, torch.nan).sum(dtype=torch.float64)
             if need_x or need_weight:
-                exps *= (torch.where(counts, (own_top - top).exp(), 0) / denominator)[:, None]  # probabilities
+                share = torch.where(counts, (own_top - top).exp(), 0).masked_fill(wrong, torch.nan)
+                exps *= (share / denominator)[:, None]  # probabilities
                 exps[torch.arange(len(part), device=x.device), column] -= here.to(wide)
                 dlogits = exps.to(x.dtype)
                 if dx is not None:
@@ -134,7 +161,7 @@ class _CrossEntropy(torch.autograd.Function):
         dtype = (dx if dx is not None else dweight).dtype
         dx = None if dx is None else dx * scale.to(dx.dtype)
         dweight = None if dweight is None else (dweight * scale).to(dtype)
-        return dx, dweight, None, None, None, None, None
+        return dx, dweight, None, None, None, None, None, None
 
 
 def _combine(top: Tensor, exps: Tensor, label_logit: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:

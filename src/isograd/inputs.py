@@ -1,0 +1,185 @@
+"""What a model was given in the running step, as this rank saw it: wrong ids, and a digest of the inputs' contents.
+
+Two mistakes in a batch would train silently, and only one rank may have made them:
+
+- A label or token id outside the vocabulary. Layers count them (`WrongInputs.find`) and make the loss NaN.
+- Ranks of one tp group given different batches (data indexed by `mesh.rank`). Under tp every call of the model adds the
+  contents of its tensors to a digest, in order; the digests of a tp group must be equal at the step.
+
+Both stay on the device, and nothing waits for it: `columns` travel in the step's one gather, and `check` is given what
+all ranks sent. So all ranks refuse together, and the error names the ranks that had the wrong input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from isograd.comm.fingerprint import fingerprint
+from isograd.comm.notes import gather_notes
+from isograd.comm.ops import uncompiled
+from isograd.errors import EngineError, ModelError
+from isograd.mesh import Mesh
+
+_EXACT = (1 << 52) - 1  # the bits of a digest that a float64 carries exactly
+_NEXT = 6364136223846793005  # odd: each call of the model moves what the calls before it left in the digest
+
+
+class WrongInputs:
+    """Counts the ids that one layer cannot look up. They are kept on the device until a step or evaluation reads them.
+
+    A forward under no_grad belongs to no step and counts nothing, except in `Engine.evaluate`.
+    """
+
+    def __init__(self, kind: str, vocab: int, ignored: int | None = None) -> None:
+        """`kind`: what the ids are, in the plural, for messages. `ignored`: an id that is right wherever it lies."""
+        self.kind, self.vocab, self.ignored = kind, vocab, ignored
+        self.evaluating = False
+        self.seen: Tensor | None = None  # int64 [how many, the lowest, the highest]
+
+    def find(self, ids: Tensor) -> Tensor:
+        """A mask of the wrong ids, which are counted."""
+        wrong = outside(ids, self.vocab, self.ignored)
+        if ids.numel() and (self.evaluating or torch.is_grad_enabled()):
+            self._count(ids, wrong)
+        return wrong
+
+    @uncompiled
+    def _count(self, ids: Tensor, wrong: Tensor) -> None:
+        low, high = torch.where(wrong, ids, 0).long().aminmax()
+        many = wrong.sum()
+        if self.seen is not None:
+            before = self.seen
+            many, low, high = many + before[0], torch.minimum(low, before[1]), torch.maximum(high, before[2])
+        self.seen = torch.stack((many, low, high))
+
+    def in_words(self) -> str | None:
+        """'3 labels between -1 and 60 (vocabulary 50, ignore_index -100)', or None. Waits for the device."""
+        many, low, high = (0, 0, 0) if self.seen is None else map(int, self.seen.tolist())
+        if not many:
+            return None
+        ends = f"between {low} and {high}" if low < 0 and high >= self.vocab else f"such as {low if low < 0 else high}"
+        right = f"vocabulary {self.vocab}" + ("" if self.ignored is None else f", ignore_index {self.ignored}")
+        return f"{many} {self.kind} {ends} ({right})"
+
+
+def outside(ids: Tensor, vocab: int, ignored: int | None = None) -> Tensor:
+    """Which ids are neither in the vocabulary nor the ignored one."""
+    wrong = (ids < 0) | (ids >= vocab)
+    return wrong if ignored is None else wrong & (ids != ignored)
+
+
+class Inputs:
+    """What a model was given since the last `clear`, to be compared with the other ranks of the mesh."""
+
+    def __init__(self, model: nn.Module, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self._layers = [w for module in model.modules() for w in vars(module).values() if isinstance(w, WrongInputs)]
+        self._evaluating = False
+        self._digest: Tensor | None = None
+        self._take_over(model)
+        if mesh.size("tp") > 1:
+            model.register_forward_pre_hook(self._called, with_kwargs=True)
+        self.clear()
+
+    def _take_over(self, model: nn.Module) -> None:
+        """Remove the hook of an Inputs of the same model (or of the model that it is a copy of)."""
+        for number, hook in list(model._forward_pre_hooks.items()):
+            if isinstance(getattr(hook, "__self__", None), Inputs):
+                del model._forward_pre_hooks[number]
+                model._forward_pre_hooks_with_kwargs.pop(number, None)
+
+    @uncompiled
+    @torch.no_grad()
+    def _add(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """What a stage of a pipeline was passed by another stage is no input: under sp it differs between tp ranks."""
+        given = {name: value for name, value in kwargs.items() if "stage" not in kwargs or name != "passed"}
+        for place, tensor in enumerate(_tensors((args, given))):
+            content = fingerprint(tensor).to(self.mesh.device) + place
+            self._digest = content if self._digest is None else self._digest * _NEXT + content
+
+    def _called(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._evaluating or torch.is_grad_enabled():
+            self._add(args, kwargs)
+
+    def clear(self) -> None:
+        """A new step begins."""
+        self._digest = None
+        for layer in self._layers:
+            layer.seen = None
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Forwards in here, under no_grad, are counted by themselves; what the running step was given is kept."""
+        before = self._digest, [layer.seen for layer in self._layers]
+        self.clear()
+        self._set_evaluating(True)
+        try:
+            yield
+        finally:
+            self._set_evaluating(False)
+            self._digest = before[0]
+            for layer, seen in zip(self._layers, before[1], strict=True):
+                layer.seen = seen
+
+    def _set_evaluating(self, evaluating: bool) -> None:
+        self._evaluating = evaluating
+        for layer in self._layers:
+            layer.evaluating = evaluating
+
+    def columns(self) -> Tensor:
+        """float64 [2] on the mesh's device: the digest, and how many ids were wrong. Exact."""
+        zero = torch.zeros((), dtype=torch.int64, device=self.mesh.device)
+        digest = zero if self._digest is None else self._digest & _EXACT
+        wrong = [layer.seen[0].to(zero.device) for layer in self._layers if layer.seen is not None]
+        return torch.stack((digest, sum(wrong, zero))).double()
+
+    def check(self, table: Tensor) -> None:
+        """`table`: row i holds the columns of rank i; on the CPU, and equal on all ranks, which all raise or none."""
+        if bool(table[:, 1].any()):
+            self._refuse_wrong()
+        for peers in self._tp_groups():
+            digests = table[peers, 0]
+            if bool((digests != digests[0]).any()):
+                raise EngineError(
+                    "IG516",
+                    "ranks of one tp group were given different batches",
+                    seen=f"tensors of unlike contents were given to the model on ranks {peers}",
+                    expected="the same sequences on every rank of a tp or cp group: only dp ranks see different ones",
+                    fix="index the data by mesh.index('dp'), not by the global rank",
+                    where=self.mesh.where(),
+                )
+
+    def _tp_groups(self) -> list[list[int]]:
+        layout = self.mesh.layout
+        return [list(g) for g in dict.fromkeys(layout.ranks("tp", rank) for rank in range(layout.world_size))]
+
+    def _refuse_wrong(self) -> None:
+        mine = [words for layer in self._layers if (words := layer.in_words())]
+        notes = gather_notes([self.mesh.where(), mine], self.mesh.group("world"), self.mesh.device)
+        found = [f"{where} was given {' and '.join(words)}" for where, words in notes if words]
+        raise ModelError(
+            "IG417",
+            "the model was given token ids or labels outside its vocabulary",
+            seen="; ".join(found[:4]) + (f"; and {len(found) - 4} more ranks" if len(found) > 4 else ""),
+            expected="ids from 0 to vocabulary - 1; as a label also the ignore index, where there is no target",
+            fix="tokenise with the model's own vocabulary; if another label marks positions without a target, such as "
+            "-1, give it to the model: Transformer(..., ignore_index=-1)",
+            where=self.mesh.where(),
+        )
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """All tensors in nested arguments, in one order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for name in value:
+            yield from _tensors(value[name])
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
