@@ -37,6 +37,7 @@ from isograd.engine.units import Units, homes, repeated_blocks
 from isograd.engine.whole import gradients as whole_gradients
 from isograd.engine.zero import Factory, Optimized
 from isograd.errors import EngineError
+from isograd.inputs import Inputs
 from isograd.mesh import DATA, Mesh
 from isograd.pipeline import Pipeline
 from isograd.stored import Stored, Weights
@@ -132,6 +133,7 @@ class Engine:
         self._losses: list[Tensor] = []  # weighted, one per backward of this step
         self._settled: _Totals | None = None
         self.blame: Blame | None = None  # of the last step, when it was skipped
+        self._inputs = Inputs(model, mesh)
         self._watch = start.Watch(model, self.plan, moving=stage == 3)
         for bucket in self.plan.buckets:
             for slot in bucket.slots:
@@ -195,16 +197,22 @@ class Engine:
     def evaluate(self, batch: Any, micro_batches: int | None = None) -> Evaluation:
         """The mean loss of all data ranks' batches, under any layout; train or eval mode is the caller's choice."""
         micros = batches.micro_batches(batch, micro_batches)
-        if self.pipeline is None:
-            losses = [call(self.model, micro) for micro in micros]
-        else:
-            losses = self.pipeline.evaluate(micros)
+        with self._inputs.evaluating():
+            if self.pipeline is None:
+                losses = [call(self.model, micro) for micro in micros]
+            else:
+                losses = self.pipeline.evaluate(micros)
+            return self._evaluated(losses)
+
+    def _evaluated(self, losses: list[Any]) -> Evaluation:
         mine = torch.zeros(2, dtype=torch.float64, device=self._device)
         for loss, weight in losses:
             count = torch.as_tensor(weight, dtype=torch.float64, device=self._device)
             mine += torch.stack((count, _weighted(loss.double(), count)))
-        table = torch.stack(raw.gather_list(mine, self.mesh.group("world")))
-        total, sums = (float(column) for column in self._of_data(table).sum(0))
+        mine = torch.cat((mine, self._inputs.columns().to(mine.device)))
+        table = torch.stack(raw.gather_list(mine, self.mesh.group("world"))).cpu()
+        self._inputs.check(table[:, 2:])
+        total, sums = (float(column) for column in self._of_data(table)[:, :2].sum(0))
         return Evaluation(sums / total if total else math.nan, total)
 
     # -- what a pipeline or a cache of representations asks for: each backward, in its own order
@@ -297,6 +305,7 @@ class Engine:
             self.loss_scale.update(overflow=skipped)
         self._reducer.clear()
         self._weight, self._losses, self._settled = 0.0, [], None
+        self._inputs.clear()
         return Stats(totals.loss, grad_norm, totals.weight, skipped, totals.loss_scale)
 
     def held(self, name: str) -> Tensor:
@@ -348,8 +357,9 @@ class Engine:
         flags = [float(slot.used) for slot in self.plan.slots]
         flags += [0.0] * (self._widest - len(flags))  # stages of a pipeline hold different numbers of parameters
         mine = torch.tensor(head + flags, dtype=torch.float64, device=self._device)
-        world = self.mesh.group("world")
-        table = torch.stack(raw.gather_list(mine, world)).cpu()
+        given = self._inputs.columns().to(mine.device)
+        table = torch.stack(raw.gather_list(torch.cat((mine, given)), self.mesh.group("world"))).cpu()
+        self._inputs.check(table[:, -len(given) :])
         start.check_peers(table, self.mesh)
         data = self._of_data(table)
         weight = float(data[:, 0].sum())
@@ -363,7 +373,7 @@ class Engine:
                 where=self.mesh.where(),
             )
         stage = table[list(self.mesh.layout.ranks(DATA, self.mesh.rank))]
-        used = start.used_anywhere(stage[:, len(head) :].sum(0), self.plan, self.mesh)
+        used = start.used_anywhere(stage[:, len(head) : len(mine)].sum(0), self.plan, self.mesh)
         unused = {slot.name for slot, times in zip(self.plan.slots, used, strict=True) if times == 0}
         scale = self.loss_scale.value if self.loss_scale else 1.0
         loss = float(_tree(list(data[:, 1]))) / weight
