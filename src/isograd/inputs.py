@@ -142,21 +142,18 @@ class Inputs:
         """`table`: row i holds the columns of rank i; on the CPU, and equal on all ranks, which all raise or none."""
         if bool(table[:, 1].any()):
             self._refuse_wrong()
-        for peers in self._tp_groups():
-            digests = table[peers, 0]
-            if bool((digests != digests[0]).any()):
-                raise EngineError(
-                    "IG516",
-                    "ranks of one tp group were given different batches",
-                    seen=f"tensors of unlike contents were given to the model on ranks {peers}",
-                    expected="the same sequences on every rank of a tp or cp group: only dp ranks see different ones",
-                    fix="index the data by mesh.index('dp'), not by the global rank",
-                    where=self.mesh.where(),
-                )
-
-    def _tp_groups(self) -> list[list[int]]:
-        layout = self.mesh.layout
-        return [list(g) for g in dict.fromkeys(layout.ranks("tp", rank) for rank in range(layout.world_size))]
+        digests = table[:, 0].view(-1, self.mesh.size("tp"))  # tp is innermost: each row is a tp group
+        unlike = (digests != digests[:, :1]).any(1).nonzero().flatten().tolist()
+        if unlike:
+            peers = list(self.mesh.layout.ranks("tp", unlike[0] * digests.shape[1]))
+            raise EngineError(
+                "IG516",
+                "ranks of one tp group were given different batches",
+                seen=f"tensors of unlike contents were given to the model on ranks {peers}",
+                expected="the same sequences on every rank of a tp or cp group: only dp ranks see different ones",
+                fix="index the data by mesh.index('dp'), not by the global rank",
+                where=self.mesh.where(),
+            )
 
     def _refuse_wrong(self) -> None:
         mine = [words for layer in self._layers if (words := layer.in_words())]

@@ -53,19 +53,28 @@ class Mesh:
         self.coordinates = layout.coordinates(rank)
         self.device = raw.device() if bound else torch.device("cpu")
         self._groups: dict[tuple[str, str], Group] = {}
+        self._ranks: dict[str, tuple[int, ...]] = {}  # what axes mean is read once
 
     def size(self, axes: str) -> int:
-        return len(self.layout.ranks(axes, self.rank))
+        """How many ranks my group along `axes` has."""
+        return len(self.ranks(axes))
+
+    def ranks(self, axes: str) -> tuple[int, ...]:
+        """The global ranks, in order, of my group along `axes`: 'tp', 'dp cp', 'tp/2', ... (Layout.ranks lists all)."""
+        found = self._ranks.get(axes)
+        if found is None:
+            found = self._ranks[axes] = self.layout.ranks(axes, self.rank)
+        return found
 
     def index(self, axes: str) -> int:
         """My place among the ranks of my group along `axes`."""
-        return self.layout.ranks(axes, self.rank).index(self.rank)
+        return self.ranks(axes).index(self.rank)
 
     def group(self, axes: str, purpose: str = "") -> Group:
         """The ranks that share `axes` with me. Groups of different purposes have connections of their own."""
         key = axes, purpose
         if key not in self._groups:
-            ranks = self.layout.ranks(axes, self.rank)
+            ranks = self.ranks(axes)
             if self.bound:
                 self._groups[key] = raw.new_group(axes, ranks, self.rank, purpose)
             else:
@@ -76,6 +85,25 @@ class Mesh:
         """'rank 3 (dp1 tp1)': for error messages."""
         spots = " ".join(f"{axis}{i}" for axis, i in self.coordinates.items() if self.layout.size(axis) > 1)
         return f"rank {self.rank}" + (f" ({spots})" if spots else "")
+
+    def __deepcopy__(self, memo: object) -> Mesh:
+        """The same mesh: a copied model lives in the same world."""
+        return self
+
+    def __copy__(self) -> Mesh:
+        return self
+
+    def __getstate__(self) -> dict[str, object]:
+        if self.bound and self.layout.world_size > 1:
+            raise LayoutError(
+                "IG111",
+                "a mesh of a running world cannot be pickled, nor a model that holds one",
+                seen=f"pickle or torch.save of an object that holds {self!r}",
+                expected="torch.save(model.state_dict(), ...), or isograd.checkpoint.Keeper, which saves any layout",
+                fix="build the model again from its config on the mesh of the world that loads it, then load its state",
+                where=self.where(),
+            )
+        return vars(self)
 
     def __repr__(self) -> str:
         return f"Mesh({str(self.layout)!r}, {self.where()}{'' if self.bound else ', unbound'})"
