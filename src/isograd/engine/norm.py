@@ -28,7 +28,7 @@ def counted(slots: Sequence[Slot], mesh: Mesh) -> list[Slot]:
 def global_norm(slots: Sequence[Slot], world: Group, device: torch.device) -> float:
     """2-norm of all `paid` rows of all ranks; inf or nan if any element is."""
     rows = [slot.paid for slot in slots if slot.paid is not None and slot.paid.numel()]
-    return math.sqrt(sum(float(part) for part in raw.gather_list(_squares(rows, device), world)))
+    return math.sqrt(sum(torch.stack(raw.gather_list(_squares(rows, device), world)).tolist()))
 
 
 def _squares(rows: list[Tensor], device: torch.device) -> Tensor:
@@ -43,20 +43,20 @@ def reproducible_norm(slots: Sequence[Slot], world: Group, device: torch.device)
     Every square is rounded to a fixed-point number relative to the largest of all, which makes the sum associative.
     """
     rows = [slot.paid for slot in slots if slot.paid is not None and slot.paid.numel()]
-    largest = max((float(row.abs().max()) for row in rows), default=0.0)
-    flags = [math.nan if any(bool(row.isnan().any()) for row in rows) else largest]
-    tops = [float(t) for t in raw.gather_list(torch.tensor(flags, dtype=torch.float64, device=device), world)]
+    zero = torch.zeros((), dtype=torch.float64, device=device)
+    largest = torch.stack([row.abs().max().double() for row in rows]).max() if rows else zero  # NaN if any is
+    tops = torch.stack(raw.gather_list(largest, world)).tolist()
     if any(math.isnan(t) or math.isinf(t) for t in tops):
         return math.inf if not any(math.isnan(t) for t in tops) else math.nan
     top = max(tops)
     if top == 0.0:
         return 0.0
     shift = FIXED_POINT_BITS - 2 * math.frexp(top)[1]
-    scale = torch.tensor(2.0, dtype=torch.float64, device=device).pow(shift // 2)
-    total = 0
+    scale = 2.0 ** min(shift // 2, 1000)
+    halves = torch.zeros(2, dtype=torch.int64, device=device)  # the high bits of the sum, and the low 32: not all fit
     for row in rows:
         for part in row.reshape(-1).split(1 << 16):  # 2**16 squares of at most 2**46 stay inside an int64
-            total += int((part.double() * scale).square().round().long().sum())
-    halves = torch.tensor([total >> 32, total & 0xFFFFFFFF], dtype=torch.int64, device=device)
-    gathered = [(int(h[0]) << 32) + int(h[1]) for h in raw.gather_list(halves, world)]
-    return math.sqrt(sum(gathered)) / float(scale)
+            squares = (part.double() * scale).square().round().long().sum()
+            halves += torch.stack((squares >> 32, squares & 0xFFFFFFFF))
+    gathered = torch.stack(raw.gather_list(halves, world)).tolist()
+    return math.sqrt(sum((high << 32) + low for high, low in gathered)) / scale
