@@ -12,8 +12,9 @@ that declares nothing owes exactly them. A parameter of one of our own layers wi
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -117,6 +118,17 @@ def start_of(parameter: torch.Tensor) -> Start | None:
     """How its first values are made, if it remembers."""
     found: Start | None = getattr(parameter, _START, None)
     return found
+
+
+def marks_of(parameter: torch.Tensor) -> dict[str, Any]:
+    """The contract of a parameter and how its first values are made: torch's copies of a parameter lose both."""
+    return {mark: getattr(parameter, mark) for mark in (_MARK, _START) if hasattr(parameter, mark)}
+
+
+def mark_as(parameter: torch.Tensor, marks: Mapping[str, Any]) -> None:
+    """Give a copy of a parameter what `marks_of` said about the original."""
+    for mark, value in marks.items():
+        setattr(parameter, mark, value)
 
 
 def owing(mesh: Mesh, owes: tuple[str, ...]) -> tuple[str, ...]:

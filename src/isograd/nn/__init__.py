@@ -6,6 +6,7 @@ from isograd.nn.linear import ColumnLinear, RowLinear
 from isograd.nn.loss import Head, cross_entropy
 from isograd.nn.mlp import MLP
 from isograd.nn.norm import LayerNorm, RMSNorm
+from isograd.nn.parameter import Layer
 from isograd.nn.stream import Stream, enter, leave
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "Attention",
     "ColumnLinear",
     "Head",
+    "Layer",
     "LayerNorm",
     "LearnedPositions",
     "RMSNorm",

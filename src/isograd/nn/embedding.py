@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from isograd.contract import Shard
 from isograd.errors import ModelError
 from isograd.inputs import WrongInputs
 from isograd.mesh import Mesh
-from isograd.nn.parameter import make
+from isograd.nn.parameter import Layer, make
 from isograd.nn.stream import Stream, leave, stream_owes
 from isograd.random import Key
 
 
-class VocabEmbedding(nn.Module):
+class VocabEmbedding(Layer):
     """Each tp rank looks up the rows it has and zeros elsewhere; the sum over tp is the lookup. Owes nothing."""
 
     def __init__(
@@ -75,7 +75,7 @@ class VocabEmbedding(nn.Module):
         return leave(torch.where(here[:, None], found, elsewhere), self.mesh)
 
 
-class LearnedPositions(nn.Module):
+class LearnedPositions(Layer):
     """Added to the stream after the vocabulary sum: under sp its gradient sums over sequence shards, so it owes tp."""
 
     def __init__(

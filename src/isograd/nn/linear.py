@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from isograd.contract import Shard
 from isograd.mesh import Mesh
-from isograd.nn.parameter import make
+from isograd.nn.parameter import Layer, make
 from isograd.nn.stream import leave, stream_owes
 from isograd.random import Key
 
 
-class ColumnLinear(nn.Module):
+class ColumnLinear(Layer):
     """Owes nothing: each rank has its own output features. Expects an entered x. `shard` overrides the even cut."""
 
     def __init__(
@@ -51,7 +51,7 @@ class ColumnLinear(nn.Module):
         return F.linear(x, self.weight, self.bias)
 
 
-class RowLinear(nn.Module):
+class RowLinear(Layer):
     """The weight owes nothing. The bias is added once, after the sum; on sequence shards it therefore owes tp."""
 
     def __init__(

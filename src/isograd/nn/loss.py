@@ -22,7 +22,7 @@ from isograd.contract import Shard, contract_of
 from isograd.errors import ContractError
 from isograd.inputs import WrongInputs, outside
 from isograd.mesh import Mesh
-from isograd.nn.parameter import make
+from isograd.nn.parameter import Layer, make
 from isograd.nn.stream import enter
 from isograd.random import Key
 
@@ -30,7 +30,7 @@ IGNORE = -100
 CHUNK = 1024  # tokens: large enough for the matrix products, small beside a long sequence
 
 
-class Head(nn.Module):
+class Head(Layer):
     """Maps the residual stream to the loss or to logits; `tied` is the embedding's weight, used a second time."""
 
     def __init__(

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from isograd.mesh import Mesh
-from isograd.nn.parameter import make
+from isograd.nn.parameter import Layer, make
 from isograd.nn.stream import stream_owes
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(Layer):
     def __init__(
         self,
         size: int,
@@ -40,7 +40,7 @@ class RMSNorm(nn.Module):
         return self.weight * F.rms_norm(x.float(), self.weight.shape, None, self.eps).to(x.dtype)
 
 
-class LayerNorm(nn.Module):
+class LayerNorm(Layer):
     def __init__(
         self,
         size: int,

@@ -1,16 +1,35 @@
-"""Makes a layer's parameter: this rank's part of it, its contract, and its initial values, in one call."""
+"""Makes a layer's parameter: this rank's part of it, its contract, and its initial values; and keeps them in copies."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
-from isograd.contract import Contract, Shard, declare, remember_start
+from isograd.contract import Contract, Shard, declare, mark_as, marks_of, remember_start
 from isograd.mesh import Mesh
 from isograd.random import Key, init_
+
+
+class Layer(nn.Module):
+    """A module whose copies (`copy.deepcopy`, for a moving average of weights) have the contracts of its parameters.
+
+    A copy without them would take its part of a vocabulary for another one, and owe nothing. Derive your own layers
+    from it when they declare parameters.
+    """
+
+    def __getstate__(self) -> dict[str, Any]:
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
+        return {**state, "_marks": [(name, marks_of(p)) for name, p in self.named_parameters(recurse=False)]}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        marks = state.pop("_marks")
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        for name, found in marks:
+            mark_as(self.get_parameter(name), found)
 
 
 def make(
