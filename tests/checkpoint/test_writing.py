@@ -35,9 +35,9 @@ def job(home: Path, step: int, rank: int, phase: Callable[[str], None], keep_las
     box = ((ROWS * rank, ROWS * (rank + 1)), (0, 5))
     copies = [Copied("model/weight", (2 * ROWS, 5), box, value(step, rank))]
     copies += [Copied("model/bias", (), ((0, 1),), torch.tensor([float(step)]))] if rank == 1 else []
-    numbers = {"groups": [{"kind": "SGD", "options": {}, "names": ["weight"]}], "counts": {}, "loss_scale": None}
-    head = {"step": step, "layout": "dp2", "model": None, "extra": {"step": step}}
-    return Job(home, folder.partial(home, step, "j"), step, rank, 2, head, copies, numbers, keep_last, None, phase)
+    run = {"groups": [{"kind": "SGD", "options": {}, "names": ["weight"]}], "counters": {}, "loss_scale": None}
+    head = {"step": step, "layout": "dp2", "model": None, "extra": {"step": step}, "run": run}
+    return Job(home, folder.partial(home, step, "j"), step, rank, 2, head, copies, {}, keep_last, None, phase)
 
 
 def both(home: Path, step: int, phases: tuple[Callable[[str], None], ...] = (lambda _: None, lambda _: None)) -> None:
@@ -225,7 +225,7 @@ def test_what_cannot_be_saved_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_rows_that_no_rank_wrote_make_no_checkpoint() -> None:
-    note = {"file": "a", "bytes": 1, "tensors": {"model/w": [[4, 2], "F32", [[0, 3], [0, 2]], "00"]}, "numbers": {}}
+    note = {"file": "a", "bytes": 1, "tensors": {"model/w": [[4, 2], "F32", [[0, 3], [0, 2]], "00"]}, "counts": {}}
     with pytest.raises(CheckpointError, match=r"IG940(.|\n)*model/w: 6 of 8 elements"):
         merge([note], {})
 

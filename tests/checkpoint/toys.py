@@ -17,6 +17,7 @@ from isograd.models import Transformer, TransformerConfig
 
 ROWS, LENGTH = 8, 7
 CONFIGS = {
+    "small": TransformerConfig(vocab=97, hidden=16, layers=2, heads=4, kv_heads=2, mlp=12, qk_norm=True, tied=True),
     # 3 blocks: pp2 holds 1 and 2; a vocabulary and an mlp that nothing divides; kv heads fewer than tp4
     "qwen": TransformerConfig(
         vocab=101, hidden=24, layers=3, heads=8, kv_heads=2, head_dim=6, mlp=41, qk_norm=True, tied=True

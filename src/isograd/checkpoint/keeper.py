@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -31,6 +31,7 @@ from isograd.checkpoint.hugging import describe
 from isograd.checkpoint.load import Loaded
 from isograd.checkpoint.write import Copied, Job, Phase, Writing
 from isograd.engine import Engine, state
+from isograd.engine.state import Part
 from isograd.errors import CheckpointError, IsogradError
 
 
@@ -86,19 +87,19 @@ class Keeper:
         """Between two steps, on all ranks. `extra` comes back from `load`: JSON, rank 0's counts."""
         self.wait()
         self._check_moment(step)
-        taken = all_or_none(lambda: self._take(extra or {}), f"copying what step {step} has", self.mesh)
-        copies, numbers, extra = taken
+        declared = state.declare(self.engine)
+        found = state.parts(self.engine, state.elementwise(self.engine, declared)) + state.generators(self.mesh)
+        copying = f"copying the state of step {step}"
+        copies, extra = all_or_none(lambda: (self._copy(found), self._json(extra or {})), copying, self.mesh)
         self._phase("copied")
         layout = self.mesh.layout
         head = {"step": step, "layout": str(layout), "model": describe(self.engine.model), "extra": extra}
+        head["run"] = declared.run
         job = Job(
             self.folder, folders.partial(self.folder, step, self._job), step, self.mesh.rank, layout.world_size, head,
-            copies, numbers, self.keep_last, self.keep_every, self._phase,
+            copies, state.counts(self.engine, declared), self.keep_last, self.keep_every, self._phase,
         )  # fmt: skip
         self._writing = Writing(job)
-
-    def _take(self, extra: Mapping[str, Any]) -> tuple[list[Copied], dict[str, Any], dict[str, Any]]:
-        return self._copy(), state.numbers(self.engine), self._json(extra)
 
     def _json(self, extra: Mapping[str, Any]) -> dict[str, Any]:
         try:
@@ -128,10 +129,10 @@ class Keeper:
             )
 
     @torch.no_grad()
-    def _copy(self) -> list[Copied]:
-        """What this rank writes, in host memory that every save uses again."""
+    def _copy(self, found: Sequence[Part]) -> list[Copied]:
+        """The rows that this rank writes, in host memory that every save uses again."""
         copies, cuda = [], False
-        for part in state.parts(self.engine):
+        for part in found:
             box, tensor = part.written
             if not tensor.numel():
                 continue

@@ -110,10 +110,13 @@ def _read(engine: Engine, reader: Reader) -> None:
         if kind == "optimizer":
             what, _, name = rest.partition("/")
             states.setdefault(name, {})[what] = TORCH[saved.dtype]
-    state.make_room(engine, states)
-    for part in state.parts(engine):
+    held = state.make_room(engine, states)
+    same = reader.manifest.layout == str(engine.mesh.layout)  # each rank is then the one that saved
+    ours = [part for part in state.generators(engine.mesh) if same and part.key in reader.manifest.tensors]
+    for part in [*state.parts(engine, held), *ours]:
         if part.tensor.numel():
             reader.fill(part.key, part.box, part.tensor)
+    state.take_generators(ours, engine.mesh)
 
 
 # -- what does not fit -----------------------------------------------------------------------------------------------
@@ -121,8 +124,8 @@ def _read(engine: Engine, reader: Reader) -> None:
 
 def _refuse_other_model(engine: Engine, manifest: Manifest, place: Path) -> None:
     """Parameters, masters and buffers are the same ones, with the same shapes and dtypes, on all stages together."""
-    saved = {key: kept for key, kept in manifest.tensors.items() if not key.startswith("optimizer/")}
-    held = {part.key: part for part in state.parts(engine) if not part.key.startswith("optimizer/")}
+    saved = {key: kept for key, kept in manifest.tensors.items() if not key.startswith(("optimizer/", "generator/"))}
+    held = {part.key: part for part in state.parts(engine)}
     here = {key: (DTYPES.get(part.tensor.dtype), list(part.shape)) for key, part in held.items()}
     there = {key: (kept.dtype, list(kept.shape)) for key, kept in saved.items()}
     everywhere = _of_all_stages(here, engine)
@@ -147,7 +150,7 @@ def _refuse_other_model(engine: Engine, manifest: Manifest, place: Path) -> None
 def _refuse_other_optimizer(engine: Engine, manifest: Manifest, place: Path) -> None:
     """The same parameters are trained, each by the same kind of optimizer."""
     there = {name: group["kind"] for group in manifest.numbers["groups"] for name in group["names"]}
-    here = {name: group["kind"] for group in state.numbers(engine)["groups"] for name in group["names"]}
+    here = state.kinds(engine)
     everywhere = _of_all_stages(here, engine)
     wrong = [
         f"{n} was stepped by {there[n]} and is by {here[n]} here" for n in here if there.get(n, here[n]) != here[n]

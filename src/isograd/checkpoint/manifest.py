@@ -147,9 +147,14 @@ def _saved(value: Any, files: list[str]) -> Saved:
 
 
 def merge(notes: Sequence[Note], head: dict[str, Any]) -> Manifest:
-    """`head`: step, layout, model and extra. Stages of a pipeline may write the same buffer: the first one counts."""
+    """`head`: step, layout, model, extra, and "run", the numbers per run. A rank's note has its tensors and the numbers
+    of the parameters whose first element it owns. Stages of a pipeline may write the same buffer: the first one counts.
+    """
     tensors: dict[str, Saved] = {}
+    counts: dict[str, dict[str, Any]] = {}
     for note in notes:
+        for entry, values in note["counts"].items():
+            counts.setdefault(entry, {}).update(values)
         for key, (shape, dtype, box, sha256) in note["tensors"].items():
             if key in tensors and key.startswith("buffer/"):
                 continue
@@ -160,7 +165,8 @@ def merge(notes: Sequence[Note], head: dict[str, Any]) -> Manifest:
     tensors = dict(sorted(tensors.items()))
     _check_cover(tensors)
     files = {note["file"]: note["bytes"] for note in notes}
-    numbers = merge_numbers([note["numbers"] for note in notes])
+    numbers = {**head["run"], "counts": {entry: dict(sorted(counts[entry].items())) for entry in sorted(counts)}}
+    head = {key: value for key, value in head.items() if key != "run"}
     return Manifest(**head, numbers=numbers, tensors=tensors, files=files, written_by=versions())
 
 
@@ -182,17 +188,3 @@ def _check_cover(tensors: dict[str, Saved]) -> None:
 
 def volume(box: Box) -> int:
     return math.prod(stop - start for start, stop in box)
-
-
-def merge_numbers(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Each stage of a pipeline knows its own parameters. Groups of one kind with equal options are one group."""
-    groups: dict[str, dict[str, Any]] = {}
-    counts: dict[str, dict[str, Any]] = {}
-    for numbers in found:
-        for group in numbers["groups"]:
-            same = json.dumps([group["kind"], group["options"]], sort_keys=True)
-            before = groups.setdefault(same, {**group, "names": []})
-            before["names"] = list(dict.fromkeys([*before["names"], *group["names"]]))
-        for key, values in numbers["counts"].items():
-            counts[key] = {**values, **counts.get(key, {})}
-    return {"groups": list(groups.values()), "counts": counts, "loss_scale": found[0]["loss_scale"]}

@@ -49,7 +49,7 @@ class Job:
     ranks: int
     head: dict[str, Any]  # of the manifest
     copies: Sequence[Copied]
-    numbers: dict[str, Any]
+    counts: dict[str, dict[str, Any]]  # numbers per parameter
     keep_last: int
     keep_every: int | None
     phase: Phase
@@ -112,7 +112,7 @@ def write_own(job: Job) -> None:
     size = write_tensors(job.place / name, entries, tensors(), {"format": "isograd checkpoint"})
     flush_folder(job.place)
     job.phase("written")
-    note = {"file": name, "bytes": size, "tensors": listed, "numbers": job.numbers}
+    note = {"file": name, "bytes": size, "tensors": listed, "counts": job.counts}
     write_json(job.place / record_name(job.rank), note)
     job.phase("recorded")
 

@@ -1,24 +1,36 @@
-"""What a rank keeps between steps, as named parts of global tensors: what checkpoints write and read.
+"""What a rank keeps between steps, and which rank writes each value: what checkpoints save and load.
 
-A key says what a tensor is: "model/NAME" a parameter, "master/NAME" the fp32 rows of a half-precision one,
-"optimizer/exp_avg/NAME" (or any other tensor of the optimizer shaped like the parameter), "buffer/NAME". Beside the
-tensors there are numbers: steps and hyperparameters of the optimizer, the loss scale.
+Every value is of one of four kinds, and its kind alone says who writes it and who holds it after a load:
 
-Each row of each tensor is written by one rank: the owner of the row (`slot.cuts`, the same at every ZeRO stage) among
-the ranks whose copy stands for its replicas and ties (`contract.counted_here`). What a rank holds and what it writes
-are therefore boxes of a global tensor under every layout, and any other layout can read its own boxes from them.
+per element    a tensor shaped like its parameter: the parameter itself ("model/NAME"), the fp32 rows of a
+               half-precision one ("master/NAME"), an entry of the optimizer's state ("optimizer/exp_avg/NAME").
+               It is cut into rows as its parameter is, and each row is written by the rank that owns it
+               (`slot.cuts`, the same at every ZeRO stage), on the replica that stands for the others
+               (`contract.counted_here`). Persistent buffers ("buffer/NAME") are written by the first data rank.
+per parameter  one number for a whole parameter, such as Adam's step count. The rank that owns the parameter's first
+               element writes it. After a load every rank that owns rows of the parameter holds it, and no other rank
+               does: a rank without rows never steps the parameter, so its number would stand still.
+per run        hyperparameters of the optimizer's groups, its counters, the loss scale. Equal on all ranks, which is
+               checked at every save.
+per rank       the state of torch's default generators ("generator/cpu/00003"). Loaded under the same layout only.
+
+`declare` finds the kind of each entry of the optimizer's state, once for all its parameters and all ranks. An entry
+that has none of these kinds is refused there, on all ranks, by name (IG540).
 """
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from isograd.comm.notes import gather_notes
 from isograd.contract import contracts
 from isograd.engine.plan import Slot, slot_of
 from isograd.errors import EngineError
@@ -29,8 +41,10 @@ if TYPE_CHECKING:
 
 Box = tuple[tuple[int, int], ...]
 
-# How an optimizer computes on this machine, which is no part of what it has learned.
+# Options that say how an optimizer computes on this machine; they are not saved.
 HOW = ("fused", "foreach", "capturable", "differentiable")
+ELEMENT, PARAMETER = "per element", "per parameter"
+SHOWN = 8  # names in an error
 
 
 @dataclass(frozen=True)
@@ -51,10 +65,16 @@ class Part:
         return ((first + start, first + stop), *self.box[1:]), self.tensor[start:stop]
 
 
-def parts(engine: Engine) -> list[Part]:
-    """Everything this rank keeps. At ZeRO 0 to 2 whole parameters of its tensor-parallel part, at 3 rows."""
+# -- per element -----------------------------------------------------------------------------------------------------
+
+
+def parts(engine: Engine, entries: Mapping[str, Iterable[str]] | None = None) -> list[Part]:
+    """Every tensor that this rank keeps: whole parameters of its tensor-parallel part, or rows of them at ZeRO 3.
+
+    entries: {parameter: names of the optimizer's entries that are per element}; None leaves the optimizer out.
+    """
     slots = {slot.name: slot for slot in engine.plan.slots}
-    states = {id(master): found for master, found in _states(engine.optimizer)}
+    states = {name: _state(member, master) for member, _, name, master in _stepped(engine)}
     found = []
     for record in engine.table:
         slot = slots.get(record.name) or slot_of(record, engine.mesh)
@@ -64,9 +84,8 @@ def parts(engine: Engine) -> list[Part]:
             continue
         if master.dtype != record.parameter.dtype:
             found.append(_part(f"master/{record.name}", slot, master.data, engine.mesh))
-        for name, value in states.get(id(master), {}).items():
-            if _is_elementwise(name, value, master):
-                found.append(_part(f"optimizer/{name}/{record.name}", slot, value, engine.mesh))
+        for entry in (entries or {}).get(record.name, ()):
+            found.append(_part(f"optimizer/{entry}/{record.name}", slot, states[record.name][entry], engine.mesh))
     first = engine.mesh.index(DATA) == 0 and engine.mesh.index("tp") == 0
     for name, buffer in _saved_buffers(engine.model):
         rows = buffer.view(1) if buffer.dim() == 0 else buffer
@@ -95,7 +114,7 @@ def _part(key: str, slot: Slot, tensor: Tensor, mesh: Mesh) -> Part:
 
 
 def _saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Those that a state dict would have, under the same names; one that two modules share once."""
+    """The buffers that a state dict has, under the same names; one that two modules share is listed once."""
     seen: set[int] = set()
     for prefix, module in model.named_modules():
         for leaf, buffer in module.named_buffers(prefix, recurse=False):
@@ -104,105 +123,172 @@ def _saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield leaf, buffer
 
 
+def not_finite(found: Iterable[Part]) -> list[str]:
+    """Keys of the trained tensors with NaN or Inf in the rows that this rank writes. One pass, one synchronisation."""
+    by_device: dict[torch.device, list[tuple[str, Tensor]]] = {}
+    for part in found:
+        tensor = part.written[1]
+        if tensor.numel() and tensor.is_floating_point() and not part.key.startswith("buffer/"):
+            by_device.setdefault(tensor.device, []).append((part.key, tensor))
+    wrong = []
+    for pairs in by_device.values():
+        largest = torch.stack([norm.double() for norm in torch._foreach_norm([t for _, t in pairs], math.inf)])
+        wrong += [key for (key, _), finite in zip(pairs, largest.isfinite().tolist(), strict=True) if not finite]
+    return wrong
+
+
 # -- the optimizer ---------------------------------------------------------------------------------------------------
 
 
-def single(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
-    """The optimizers that one made of several consists of."""
+@dataclass(frozen=True)
+class Declared:
+    """How each entry of the optimizer's state is kept. Equal on all ranks."""
+
+    entries: dict[str, str]  # {"AdamW.exp_avg": ELEMENT, "AdamW.step": PARAMETER}
+    run: dict[str, Any]  # what is kept per run, as JSON: "groups", "counters", "loss_scale"
+
+
+def members(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """The optimizers that a joined one consists of, or the optimizer alone."""
     inner = getattr(optimizer, "optimizers", None)
-    return [optimizer] if inner is None else [one for each in inner for one in single(each)]
+    return [optimizer] if inner is None else [one for each in inner for one in members(each)]
 
 
-def _states(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor, dict[str, Any]]]:
-    for one in single(optimizer):
-        yield from one.state.items()
-
-
-def _is_elementwise(name: str, value: object, master: Tensor) -> bool:
-    """'step' counts steps, also of a parameter that is one number."""
-    return isinstance(value, Tensor) and value.shape == master.shape and name != "step"
-
-
-def numbers(engine: Engine) -> dict[str, Any]:
-    """What is no tensor of a parameter's shape, as JSON."""
+def _stepped(engine: Engine) -> Iterator[tuple[torch.optim.Optimizer, dict[str, Any], str, nn.Parameter]]:
+    """(optimizer, group, name of the parameter, what is stepped of that parameter on this rank)."""
     names = {id(master): name for name, master in engine._optimized.masters.items()}
-    groups: list[dict[str, Any]] = []
-    counts: dict[str, dict[str, Any]] = {}
-    for optimizer in single(engine.optimizer):
-        for group in optimizer.param_groups:
-            options = {k: _plain(v) for k, v in group.items() if k != "params" and k not in HOW and _is_plain(v)}
-            own = [names[id(p)] for p in group["params"]]
-            groups.append({"kind": type(optimizer).__name__, "options": options, "names": own})
+    for member in members(engine.optimizer):
+        for group in member.param_groups:
             for master in group["params"]:
-                for key, value in optimizer.state.get(master, {}).items():
-                    if value is not None and not _is_elementwise(key, value, master):
-                        dtype = str(value.dtype).removeprefix("torch.") if isinstance(value, Tensor) else None
-                        counts.setdefault(key, {})[names[id(master)]] = (_number(key, value, names[id(master)]), dtype)
-    scale = engine.loss_scale
+                yield member, group, names[id(master)], master
+
+
+def _state(member: torch.optim.Optimizer, master: nn.Parameter) -> dict[str, Any]:
+    """A parameter's state without entries that are None. (`state[master]` would make one: it is a defaultdict.)"""
+    return {entry: value for entry, value in member.state.get(master, {}).items() if value is not None}
+
+
+def _named(member: torch.optim.Optimizer, entry: str) -> str:
+    return f"{type(member).__name__}.{entry}"
+
+
+def kinds(engine: Engine) -> dict[str, str]:
+    """{parameter: class of the optimizer that steps it}."""
+    return {name: type(member).__name__ for member, _, name, _ in _stepped(engine)}
+
+
+def declare(engine: Engine) -> Declared:
+    """Find the kind of each entry. All ranks call it, and all raise when one of them has a value of no kind."""
+    mesh = engine.mesh
+    evidence: dict[str, dict[str, str]] = {}  # {entry: {kind: a parameter for which it is of that kind}}
+    refused: list[str] = []
+    for member, _, name, master in _stepped(engine):
+        for entry, value in _state(member, master).items():
+            kind = _kind(entry, value, master)
+            if kind is None:
+                refused.append(f"{entry!r} of {name!r}: {_words(value)}")
+            else:
+                evidence.setdefault(_named(member, entry), {}).setdefault(kind, name)
+    run = _per_run(engine, refused)
+    notes = gather_notes([evidence, refused[:SHOWN]], mesh.group("world"), mesh.device)
+    refused = [line for _, lines in notes for line in lines]
+    entries = {}
+    for entry in sorted({entry for said, _ in notes for entry in said}):
+        kinds = {kind: name for said, _ in notes for kind, name in said.get(entry, {}).items()}
+        certain = sorted(kind for kind in kinds if not kind.endswith("?"))
+        if len(certain) > 1:
+            refused.append(f"{entry}: " + " and ".join(f"{kind} for {kinds[kind]!r}" for kind in certain))
+        entries[entry] = (certain or sorted(kinds))[0].removesuffix("?")
+    if refused:
+        raise EngineError(
+            "IG540",
+            "the optimizer keeps values that cannot be cut into rows, neither in memory nor in a checkpoint",
+            seen="; ".join(list(dict.fromkeys(refused))[:SHOWN]),
+            expected="for a parameter, tensors of its shape and single numbers; for a group, numbers and words",
+            fix="take an elementwise optimizer (AdamW, SGD, ...), or Muon for whole matrices: Engine(..., whole=[...])",
+        )
+    _refuse_unequal(run, mesh)
+    return Declared(entries, run | {"groups": _of_all_stages(run["groups"], mesh)})
+
+
+def _kind(entry: str, value: object, master: Tensor) -> str | None:
+    """ELEMENT or PARAMETER, with a question mark where a parameter of one element leaves it open; None: neither."""
+    if not isinstance(value, Tensor):
+        return PARAMETER if isinstance(value, bool | int | float | str) else None
+    if value.shape == master.shape and value.numel() == 1:
+        return f"{ELEMENT}?" if value.is_floating_point() and entry != "step" else f"{PARAMETER}?"
+    if value.shape == master.shape:
+        return ELEMENT
+    return PARAMETER if value.numel() == 1 else None
+
+
+def _words(value: object) -> str:
+    return f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+
+
+def elementwise(engine: Engine, declared: Declared) -> dict[str, list[str]]:
+    """{parameter: entries that are per element}: what `parts` asks for."""
     return {
-        "groups": groups,
-        "counts": counts,
-        "loss_scale": {"value": scale.value, "good_steps": scale.good_steps} if scale else None,
+        name: [entry for entry in _state(member, master) if declared.entries[_named(member, entry)] == ELEMENT]
+        for member, _, name, master in _stepped(engine)
     }
 
 
-def _is_plain(value: object) -> bool:
-    if isinstance(value, list | tuple):
-        return all(_is_plain(v) for v in value)
-    return value is None or isinstance(value, bool | int | float | str) or (
-        isinstance(value, Tensor) and value.numel() == 1
-    )  # fmt: skip
+def counts(engine: Engine, declared: Declared) -> dict[str, dict[str, Any]]:
+    """{entry: {parameter: [value, dtype or None]}}: the numbers per parameter that this rank writes."""
+    slots = {slot.name: slot for slot in engine.plan.slots}
+    found: dict[str, dict[str, Any]] = {}
+    for member, _, name, master in _stepped(engine):
+        if not _owns_first_element(slots[name], engine.mesh):
+            continue
+        for entry, value in _state(member, master).items():
+            if declared.entries[_named(member, entry)] == PARAMETER:
+                dtype = str(value.dtype).removeprefix("torch.") if isinstance(value, Tensor) else None
+                found.setdefault(entry, {})[name] = [_plain(value), dtype]
+    return found
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, list | tuple):
-        return [_plain(v) for v in value]
-    return value.item() if isinstance(value, Tensor) else value
+def _owns_first_element(slot: Slot, mesh: Mesh) -> bool:
+    """Whether this rank owns the element at (0, 0, ...), on the replica that stands for the others."""
+    owns_row = slot.cuts[slot.owner] == 0 < slot.cuts[slot.owner + 1]
+    return owns_row and slot.contract.counted_here(mesh) and not any(start for start, _ in slot.contract.local(mesh))
 
 
-def _number(key: str, value: object, name: str) -> Any:
-    if not _is_plain(value) or isinstance(value, list | tuple):
-        shape = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"type {type(value).__name__}"
-        raise EngineError(
-            "IG540",
-            f"the optimizer keeps a {key!r} that rows of a parameter cannot be found in",
-            seen=f"{shape} for {name!r}",
-            expected="tensors of the parameter's shape, and numbers: AdamW, SGD, Muon, ...",
-            fix="take an elementwise optimizer; others cannot be cut into rows, neither in memory nor in a checkpoint",
-        )
-    return _plain(value)
+def make_room(engine: Engine, saved: Mapping[str, Mapping[str, torch.dtype]]) -> dict[str, list[str]]:
+    """Replace the optimizer's state by memory for {parameter: {entry: dtype}}. Memory that fits is kept.
 
-
-def make_room(engine: Engine, saved: Mapping[str, Mapping[str, torch.dtype]]) -> None:
-    """Give the optimizer state of these names and dtypes: {parameter: {name: dtype}}. Memory that fits is kept."""
-    names = {id(master): name for name, master in engine._optimized.masters.items()}
-    for optimizer in single(engine.optimizer):
-        for master in [p for group in optimizer.param_groups for p in group["params"]]:
-            before = optimizer.state.pop(master, {})
-            for name, dtype in saved.get(names[id(master)], {}).items():
-                old = before.get(name)
-                fits = isinstance(old, Tensor) and old.shape == master.shape and old.dtype == dtype
-                optimizer.state[master][name] = old if fits else torch.zeros_like(master.data, dtype=dtype)
+    Returns the entries per element that this rank now holds: none of a parameter whose rows are all on other ranks.
+    """
+    held: dict[str, list[str]] = {}
+    for member, _, name, master in _stepped(engine):
+        before = member.state.pop(master, {})
+        for entry, dtype in saved.get(name, {}).items() if master.numel() else ():
+            old = before.get(entry)
+            fits = isinstance(old, Tensor) and old.shape == master.shape and old.dtype == dtype
+            member.state[master][entry] = old if fits else torch.zeros_like(master.data, dtype=dtype)
+            held.setdefault(name, []).append(entry)
+    return held
 
 
 def take_numbers(engine: Engine, saved: Mapping[str, Any]) -> None:
-    """Numbers as `numbers` gave them, of all ranks together: `groups` and `counts` know every parameter."""
-    names = {id(master): name for name, master in engine._optimized.masters.items()}
+    """After `make_room`: numbers per parameter, to the ranks that own rows of it; numbers per run, to all."""
+    for member, group, name, master in _stepped(engine):
+        on_device = group.get("fused") or group.get("capturable")
+        device = master.device if on_device else torch.device("cpu")
+        for entry, counted in saved["counts"].items():
+            if name in counted and master.numel():
+                value, dtype = counted[name]
+                if dtype is not None:
+                    value = torch.tensor(value, dtype=getattr(torch, dtype), device=device)
+                member.state[master][entry] = value
     options = {name: group["options"] for group in saved["groups"] for name in group["names"]}
-    for optimizer in single(engine.optimizer):
-        for group in optimizer.param_groups:
+    names = {id(master): name for name, master in engine._optimized.masters.items()}
+    for member in members(engine.optimizer):
+        member.state.update(saved.get("counters", {}))
+        for group in member.param_groups:
             own = options[names[id(group["params"][0])]] if group["params"] else {}
             for key, value in own.items():
                 group[key] = _like(group.get(key), value)
-            on_device = group.get("fused") or group.get("capturable")
-            for master in group["params"]:
-                for key, counted in saved["counts"].items():
-                    if names[id(master)] in counted:
-                        value, dtype = counted[names[id(master)]]
-                        device = master.device if on_device else torch.device("cpu")
-                        if dtype is not None:
-                            value = torch.tensor(value, dtype=getattr(torch, dtype), device=device)
-                        optimizer.state[master][key] = value
     if engine.loss_scale and saved["loss_scale"]:
         engine.loss_scale.value = saved["loss_scale"]["value"]
         engine.loss_scale.good_steps = saved["loss_scale"]["good_steps"]
@@ -215,6 +301,111 @@ def _like(before: Any, value: Any) -> Any:
     return tuple(value) if isinstance(before, tuple) else value
 
 
+# -- per run ---------------------------------------------------------------------------------------------------------
+
+
+def _per_run(engine: Engine, refused: list[str]) -> dict[str, Any]:
+    """Hyperparameters of the groups, counters of the optimizer, the loss scale; what is no number is refused."""
+    groups: list[dict[str, Any]] = []
+    counters: dict[str, Any] = {}
+    names = {id(master): name for name, master in engine._optimized.masters.items()}
+    for member in members(engine.optimizer):
+        kind = type(member).__name__
+        for group in member.param_groups:
+            kept = {key: value for key, value in group.items() if key not in ("params", *HOW) and not callable(value)}
+            refused += [f"{kind}'s group option {key!r}: {_words(v)}" for key, v in kept.items() if not _is_plain(v)]
+            options = {key: _plain(value) for key, value in kept.items() if _is_plain(value)}
+            groups.append({"kind": kind, "options": options, "names": [names[id(p)] for p in group["params"]]})
+        for key, value in member.state.items():
+            if not isinstance(key, Tensor):  # torch's optimizers have none; it is what a user's own counts by
+                if isinstance(key, str) and _is_plain(value):
+                    counters[key] = _plain(value)
+                else:
+                    refused.append(f"{kind}'s state {key!r}: {_words(value)}")
+    scale = engine.loss_scale
+    kept_scale = {"value": scale.value, "good_steps": scale.good_steps} if scale else None
+    return {"groups": groups, "counters": counters, "loss_scale": kept_scale}
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, list | tuple):
+        return all(_is_plain(v) for v in value)
+    one_number = isinstance(value, Tensor) and value.numel() == 1
+    return value is None or one_number or isinstance(value, bool | int | float | str)
+
+
+def _plain(value: Any) -> Any:
+    """As JSON. A tensor keeps its dimensions: () is a number, (1,) a list of one."""
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    return value.tolist() if isinstance(value, Tensor) else value
+
+
+def _refuse_unequal(run: dict[str, Any], mesh: Mesh) -> None:
+    """All ranks of a pipeline stage keep the same numbers per run; the stages have groups of their own."""
+    stage, world = mesh.index("pp"), mesh.group("world")
+    said = gather_notes([stage, sha256(json.dumps(run, sort_keys=True).encode()).hexdigest()], world, mesh.device)
+    firsts: dict[int, int] = {}
+    for rank, (its_stage, digest) in enumerate(said):
+        first = firsts.setdefault(its_stage, rank)
+        if said[first][1] != digest:
+            break
+    else:
+        return
+    runs = gather_notes(run, world, mesh.device)
+    raise EngineError(
+        "IG540",
+        "the optimizer keeps numbers that differ between ranks, and a checkpoint has one of each",
+        seen=f"rank {first} and rank {rank}: {_difference(runs[first], runs[rank])}",
+        expected="equal hyperparameters and counters on all ranks",
+        fix="an optimizer that computes a number from all its elements (Prodigy, LARS, ...) needs ZeRO 0",
+    )
+
+
+def _difference(one: dict[str, Any], other: dict[str, Any]) -> str:
+    """The first option or counter in which they differ."""
+    pairs = [(one["counters"], other["counters"]), (one, other)]
+    pairs += [(a["options"], b["options"]) for a, b in zip(one["groups"], other["groups"], strict=False)]
+    for a, b in pairs:
+        for key in sorted((a.keys() | b.keys()) - {"groups"}):
+            if a.get(key) != b.get(key):
+                return f"{key!r} is {a.get(key)!r} and {b.get(key)!r}"
+    return "groups of other parameters"
+
+
+def _of_all_stages(groups: list[dict[str, Any]], mesh: Mesh) -> list[dict[str, Any]]:
+    """Groups of one kind with equal options are one group, over all stages of a pipeline."""
+    merged: dict[str, dict[str, Any]] = {}
+    for of_stage in gather_notes(groups, mesh.group("pp"), mesh.device):
+        for group in of_stage:
+            same = json.dumps([group["kind"], group["options"]], sort_keys=True)
+            before = merged.setdefault(same, {**group, "names": []})
+            before["names"] = list(dict.fromkeys([*before["names"], *group["names"]]))
+    return list(merged.values())
+
+
+# -- per rank --------------------------------------------------------------------------------------------------------
+
+
+def generators(mesh: Mesh) -> list[Part]:
+    """The state of torch's default generators on this rank, copied."""
+    states = {"cpu": torch.get_rng_state()}
+    if mesh.device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(mesh.device)
+    return [
+        Part(f"generator/{kind}/{mesh.rank:05d}", tuple(state.shape), ((0, len(state)),), state, (0, len(state)))
+        for kind, state in states.items()
+    ]
+
+
+def take_generators(found: Iterable[Part], mesh: Mesh) -> None:
+    for part in found:
+        if "/cuda/" in part.key:
+            torch.cuda.set_rng_state(part.tensor, mesh.device)
+        else:
+            torch.set_rng_state(part.tensor)
+
+
 # -- between saving and loading --------------------------------------------------------------------------------------
 
 
@@ -225,7 +416,7 @@ def is_between_steps(engine: Engine) -> bool:
 
 @torch.no_grad()
 def settle(engine: Engine) -> None:
-    """After tensors were read into parts: what is kept twice becomes equal again."""
+    """After tensors were read into parts: make equal again what this rank keeps twice."""
     for slot in engine.plan.slots:
         master, kept = engine._optimized.masters[slot.name], engine.held(slot.name)
         rows = kept if kept.shape == master.shape else slot.rows(kept)
