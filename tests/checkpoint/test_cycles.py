@@ -10,8 +10,12 @@ from isograd.checkpoint import Keeper
 from isograd.checkpoint.read import Reader
 from tests.checkpoint import cycles, toys
 
+FAST = ("adamw", "loss scale", "contrastive")
 
-@pytest.mark.parametrize("task", cycles.TASKS)
+
+@pytest.mark.parametrize(
+    "task", [pytest.param(task, marks=() if task in FAST else pytest.mark.medium) for task in cycles.TASKS]
+)
 def test_five_resumes_end_as_the_run_that_was_never_cut(worlds, tmp_path: Path, task: str) -> None:
     """FAILURES B1, for random layouts, stages and moments of saving; bits where one layout was kept, else 1e-9."""
     past = cycles.history(task, 0, 2)
