@@ -43,6 +43,9 @@ ARROWS = {
     "checkpoint": {"verbs", "comm", "contract", "engine", "errors", "mesh", "models", "stored"},
     "contrastive": {"comm", "contract", "engine", "errors", "mesh", "random"},
     "train": {
+        "__version__",
+        "screen",
+        "nn",
         "checkpoint",
         "comm",
         "contract",

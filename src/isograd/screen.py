@@ -39,5 +39,11 @@ def _folded(line: str, columns: int) -> list[str]:
     indent = len(column[0]) if column else len(line) - len(line.lstrip())
     indent = indent if indent <= columns // 2 else 2
     return textwrap.wrap(
-        line, columns, subsequent_indent=" " * indent, drop_whitespace=True, replace_whitespace=False, tabsize=4
+        line,
+        columns,
+        subsequent_indent=" " * indent,
+        drop_whitespace=True,
+        replace_whitespace=False,
+        tabsize=4,
+        break_on_hyphens=False,
     )

@@ -15,22 +15,32 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, TextIO
 
-from isograd.errors import ConfigError, LaunchError
+from isograd import screen
+from isograd.errors import ConfigError, IsogradError, LaunchError
 from isograd.train.stall import STALLED, happened
 from isograd.train.stop import PASSED_ON
 
 if TYPE_CHECKING:
     from isograd.comm.launch import World
+    from isograd.train.config import Config
+    from isograd.train.opening import Opening
     from isograd.train.reading import Loaded
 
 Parser = type[argparse.ArgumentParser]
-TRAIN_END = """Any field of the config can be set here: --optimizer.lr 1e-3, --layout "dp4 zero2", --data.length 256.
+TRAIN_END = """Any field of the config can be set here:
+  --optimizer.lr 1e-3 --layout "dp4 zero2" --data.length 256
 
-exit codes: 0 done, 2 wrong usage or config, 75 asked to stop and saved (SIGTERM, SIGUSR1, Ctrl-C or a file STOP in the
-run's folder), 6 a gradient was not finite, 7 a rank fell silent, 1 anything else"""
+exit codes:
+  0   done
+  2   wrong usage or config: nothing was started
+  75  asked to stop (SIGTERM, SIGUSR1, Ctrl-C or a file STOP in the run's
+      folder), and saved
+  6   a gradient was not finite
+  7   no progress: a rank fell silent
+  1   anything else"""
 
 
 def train(words: list[str], kind: Parser) -> int:
@@ -41,6 +51,7 @@ def train(words: list[str], kind: Parser) -> int:
     _config_argument(parser)
     parser.add_argument("--nproc", type=int, help="local ranks; the layout says how many, this only checks it")
     parser.add_argument("--dry-run", action="store_true", help="check everything, take one step, keep nothing")
+    _force_argument(parser)
     parser.add_argument("--resume", default="auto", metavar="auto|PATH|never", help="where to start (default auto)")
     parser.add_argument("--until", type=int, metavar="STEP", help="stop after this step, as if asked to")
     parser.add_argument(
@@ -59,7 +70,7 @@ def train(words: list[str], kind: Parser) -> int:
     if options.dry_run:
         from isograd.train.dry import dry_run
 
-        return dry_run(loaded.config)
+        return dry_run(_opened(loaded.config, "never", sys.stdout), force=options.force)
     return _start(loaded, options)
 
 
@@ -89,6 +100,7 @@ def compare(words: list[str], kind: Parser) -> int:
     )  # fmt: skip
     _config_argument(parser)
     parser.add_argument("--layouts", required=True, metavar="A;B;...", help="the first is what others are compared to")
+    _force_argument(parser)
     parser.add_argument("--out", metavar="FOLDER", help="where pictures and numbers go (default: RUN/compare)")
     options, dotted = _parse(parser, words)
     layouts = [text.strip() for text in options.layouts.split(";") if text.strip()]
@@ -97,12 +109,42 @@ def compare(words: list[str], kind: Parser) -> int:
         raise ConfigError("IG636", "nothing to compare", seen=options.layouts, expected="two layouts or more",
                           fix="--layouts 'dp4; tp2 sp dp2'")  # fmt: skip
     from isograd.train.compare import compare as run
+    from isograd.train.devices import this_machine
+    from isograd.train.opening import opening, refuse_data
 
+    for loaded in loads.values():
+        _refuse(opening(loaded.config, this_machine()), options.force)
+        refuse_data(loaded.config)
     return run({layout: loaded.config for layout, loaded in loads.items()}, options.out)
 
 
 def _config_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", help="a YAML file; recipes/ has some to start from")
+
+
+def _force_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--force", action="store_true", help="start although this machine has too few devices or too little memory"
+    )
+
+
+def _opened(config: Config, resume: str, out: TextIO) -> Opening:
+    """The run and this machine, as they are shown before anything starts."""
+    from isograd.train.devices import this_machine
+    from isograd.train.opening import opening
+
+    found = opening(config, this_machine())
+    print(found.text(screen.width(100), resume), file=out, flush=True)
+    return found
+
+
+def _refuse(found: Opening, force: bool) -> None:
+    """What this machine cannot hold is refused, or said when the user insists."""
+    problem = found.problem()
+    if problem is not None and not force:
+        raise problem
+    if problem is not None:
+        print(f"--force: started although {problem.what}", file=sys.stderr, flush=True)
 
 
 def _parse(parser: argparse.ArgumentParser, words: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -142,13 +184,14 @@ def _show(loaded: Loaded) -> None:
         origin = loaded.origin(place)
         style = "dim" if origin == "default" else None
         table.add_row(Text(dotted(place)), Text(json.dumps(value)), Text(origin), style=style)
-    Console(width=None if sys.stdout.isatty() else 140).print(table)
+    Console(width=screen.width(140)).print(table)
 
 
 def _start(loaded: Loaded, options: argparse.Namespace) -> int:
     config = loaded.config
     from isograd.layout import Layout
     from isograd.train.loop import Orders, Outcome, run
+    from isograd.train.opening import refuse_data
 
     needed = Layout.parse(config.layout).world_size
     if options.nproc not in (None, needed):
@@ -158,9 +201,15 @@ def _start(loaded: Loaded, options: argparse.Namespace) -> int:
         )  # fmt: skip
     show = "live" if options.log_format == "auto" and sys.stdout.isatty() else options.log_format
     show = "lines" if show == "auto" else show
+    out = sys.stderr if show == "json" else sys.stdout
     if _joins():
+        if os.environ.get("RANK", "0") == "0":
+            with suppress(IsogradError):  # every rank finds the same mistake itself; none may leave before the others
+                _opened(config, options.resume, out)
         outcome = run(config, Orders(options.resume, show, options.until))
         return _said(outcome) if os.environ.get("RANK", "0") == "0" else outcome.code
+    _refuse(_opened(config, options.resume, out), options.force)
+    refuse_data(config)
     from isograd.comm.launch import World
 
     orders = Orders(options.resume, show, options.until, (PASSED_ON, signal.SIGTERM))  # a group may be sent it

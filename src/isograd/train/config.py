@@ -134,6 +134,8 @@ class Logging(Part):
     every: Positive = Field(default=1, description="steps between progress lines")
     tensorboard: bool = Field(default=False, description="also write TensorBoard's files (extra `track`)")
     trackio: str | None = Field(default=None, description="also log to this trackio project (extra `track`)")
+    wandb: str | None = Field(default=None, description="also log to this Weights & Biases project (extra `wandb`)")
+    mlflow: str | None = Field(default=None, description="also log to this MLflow experiment (extra `mlflow`)")
     peak_tflops: Rate | None = Field(
         default=None, description="of one device in the model's dtype; known for common GPUs"
     )

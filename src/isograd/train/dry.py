@@ -1,64 +1,55 @@
-"""A run without a run: what would be started, whether it fits, one real step in a folder that is thrown away."""
+"""`isograd train --dry-run`: everything is checked, then one real step is taken in a folder that is thrown away.
+
+A run that this machine cannot hold is checked all the same, and its step is left out: the opening says what it needs.
+"""
 
 from __future__ import annotations
 
 import tempfile
 
-import torch
-
 from isograd.comm.launch import World
-from isograd.contract import contracts
-from isograd.layout import Layout
-from isograd.mesh import Mesh
-from isograd.models import Transformer
 from isograd.train import language
 from isograd.train.config import Config
 from isograd.train.job import prepare
-from isograd.train.journal import human
 from isograd.train.loop import Orders, Outcome, run
+from isograd.train.opening import Opening, refuse_data
 
-MOST = 2e9  # parameters of a language model that a step is taken with on CPUs
 
-
-def dry_run(config: Config) -> int:
-    unit = f"sequences of {config.data.length} tokens" if config.data else "pairs"
-    print(f"config: fits its schema; {config.steps} steps of {config.batch} {unit}")
-    size = _parts(config) if config.data else 0
+def dry_run(opening: Opening, *, force: bool = False) -> int:
+    """Check a run, take its first step where this machine can, keep nothing; the exit code."""
+    config = opening.config
+    problem = opening.problem()
+    if problem is not None and not force:
+        print(f"step: not taken on this machine. {problem}", flush=True)
+    refuse_data(config)
+    if problem is not None and not force:
+        print("dry run passed, without a step: config, data, model and layout fit each other")
+        return 0
     with tempfile.TemporaryDirectory(prefix="isograd-dry-") as folder:
-        one = config.model_copy(
-            update={
-                "run": folder,
-                "steps": 1,
-                "optimizer": config.optimizer.model_copy(update={"warmup": 0}),
-                "log": config.log.model_copy(update={"sample": 0, "tensorboard": False, "trackio": None}),
-                "evaluate": config.evaluate.model_copy(update={"batches": 1}),
-            }
-        )
+        one = _one_step(config, folder)
         prepare(one)
-        mixture = language.mixture(one, "train") if config.data else None
-        if mixture is not None:
-            print(f"data: {mixture.describe()}")
-        if size > MOST and not torch.cuda.is_available():
-            print("step: not taken, the model is too large for CPUs")
-        else:
-            with World(Layout.parse(config.layout).world_size, threads=config.threads) as world:
-                outcome: Outcome = world.run(run, one, Orders(resume="never", show="lines", signals=()))[0]
-            if outcome.code:
-                print(f"step: {outcome.why}")
-                return outcome.code
-            print(f"step: taken, loss {outcome.losses[0]:.4f}, saved, evaluated")
+        data = language.mixture(one, "train") if config.data else None
+        if data is not None:
+            print(f"data: {data.describe()}")
+        with World(opening.layout.world_size, threads=config.threads) as world:
+            outcome: Outcome = world.run(run, one, Orders(resume="never", show="lines", signals=()))[0]
+    if outcome.code:
+        print(f"step: {outcome.why}")
+        return outcome.code
+    print(f"step: taken, loss {outcome.losses[0]:.4f}, saved, evaluated")
     print("dry run passed; nothing was kept")
     return 0
 
 
-def _parts(config: Config) -> int:
-    """Build every rank's part of a language model without memory, which shows whether the layout fits it."""
-    layout, described = Layout.parse(config.layout), language.model_config(config.model)
-    for rank in range(layout.world_size):
-        mesh = Mesh.unbound(layout, rank)
-        held = sum(r.parameter.numel() for r in contracts(Transformer(described, mesh, device="meta"), mesh))
-    count = language.parameters(described) + (0 if described.tied else described.vocab * described.hidden)
-    print(
-        f"model: {human(count)} parameters; each of {layout.world_size} ranks builds its part (the last: {human(held)})"
+def _one_step(config: Config, folder: str) -> Config:
+    """The same run for one step, in a folder of its own, with nothing sent elsewhere."""
+    quiet = {"sample": 0, "tensorboard": False, "trackio": None, "wandb": None, "mlflow": None}
+    return config.model_copy(
+        update={
+            "run": folder,
+            "steps": 1,
+            "optimizer": config.optimizer.model_copy(update={"warmup": 0}),
+            "log": config.log.model_copy(update=quiet),
+            "evaluate": config.evaluate.model_copy(update={"batches": 1}),
+        }
     )
-    return count

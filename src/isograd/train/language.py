@@ -58,7 +58,19 @@ def mixture(config: Config, split: str) -> Mixture | None:
     return Mixture(sources, length=data.length, batch=config.batch, seed=data.seed, split=split, packing=data.packing)
 
 
+def refuse_vocabulary(data: Mixture, described: TransformerConfig) -> None:
+    """Token ids that the model's embedding does not have are an error, in the parent process and on every rank."""
+    if data.vocab > described.vocab:
+        raise ConfigError(
+            "IG635", "the data has more token ids than the model", seen=f"{data.vocab} ids in the data",
+            expected=f"at most model vocab {described.vocab}",
+            fix=f"--model.options.vocab {data.vocab}, or data built with the model's tokenizer",
+        )  # fmt: skip
+
+
 class Language:
+    """The job of a language model: token shards in, one optimizer step out."""
+
     unit = "tokens"
 
     def __init__(self, config: Config, mesh: Mesh) -> None:
@@ -69,12 +81,7 @@ class Language:
         assert data is not None
         self.data, self.held_out = data, mixture(config, "validation")
         described = model_config(config.model)
-        if self.data.vocab > described.vocab:
-            raise ConfigError(
-                "IG635", "the data has more token ids than the model", seen=f"{self.data.vocab} ids in the data",
-                expected=f"at most model vocab {described.vocab}",
-                fix=f"--model.options.vocab {self.data.vocab}, or data built with the model's tokenizer",
-            )  # fmt: skip
+        refuse_vocabulary(data, described)
         weights = HuggingFace(config.model.path, described) if config.model.path and config.model.weights else None
         self.model = Transformer(
             described,

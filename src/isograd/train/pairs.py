@@ -7,6 +7,7 @@ only. Dropout is off unless asked for: it draws per rank, so with it layouts dif
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from isograd.contrastive import GradCache, InfoNCE
 from isograd.data.pairs import Pairs
 from isograd.engine import Stats
 from isograd.errors import ConfigError
+from isograd.layout import Layout
 from isograd.mesh import DATA, Mesh
 from isograd.train import config as configs
 from isograd.train.job import DTYPES, Beat, Evaluated, engine_of, rows_of
@@ -45,7 +47,7 @@ class PairsJob:
         pairs = config.pairs
         assert pairs is not None
         self.config, self.options, self.mesh = config, pairs, mesh
-        _refuse_cuts(mesh)
+        _refuse_cuts(mesh.layout)
         self.data = Pairs(pairs.path, keys=pairs.keys, batch=config.batch, seed=pairs.seed, held_out=pairs.held_out)
         self.fingerprint = self.data.fingerprint
         self.per_step = config.batch
@@ -121,10 +123,34 @@ class PairsJob:
         return f"the encoder, for transformers: {to}"
 
 
-def _refuse_cuts(mesh: Mesh) -> None:
-    if mesh.layout.world_size != mesh.layout.dp:
+def refuse_unbuildable(config: configs.Config, layout: Layout) -> None:
+    """Raise in one process what every rank would raise: a layout that cuts the encoder, files that are missing."""
+    _refuse_cuts(layout)
+    folder = Path(_path(config))
+    if not (folder / "config.json").is_file():
         raise ConfigError(
-            "IG640", "a Hugging Face encoder trains on data ranks", seen=str(mesh.layout),
+            "IG641", "pairs train a Hugging Face encoder", seen=f"no {folder / 'config.json'}",
+            expected="a folder with config.json, model.safetensors and a tokenizer", fix="--model.path FOLDER",
+        )  # fmt: skip
+    pairs = config.pairs
+    assert pairs is not None
+    if not Path(pairs.path).is_file():
+        Pairs(pairs.path, keys=pairs.keys, batch=config.batch, seed=pairs.seed, held_out=pairs.held_out)  # says why
+
+
+def _path(config: configs.Config) -> str:
+    if config.model.path is None:
+        raise ConfigError(
+            "IG641", "pairs train a Hugging Face encoder", seen="no model.path",
+            expected="a folder with config.json, model.safetensors and a tokenizer", fix="--model.path FOLDER",
+        )  # fmt: skip
+    return config.model.path
+
+
+def _refuse_cuts(layout: Layout) -> None:
+    if layout.world_size != layout.dp:
+        raise ConfigError(
+            "IG640", "a Hugging Face encoder trains on data ranks", seen=str(layout),
             expected="a layout of dp and zero", fix="for example --layout 'dp2 zero1'",
         )  # fmt: skip
 
@@ -137,12 +163,7 @@ def _open(config: configs.Config) -> tuple[Any, nn.Module]:
     quiet.set_verbosity_error()  # every rank would tell of poolers that are not used
     quiet.disable_progress_bar()
     assert config.pairs is not None
-    path = config.model.path
-    if path is None:
-        raise ConfigError(
-            "IG641", "pairs train a Hugging Face encoder", seen="no model.path",
-            expected="a folder with config.json, model.safetensors and a tokenizer", fix="--model.path FOLDER",
-        )  # fmt: skip
+    path = _path(config)
     described = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     if not config.pairs.dropout:
         for name in vars(described):

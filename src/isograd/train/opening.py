@@ -1,0 +1,161 @@
+"""What `isograd train` says before it starts: what is trained, where, and the memory needed beside what there is.
+
+    isograd 0.1.0 trains runs/quickstart
+      model    quickstart, 0.92M parameters in fp32
+      layout   dp2 tp2 sp zero1: 4 ranks  [0 1] [2 3]
+      devices  4 ranks on 2 CPU cores, 23.5 GB
+      batch    16 sequences x 128 tokens = 2.05k tokens a step, 60 steps
+      data     Python's standard library
+      memory   0.32 GB a rank: states 0.01, activations 0.01, program 0.30; 1.28 GB in all
+      folder   runs/quickstart, new
+
+It also refuses, unless told `--force`, what would make a machine unusable: more ranks than it has devices for, or more
+memory than it has. Everything here is found out in one process, before any rank is started.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from isograd import __version__, screen
+from isograd.errors import ConfigError
+from isograd.layout import Layout
+from isograd.train import language
+from isograd.train.config import Config
+from isograd.train.devices import PER_CORE, Machine
+from isograd.train.journal import human
+from isograd.train.needs import PROGRAM, Needs, needs
+
+SHOWN = 8  # groups of tp neighbours drawn; more are counted
+
+
+@dataclass(frozen=True)
+class Opening:
+    """A run and the machine it would start on."""
+
+    config: Config
+    machine: Machine
+    stages: list[Needs]  # of a rank of each pipeline stage
+
+    @property
+    def layout(self) -> Layout:
+        return Layout.parse(self.config.layout)
+
+    @property
+    def rank_bytes(self) -> float:
+        """What the rank that needs most needs."""
+        return max(stage.total for stage in self.stages)
+
+    @property
+    def all_bytes(self) -> float:
+        """What all ranks need together."""
+        return sum(stage.total for stage in self.stages) * self.layout.world_size / len(self.stages)
+
+    def lines(self, resume: str = "auto") -> list[tuple[str, str]]:
+        """(label, text) of each fact."""
+        config, layout = self.config, self.layout
+        biggest = max(self.stages, key=lambda stage: stage.total)
+        parts = f"states {_gb(biggest.states)}, activations {_gb(biggest.activations)}, program {_gb(PROGRAM)}"
+        memory = f"{_gb(self.rank_bytes)} GB a rank: {parts}; {_gb(self.all_bytes)} GB in all"
+        ranks = f"{layout.world_size} rank{'' if layout.world_size == 1 else 's'}"
+        return [
+            ("model", f"{_model(config)}, {human(biggest.count)} parameters in {config.model.dtype}"),
+            ("layout", f"{layout}: {ranks}  {drawn(layout)}"),
+            ("devices", f"{ranks} on {self.machine.describe()}"),
+            ("batch", _batch(config)),
+            ("data", _data(config)),
+            ("memory", memory),
+            ("folder", _folder(config, resume)),
+        ]
+
+    def text(self, columns: int, resume: str = "auto") -> str:
+        """The opening as a person reads it, at most `columns` wide."""
+        found = [f"isograd {__version__} trains {self.config.run}"]
+        found += [screen.fold(f"  {label:<9}{text}", columns) for label, text in self.lines(resume)]
+        return "\n".join(found)
+
+    def problem(self) -> ConfigError | None:
+        """Why this machine should not start the run."""
+        ranks, most = self.layout.world_size, self.machine.most_ranks
+        if ranks > most:
+            few = "one rank for each GPU" if self.machine.gpu else f"at most {PER_CORE} ranks for each CPU core"
+            return ConfigError(
+                "IG652", f"layout {self.config.layout!r} needs {ranks} ranks, and this machine is good for {most}",
+                seen=self.machine.describe(), expected=few,
+                fix="another --layout; or --emit torchrun|slurm|k8s for machines that have them; or --force",
+            )  # fmt: skip
+        wanted = self.rank_bytes if self.machine.gpu else self.all_bytes
+        if wanted > self.machine.memory:
+            whose = f"each of {ranks} ranks" if self.machine.gpu else f"{ranks} ranks together"
+            return ConfigError(
+                "IG653", f"{whose} would need {_gb(wanted)} GB of memory, and there are {_gb(self.machine.memory)} GB",
+                seen=dict(self.lines())["memory"], expected="a run that fits the memory of this machine",
+                fix="smaller --batch, more --micro_batches, --model.recompute true, a higher zero stage; or --force",
+            )  # fmt: skip
+        return None
+
+
+def opening(config: Config, machine: Machine) -> Opening:
+    """Count everything, which also finds what no rank could build: a layout that does not fit the model."""
+    if config.pairs is not None:
+        from isograd.train.pairs import refuse_unbuildable
+
+        refuse_unbuildable(config, Layout.parse(config.layout))
+    return Opening(config, machine, needs(config))
+
+
+def refuse_data(config: Config) -> None:
+    """Raise what the ranks would raise later: token shards that are missing, or have ids that the model lacks."""
+    if config.data is None or any(source.builtin for source in config.data.sources):
+        return  # builtin text is made when the run starts
+    data = language.mixture(config, "train")
+    assert data is not None
+    language.refuse_vocabulary(data, language.model_config(config.model))
+
+
+def drawn(layout: Layout) -> str:
+    """The ranks in one line, brackets around tp neighbours, '|' between stages: '[0 1] [2 3] | [4 5] [6 7]'."""
+    per_stage = layout.dp * layout.cp
+    if layout.pp * per_stage > SHOWN:
+        tp = "[0]" if layout.tp == 1 else f"[0-{layout.tp - 1}]"
+        return f"{tp} x {per_stage}" + (f" x {layout.pp} stages" if layout.pp > 1 else "")
+    groups = [
+        "[" + " ".join(str(first + i) for i in range(layout.tp)) + "]"
+        for first in range(0, layout.world_size, layout.tp)
+    ]
+    return " | ".join(" ".join(groups[i : i + per_stage]) for i in range(0, len(groups), per_stage))
+
+
+def _gb(count: float) -> str:
+    return f"{count / 1e9:.2f}" if count < 1e11 else f"{count / 1e9:,.0f}"
+
+
+def _model(config: Config) -> str:
+    model = config.model
+    return model.preset or model.path or f"a Transformer of {model.options.get('layers', '?')} layers"
+
+
+def _batch(config: Config) -> str:
+    if config.data is None:
+        return f"{config.batch} pairs a step, {config.steps} steps"
+    tokens = human(config.batch * config.data.length)
+    cut = f" in {config.micro_batches} micro-batches" if config.micro_batches > 1 else ""
+    return f"{config.batch} sequences x {config.data.length} tokens = {tokens} tokens a step{cut}, {config.steps} steps"
+
+
+def _data(config: Config) -> str:
+    if config.pairs is not None:
+        return config.pairs.path
+    assert config.data is not None
+    return ", ".join(source.path or "Python's standard library" for source in config.data.sources)
+
+
+def _folder(config: Config, resume: str) -> str:
+    """The run's folder, and whether the run starts or resumes there."""
+    if resume not in ("auto", "never"):
+        return f"{config.run}, resumes from {resume}"
+    found = sorted(path.name for path in (config.folder / "checkpoints").glob("step-*") if path.is_dir())
+    if found and resume == "auto":
+        return f"{config.run}, resumes from checkpoints/{found[-1]}"
+    return f"{config.run}, " + ("exists" if Path(config.run).exists() else "new")
