@@ -139,24 +139,6 @@ def test_a_wrong_number_of_ranks_and_one_layout_to_compare_are_refused(
     assert "IG637" in capsys.readouterr().err
     assert main(["compare", str(config), "--layouts", "dp2"]) == 2
     assert "IG636" in capsys.readouterr().err
-    assert main(["train", str(config), "--emit", "slurm", "--nodes", "3"]) == 2
-    assert "IG638" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("kind", ["torchrun", "slurm", "k8s"])
-def test_scripts_run_the_same_command(config: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", str(config), "--emit", kind, "--nodes", "2", "--optimizer.lr", "1e-3"]) == 0
-    script = capsys.readouterr().out
-    assert f"isograd train {config} --optimizer.lr 1e-3" in script
-    # without the dashes torchrun takes --run, which it reads as one of its own
-    assert kind == "slurm" or "--no-python -- isograd" in " ".join(script.replace("\\\n", " ").split())
-    if kind == "k8s":
-        import yaml
-
-        job, service = yaml.safe_load_all(script)
-        assert (job["spec"]["completions"], service["metadata"]["name"]) == (2, "run")
-    else:
-        subprocess.run(["bash", "-n"], input=script, text=True, check=True)
 
 
 def test_layouts_are_compared_in_numbers_picture_and_page(config: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -59,13 +59,16 @@ def train(words: list[str], kind: Parser) -> int:
         help="auto: redrawn in place on a terminal, a line a step elsewhere",
     )  # fmt: skip
     parser.add_argument("--emit", choices=("torchrun", "slurm", "k8s"), help="print what starts the run, start nothing")
-    parser.add_argument("--nodes", type=int, default=1, help="for --emit")
+    _cluster_arguments(parser)
     options, dotted = _parse(parser, words)
     loaded = _load(options.config, dotted, parser)
     if options.emit:
-        from isograd.train.emit import script
+        from isograd.train.emit import Cluster, script
 
-        print(script(options.emit, options.config, dotted, loaded.config, options.nodes))
+        named = {
+            field: value for field in Cluster.__dataclass_fields__ if (value := getattr(options, field)) is not None
+        }
+        print(script(options.emit, options.config, dotted, loaded.config, Cluster(**named)))
         return 0
     if options.dry_run:
         from isograd.train.dry import dry_run
@@ -120,6 +123,17 @@ def compare(words: list[str], kind: Parser) -> int:
 
 def _config_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", help="a YAML file; recipes/ has some to start from")
+
+
+def _cluster_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("with --emit")
+    group.add_argument("--nodes", type=int, metavar="N", help="machines (default: ranks / GPUs of a machine)")
+    group.add_argument("--gpus-per-node", type=int, metavar="N", help="GPUs of a machine (default 8, or 4)")
+    group.add_argument("--cpus", type=int, metavar="N", help="CPU cores of each rank (default 8)")
+    group.add_argument("--time", metavar="H:MM:SS", help="limit of the job (default 24:00:00)")
+    group.add_argument("--partition", metavar="NAME", help="of Slurm (default: the cluster's)")
+    group.add_argument("--image", metavar="NAME", help="container image for Kubernetes")
+    group.add_argument("--claim", metavar="NAME", help="persistent volume claim for Kubernetes, mounted at /runs")
 
 
 def _force_argument(parser: argparse.ArgumentParser) -> None:

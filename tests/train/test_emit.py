@@ -1,0 +1,278 @@
+"""Scripts for schedulers that would run: their structure is checked against what Slurm and Kubernetes accept."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+from typing import Literal
+
+import pytest
+import yaml
+from pydantic import BaseModel, ConfigDict, Field
+
+from isograd.cli import main
+from isograd.train import emit
+
+RUN = """version: 1
+run: {run}
+layout: {layout}
+model: {{preset: tiny-llama}}
+data: {{sources: [{{path: data}}], length: 8}}
+optimizer: {{lr: 1e-3}}
+steps: 2
+batch: 64
+"""
+
+
+@pytest.fixture(autouse=True)
+def inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def script(kind: str, *words: str, layout: str = "dp16 tp4 sp zero1", run: str = "runs/My Run_1") -> str:
+    Path("run.yaml").write_text(RUN.format(layout=layout, run=run))
+    command = ["python", "-m", "isograd", "train", "run.yaml", "--emit", kind, *words]
+    from contextlib import redirect_stdout
+    from io import StringIO
+
+    with redirect_stdout(StringIO()) as said:
+        assert main(command[3:]) == 0
+    return said.getvalue()
+
+
+def bash(text: str, tools: dict[str, str], **env: str) -> subprocess.CompletedProcess[str]:
+    """Run a script with stand-ins for the cluster's commands; each is a line of shell."""
+    folder = Path("tools")
+    folder.mkdir(exist_ok=True)
+    for name, line in tools.items():
+        (folder / name).write_text(f"#!/bin/bash\n{line}\n")
+        (folder / name).chmod(0o755)
+    path = f"{folder.absolute()}:{os.environ['PATH']}"
+    return subprocess.run(
+        ["bash"], input=text, capture_output=True, text=True, env={"PATH": path, **env}, check=False, timeout=60
+    )
+
+
+# -- Slurm
+
+DIRECTIVES = {
+    "job-name": r"[a-z][a-z0-9-]*", "nodes": r"[1-9]\d*", "ntasks-per-node": r"[1-9]\d*", "gpus-per-node": r"[1-9]\d*",
+    "cpus-per-task": r"[1-9]\d*", "time": r"(\d+-)?\d+:\d\d:\d\d", "partition": r"[\w.-]+", "signal": r"USR1@\d+",
+    "requeue": "", "open-mode": "append", "output": r"[\w.-]+-%j\.log",
+}  # fmt: skip
+
+
+def directives(text: str) -> dict[str, str]:
+    """What sbatch reads: #SBATCH lines before the first command; each known, in its form, once."""
+    found: dict[str, str] = {}
+    head = text.partition("\nset -u")[0].splitlines()
+    assert head[0] == "#!/bin/bash"
+    for line in head[1:]:
+        if line.startswith("#SBATCH"):
+            name, _, value = line.removeprefix("#SBATCH --").partition("=")
+            assert re.fullmatch(DIRECTIVES[name], value), line
+            assert name not in found
+            found[name] = value
+        else:
+            assert line.startswith("#"), line
+    assert "#SBATCH" not in text.partition("\nset -u")[2]
+    return found
+
+
+def test_slurm_gets_machines_time_partition_and_cores() -> None:
+    """FAILURES B16: without --nodes the script asked for one node of 64 GPUs."""
+    text = script("slurm", "--partition", "gpu.long", "--time", "2-00:00:00", "--cpus", "12")
+    found = directives(text)
+    assert (found["nodes"], found["ntasks-per-node"], found["gpus-per-node"]) == ("8", "8", "8")
+    assert (found["partition"], found["time"], found["cpus-per-task"]) == ("gpu.long", "2-00:00:00", "12")
+    assert "partition" not in directives(script("slurm"))
+    assert directives(script("slurm", "--gpus-per-node", "4"))["nodes"] == "16"
+    assert directives(script("slurm", "--nodes", "2"))["gpus-per-node"] == "32"
+    assert directives(script("slurm", layout="dp2"))["nodes"] == "1"
+    assert directives(script("slurm", layout="dp4 tp3"))["nodes"] == "3"  # of 4 GPUs: 8 do not divide 12
+
+
+@pytest.mark.parametrize(("code", "requeued"), [(0, False), (75, True), (1, False)])
+def test_a_slurm_job_that_was_stopped_is_queued_again_and_keeps_its_code(code: int, requeued: bool) -> None:
+    tools = {
+        "scontrol": 'if [ "$1" = show ]; then printf "node7\\nnode8\\n"; else echo "scontrol $*"; fi',
+        "srun": f'echo "$MASTER_ADDR $MASTER_PORT $OMP_NUM_THREADS"; echo "$*"; exit {code}',
+    }
+    text = script("slurm", "--optimizer.lr", "1e-3")
+    done = bash(text, tools, SLURM_JOB_ID="41234", SLURM_JOB_NODELIST="node[7-8]")
+    assert done.returncode == code, done.stderr
+    first, command, *rest = done.stdout.splitlines()
+    assert first == "node7 21234 8"
+    assert command.endswith("--kill-on-bad-exit=0 --wait=60 isograd train run.yaml --optimizer.lr 1e-3")
+    assert ("scontrol requeue 41234" in rest) == requeued
+
+
+# -- torchrun
+
+
+def test_torchrun_is_given_machines_and_the_same_command() -> None:
+    text = script("torchrun", "--nodes", "16", "--run", "out")
+    done = bash(text, {"torchrun": 'printf "%s\\n" "$@"'}, NODE_RANK="3", MASTER_ADDR="first")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "--nnodes=16", "--nproc-per-node=4", "--node-rank=3", "--master-addr=first", "--master-port=29500",
+        "--no-python", "--", "isograd", "train", "run.yaml", "--run", "out",
+    ]  # fmt: skip
+
+
+# -- Kubernetes: the parts of batch/v1 Job and v1 Service that are used, as its API defines them
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+Name = Field(pattern=r"^[a-z]([a-z0-9-]{0,61}[a-z0-9])?$")  # RFC 1035, which a Service's name must be
+Quantity = Field(pattern=r"^\d+(Gi|Mi|m)?$")
+
+
+class Meta(Strict):
+    name: str = Name
+
+
+class Variable(Strict):
+    name: str
+    value: str  # Kubernetes refuses a number here
+
+
+class Resources(Strict):
+    requests: dict[Literal["cpu"], int]
+    limits: dict[Literal["nvidia.com/gpu"], int]
+
+
+class Mount(Strict):
+    name: str = Name
+    mountPath: str = Field(pattern="^/[^:]+$")
+
+
+class Container(Strict):
+    name: str = Name
+    image: str
+    command: list[str]
+    args: list[str]
+    env: list[Variable]
+    resources: Resources
+    volumeMounts: list[Mount]
+
+
+class Claim(Strict):
+    claimName: str
+
+
+class EmptyDir(Strict):
+    medium: Literal["Memory"]
+    sizeLimit: str = Quantity
+
+
+class Volume(Strict):
+    name: str = Name
+    persistentVolumeClaim: Claim | None = None
+    emptyDir: EmptyDir | None = None
+
+
+class Pod(Strict):
+    restartPolicy: Literal["Never", "OnFailure"]  # a Job allows no other
+    subdomain: str = Name
+    terminationGracePeriodSeconds: int
+    containers: list[Container]
+    volumes: list[Volume]
+
+
+class Template(Strict):
+    spec: Pod
+
+
+class JobSpec(Strict):
+    completions: int = Field(ge=1)
+    parallelism: int = Field(ge=1)
+    completionMode: Literal["Indexed"]
+    backoffLimit: int
+    activeDeadlineSeconds: int = Field(ge=1)
+    template: Template
+
+
+class Job(Strict):
+    apiVersion: Literal["batch/v1"]
+    kind: Literal["Job"]
+    metadata: Meta
+    spec: JobSpec
+
+
+class ServiceSpec(Strict):
+    clusterIP: Literal["None"]
+    publishNotReadyAddresses: bool
+    selector: dict[str, str]
+
+
+class Service(Strict):
+    apiVersion: Literal["v1"]
+    kind: Literal["Service"]
+    metadata: Meta
+    spec: ServiceSpec
+
+
+def test_kubernetes_gets_a_job_whose_run_is_on_the_volume_and_whose_ranks_share_memory() -> None:
+    """FAILURES B16: the run folder was not on the volume, and /dev/shm was the pod's 64 MiB."""
+    words = ["--claim", "team-data", "--image", "registry/train:1", "--time", "10:00:00", "--run", "runs/My Run_1"]
+    service, job = list(yaml.safe_load_all(script("k8s", *words)))
+    service, job = Service.model_validate(service), Job.model_validate(job)
+    assert (job.spec.completions, job.spec.parallelism, job.spec.activeDeadlineSeconds) == (8, 8, 36_000)
+    pod = job.spec.template.spec
+    (container,) = pod.containers
+    assert container.image == "registry/train:1"
+    assert container.resources.limits == {"nvidia.com/gpu": 8}
+    volumes = {volume.name: volume for volume in pod.volumes}
+    mounts = {mount.mountPath: volumes[mount.name] for mount in container.volumeMounts}
+    assert mounts["/dev/shm"].emptyDir is not None
+    claim = mounts["/runs"].persistentVolumeClaim
+    assert claim is not None
+    assert claim.claimName == "team-data"
+    assert container.args[0].endswith("isograd train run.yaml --run=/runs/my-run-1")  # given once, on the volume
+    # the name that ranks look for is one the service gives: pod NAME-0 in subdomain NAME
+    assert f"--master-addr={job.metadata.name}-0.{service.metadata.name} " in container.args[0]
+    assert pod.subdomain == service.metadata.name
+    assert service.spec.selector == {"job-name": job.metadata.name}
+    done = bash(container.args[0], {"torchrun": 'printf "%s\\n" "$@"'}, JOB_COMPLETION_INDEX="5")
+    assert "--node-rank=5" in done.stdout.splitlines()
+
+
+# -- what is refused
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--nodes", "3"], "64 ranks of layout 'dp16 tp4 sp zero1' do not spread evenly over 3 machine(s)"),
+        (["--nodes", "0"], "IG638"),
+        (["--nodes", "4", "--gpus-per-node", "8"], "4 machine(s) of 8 GPUs"),
+        (["--gpus-per-node", "7"], "IG638"),
+        (["--time", "tomorrow"], "--time 'tomorrow' is not a time"),
+        (["--partition", "a b"], "--partition 'a b' is not a name"),
+        (["--run", "a\n#SBATCH --uid=0"], "line break"),
+        (["--layout", "dp2 tp11", "--model.options.heads", "22"], "fill no whole number of machines"),
+    ],
+)
+def test_what_no_cluster_could_run_is_refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("run.yaml").write_text(RUN.format(layout="dp16 tp4 sp zero1", run="x"))
+    assert main(["train", "run.yaml", "--emit", "slurm", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("folder", "name"),
+    [("runs/A_b.c", "a-b-c"), ("runs/8b", "run-8b"), ("x/" + "é" * 9, "run"), ("x" * 90, "x" * 50)],
+)
+def test_a_folder_becomes_a_name_that_clusters_accept(folder: str, name: str) -> None:
+    from isograd.train import reading
+
+    Path("run.yaml").write_text(RUN.format(layout="dp1", run=folder))
+    found = emit.name_of(reading.load("run.yaml").config)
+    assert found == name
+    Meta.model_validate({"name": found})
