@@ -37,6 +37,7 @@ from isograd.comm import raw
 from isograd.contract import contracts
 from isograd.engine import start
 from isograd.engine.first import FirstValues
+from isograd.engine.fit import refuse_unfit
 from isograd.engine.plan import Bucket, Slot, make_plan
 from isograd.engine.reduce import Reducer
 from isograd.engine.units import differentiable
@@ -70,6 +71,7 @@ class DataParallel(nn.Module):
         start.take_over(module)
         self.module, self.broadcast_buffers = module, broadcast_buffers
         table = contracts(module, mesh)
+        refuse_unfit(module, table, mesh)
         self._plan = make_plan(table, mesh, int((bucket_cap_mb or 16.0) * 2**20))
         start.check_plan(self._plan, mesh)
         FirstValues(module, table, mesh, None).fill(table)

@@ -30,6 +30,7 @@ from isograd.engine import batches, matrices, norm, start
 from isograd.engine.batches import call
 from isograd.engine.blame import Blame, blame
 from isograd.engine.first import FirstValues
+from isograd.engine.fit import refuse_unfit
 from isograd.engine.plan import Bucket, Slot, make_plan, slot_of
 from isograd.engine.precision import LossScale
 from isograd.engine.reduce import Reducer
@@ -101,6 +102,7 @@ class Engine:
         self.pipeline = Pipeline(start.chunks_of(model, mesh, reproducible), mesh) if mesh.size("pp") > 1 else None
         self.table = contracts(model, mesh)
         start.refuse_idle_stage(self.table, mesh)
+        refuse_unfit(model, self.table, mesh)
         stage = mesh.layout.zero
         parts = (repeated_blocks(model) if blocks is None else list(blocks)) if stage == 3 else []
         owners = matrices.owners(self.table, mesh, whole)
