@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from isograd.comm.raw import Group
-from isograd.engine import matrices
+from isograd.engine import elementwise, matrices
 from isograd.engine.plan import Plan, Slot
 from isograd.engine.transport import gather_rows
 from isograd.engine.units import Units, on_host
@@ -101,7 +101,9 @@ class Optimized:
         self.optimizer = factory(shards)
         self._check_owned(shards)
         slots = {id(self.masters[slot.name]): slot for slot in plan.slots}
-        matrices.refuse_pieces(self.optimizer, slots, by_rows=stage > 0 and group.size > 1)
+        by_rows = stage > 0 and group.size > 1
+        matrices.refuse_pieces(self.optimizer, slots, by_rows=by_rows)
+        elementwise.refuse(self.optimizer, slots, by_rows=by_rows)
 
     def _master(self, slot: Slot) -> nn.Parameter:
         if self.stage == 0 and slot.parameter.dtype == slot.dtype:
