@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Callable, Iterator
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from isograd.comm.launch import World
 
+from . import sizes
 from .cpu_times import CpuTimes
 
 
@@ -18,8 +22,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    torch.set_num_threads(1)  # as in a rank: more threads on tensors as small as these only wait for each other
     if file := config.getoption("--cpu-times"):
         config.pluginmanager.register(CpuTimes(file))
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    sizes.mark(item)
 
 
 class PatientWorld(World):
@@ -31,6 +40,8 @@ class PatientWorld(World):
 
 @pytest.fixture(scope="session")
 def worlds() -> Iterator[Callable[[int], World]]:
+    multiprocessing.set_forkserver_preload(["isograd.comm.worker", "tests.preloaded"])
+    forkserver.ensure_running()
     started: dict[int, World] = {}
 
     def world(ranks: int) -> World:

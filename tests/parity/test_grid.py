@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Hashable
+from typing import Any
 
 import pytest
 import torch
 
 from isograd.layout import Layout
 from isograd.models import TransformerConfig
+from tests.sizes import pairwise, sized
 
 from . import cases
 
@@ -29,19 +32,30 @@ def runs(layout: Layout, config: TransformerConfig) -> bool:
     return dealt and config.heads // layout.tp >= layout.ulysses and not (config.attention_dropout and layout.ring > 1)
 
 
-GRID = [layout for world in (1, 2, 3, 4, 6, 8) for layout in layouts(world)]
+LAYOUTS = [layout for world in (1, 2, 3, 4, 6, 8) for layout in layouts(world)]
+GRID = list(itertools.product(LAYOUTS, cases.MODELS, (1, 3)))
 
 
-@pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize("model", cases.MODELS)
-@pytest.mark.parametrize("layout", GRID)
+def settings(case: tuple[Any, ...]) -> tuple[Hashable, ...]:
+    """The values of a case (layout, model, further values) of which any two meet in `make test`."""
+    layout, *rest = case
+    sizes = Layout.parse(layout)
+    return (sizes.dp, (sizes.tp, sizes.sp), (sizes.ring, sizes.ulysses), sizes.zero, *rest)
+
+
+def on_two_ranks(case: tuple[Any, ...]) -> bool:
+    """The cases of `make test-fast`: three micro-batches, the last without labels."""
+    return Layout.parse(case[0]).world_size == 2 and case[-1] == 3
+
+
+@pytest.mark.parametrize(("layout", "model", "accumulation"), sized(GRID, settings, on_two_ranks))
 def test_a_layout_trains_as_one_device_does(worlds, layout: str, model: str, accumulation: int) -> None:
     case = cases.Case(layout, model, accumulation)
     assert not case.wrong(worlds(Layout.parse(layout).world_size).run(case.run))
 
 
 CP_GRID = [
-    (layout, model, packed)
+    (layout, model, packed, accumulation)
     for layout in (
         "cp2 ulysses", "cp3 ulysses", "cp4 ulysses zero1", "cp2 ring", "cp3 ring zero2", "cp4 ring", "cp4 ulysses2",
         "dp2 cp2 ring zero1", "dp2 cp2 ulysses zero2", "dp3 cp2 ring", "cp2 ulysses tp2", "cp2 ulysses tp2 sp zero1",
@@ -51,29 +65,21 @@ CP_GRID = [
     for model, packed in (
         ("llama", False), ("qwen", True), ("nine", False), ("nine", True), ("gpt2", False), ("gpt2-ring", True),
     )
+    for accumulation in (1, 3)
     if runs(Layout.parse(layout), cases.CONFIGS[model])
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize(
-    ("layout", "model", "packed"), CP_GRID, ids=["-".join((a, b, "packed" if c else "causal")) for a, b, c in CP_GRID]
+    ("layout", "model", "packed", "accumulation"),
+    sized(CP_GRID, settings, on_two_ranks),
+    ids=[f"{layout}-{model}-{'packed' if packed else 'causal'}-{count}" for layout, model, packed, count in CP_GRID],
 )
 def test_a_cut_sequence_trains_as_one_device_does(
     worlds, layout: str, model: str, packed: bool, accumulation: int
 ) -> None:
     case = cases.Case(layout, model, accumulation, text=cases.Text(packed=packed))
     assert not case.wrong(worlds(Layout.parse(layout).world_size).run(case.run))
-
-
-def pairwise(cases_: list[tuple[object, ...]]) -> list[tuple[object, ...]]:
-    """As few of these as a greedy choice finds in which any two values that meet in one of all meet in one of them."""
-    pairs = {case: {*itertools.combinations(enumerate(case), 2)} for case in cases_}
-    chosen, left = [], set.union(*pairs.values())
-    while left:
-        chosen.append(max(cases_, key=lambda case: len(pairs[case] & left)))
-        left -= pairs[chosen[-1]]
-    return chosen
 
 
 # (layout, model, documents, rows, length, labels at the start only, accumulation): what CP_GRID leaves out, in pairs.

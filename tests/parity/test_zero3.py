@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 
 from isograd.layout import Layout
+from tests.sizes import sized
 
 from . import cases
+from .test_grid import on_two_ranks, settings
 
-GRID = [
+LAYOUTS = [
     "dp2", "dp4", "dp8", "dp3", "dp2 tp2 sp", "dp4 tp2 sp", "dp2 tp2", "tp2 sp", "cp2 ulysses", "cp2 ring",
     "dp2 cp2 ring", "dp4 cp2 ulysses", "dp2 cp2 ring tp2 sp",
 ]  # fmt: skip
@@ -18,8 +22,10 @@ def runs(layout: Layout, model: str) -> bool:
     return not (layout.ring > 1 and cases.CONFIGS[model].attention_dropout)
 
 
-@pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize(("layout", "model"), [(a, b) for a in GRID for b in cases.MODELS if runs(Layout.parse(a), b)])
+GRID = [case for case in product(LAYOUTS, cases.MODELS, (1, 3)) if runs(Layout.parse(case[0]), case[1])]
+
+
+@pytest.mark.parametrize(("layout", "model", "accumulation"), sized(GRID, settings, on_two_ranks))
 def test_stage_3_trains_as_one_device_does_with_the_bits_of_stage_1(
     worlds, layout: str, model: str, accumulation: int
 ) -> None:
