@@ -5,16 +5,19 @@ A file is opened for each part and closed after it, so that pages it was read fr
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from isograd.errors import ModelError
+from isograd.outside import MANIFEST, FileError, read_header, read_typed
 
 Box = Sequence[tuple[int, int]]  # (start, stop) along each dimension
 
@@ -31,16 +34,13 @@ class Stored:
     """The tensors of one safetensors file, or of all in a directory."""
 
     def __init__(self, path: str | Path) -> None:
-        from safetensors import safe_open
-
-        files = _files(Path(path))
+        """Every header is checked before any tensor is read; see outside.read_header."""
         self.homes: dict[str, Path] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
-        for file in files:
-            with safe_open(str(file), framework="pt") as opened:
-                for name in opened.keys():  # noqa: SIM118 - it is no mapping
-                    self.homes[name] = file
-                    self.shapes[name] = tuple(opened.get_slice(name).get_shape())
+        for file in _files(Path(path)):
+            for name, extent in read_header(file, follow=True).items():
+                self.homes[name] = file
+                self.shapes[name] = extent.shape
 
     def has(self, name: str, shape: tuple[int, ...]) -> bool:
         """Whether a tensor of that name is stored; one of another shape is an error."""
@@ -56,9 +56,7 @@ class Stored:
 
     def read(self, name: str, shape: tuple[int, ...], box: Box) -> Tensor:
         """A copy of the box of a tensor."""
-        from safetensors import safe_open
-
-        with safe_open(str(self.homes[name]), framework="pt") as opened:
+        with opened_tensors(self.homes[name]) as opened:
             if not box:
                 scalar: Tensor = opened.get_tensor(name)
                 return scalar.clone()
@@ -70,18 +68,41 @@ class Stored:
 
     def look(self, name: str, take: Callable[[Tensor], Tensor]) -> Tensor:
         """A copy of what `take` picks from a tensor, which is mapped: only pages that are touched are read."""
-        from safetensors import safe_open
-
-        with safe_open(str(self.homes[name]), framework="pt") as opened:
+        with opened_tensors(self.homes[name]) as opened:
             return take(opened.get_tensor(name)).clone(memory_format=torch.contiguous_format)
 
 
+@contextmanager
+def opened_tensors(file: Path) -> Iterator[Any]:
+    """A safetensors file whose header has been checked; what still goes wrong in it is an error with its name."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(str(file), framework="pt") as found:
+            yield found
+    except (SafetensorError, OSError) as error:
+        raise FileError(
+            "IG664",
+            f"{file} cannot be read",
+            seen=error,
+            expected="the file as it was when its header was read",
+            fix="the file is damaged or has changed: copy it again",
+        ) from error
+
+
+@dataclass(frozen=True)
+class Index:
+    """model.safetensors.index.json: the file of each tensor."""
+
+    weight_map: dict[str, str]
+
+
 def _files(place: Path) -> list[Path]:
-    """Those that a Hugging Face index names, else model.safetensors, else all: folders may hold a second form too."""
+    """The files that a Hugging Face index names, else model.safetensors, else all safetensors of the folder."""
     index = place / "model.safetensors.index.json"
-    if index.is_file():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        lost = [name for name in names if Path(name).name != name or not (place / name).is_file()]
+    if os.path.lexists(index):
+        names = sorted(set(read_typed(Index, index, MANIFEST, follow=True).weight_map.values()))
+        lost = [name for name in names if Path(name).name != name or not os.path.isfile(place / name)]
         if lost:
             raise ModelError(
                 "IG424",
@@ -91,10 +112,10 @@ def _files(place: Path) -> list[Path]:
                 fix="copy the folder again",
             )
         return [place / name for name in names]
-    if (place / "model.safetensors").is_file():
+    if os.path.lexists(place / "model.safetensors"):
         return [place / "model.safetensors"]
     files = sorted(place.glob("*.safetensors")) if place.is_dir() else [place]
-    if not files or any(f.suffix != ".safetensors" or not f.is_file() for f in files):
+    if not files or any(f.suffix != ".safetensors" for f in files) or not os.path.lexists(files[0]):
         raise ModelError(
             "IG421",
             f"no safetensors in {place}",

@@ -59,7 +59,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "a header that lies": (largest_number_in_header, "header"),
     "a truncated shard": (lambda p: shard(p).write_bytes(shard(p).read_bytes()[:-8]), "bytes instead of"),
     "an empty shard": (lambda p: shard(p).write_bytes(b""), "0 bytes instead of"),
-    "a missing shard": (lambda p: shard(p).unlink(), "the file is missing"),
+    "a missing shard": (lambda p: shard(p).unlink(), "is missing"),
     "a flipped bit in the manifest": (lambda p: flip(p / manifest.NAME, 300), "manifest.json does not have the hash"),
     "an empty manifest": (lambda p: (p / manifest.NAME).write_bytes(b""), "manifest.json does not have the hash"),
     "no manifest": (lambda p: (p / manifest.NAME).unlink(), "cannot be read"),

@@ -69,6 +69,8 @@ def _hashes(saved: Saved) -> set[tuple[Box, str]]:
 def _by_rows(key: str, one: Reader, other: Reader) -> Difference | None:
     saved = one.manifest.tensors[key]
     shape = saved.shape or (1,)
+    if not math.prod(shape):
+        return None
     step = max(1, BLOCK_BYTES // max(1, math.prod(shape[1:]) * TORCH[saved.dtype].itemsize))
     rows: list[int] = []
     largest, apart, whole = torch.zeros((), dtype=torch.float64), 0.0, 0.0

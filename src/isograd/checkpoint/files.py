@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from isograd.errors import CheckpointError
+from isograd.inside import opened
 
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
@@ -75,7 +76,7 @@ def write_tensors(path: Path, entries: Sequence[Entry], tensors: Iterable[Tensor
         at += one.size
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
+    with opened(path, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for tensor in tensors:
             file.write(raw_bytes(tensor.contiguous()))
@@ -97,7 +98,7 @@ def write_json(path: Path, value: Any) -> bytes:
 
 def write_bytes(path: Path, content: bytes) -> None:
     draft = path.with_name(f".{path.name}.draft")
-    with draft.open("wb") as file:
+    with opened(draft, "wb") as file:
         file.write(content)
         flush(file)
     draft.rename(path)

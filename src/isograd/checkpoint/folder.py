@@ -16,11 +16,14 @@ import re
 import shutil
 import socket
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 from isograd.checkpoint.files import flush, flush_folder
 from isograd.errors import CheckpointError
+from isograd.inside import opened
+from isograd.outside import read_typed
 
 LOCK = "lock"
 _NAME = re.compile(r"step-(\d{8,})")
@@ -46,16 +49,23 @@ def partial(folder: Path, step: int, job: str) -> Path:
     return folder / f".{name_of(step)}.partial-{job}"
 
 
+@dataclass(frozen=True)
+class _Holder:
+    """What a lock says of the job that holds it."""
+
+    job: str
+
+
 class Lock:
     """Held until it is closed or its process ends, however it ends."""
 
     def __init__(self, folder: Path, job: str) -> None:
-        self._file: IO[str] = (folder / LOCK).open("a+")
+        self._file: IO[str] = opened(folder / LOCK, "a+")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self._file.seek(0)
-            holder = self._file.read().strip()
+            holder = self._file.read(1 << 12).strip()
             self._file.close()
             raise CheckpointError(
                 "IG931",
@@ -75,7 +85,7 @@ class Lock:
 
 def job_in(folder: Path) -> str:
     """Which job the lock names: what another rank sees of the folder of rank 0."""
-    return str(json.loads((folder / LOCK).read_text())["job"])
+    return read_typed(_Holder, folder / LOCK, 1 << 12).job
 
 
 def sweep(folder: Path) -> None:

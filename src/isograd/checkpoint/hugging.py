@@ -12,6 +12,7 @@ import dataclasses
 import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from isograd.engine import Engine, state
 from isograd.errors import CheckpointError, IsogradError
 from isograd.models import Transformer, TransformerConfig
 from isograd.models.families import model_type_of, rules, to_hf_config
+from isograd.outside import CONFIG, read_json
 
 ARCHITECTURES = {
     "gpt2": "GPT2LMHeadModel", "gpt_neox": "GPTNeoXForCausalLM", "llama": "LlamaForCausalLM",
@@ -110,7 +112,8 @@ def convert(
     reader, target = open_whole(place), Path(folder)
     described = _described(reader.manifest.model, "model of this checkpoint")
     ours = {key: Entry(key, saved.dtype, saved.shape) for key, saved in reader.manifest.tensors.items()}
-    shards = plan(described, ours, max_shard_gb, dtype)
+    with damaged_if_unlike(place):
+        shards = plan(described, ours, max_shard_gb, dtype)
     with as_ours(f"writing {target}", ""):
         _open(target, tokenizer)
         try:
@@ -121,6 +124,16 @@ def convert(
         finally:
             shutil.rmtree(_draft(target), ignore_errors=True)
     return target
+
+
+@contextmanager
+def damaged_if_unlike(place: Path) -> Iterator[None]:
+    """A manifest may name another model than its tensors are of: then no plan can be made."""
+    try:
+        yield
+    except (LookupError, RuntimeError, TypeError, ValueError) as error:
+        damage = Damage(f"its tensors are not those of the model that it describes: {type(error).__name__}: {error}")
+        raise damaged(place, damage) from error
 
 
 def plan(
@@ -257,8 +270,8 @@ def _config(described: Mapping[str, Any], entries: Iterable[Entry], tokenizer: s
         values = dict(described["config"])
     near = Path(str(tokenizer)) / "config.json"
     if tokenizer is not None and near.is_file():
-        known = json.loads(near.read_text())
-        values |= {name: known[name] for name in SPECIAL if name in known}
+        known = read_json(near, CONFIG, nan=True, follow=True)
+        values |= {name: known[name] for name in SPECIAL if name in dict(known)}
     widest = max((entry.dtype for entry in entries if entry.dtype in HF_DTYPES), key=lambda d: TORCH[d].itemsize)
     return {**values, "dtype": HF_DTYPES[widest]}
 

@@ -33,6 +33,7 @@ from isograd.checkpoint.write import Copied, Job, Phase, Writing
 from isograd.engine import Engine, state
 from isograd.engine.state import Part
 from isograd.errors import CheckpointError, IsogradError
+from isograd.outside import FileError
 
 
 class Keeper:
@@ -69,8 +70,8 @@ class Keeper:
     def _check_shared(self) -> None:
         try:
             job = folders.job_in(self.folder)
-        except (OSError, ValueError, KeyError) as error:
-            job = f"{type(error).__name__}: {error}"
+        except FileError as error:
+            job = error.brief
         if job != self._job:
             raise CheckpointError(
                 "IG932",

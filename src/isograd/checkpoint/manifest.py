@@ -24,22 +24,26 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import torch
+from pydantic import Field
 
-from isograd.checkpoint.files import write_bytes, write_json
+from isograd.checkpoint.files import TORCH, write_bytes, write_json
 from isograd.errors import CheckpointError
+from isograd.outside import FileError, parse_json, read_bytes, typed
 
 FORMAT, VERSION = "isograd checkpoint", 1
 NAME, HASH = "manifest.json", "manifest.sha256"
+LARGEST = 1 << 30  # bytes of a manifest
+COMPARISONS = 20_000_000  # of pieces with each other, to see that none overlap
 
 Box = tuple[tuple[int, int], ...]
 Note = dict[str, Any]  # what one rank says of its file
 
 
 class Damage(Exception):
-    """What a checkpoint says of itself is not true; an older one may still be whole."""
+    """A checkpoint contradicts itself or its manifest; an older one may still be whole."""
 
 
 class Piece(NamedTuple):
@@ -104,43 +108,146 @@ def versions() -> dict[str, str]:
     return {"isograd": own, "torch": str(torch.__version__)}
 
 
+# -- reading ---------------------------------------------------------------------------------------------------------
+
+Count = Annotated[int, Field(ge=0, lt=1 << 48)]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,200}$")]  # of a file in the checkpoint's own folder
+STRICT: dict[str, Any] = {"extra": "forbid", "strict": True}
+
+
+@dataclass(frozen=True)
+class _Columns:
+    """One tensor as the file has it."""
+
+    shape: list[Count]
+    dtype: str
+    files: list[Count]
+    boxes: list[Count]
+    sha256: list[Annotated[str, Field(pattern="^[0-9a-f]{64}$")]]
+    __pydantic_config__: ClassVar = STRICT
+
+
+@dataclass(frozen=True)
+class _Described:
+    """The model, as hugging.describe gives it."""
+
+    kind: str
+    config: dict[str, Any]
+    __pydantic_config__: ClassVar = STRICT
+
+
+@dataclass(frozen=True)
+class _Group:
+    """A group of an optimizer: its options, and the parameters in it."""
+
+    kind: str
+    options: dict[str, Any]
+    names: list[str]
+    __pydantic_config__: ClassVar = {"strict": True}
+
+
+@dataclass(frozen=True)
+class _Numbers:
+    """Of `numbers`, the fields that readers of manifests look into; engine/state.py knows the others."""
+
+    groups: list[_Group]
+    counts: dict[str, dict[str, Any]]
+    __pydantic_config__: ClassVar = {"strict": True, "extra": "ignore"}
+
+
+@dataclass(frozen=True)
+class _Head:
+    """The whole file."""
+
+    format: str
+    version: int
+    step: Count
+    layout: str
+    model: _Described | None
+    written_by: dict[str, str]
+    files: dict[Name, Count]
+    numbers: _Numbers
+    extra: dict[str, Any]
+    tensors: dict[str, _Columns]
+    __pydantic_config__: ClassVar = STRICT
+
+
 def read(folder: Path) -> Manifest:
     """Raises Damage, or an error when a newer isograd wrote it."""
+    path = folder / NAME
     try:
-        text = (folder / NAME).read_bytes()
-        expected = (folder / HASH).read_text().split()[0]
-    except (OSError, IndexError, UnicodeDecodeError) as error:
-        raise Damage(f"{NAME} or {HASH} cannot be read: {error}") from error
-    if hashlib.sha256(text).hexdigest() != expected:
-        raise Damage(f"{NAME} does not have the hash that {HASH} says")
-    try:
-        found = json.loads(text)
-        version = found["version"]
-        if found["format"] == FORMAT and version > VERSION:
-            raise CheckpointError(
-                "IG939",
-                f"{folder.name} was written by a newer isograd",
-                seen=f"format version {version}, written by {found.get('written_by')}",
-                expected=f"at most version {VERSION}",
-                fix="read it with the isograd that wrote it, or a later one",
-            )
-        return Manifest(
-            found["step"],
-            found["layout"],
-            found["model"],
-            found["extra"],
-            found["numbers"],
-            {key: _saved(value, list(found["files"])) for key, value in found["tensors"].items()},
-            found["files"],
-            found["written_by"],
+        text = read_bytes(path, LARGEST)
+        words = read_bytes(folder / HASH, 1 << 12).decode("ascii", "replace").split()
+        if not words or hashlib.sha256(text).hexdigest() != words[0]:
+            raise Damage(f"{NAME} does not have the hash that {HASH} says")
+        found = parse_json(text, path, nan=True)
+        _not_newer(folder, found)
+        head = typed(_Head, text, path, nan=True)
+    except FileError as error:
+        raise Damage(error.brief) from error
+    budget = [COMPARISONS]
+    tensors = {key: _saved(key, value, head.files, budget) for key, value in head.tensors.items()}
+    return Manifest(
+        head.step, head.layout, found["model"], head.extra, found["numbers"], tensors, head.files, head.written_by
+    )
+
+
+def _not_newer(folder: Path, found: Any) -> None:
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        raise Damage(f"{NAME} is no manifest of a checkpoint")
+    version = found.get("version")
+    if type(version) is int and version > VERSION:
+        raise CheckpointError(
+            "IG939",
+            f"{folder.name} was written by a newer isograd",
+            seen=f"format version {version}, written by {str(found.get('written_by'))[:200]}",
+            expected=f"at most version {VERSION}",
+            fix="read it with the isograd that wrote it, or a later one",
         )
-    except (LookupError, ValueError, TypeError, RecursionError) as error:
-        raise Damage(f"{NAME} is no manifest: {error!r}") from error
+    if type(version) is not int or version < 1:
+        raise Damage(f"{NAME} has no version")
 
 
-def _saved(value: Any, files: list[str]) -> Saved:
-    names = [files[number] for number in value["files"]]
-    return Saved(tuple(value["shape"]), value["dtype"], names, value["boxes"], value["sha256"])
+def _saved(key: str, value: _Columns, sizes: dict[str, int], budget: list[int]) -> Saved:
+    """One tensor whose pieces lie inside it and cover it exactly once."""
+    files = list(sizes)
+    if value.dtype not in TORCH:
+        raise Damage(f"{key}: the dtype {value.dtype[:20]!r} is unknown")
+    if any(number >= len(files) for number in value.files):
+        raise Damage(f"{key}: a piece lies in a file that {NAME} does not list")
+    width = 2 * max(1, len(value.shape))
+    if len(value.files) != len(value.sha256) or len(value.boxes) != width * len(value.files):
+        raise Damage(f"{key}: {len(value.files)} pieces, {len(value.sha256)} hashes, {len(value.boxes)} ends of boxes")
+    saved = Saved(tuple(value.shape), value.dtype, [files[n] for n in value.files], value.boxes, value.sha256)
+    pieces = list(saved.pieces)
+    boxes = [piece.box for piece in pieces]
+    limits, wide = saved.shape or (1,), TORCH[value.dtype].itemsize
+    if any(not 0 <= a <= b <= n for box in boxes for (a, b), n in zip(box, limits, strict=True)):
+        raise Damage(f"{key}: a piece lies outside of its shape {list(saved.shape)}")
+    if any(volume(piece.box) * wide > sizes[piece.file] for piece in pieces):
+        raise Damage(f"{key}: a piece is larger than the file that it lies in")
+    covered, total = sum(map(volume, boxes)), math.prod(saved.shape)
+    if covered != total or _overlap(boxes, budget):
+        raise Damage(f"{key}: its pieces do not cover its {total} elements once ({covered} in all)")
+    return saved
+
+
+def _overlap(boxes: Sequence[Box], budget: list[int]) -> bool:
+    """Whether two boxes share an element: a sweep along the dimension in which most boxes begin at different places."""
+    full = [box for box in boxes if volume(box)]
+    if len(full) < 2:
+        return False
+    dim = max(range(len(full[0])), key=lambda d: len({box[d][0] for box in full}))
+    under_way: list[Box] = []
+    for box in sorted(full, key=lambda box: box[dim]):
+        under_way = [other for other in under_way if other[dim][1] > box[dim][0]]
+        budget[0] -= len(under_way)
+        if budget[0] < 0:
+            raise Damage(f"{NAME} lists more pieces than can be compared with each other")
+        if any(all(max(a, c) < min(b, d) for (a, b), (c, d) in zip(box, other, strict=True)) for other in under_way):
+            return True
+        under_way.append(box)
+    return False
 
 
 # -- from what ranks say of their files ------------------------------------------------------------------------------

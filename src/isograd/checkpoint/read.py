@@ -5,6 +5,7 @@ A rank opens only files that hold something of its own, maps them, and checks th
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from isograd.checkpoint.files import DTYPES, TORCH, sha256
 from isograd.checkpoint.folder import one_of
 from isograd.checkpoint.manifest import Box, Damage, Manifest, Piece, Saved
 from isograd.errors import CheckpointError
+from isograd.outside import FileError, opened, read_header
 
 
 class Reader:
@@ -44,7 +46,12 @@ class Reader:
         """A box, or all, of a tensor."""
         saved = self.manifest.tensors[key]
         whole = tuple((0, size) for size in saved.shape or (1,))
-        tensor = torch.empty([stop - start for start, stop in box or whole], dtype=TORCH[saved.dtype])
+        for file in dict.fromkeys(piece.file for piece in saved.pieces if _common(box or whole, piece.box)):
+            self._open(file)  # its size is the manifest's: no memory is asked for that no file could fill
+        try:
+            tensor = torch.empty([stop - start for start, stop in box or whole], dtype=TORCH[saved.dtype])
+        except RuntimeError as error:
+            raise Damage(f"{key}: no memory for a tensor of {list(saved.shape)}") from error
         self.fill(key, box or whole, tensor)
         return tensor if saved.shape else tensor.view(())
 
@@ -54,9 +61,7 @@ class Reader:
         place = f"{key} {_spell(piece.box)} in {piece.file}"
         try:
             tensor: Tensor = self._open(piece.file).get_tensor(key)
-        except Damage as error:
-            raise Damage(f"{place}: {error}") from error
-        except Exception as error:  # a header that lies is told in many ways
+        except Exception as error:  # the safetensors package raises several kinds
             raise Damage(f"{place}: {error}") from error
         size = [stop - start for start, stop in piece.box]
         if list(tensor.shape) != size or DTYPES.get(tensor.dtype) != saved.dtype:
@@ -70,11 +75,16 @@ class Reader:
 
         if file not in self._opened:
             path = self.folder / file
-            if Path(file).name != file or not path.is_file():
-                raise Damage("the file is missing")
-            size = path.stat().st_size
-            if size != self.manifest.files.get(file):
-                raise Damage(f"the file has {size} bytes instead of {self.manifest.files.get(file)}")
+            if not os.path.lexists(path):
+                raise Damage(f"{file} is missing")
+            try:
+                with opened(path) as found:
+                    size = os.fstat(found.fileno()).st_size
+                if size != self.manifest.files[file]:
+                    raise Damage(f"{file} has {size} bytes instead of {self.manifest.files[file]}")
+                read_header(path)
+            except FileError as error:
+                raise Damage(error.brief) from error
             self._opened[file] = safe_open(str(path), framework="pt")
         return self._opened[file]
 

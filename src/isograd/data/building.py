@@ -16,8 +16,6 @@ from contextlib import closing, contextmanager
 from dataclasses import asdict, fields
 from pathlib import Path
 
-from pydantic import TypeAdapter, ValidationError
-
 from isograd.data.files import settle, write_whole, writing
 from isograd.data.manifest import LARGEST, NAME, TOKENIZER, Documents, Manifest, Recipe, encode, read
 from isograd.data.shards import Record, done
@@ -26,6 +24,7 @@ from isograd.data.tokenizer import find_tokenizer
 from isograd.data.tokens import check_sizes
 from isograd.data.workers import Job, work
 from isograd.errors import DataError
+from isograd.outside import FileError, read_typed
 
 RECIPE = "building.json"
 SHARD = 16 << 20  # bytes of text in a shard, more if there would be too many shards
@@ -125,8 +124,8 @@ def _begin(folder: Path, recipe: Recipe) -> bool:
 
 def _recipe(folder: Path) -> Recipe:
     try:
-        return TypeAdapter(Recipe).validate_json((folder / RECIPE).read_bytes())
-    except (OSError, ValidationError) as error:
+        return read_typed(Recipe, folder / RECIPE, LARGEST)
+    except FileError as error:
         raise _taken(folder, f"{RECIPE} cannot be read", "remove the folder and build again") from error
 
 

@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from isograd.errors import DataError
+from isograd.inside import opened
 
 OPEN = 64  # files held open by one reader
 BLOCK = 1 << 20
@@ -70,6 +71,17 @@ def _unreadable(path: str | Path, seen: str) -> DataError:
     )
 
 
+def damaged(path: str | Path, seen: str) -> DataError:
+    """A file whose numbers cannot be what was built, met while it is read."""
+    return DataError(
+        "IG928",
+        f"{path} holds numbers that no build writes",
+        seen=seen,
+        expected="ids of the vocabulary; ends of documents in ascending order",
+        fix="isograd data verify names the damaged files; copy them again, or build the folder again",
+    )
+
+
 class Writer:
     """A file under a temporary name, hashed as it is written; `keep` gives it its own name."""
 
@@ -78,7 +90,7 @@ class Writer:
         self._temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
         self._hash = hashlib.sha256()
         with writing(path):
-            self._file = self._temporary.open("wb")
+            self._file = opened(self._temporary, "wb")
 
     def write(self, data: bytes) -> None:
         with writing(self.path):

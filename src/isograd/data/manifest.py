@@ -13,24 +13,27 @@ number): none is read from the manifest, so a manifest cannot point elsewhere. J
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, Literal
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field
 
 from isograd.errors import DataError
+from isograd.outside import MANIFEST, FileError, parse_json, read_bytes, typed
 
 NAME = "manifest.json"
 TOKENIZER = "tokenizer.json"
 FORMAT: Final = "isograd tokens"
 VERSION: Final = 1
-LARGEST = 64 << 20  # bytes of a manifest
+LARGEST = MANIFEST
 
 Split = Literal["train", "validation"]
 Documents = Literal["file", "line", "blank"]
 SPLITS: tuple[Split, ...] = ("train", "validation")
-Count = Annotated[int, Field(ge=0)]
+Count = Annotated[int, Field(ge=0, lt=1 << 60)]
+Some = Annotated[int, Field(gt=0, lt=1 << 60)]
 Hash = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 STRICT: dict[str, Any] = {"extra": "forbid", "strict": True}
 
@@ -42,9 +45,9 @@ def file_names(split: Split, number: int) -> tuple[str, str]:
 @dataclass(frozen=True)
 class Shard:
     split: Split
-    number: Count
-    tokens: Annotated[int, Field(gt=0)]
-    documents: Annotated[int, Field(gt=0)]
+    number: Annotated[int, Field(ge=0, lt=1 << 32)]
+    tokens: Some
+    documents: Some
     tokens_sha256: Hash
     ends_sha256: Hash
     __pydantic_config__: ClassVar = STRICT
@@ -89,7 +92,7 @@ class Recipe:
     documents: Documents
     text_key: str
     validation: Annotated[float, Field(ge=0, lt=1)]
-    shard_bytes: Annotated[int, Field(gt=0)]
+    shard_bytes: Some
     inputs: tuple[Input, ...]
     __pydantic_config__: ClassVar = STRICT
 
@@ -123,34 +126,26 @@ def encode(record: dict[str, Any]) -> bytes:
 def read(folder: Path) -> Manifest:
     """The manifest of a finished build, checked field by field."""
     path = folder / NAME
-    try:
-        with path.open("rb") as file:
-            raw = file.read(LARGEST + 1)
-    except OSError as error:
-        begun = (folder / "building.json").exists()
+    if not os.path.lexists(path):
+        begun = os.path.lexists(folder / "building.json")
         raise DataError(
             "IG900",
             f"{folder} holds no tokens" + (": its build is not finished" if begun else ""),
-            seen=error.strerror or str(error),
+            seen=f"no {NAME}" if os.path.isdir(folder) else "no such folder",
             expected=f"a folder with {NAME}, as isograd data build makes it",
-            fix="give the same isograd data build command again: it goes on where it was"
+            fix="give the same isograd data build command again: it resumes where it stopped"
             if begun
             else f"isograd data build {folder} INPUT...",
-        ) from error
-    if len(raw) > LARGEST:
-        raise DataError("IG901", f"{path} is larger than any manifest", seen=f"more than {LARGEST} bytes")
+        )
     try:
-        head = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise _unlike(path, f"no JSON: {error}") from error
-    kind, version = (head.get("format"), head.get("version")) if isinstance(head, dict) else (None, None)
-    if kind != FORMAT or version != VERSION:
-        raise _unlike(path, f"format {kind!r}, version {version!r}")
-    try:
-        found = TypeAdapter(Manifest).validate_json(raw)
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise _unlike(path, f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+        raw = read_bytes(path, LARGEST)
+        head = parse_json(raw, path)
+        kind, version = (head.get("format"), head.get("version")) if isinstance(head, dict) else (None, None)
+        if kind != FORMAT or version != VERSION:
+            raise _unlike(path, f"format {kind!r:.40}, version {version!r:.40}")
+        found = typed(Manifest, raw, path)
+    except FileError as error:
+        raise _unlike(path, error.brief) from error
     if len({(s.split, s.number) for s in found.shards}) != len(found.shards):
         raise _unlike(path, "two shards of one name")
     return found

@@ -17,6 +17,7 @@ from typing import Any
 
 from isograd.data.order import shuffled
 from isograd.errors import DataError
+from isograd.outside import FileError, opened
 
 LONGEST = 1 << 20  # bytes of a line
 Pair = tuple[str, str]
@@ -36,7 +37,7 @@ class Pairs:
         self._train, self._held = array("q"), array("q")
         digest = sha256()
         try:
-            with self.path.open("rb") as file:
+            with opened(self.path, follow=True) as file:
                 at = 0
                 for number, line in enumerate(iter(lambda: file.readline(LONGEST + 1), b""), 1):
                     self._texts(line, number)
@@ -44,9 +45,9 @@ class Pairs:
                     share = int.from_bytes(blake2b(line, digest_size=8).digest()) / 2**64
                     (self._held if share < held_out else self._train).append(at)
                     at += len(line)
-        except OSError as error:
+        except FileError as error:
             raise DataError(
-                "IG926", f"{self.path} cannot be read", seen=error.strerror,
+                "IG926", f"{self.path} cannot be read", seen=error.seen,
                 expected='lines such as {"query": "...", "answer": "..."}', fix="check the path",
             ) from error  # fmt: skip
         if not self._train:
@@ -64,9 +65,10 @@ class Pairs:
             found = json.loads(line)
             texts = [found[key] for key in self.keys]
             if len(line) <= LONGEST and all(isinstance(text, str) and text.strip() for text in texts):
+                "".join(texts).encode()  # half of a surrogate pair is a ValueError
                 return texts[0], texts[1]
             seen = f"a line of over {LONGEST} bytes" if len(line) > LONGEST else texts
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             seen = f"{type(error).__name__}: {error}"
         raise DataError(
             "IG927", f"{self.path}: line {number} is no pair", seen=str(seen)[:200],
@@ -96,7 +98,7 @@ class Pairs:
 
     def _read(self, places: Sequence[int]) -> list[Pair]:
         found = []
-        with self.path.open("rb") as file:
+        with opened(self.path, follow=True) as file:
             for place in places:
                 file.seek(place)
                 found.append(self._texts(file.readline(LONGEST + 1), -1))

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
-from pydantic import TypeAdapter, ValidationError
 
 from isograd.data.files import Writer, settle, write_whole
-from isograd.data.manifest import STRICT, Count, Recipe, Shard, Split, encode, file_names
+from isograd.data.manifest import LARGEST, STRICT, Count, Recipe, Shard, Split, encode, file_names
 from isograd.data.texts import Part, read
 from isograd.data.tokenizer import Ids, Tokenizer
+from isograd.outside import FileError, read_typed
 
 TOGETHER = 1 << 20  # characters given to the tokenizer at once
 
@@ -39,11 +39,11 @@ def done(folder: Path, number: int, recipe: Recipe) -> Record | None:
     """The record of a shard that was finished before."""
     width = int(recipe.vocabulary.dtype[-1])
     try:
-        found = TypeAdapter(Record).validate_json(record_of(folder, number).read_bytes())
+        found = read_typed(Record, record_of(folder, number), LARGEST)
         sizes = {folder / s.tokens_file: s.tokens * width for s in found.shards}
         sizes |= {folder / s.ends_file: s.documents * 8 for s in found.shards}
         whole = all(path.stat().st_size == size for path, size in sizes.items())
-    except (OSError, ValidationError):
+    except (OSError, FileError):
         return None
     return found if whole and all(s.number == number for s in found.shards) else None
 

@@ -242,7 +242,7 @@ def _parquet(path: Path) -> Any:
         ) from error
     try:
         return parquet.ParquetFile(path)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # pyarrow raises several kinds
         raise _no_parquet(path, str(error), "a parquet file") from error
 
 
@@ -256,7 +256,9 @@ def _rows(path: Path, part: Part, key: str) -> Iterator[str]:
             for batch in file.iter_batches(ROWS, groups, [key]):
                 for value in batch.column(0).to_pylist():
                     yield _string(value, lambda seen: _no_parquet(path, seen, f"text in column {key!r}"))
-        except (OSError, ValueError) as error:
+        except DataError:
+            raise
+        except Exception as error:  # pyarrow raises several kinds
             raise _no_parquet(path, str(error), "a parquet file") from error
 
 

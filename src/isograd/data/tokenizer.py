@@ -7,8 +7,8 @@ a special token (`<|endoftext|>`) is text, so that no document can forge the end
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from isograd.data.manifest import TOKENIZER, Vocabulary
 from isograd.errors import DataError
+from isograd.outside import FileError, read_json, read_text
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Loaded
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 BYTES = "bytes"
 BYTES_END = 256
 LARGEST = 256 << 20  # bytes of a tokenizer.json
+CONFIGURED = 16 << 20  # bytes of a tokenizer_config.json
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")  # asked in this order
 
 Ids = NDArray[Any]
@@ -81,7 +83,8 @@ def of_json(text: str, vocabulary: Vocabulary) -> Tokenizer:
     loaded = _load(text, Path(TOKENIZER))
 
     def encode(texts: list[str]) -> list[Ids]:
-        return [np.array(e.ids, np.uint32) for e in loaded.encode_batch_fast(texts, add_special_tokens=False)]
+        with _theirs(Path(vocabulary.name)):
+            return [np.array(e.ids, np.uint32) for e in loaded.encode_batch_fast(texts, add_special_tokens=False)]
 
     def decode(ids: Sequence[int]) -> str:
         return loaded.decode(list(ids), skip_special_tokens=False)
@@ -111,31 +114,42 @@ def _load(text: str, path: Path) -> Loaded:
         raise DataError(
             "IG914", f"{path} needs the tokenizers package", seen=error, fix="pip install 'isograd[hf]', or use bytes"
         ) from error
-    try:
+    with _theirs(path):
         loaded = Loaded.from_str(text)
-    except Exception as error:  # the package raises plain Exceptions
-        raise _no_tokenizer(path, str(error)) from error
     loaded.no_truncation()
     loaded.no_padding()
     loaded.encode_special_tokens = True
     return loaded
 
 
+@contextmanager
+def _theirs(path: Path) -> Iterator[None]:
+    """The tokenizers package raises plain Exceptions, and panics of Rust, which are no Exceptions."""
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            raise _no_tokenizer(path, str(error)[:500]) from error
+        raise
+
+
 def _text(path: Path) -> str:
     try:
-        if path.stat().st_size > LARGEST:
-            raise _no_tokenizer(path, f"more than {LARGEST} bytes")
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise _no_tokenizer(path, str(error)) from error
+        return read_text(path, LARGEST, follow=True)
+    except FileError as error:
+        raise _no_tokenizer(path, error.brief) from error
 
 
 def _configured(path: Path) -> list[str]:
     """The end that a tokenizer_config.json beside it names, if there is one."""
-    try:
-        named = json.loads((path.parent / "tokenizer_config.json").read_text(encoding="utf-8")).get("eos_token")
-    except (OSError, ValueError, AttributeError):
+    beside = path.parent / "tokenizer_config.json"
+    if not beside.exists():
         return []
+    try:
+        found = read_json(beside, CONFIGURED, nan=True, follow=True)
+    except FileError as error:
+        raise _no_tokenizer(beside, error.brief) from error
+    named = found.get("eos_token") if isinstance(found, dict) else None
     named = named.get("content") if isinstance(named, dict) else named
     return [named] if isinstance(named, str) else []
 

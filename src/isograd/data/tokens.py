@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from isograd.data.files import Places
+from isograd.data.files import Places, damaged
 from isograd.data.manifest import SPLITS, Manifest, read
 from isograd.errors import DataError
 
@@ -79,6 +79,8 @@ class Tokens:
             raw = self._places.read(self._tokens_files[number], a * width, (b - a) * width)
             at = self._starts[number] + a - start
             found[at : at + b - a] = np.frombuffer(raw, self._dtype)
+        if len(found) and found.max() >= self.vocab:
+            raise damaged(self.folder, f"token {found.max()} between places {start} and {stop} of {self.split}")
         return found
 
     def ends(self, start: int, stop: int) -> Numbers:
@@ -89,7 +91,10 @@ class Tokens:
             ends = _Ends(self._places, path, self.shards[number].documents)
             first, last = bisect_right(ends, a), bisect_right(ends, b)
             raw = self._places.read(path, first * 8, (last - first) * 8)
-            found.append(np.frombuffer(raw, "<u8").astype(np.int64) + self._starts[number])
+            inside = np.frombuffer(raw, "<u8").astype(np.int64)
+            if len(inside) and not (a < inside[0] and inside[-1] <= b and (np.diff(inside) > 0).all()):
+                raise damaged(path, f"ends of documents that do not ascend from {a} to {b}")
+            found.append(inside + self._starts[number])
         return np.concatenate(found)
 
     def _parts(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:

@@ -7,15 +7,16 @@ with the nearest name, all at once.
 from __future__ import annotations
 
 import dataclasses
-import json
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from isograd.errors import ConfigError, did_you_mean
+from isograd.outside import CONFIG, FileError, parse_json, read_text
 
-MAX_CONFIG_BYTES = 1 << 20
+LARGEST, MOST_LAYERS = 1 << 40, 1 << 16  # beyond any model; a file that says more is damaged or hostile
 _KINDS: dict[str, tuple[type, ...]] = {
     "int": (int,), "int | None": (int, type(None)), "float": (float, int), "str": (str,), "bool": (bool,),
 }  # fmt: skip
@@ -59,6 +60,14 @@ class TransformerConfig:
             raise ConfigError("IG601", "this model config cannot be: " + "; ".join(mistyped), fix="mend every point")
         problems = [
             f"{n} must be positive" for n in ("vocab", "hidden", "layers", "heads", "mlp") if getattr(self, n) < 1
+        ]
+        sizes = {f.name: n for f in dataclasses.fields(self) if type(n := getattr(self, f.name)) is int}
+        problems += [f"{name} {n} is beyond any model" for name, n in sizes.items() if not -1 <= n <= LARGEST]
+        problems += [f"layers {self.layers} is beyond any model"] if MOST_LAYERS < self.layers <= LARGEST else []
+        problems += [
+            f"{f.name} must be finite"
+            for f in dataclasses.fields(self)
+            if isinstance(x := getattr(self, f.name), float) and not math.isfinite(x)
         ]
         if self.norm not in ("rms", "layer"):
             problems.append(f"norm is 'rms' or 'layer', not {self.norm!r}")
@@ -137,13 +146,6 @@ def load_config(source: str) -> TransformerConfig:
                 "IG604", f"no such config file: {source}", expected=f"a file, or a preset: {', '.join(PRESETS)}"
             )
         return preset(source)
-    if path.stat().st_size > MAX_CONFIG_BYTES:
-        raise ConfigError(
-            "IG605",
-            f"{source} is too large for a config",
-            seen=f"{path.stat().st_size} bytes",
-            expected=f"at most {MAX_CONFIG_BYTES}",
-        )
     values = _read(path, source)
     if not isinstance(values, dict):
         raise ConfigError("IG606", f"{source} does not hold a mapping", seen=type(values).__name__)
@@ -163,14 +165,22 @@ def _read(path: Path, source: str) -> Any:
     """JSON as JSON: to a YAML 1.1 reader the 1e-06 that every Hugging Face config has is a word, not a number."""
     import yaml
 
+    from isograd import yamls
+
     try:
-        text = path.read_text(encoding="utf-8")
-        return json.loads(text) if text.lstrip().startswith("{") else yaml.safe_load(text)
-    except json.JSONDecodeError:
-        pass  # a YAML mapping may open with a brace too
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError("IG606", f"{source} is neither YAML nor JSON", seen=str(error)) from error
+        text = read_text(path, CONFIG, follow=True)
+    except FileError as error:
+        code = "IG605" if error.code == "IG661" else "IG606"
+        raise ConfigError(code, f"{source} is no config", seen=error.brief, expected="YAML or JSON") from error
+    opens = text.lstrip().startswith("{")  # as JSON does, and perhaps a mapping of YAML
     try:
-        return yaml.safe_load(text)
-    except (yaml.YAMLError, RecursionError) as error:
-        raise ConfigError("IG606", f"{source} is neither YAML nor JSON", seen=str(error)) from error
+        return parse_json(text, source, nan=True) if opens else yamls.parse(text)
+    except FileError as no_json:
+        try:
+            return yamls.parse(text)
+        except (yaml.YAMLError, RecursionError, ValueError):
+            seen = no_json.brief
+            raise ConfigError("IG606", f"{source} is neither YAML nor JSON", seen=seen) from no_json
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        seen = yamls.read_error(source, error)
+        raise ConfigError("IG606", f"{source} is neither YAML nor JSON", seen=seen) from error

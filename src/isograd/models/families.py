@@ -149,9 +149,38 @@ def _neox(config: TransformerConfig) -> Iterator[Rule]:
 # -- configs ---------------------------------------------------------------------------------------------------------
 
 
+_NUMBERS = (int, float)
+_MAPPING = (dict, type(None))
+# The fields of a config.json that are computed with; TransformerConfig checks the others.
+_KINDS: dict[str, tuple[type, ...]] = {
+    "model_type": (str,), "hidden_act": (str,), "activation_function": (str,), "rope_parameters": _MAPPING,
+    "rope_scaling": _MAPPING, "rope_theta": _NUMBERS, "rotary_emb_base": _NUMBERS, "rotary_pct": _NUMBERS,
+    "resid_pdrop": _NUMBERS, "embd_pdrop": _NUMBERS, "partial_rotary_factor": _NUMBERS, "n_embd": (int,),
+}  # fmt: skip
+
+
+def _typed(c: Mapping[str, Any]) -> None:
+    """Refuse a config.json whose fields are of other types than theirs."""
+    inside = [part for part in (c.get("rope_parameters"), c.get("rope_scaling")) if isinstance(part, dict)]
+    wrong = [
+        f"{name} is {value!r:.60}"
+        for fields in (c, *inside)
+        for name, value in fields.items()
+        if name in _KINDS and (not isinstance(value, _KINDS[name]) or isinstance(value, bool))
+    ]
+    if wrong:
+        raise ConfigError(
+            "IG602",
+            "config.json has fields of the wrong type: " + "; ".join(wrong[:8]),
+            expected="the types that transformers writes",
+            fix="copy config.json again",
+        )
+
+
 def from_hf_config(config: Mapping[str, Any] | Any) -> TransformerConfig:
     """From a config.json's mapping or a transformers config object."""
     c: dict[str, Any] = dict(config) if isinstance(config, Mapping) else config.to_dict()
+    _typed(c)
     kind = c.get("model_type", "")
     readers = {
         "gpt2": _from_gpt2,
@@ -188,7 +217,7 @@ def _activation(name: str) -> str:
 
 def _rope(c: Mapping[str, Any]) -> float:
     rope = c.get("rope_parameters") or c.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    kind = str(rope.get("rope_type", rope.get("type", "default")))
     if kind != "default":
         raise ConfigError(
             "IG609", f"rotary scaling of type {kind!r} is not built", seen=rope, expected="the default type"

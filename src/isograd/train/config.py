@@ -13,13 +13,24 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 VERSION: Literal[1] = 1  # of the schema; reading.py migrates older ones
 
-Positive = Annotated[int, Field(gt=0)]
+Positive = Annotated[int, Field(gt=0, le=1 << 40)]
 Rate = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, lt=1)]
+Seed = Annotated[int, Field(ge=0, lt=1 << 63)]
 
 
 class Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=())
+    """A mapping of a config: unknown keys, numbers that are not finite and wrong types are mistakes."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=())
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _can_be_written(cls, value: Any) -> Any:
+        """Text that neither a path nor a file of UTF-8 can hold is refused here, not at its first use."""
+        if isinstance(value, str) and ("\0" in value or any("\ud800" <= c <= "\udfff" for c in value)):
+            raise ValueError("no text: it holds a null character or half of a surrogate pair")
+        return value
 
 
 class Model(Part):
@@ -33,7 +44,7 @@ class Model(Part):
     options: dict[str, Any] = Field(
         default_factory=dict, description="fields of TransformerConfig; alone they are the whole model, else changes"
     )
-    seed: int = Field(default=0, description="of the first values, which are the same under every layout")
+    seed: Seed = Field(default=0, description="of the first values, which are the same under every layout")
     dtype: Literal["fp32", "bf16", "fp64"] = Field(
         default="fp32", description="of the parameters; masters are fp32 or wider"
     )
@@ -71,7 +82,7 @@ class Data(Part):
         default="documents",
         description="documents: texts packed into a sequence do not see each other; stream: they do",
     )
-    seed: int = Field(default=0, description="of the order, which is a function of seed and step alone")
+    seed: Seed = Field(default=0, description="of the order, which is a function of seed and step alone")
 
 
 class PairsOf(Part):
@@ -86,7 +97,7 @@ class PairsOf(Part):
     dropout: bool = Field(default=False, description="keep the model's dropout; it draws per rank")
     held_out: Share = Field(default=0.1, description="share of the pairs set apart")
     evaluate: Positive = Field(default=2000, description="held-out pairs of an evaluation at most")
-    seed: int = Field(default=0, description="of the order, which is a function of seed and step alone")
+    seed: Seed = Field(default=0, description="of the order, which is a function of seed and step alone")
 
     @field_validator("keys", mode="before")
     @classmethod

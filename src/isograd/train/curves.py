@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from isograd import inside
 from isograd.train import journal
 
 
@@ -67,7 +68,8 @@ def draw(runs: Mapping[str, Path], to: Path, title: str) -> bool:
         if each.lines:
             each.legend(fontsize="small")
     partial = to.with_suffix(".partial.png")
-    figure.savefig(partial, dpi=120)
+    with inside.opened(partial, "wb") as picture:
+        figure.savefig(picture, dpi=120, format="png")
     partial.replace(to)
     return True
 

@@ -11,27 +11,40 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from isograd import inside, outside
 from isograd.errors import TrainError
 
 MAX_LINE = 1 << 16
 
 
 def read(file: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a journal; a last one that was cut by a kill is left out."""
-    if not file.exists():
+    """The lines of a journal. What is no line of a journal, as the last one after a kill, is left out."""
+    if not os.path.lexists(file):
         return
-    with file.open(encoding="utf-8") as opened:
+    with outside.opened(file) as opened:
         while line := opened.readline(MAX_LINE):
             try:
-                found = json.loads(line)
-            except json.JSONDecodeError:
+                found = outside.parse_json(line, file)
+            except outside.FileError:
                 continue
-            if isinstance(found, dict):
+            if isinstance(found, dict) and _is_entry(found):
                 yield found
+
+
+def _is_entry(line: dict[str, Any]) -> bool:
+    """Whether a line has the types that readers of journals rely on."""
+    step, event, loss = line.get("step", 0), line.get("event"), line.get("loss")
+    numbers = loss is None or (isinstance(loss, int | float) and not isinstance(loss, bool))
+    return (
+        type(step) is int
+        and (event is None or isinstance(event, str))
+        and numbers
+        and (event is not None or "step" in line)
+    )
 
 
 @contextmanager
@@ -41,13 +54,16 @@ def _writing() -> Iterator[None]:
     except OSError as error:
         raise TrainError(
             "IG981", f"the run's folder cannot be written: {error}", expected="a folder with room",
-            fix="give another folder with --run FOLDER",
+            fix="make room, or give another folder with --run FOLDER; the same command then resumes from the newest "
+            "checkpoint",
         ) from error  # fmt: skip
 
 
 def make_folder(folder: Path) -> None:
+    """The run's folder, made if need be; one with links in it is refused, as a run would write through them."""
     with _writing():
         folder.mkdir(parents=True, exist_ok=True)
+    inside.no_links(folder)
 
 
 class Journal:
@@ -57,9 +73,9 @@ class Journal:
         kept = [line for line in read(file) if line.get("step", 0) <= resumed_at and resumed_at > 0]
         partial = file.with_suffix(".partial")
         with _writing():
-            partial.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+            inside.write_text(partial, "".join(json.dumps(line) + "\n" for line in kept))
             os.replace(partial, file)
-            self._file = file.open("a", encoding="utf-8", buffering=1)
+            self._file = inside.opened(file, "a", encoding="utf-8", buffering=1)
         self._sinks = sinks
 
     def write(self, **entry: Any) -> None:
@@ -69,7 +85,9 @@ class Journal:
             sink(entry)
 
     def close(self) -> None:
-        self._file.close()
+        """On a full disk closing fails once more, and hides the error that said so."""
+        with suppress(OSError):
+            self._file.close()
 
 
 def _number(value: Any) -> Any:

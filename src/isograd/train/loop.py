@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from isograd import inside
 from isograd.checkpoint import Keeper
 from isograd.comm import raw
 from isograd.engine import Stats
@@ -122,7 +123,7 @@ class _Run:
 
     def _open_journal(self, stack: ExitStack) -> None:
         folder = self.config.folder
-        (folder / "config.yaml").write_text(written(self.config), encoding="utf-8")
+        inside.write_text(folder / "config.yaml", written(self.config))
         sinks: list[Callable[[dict[str, Any]], None]] = trackers(self.config, folder)
         if self.orders.show == "live":
             live = journal.Live()

@@ -7,7 +7,6 @@ A value's origin is a line of the file, the command line, or the default: `isogr
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,21 +15,11 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from isograd import yamls
 from isograd.errors import ConfigError, did_you_mean
+from isograd.outside import CONFIG, FileError, read_text
 from isograd.train.config import VERSION, Config
-
-MAX_BYTES = 1 << 20
-Place = tuple[str | int, ...]  # ("optimizer", "lr"), ("data", "sources", 0, "path")
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML's safe types, and 1e-3 as the number that it is."""
-
-
-_Loader.yaml_implicit_resolvers = {key: list(found) for key, found in yaml.SafeLoader.yaml_implicit_resolvers.items()}
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?\d[\d_]*(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
-)
+from isograd.yamls import Place
 
 
 @dataclass(frozen=True)
@@ -63,45 +52,31 @@ def load(path: str | Path, options: Sequence[str] = (), others: Sequence[str] = 
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[Place, str]]:
-    if not path.is_file():
+    if not path.exists():
         raise ConfigError(
             "IG631", f"no config file {path}", expected="a YAML file; recipes/ has some to start from",
             fix="isograd train recipes/quickstart.yaml",
         )  # fmt: skip
-    if path.stat().st_size > MAX_BYTES:
-        raise ConfigError("IG632", f"{path} is too large for a config", expected=f"at most {MAX_BYTES} bytes")
     try:
-        loader = _Loader(path.read_text(encoding="utf-8"))
-        node = loader.get_single_node()
-        origins: dict[Place, str] = {}
-        if isinstance(node, yaml.MappingNode):
-            for place, line in _lines(node, (), loader):
-                if place in origins:
-                    raise ConfigError(
-                        "IG633", f"{path}:{line}: the key {dotted(place)!r} is given twice",
-                        seen=f"first in {origins[place]}", expected="each key once",
-                    )  # fmt: skip
-                origins[place] = f"{path}:{line}"
-            values = loader.construct_document(node)
-        else:
-            values = None
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError, ValueError) as error:
-        raise ConfigError("IG632", f"{path} is not YAML", seen=error, expected="a mapping of fields") from error
+        values, lines = yamls.parse_with_lines(read_text(path, CONFIG, follow=True))
+    except FileError as error:
+        raise ConfigError("IG632", f"{path} is no config", seen=error.brief, expected="a file of YAML") from error
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        raise ConfigError(
+            "IG632", f"{path} cannot be read as YAML", seen=yamls.read_error(path, error),
+            expected="a mapping of fields", fix="change that line",
+        ) from error  # fmt: skip
+    origins: dict[Place, str] = {}
+    for place, line in lines:
+        if place in origins:
+            raise ConfigError(
+                "IG633", f"{path}:{line}: the key {dotted(place)!r} is given twice",
+                seen=f"first in {origins[place]}", expected="each key once",
+            )  # fmt: skip
+        origins[place] = f"{path}:{line}"
     if not isinstance(values, dict):
         raise ConfigError("IG632", f"{path} holds no mapping", expected="fields such as 'steps: 100'")
     return values, origins
-
-
-def _lines(node: yaml.Node, place: Place, loader: _Loader) -> Iterator[tuple[Place, int]]:
-    if isinstance(node, yaml.MappingNode):
-        for key, value in node.value:
-            here = (*place, str(loader.construct_object(key)))
-            yield here, key.start_mark.line + 1
-            yield from _lines(value, here, loader)
-    elif isinstance(node, yaml.SequenceNode):
-        for index, value in enumerate(node.value):
-            yield (*place, index), value.start_mark.line + 1
-            yield from _lines(value, (*place, index), loader)
 
 
 def _put(values: dict[str, Any], origins: dict[Place, str], options: Sequence[str]) -> list[str]:
@@ -115,12 +90,12 @@ def _put(values: dict[str, Any], origins: dict[Place, str], options: Sequence[st
             problems.append(f"command line: {word!r} is no option with a value, such as --optimizer.lr 1e-3")
             continue
         text = text if equals else words.pop(0)
-        place: Place = tuple(int(part) if part.isdecimal() else part for part in name[2:].split("."))
         try:
-            value = _Loader(text).get_single_data()
+            place: Place = tuple(int(part) if part.isdecimal() else part for part in name[2:].split("."))
+            value = yamls.parse(text)
             _set(values, place, text if value is None and text != "null" else value)
-        except (yaml.YAMLError, ValueError, TypeError, IndexError) as error:
-            problems.append(f"command line: {word!r} cannot be set: {error}")
+        except (yaml.YAMLError, RecursionError, ValueError, TypeError, IndexError) as error:
+            problems.append(f"command line: {word[:80]!r} cannot be set: {yamls.why(error)}")
             continue
         origins[place] = "command line"
     return problems

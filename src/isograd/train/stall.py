@@ -14,6 +14,7 @@ import time
 import traceback
 from pathlib import Path
 
+from isograd import inside
 from isograd.errors import TrainError
 
 STALLED = 7
@@ -66,7 +67,8 @@ class Watchdog:
         waits = any(_WAITS in line for frame in frames.values() for line in traceback.format_stack(frame))
         self.folder.mkdir(parents=True, exist_ok=True)
         partial = self._report().with_suffix(".partial")
-        partial.write_text(f"{'waits' if waits else 'silent'}\n{self.where}: {self._what}\n{''.join(stack)}")
+        said = f"{'waits' if waits else 'silent'}\n{self.where}: {self._what}\n{''.join(stack)}"
+        inside.write_text(partial, said)
         partial.replace(self._report())
         end = time.monotonic() + min(10.0, max(1.0, self.limit / 4))
         while time.monotonic() < end and not all(self._report(rank).exists() for rank in range(self.size)):

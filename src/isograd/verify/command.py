@@ -179,22 +179,23 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _compare(options: argparse.Namespace) -> int:
+    from isograd.outside import CONFIG, FileError, read_typed
     from isograd.verify.compare import compare
     from isograd.verify.findings import Report
-    from isograd.verify.recording import Recording
+    from isograd.verify.recording import Recording, consistent
 
     rename = {}
     if options.rename:
         try:
-            rename = json.loads(Path(options.rename).read_text())
-            if not all(isinstance(k, str) and isinstance(v, str) for k, v in rename.items()):
-                raise ValueError("not an object of strings")
-        except (OSError, ValueError, AttributeError) as error:
+            rename = read_typed(dict[str, str], options.rename, CONFIG, follow=True)
+        except FileError as error:
             raise VerifyError(
-                "IG725", f"the rename table {options.rename!r} cannot be read", seen=error,
+                "IG725", f"the rename table {options.rename!r} cannot be read", seen=error.brief,
                 expected='{"candidate name": "reference name"}',
             ) from error  # fmt: skip
-    subject = compare(Recording(options.reference), Recording(options.candidate), rename, options.ignore_data)
+    reference, candidate = Recording(options.reference), Recording(options.candidate)
+    with consistent(reference, candidate):
+        subject = compare(reference, candidate, rename, options.ignore_data)
     return _tell(Report(f"{options.candidate} against {options.reference}", [subject]), options)
 
 

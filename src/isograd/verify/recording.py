@@ -13,6 +13,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -22,15 +25,25 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from isograd.errors import VerifyError
+from isograd.errors import IsogradError, VerifyError
+from isograd.outside import FileError, opened, parse_json, read_header, read_json
 
 VERSION = 1
 STEPS = "steps"  # eight bytes: the optimizer steps of a rank that is still under way
 MOST_EVENTS = 5_000_000
 LONGEST_LINE = 1 << 24
 LONGEST_JSON = 1 << 28
+MOST_RANKS = 1 << 20
+STEP = re.compile(r"step-(\d{1,9})\.safetensors")
 
 Event = dict[str, Any]
+
+# The types of an event's fields, where they have them: numbers are whole or not, lists are of one type.
+WHOLE = ("n", "step", "micro", "numel", "bytes", "passed", "backwards", "forward", "rank", "world", "classes")
+NUMBERS = ("seconds", "start", "at", "value", "count", "low", "high", "weight", "loss")
+WORDS = ("k", "op", "dtype", "phase", "module", "site", "note", "reduction", "reduce", "labels", "term")
+LISTS = {"group": int, "covers": str, "names": str, "actions": list, "calls": list}
+MAPPINGS = ("parameters", "tensors")  # of names to mappings
 
 
 def write_json(path: Path, data: Any) -> None:
@@ -83,7 +96,7 @@ class RankRecord:
 
     @property
     def steps(self) -> list[int]:
-        return sorted(int(p.stem.partition("-")[2]) for p in self.path.glob("step-*.safetensors"))
+        return sorted(int(found[1]) for p in self.path.iterdir() if (found := STEP.fullmatch(p.name)))
 
     def of(self, kind: str) -> list[Event]:
         return [event for event in self.events if event["k"] == kind]
@@ -107,7 +120,7 @@ class Recording:
         if not self.path.is_dir():
             fix = "record one with: isograd verify run --record DIR -- COMMAND"
             raise VerifyError("IG711", f"no recording at {str(path)!r}", expected="a directory", fix=fix)
-        found = sorted(self.path.glob("rank-*"))
+        found = sorted(p for p in self.path.glob("rank-*") if p.is_dir())
         if not found:
             raise VerifyError(
                 "IG712",
@@ -118,7 +131,7 @@ class Recording:
         self.ranks = [_read_rank(directory) for directory in found]
         self.world = int(self.ranks[0].about["world"])
         held = [record.rank for record in self.ranks]
-        if held != list(range(self.world)):
+        if len(held) != self.world or held != list(range(self.world)):
             raise VerifyError(
                 "IG713",
                 f"the recording {str(path)!r} is not whole",
@@ -144,7 +157,7 @@ class Recording:
 
 
 def _read_rank(directory: Path) -> RankRecord:
-    about = _read_json(directory / "rank.json", ("version", "rank", "world"))
+    about = _read_json(directory / "rank.json", {"version": 1 << 31, "rank": MOST_RANKS, "world": MOST_RANKS})
     version = about["version"]
     if version > VERSION:
         raise VerifyError(
@@ -157,24 +170,43 @@ def _read_rank(directory: Path) -> RankRecord:
     events: list[Event] = []
     path = directory / "events.jsonl"
     try:
-        with open(path, encoding="utf-8") as lines:
+        with opened(path) as lines:
             while line := lines.readline(LONGEST_LINE):
                 if len(events) >= MOST_EVENTS:
                     raise ValueError(f"more than {MOST_EVENTS} events")
-                event = json.loads(line) if line.endswith("\n") else None
+                event = parse_json(line, path, nan=True) if line.endswith(b"\n") else None
                 if not isinstance(event, dict) or "k" not in event:
                     raise ValueError("a line is cut short or is no event")
+                _check_types(event)
                 events.append(event)
         joined = _joined(events)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (FileError, ValueError, KeyError) as error:
+        said = error.brief if isinstance(error, FileError) else repr(error)
         raise VerifyError(
             "IG715",
             "a recording's list of events cannot be read to its end",
-            seen=f"{path.name} of {directory.name}, line {len(events) + 1}: {error}",
+            seen=f"{path.name} of {directory.name}, line {len(events) + 1}: {said}",
             expected="one JSON object per line",
             fix="the file is truncated or damaged: record again",
         ) from error
     return RankRecord(directory, about, joined)
+
+
+def _check_types(event: Event) -> None:
+    kinds: tuple[tuple[Any, Any], ...] = ((WHOLE, int), (NUMBERS, (int, float)), (WORDS, str), (MAPPINGS, dict))
+    for names, kind in kinds:
+        for name in names:
+            if name in event and (not isinstance(event[name], kind) or isinstance(event[name], bool)):
+                raise ValueError(f"{name} is {event[name]!r:.80}")
+    for name in WHOLE:
+        if name in event and abs(event[name]) >= 1 << 53:
+            raise ValueError(f"{name} is {event[name]!r:.80}")
+    for name, inside in LISTS.items():
+        if name in event and not (isinstance(event[name], list) and all(type(x) is inside for x in event[name])):
+            raise ValueError(f"{name} is {event[name]!r:.80}")
+    for name in MAPPINGS:
+        if not all(isinstance(value, dict) for value in event.get(name, {}).values()):
+            raise ValueError(f"{name} holds something else than mappings")
 
 
 def _joined(events: list[Event]) -> list[Event]:
@@ -191,21 +223,20 @@ def _joined(events: list[Event]) -> list[Event]:
     return kept
 
 
-def _read_json(path: Path, needed: tuple[str, ...] = ()) -> dict[str, Any]:
+def _read_json(path: Path, needed: dict[str, int] | None = None) -> dict[str, Any]:
+    """needed: whole numbers that must stand in it, from 0 to below the one given."""
     try:
-        if path.stat().st_size > LONGEST_JSON:
-            raise ValueError(f"larger than {LONGEST_JSON} bytes")
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = read_json(path, LONGEST_JSON, nan=True)
         if not isinstance(data, dict):
             raise ValueError("not a JSON object")
-        lacking = [key for key in needed if not isinstance(data.get(key), int)]
+        lacking = [k for k, most in (needed or {}).items() if type(data.get(k)) is not int or not 0 <= data[k] < most]
         if lacking:
-            raise ValueError(f"no number under {', '.join(lacking)}")
-    except (OSError, ValueError, RecursionError) as error:
+            raise ValueError(f"no number under {', '.join(lacking)}, or none that can be")
+    except (FileError, ValueError) as error:
         raise VerifyError(
             "IG716",
             f"{path.name} of a recording cannot be read",
-            seen=f"{path.parent.name}: {error}",
+            seen=f"{path.parent.name}: {error.brief if isinstance(error, FileError) else error}",
             expected="a JSON object",
             fix="the recording is truncated or damaged: record again",
         ) from error
@@ -214,13 +245,34 @@ def _read_json(path: Path, needed: tuple[str, ...] = ()) -> dict[str, Any]:
 
 def _load(path: Path) -> dict[str, Tensor]:
     try:
+        names = read_header(path)
         with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-    except (OSError, SafetensorError) as error:
+            return {name: file.get_tensor(name) for name in names}
+    except (FileError, OSError, SafetensorError) as error:
         raise VerifyError(
             "IG717",
             "the tensors of a recorded step cannot be read",
-            seen=f"{path.name} of {path.parent.name}: {error}",
+            seen=f"{path.name} of {path.parent.name}: {error.brief if isinstance(error, FileError) else error}",
             expected="a whole safetensors file",
             fix="the file is truncated or missing: record again",
+        ) from error
+
+
+@contextmanager
+def consistent(*recordings: Recording) -> Iterator[None]:
+    """While recordings from outside are compared: one that contradicts itself is an error, not a traceback.
+
+    Files that are whole and typed may still name ranks, parameters or shapes that other files do not have.
+    """
+    try:
+        yield
+    except IsogradError:
+        raise
+    except Exception as error:
+        raise VerifyError(
+            "IG718",
+            "the recordings contradict themselves",
+            seen=f"{type(error).__name__}: {str(error)[:300]}",
+            expected=f"{' and '.join(str(r.path) for r in recordings)} as they were recorded",
+            fix="record again; if that ends in the same error, please report it with both recordings",
         ) from error
