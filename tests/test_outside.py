@@ -1,4 +1,4 @@
-"""Files from outside: regular, bounded, typed; whatever is in them, the answer is a value or one IsogradError (B5-B7)."""
+"""Files from outside: regular, bounded, typed; whatever is in them, the answer is a value or one IsogradError."""
 
 from __future__ import annotations
 
