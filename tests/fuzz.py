@@ -80,11 +80,13 @@ def _checkpoint(folder: Path) -> str:
         size = write_tensors(home / file, [entry(k, t) for k, t in mine.items()], mine.values(), {"format": "pt"})
         box = ((rows.start, rows.stop), (0, 2))
         listed = {key: ((3, 2), "F32", box, sha256(tensor)) for key, tensor in mine.items()}
-        group = {"kind": "AdamW", "options": {"lr": 1e-3}, "names": list(names)}
-        numbers = {"groups": [group], "counts": {"step": {n: [7.0, "float32"] for n in names}}, "loss_scale": None}
-        notes.append({"file": file, "bytes": size, "tensors": listed, "numbers": numbers})
+        counts = {"step": {name: [7.0, "float32"] for name in names}} if rank == 0 else {}
+        notes.append({"file": file, "bytes": size, "tensors": listed, "counts": counts})
     config = {"vocab": 3, "hidden": 2, "layers": 1, "heads": 1, "mlp": 2}
-    head = {"step": 7, "layout": "dp2", "model": {"kind": "isograd", "config": config}, "extra": {"loss": 1.5}}
+    group = {"kind": "AdamW", "options": {"lr": 1e-3}, "names": list(names)}
+    run = {"groups": [group], "counters": {}, "loss_scale": None}
+    model = {"kind": "isograd", "config": config}
+    head = {"step": 7, "layout": "dp2", "model": model, "extra": {"loss": 1.5}, "run": run}
     checkpoints.merge(notes, head).write(home)
     return "step-00000007/manifest.json"
 

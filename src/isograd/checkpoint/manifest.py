@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
-import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
