@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from isograd.comm import raw
 from isograd.comm.fingerprint import first_unlike
 from isograd.contract import Record, Table
+from isograd.engine.hooks import Handles
 from isograd.engine.plan import Plan, check_same
 from isograd.errors import EngineError
 from isograd.mesh import DATA, Mesh
@@ -257,7 +258,7 @@ def replace_hook(
         handle.remove()
     handles = [parameter.register_post_accumulate_grad_hook(arrived)]
     handles += [parameter.register_hook(entering)] if entering is not None else []
-    parameter._isograd_hooks = handles  # type: ignore[attr-defined]
+    parameter._isograd_hooks = Handles(handles)  # type: ignore[attr-defined]
 
 
 def refuse_options(given: Mapping[str, object], only: Mapping[str, object], mesh: Mesh) -> None:

@@ -2,19 +2,23 @@
 
 A unit is a repeated block of the model; what is left (embeddings, last norm, head) is one more, the root. A block's
 rows are gathered when its forward begins and given back when it ends; gathered again when the gradient of its output
-arrives or when it is recomputed, and each parameter is given back when its own gradient is complete. The root is whole
-from the beginning of the forward on: its head is used last and differentiated first. While one unit computes, the next
-one's rows are already on their way, in the order of the step before. Reductions, optimizer and bits are those of stages
-1 and 2.
+arrives or when it is recomputed, and given back when the gradient of the next block's output arrives: autograd runs
+operations in the reverse order of the forward, so nothing that this block saved is read after that. The root is whole
+from the beginning of the forward until the end of backward. While one unit computes, the next one's rows are already on
+their way, in the order of the step before. Reductions, optimizer and bits are those of stages 1 and 2.
 
 A parameter that is not gathered keeps its shape and reads as NaN: whoever computes with it outside of the model's
 forward sees that at once, and needs `engine.full_parameters()`.
 
-All data ranks must call the same units in the same order: each call is a collective.
+All data ranks must call the same units in the same order: each call is a collective. engine/lockstep.py compares what
+they call, and when an exception ends a forward or a backward of one rank, it tells the others. `abort` then brings a
+rank back to the state between two steps.
 """
 
 from __future__ import annotations
 
+import sys
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -23,56 +27,39 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from isograd.comm import ops
-from isograd.comm.raw import Handle
-from isograd.engine.first import FirstValues, become
+from isograd.engine.first import FirstValues
+from isograd.engine.hooks import Hook, guard_state, refuse_absent
+from isograd.engine.kept import Kept, keep
+from isograd.engine.lockstep import MEETING, Lockstep, Posted
 from isograd.engine.plan import Slot
 from isograd.engine.transport import gather_rows
+from isograd.errors import EngineError
 from isograd.mesh import DATA, Mesh
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 READER = 0  # a user of parameters that is no unit: someone who looks at all of them
-
-
-@dataclass(eq=False)
-class Kept:
-    """One parameter as a stage-3 rank keeps it: its rows always, the whole for a while."""
-
-    slot: Slot
-    rows: Tensor  # mine, in the parameter's dtype
-    whole: Tensor  # its storage is empty while nobody needs it
-    absent: Tensor  # what the parameter is then: one NaN that looks like the whole
-    users: set[int] = field(default_factory=set)  # who needs it now: ids of units, READER
-    flying: bool = False  # rows of it are on the wire
-
-    def grow(self) -> None:
-        storage = self.whole.untyped_storage()
-        storage.resize_(self.whole.numel() * self.whole.itemsize)
-        self.slot.rows(self.whole).copy_(self.rows, non_blocking=True)
-        self.slot.parameter.data = self.whole
-
-    def shrink(self, lent: bool = False) -> None:
-        """`lent`: others may hold on to the memory, as a NumPy array or a state dict does; it is left to them."""
-        self.slot.parameter.data = self.absent
-        if lent or not self.whole.untyped_storage().resizable():
-            self.whole = torch.empty_like(self.whole)
-        self.whole.untyped_storage().resize_(0)
-
-
-def unreadable(like: Tensor, device: torch.device) -> Tensor:
-    """One NaN that looks like the whole."""
-    value = torch.nan if like.is_floating_point() else 0
-    return torch.full((), value, dtype=like.dtype, device=device).expand(like.shape)
+LATE_READ = """ZeRO 3: a backward read a parameter after its block was given back. The gradient of a block
+must come back through what its forward returns, once; see 'Limits' in docs/zero.md."""
 
 
 @dataclass(eq=False)
 class Unit:
+    """What is gathered together: a block of the model, or the root."""
+
     name: str
+    number: int  # the same on all ranks
     module: nn.Module
     kept: list[Kept] = field(default_factory=list)
 
+    @property
+    def words(self) -> str:
+        """For errors."""
+        return f"block {self.name!r}" if self.number else "what is outside of all blocks"
+
 
 class Units:
+    """Gathers units when the model uses them, and gives them back."""
+
     def __init__(
         self,
         model: nn.Module,
@@ -85,59 +72,80 @@ class Units:
         offload: bool,
     ) -> None:
         """`slots`: of every parameter, frozen ones too. keep_gathered: whole from a forward to its backward."""
-        group = mesh.group(DATA)
-        home = torch.device("cpu") if offload else mesh.device
-        self.group, self.keep = group, keep_gathered
+        self.group, self.keep, self._where = mesh.group(DATA), keep_gathered, mesh.where()
+        self._lockstep = Lockstep(self.group, self._where)
         self._in_forward = self._in_backward = False  # of the whole model
+        self._outer: BaseException | None = None  # being handled when the forward or the backward began
+        self._round: int | None = None  # of the lockstep, in which a forward or a backward began that is not over
         self._readers = 0
-        self._flying: list[tuple[Handle, list[Kept]]] = []
+        self._flying: list[tuple[Posted, list[Kept]]] = []
         self._trace: list[Unit] = []  # units in the order of the running forward
         self._after: dict[int, Unit] = {}  # which unit follows which, as the last forward had it
         self._before: dict[int, Unit] = {}
         self._held: set[int] = set()  # units that stay whole until their backward
-        self._begun: list[Unit] = []  # the blocks whose backward began last, two at most
         self._open: Counter[int] = Counter()  # forwards of a block whose gradient has not come back yet
+        self._recomputed: set[int] = set()  # units called in the running backward, whose own backward has not begun
         self._passed: Callable[[set[int]], None] | None = None  # is told of parameters that backward has left behind
-        self.kept = {id(slot.parameter): _keep(slot, first, mesh.device, home) for slot in slots}
+        self.kept = keep(slots, first, mesh, torch.device("cpu") if offload else mesh.device)
         self.units = _units(model, blocks, self.kept)
         self._homes = homes(blocks)
         self.root = self.units[0]
-        self._hooks = [
-            model.register_forward_pre_hook(self._forward_begins, prepend=True),
-            model.register_forward_hook(self._forward_ends, always_call=True),
+        self._current = self.root  # whose backward began last
+        self._hooks = self._hook_into(model)
+        model._isograd_units = self  # type: ignore[assignment]
+
+    def _hook_into(self, model: nn.Module) -> list[Any]:
+        begins, ends = Hook(self._forward_begins, self._refuse_absent), Hook(self._forward_ends, self._refuse_absent)
+        handles: list[Any] = [
+            model.register_forward_pre_hook(begins, prepend=True),
+            model.register_forward_hook(ends, always_call=True),
         ]
         for unit in self.units:
             for module in [unit.module] if unit is not self.root else _owners(self.root, self.units):
-                self._hooks.append(module.register_forward_pre_hook(self._entering(unit), prepend=True))
-                self._hooks.append(module.register_forward_hook(self._leaving(unit), always_call=True))
-        model._isograd_units = self  # type: ignore[assignment]
+                entering = Hook(self._entering(unit), self._refuse_absent)
+                leaving = Hook(self._leaving(unit), self._refuse_absent)
+                handles.append(module.register_forward_pre_hook(entering, prepend=True))
+                handles.append(module.register_forward_hook(leaving, always_call=True))
+        for module in model.modules():
+            if module is model or any(True for _ in module.parameters(recurse=False)):
+                handles += guard_state(module, self._refuse_absent)
+        return handles
 
     # -- forward
 
-    @ops.uncompiled
     def _forward_begins(self, _: nn.Module, __: Any) -> None:
-        if not self._in_backward:  # else a recomputed forward
-            self._in_forward, self._trace = True, [self.root]
-            self._need(self.root)
-            self._start(self._after.get(id(self.root)))
+        if self._in_backward:  # a recomputed forward
+            return
+        if self._in_forward:  # what torch does not tell hooks about: KeyboardInterrupt, for one
+            self.abort("its forward was interrupted")
+        self._in_forward, self._trace, self._outer = True, [self.root], sys.exception()
+        self._current = self.root
+        self._began()
+        self._need(self.root)
+        self._start(self._after.get(id(self.root)))
 
-    @ops.uncompiled
     def _forward_ends(self, _: nn.Module, __: Any, output: Any) -> None:
-        if self._in_backward:
+        if self._in_backward or not self._in_forward:
+            return
+        error = _raised(self._outer)
+        if error is not None:
+            self.abort(f"failed in forward: {_headline(error)}")
             return
         self._in_forward = False
-        self._remember()
         if differentiable(output):
             self._held.add(id(self.root))
-        else:  # an evaluation, or an error: no backward will come
+        else:  # an evaluation: no backward will come
             self._held.clear()
+            self._round = None
         self._give_back_all(but=self._held)
+        self._meet("ends its forward")
+        self._remember()
 
-    def _entering(self, unit: Unit) -> Any:
-        @ops.uncompiled
+    def _entering(self, unit: Unit) -> Callable[..., None]:
         def enter(_: nn.Module, __: Any) -> None:
             if self._in_backward:  # a recomputed forward, or one called from a backward
-                self._begin(unit)
+                self._recomputed.add(id(unit))
+                self._need(unit)
             elif unit is not self.root or not self._in_forward:
                 self._need(unit)
             if self._in_forward and unit is not self.root:
@@ -146,16 +154,17 @@ class Units:
 
         return enter
 
-    def _leaving(self, unit: Unit) -> Any:
-        @ops.uncompiled
+    def _leaving(self, unit: Unit) -> Callable[..., None]:
         def leave(_: nn.Module, __: Any, output: Any) -> None:
-            if self._in_backward or (unit is self.root and self._in_forward):
+            if unit is self.root and (self._in_forward or self._in_backward):
                 return
             graph = differentiable(output)
-            self._open[id(unit)] += bool(graph)
-            waiting = [True] * bool(graph)
+            waiting = [True] * bool(graph and not self._in_backward)
             for tensor in graph:
                 tensor.register_hook(lambda _: self._returned(unit, waiting))
+            if self._in_backward:
+                return
+            self._open[id(unit)] += bool(graph)
             if self.keep and graph:
                 self._held.add(id(unit))
             else:
@@ -174,38 +183,87 @@ class Units:
 
     def begin_backward(self, passed: Callable[[set[int]], None] | None) -> None:
         """`passed` may send what backward has left behind: at the same points on all ranks."""
-        self._in_backward, self._passed = True, passed
-        self._begin(self.root)
+        self._in_backward, self._passed, self._outer = True, passed, sys.exception()
+        self._current = self.root
+        self._began()
+        self._need(self.root)
+        self._start(self._before.get(id(self.root)))
 
     def _returned(self, unit: Unit, waiting: list[bool]) -> None:
-        """The gradient of an output has come back; of several, the first one counts."""
+        """The gradient of an output has come back; of several outputs of one call, the first one counts."""
         if waiting:
             waiting.clear()
             self._open[id(unit)] -= 1
-        if unit not in self._begun:
-            self._begin(unit)
-
-    def _begin(self, unit: Unit) -> None:
-        """The backward of a unit begins, or goes on with another call of it."""
-        if unit is not self.root and unit not in self._begun:
-            for earlier in self._begun[:-1]:  # done: gradients tell of its trainable parameters, nothing of the others
-                self._give_back(earlier, frozen_only=True)
-            last = self._begun[-1] if self._begun else self.root
-            if self._passed and last is not self.root and not self._open[id(last)]:
+        self._recomputed.discard(id(unit))
+        if unit is self._current:
+            return
+        last, self._current = self._current, unit
+        if not self._open[id(last)] and last is not self.root:
+            self._held.discard(id(last))
+            if self._passed:
                 self._passed({key for key, module in self._homes.items() if module is last.module})
-            self._begun = [*self._begun[-1:], unit]
+        self._give_back_all(but={id(self.root), id(unit), *self._held, *self._recomputed})
         self._need(unit)
         self._start(self._before.get(id(unit)))
 
     def arrived(self, slot: Slot) -> None:
-        """Its gradient is complete: nothing in this backward reads the parameter any more."""
-        self._free(self.kept[id(slot.parameter)], None)
+        """Its gradient is complete. Others may still read the parameter: it is given back with its unit."""
 
     def end_backward(self) -> None:
+        """Give everything back. In an `except` or a `finally`, the same as `abort`."""
+        error = _raised(self._outer)
+        if error is not None:
+            self.abort(f"failed in backward: {_headline(error)}")
+            return
         self._in_backward = False
-        self._begun = []
+        self._recomputed.clear()
         self._held.clear()
         self._give_back_all(but=self._held)
+        self._meet("ends its backward")
+        self._round = None
+
+    # -- together with the other ranks
+
+    def meet(self, said: str) -> None:
+        """All data ranks come here now, or all raise: before a collective that is not ours, such as the step's."""
+        self._land()
+        self._meet(said)
+
+    def abort(self, said: str = "gave up a forward or a backward") -> None:
+        """Back to the state between two steps, after an exception. Waits for no other rank; tells those that wait."""
+        if self._round == self._lockstep.round and not self._readers:
+            self._lockstep.leave(said)
+        self._clear()
+
+    def _began(self) -> None:
+        self._round = self._lockstep.round
+
+    def _meet(self, said: str) -> None:
+        if not self._readers:  # where everything is whole, a rank may call the model by itself
+            self._confirm(self._lockstep.post(MEETING, said))
+
+    def _confirm(self, posted: Posted) -> None:
+        try:
+            self._lockstep.confirm(posted)
+        except EngineError:
+            self._clear()
+            raise
+
+    def _clear(self) -> None:
+        """Nothing is whole but for readers, nothing is under way, and no order of blocks is expected any more."""
+        self._in_forward = self._in_backward = False
+        self._round, self._current, self._passed = None, self.root, None
+        self._trace, self._after, self._before = [], {}, {}
+        self._held.clear()
+        self._open.clear()
+        self._recomputed.clear()
+        self._flying = []
+        for kept in self.kept.values():
+            if kept.flying or (kept.users and READER not in kept.users):
+                kept.shrink(lent=kept.flying)  # rows of others may still arrive in that memory
+                kept.users.clear()
+                kept.flying = False
+            kept.users &= {READER}
 
     # -- gathering and giving back
 
@@ -215,11 +273,14 @@ class Units:
         self._land()
 
     def _land(self) -> None:
-        for handle, arriving in self._flying:
-            handle.wait()
+        while self._flying:
+            posted, arriving = self._flying[0]
+            self._confirm(posted)
+            for handle in posted.rows:
+                handle.wait()
             for kept in arriving:
                 kept.flying = False
-        self._flying = []
+            del self._flying[0]
 
     def _start(self, unit: Unit | None) -> None:
         if unit is None:
@@ -227,29 +288,38 @@ class Units:
         missing = [kept for kept in unit.kept if not kept.users]
         for kept in unit.kept:
             kept.users.add(id(unit))
+        if not missing:
+            return
+        posted = self._lockstep.post(unit.number, f"gathers {unit.words} in {self._phase}", _which(missing, unit))
+        self._flying.append((posted, missing))
+        for kept in missing:
+            kept.grow()
+            kept.flying = True
+        tag = self._lockstep.tag(posted)
         for dtype in dict.fromkeys(kept.slot.parameter.dtype for kept in missing):
             here = [kept for kept in missing if kept.slot.parameter.dtype == dtype]
-            for kept in here:
-                kept.grow()
-                kept.flying = True
-            handle = gather_rows([k.slot for k in here], [k.whole for k in here], self.group)
-            self._flying.append((handle, here))
+            posted.rows.append(gather_rows([k.slot for k in here], [k.whole for k in here], self.group, tag))
 
-    def _give_back(self, unit: Unit, *, frozen_only: bool = False) -> None:
+    @property
+    def _phase(self) -> str:
+        if self._in_backward:
+            return "backward"
+        return "forward" if self._in_forward else "a call of its own"
+
+    def _give_back(self, unit: Unit) -> None:
         for kept in unit.kept:
-            if not (frozen_only and kept.slot.parameter.requires_grad):
-                self._free(kept, id(unit))
+            self._free(kept, id(unit))
 
     def _give_back_all(self, but: set[int]) -> None:
         for unit in self.units:
             if id(unit) not in but:
                 self._give_back(unit)
 
-    def _free(self, kept: Kept, user: int | None) -> None:
-        """One user less (None: no unit uses it any more); the last one turns off the light."""
+    def _free(self, kept: Kept, user: int) -> None:
+        """Free the parameter's memory when its last user has finished with it."""
         if not kept.users:
             return
-        kept.users = kept.users & {READER} if user is None else kept.users - {user}
+        kept.users.discard(user)
         if not kept.users:
             if kept.flying:
                 self._land()
@@ -258,8 +328,9 @@ class Units:
     # -- everything whole
 
     def gather_all(self) -> None:
-        self._readers += 1
+        """Every parameter whole, until `take_edits`."""
         self._gather_for_readers()
+        self._readers += 1
 
     def _gather_for_readers(self) -> None:
         for unit in self.units:
@@ -297,28 +368,40 @@ class Units:
         for hook in self._hooks:
             hook.remove()
 
+    # -- copies of the model
 
-def _keep(slot: Slot, first: FirstValues, device: torch.device, home: torch.device) -> Kept:
-    """My rows of a parameter, at `home`, and the parameter without memory."""
-    parameter = slot.parameter
-    rows = first.rows(slot, slot.cuts[slot.owner : slot.owner + 2])
-    absent = unreadable(parameter, device if parameter.is_meta else parameter.device)
-    if parameter.is_meta:
-        become(parameter, absent)
-        whole = torch.empty_like(absent, memory_format=torch.contiguous_format)
-    else:
-        whole = parameter.data
-    if whole.untyped_storage().nbytes() != whole.numel() * whole.itemsize:
-        whole = whole.clone()  # a view of something larger, whose memory could not be given back
-    rows = slot.rows(whole).clone() if rows is None else rows
-    kept = Kept(slot, on_host(rows) if home.type == "cpu" else rows, whole, absent)
-    kept.shrink()
-    return kept
+    def _refuse_absent(self, what: str) -> None:
+        if not self._readers:
+            raise refuse_absent(what, self._where)
+
+    def __deepcopy__(self, memo: object) -> None:
+        """A copy of the model has no units: it is whole and stays so."""
+        self._refuse_absent("copy.deepcopy")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        self._refuse_absent("torch.save(model)")
+        return type(None), ()
 
 
-def on_host(rows: Tensor) -> Tensor:
-    """In the host's memory; pinned where a GPU will fetch it."""
-    return rows.cpu().pin_memory() if rows.is_cuda else rows
+def _which(missing: list[Kept], unit: Unit) -> int:
+    """One number for what is gathered of a unit: 0 for all of it."""
+    if len(missing) == len(unit.kept):
+        return 0
+    return zlib.crc32(",".join(kept.slot.name for kept in missing).encode())
+
+
+def _raised(outer: BaseException | None) -> BaseException | None:
+    """The exception that passes through the function that asks, if it is not one that was being handled before."""
+    now = sys.exception()
+    if now is outer or now is None:
+        return None
+    if "modified by an inplace operation" in str(now):
+        now.add_note(LATE_READ)
+    return now
+
+
+def _headline(error: BaseException) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def differentiable(output: Any) -> list[Tensor]:
@@ -353,13 +436,14 @@ def homes(blocks: Sequence[nn.Module]) -> dict[int, nn.Module]:
 def _units(model: nn.Module, blocks: Sequence[nn.Module], kept: dict[int, Kept]) -> list[Unit]:
     """The root first, with what no block holds; a parameter that several hold belongs to each of them."""
     names = {id(module): name for name, module in model.named_modules()}
-    units = [Unit(names[id(block)], block) for block in dict.fromkeys(blocks) if block is not model]
+    inner = [block for block in dict.fromkeys(blocks) if block is not model]
+    units = [Unit(names[id(block)], number, block) for number, block in enumerate(inner, start=1)]
     for unit in units:
         unit.kept = [kept[key] for key in dict.fromkeys(id(p) for p in unit.module.parameters())]
     outside = dict.fromkeys(
         id(p) for m in _outside(model, {id(u.module) for u in units}) for p in m.parameters(recurse=False)
     )
-    return [Unit("", model, [kept[key] for key in outside]), *units]
+    return [Unit("", 0, model, [kept[key] for key in outside]), *units]
 
 
 def _owners(root: Unit, units: list[Unit]) -> list[nn.Module]:

@@ -24,9 +24,10 @@ from torch import Tensor, nn
 
 from isograd.comm.raw import Group
 from isograd.engine import elementwise, matrices
+from isograd.engine.kept import on_host
 from isograd.engine.plan import Plan, Slot
 from isograd.engine.transport import gather_rows
-from isograd.engine.units import Units, on_host
+from isograd.engine.units import Units
 from isograd.errors import EngineError
 
 

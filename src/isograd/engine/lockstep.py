@@ -1,0 +1,199 @@
+"""Data ranks tell each other which block they gather next, before rows of different blocks can meet.
+
+At ZeRO 3 every call of a block is a collective. Ranks that call different blocks (LayerDrop with a different coin on
+each rank), different numbers of forwards, or a rank whose forward raised, would add up or wait for unlike rows. So
+each gather goes with a **note** of 128 bytes: the round, the number of the block, and the sentence that an error shows.
+
+1. `post` sends my note to every member. The rows travel at the same time, with a tag made of the note: rows that go
+   with unlike notes never meet.
+2. `confirm`, before the rows are used, reads one note of each member. When one is unlike mine, every member sees it at
+   the same note, and all of them raise the same error, with what each of them said.
+3. `leave` tells the others that an exception ended what this rank was doing. They read it instead of the note they wait
+   for, and raise an error that names this rank.
+
+After 2 or 3 a new **round** begins on every rank: notes of an earlier round that arrive late are skipped, so training
+can go on with the next forward. Rows that were under way in the old round arrive if the other member had posted the
+same note; otherwise they never will, and are forgotten.
+
+On NCCL there are no tags, and reading a note would make the host wait for the GPU: nothing is checked there.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections import deque
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from isograd.comm import raw
+from isograd.comm.raw import Group, Handle
+from isograd.errors import EngineError
+
+NOTE = 128  # bytes
+HEAD = struct.Struct("<qqq")  # round, number, which parts
+MEETING, FAILED = -1, -2  # numbers of notes that go with no rows
+
+
+@dataclass(eq=False)
+class Posted:
+    """A note that this rank has sent, and the rows that travel with it."""
+
+    note: bytes
+    unread: set[int]  # members whose note of the same place has not been read
+    rows: list[Handle] = field(default_factory=list)
+
+    @property
+    def tag(self) -> int:
+        """Within a range of tags: another note has another one."""
+        return zlib.crc32(self.note) % raw.TAGS
+
+
+class Lockstep:
+    def __init__(self, group: Group, where: str) -> None:
+        self.group, self.where = group, where
+        self.checked = group.size > 1 and not raw.native(group)
+        self.round = 0
+        self._notes_tag = raw.reserve_tags(group) if self.checked else 0  # of notes; rows have a range of their own
+        self._rows_tag = raw.reserve_tags(group) if self.checked else 0
+        self._others = [member for member in range(group.size) if member != group.index]
+        self._posted: deque[Posted] = deque()  # of this round, not confirmed yet
+        self._old: list[Posted] = []  # of earlier rounds, whose rows may still be on their way
+        self._inbox: dict[int, deque[tuple[Tensor, Handle]]] = {member: deque() for member in self._others}
+        self._ahead: dict[int, bytes] = {}  # notes of a later round, read already
+        self._sent: deque[Handle] = deque()  # notes that may not have arrived yet
+
+    # -- saying
+
+    def post(self, number: int, said: str, parts: int = 0) -> Posted:
+        """Tell the others what I do next. `said`: a sentence without its subject. `parts`: anything else to compare."""
+        posted = Posted(_note(self.round, number, parts, said), set(self._others))
+        if self.checked:
+            for member in self._others:
+                self._expect(member)
+            self._send(posted.note)
+            self._posted.append(posted)
+        return posted
+
+    def tag(self, posted: Posted) -> int:
+        """For the rows that travel with a note."""
+        return self._rows_tag + posted.tag if self.checked else 0
+
+    def leave(self, said: str) -> None:
+        """An exception has ended what I was doing in this round. Waits for nobody."""
+        if self.checked:
+            self._send(_note(self.round, FAILED, 0, said))
+            self._next_round(self.round + 1)
+
+    # -- reading
+
+    def confirm(self, posted: Posted) -> None:
+        """Wait for the notes of the others, in the order of mine; raise when one of them is unlike mine."""
+        while posted in self._posted:
+            first = self._posted.popleft()
+            notes = {member: self._read(member) for member in self._others}
+            alike = [member for member in self._others if notes[member] == first.note]
+            if len(alike) == len(self._others):
+                self._tidy()
+                continue
+            for member in alike:  # their rows are on their way into memory that will be freed
+                for handle in first.rows:
+                    handle.wait_for(member)
+            self._next_round(max([self.round + 1, *(_round(note) for note in notes.values())]))
+            raise self._unlike({**notes, self.group.index: first.note})
+
+    def _read(self, member: int) -> bytes:
+        """The next note of a member, of this round or of a later one."""
+        while True:
+            if member in self._ahead:
+                note = self._ahead[member]
+            else:
+                if not self._inbox[member]:
+                    self._expect(member)
+                memory, handle = self._inbox[member].popleft()
+                handle.wait()
+                note = bytes(memory.numpy())
+            if _round(note) >= self.round:
+                for old in self._old:  # the member has left their rounds
+                    old.unread.discard(member)
+                self._old = [old for old in self._old if old.unread]
+            if _round(note) > self.round:
+                self._ahead[member] = note
+                return note
+            self._ahead.pop(member, None)
+            if _round(note) == self.round:
+                return note
+            self._settle(member, note)
+
+    def _settle(self, member: int, note: bytes) -> None:
+        """A late note of an earlier round: whether rows that I exchanged with this member in that round arrive."""
+        old = next((old for old in self._old if member in old.unread and _round(old.note) == _round(note)), None)
+        if old is not None:
+            old.unread.discard(member)
+            if old.note == note:
+                for handle in old.rows:
+                    handle.wait_for(member)
+
+    def _next_round(self, number: int) -> None:
+        self._old += self._posted
+        self._posted.clear()
+        self.round = number
+
+    # -- messages
+
+    def _expect(self, member: int) -> None:
+        memory = torch.empty(NOTE, dtype=torch.uint8)
+        self._inbox[member].append((memory, raw.receive_start([memory], self.group, member, self._notes_tag)))
+
+    def _send(self, note: bytes) -> None:
+        message = torch.frombuffer(bytearray(note), dtype=torch.uint8)
+        for member in self._others:
+            self._sent.append(raw.send_start([message], self.group, member, self._notes_tag))
+
+    def _tidy(self) -> None:
+        """Whoever has sent me this note has asked for all of mine before it."""
+        while len(self._sent) > len(self._others) * (1 + len(self._posted)):
+            self._sent.popleft().wait()
+
+    def _unlike(self, notes: dict[int, bytes]) -> EngineError:
+        ranks = self.group.ranks
+        said = {ranks[member]: _said(note) for member, note in sorted(notes.items())}
+        failed = [ranks[member] for member, note in sorted(notes.items()) if _number(note) == FAILED]
+        seen = "; ".join(f"rank {rank} {words}" for rank, words in said.items())
+        if failed:
+            return EngineError(
+                "IG571",
+                f"an exception on rank {', '.join(map(str, failed))} ended what the data ranks were doing together",
+                seen=seen,
+                expected="every data rank to call the same blocks of the model, at ZeRO 3",
+                fix="see the error of that rank; if the program catches it, catch this error too and go on with the "
+                "next batch on all ranks",
+                where=self.where,
+            )
+        return EngineError(
+            "IG572",
+            "data ranks use different parts of the model at the same time",
+            seen=seen,
+            expected="the same blocks in the same order on every data rank, at ZeRO 3: each call gathers parameters",
+            fix="draw what is skipped (LayerDrop) alike on all ranks, and run as many forwards and backwards on each, "
+            "with weight 0 where a rank has no data; or use zero2",
+            where=self.where,
+        )
+
+
+def _note(number_of_round: int, number: int, parts: int, said: str) -> bytes:
+    return (HEAD.pack(number_of_round, number, parts) + said.encode()).ljust(NOTE, b"\0")[:NOTE]
+
+
+def _round(note: bytes) -> int:
+    return int(HEAD.unpack_from(note)[0])
+
+
+def _number(note: bytes) -> int:
+    return int(HEAD.unpack_from(note)[1])
+
+
+def _said(note: bytes) -> str:
+    return note[HEAD.size :].rstrip(b"\0").decode(errors="ignore")
