@@ -101,3 +101,40 @@ def test_the_loss_scale_is_taken_out_of_gradients_again(worlds) -> None:
     for name, expected in plain.items():
         # fp16's own rounding (2**-11 a step of the chain, more for values near its smallest) is all that may differ.
         assert float((scaled[name] - expected).norm()) <= 2**-6 * float(expected.norm()) + 1e-5, name
+
+
+def edit(model: toys.Toy) -> None:
+    """As users do it: some edits move a tensor's version counter, and those of `.data` do not."""
+    with torch.no_grad():
+        model.first.weight.clamp_(-0.1, 0.1)
+    model.twice.weight.data[3:5].mul_(2)
+    model.out.bias.data.copy_(torch.arange(5.0))
+    state = model.state_dict()
+    state["gain"] = torch.tensor(0.25, dtype=torch.bfloat16)
+    model.load_state_dict(state)
+
+
+def edited_between_steps(layout: str, inside: bool) -> dict[str, Tensor]:
+    """Three steps; the second finds edited parameters, made inside `full_parameters` or outside."""
+    mesh, model = Mesh(layout), toys.Toy(torch.bfloat16)
+    engine = Engine(model, mesh, toys.adamw)
+    for step in range(3):
+        if step == 1 and inside:
+            with engine.full_parameters():
+                edit(model)
+        elif step == 1:
+            edit(model)
+        x, y = toys.micro_batch(step, 2 * mesh.index(DATA))
+        engine.backward(toys.loss_of(model, x, y), weight=len(x))
+        engine.step()
+    assert abs(float(model.gain.detach()) - 0.25) < 0.05
+    masters = {f"master of {name}": master.detach().clone() for name, master in engine._optimized.masters.items()}
+    return {name: p.detach().view(torch.int16).clone() for name, p in model.named_parameters()} | masters
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_half_precision_parameters_edited_anywhere_are_kept(worlds, zero: int) -> None:
+    """FAILURES A10: `load_state_dict`, clamp_ and edits of `.data` were undone by the next step, silently."""
+    for rank in (0, 1):
+        outside = worlds(2).run(edited_between_steps, f"dp2 zero{zero}", False)[rank]
+        toys.assert_same_bits(outside, worlds(2).run(edited_between_steps, f"dp2 zero{zero}", True)[rank])

@@ -138,6 +138,8 @@ class Optimized:
 
     def step(self, scale: float, unused: set[str]) -> None:
         """Optimizer step on `paid * scale`; parameters that no rank used have no gradient, as on one device."""
+        if self.units is None:  # at stage 3 parameters are there to edit in `full_parameters` only, which takes edits
+            self.take_edits()
         if self.stage == 0:
             gather_gradients(self.plan, self.group, scale)
         else:
@@ -154,12 +156,17 @@ class Optimized:
 
     @torch.no_grad()
     def take_edits(self) -> None:
-        """Bring what was edited in half-precision parameters into their masters, and leave the rest of those alone."""
+        """Bring what was edited in half-precision parameters into their masters, and leave the rest of those alone.
+
+        Contents are compared, because an edit of `.data` moves no version counter. On the CPU the masters are read and
+        left when nothing was edited; on a GPU, which nothing waits for here, each element is chosen.
+        """
         for slot in self.plan.slots:
             master, rows = self.masters[slot.name], self._target(slot)
             if _apart(master, rows):
-                edited = rows.to(master.device)
-                torch.where(edited == master.to(rows.dtype), master, edited.to(master.dtype), out=master.data)
+                edited, written = rows.to(master.device), master.to(rows.dtype)
+                if master.device.type != "cpu" or not torch.equal(edited, written):
+                    torch.where(edited == written, master, edited.to(master.dtype), out=master.data)
 
     @torch.no_grad()
     def _write_back(self) -> None:
