@@ -5,7 +5,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 STAMP := $(VENV)/installed
 
-.PHONY: chromium demo test test-all test-fast lint format bench clean
+.PHONY: chromium demo test test-all test-fast lint format bench docs clean
 .DEFAULT_GOAL := demo
 
 $(STAMP): pyproject.toml constraints.txt
@@ -46,5 +46,9 @@ bench: $(STAMP)
 	$(RUN) -m benchmarks.data_parallel
 	$(RUN) -m benchmarks.tensor_parallel
 
+# The documentation as a site, in site/. Building it needs no network.
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict --quiet
+
 clean:
-	rm -rf $(VENV) benchmarks/out
+	rm -rf $(VENV) benchmarks/out site

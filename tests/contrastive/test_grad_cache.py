@@ -151,12 +151,12 @@ def test_dropout_of_the_replay_is_that_of_the_first_pass_and_the_next_draws_go_o
 
 def test_a_module_that_draws_differently_is_named() -> None:
     _, cache = alone(Dropping(rogue=True))
-    with pytest.raises(ContrastiveError, match="module 'noise' drew differently") as error:
+    with pytest.raises(ContrastiveError, match="module 'noise' drew other random numbers") as error:
         cache.backward(rows(5), rows(5, 1))
     assert error.value.code == "IG965"
 
 
-@pytest.mark.parametrize(("watch", "said"), [(False, "watch=True"), (True, "module 'noise' drew differently")])
+@pytest.mark.parametrize(("watch", "said"), [(False, "watch=True"), (True, "module 'noise' drew other random numbers")])
 def test_a_module_that_begins_to_later_is_found_too_and_named_when_watched(watch: bool, said: str) -> None:
     model = Dropping()
     engine, cache = alone(model, watch=watch)

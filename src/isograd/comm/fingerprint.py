@@ -1,4 +1,4 @@
-"""One number for what a tensor holds: ranks compare their numbers where equal contents are a condition."""
+"""A fingerprint of a tensor's contents: ranks compare fingerprints where their tensors must be equal."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import Tensor
 from isograd.comm import raw
 from isograd.comm.raw import Group
 
-_CHUNK = 1 << 16  # elements at a time: they stay in the cache, and a large tensor needs no memory of its size
+_CHUNK = 1 << 16  # elements at a time: small enough for the cache, and no copy of a large tensor is made
 _WHOLE_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
-    """An int64 that depends on the shape, on every bit and on where it stands."""
+    """An int64 that depends on the shape, and on every bit and its place."""
     flat = tensor.detach().contiguous().reshape(-1)
     bits = flat.view(_WHOLE_BITS.get(flat.element_size(), torch.int64))
     head = (*tensor.shape, tensor.dim())
@@ -37,7 +37,7 @@ def _weighed_sizes(sizes: tuple[int, ...]) -> int:
 
 
 def first_unlike(mine: Mapping[str, Tensor], group: Group) -> tuple[int, list[str]] | None:
-    """A member of the group, by its global rank, that holds other values than mine, and the names of those."""
+    """The global rank of the first member whose tensors differ from mine, and the names of those; None if all agree."""
     names = list(mine)
     prints = torch.stack([fingerprint(mine[name]) for name in names])
     for rank, other in zip(group.ranks, raw.gather_list(prints, group), strict=True):
@@ -48,6 +48,6 @@ def first_unlike(mine: Mapping[str, Tensor], group: Group) -> tuple[int, list[st
 
 
 def ranks_unlike(mine: Tensor, group: Group) -> list[int]:
-    """The global ranks of a group whose tensor (of one shape on all of them) is not mine."""
+    """The global ranks of the members whose tensor differs from mine; the shape must be the same on all."""
     others = raw.gather_list(mine, group)
     return [rank for rank, other in zip(group.ranks, others, strict=True) if not torch.equal(other, mine)]

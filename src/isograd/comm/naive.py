@@ -1,7 +1,7 @@
-"""What each collective of comm/ops.py means, on the list of all members' tensors, in plain torch.
+"""The definition of each collective in comm/ops.py, in plain torch, on the list of all members' tensors.
 
 A list holds one tensor per member (types V, P, R); a single tensor is one logical value that all members hold
-(type I). Gradients of these definitions, taken by autograd, are the adjoints that ops.py must have.
+(type I). Autograd's gradients of these definitions are the adjoints that ops.py must have.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ from torch import Tensor
 
 
 def copy_in(x: Tensor, members: int) -> list[Tensor]:
+    """I -> R: one value, used by every member."""
     return [x for _ in range(members)]
 
 
 def all_reduce(xs: Sequence[Tensor]) -> Tensor:
+    """P -> I: the sum, added in the order of the members."""
     total = xs[0]
     for x in xs[1:]:
         total = total + x
@@ -24,25 +26,31 @@ def all_reduce(xs: Sequence[Tensor]) -> Tensor:
 
 
 def all_gather(xs: Sequence[Tensor], dim: int) -> list[Tensor]:
+    """V -> R: all parts joined, on every member."""
     return [torch.cat(list(xs), dim) for _ in xs]
 
 
 def reduce_scatter(xs: Sequence[Tensor], dim: int, sizes: Sequence[int]) -> list[Tensor]:
+    """P -> V: the sum, cut into the members' parts."""
     return list(all_reduce(xs).split(list(sizes), dim))
 
 
 def gather_for_identical_use(xs: Sequence[Tensor], dim: int) -> Tensor:
+    """V -> I: all parts joined, as one value."""
     return torch.cat(list(xs), dim)
 
 
 def slice(x: Tensor, dim: int, sizes: Sequence[int]) -> list[Tensor]:
+    """I -> V: one value, cut into the members' parts."""
     return list(x.split(list(sizes), dim))
 
 
 def all_to_all(xs: Sequence[Tensor], split_dim: int, cat_dim: int, split_sizes: Sequence[int]) -> list[Tensor]:
+    """V -> V: each member cuts along `split_dim`; what a member receives is joined along `cat_dim`."""
     pieces = [x.split(list(split_sizes), split_dim) for x in xs]
     return [torch.cat([pieces[source][target] for source in range(len(xs))], cat_dim) for target in range(len(xs))]
 
 
 def shift(xs: Sequence[Tensor], by: int) -> list[Tensor]:
+    """V -> V: each member gets the tensor of the member `by` places before it."""
     return [xs[(member - by) % len(xs)] for member in range(len(xs))]

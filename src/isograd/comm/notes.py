@@ -1,4 +1,4 @@
-"""Small JSON values from every member of a group: names, findings, errors. For starts and saves, not for steps."""
+"""Small JSON values from every member of a group: names, findings, errors. Used at starts and saves, not in steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from isograd.comm.raw import Group
 
 
 def gather_notes(mine: Any, group: Group, device: torch.device) -> list[Any]:
-    """What each member said, in rank order."""
+    """The value `mine` of every member, in rank order."""
     if group.size == 1:
         return [mine]
     text = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8).to(device)

@@ -1,14 +1,14 @@
 """Differentiable collectives: each is a pair (forward, adjoint), and this file is the list of them.
 
 Types along the group's axis (docs/theory.md): R replicated with many uses, I one logical value held by all,
-V different on each member, P summands of a pending sum. The naive definition of each, on the list of all members'
-tensors, stands in comm/naive.py and is the oracle of tests/comm/test_ops.py.
+V different on each member, P summands of a pending sum. comm/naive.py has the naive definition of each, on the list of
+all members' tensors: the oracle of tests/comm/test_ops.py.
 
     copy_in                    I -> R    adjoint all_reduce        enter a column-parallel region
     all_reduce                 P -> I    adjoint identity          leave a row-parallel region
     all_gather                 V -> R    adjoint reduce_scatter    enter it from sequence shards
     reduce_scatter             P -> V    adjoint all_gather        leave it into sequence shards
-    gather_for_identical_use   V -> I    adjoint slice             every member goes on with the same computation
+    gather_for_identical_use   V -> I    adjoint slice             every member continues with the same computation
     slice                      I -> V    adjoint gather            take my part of a value all members hold
     all_to_all                 V -> V    adjoint all_to_all back   move a cut from one dimension to another
     shift                      V -> V    adjoint shift back        pass along a ring
@@ -48,9 +48,10 @@ class _Pair(torch.autograd.Function):
 
 
 def uncompiled(function: F) -> F:
-    """A collective is a border between compiled regions: torch.compile leaves `function` as it is.
+    """Keep `function` out of regions that torch.compile compiles: a collective ends one region and begins another.
 
-    torch.compiler.disable loads the whole compiler, seconds of it: only a program that has loaded it already needs it.
+    torch.compiler.disable loads the whole compiler, which takes seconds; so it is used only if a program has loaded the
+    compiler already.
     """
     disabled: list[Any] = []
 
@@ -76,19 +77,24 @@ def _identity(x: Tensor) -> Tensor:
 
 
 def copy_in(x: Tensor, group: Group) -> Tensor:
+    """I -> R: x itself. Its adjoint sums the members' gradients."""
     if group.size == 1:
         return x
     return _pair(x, _identity, lambda g: raw.all_reduce(g, group))
 
 
 def all_reduce(x: Tensor, group: Group) -> Tensor:
+    """P -> I: the sum of the members' tensors. Its adjoint is the identity."""
     if group.size == 1:
         return x
     return _pair(x, lambda t: raw.all_reduce(t, group), _identity)
 
 
 def all_gather(x: Tensor, group: Group, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor:
-    """`sizes`: how long each member's part is along `dim`; left out, all are as long as mine."""
+    """V -> R: the members' parts, joined along `dim`. Its adjoint sums, and cuts.
+
+    `sizes`: the length of each member's part along `dim`; left out, all are as long as mine.
+    """
     if group.size == 1:
         return x
     parts = _gathered_sizes(x, group, dim, sizes)
@@ -96,7 +102,10 @@ def all_gather(x: Tensor, group: Group, dim: int = 0, sizes: Sequence[int] | Non
 
 
 def reduce_scatter(x: Tensor, group: Group, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor:
-    """`sizes`: how much of `dim` each member keeps; left out, `dim` is cut evenly and must divide."""
+    """P -> V: my part of the sum of the members' tensors. Its adjoint is all_gather.
+
+    `sizes`: the length of each member's part; left out, `dim` is cut evenly, and the group's size must divide it.
+    """
     if group.size == 1:
         return x
     parts = _cut_sizes(x, group, dim, sizes)
@@ -104,6 +113,7 @@ def reduce_scatter(x: Tensor, group: Group, dim: int = 0, sizes: Sequence[int] |
 
 
 def gather_for_identical_use(x: Tensor, group: Group, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor:
+    """V -> I: all_gather for a result that every member uses in the same way. Its adjoint takes my part."""
     if group.size == 1:
         return x
     parts = _gathered_sizes(x, group, dim, sizes)
@@ -111,6 +121,7 @@ def gather_for_identical_use(x: Tensor, group: Group, dim: int = 0, sizes: Seque
 
 
 def slice(x: Tensor, group: Group, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor:
+    """I -> V: my part of a value that all members hold. Its adjoint gathers the parts."""
     if group.size == 1:
         return x
     parts = _cut_sizes(x, group, dim, sizes)
@@ -125,10 +136,10 @@ def all_to_all(
     split_sizes: Sequence[int] | None = None,
     cat_sizes: Sequence[int] | None = None,
 ) -> Tensor:
-    """Cut `split_dim` into the members' parts, send each its own, join what arrives along `cat_dim` in rank order.
+    """V -> V: cut `split_dim` into the members' parts, send each member its part, join what arrives along `cat_dim`.
 
-    x is whole along `split_dim` and my part of `cat_dim`; the result is the other way round. `split_sizes` and
-    `cat_sizes` are every member's share of the two dimensions; left out, shares are equal.
+    x is complete along `split_dim` and has my part of `cat_dim`; for the result it is the other way round.
+    `split_sizes` and `cat_sizes` are the lengths of all members' parts of the two dimensions; left out, all are equal.
     """
     if group.size == 1:
         return x
@@ -153,7 +164,7 @@ def all_to_all(
 
 
 def shift(x: Tensor, group: Group, by: int = 1) -> Tensor:
-    """What the member `by` places before me along the ring holds."""
+    """V -> V: the tensor of the member `by` places before me along the ring. Its adjoint shifts back."""
     if group.size == 1:
         return x
     return _pair(x, lambda t: raw.shift(t, group, by), lambda g: raw.shift(g, group, -by))

@@ -1,9 +1,8 @@
 """Bytes on the wire, counted twice: by this rank's own sockets, and by the loopback interface.
 
-The interface belongs to the whole machine: another job's traffic lands in its counter and looks like a contestant's.
-The kernel's count of what this process's own TCP sockets sent has nobody else in it. The latter is the figure that is
-reported; where the interface carried clearly more, another job was at work, and the times suffered too. On a quiet
-machine the two agree within half a percent.
+The interface's counter includes the traffic of every job on the machine. The kernel's count of the bytes that this
+process's own TCP sockets sent does not, so benchmarks report the latter. Where the interface carried clearly more,
+another job was running, and the measured times are affected too. On a quiet machine the two agree within 0.5 %.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ INFO_SIZE = 256
 
 
 def sent_by_me() -> int:
-    """Payload that the open TCP sockets of this process have sent."""
+    """The payload bytes that the open TCP sockets of this process have sent."""
     total = 0
     for name in os.listdir("/proc/self/fd"):
         path = f"/proc/self/fd/{name}"
@@ -38,7 +37,7 @@ def sent_by_me() -> int:
 
 
 def sent_on_loopback() -> int:
-    """Sent over `lo` since the machine started, by everybody."""
+    """The bytes that all processes have sent over `lo` since the machine started."""
     for line in Path("/proc/net/dev").read_text().splitlines():
         name, _, counters = line.partition(":")
         if name.strip() == "lo":

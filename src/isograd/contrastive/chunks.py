@@ -1,4 +1,4 @@
-"""What GradCache does with a tower's rows: cuts inputs into chunks, runs a chunk twice with the same random draws."""
+"""Chunks of a tower's rows for GradCache: cutting the inputs, and encoding a chunk twice with the same random draws."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Random = tuple[Tensor, Tensor | None]
 
 
 def rows_of(inputs: Any) -> int:
-    """How many rows a tensor, or a dict or tuple or list of tensors, has."""
+    """The number of rows of a tensor, or of the tensors in a dict, tuple or list, which must agree."""
     rows = {len(t) for t in tree.tree_leaves(inputs) if isinstance(t, Tensor) and t.dim()}
     if len(rows) != 1:
         raise ContrastiveError(
@@ -31,13 +31,13 @@ def rows_of(inputs: Any) -> int:
 
 
 def cut(inputs: Any, first: int, rows: int) -> Any:
-    """Some rows of it; what is not per row stays whole."""
+    """Rows `first` to `first + rows` of every tensor in `inputs`. Scalars and other values are passed on unchanged."""
     return tree.tree_map(lambda t: t[first : first + rows] if isinstance(t, Tensor) and t.dim() else t, inputs)
 
 
 def encoded(encode: Encode, inputs: Any) -> Tensor:
-    """[rows, d]: what the encoder makes of a chunk. Of no row: it runs on a row of ones, which is then left out, since
-    few models bear none."""
+    """The encoder's vectors [rows, d] of a chunk. An empty chunk is encoded as one row of ones whose vector is dropped:
+    few models accept an empty batch."""
     rows = rows_of(inputs)
     vectors = call(encode, inputs if rows else tree.tree_map(_ones, inputs))  # type: ignore[arg-type]
     if not isinstance(vectors, Tensor) or vectors.dim() != 2 or len(vectors) != max(1, rows):
@@ -57,12 +57,13 @@ def _ones(x: Any) -> Any:
 
 
 def random_state(device: torch.device) -> Random:
-    """Of the CPU's generator and of this rank's device's."""
+    """The states of the CPU's generator and of this rank's device's generator."""
     other = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
     return torch.get_rng_state(), other
 
 
 def set_random_state(state: Random, device: torch.device) -> None:
+    """Restore what `random_state` returned."""
     torch.set_rng_state(state[0])
     if state[1] is not None:
         torch.get_device_module(device).set_rng_state(state[1], device)
@@ -70,7 +71,7 @@ def set_random_state(state: Random, device: torch.device) -> None:
 
 @contextmanager
 def one_kernel() -> Iterator[None]:
-    """nn.TransformerEncoderLayer computes by other kernels, with other roundings, when no graph is made: not here."""
+    """Turn off the fast path of nn.TransformerEncoderLayer: without a graph, it uses kernels that round otherwise."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:

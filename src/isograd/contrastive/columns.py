@@ -1,10 +1,10 @@
-"""How every data rank's columns come by, a block at a time: all at once, or one rank's after the other around a ring.
+"""How a rank gets the columns of all data ranks: all at once, or one rank's block after another around a ring.
 
-    whole   one all-gather, one block of all columns; gradients of columns go home by one reduce-scatter
-    ring    W blocks, W - 1 shifts; the next block travels while this one is worked on. Gradients travel with their
-            columns and are home after W shifts. Memory: two blocks of one rank's columns instead of all.
+    whole   one all-gather makes one block of all columns; one reduce-scatter returns the columns' gradients
+    ring    W blocks, W - 1 shifts; the next block travels while this one is used. Gradients travel with their columns
+            and are back at their owner after W shifts. Memory: two blocks of one rank's columns instead of all.
 
-Either way the number of messages depends on the ranks only, never on tiles or chunks.
+Either way the number of messages depends on the number of ranks only, not on tiles or chunks.
 """
 
 from __future__ import annotations
@@ -25,13 +25,15 @@ Work = Callable[[int, Sequence[Tensor], Tensor], None]
 
 @dataclass(frozen=True)
 class Columns:
+    """Which columns each member of a group has, and how they reach the others."""
+
     group: Group
-    counts: tuple[int, ...]  # of each member
+    counts: tuple[int, ...]  # number of columns of each member
     ring: bool
 
     @property
     def first(self) -> int:
-        """The number of my first column among all."""
+        """The index of my first column among the columns of all members."""
         return self._firsts[self.group.index]
 
     @property
@@ -39,20 +41,20 @@ class Columns:
         return [0, *accumulate(self.counts)]
 
     def bring(self, mine: Sequence[Tensor]) -> list[Tensor]:
-        """What to visit: vectors, ids, ... of all columns, or of mine, which then go around."""
+        """The tensors that `visit` and `collect` start from: those of all columns or, for a ring, of mine."""
         mine = [t.contiguous() for t in mine]
         return mine if self.ring else [raw.all_gather(t, self.group, self.counts) for t in mine]
 
     def mine(self, vectors: Tensor) -> Tensor:
-        """My own columns among those that were brought."""
+        """My own columns among those that `bring` returned."""
         return vectors if self.ring else vectors[self.first : self.first + self.counts[self.group.index]]
 
     def visit(self, brought: Sequence[Tensor], work: Work) -> None:
-        """Call `work` on blocks until it has seen all columns."""
+        """Call `work` on one block after another, until it has seen all columns."""
         self._go(brought, work, gradients=False)
 
     def collect(self, brought: Sequence[Tensor], work: Work) -> Tensor:
-        """The same, and return what all ranks added for my columns' vectors."""
+        """Do what `visit` does, and return the sum of the gradients that all ranks added for my columns."""
         return self._go(brought, work, gradients=True)
 
     def _go(self, brought: Sequence[Tensor], work: Work, gradients: bool) -> Tensor:
@@ -77,7 +79,7 @@ class Columns:
         return sums
 
     def _pass_on(self, block: Sequence[Tensor], owner: int) -> tuple[list[Tensor], Handle]:
-        """Send a block of `owner`'s to the next member; what the member before me holds comes in."""
+        """Send the block of `owner` to the next member, and receive the block that the previous member holds."""
         size, me = self.group.size, self.group.index
         rows = self.counts[(owner - 1) % size]
         coming = [t.new_empty((rows, *t.shape[1:])) for t in block]

@@ -6,16 +6,17 @@
 
 A step's backward has four parts (Gao et al. 2021, arXiv 2101.06983):
 
-1. Every tower's rows are encoded chunk by chunk without a graph. Kept: the vectors, and per chunk the state of the
-   random generators and one number for its bits.
-2. The data ranks' vectors meet in the loss, whose backward gives the gradient of each of my vectors. Under cp, ranks
-   that share rows each take a share of them into the loss; what comes back is gathered over cp.
+1. Every tower's rows are encoded chunk by chunk without a graph. The vectors are kept and, for each chunk, the state
+   of the random generators and a fingerprint of its vectors.
+2. The loss is computed from the vectors of all data ranks; its backward gives the gradient of each of my vectors.
+   Under cp, the ranks that share rows each take a part of them into the loss, and the gradients are gathered over cp.
 3. Chunk by chunk, the encoder runs again from the same random state, now with a graph, and goes backward from its
-   vectors' gradients. Vectors with other bits than before raise IG965.
-4. All of it is one backward for the engine: each gradient is reduced once, whatever the chunks, towers and ZeRO stage.
+   vectors' gradients. IG965 is raised when the vectors do not have the bits of the first pass.
+4. The engine sees one backward: each gradient is reduced once, for any number of chunks and towers, at any ZeRO stage.
 
-All data ranks call `backward` alike. A rank may have no rows (inputs of length 0): its encoder then runs once, and
-nothing of it counts. At ZeRO 3, where a forward is a collective, ranks with fewer chunks do so until all are done.
+All data ranks call `backward` together. A rank may have no rows (inputs of length 0): its encoder then runs once, and
+its result is not used. At ZeRO 3 a forward is a collective, so ranks with fewer chunks run such extra forwards until
+all ranks are done.
 
 Messages of a step, beside those of the encoder's own layers and of the engine's one reduction: one gather of counts;
 those of the loss (for each direction a gather of columns, one of their ids and one of their guides, if given, and a
@@ -57,7 +58,8 @@ from isograd.mesh import DATA
 class Second:
     """Another loss beside the contrastive one: share * (its mean over all ranks' tokens, or rows).
 
-    parts: for each of this rank's micro-batches a function that computes the mean loss, and of how many it is one.
+    parts: for each of this rank's micro-batches, a function that computes the mean loss, and the number of tokens or
+        rows that it is the mean of.
     """
 
     parts: Sequence[tuple[Callable[[], Tensor], float | Tensor]]
@@ -77,6 +79,8 @@ class _Tower:
 
 
 class GradCache:
+    """The contrastive gradient of all data ranks' rows in the memory of one chunk; see the head of this file."""
+
     def __init__(
         self,
         engine: Engine,
@@ -86,11 +90,12 @@ class GradCache:
         chunk: int = 64,
         watch: bool = False,
     ) -> None:
-        """loss: InfoNCE, SigLIP, OfAll, or a module like them; what it learns must be among the engine's parameters.
-
-        encode: makes vectors [rows, d] of a chunk: one for all towers, or one for each; left out, the engine's model.
-        watch: follow every chunk module by module, to name the one that draws differently in the replay. Without it
-        that is done in the first chunk of the first step.
+        """loss: InfoNCE, SigLIP, OfAll, or a module with their interface; a part of the engine's model.
+        encode: a function from a chunk to vectors [rows, d]: one for all towers, or a list with one for each. Default:
+            the engine's model.
+        chunk: the number of rows that are encoded at once.
+        watch: record every module of every chunk, so that IG965 names the module whose random draws differ in the
+            replay. By default only the first chunk of the first step is recorded.
         """
         self.engine, self.loss, self.watch = engine, loss, watch
         self.encode: Encode | list[Encode] = engine.model if encode is None else encode  # type: ignore[assignment]
@@ -109,8 +114,9 @@ class GradCache:
     ) -> Tensor:
         """Add the gradient of the contrastive loss of all data ranks' rows to the step; returns my rows' mean loss.
 
-        towers: inputs of queries, documents, negatives, ...: this rank's rows. ids, guides: for the loss's masks, per
-        tower and row (losses.py).
+        towers: this rank's rows of queries, documents, negatives, ...
+        ids, guides: for the masks of the loss, one tensor per tower with one entry per row (losses.py).
+        second: a second loss beside the contrastive one.
         """
         engine, mesh = self.engine, self.engine.mesh
         _refuse_batch_norm(engine.model)
@@ -136,7 +142,7 @@ class GradCache:
         if len(encoders) != len(towers) or not towers:
             raise ContrastiveError(
                 "IG963",
-                "there are not as many encoders as towers",
+                "the number of encoders differs from the number of towers",
                 seen=f"{len(encoders)} encoders for {len(towers)} towers",
                 expected="encode=f, used for every tower, or one for each",
                 where=self.engine.mesh.where(),
@@ -144,7 +150,7 @@ class GradCache:
         return list(zip(encoders, towers, strict=True))
 
     def _count(self, work: Sequence[_Tower]) -> tuple[Across, list[int]]:
-        """Whose rows meet; and each tower's number of chunks here. The one gather of counts."""
+        """How many rows each rank has, and how many chunks each tower has here. The only gather of counts."""
         mesh = self.engine.mesh
         group = mesh.group(DATA)
         mine = torch.tensor([t.rows for t in work], device=mesh.device)
@@ -197,13 +203,13 @@ class GradCache:
     def _loss_stage(
         self, work: Sequence[_Tower], across: Across, ids: Sequence[Tensor] | None, guides: Sequence[Tensor] | None
     ) -> Tensor:
-        """Vectors become their gradients."""
+        """Compute the loss, and replace each tower's vectors by their gradients."""
         cp = self.engine.mesh.group("cp")
         index = across.group.index
         sizes = [even_sizes(t.rows, cp.size) for t in work]
 
         def share(per_tower: Sequence[Tensor]) -> list[Tensor]:
-            """The part of the rows that this cp rank takes into the loss."""
+            """The rows that this cp rank takes into the loss."""
             starts = [sum(s[: cp.index]) for s in sizes]
             return [x[a : a + s[cp.index]] for x, a, s in zip(per_tower, starts, sizes, strict=True)]
 
@@ -225,7 +231,7 @@ class GradCache:
         return loss.detach()  # type: ignore[no-any-return]
 
     def _replay(self, tower: _Tower, last: bool) -> None:
-        """The tower's gradients, chunk by chunk; the last backward of a step may send them."""
+        """Encode again with a graph and go backward, chunk by chunk. The last backward of a step may communicate."""
         device = self.engine.mesh.device
         for number, inputs in self._parts(tower):
             set_random_state(tower.states[number], device)
@@ -240,7 +246,7 @@ class GradCache:
                 self.engine.through([vectors], [gradient], last and number == tower.chunks - 1)
 
     def _second(self, second: Second, rows: int) -> None:
-        """Seeded so that the step's one division by the number of rows leaves its own mean."""
+        """Seed the second loss with rows / total: the step divides by the number of rows, which leaves its mean."""
         mesh = self.engine.mesh
         weights = [torch.as_tensor(w, dtype=torch.float64, device=mesh.device) for _, w in second.parts]
         mine = torch.stack(weights).sum() if weights else torch.zeros((), dtype=torch.float64, device=mesh.device)
@@ -257,8 +263,8 @@ class GradCache:
         if strange:
             raise ContrastiveError(
                 "IG966",
-                f"the loss learns {', '.join(strange)}, which the engine does not know",
-                seen=f"{type(self.loss).__name__}, which is no part of the engine's model",
+                f"the loss has trainable parameters that the engine does not know: {', '.join(strange)}",
+                seen=f"{type(self.loss).__name__}, which is not a submodule of the engine's model",
                 expected="a loss that is a submodule of the model given to Engine",
                 fix="model.loss = InfoNCE(learn_scale=True), then Engine(model, ...) and GradCache(engine, model.loss)",
                 where=self.engine.mesh.where(),
@@ -266,7 +272,7 @@ class GradCache:
         if self.chunk < 1 or self.engine.mesh.size("pp") > 1:
             raise ContrastiveError(
                 "IG967",
-                "GradCache cannot run this",
+                "GradCache does not support this chunk size or layout",
                 seen=f"chunk={self.chunk} under {str(self.engine.mesh.layout)!r}",
                 expected="a chunk of at least one row, and a layout of dp, cp, tp, sp and zero",
                 where=self.engine.mesh.where(),
@@ -274,19 +280,19 @@ class GradCache:
         _refuse_batch_norm(self.engine.model)
 
     def _drew_differently(self, module: str | None, watched: bool, number: int) -> ContrastiveError:
-        who = f"module {module!r} drew differently" if module else "no module alone is to blame"
+        who = f"module {module!r} drew other random numbers" if module else "the difference is in no single module"
         return ContrastiveError(
             "IG965",
-            "the replay of a chunk gave other representations than the first pass",
-            seen=f"chunk {number}: {who if watched else 'not followed module by module'}",
-            expected="equal bits: the same weights, inputs and random draws, from torch's own generators",
+            "the replay of a chunk gave representations that differ from the first pass",
+            seen=f"chunk {number}: {who if watched else 'its modules were not recorded'}",
+            expected="equal bits: the same weights and inputs, and random numbers from torch's own generators only",
             fix=None if watched else "GradCache(..., watch=True) names the module",
             where=self.engine.mesh.where(),
         )
 
 
 def _wide(x: Tensor) -> Tensor:
-    """Losses are computed in fp32, or fp64."""
+    """Losses are computed in fp32, or in fp64 for fp64 vectors."""
     return x if x.dtype == torch.float64 else x.float()
 
 
@@ -296,8 +302,8 @@ def _refuse_batch_norm(model: nn.Module) -> None:
     if found:
         raise ContrastiveError(
             "IG968",
-            f"batch norm sees one chunk, not the batch: {', '.join(found[:6])}",
-            seen=f"{len(found)} batch norm(s) in training mode",
-            expected="vectors that do not depend on which rows share a chunk",
+            f"batch norm would normalise over one chunk instead of the batch: {', '.join(found[:6])}",
+            seen=f"{len(found)} batch norm module(s) in training mode",
+            expected="an encoder whose vectors do not depend on which rows share a chunk",
             fix="use layer, group or RMS norm, or put these modules into eval mode",
         )

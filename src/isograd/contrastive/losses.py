@@ -1,14 +1,14 @@
-"""Contrastive losses over all data ranks' rows: sum over global rows / number of global rows, however they are spread.
+"""Contrastive losses over the rows of all data ranks: the sum over all rows / their number, wherever the rows are.
 
-A loss is called with each tower's representations of this rank's rows, and returns the mean over *my* rows; its weight
-for the engine is their number. Queries come first, then documents (row i's positive is document i), then any number of
-hard negatives in towers of any length. GradCache calls it; so can you:
+A loss is called with each tower's representations of this rank's rows. It returns the mean over *this rank's* rows; its
+weight for the engine is their number. Queries come first, then documents (row i's positive is document i), then any
+number of towers of hard negatives, each of any length. GradCache calls it, and you can call it yourself:
 
     loss = ig.contrastive.InfoNCE(mesh, scale=20.0, learn_scale=True)
     engine.backward(loss([q, d, negatives]), weight=len(q))
 
-The gradient of a scale or bias that is learned is, like every other, a sum over data ranks: a loss that is computed on
-local rows owes nothing else. It is counted once, because each row is.
+The gradient of a learned scale or bias is a sum over the data ranks, like every other: each rank's loss covers its own
+rows only, so each row contributes exactly once.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ from isograd.mesh import DATA, Mesh
 
 @dataclass(frozen=True)
 class Across:
-    """Whose rows meet in a loss: the data ranks, and how many rows of each tower each of them has."""
+    """The ranks whose rows are in a loss, and how many rows of each tower each of them has."""
 
     group: Group
     counts: tuple[tuple[int, ...], ...]  # [tower][member]
 
     def columns(self, towers: Sequence[int], ring: bool) -> Columns:
-        """Some towers, one below the other on each member, as columns."""
+        """The columns that these towers make, one tower below the other on each member."""
         return Columns(self.group, tuple(map(sum, zip(*(self.counts[t] for t in towers), strict=True))), ring)
 
 
 def across(towers: Sequence[Tensor], mesh: Mesh) -> Across:
-    """Ask the data ranks how many rows they have. Representations are cut over them: under cp, too, rows are shared."""
+    """Gather the number of rows of each data rank. Under cp, too, each row belongs to one rank of the loss."""
     mine = torch.tensor([len(t) for t in towers], device=mesh.device)
     table = torch.stack(raw.gather_list(mine, mesh.group(DATA)))
     return Across(mesh.group(DATA), tuple(tuple(column) for column in table.T.tolist()))
 
 
 class PairLoss(nn.Module):
-    """What InfoNCE and SigLIP share: a scale (kept as its logarithm, so that it stays positive), masks, tiles."""
+    """The common part of InfoNCE and SigLIP: a scale (stored as its logarithm, to stay positive), masks, tiles."""
 
     def __init__(self, mesh: Mesh, scale: float, learn: bool, normalize: bool, ring: bool, tile: int) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class PairLoss(nn.Module):
         hide: Hide | None,
         bias: Tensor | None = None,
     ) -> Tensor:
-        """One per row."""
+        """One loss per row."""
         rows = rows * self.log_scale.exp()
         if bias is not None:
             rows = torch.cat((rows, bias.to(rows.dtype).expand(len(rows), 1)), 1)
@@ -82,7 +82,7 @@ class PairLoss(nn.Module):
 
 
 class InfoNCE(PairLoss):
-    """Each query is to find its document among all ranks' documents and hard negatives."""
+    """Cross-entropy of each query's own document among the documents and hard negatives of all ranks."""
 
     def __init__(
         self,
@@ -97,10 +97,12 @@ class InfoNCE(PairLoss):
         ring: bool = False,
         tile: int = TILE,
     ) -> None:
-        """scale: 1 / temperature. both: each document is to find its query, too; the two losses are averaged.
-
-        margin: with `guides` in a call, columns that the guide finds nearer than the positive's nearness - margin are
-        no negatives (relative_margin: nearness * (1 - margin)). ring: columns travel around, none is gathered.
+        """scale: 1 / temperature. learn_scale: train the scale.
+        both: average with the loss of the other direction, each document's own query among all queries.
+        margin: with `guides` in a call, a column is not a negative when the guide's similarity to it exceeds its
+            similarity to the positive - margin (relative_margin: similarity * (1 - margin)).
+        normalize: scale each vector to length 1.
+        ring: columns travel around a ring instead of being gathered. tile: the edge of a tile of logits.
         """
         super().__init__(mesh, scale, learn_scale, normalize, ring, tile)
         self.both, self.margin, self.relative_margin = both, margin, relative_margin
@@ -112,8 +114,12 @@ class InfoNCE(PairLoss):
         ids: Sequence[Tensor] | None = None,
         guides: Sequence[Tensor] | None = None,
     ) -> Tensor:
-        """counted: how many rows each rank has; left out, they are asked. ids: of each tower's rows, int64: a column
-        with the id of a row's document is no negative of that row. guides: a guide's vectors of each tower's rows."""
+        """The mean loss of this rank's rows.
+
+        counted: how many rows each rank has; left out, the counts are gathered.
+        ids: int64, for each tower's rows: a column with the same id as a row's document is not a negative of that row.
+        guides: a guide model's vectors for each tower's rows.
+        """
         vectors, counted = self._vectors(towers), counted or across(towers, self.mesh)
         losses = self._one_way(vectors, 0, range(1, len(vectors)), counted, ids, guides)
         if self.both:
@@ -146,7 +152,7 @@ class InfoNCE(PairLoss):
 
 
 class SigLIP(PairLoss):
-    """Every pair of rows decides for itself whether it belongs together: no sum over columns, so a ring is natural."""
+    """Binary cross-entropy of every pair of rows: does it belong together? Columns share no sum: a ring fits."""
 
     def __init__(
         self,
@@ -159,6 +165,7 @@ class SigLIP(PairLoss):
         ring: bool = True,
         tile: int = TILE,
     ) -> None:
+        """scale, bias: of the logits; `learn` trains both. The other options are those of InfoNCE."""
         super().__init__(mesh, scale, learn, normalize, ring, tile)
         self.bias = self._number(bias, learn)
 
@@ -168,6 +175,7 @@ class SigLIP(PairLoss):
         counted: Across | None = None,
         ids: Sequence[Tensor] | None = None,
     ) -> Tensor:
+        """The mean loss of this rank's rows; the arguments are those of InfoNCE."""
         vectors, counted = self._vectors(towers), counted or across(towers, self.mesh)
         whole = vectors[1] if len(vectors) == 2 else torch.cat(vectors[1:])
         hide = None if ids is None else Hide((ids[1],), (torch.cat(list(ids[1:])),), ids=True, guide=False)
@@ -179,8 +187,8 @@ class SigLIP(PairLoss):
 class OfAll(nn.Module):
     """Any differentiable function of all rows' representations, as on one device: OfAll(mesh, lambda q, d: ...).
 
-    Each data rank computes it whole. That the ranks' weights add up to the number of rows counts it once: parameters
-    of the function and representations alike, through one adjoint, the sum over ranks.
+    Each data rank computes the function of all rows. The ranks' weights add up to the number of rows, so its gradient
+    counts once, for the representations and for the function's own parameters: both are summed over the ranks.
     """
 
     def __init__(self, mesh: Mesh, function: Callable[..., Tensor]) -> None:
@@ -189,27 +197,28 @@ class OfAll(nn.Module):
         self.function = function  # an nn.Module, when it has parameters
 
     def forward(self, towers: Sequence[Tensor], counted: Across | None = None) -> Tensor:
-        """The function's value, of which this rank's rows are a share."""
+        """The function's value, the same on every rank."""
         counted = counted or across(towers, self.mesh)
         every = [ops.all_gather(t, counted.group, 0, n) for t, n in zip(towers, counted.counts, strict=True)]
         return self.function(*every)
 
 
 def check_pairs(towers: Sequence[Tensor]) -> None:
+    """Refuse towers whose queries and documents do not pair up (IG960)."""
     shapes = [tuple(t.shape) for t in towers]
     if len(towers) < 2 or len(towers[0]) != len(towers[1]) or any(t.dim() != 2 for t in towers):
         raise ContrastiveError(
             "IG960",
             "representations that do not pair up",
             seen=f"{len(towers)} tower(s) of shapes {shapes}",
-            expected="queries [n, d], documents [n, d] of which row i belongs to query i, then hard negatives [any, d]",
+            expected="queries [n, d], documents [n, d] whose row i belongs to query i, then hard negatives [any, d]",
         )
 
 
 def same_rows(tokens: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Ids [n] that are equal where rows of integers [n, ...] are: for masks of duplicates, alike on all ranks.
+    """Ids [n] for rows of integers [n, ...]: equal rows get equal ids on all ranks. Use them to mask duplicates.
 
-    mask: 0 at pads, which may then be any number of the row's last tokens.
+    mask: 0 at padding, so that rows that differ only in the amount of padding at their end get equal ids.
     """
     flat = tokens.reshape(len(tokens), -1).long() + 1
     if mask is not None:

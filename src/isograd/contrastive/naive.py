@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def info_nce(logits: Tensor, hidden: Tensor | None = None) -> Tensor:
-    """logits [rows, columns]: -log softmax of each row's own column; `hidden` columns are no negatives of a row."""
+    """logits [rows, columns]: -log softmax of each row's own column; `hidden` columns are not negatives of a row."""
     if hidden is not None:
         logits = logits.masked_fill(hidden, -torch.inf)
     return F.cross_entropy(logits, torch.arange(len(logits)), reduction="none")
@@ -30,7 +30,7 @@ def same_id(rows: Tensor, columns: Tensor) -> Tensor:
 
 
 def guided(rows: Tensor, columns: Tensor, margin: float = 0.0, relative: bool = False) -> Tensor:
-    """Hidden: columns that a guide finds nearer to the row than the row's own column, less a margin (GISTEmbed)."""
+    """Hidden: columns that a guide finds more similar to the row than the row's own column - margin (GISTEmbed)."""
     near = F.normalize(rows, dim=1) @ F.normalize(columns, dim=1).T
     own = near.diagonal()[:, None]
     limit = own * (1 - margin) if relative else own - margin

@@ -1,11 +1,11 @@
-"""From hidden states of tokens to one vector per row, also where a row's tokens lie on several ranks.
+"""From the hidden states of tokens to one vector per row, also where a row's tokens are on several ranks.
 
     vectors = ig.contrastive.pool(hidden, weights, mesh)
 
-A mean, the first token, the last token: each is a weighted sum over tokens, and the weights say which. Under cp every
-rank adds up its own tokens, and their sum is I: each rank holds the one representation, whose gradient it is given
-whole and hands on to its own tokens. Parameters then owe the data axes, as always. With sp, tokens are gathered over tp
-first, for one identical use.
+The mean, the first token and the last token are all weighted sums over the tokens; the weights choose between them.
+Under cp every rank sums its own tokens, and an all-reduce adds the ranks' sums. The result has type I
+(docs/theory.md): each rank holds the same vector, receives its full gradient and passes it on to its own tokens.
+Parameters then owe the data axes, as always. With sp, the tokens are first gathered over tp.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from isograd.mesh import Mesh
 
 
 def pool(hidden: Tensor, weights: Tensor, mesh: Mesh) -> Tensor:
-    """hidden [rows, my tokens, h], or flat as isograd's layers have it; weights [rows, my tokens] -> [rows, h].
+    """hidden [rows, my tokens, h], or flattened as in isograd's layers; weights [rows, my tokens] -> [rows, h].
 
-    Weights of a row add up to 1 over all cp ranks' tokens, and are 0 at pads.
+    The weights of a row add up to 1 over the tokens of all cp ranks, and are 0 at padding.
     """
     if mesh.layout.sp:
         hidden = ops.gather_for_identical_use(hidden.flatten(0, -2), mesh.group("tp"))

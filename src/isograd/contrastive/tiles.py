@@ -5,11 +5,11 @@ Both losses are  total(row's logits) - the positive's logit:
     InfoNCE   total = log sum exp      its gradient = softmax
     SigLIP    total = sum softplus     its gradient = sigmoid
 
-The positive is local. For the total, a first pass over the columns joins tiles online; backward makes each tile again
-and adds rows' and columns' gradients. Memory: O(tile^2), and what columns.py brings. A scale is in the rows already, a
-bias is one more feature: neither is known here.
+The positive is local. Forward passes over the columns once and accumulates the total tile by tile; backward computes
+each tile again and adds up the gradients of rows and columns. Memory: O(tile^2), and the columns that columns.py
+fetches. The caller has multiplied the rows by the scale and has added the bias as one more feature.
 
-One device: naive.py, of logits = rows @ columns.T.
+One device: naive.py, with logits = rows @ columns.T.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ TILE = 1024
 
 @dataclass(frozen=True)
 class Hide:
-    """Which columns are no negatives of a row: those of its positive's id; those a guide finds nearer than it."""
+    """Which columns are not negatives of a row: those with its positive's id; those a guide finds too similar."""
 
-    rows: tuple[Tensor, ...]  # of my rows: the positive's id; or the guide's vector and the limit of nearness
-    columns: tuple[Tensor, ...]  # of my columns: id, guide's vector
+    rows: tuple[Tensor, ...]  # for my rows: the positive's id; the guide's vector and its limit of similarity
+    columns: tuple[Tensor, ...]  # for my columns: the id; the guide's vector
     ids: bool
     guide: bool
 
     def tile(self, rows: slice, columns: Sequence[Tensor]) -> Tensor:
+        """The mask [rows, columns] of one tile: True where the column is hidden from the row."""
         hidden = torch.zeros((), dtype=torch.bool, device=columns[0].device)
         mine = [t[rows] for t in self.rows]
         if self.ids:
@@ -50,7 +51,7 @@ class Hide:
 def pair_losses(
     rows: Tensor, columns: Tensor, across: Columns, *, sigmoid: bool = False, hide: Hide | None = None, tile: int = TILE
 ) -> Tensor:
-    """rows [n, d] and columns [m, d], mine of each -> [n]; my row i's positive, never hidden, is my column i."""
+    """My rows [n, d] and my columns [m, d] -> the losses [n] over all ranks' columns. Row i's positive is column i."""
     return _pair_losses(rows, columns, across, sigmoid, hide, tile)
 
 
@@ -102,7 +103,7 @@ class _PairLosses(torch.autograd.Function):
 
 
 def _plain(x: Tensor) -> torch.autocast:
-    """Losses are computed in the dtype of their vectors, also inside autocast."""
+    """Turns autocast off: losses are computed in the dtype of their vectors."""
     return torch.autocast(x.device.type, enabled=False)
 
 

@@ -1,6 +1,7 @@
-"""Names the module that drew differently in the replay of a chunk: the first one to turn equal inputs into others.
+"""Names the module whose random draws differ in the replay of a chunk: equal inputs, but different outputs.
 
-Modules finish inside out, so the first to do so has no child to blame. Only numbers are kept, one per input and output.
+Inner modules finish before outer ones, so the first such module has no child that explains the difference. Only one
+fingerprint is kept per input and output.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ Trace = list[tuple[str, tuple[int, ...], tuple[int, ...]]]  # module, what went 
 
 @contextmanager
 def traced(model: nn.Module, into: Trace) -> Iterator[None]:
-    """Write down what every module is given and returns."""
+    """Record fingerprints of the inputs and outputs of every module of the model."""
     given: dict[int, list[tuple[int, ...]]] = {}
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -40,7 +41,7 @@ def traced(model: nn.Module, into: Trace) -> Iterator[None]:
 
 
 def first_unlike(before: Trace, after: Trace) -> str | None:
-    """The module; None when no module alone is to blame."""
+    """The first module that turned equal inputs into different outputs; None when there is none."""
     for (name, given, made), (other, given_again, made_again) in zip(before, after, strict=False):
         if name != other:
             return None

@@ -1,4 +1,4 @@
-"""Long sequences cut over the cp axis: where each token and head lives, as data, and the moves between."""
+"""Long sequences cut over the cp axis: which rank holds which token and head, as data, and the exchanges."""
 
 from isograd.sequence.attend import attend, heads_here, places_for
 from isograd.sequence.hugging import Cut, Part, attach, shard

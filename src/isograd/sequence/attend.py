@@ -1,7 +1,7 @@
 """Causal attention over sequences cut over cp: Ulysses, a ring, or a ring of Ulysses blocks, as the layout says.
 
 cp4 ulysses     one exchange within all 4, then whole sequences on a quarter of the heads
-cp4 ring        blocks of keys go round all 4
+cp4 ring        blocks of keys travel around all 4
 cp4 ulysses2    an exchange within 2 neighbours (group 'cp/2'), then a ring of 2 (group 'cp%2') on half the heads
 """
 
@@ -16,13 +16,13 @@ from isograd.sequence.places import Places, spread
 
 
 def places_for(length: int, rows: int, mesh: Mesh) -> Places:
-    """Where the tokens of `rows` sequences of `length` live under this mesh; under sp, local tokens divide by tp."""
+    """Which rank holds which tokens of `rows` sequences of `length`; under sp, tp divides the local tokens."""
     layout = mesh.layout
     return spread(length, ulysses=layout.ulysses, ring=layout.ring, rows=rows, multiple=layout.tp if layout.sp else 1)
 
 
 def heads_here(heads: int, kv_heads: int, mesh: Mesh) -> tuple[int, int]:
-    """(start, stop) of the query heads, of those this rank projects, that it attends with."""
+    """(start, stop): which of the query heads that this rank projects it attends with."""
     group = mesh.group(f"cp/{mesh.layout.ulysses}")
     return ulysses.deal(heads, kv_heads, group.size).queries[group.index]
 
@@ -40,9 +40,9 @@ def attend(
 ) -> Tensor:
     """q [b, local, heads, d]; k, v [b, local, kv_heads, d], my tokens of each sequence -> [b, local, heads, d].
 
-    `whole` attends over whole sequences, [b, s, heads, d] of some heads, where there is no ring: it may be any function
-    (its own masks, dropout, documents). A ring brings its own arithmetic and needs only `starts` of the documents,
-    and the `scale` of the scores where it is not 1 / sqrt(d).
+    `whole` attends over whole sequences, [b, s, heads, d] of some heads. It is used where there is no ring, and may be
+    any function (with masks, dropout, documents). A ring has its own arithmetic and needs only `starts`, the beginnings
+    of documents, and `scale`, if it is not 1 / sqrt(d).
     """
     layout = mesh.layout
     neighbours, circle = mesh.group(f"cp/{layout.ulysses}"), mesh.group(f"cp%{layout.ulysses}")

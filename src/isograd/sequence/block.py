@@ -1,8 +1,8 @@
-"""Attention of some queries to some keys, and its gradients given the global log-sum-exp: what a ring step computes.
+"""What one step of a ring computes: attention of some queries to some keys, and its gradients.
 
 One device: out = softmax(scale q k^T + mask) v with log_sum = logsumexp(scale q k^T + mask); `fold` joins the results
-of two sets of keys. torch's own CPU kernel does both directions where it applies; elsewhere, and with a mask of
-documents, the few lines below do, in fp32, or in fp64 for fp64 tensors.
+of two sets of keys. Gradients are computed from the global log-sum-exp. torch's CPU kernel computes both directions
+where it applies; elsewhere, and with a mask of documents, the few lines below do, in fp32, or in fp64 for fp64 tensors.
 
 q [b, heads, n, d]; k, v [b, kv_heads, m, d] with heads a multiple of kv_heads; log_sum [b, heads, n].
 """
@@ -28,7 +28,7 @@ def _fits_kernel(q: Tensor, mask: Tensor | None) -> bool:
 def forward(
     q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(out, log_sum), both wide. mask [b, n, m]: True where seen; a row that sees nothing gets 0 and -inf."""
+    """(out, log_sum), both in `wide`. mask [b, n, m]: True where attended; a row without any key gets 0 and -inf."""
     if _fits_kernel(q, mask):
         out, log_sum = _flash(q, k, v, 0.0, causal, scale=scale)
         return out.to(wide(q.dtype)), log_sum

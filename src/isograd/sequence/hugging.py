@@ -1,18 +1,18 @@
 """Hugging Face causal language models, unmodified, on sequences cut over cp.
 
-    ig.sequence.attach(model, mesh)                   # once; refuses by name what could not be exact
+    ig.sequence.attach(model, mesh)                   # once; refuses models that would not be exact
     engine = ig.Engine(model, mesh, ...)
     for batch in loader:                              # the same whole sequences on every rank of a cp group
         part = ig.sequence.shard(batch, mesh)         # this rank's tokens, positions and shifted labels
         engine.backward(model(**part.inputs).loss, weight=part.weight)
 
-Attention is the one place where a decoder's tokens meet, and transformers lets its function be chosen by name. Ours is
-`attention` below. It keeps no state: what it must know of a batch (a `Cut`) travels as a keyword with the call, through
-the model's own layers, so that recompute, several forwards before a backward and several models with several meshes
-each find their own. A layer that is given none says so instead of attending to what happens to be here.
+A decoder's tokens are mixed by attention only, and transformers lets its function be chosen by name. Ours is
+`attention` below. It keeps no state: what it must know of a batch (a `Cut`) is a keyword that travels through the
+model's own layers. So recompute, several forwards before a backward, and several models with several meshes all get
+the right Cut. A layer that gets no Cut raises an error instead of attending to the local tokens.
 
-The loss of a part is its sum over max(1, its labels): the exact mean, and 0, not 0 / 0, on a rank without labels. That
-rank still runs backward, because others' queries attended to its keys.
+The loss of a part is the sum over its labels / max(1, their number): the exact mean, and 0 instead of 0 / 0 on a rank
+without labels. That rank still runs backward, because other ranks' queries attended to its keys.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from isograd.sequence.try_out import NAME, TRIAL, trial_mask, try_out
 
 IGNORE = -100  # the label that does not count, as transformers has it
 KEYS = ("input_ids", "labels", "attention_mask", "position_ids")
-# What transformers hands down to attention that attention has no use for.
+# Keywords that transformers passes to attention and that attention does not need.
 UNUSED = ("position_ids", "use_cache", "labels", "shift_labels", "num_items_in_batch", "output_hidden_states",
           "return_dict", "cache_position")  # fmt: skip
 
@@ -44,11 +44,11 @@ Model = TypeVar("Model", bound=nn.Module)
 
 @dataclass(frozen=True, eq=False)
 class Cut:
-    """How one batch is cut: what attention must know of it."""
+    """How one batch is cut: all that attention must know about it."""
 
     mesh: Mesh
     places: Places
-    starts: Tensor | None  # [b, padded]: where each token's document begins; None: one document per row
+    starts: Tensor | None  # [b, padded]: start of each token's document; None: one document per row
     given: tuple[Tensor, ...]  # the whole batch, for the comparison of ranks
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None, window: int | None) -> Tensor:
@@ -56,8 +56,8 @@ class Cut:
         where = self.mesh.where()
         if mask is not None:
             raise ModelError(
-                "IG442", "the model made an attention mask of its own", seen=f"a mask {tuple(mask.shape)}",
-                expected="none: a mask over this rank's tokens says nothing of the others'", where=where,
+                "IG442", "the model made its own attention mask", seen=f"a mask {tuple(mask.shape)}",
+                expected="none: a mask over this rank's tokens does not cover the other ranks' tokens", where=where,
             )  # fmt: skip
         if window is not None and self.places.length > window:
             raise ModelError(
@@ -67,7 +67,7 @@ class Cut:
         if {t.shape[2] for t in (q, k, v)} != {self.places.local}:
             raise ModelError(
                 "IG443",
-                "attention was given other tokens than the part has",
+                "attention was called with tokens that are not those of the part",
                 seen=f"queries {tuple(q.shape)}, keys {tuple(k.shape)}, values {tuple(v.shape)}",
                 expected=f"{self.places.local} tokens of each sequence",
                 fix="call model(**part.inputs) as shard made them, without a cache of past keys",
@@ -92,7 +92,7 @@ class Part:
     """One rank's part of a batch."""
 
     inputs: dict[str, Any]  # for model(**inputs)
-    weight: Tensor  # how many labels this rank has: of how many the loss is the mean
+    weight: Tensor  # the number of this rank's labels, which the loss is the mean of
     cut: Cut
 
     def whole(self, x: Tensor) -> Tensor:
@@ -114,7 +114,7 @@ def attention(
     is_causal: bool | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in every layer. query [b, heads, s, d] -> [b, s, heads, d]."""
+    """The attention that transformers calls in every layer. query [b, heads, s, d] -> [b, s, heads, d]."""
     if isograd is None:
         raise _no_part("keywords that reached attention without the part's 'isograd'")
     rate = getattr(module, "attention_dropout", 0.0)
@@ -132,20 +132,20 @@ def attention(
     if wrong:
         raise ModelError(
             "IG442",
-            f"{type(module).__name__} asks for what attention over cut sequences does not do",
+            f"{type(module).__name__} needs an attention that is not supported for cut sequences",
             seen=", ".join(
                 f"{name}={value if isinstance(value, float | int | str) else '...'}" for name, value in wrong.items()
             ),
             expected="causal softmax attention, heads of one size, no dropout, caps, sinks or biases of its own",
-            fix="set it off in the config where that is possible; without cp the model trains as it is",
+            fix="turn it off in the config if possible; without cp the model trains as it is",
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return isograd.attend(query, key, value, scale, attention_mask, sliding_window), None
 
 
 def attach(model: Model, mesh: Mesh) -> Model:
-    """Give a transformers model attention over sequences cut by this mesh, after trying out that nothing else of it
-    looks across tokens. A mesh without cp gives the model its own attention back: to generate, for instance.
+    """Give a transformers model attention over sequences that this mesh cuts. A trial first proves that nothing else in
+    the model mixes tokens. With a mesh without cp, the model gets its own attention back, for example to generate.
     """
     axes = [f"{axis}{mesh.size(axis)}" for axis in ("tp", "pp") if mesh.size(axis) > 1]
     axes += [f"ep{mesh.layout.ep}"] if mesh.layout.ep > 1 else []
@@ -172,7 +172,7 @@ def attach(model: Model, mesh: Mesh) -> Model:
 
 
 def _register_and_try(model: Any) -> tuple[list[Any], str]:
-    """The model's configs, which name our attention now, and the name of the one it had."""
+    """The model's configs, which now name our attention, and the name of its previous attention."""
     name = type(model).__name__
     if not hasattr(model, "set_attn_implementation"):
         raise ModelError(
@@ -197,7 +197,7 @@ def _register_and_try(model: Any) -> tuple[list[Any], str]:
 
 
 def _own_configs(model: Any) -> list[Any]:
-    """A model's attention is chosen in its config, which other models may share: now it has its own."""
+    """Give the model its own copy of its config: the config names the attention, and other models may share it."""
     copies: dict[int, Any] = {}
     copy.deepcopy(model.config, copies)
     for module in model.modules():
@@ -215,7 +215,7 @@ def _detach(model: Any) -> None:
 
 
 def _gate(mesh: Mesh, configs: list[Any]) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
-    """What a call of the attached model must bring. Of the first one, ranks compare what they were given."""
+    """Checks each call of the attached model. At the first call, ranks compare the batches they were given."""
     compared = False
 
     def gate(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -242,20 +242,20 @@ def _gate(mesh: Mesh, configs: list[Any]) -> Callable[[nn.Module, tuple[Any, ...
 def _no_part(seen: str, mesh: Mesh | None = None) -> ModelError:
     return ModelError(
         "IG443",
-        "a model attached to a cp mesh was called with something else than a part",
+        "a model that is attached to a cp mesh was called without a part",
         seen=seen,
         expected="part = isograd.sequence.shard(batch, mesh); model(**part.inputs)",
-        fix="to generate, attach(model, mesh) to a mesh without cp first: it gives the model its own attention back",
+        fix="to generate, call attach(model, mesh) with a mesh without cp first: it restores the model's own attention",
         where=mesh.where() if mesh else None,
     )
 
 
 def shard(batch: Mapping[str, Any], mesh: Mesh) -> Part:
-    """This rank's part of whole sequences. No rank waits for another here: it may run in a loader's thread.
+    """This rank's part of whole sequences. It does not communicate, so it may run in a loader's thread.
 
     batch: input_ids [b, s]; labels [b, s] as transformers has them, aligned with input_ids and shifted here, before
-    anything is cut; attention_mask of pads at the END of rows; position_ids that begin anew begin a new document, which
-    sees only itself. Other tensors are refused.
+    anything is cut; attention_mask with padding at the END of rows only; position_ids: where they restart, a new
+    document begins, which attends only to itself. Other keys are refused.
     """
     given = {name: tensor for name, tensor in batch.items() if tensor is not None}
     _refuse_unknown(given, mesh)
@@ -297,7 +297,7 @@ def _refuse_unknown(given: dict[str, Any], mesh: Mesh) -> None:
 
 
 def _refuse_padding(real: Tensor, labels: Tensor, mesh: Mesh) -> None:
-    """Pads at the end are seen by no token before them, so that no mask is needed; others would be seen."""
+    """Padding at the end needs no mask, since no earlier token attends to it. Padding elsewhere is refused."""
     if bool((real[:, 1:] & ~real[:, :-1]).any()):
         raise ModelError(
             "IG445",
@@ -310,8 +310,8 @@ def _refuse_padding(real: Tensor, labels: Tensor, mesh: Mesh) -> None:
     if bool((~real & (labels != IGNORE)).any()):
         raise ModelError(
             "IG445",
-            "labels that pads should predict",
-            seen="a label other than -100 behind a token that attention_mask leaves out",
+            "labels that padding would have to predict",
+            seen="a label other than -100 after a token that attention_mask excludes",
             expected="-100 there",
             fix="labels = input_ids.masked_fill(attention_mask == 0, -100)",
             where=mesh.where(),
@@ -319,14 +319,14 @@ def _refuse_padding(real: Tensor, labels: Tensor, mesh: Mesh) -> None:
 
 
 def _starts(positions: Tensor | None, mask: Tensor | None, places: Places, mesh: Mesh) -> Tensor | None:
-    """Where documents begin, if there are several in some row: wherever positions do not go on by one."""
+    """Where documents begin, if some row has several: wherever a position is not the previous one + 1."""
     if positions is None:
         return None
     anew = F.pad(positions[:, 1:] != positions[:, :-1] + 1, (1, 0))
     if mask is not None and bool((anew & mask.bool()).any()):
         raise ModelError(
             "IG445",
-            "position_ids that begin anew beside an attention_mask",
+            "position_ids that restart, together with an attention_mask",
             seen="both: transformers keeps documents apart by position_ids only without a mask",
             expected="packed documents without attention_mask, or one padded document per row",
             where=mesh.where(),

@@ -1,4 +1,4 @@
-"""Causal attention over whole sequences on one device: the definition that every method here must equal.
+"""Causal attention over whole sequences on one device: the definition, and the oracle of the tests.
 
 Query head h uses key and value head h // (heads / kv_heads). With `documents`, a number for each token, a token sees
 only its own document, which begins where the number changes.

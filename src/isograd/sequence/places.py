@@ -1,4 +1,4 @@
-"""Which rank of the cp axis holds which tokens, as data: no torch.distributed, nothing that runs.
+"""Which rank of the cp axis holds which tokens, as data. Nothing here communicates.
 
 A sequence is cut into `ring` blocks, and each block over `ulysses` neighbours (either may be 1):
 
@@ -8,10 +8,10 @@ A sequence is cut into `ring` blocks, and each block over `ulysses` neighbours (
     ulysses2  (two blocks)          0 1 2 3       12 13 14 15   4 5 6 7       8 9 10 11
 
 A ring's blocks are in zig-zag order: block r holds chunks r and 2 * ring - 1 - r, an early one and a late one, so that
-under a causal mask all blocks cost the same. Inside a block, order is global order and Ulysses ranks hold equal
-contiguous parts of it, so that joining their parts in rank order is the block.
+under a causal mask all blocks cost the same. Inside a block, tokens keep their global order and Ulysses ranks hold
+equal contiguous parts of it, so their parts joined in rank order are the block.
 
-Invariant: all ranks hold equally many tokens. Sequences are padded at their END, where no causal token looks.
+Invariant: all ranks hold equally many tokens. Sequences are padded at their END, which no causal token attends to.
 """
 
 from __future__ import annotations
@@ -32,20 +32,25 @@ ORDERS = ("zigzag", "contiguous")
 
 @dataclass(frozen=True)
 class Places:
-    length: int  # of the sequences as they were given
-    ulysses: int
+    """How sequences of one length are cut over the cp axis."""
+
+    length: int  # of the sequences before padding
+    ulysses: int  # neighbours that exchange heads
     blocks: tuple[Spans, ...]  # one per member of a ring
 
     @property
     def ring(self) -> int:
+        """The number of members of a ring."""
         return len(self.blocks)
 
     @property
     def cp(self) -> int:
+        """The number of ranks of the cp axis."""
         return self.ulysses * self.ring
 
     @property
     def padded(self) -> int:
+        """The length of the sequences after padding."""
         return sum(stop - start for block in self.blocks for start, stop in block)
 
     @property
@@ -55,7 +60,7 @@ class Places:
 
     @cached_property
     def spans(self) -> tuple[Spans, ...]:
-        """What each cp rank holds."""
+        """The ranges of global positions that each cp rank holds."""
         parts = range(self.ulysses)
         return tuple(_cut(block, part * self.local, (part + 1) * self.local) for block in self.blocks for part in parts)
 
@@ -64,6 +69,7 @@ class Places:
         return _positions(self.spans[rank], device)
 
     def block_positions(self, member: int, device: torch.device | str | None = None) -> Tensor:
+        """Global positions of the tokens of ring member `member`'s block."""
         return _positions(self.blocks[member], device)
 
     def pad(self, x: Tensor, value: int | float = 0) -> Tensor:
@@ -94,7 +100,7 @@ def spread(
     rows: int = 1,
     multiple: int = 1,
 ) -> Places:
-    """Places for sequences of `length`; `rows` of them, flattened, make a `multiple` of tokens on every rank (sp)."""
+    """Places for `rows` sequences of `length`. `multiple` divides the tokens of a rank, flattened (for sp)."""
     if order not in ORDERS:
         raise ModelError(
             "IG430", f"unknown order {order!r} of sequence blocks", seen=order, expected=" or ".join(ORDERS)
@@ -111,7 +117,7 @@ def spread(
 
 
 def _joined(spans: Spans) -> Spans:
-    """Spans that touch are one."""
+    """The same positions, with adjacent spans merged."""
     found: list[tuple[int, int]] = []
     for start, stop in spans:
         if found and found[-1][1] == start:
@@ -136,12 +142,12 @@ def _positions(spans: Spans, device: torch.device | str | None) -> Tensor:
     return torch.cat([torch.arange(start, stop, device=device) for start, stop in spans])
 
 
-# -- what of a block another block sees --------------------------------------------------------------------------
+# -- which part of one block attends to which part of another -----------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Sight:
-    """Rows start..stop of my block (local numbers) see the first `keys` of another; causal: each up to itself."""
+    """Queries start..stop of my block attend to the first `keys` keys of another; causal: each up to itself."""
 
     start: int
     stop: int
@@ -150,9 +156,9 @@ class Sight:
 
 
 def sights(mine: Spans, theirs: Spans) -> tuple[Sight, ...]:
-    """Which part of a block of queries sees which part of a block of keys under the causal mask; () for none.
+    """Which queries of one block attend to which keys of another under the causal mask; () for none.
 
-    Spans of different blocks lie wholly before or wholly after one another, so that a row sees a prefix of the keys.
+    Spans of different blocks lie entirely before or after each other, so a query attends to a prefix of the keys.
     """
     if mine == theirs:
         rows = sum(stop - start for start, stop in mine)
@@ -170,15 +176,15 @@ def sights(mine: Spans, theirs: Spans) -> tuple[Sight, ...]:
 
 
 def reach(mine: Spans, theirs: Spans) -> int:
-    """How many leading keys of another block any row of mine sees: all that need be sent."""
+    """How many leading keys of another block any of my queries attends to: only these must be sent."""
     return max((sight.keys for sight in sights(mine, theirs)), default=0)
 
 
-# -- documents: several texts in one sequence --------------------------------------------------------------------
+# -- documents: several texts packed into one sequence ------------------------------------------------------------
 
 
 def document_starts(documents: Tensor) -> Tensor:
-    """[b, s]: where the document of each token begins. A new one begins wherever the number changes."""
+    """[b, s]: the position at which each token's document begins. A new document begins where the number changes."""
     place = torch.arange(documents.shape[1], device=documents.device).expand(documents.shape)
     changed = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0))
     starts: Tensor = torch.where(changed, place, 0).cummax(1).values

@@ -1,25 +1,25 @@
-"""Ring attention: queries stay, keys and values of the other blocks come by, one block at a time.
+"""Ring attention: queries stay, and the keys and values of the other blocks arrive one block at a time.
 
 Who owns what: member i of the ring holds block i of the sequence (places.py: an early and a late chunk) of q, k, v and
 the output. In step t = 0 ... r - 1 member i attends from its queries to the keys of member j = i - t.
 
 Forward, in step t:
-1. The keys and values of step t + 1 set out: member i sends to i + t + 1 and receives from i - t - 1, while 2 runs.
-   Only the leading keys that the receiver's queries see are sent (`reach`): half a block to later members, a whole one
-   to earlier ones. That is what must be known elsewhere and nothing more; passing whole blocks from neighbour to
-   neighbour moves a third more. (Between machines, passing on crosses each border once and direct sends cross it once
-   per member behind it: there, 'cpN ulyssesM' with M ranks per machine makes rings of one member per machine.)
-2. The part of the block pair that the causal mask leaves is computed, one rectangle per step: step 0 is causal, later
+1. The keys and values of step t + 1 are sent while phase 2 runs: member i sends to i + t + 1 and receives from
+   i - t - 1. Only the leading keys that the receiver's queries attend to are sent (`reach`): half a block to later
+   members, a whole one to earlier ones. Passing whole blocks from neighbour to neighbour would move a third more.
+   (Between machines, passing on crosses each border once, and a direct send crosses it once per member behind it. Use
+   'cpN ulyssesM' with M ranks per machine there: it makes rings of one member per machine.)
+2. The part of the block pair that the causal mask keeps is computed, one rectangle per step: step 0 is causal, later
    ones are all rows x half the keys, or half the rows x all keys. Empty parts are skipped. All members do equal work.
 3. The result is folded into the running (output, log of the sum of exponentials), in fp32, or fp64 for fp64 tensors.
 
-Backward, in step t: the same keys and values come by again; probabilities are exp(score - log-sum-exp) with the GLOBAL
-log-sum-exp, so each rectangle's gradients are exact summands. dq stays and adds up here. What step t computed for the
-keys of j goes straight home to j while step t + 1 runs, in fp32 (fp64), and j adds its own share first and then
-those of i = j + 1, j + 2, ...: one fixed order, so the same bits in every run.
+Backward, in step t: the same keys and values arrive again; probabilities are exp(score - log-sum-exp) with the GLOBAL
+log-sum-exp, so each rectangle's gradients are exact summands. dq is accumulated here. The gradients
+that step t computed for the keys of member j are sent to j while step t + 1 runs, in fp32 (fp64). Member j adds its own
+part first and then those of i = j + 1, j + 2, ...: a fixed order, so every run has the same bits.
 
 Key and value heads are never expanded to query heads, neither on the wire nor in memory.
-Documents narrow what is seen.
+Documents restrict which keys a query attends to.
 """
 
 from __future__ import annotations
@@ -126,15 +126,17 @@ def _by_block(starts: Tensor | None, blocks: tuple[Spans, ...]) -> list[Tensor] 
 
 
 class _Trip:
-    """The r visits of one member: whose keys come in which step, what is seen of them, what must be sent for it."""
+    """The r steps of one member: whose keys arrive in which step, which of them are used, and what must be sent."""
 
     def __init__(self, group: Group, blocks: tuple[Spans, ...], starts: list[Tensor] | None) -> None:
         self.group, self.blocks, self.starts = group, blocks, starts
 
     def member(self, step: int) -> int:
+        """The member whose keys arrive in this step."""
         return (self.group.index - step) % self.group.size
 
     def sights(self, step: int) -> tuple[Sight, ...]:
+        """Which of my queries attend to which of the keys of this step."""
         return sights(self.blocks[self.group.index], self.blocks[self.member(step)])
 
     def keys_in(self, step: int) -> int:
@@ -146,7 +148,7 @@ class _Trip:
         return reach(self.blocks[self.member(-step)], self.blocks[self.group.index])
 
     def mask(self, step: int, sight: Sight) -> Tensor | None:
-        """[b, rows, keys]: which pairs are of one document; causal where the sight is. None: no documents."""
+        """[b, rows, keys]: which pairs are in one document, and causal if the sight is. None without documents."""
         if self.starts is None:
             return None
         mine, theirs = self.starts[self.group.index], self.starts[self.member(step)]
@@ -154,7 +156,7 @@ class _Trip:
         return same.tril() if sight.causal else same
 
     def visits(self, k: Tensor, v: Tensor) -> Any:
-        """Keys and values [n, b, kv_heads, d] of each step; the next ones are under way while the caller computes."""
+        """Keys and values [n, b, kv_heads, d] of each step; the next ones travel while the caller computes."""
         held, size = (k, v), self.group.size
         for step in range(size):
             coming = (
@@ -167,7 +169,7 @@ class _Trip:
                 held = coming  # type: ignore[assignment]
 
     def swap(self, out: Any, into: Any, step: int) -> Handle:
-        """Send `out` to member index + step and fill `into` from index - step, under way (a negative step: back)."""
+        """Start sending `out` to member index + step and receiving `into` from index - step (step < 0: back)."""
         members = range(self.group.size)
         to, source = self.member(-step), self.member(step)
         return raw.exchange(
@@ -178,7 +180,7 @@ class _Trip:
 
 
 class _Homing:
-    """Gradients of other members' keys and values on their way home, and of mine as they arrive."""
+    """Sends the gradients of other members' keys and values to their owners, and adds up those of mine."""
 
     def __init__(self, trip: _Trip, dk: Tensor, dv: Tensor) -> None:
         self.trip, self.mine = trip, (dk, dv)
@@ -187,15 +189,18 @@ class _Homing:
         self.flight: Handle | None = None
 
     def parcel(self, step: int) -> tuple[Tensor, ...]:
+        """Zeros to which the gradients of this step's keys and values are added."""
         self.leaving = tuple(t.new_zeros((self.trip.keys_in(step), *t.shape[1:])) for t in self.mine)
         return self.leaving
 
     def send(self, step: int) -> None:
+        """Start sending this step's gradients to their owner; first add what arrived for the last step."""
         self.land()
         self.arriving = tuple(t.new_empty((self.trip.keys_out(step), *t.shape[1:])) for t in self.mine)
         self.flight = self.trip.swap(self.leaving, self.arriving, -step)
 
     def land(self) -> None:
+        """Wait for the gradients on their way to me, and add them to mine."""
         if self.flight is not None:
             self.flight.wait()
             for total, part in zip(self.mine, self.arriving, strict=True):

@@ -1,4 +1,4 @@
-"""What is the same on every rank of a cp group: the sequences that come in, and the logits that go out."""
+"""What all ranks of a cp group hold alike: the whole input sequences, and gathered outputs such as logits."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from isograd.sequence.places import Places
 def gather_whole(x: Tensor, mesh: Mesh, places: Places) -> Tensor:
     """My part [b, local, ...] -> [b, length, ...] in global order on every cp rank.
 
-    V -> R, with the sum as adjoint: cp is a data axis. A loss of the whole sequences, computed on every cp rank, is
-    weighed once by each of them, and so must its gradient be.
+    V -> R, with the sum as adjoint: cp is a data axis. A loss of the whole sequences that every cp rank computes enters
+    the step once per rank, with each rank's weight; its gradients are summed in the same way.
     """
     return places.unshard(ops.all_gather(x, mesh.group("cp"), 1))
 
 
 @torch.no_grad()
 def refuse_unlike(mesh: Mesh, *tensors: Tensor | None) -> None:
-    """All ranks of a cp group are given the same whole sequences: attention would join parts of different ones."""
+    """Refuse different sequences on the ranks of a cp group: attention would join parts of different texts."""
     mine = torch.stack([fingerprint(t) for t in tensors if t is not None])
     unlike = ranks_unlike(mine, mesh.group("cp"))
     if unlike:
         raise ModelError(
             "IG414",
             "ranks of one cp group were given different sequences",
-            seen=f"tokens, labels or documents unlike those of ranks {unlike}",
+            seen=f"tokens, labels or documents that differ from those of ranks {unlike}",
             expected="the same whole sequences on every rank of a cp group: the model takes its own part of each",
             fix="index the data by mesh.index('dp'), not by mesh.index('dp cp') or the global rank",
             where=mesh.where(),

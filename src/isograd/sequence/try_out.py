@@ -1,14 +1,14 @@
-"""Whether a transformers model can be cut over cp, found out by trying it, not by its name.
+"""Decides by a trial, not by the model's name, whether a transformers model can be cut over cp.
 
-Two forwards of four tokens, in eval mode, in which attention lets each token see only itself:
+The trial is two forwards of four tokens, in eval mode, with an attention in which each token sees only itself:
 
-1. The embedding of token 1 is NaN. Its output, and no other, must be NaN: else something beside the attention that we
-   reach looks across tokens, to either side (a convolution, a recurrence, an attention of the model's own). A label
-   only there must make the loss NaN: else the loss shifts labels itself. The masks that the model asks for must be
-   causal ones, or causal within the window that attention is told of.
-2. A row and the same row backwards, with its positions. The queries of a token at a position must not depend on where
-   it stands: else the model counts positions itself. Without any label the loss must be 0: else a part of it is not a
-   sum over labels (a router's balance), and a rank without labels would not be neutral.
+1. The embedding of token 1 is NaN. Only its own output may be NaN: otherwise something other than the attention that
+   we replace mixes tokens (a convolution, a recurrence, an attention of the model's own). A label at that token alone
+   must make the loss NaN: otherwise the loss shifts labels itself. The masks that the model asks for must be causal,
+   or causal within the window that it passes to attention.
+2. A row, and the same row reversed together with its positions. A token's query must depend on its position only, not
+   on its place in the row: otherwise the model counts positions itself. Without any label the loss must be 0: otherwise
+   a part of it is not a sum over labels (a router's balance loss), and a rank without labels would add something.
 """
 
 from __future__ import annotations
@@ -20,29 +20,30 @@ from torch import Tensor
 
 from isograd.errors import ModelError
 
-NAME, TRIAL = "isograd", "isograd_trial"  # of our attention in transformers' registers
+NAME, TRIAL = "isograd", "isograd_trial"  # names of our attention in transformers' registry
 TOKENS, POISONED = 4, 1
 NO_WINDOW = 1 << 62
 
 
 class Alone:
-    """Stands in for a Cut: each token attends to itself."""
+    """Takes the place of a Cut in the trial: each token attends to itself only."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.queries: list[Tensor] = []
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None, window: int | None) -> Tensor:
+        """Record the queries, check the mask and return the values."""
         self.queries.append(q)
         if mask is not None:
             causal = torch.ones(TOKENS, TOKENS, dtype=torch.bool, device=q.device).tril()
             if not bool(((mask > 0) == causal).all()) or int(mask.max()) != (window or NO_WINDOW):
                 raise ModelError(
                     "IG442",
-                    f"{self.name} masks attention in a way that cut sequences do not know",
+                    f"{self.name} uses an attention mask that is not supported for cut sequences",
                     seen=f"{(mask > 0).long()[0, 0].tolist()} of {TOKENS} tokens, within {int(mask.max())}; "
-                    f"attention is told a window of {window}",
-                    expected="a causal mask, or a sliding window that attention is told of",
+                    f"the window passed to attention is {window}",
+                    expected="a causal mask, or a sliding window that is passed to attention",
                 )
         return v.repeat_interleave(q.shape[1] // v.shape[1], 1).transpose(1, 2)
 
@@ -59,7 +60,7 @@ def trial_mask(*, mask_function: Any, local_size: int | None = None, **options: 
 
 @torch.no_grad()
 def try_out(model: Any) -> None:
-    """Leaves the model with our attention, or refuses it."""
+    """Run the trial. The model then has our attention, or is refused (IG441, IG442, IG446, IG447)."""
     name = type(model).__name__
     _refuse_growing_positions(model, name)
     modes = [(module, module.training) for module in model.modules()]
@@ -74,7 +75,7 @@ def try_out(model: Any) -> None:
             "IG441",
             f"the attention of {name} cannot be reached",
             seen=f"{type(error).__name__}: {error}" if not isinstance(error, ModelError) else error.seen,
-            expected="a causal language model that hands its keywords down to transformers' attention interface",
+            expected="a causal language model that passes its keywords on to transformers' attention interface",
             fix="isograd.models.Transformer, or isograd.sequence.attend inside the model's own attention",
         ) from error
     finally:
@@ -83,7 +84,7 @@ def try_out(model: Any) -> None:
 
 
 def _forward(model: Any, ids: Tensor, positions: Tensor, labels: Tensor) -> tuple[Tensor, Tensor | None, Alone]:
-    """(output [b, s, ...], loss, what attention was asked)."""
+    """(output [b, s, ...], loss, what attention was called with)."""
     alone, one = Alone(type(model).__name__), torch.ones((), dtype=torch.long, device=ids.device)
     out = model(
         input_ids=ids, position_ids=positions, labels=labels, shift_labels=labels, num_items_in_batch=one,
@@ -110,7 +111,7 @@ def _tokens_meet_in_attention_only(model: Any, name: str) -> None:
             f"the attention of {name} cannot be reached",
             seen=f"{len(alone.queries)} calls of transformers' attention interface; with each token seeing only "
             f"itself, a NaN at token {POISONED} came out at {reached}",
-            expected="tokens that meet in attention only, and one output for each",
+            expected="tokens that are mixed by attention only, and one output for each",
             fix="isograd.models.Transformer, or isograd.sequence.attend inside the model's own attention",
         )
     if loss is not None and not bool(loss.isnan()):
@@ -129,8 +130,8 @@ def _positions_are_told(model: Any, name: str) -> None:
     if not apart <= 0.01 * float(there.norm()):
         raise ModelError(
             "IG446",
-            f"{name} counts positions itself",
-            seen="a token's query changed with its place in the row although its position_ids stayed",
+            f"{name} computes positions itself",
+            seen="a token's query changed with its place in the row although its position_ids did not",
             expected="positions taken from position_ids: a rank holds tokens from the middle of a sequence",
         )
     if loss is not None and float(loss) != 0:
@@ -140,7 +141,7 @@ def _positions_are_told(model: Any, name: str) -> None:
 def _wrong_loss(name: str, seen: str) -> ModelError:
     return ModelError(
         "IG447",
-        f"the loss of {name} is not the sum over shift_labels by num_items_in_batch",
+        f"the loss of {name} is not the sum over shift_labels divided by num_items_in_batch",
         seen=seen,
         expected="transformers' ForCausalLMLoss, and no term that is a mean over this rank's tokens",
         fix="output_router_logits=False; or model.loss_function = transformers.loss.loss_utils.ForCausalLMLoss",
@@ -148,7 +149,7 @@ def _wrong_loss(name: str, seen: str) -> ModelError:
 
 
 def _refuse_growing_positions(model: Any, name: str) -> None:
-    """Rotary angles that depend on the longest position seen would differ between the ranks."""
+    """Refuse rotary angles that depend on the longest position seen: they would differ between ranks."""
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
         for kind in kinds.values() if isinstance(kinds, dict) else [kinds]:

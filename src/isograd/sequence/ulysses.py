@@ -6,14 +6,14 @@ Who owns what, with n ranks of the group and local sequences of s tokens (in ran
     inside attention    rank r holds all n * s tokens of its heads: `deal` says which
 
 1. Pack. q, k and v become one tensor, heads first, in the order of their destinations: the query heads of rank 0 and
-   the key and value heads these need, then those of rank 1, ... With fewer key/value heads than ranks, or heads that n
-   does not divide, two ranks may need the same key/value head: it is sent to both, and the adjoint of the copy
-   (index_select) sums both gradients. Nothing else is sent twice.
+   the key and value heads they need, then those of rank 1, ... With fewer key/value heads than ranks, or a number of
+   heads that n does not divide, two ranks may need the same key/value head. It is sent to both, and the adjoint of that
+   copy (index_select) sums both gradients. Nothing else is sent twice.
 2. ONE all-to-all, in the dtype of q, k and v; each rank sends (n - 1) / n of what it packed.
-3. `attend`, any function of (q, k, v) over the whole sequence in its global order: it needs to know nothing of cp.
+3. `attend`, any function of (q, k, v), runs over the whole sequence in global order and needs to know nothing of cp.
 4. One all-to-all of its output back.
 
-Backward is the same two exchanges the other way round. No scale appears anywhere: every element is moved, not averaged.
+Backward runs the same two exchanges in the opposite direction. Elements are moved, never scaled or averaged.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Deal:
 
     @property
     def replicated(self) -> bool:
-        """Whether some key/value head goes to more than one rank."""
+        """Whether some key/value head is sent to more than one rank."""
         return any(low < before for (_, before), (low, _) in zip(self.keys, self.keys[1:], strict=False))
 
     def sizes(self) -> list[int]:
@@ -50,7 +50,7 @@ class Deal:
         return [b - a + 2 * (d - c) for (a, b), (c, d) in zip(self.queries, self.keys, strict=True)]
 
     def key_of_query(self, rank: int) -> list[int] | None:
-        """For each query head of `rank`, which of its key/value heads; None where equal runs, as usual, say it."""
+        """For each query head of `rank`, the index of its key/value head; None when equal runs of heads share one."""
         (first, last), (low, high) = self.queries[rank], self.keys[rank]
         wanted = [head // self.share - low for head in range(first, last)]
         run, odd = divmod(last - first, high - low)
@@ -58,11 +58,11 @@ class Deal:
 
 
 def deal(heads: int, kv_heads: int, ranks: int) -> Deal:
-    """Query heads dealt out as evenly as they go, neighbours together."""
+    """Distribute query heads as evenly as possible, neighbours together."""
     if heads < ranks:
         raise ModelError(
             "IG407",
-            f"Ulysses over {ranks} ranks needs a query head for each",
+            f"Ulysses over {ranks} ranks needs at least one query head per rank",
             seen=f"{heads} query heads (of one tp rank)",
             expected=f"at least {ranks}",
             fix=f"'cpN ring', or both methods: 'cpN ulyssesM' with blocks of M, at most {heads}",
@@ -77,7 +77,7 @@ def deal(heads: int, kv_heads: int, ranks: int) -> Deal:
 
 
 def attention(attend: Attend, q: Tensor, k: Tensor, v: Tensor, group: Group, layout: str = "bshd") -> Tensor:
-    """attend(q, k, v) of the whole sequence, for my tokens of it. All of `layout`: q, k, v, and what attend returns."""
+    """attend(q, k, v) over the whole sequence; my tokens of the result. `layout`: the order of the dimensions."""
     if layout not in LAYOUTS:
         raise ModelError("IG431", f"unknown order of dimensions {layout!r}", seen=layout, expected=", ".join(LAYOUTS))
     if group.size == 1:
@@ -93,7 +93,7 @@ def attention(attend: Attend, q: Tensor, k: Tensor, v: Tensor, group: Group, lay
     if y.shape != parts[0].shape:
         raise ModelError(
             "IG432",
-            "the attention function inside Ulysses returned another shape than its queries have",
+            "the attention function inside Ulysses returned a shape that differs from its queries",
             seen=f"{tuple(y.permute(outward).shape)} as {layout!r}",
             expected=tuple(parts[0].permute(outward).shape),
             fix=f"return [{', '.join(layout)}], the order of dimensions it is given",

@@ -2,15 +2,15 @@
 
     from isograd.contrastive.front.grad_cache import GradCache, cached, cat_input_tensor, gather_input_tensor
 
-As there, `loss_fn(*representations, **keywords)` is the caller's. What differs:
+As in that package, the caller provides `loss_fn(*representations, **keywords)`. The differences:
 
-- Gradients come home through the gather (`gather_input_tensor`), so under torch's DDP, which averages, encoders get the
-  whole gradient, not 1/W of it; a temperature in the loss gets the same. Keyword arguments work.
-- One reduction per step, whatever the chunks and towers: all backwards but the last of each model are `no_sync`, also
-  when a model stands for two towers. `no_sync_except_last` is taken and changes nothing.
-- The replay is checked: other bits than in the first pass raise IG965.
-- `engine=`: the models belong to an isograd engine, whose gradient the step adds to; loss_fn's value is the mean over
-  this rank's rows, or over all ranks' rows, alike. Then `engine.step()`, without a scaler.
+- The gather (`gather_input_tensor`) returns gradients to the ranks that own the rows. So under torch's DDP, which
+  averages, the encoders and a temperature in the loss get the full gradient, not 1/W of it. Keyword arguments work.
+- One reduction per step, for any number of chunks and towers: all backwards but the last of each model run under
+  `no_sync`, also when one model encodes two towers. `no_sync_except_last` is accepted without effect.
+- The replay is checked: IG965 is raised when its bits differ from the first pass.
+- `engine=`: the models belong to an isograd engine, and the gradient is added to the engine's step. loss_fn may return
+  the mean over this rank's rows or over all ranks' rows. Then call `engine.step()`, without a scaler.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Representations = Tensor | Sequence[Tensor]
 
 
 class Replay:
-    """A function that was called once without a graph, and is called again with one."""
+    """A function that is called once without a graph, and again with a graph by `backward`."""
 
     def __init__(self, function: Callable[[], Representations], device: torch.device) -> None:
         self.function, self.device = function, device
@@ -45,6 +45,7 @@ class Replay:
         self.made = tuple(t.detach() for t in made)
 
     def backward(self, gradients: Sequence[Tensor], engine: Engine | None = None) -> None:
+        """Call the function again from the same random state, check its bits, and go backward from `gradients`."""
         after = random_state(self.device)
         set_random_state(self.state, self.device)
         torch.clear_autocast_cache()
@@ -54,9 +55,9 @@ class Replay:
         if [int(fingerprint(t)) for t in again] != self.prints:
             raise ContrastiveError(
                 "IG965",
-                "the replay of a chunk gave other representations than the first pass",
+                "the replay of a chunk gave representations that differ from the first pass",
                 seen="other bits",
-                expected="equal bits: the same weights, inputs and random draws, from torch's own generators",
+                expected="equal bits: the same weights and inputs, and random numbers from torch's own generators only",
                 fix="isograd.contrastive.GradCache(..., watch=True) names the module",
             )
         pairs = [(t, g.to(t.dtype)) for t, g in zip(again, gradients, strict=True) if t.requires_grad]
@@ -70,6 +71,8 @@ class Replay:
 
 
 class GradCache:
+    """Takes the place of grad_cache.GradCache; see the head of this file."""
+
     def __init__(
         self,
         models: Sequence[nn.Module],

@@ -10,9 +10,10 @@ Right means: encoders and logit_scale get the gradient of the loss over all rank
 In OpenCLIP that holds for gather_with_grad=True only; with False, its default, encoders get 1/W of it under DDP (or,
 with local_loss, lack what other ranks' rows add), while logit_scale is right: docs/contrastive.md has the numbers.
 
-Here gather_with_grad is taken and changes nothing: gradients always come home, by one reduce-scatter. local_loss says
-what is returned: the mean over this rank's rows, or over all ranks'. With numbers of rows that differ between ranks the
-first is right under the engine, the second under both. Memory: tiles, never [rows, all rows].
+Here gather_with_grad is accepted without effect: one reduce-scatter always returns the gradients to their owners.
+local_loss decides what is returned: the mean over this rank's rows (True), or over the rows of all ranks (False). When
+ranks have different numbers of rows, the first is right under the engine only, the second under both. Memory: tiles,
+never [rows, all rows].
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from isograd.errors import ContrastiveError
 
 
 class ClipLoss(nn.Module):
+    """Takes the place of open_clip.loss.ClipLoss; see the head of this file."""
+
     def __init__(
         self,
         local_loss: bool = False,
@@ -39,7 +42,7 @@ class ClipLoss(nn.Module):
         world_size: int = 1,
         use_horovod: bool = False,
     ) -> None:
-        """gather_with_grad, cache_labels: taken for their callers' sake; there is nothing to choose."""
+        """gather_with_grad and cache_labels are accepted for compatibility and have no effect."""
         super().__init__()
         del gather_with_grad, cache_labels
         self.local_loss = local_loss
@@ -47,7 +50,7 @@ class ClipLoss(nn.Module):
         if use_horovod or (world_size, rank) != (self.group.size, self.group.index):
             raise ContrastiveError(
                 "IG969",
-                "ClipLoss was told of another world than the running one",
+                "ClipLoss was given a rank and a world size that are not those of the running world",
                 seen=f"rank {rank} of {world_size}{', horovod' if use_horovod else ''}",
                 expected=f"rank {self.group.index} of {self.group.size}, torch.distributed",
             )
@@ -60,7 +63,7 @@ class ClipLoss(nn.Module):
         logit_bias: Tensor | None = None,
         output_dict: bool = False,
     ) -> Any:
-        """Features are normalised already, as OpenCLIP's models return them."""
+        """The contrastive loss. The features must be normalised already, as OpenCLIP's models return them."""
         rows = counted([image_features, text_features], self.group)
         losses = torch.zeros((), dtype=torch.float64, device=image_features.device)
         with torch.autocast(image_features.device.type, enabled=False):
@@ -69,10 +72,12 @@ class ClipLoss(nn.Module):
                 where = Columns(self.group, rows.counts[0], ring=False)
                 losses = losses + pair_losses(mine * logit_scale, columns, where).sum()
         if logit_bias is not None:
-            losses = losses + 0 * logit_bias.sum()  # a softmax does not see it: its gradient is zero, not missing
+            losses = (
+                losses + 0 * logit_bias.sum()
+            )  # a softmax is unaffected by a common bias; the bias still gets a gradient, of zero
         if self.local_loss:
             loss = losses / 2 / max(1, len(images))
-        else:  # every rank returns the whole, and what comes back to each is summed over all
+        else:  # every rank returns the loss of all rows; the adjoint sums the ranks' gradients
             loss = ops.copy_in(ops.all_reduce(losses, self.group), self.group) / 2 / max(1, sum(rows.counts[0]))
         loss = loss.to(images.dtype)
         return {"contrastive_loss": loss} if output_dict else loss

@@ -1,17 +1,17 @@
-"""A loss object for sentence-transformers' Trainer: cached InfoNCE whose gradient is that of all ranks' rows.
+"""A loss for sentence-transformers' Trainer: cached InfoNCE with the gradient of the rows of all ranks.
 
     from isograd.contrastive.front.sentence_transformers import CachedInfoNCE
     loss = CachedInfoNCE(model, scale=20.0, mini_batch_size=64, gather_across_devices=True)
     SentenceTransformerTrainer(model=model, loss=loss, ...).train()
 
 Called with (features of each column, labels), it returns a loss whose backward replays the model chunk by chunk, as
-CachedMultipleNegativesRankingLoss of sentence-transformers 6.2 does, which is right for ranks with equally many rows.
-What this one adds: ranks with different numbers of rows are gathered and weighed by them; the replay is checked; the
-loss stage is made of tiles; and an isograd engine may stand where DDP stood.
+CachedMultipleNegativesRankingLoss of sentence-transformers 6.2 does, which is right when all ranks have equally many
+rows. This class adds: ranks with different numbers of rows are weighted by them; the replay is checked; the loss is
+computed in tiles; and an isograd engine can take the place of DDP.
 
-The value is scaled for whoever reduces: torch's DDP averages over W ranks, so it is W * (sum of my rows' losses) / (all
-rows), my rows' mean when ranks have equally many. `engine=`: the sum over my rows / my rows, for
-engine.backward(loss, weight=rows).
+The value is scaled for what reduces the gradients. torch's DDP averages over W ranks, so the value is W * (sum of my
+rows' losses) / (number of all rows): the mean of my rows when all ranks have equally many. With `engine=` it is the
+mean of my rows, for engine.backward(loss, weight=rows).
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ from isograd.engine import Engine
 
 
 class CachedInfoNCE(nn.Module):
+    """Takes the place of CachedMultipleNegativesRankingLoss; see the head of this file."""
+
     uses_gradient_cache = True  # sentence-transformers asks: its backward runs the model
 
     def __init__(
@@ -49,6 +51,7 @@ class CachedInfoNCE(nn.Module):
         self.gather_across_devices, self.engine = gather_across_devices, engine
 
     def get_config_dict(self) -> dict[str, Any]:
+        """The options that sentence-transformers writes into the model card."""
         return {
             "scale": self.scale,
             "mini_batch_size": self.mini_batch_size,
@@ -56,7 +59,7 @@ class CachedInfoNCE(nn.Module):
         }
 
     def forward(self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None = None) -> Tensor:
-        """Columns: anchors, positives, negatives, ... `labels` are taken and unused: row i's positive is positive i."""
+        """Columns: anchors, positives, negatives, ... `labels` are ignored: row i's positive is positive i."""
         del labels
         towers = [self._represent(features) for features in sentence_features]
         leaves = [torch.cat([r.made[0] for r in tower]).requires_grad_(torch.is_grad_enabled()) for tower in towers]
@@ -90,7 +93,7 @@ class CachedInfoNCE(nn.Module):
         return total * group.size / max(1, sum(across.counts[0]))
 
     def _replay(self, towers: list[list[Replay]], gradients: tuple[Tensor, ...]) -> None:
-        """Each rank's loss has been seeded with its own weight before gradients came home."""
+        """Encode every chunk again and go backward. `gradients` already contain each rank's own weight."""
         for tower, gradient in zip(towers, gradients, strict=True):
             for replay, part in zip(tower, gradient.split([len(r.made[0]) for r in tower]), strict=True):
                 last = tower is towers[-1] and replay is tower[-1]
@@ -100,7 +103,7 @@ class CachedInfoNCE(nn.Module):
 
 
 def _trimmed(part: dict[str, Any]) -> dict[str, Any]:
-    """Without the last columns that are pads in every row of the chunk."""
+    """The part without the last columns that are padding in every row of the chunk."""
     mask = part.get("attention_mask")
     if mask is None or not bool(mask.any()):
         return part
