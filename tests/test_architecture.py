@@ -305,3 +305,11 @@ def test_help_names_every_command() -> None:
     from isograd.cli import COMMANDS
 
     assert all(command in help_text() for command in COMMANDS)
+
+
+def test_the_tree_names_every_file_once() -> None:
+    """docs/tree.md; the corpus is one folder there."""
+    text = (ROOT / "docs" / "tree.md").read_text().split("```")[1]
+    named = re.findall(r"^([\w/]+\.py) ", text, re.MULTILINE)
+    files = [str(path.relative_to(SOURCE)) for path in FILES if path.name not in ("__init__.py", "__main__.py")]
+    assert sorted(named) == sorted(name for name in files if not name.startswith(CORPUS))

@@ -10,6 +10,8 @@ from collections.abc import Iterable
 
 
 class IsogradError(Exception):
+    """Every error that isograd raises by itself: a code, and what was seen, expected, to be done, and where."""
+
     def __init__(
         self,
         code: str,

@@ -24,6 +24,8 @@ DATA = "dp cp"  # the axes over which every parameter's gradient is a sum
 
 
 class Mesh:
+    """This process's place in a running world: its coordinates, groups and device."""
+
     def __init__(self, layout: Layout | str) -> None:
         """Join the running world: one already initialised, else torchrun's, else a world of one."""
         layout = Layout.parse(layout) if isinstance(layout, str) else layout

@@ -280,7 +280,7 @@ SMALL: dict[str, dict[str, Any]] = {
         ("mistral", "IG442", "dropout of attention probabilities=0.1"),
         ("mixtral", "IG442", "output_router_logits=True"),
         ("deepseek_v3", "IG442", "size of value heads=4"),
-        ("llama4_text", "IG442", "told a window of None"),
+        ("llama4_text", "IG442", "passed to attention is None"),
     ],
 )
 def test_a_model_is_tried_out_and_refused_by_what_it_does(family: str, code: str | None, seen: str | None) -> None:

@@ -54,6 +54,8 @@ ONLY |= {"delay_all_reduce_named_params": None, "param_to_hook_all_reduce": None
 
 
 class DataParallel(nn.Module):
+    """Takes the place of torch's DistributedDataParallel; `weigh` makes uneven ranks exact."""
+
     def __init__(
         self,
         module: nn.Module,

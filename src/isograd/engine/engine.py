@@ -64,6 +64,8 @@ class Stats:
 
 
 class Engine:
+    """Trains a model under any layout with the gradient of one device; see the head of this file."""
+
     def __init__(
         self,
         model: nn.Module,

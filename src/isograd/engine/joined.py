@@ -16,6 +16,8 @@ from isograd.errors import EngineError
 
 
 class Joined(torch.optim.Optimizer):
+    """Several torch optimizers as one: `step` steps each of them."""
+
     def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
         self.optimizers: tuple[torch.optim.Optimizer, ...] = ()
         super().__init__([group for member in optimizers for group in member.param_groups], {})

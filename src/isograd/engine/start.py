@@ -42,7 +42,7 @@ def refuse_unbuilt(mesh: Mesh) -> None:
             f"the engine of this version does not run {', '.join(waiting)}",
             seen=str(layout),
             expected="a layout of dp, cp, tp, sp, pp and zero",
-            fix="leave those axes out; README.md lists which layouts are built and tested",
+            fix="leave those axes out; docs/status.md lists which layouts are built and tested",
             where=mesh.where(),
         )
 

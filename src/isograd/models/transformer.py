@@ -353,7 +353,7 @@ def _refuse_unbuilt(mesh: Mesh) -> None:
             f"the transformer of this version does not run ep{mesh.layout.ep}",
             seen=str(mesh.layout),
             expected="a layout of dp, cp, tp, sp, pp and zero",
-            fix="leave those axes out; README.md lists which layouts are built and tested",
+            fix="leave those axes out; docs/status.md lists which layouts are built and tested",
             where=mesh.where(),
         )
 
