@@ -63,6 +63,17 @@ def test_a_step_is_one_line_with_everything_in_it() -> None:
     assert "nan" in journal.sentence({**LINE, "loss": float("nan")})
 
 
+def test_a_step_fits_the_terminal() -> None:
+    """FAILURES D: lines were wider than the terminal. What is left out is in metrics.jsonl."""
+    far = {**LINE, "step": 100_000, "steps": 100_000, "grad_norm": 1234.5, "loss": 10.5, "skipped": True}
+    for columns in (80, 100, 120):
+        for line in (LINE, far, {**LINE, "mfu": None}):
+            assert len(journal.sentence(line, columns)) <= columns
+    assert journal.sentence({**LINE, "mfu": None}, 80) == (
+        "step     7/9  loss 1.2500  norm 0.500  lr 1.00e-03  12.3k tokens/s  ETA 1:02:05"
+    )
+
+
 def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     with pytest.raises(TrainError, match="IG981"):
         Journal(tmp_path / "no" / "such" / "m.jsonl", 0, [])

@@ -15,10 +15,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from isograd import inside, outside
+from isograd import inside, outside, screen
 from isograd.errors import TrainError
 
 MAX_LINE = 1 << 16
+WIDE = 10_000  # columns where nothing limits a line: a file, a pipe
 
 
 def read(file: Path) -> Iterator[dict[str, Any]]:
@@ -108,8 +109,8 @@ def clock(seconds: float) -> str:
     return f"{hours}:{rest // 60:02d}:{rest % 60:02d}" if hours else f"{rest // 60}:{rest % 60:02d}"
 
 
-def sentence(entry: dict[str, Any]) -> str:
-    """A line of the journal in words."""
+def sentence(entry: dict[str, Any], columns: int = WIDE) -> str:
+    """A line of the journal in words; of a step, as many of its numbers as fit. metrics.jsonl has all of them."""
     if entry.get("event") == "evaluation":
         known = ("step", "event", "loss", "weight", "unit")
         more = "".join(f"  {name} {value:.4f}" for name, value in entry.items() if name not in known)
@@ -117,17 +118,36 @@ def sentence(entry: dict[str, Any]) -> str:
         return f"step {entry['step']:>5}  held-out loss {entry['loss']:.4f} {about}{more}"
     if "event" in entry:
         return f"step {entry['step']:>5}  {entry['text']}"
-    usage = f"mfu {entry['mfu']:.1%}  " if entry.get("mfu") is not None else ""
-    speed = f"{human(entry['per_s'])} {entry['unit']}/s ({human(entry['per_s_rank'])} per rank)"
-    return (
-        f"step {entry['step']:>5}/{entry['steps']}  loss {entry['loss']:.4f}  grad norm {entry['grad_norm']:.3f}  "
-        f"lr {entry['lr']:.2e}  {speed}  {usage}mem {entry['memory_gb']:.2f} GB  data {entry['data_wait']:.0%}  "
-        f"ETA {clock(entry['eta_s'])}" + ("  SKIPPED" if entry.get("skipped") else "")
-    )
+    whole = f"{human(entry['per_s'])} {entry['unit']}/s"
+    parts = {
+        "step": f"step {entry['step']:>5}/{entry['steps']}",
+        "loss": f"loss {entry['loss']:.4f}",
+        "norm": f"grad norm {entry['grad_norm']:.3f}",
+        "lr": f"lr {entry['lr']:.2e}",
+        "speed": f"{whole} ({human(entry['per_s_rank'])} per rank)",
+        "mfu": f"mfu {entry['mfu']:.1%}" if entry.get("mfu") is not None else "",
+        "memory": f"mem {entry['memory_gb']:.2f} GB",
+        "data": f"data {entry['data_wait']:.0%}",
+        "eta": f"ETA {clock(entry['eta_s'])}",
+        "skipped": "SKIPPED" if entry.get("skipped") else "",
+    }
+    shorter = {
+        "speed": whole,
+        "norm": f"norm {entry['grad_norm']:.3f}",
+        "data": "",
+        "memory": "",
+        "lr": "",
+        "mfu": "",
+        "eta": "",
+    }
+    for name, short in shorter.items():
+        if len("  ".join(filter(None, parts.values()))) > columns:
+            parts[name] = short
+    return "  ".join(filter(None, parts.values()))
 
 
 def plain(entry: dict[str, Any]) -> None:
-    print(sentence(entry), flush=True)
+    print(sentence(entry, screen.width(WIDE)), flush=True)
 
 
 def as_json(entry: dict[str, Any]) -> None:
@@ -155,7 +175,9 @@ class Live:
         self._losses.append(entry["loss"])
         share = entry["step"] / entry["steps"]
         bar = "█" * int(40 * share) + "·" * (40 - int(40 * share))
-        self._display.update(Text(f"{bar} {share:.0%}\n{curve(self._losses)}\n{sentence(entry)}", overflow="fold"))
+        self._display.update(
+            Text(f"{bar} {share:.0%}\n{curve(self._losses)}\n{sentence(entry, self._console.width)}", overflow="fold")
+        )
 
     def close(self) -> None:
         self._display.stop()

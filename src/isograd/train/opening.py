@@ -1,7 +1,7 @@
 """What `isograd train` says before it starts: what is trained, where, and the memory needed beside what there is.
 
     isograd 0.1.0 trains runs/quickstart
-      model    quickstart, 0.92M parameters in fp32
+      model    quickstart, 792k parameters in fp32
       layout   dp2 tp2 sp zero1: 4 ranks  [0 1] [2 3]
       devices  4 ranks on 2 CPU cores, 23.5 GB
       batch    16 sequences x 128 tokens = 2.05k tokens a step, 60 steps
