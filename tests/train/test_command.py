@@ -141,7 +141,10 @@ def test_a_wrong_number_of_ranks_and_one_layout_to_compare_are_refused(
     assert "IG636" in capsys.readouterr().err
 
 
-def test_layouts_are_compared_in_numbers_picture_and_page(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_layouts_are_compared_in_numbers_picture_and_page(
+    config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     out = config.parent / "out"
     words = [
         "compare",
@@ -164,7 +167,9 @@ def test_layouts_are_compared_in_numbers_picture_and_page(config: Path, capsys: 
     assert min(first["sent_mb"], second["sent_mb"]) > 0.01
     assert (out / "compare.png").read_bytes().startswith(b"\x89PNG")
     assert "data:image/png;base64," in (out / "compare.html").read_text()
-    assert "largest difference" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "largest" in said
+    assert max(len(line) for line in said.partition("last")[2].splitlines()) <= 80
     assert main(words) == 2  # nothing is overwritten
     assert "IG987" in capsys.readouterr().err
 

@@ -10,11 +10,13 @@ import base64
 import html
 import json
 import statistics
-from collections.abc import Mapping
+import textwrap
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from isograd import screen
 from isograd.comm.launch import World
 from isograd.comm.wire import sent_by_me
 from isograd.errors import TrainError
@@ -48,6 +50,7 @@ class Row:
 
 
 def compare(configs: Mapping[str, Config], out: str | None) -> int:
+    """Train under each layout in turn; write numbers, picture and page; print the table; return the exit code."""
     first = next(iter(configs.values()))
     folder = Path(out) if out else first.folder / "compare"
     runs: dict[str, Path] = {}
@@ -56,7 +59,7 @@ def compare(configs: Mapping[str, Config], out: str | None) -> int:
         here = folder / layout.replace(" ", "_")
         if here.exists() and any(here.iterdir()):
             raise TrainError(
-                "IG987", "this comparison was made before", seen=str(here), expected="an empty folder",
+                "IG987", "this folder holds an earlier comparison", seen=str(here), expected="an empty folder",
                 fix="--out FOLDER, or delete the old one",
             )  # fmt: skip
         print(f"{layout}: {Layout.parse(layout).world_size} ranks, {config.steps} steps", flush=True)
@@ -67,7 +70,7 @@ def compare(configs: Mapping[str, Config], out: str | None) -> int:
         runs[layout] = here / "metrics.jsonl"
     rows = _rows(runs, results)
     _write(rows, runs, folder, first)
-    print(table(rows), flush=True)
+    print(table(rows, screen.width()), flush=True)
     failed = [layout for layout, (outcome, _) in results.items() if outcome.code]
     return 1 if failed else 0
 
@@ -141,22 +144,31 @@ def _words(row: Row) -> tuple[str, ...]:
     )
 
 
-def table(rows: list[Row]) -> str:
-    lines = [TITLES, *(_words(row) for row in rows)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(TITLES))]
-    return "\n".join(
-        "  ".join(
-            word.ljust(w) if i == 0 else word.rjust(w) for i, (word, w) in enumerate(zip(line, widths, strict=True))
-        )
-        for line in lines
-    )
+def table(rows: list[Row], columns: int = 120) -> str:
+    """The comparison as text of at most `columns`: titles in two lines, long layouts in several."""
+    heads = [title.rpartition(" ")[::2] for title in TITLES]  # ("largest", "difference"), ("", "ranks")
+    words = [_words(row) for row in rows]
+    widths = [max(len(part) for part in (*head, *cells)) for head, *cells in zip(heads, *words, strict=True)]
+    widths[0] = max(12, min(widths[0], columns - sum(widths[1:]) - 2 * len(widths[1:])))
+    lines = [_line([head[0] for head in heads], widths), _line([head[1] for head in heads], widths)]
+    for first, *others in words:
+        parts = textwrap.wrap(first, widths[0])
+        lines.append(_line([parts[0], *others], widths))
+        lines += ["  " + part for part in parts[1:]]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _line(words: Sequence[str], widths: list[int]) -> str:
+    cells = zip(words, widths, strict=True)
+    return "  ".join(word.rjust(wide) if i else word.ljust(wide) for i, (word, wide) in enumerate(cells))
 
 
 def _write(rows: list[Row], runs: Mapping[str, Path], folder: Path, config: Config) -> None:
     (folder / "compare.json").write_text(json.dumps([asdict(row) for row in rows], indent=2), encoding="utf-8")
     picture = folder / "compare.png"
     drawn = curves.draw(runs, picture, f"{config.folder.name} under {len(rows)} layouts")
-    image = f'<img alt="loss curves" src="data:image/png;base64,{base64.b64encode(picture.read_bytes()).decode()}">'
+    bytes_ = base64.b64encode(picture.read_bytes()).decode() if drawn else ""
+    image = f'<img alt="loss curves" src="data:image/png;base64,{bytes_}">'
     cells: list[Any] = [f"<tr>{''.join(f'<th>{title}</th>' for title in TITLES)}</tr>"]
     cells += [f"<tr>{''.join(f'<td>{html.escape(word)}</td>' for word in _words(row))}</tr>" for row in rows]
     about = (
@@ -167,4 +179,9 @@ def _write(rows: list[Row], runs: Mapping[str, Path], folder: Path, config: Conf
         PAGE.format(title=html.escape(f"{config.folder.name} under {len(rows)} layouts"), about=html.escape(about),
                     rows="\n".join(cells), picture=image if drawn else ""), encoding="utf-8",
     )  # fmt: skip
-    print(f"numbers, picture and page: {folder}/compare.json, compare.png, compare.html", flush=True)
+    made = (
+        "compare.json, compare.png, compare.html"
+        if drawn
+        else "compare.json, compare.html (no picture: pip install 'isograd[plot]')"
+    )
+    print(f"{folder}: {made}", flush=True)

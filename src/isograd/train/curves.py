@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ def losses(file: Path) -> tuple[list[tuple[int, float]], list[tuple[int, float]]
 
 
 def measures(file: Path) -> dict[str, list[tuple[int, float]]]:
-    """What evaluations found beside the loss: accuracies, by name."""
+    """What evaluations measured beside the loss, such as accuracies: its points by name."""
     known = ("step", "event", "loss", "weight", "unit")
     found: dict[str, list[tuple[int, float]]] = {}
     for line in journal.read(file):
@@ -34,39 +36,45 @@ def measures(file: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def draw(runs: Mapping[str, Path], to: Path, title: str) -> bool:
-    """Loss curves as PNG; below them what else was measured, and how far losses are from the first run's. False when
-    matplotlib is not installed."""
+    """Loss curves as a PNG; below them what else was measured, and how far losses are from those of the first run.
+
+    A run has one colour in all plots. Curves of runs that agree lie on each other, so all but the first are dashed,
+    their dashes take turns, and points are drawn as rings: none hides another. False when matplotlib is not installed.
+    """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
         return False
-    more = {f"{name}, {what}": points for name, file in runs.items() for what, points in measures(file).items()}
-    apart = differences(runs)
-    plots = 1 + bool(more) + bool(apart)
+    further, apart = {name: measures(file) for name, file in runs.items()}, differences(runs)
+    kinds = list(dict.fromkeys(kind for found in further.values() for kind in found))
+    plots = 1 + bool(kinds) + bool(apart)
     figure = Figure(figsize=(8, 1.5 + 3 * plots), layout="constrained")
     FigureCanvasAgg(figure)
     axes: list[Any] = list(figure.subplots(plots, 1, sharex=True, squeeze=False)[:, 0])
     axes[0].set(ylabel="loss", title=title)
-    for name, file in runs.items():
-        training, held_out = losses(file)
-        line = axes[0].plot(*zip(*training, strict=True), label=name, linewidth=1.4)[0] if training else None
-        if held_out:
-            color = line.get_color() if line else None
-            axes[0].plot(*zip(*held_out, strict=True), "o--", color=color, label=f"{name}, held out", markersize=4)
+    for pen in pens(list(runs)):
+        training, held_out = losses(runs[pen.name])
+        _line(axes[0], training, color=pen.color, linestyle=pen.dashes, linewidth=WIDTH, label=pen.name)
+        _line(axes[0], held_out, color=pen.color, linestyle="", marker="o", markersize=pen.ring)
+        if pen.name in apart:
+            _line(axes[1], apart[pen.name], color=pen.color, linewidth=1, marker=".")
+        for marker, kind in zip(cycle(MARKERS), kinds):
+            style = {"linestyle": pen.dashes, "linewidth": WIDTH, "marker": marker, "markersize": pen.ring}
+            _line(axes[-1], further[pen.name].get(kind, []), color=pen.color, **style)
+    if any(losses(file)[1] for file in runs.values()):
+        axes[0].plot([], [], "o", color="grey", label="held out")
     if apart:
-        axes[1].set(ylabel="loss, relative distance", yscale="log")
-        for name, points in apart.items():
-            axes[1].plot(*zip(*points, strict=True), ".-", label=f"{name} to {next(iter(runs))}", linewidth=1)
-    if more:
+        axes[1].set(ylabel=f"distance from the loss\nof {next(iter(runs))}, relative", yscale="log")
+    if kinds:
         axes[-1].set(ylabel="held out")
-        for name, points in more.items():
-            axes[-1].plot(*zip(*points, strict=True), "o-", label=name, linewidth=1.4)
+        for marker, kind in zip(cycle(MARKERS), kinds):
+            axes[-1].plot([], [], marker, color="grey", label=kind)
+        axes[-1].legend(fontsize="small")
     axes[-1].set_xlabel("step")
+    axes[0].legend(fontsize="small", handlelength=5)
     for each in axes:
         each.grid(alpha=0.3)
-        if each.lines:
-            each.legend(fontsize="small")
     partial = to.with_suffix(".partial.png")
     with inside.opened(partial, "wb") as picture:
         figure.savefig(picture, dpi=120, format="png")
@@ -74,8 +82,42 @@ def draw(runs: Mapping[str, Path], to: Path, title: str) -> bool:
     return True
 
 
+COLORS = ("#1f77b4", "#d62728", "#2ca02c", "#ff7f0e", "#9467bd", "#17becf", "#8c564b", "#e377c2", "#bcbd22", "#000000")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+WIDTH, DASH, RING = 2.2, 3.0, 3.0  # points, line widths, points
+
+
+@dataclass(frozen=True)
+class Pen:
+    """How one run is drawn, in every plot of a picture."""
+
+    name: str
+    color: str
+    dashes: tuple[float, tuple[float, ...] | None]  # where the pattern begins; on and off lengths, None: solid
+    ring: float  # size of its points: the first run's are the largest and lie below the others
+
+
+def pens(names: list[str]) -> list[Pen]:
+    """One for each run, in the order of drawing. The first is solid; the dashes of the others leave room for each."""
+    count = len(names)
+    return [
+        Pen(
+            name,
+            COLORS[i % len(COLORS)],
+            (0.0, None) if i == 0 else (DASH * (count - i), (DASH, DASH * (count - 1))),
+            RING * (1 + count - i),
+        )
+        for i, name in enumerate(names)
+    ]
+
+
+def _line(axes: Any, points: list[tuple[int, float]], **style: Any) -> None:
+    if points:
+        axes.plot(*zip(*points, strict=True), solid_capstyle="butt", dash_capstyle="butt", **style)
+
+
 def differences(runs: Mapping[str, Path]) -> dict[str, list[tuple[int, float]]]:
-    """Of each further run, how far its loss is from the first one's, relative; steps where they are equal left out."""
+    """For each run but the first, the relative distance of its loss from the first's, at steps where they differ."""
     if len(runs) < 2:
         return {}
     (_, first), *others = runs.items()
