@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
 from isograd.errors import TrainError
 from isograd.train import curves, journal
-from isograd.train.config import Config, Optimizer
+from isograd.train.config import Optimizer
 from isograd.train.journal import Journal
 from isograd.train.optimizers import rate
-from isograd.train.trackers import trackers
 
 LINE = {
     "step": 7, "steps": 9, "loss": 1.25, "grad_norm": 0.5, "lr": 1e-3, "unit": "tokens", "per_s": 12345.0,
@@ -116,20 +114,6 @@ def test_a_picture_shows_losses_distances_and_accuracies(tmp_path: Path) -> None
     assert curves.draw(runs, tmp_path / "x.png", "two runs")
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
     assert not list(tmp_path.glob("*.partial*"))
-
-
-@pytest.mark.parametrize(("field", "package"), [("tensorboard", "tensorboard"), ("trackio", "trackio")])
-def test_a_tracker_that_is_not_installed_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, field: str, package: str
-) -> None:
-    monkeypatch.setitem(sys.modules, package, None)
-    monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
-    config = Config.model_validate(
-        {"run": "x", "model": {"preset": "tiny-llama"}, "data": {"sources": [{"builtin": "stdlib"}], "length": 8},
-         "optimizer": {"lr": 1e-3}, "steps": 1, "batch": 1, "log": {field: "p" if field == "trackio" else True}}
-    )  # fmt: skip
-    with pytest.raises(TrainError, match=f"IG982: {package}"):
-        trackers(config, tmp_path)
 
 
 def test_the_live_picture_shows_any_text_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:

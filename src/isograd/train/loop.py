@@ -124,7 +124,7 @@ class _Run:
     def _open_journal(self, stack: ExitStack) -> None:
         folder = self.config.folder
         inside.write_text(folder / "config.yaml", written(self.config))
-        sinks: list[Callable[[dict[str, Any]], None]] = trackers(self.config, folder)
+        sinks: list[Callable[[dict[str, Any]], None]] = trackers(self.config, folder, stack)
         if self.orders.show == "live":
             live = journal.Live()
             stack.callback(live.close)

@@ -1,0 +1,129 @@
+"""The numbers of a run reach the trackers that its config names; a missing package says which extra to install."""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from isograd.errors import TrainError
+from isograd.train.config import Config
+from isograd.train.trackers import trackers
+
+STEP = {"step": 3, "steps": 9, "loss": 1.25, "lr": 1e-3, "unit": "tokens", "mfu": None, "skipped": False}
+HELD = {"step": 3, "event": "evaluation", "loss": 2.5, "weight": 40.0, "unit": "tokens"}
+
+
+def config(**log: Any) -> Config:
+    return Config.model_validate(
+        {"run": "runs/a", "model": {"preset": "tiny-llama"}, "data": {"sources": [{"builtin": "stdlib"}], "length": 8},
+         "optimizer": {"lr": 1e-3}, "steps": 9, "batch": 1, "log": log}
+    )  # fmt: skip
+
+
+def send(run: Config, folder: Path) -> None:
+    folder.mkdir(exist_ok=True)
+    with ExitStack() as stack:
+        (sink,) = trackers(run, folder, stack)
+        sink(STEP)
+        sink(HELD)
+
+
+@pytest.mark.parametrize(
+    ("field", "package"),
+    [("tensorboard", "tensorboard"), ("trackio", "trackio"), ("wandb", "wandb"), ("mlflow", "mlflow")],
+)
+def test_a_package_that_is_missing_says_which_extra_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, field: str, package: str
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
+    with pytest.raises(TrainError, match=f"IG982: the config asks for log.{field}") as caught:
+        trackers(config(**{field: True if field == "tensorboard" else "p"}), tmp_path, ExitStack())
+    assert caught.value.fix is not None
+    assert caught.value.fix.startswith(f"pip install 'isograd[{field}]'")
+
+
+class Recorded:
+    """Stands in for a package: remembers what was called with what."""
+
+    def __init__(self, **answers: Any) -> None:
+        self.answers = answers
+        self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
+            self.calls.append((name, args, options))
+            return self.answers.get(name, self)
+
+        return call
+
+    def of(self, name: str) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+        return [(args, options) for called, args, options in self.calls if called == name]
+
+
+def test_wandb_gets_the_config_and_every_number_at_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against a recorded stand-in, so that the calls are checked where wandb is not installed."""
+    package = Recorded()
+    monkeypatch.setitem(sys.modules, "wandb", package)
+    for _ in range(2):  # a resumed run continues under the same id
+        send(config(wandb="project"), tmp_path / "a")
+    (_, first), (_, second) = package.of("init")
+    assert (first["project"], first["name"], first["resume"]) == ("project", "a", "allow")
+    assert first["id"] == second["id"]
+    assert first["config"]["optimizer"]["lr"] == 1e-3
+    assert package.of("log")[0][0] == ({"loss": 1.25, "lr": 1e-3, "skipped": False, "at": 3},)
+    assert package.of("log")[1][0] == ({"evaluation/loss": 2.5, "evaluation/weight": 40.0, "at": 3},)
+    assert len(package.of("finish")) == 2  # a rank ends without Python's exit handlers
+
+
+def test_mlflow_gets_the_config_and_every_number_at_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against a recorded stand-in, so that the calls are checked where MLflow is not installed."""
+    made = SimpleNamespace(info=SimpleNamespace(run_id="r"))
+    client = Recorded(get_experiment_by_name=None, create_experiment="7", create_run=made)
+    tracking = ModuleType("mlflow.tracking")
+    tracking.MlflowClient = lambda: client  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "mlflow", ModuleType("mlflow"))
+    monkeypatch.setitem(sys.modules, "mlflow.tracking", tracking)
+    send(config(mlflow="experiment"), tmp_path / "a")
+    assert client.of("create_experiment") == [(("experiment",), {})]
+    assert client.of("create_run") == [(("7",), {"run_name": "a"})]
+    assert (("r", "optimizer.lr", "0.001"), {}) in client.of("log_param")
+    sent = {args[1]: (args[2], options["step"]) for args, options in client.of("log_metric")}
+    assert sent == {
+        "loss": (1.25, 3), "lr": (1e-3, 3), "skipped": (0.0, 3),
+        "evaluation/loss": (2.5, 3), "evaluation/weight": (40.0, 3),
+    }  # fmt: skip
+    assert client.of("set_terminated") == [(("r",), {})]
+
+
+def test_wandb_itself_writes_an_offline_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setitem(os.environ, "WANDB_MODE", "offline")
+    send(config(wandb="project"), tmp_path / "a")
+    (written,) = (tmp_path / "a" / "wandb").glob("offline-run-*/*.wandb")
+    assert b"evaluation/loss" in written.read_bytes()
+
+
+def test_mlflow_itself_writes_an_offline_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tracking = pytest.importorskip("mlflow.tracking")
+    monkeypatch.setitem(os.environ, "MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setitem(os.environ, "MLFLOW_TRACKING_URI", (tmp_path / "store").as_uri())
+    send(config(mlflow="experiment"), tmp_path / "a")
+    client = tracking.MlflowClient()
+    (run,) = client.search_runs([client.get_experiment_by_name("experiment").experiment_id])
+    assert run.info.status == "FINISHED"
+    assert run.data.metrics["evaluation/loss"] == 2.5
+    assert run.data.params["optimizer.lr"] == "0.001"
+
+
+def test_tensorboard_itself_writes_a_file(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    send(config(tensorboard=True), tmp_path / "a")
+    (written,) = (tmp_path / "a" / "tensorboard").glob("events.out.tfevents.*")
+    assert b"evaluation/loss" in written.read_bytes()
