@@ -1,12 +1,12 @@
 """What a parameter's gradient owes, declared once, where the parameter is made.
 
-A Contract says the parameter's global shape, which part of it this rank holds along which axis, and over which axes its
-gradient is still a partial sum. One module (engine/reduce.py) settles all debts; buckets, norm, clip, checkpoint and
-replica checks are derived from contracts and from nothing else. `contracts(model, mesh)` is the table that answers
-"who reduces this gradient, over which ranks, with which divisor".
+A gradient *owes* an axis when it is still a partial sum over the ranks of that axis. A Contract gives a parameter's
+global shape, the part of it that this rank holds along each axis, and the axes its gradient owes. The engine pays these
+debts; buckets, norm, clipping, checkpoints and replica checks are derived from contracts and from nothing else.
+`contracts(model, mesh)` is the table that answers "who reduces this gradient, over which ranks, with which divisor".
 
-The data axes (dp, cp) are owed by every parameter and therefore never written down. A parameter of a foreign module
-that declares nothing owes exactly them. A parameter of one of our own layers without a record is an error.
+Every parameter owes the data axes (dp, cp), which are therefore never written down. A parameter of a foreign module
+that declares nothing owes only those. A parameter of an isograd layer without a contract is an error.
 """
 
 from __future__ import annotations
@@ -52,17 +52,19 @@ class Shard:
 
 @dataclass(frozen=True)
 class Contract:
+    """The global shape of a parameter, how it is cut over ranks, and which axes its gradient owes."""
+
     shape: tuple[int, ...]  # global
     shards: tuple[Shard, ...] = ()
     owes: tuple[str, ...] = ()  # beyond the data axes: "tp", "tp/2" for blocks of 2 tp neighbours, "pp:0+3" for a tie
 
     @property
     def ties(self) -> tuple[str, ...]:
-        """The debts to other pipeline stages that use the same parameter."""
+        """The axes owed to other pipeline stages that use the same parameter."""
         return tuple(axes for axes in self.owes if axes.startswith("pp"))
 
     def local(self, mesh: Mesh) -> tuple[tuple[int, int], ...]:
-        """The (start, stop) this rank holds along each dimension of the global tensor."""
+        """The (start, stop) that this rank holds along each dimension of the global tensor."""
         box = [(0, size) for size in self.shape]
         for shard in self.shards:
             box[shard.dim] = shard.ranges[mesh.index(shard.axis)]
@@ -88,7 +90,10 @@ def declare(
     shards: tuple[Shard, ...] = (),
     owes: tuple[str, ...] = (),
 ) -> nn.Parameter:
-    """Attach the contract to a parameter this rank has just made; its local shape must be what the contract says."""
+    """Attach a contract to a parameter that this rank has just made; its local shape must agree with the contract.
+
+    `owes`: axes beyond dp and cp. Cuts and debts over axes of one rank are left out.
+    """
     contract = Contract(tuple(shape), tuple(s for s in shards if mesh.size(s.axis) > 1), owing(mesh, owes))
     expected = tuple(stop - start for start, stop in contract.local(mesh))
     if tuple(parameter.shape) != expected:
@@ -104,47 +109,49 @@ def declare(
 
 
 def contract_of(parameter: torch.Tensor) -> Contract | None:
-    """What was declared for this parameter, if anything was."""
+    """The contract declared for this parameter, or None."""
     found = getattr(parameter, _MARK, None)
     return found if isinstance(found, Contract) else None
 
 
 def remember_start(parameter: nn.Parameter, start: Start) -> None:
-    """How to make first values of a parameter that has no memory yet (meta device), or of a part of it."""
+    """Attach a function that makes the initial values of any box of a parameter on the meta device."""
     setattr(parameter, _START, start)
 
 
 def start_of(parameter: torch.Tensor) -> Start | None:
-    """How its first values are made, if it remembers."""
+    """The function that makes this parameter's initial values, or None."""
     found: Start | None = getattr(parameter, _START, None)
     return found
 
 
 def marks_of(parameter: torch.Tensor) -> dict[str, Any]:
-    """The contract of a parameter and how its first values are made: torch's copies of a parameter lose both."""
+    """The contract and the initial values attached to a parameter: torch drops both when it copies a parameter."""
     return {mark: getattr(parameter, mark) for mark in (_MARK, _START) if hasattr(parameter, mark)}
 
 
 def mark_as(parameter: torch.Tensor, marks: Mapping[str, Any]) -> None:
-    """Give a copy of a parameter what `marks_of` said about the original."""
+    """Attach to a copy of a parameter what `marks_of` returned for the original."""
     for mark, value in marks.items():
         setattr(parameter, mark, value)
 
 
 def owing(mesh: Mesh, owes: tuple[str, ...]) -> tuple[str, ...]:
-    """The debts that exist under this mesh: axes of one rank are no debt."""
+    """The debts that exist under this mesh: nothing is owed over an axis of one rank."""
     return tuple(axes for axes in owes if mesh.size(axes) > 1)
 
 
 @dataclass(frozen=True)
 class Record:
+    """One row of the table: a parameter under its first name in the model, with its contract."""
+
     name: str
     parameter: nn.Parameter
     contract: Contract
 
 
 class Table:
-    """Every parameter of a model, once, by name, with its contract. Printing it gives the debts in words."""
+    """Every parameter of a model, listed once by name, with its contract. Printing the table shows the debts."""
 
     def __init__(self, records: list[Record], mesh: Mesh) -> None:
         self.records = {record.name: record for record in records}
@@ -160,12 +167,13 @@ class Table:
         return len(self.records)
 
     def fingerprint(self) -> torch.Tensor:
-        """4 x int64 that differ when any name, global shape, cut or debt differs."""
+        """int64 [4]: a hash of all names, global shapes, cuts, debts, dtypes and of what is frozen."""
         text = repr([(r.name, r.contract, str(r.parameter.dtype), r.parameter.requires_grad) for r in self])
         digest = hashlib.sha256(text.encode()).digest()
         return torch.frombuffer(bytearray(digest), dtype=torch.int64).clone()
 
     def render(self, width: int = 140) -> str:
+        """The table as text: each parameter, its cuts, and the ranks over which its gradient is summed."""
         from isograd.explain import render_contracts
 
         return render_contracts(self, width)
@@ -174,7 +182,7 @@ class Table:
 
 
 def contracts(model: nn.Module, mesh: Mesh) -> Table:
-    """The contract of every parameter; one that two modules share is listed once, under its first name."""
+    """The contract of every parameter. A parameter shared by two modules is listed once, under its first name."""
     records: list[Record] = []
     seen: set[int] = set()
     for prefix, module in model.named_modules():
@@ -188,7 +196,7 @@ def contracts(model: nn.Module, mesh: Mesh) -> Table:
                     raise ContractError(
                         "IG301",
                         f"parameter {leaf!r} of an isograd layer has no contract",
-                        seen=f"{type(module).__name__} made it without declare(), or it was replaced afterwards",
+                        seen=f"{type(module).__name__} made it without declare(), or it was replaced later",
                         expected="declare(parameter, mesh, shape=..., shards=..., owes=...) where it is made",
                         where=mesh.where(),
                     )
@@ -198,7 +206,7 @@ def contracts(model: nn.Module, mesh: Mesh) -> Table:
 
 
 def describe_sum(contract: Contract, mesh: Mesh) -> str:
-    """'dp+tp: 0-3': over which axes, and which ranks, this rank's gradient of the parameter is summed."""
+    """The axes and ranks over which this rank's gradient of the parameter is summed, as in 'dp+tp: 0-3'."""
     axes = [axis for axis in DATA.split() if mesh.size(axis) > 1] + list(contract.owes)
     ranks = {mesh.rank}
     for axis in axes:
@@ -216,7 +224,7 @@ def _spell(ranks: list[int]) -> str:
 
 
 def assemble(local: torch.Tensor, contract: Contract, mesh: Mesh) -> torch.Tensor:
-    """The whole global tensor from every rank's part of it, on every rank; replicas are taken once."""
+    """Gather every rank's part into the whole global tensor, on every rank. Of replicas, the first is taken."""
     for shard in contract.shards:
         group = mesh.group(shard.axis)
         lengths = [stop - start for start, stop in shard.ranges]

@@ -30,6 +30,8 @@ _EXAMPLE = "dp2 cp2 ulysses tp2 sp pp2 vpp2 ep2 zero1"
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
+    """The sizes of all axes and the methods that run on them. A layout that contradicts itself cannot be made."""
+
     pp: int = 1
     vpp: int = 1
     schedule: str = "1f1b"
@@ -147,6 +149,7 @@ class Layout:
 
     @property
     def world_size(self) -> int:
+        """The number of ranks that the layout needs."""
         return self.pp * self.dp * self.cp * self.tp
 
     @property
@@ -160,11 +163,13 @@ class Layout:
         return self.cp // self.ulysses
 
     def size(self, axis: str) -> int:
+        """The number of ranks along one of pp, dp, cp and tp."""
         if axis not in AXES:
             raise _unknown_axes(axis)
         return int(getattr(self, axis))
 
     def coordinates(self, rank: int) -> dict[str, int]:
+        """The index of a rank on each of pp, dp, cp and tp."""
         if not 0 <= rank < self.world_size:
             raise LayoutError(
                 "IG103",
@@ -283,10 +288,10 @@ class Layout:
 def _refusal(problems: list[str], text: str) -> LayoutError:
     return LayoutError(
         "IG101",
-        "this layout cannot be: " + "; ".join(problems),
+        "invalid layout: " + "; ".join(problems),
         seen=repr(text),
         expected=f"axes with their sizes, as in {_EXAMPLE!r}",
-        fix="mend every point above; 'isograd explain LAYOUT' draws what a layout means",
+        fix="fix every point above; 'isograd explain LAYOUT' draws what a layout means",
     )
 
 

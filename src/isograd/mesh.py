@@ -1,7 +1,7 @@
-"""Mesh: a Layout bound to a running world. Who am I on each axis, which ranks share an axis with me.
+"""Mesh: a Layout bound to a running world: this rank's place on each axis, and the ranks that share an axis with it.
 
-A mesh is passed as an argument, never looked up. Process groups are made when first asked for, by their members only;
-every rank asks in the same order because every rank builds the same program.
+A mesh is passed as an argument, never looked up. A process group is made at its first use, by its members only; every
+rank makes groups in the same order because every rank runs the same program.
 
     rank order, dp2 tp2 pp2 (pp outermost, then dp, cp, tp innermost, so that tp neighbours sit on one machine):
 
@@ -24,10 +24,10 @@ DATA = "dp cp"  # the axes over which every parameter's gradient is a sum
 
 
 class Mesh:
-    """This process's place in a running world: its coordinates, groups and device."""
+    """One rank's view of a layout: sizes, indices and process groups along any axes."""
 
     def __init__(self, layout: Layout | str) -> None:
-        """Join the running world: one already initialised, else torchrun's, else a world of one."""
+        """Join the running world: the one already initialised, else torchrun's, else a world of one."""
         layout = Layout.parse(layout) if isinstance(layout, str) else layout
         rank, size = raw.world()
         if size != layout.world_size:
@@ -43,7 +43,7 @@ class Mesh:
 
     @classmethod
     def unbound(cls, layout: Layout | str, rank: int = 0) -> Mesh:
-        """The mesh one rank would have, without a world: to build and look at models and contracts."""
+        """The mesh that one rank would have, without a world: to build and inspect models and contracts."""
         mesh = cls.__new__(cls)
         mesh._setup(Layout.parse(layout) if isinstance(layout, str) else layout, rank, bound=False)
         return mesh
@@ -58,22 +58,22 @@ class Mesh:
         self._ranks: dict[str, tuple[int, ...]] = {}  # what axes mean is read once
 
     def size(self, axes: str) -> int:
-        """How many ranks my group along `axes` has."""
+        """The number of ranks in this rank's group along `axes`."""
         return len(self.ranks(axes))
 
     def ranks(self, axes: str) -> tuple[int, ...]:
-        """The global ranks, in order, of my group along `axes`: 'tp', 'dp cp', 'tp/2', ... (Layout.ranks lists all)."""
+        """The global ranks, in order, of this rank's group along `axes` ('tp', 'dp cp', 'tp/2', ...: Layout.ranks)."""
         found = self._ranks.get(axes)
         if found is None:
             found = self._ranks[axes] = self.layout.ranks(axes, self.rank)
         return found
 
     def index(self, axes: str) -> int:
-        """My place among the ranks of my group along `axes`."""
+        """This rank's position in its group along `axes`."""
         return self.ranks(axes).index(self.rank)
 
     def group(self, axes: str, purpose: str = "") -> Group:
-        """The ranks that share `axes` with me. Groups of different purposes have connections of their own."""
+        """This rank's process group along `axes`. Groups of different purposes have connections of their own."""
         key = axes, purpose
         if key not in self._groups:
             ranks = self.ranks(axes)
@@ -84,12 +84,12 @@ class Mesh:
         return self._groups[key]
 
     def where(self) -> str:
-        """'rank 3 (dp1 tp1)': for error messages."""
+        """This rank in words for error messages, as in 'rank 3 (dp1 tp1)'."""
         spots = " ".join(f"{axis}{i}" for axis, i in self.coordinates.items() if self.layout.size(axis) > 1)
         return f"rank {self.rank}" + (f" ({spots})" if spots else "")
 
     def __deepcopy__(self, memo: object) -> Mesh:
-        """The same mesh: a copied model lives in the same world."""
+        """Return this mesh: a copied model belongs to the same world."""
         return self
 
     def __copy__(self) -> Mesh:

@@ -1,9 +1,9 @@
 """Counter-based randomness: the value at a global index is the same under every layout, shape and device.
 
-Nothing here has state. A value is a function of (key, index): weights are indexed by their place in the global tensor,
-dropout by (token id, feature), so a shard draws exactly its part of what one device draws.
+There is no state: a value is a function of (key, index). Weights are indexed by their position in the global tensor and
+dropout by (token id, feature), so that each shard draws exactly the part that one device would draw for it.
 
-Invariant: only integer operations and IEEE-exact + - * / are used, so bits do not depend on vector lanes or device.
+Invariant: only integer operations and IEEE-exact + - * / are used, so bits depend on neither vector width nor device.
 """
 
 from __future__ import annotations
@@ -25,16 +25,18 @@ _CHUNK = 1 << 20  # elements initialised at a time: bounds the int64 temporaries
 
 @dataclass(frozen=True)
 class Key:
-    """The name of a stream of random values."""
+    """Names a stream of random values. Different keys give independent streams."""
 
     seed: int
 
     def fold(self, *words: int | str) -> Key:
+        """The key of a stream inside this one: of a layer, a step, a site of dropout."""
         text = repr((self.seed, *words)).encode()
         return Key(int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True))
 
 
 def key(seed: int, *words: int | str) -> Key:
+    """The key named by a seed and any words: key(0, "dropout", step)."""
     return Key(seed).fold(*words)
 
 
@@ -45,12 +47,12 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def bits(k: Key, index: Tensor) -> Tensor:
-    """53 random bits at each int64 index."""
+    """53 random bits for each int64 index."""
     return (_mix(_mix(index * _GOLDEN + k.seed) + k.seed) >> 11) & _FRACTION
 
 
 def uniform(k: Key, index: Tensor) -> Tensor:
-    """fp64 in [0, 1)."""
+    """A uniform fp64 value in [0, 1) for each int64 index."""
     return bits(k, index).double() * 2.0**-53
 
 
@@ -69,7 +71,7 @@ _STD = 0.8739229427164339  # of the normal distribution cut at those tails
 
 
 def trunc_normal(k: Key, index: Tensor, std: float) -> Tensor:
-    """fp64 normal values cut at about two standard deviations, with standard deviation `std` after the cut."""
+    """Normal fp64 values truncated at about two standard deviations; `std` is the deviation after truncation."""
     q = (uniform(k, index) - 0.5) * (1 - 2 * _TAIL)
     r = q * q
     return q * _horner(_A, r) / _horner(_B, r) * (std / _STD)
@@ -84,7 +86,7 @@ def _horner(coefficients: Sequence[float], r: Tensor) -> Tensor:
 
 @torch.no_grad()
 def init_(tensor: Tensor, k: Key, std: float, shape: Sequence[int], box: Sequence[tuple[int, int]]) -> None:
-    """Fill a rank's `box` (start, stop per dim) of a global tensor of `shape` with truncated normal values."""
+    """Fill `tensor`, a rank's `box` (start, stop per dimension) of a global `shape`, with truncated normal values."""
     inner = torch.zeros(1, dtype=torch.int64, device=tensor.device)
     strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
     for (start, stop), stride in list(zip(box, strides, strict=True))[1:]:
@@ -98,12 +100,12 @@ def init_(tensor: Tensor, k: Key, std: float, shape: Sequence[int], box: Sequenc
 
 
 def keep(p: float, k: Key, rows: Tensor, cols: Tensor) -> Tensor:
-    """Boolean dropout mask [len(rows), len(cols)]: False with probability p at each (row id, column)."""
+    """A dropout mask [len(rows), len(cols)]: False with probability p for each (row id, column)."""
     streams = _mix(rows * _GOLDEN + k.seed)
     return (_mix(streams[:, None] + cols * _GOLDEN) >> 11) & _FRACTION >= int(p * 2.0**53)
 
 
 def dropout(x: Tensor, p: float, k: Key, rows: Tensor, first_col: int = 0) -> Tensor:
-    """x [T, h] with each element zeroed with probability p; `rows`: global token ids [T]."""
+    """x [T, h] with each element zeroed with probability p and the rest scaled; `rows`: global token ids [T]."""
     cols = torch.arange(first_col, first_col + x.shape[1], device=x.device)
     return torch.where(keep(p, k, rows, cols), x * (1.0 / (1.0 - p)), torch.zeros((), dtype=x.dtype, device=x.device))

@@ -46,8 +46,10 @@ def empty_parameters() -> Iterator[None]:
 
 
 class FirstValues:
+    """Makes or reads the initial values of each parameter: all of this rank's part, or some rows of it."""
+
     def __init__(self, model: nn.Module, table: Table, mesh: Mesh, weights: Weights | None) -> None:
-        """Says at once what will be missing."""
+        """Refuse parameters and buffers that will have no values, before anything is read."""
         self.mesh, self.weights = mesh, weights
         self._names: dict[int, list[str]] = {}  # a tied parameter may be stored under any of its names
         for name, parameter in model.named_parameters(remove_duplicate=False):

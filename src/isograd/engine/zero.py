@@ -44,6 +44,7 @@ class Shards(list[nn.Parameter]):
         self._kept_whole = kept_whole
 
     def named(self) -> list[tuple[str, nn.Parameter]]:
+        """(name, shard) of each."""
         return list(zip(self.names, self, strict=True))
 
     @property

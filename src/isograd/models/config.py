@@ -24,6 +24,8 @@ _KINDS: dict[str, tuple[type, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerConfig:
+    """Every option of the decoder. Values that contradict each other are refused, all at once."""
+
     vocab: int
     hidden: int
     layers: int
@@ -87,10 +89,12 @@ class TransformerConfig:
 
     @property
     def rotary_dims(self) -> int:
+        """The number of features of a head that rotary positions turn."""
         return int((self.head_dim or self.hidden // self.heads) * self.rotary_fraction)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any], origin: str = "config") -> TransformerConfig:
+        """A config from the fields of a file; `origin` names the file in errors."""
         names = [f.name for f in dataclasses.fields(cls)]
         unknown = [f"unknown key {key!r}{did_you_mean(str(key), names)}" for key in values if key not in names]
         needed = [f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING]
@@ -131,13 +135,14 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def preset(name: str) -> TransformerConfig:
+    """One of the small configs in PRESETS, by its name."""
     if name not in PRESETS:
         raise ConfigError("IG603", f"no preset {name!r}{did_you_mean(name, PRESETS)}", expected=", ".join(PRESETS))
     return TransformerConfig(**PRESETS[name])
 
 
 def load_config(source: str) -> TransformerConfig:
-    """A preset's name, or a YAML or JSON file (ours, or a Hugging Face config.json, or the directory that has one)."""
+    """Read a config: a preset's name, a YAML or JSON file of fields, a Hugging Face config.json or its directory."""
     path = Path(source)
     path = path / "config.json" if path.is_dir() else path
     if not path.exists():

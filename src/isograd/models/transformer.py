@@ -1,18 +1,18 @@
 """One decoder whose options are data: GPT-2, GPT-NeoX, Llama, Qwen 3, Mistral and SmolLM are configs of it.
 
     model = Transformer(config, mesh)
-    loss, count = model(tokens, labels)        # labels[i] is what position i should predict; -100 does not count
+    loss, count = model(tokens, labels)        # labels[i] is what position i should predict; -100: no target
     logits = model(tokens)
 
-Inside, tokens are one flattened stream x [tokens, hidden]. No collective is named here: layers enter and leave
-tensor-parallel regions, and the layout decides what that costs.
+Inside, tokens are one flattened stream x [tokens, hidden]. No collective is called here: layers enter and leave
+tensor-parallel regions, and the layout decides what that means.
 
-Under cp, every rank of a cp group is given the SAME whole sequences and takes its own part of each. Labels come
-aligned with tokens and are cut with them, so no target is lost at a border. The loss is the mean over this rank's own
-labels and the count is theirs: the engine's sum over 'dp cp' makes one mean of all, and nothing is divided by cp.
+Under cp, every rank of a cp group is given the SAME whole sequences and takes its own part of each. Labels are aligned
+with tokens and are cut with them, so no target is lost at a border. Loss and count are those of this rank's own labels:
+the engine's sum over 'dp cp' makes one mean of all, and nothing is divided by cp.
 
-Under pp each rank makes only the blocks of its stages, under the names they have on one device. A tied weight stands on
-the first stage and on the last; each copy owes the other its gradient. engine.train_step runs the pieces.
+Under pp each rank makes only the blocks of its stages, under the names that they have on one device. A tied weight is
+held by the first and the last stage, and its gradient is the sum of both. engine.train_step runs the stages.
 """
 
 from __future__ import annotations
@@ -82,6 +82,7 @@ class Block(nn.Module):
         )
 
     def forward(self, x: Tensor, stream: Stream, angles: Angles) -> Tensor:
+        """The residual stream in and out."""
         attended = stream.dropout(self.attention(self.norm1(x), stream, angles), self.drop, self.mesh, "attention out")
         base = x if self.parallel else x + attended
         fed = stream.dropout(self.mlp(self.norm2(base)), self.drop, self.mesh, "mlp out")
@@ -89,6 +90,8 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
+    """A decoder, whole or this rank's stages of it, under any layout."""
+
     def __init__(
         self,
         config: TransformerConfig,
@@ -102,7 +105,7 @@ class Transformer(nn.Module):
     ) -> None:
         """Weights are a function of (seed, name, global index): the same model under every layout.
 
-        split: how many blocks each of the pp * vpp stages holds; left out, stages cost alike.
+        split: the number of blocks in each of the pp * vpp stages; by default, stages of about equal cost.
         ignore_index: the label of positions without a target.
         """
         super().__init__()
@@ -147,8 +150,8 @@ class Transformer(nn.Module):
 
     @property
     def recompute(self) -> bool | str:
-        """True: blocks keep only their input and run again in backward. "offload": these inputs wait in the host's
-        memory, from where backward fetches each before its block; on the CPU they are there already.
+        """True: blocks keep only their input and run again in backward. "offload": these inputs are kept in the host's
+        memory, from where backward fetches each before its block. On the CPU that is the same as True.
         """
         return self._recompute
 
@@ -162,7 +165,7 @@ class Transformer(nn.Module):
 
     @property
     def loss_chunk(self) -> int | None:
-        """Logits exist for so many tokens at a time, and their gradients are made with them; None: for all at once."""
+        """The number of tokens whose logits exist at a time, with their gradients; None: of all tokens at once."""
         return self._loss_chunk
 
     @loss_chunk.setter
@@ -203,10 +206,10 @@ class Transformer(nn.Module):
         """tokens [b, s] of this dp rank. With labels [b, s]: (mean loss, count); without: logits [b, s, vocab].
 
         Dropout needs `key`, new in every micro-batch and step, and `samples`, the global ids [b] of the sequences.
-        documents [b, s] packs several texts into one sequence: where the number changes a new one begins, which sees
-        nothing of those before it and whose positions start at 0.
+        documents [b, s] packs several texts into one sequence: a new text begins where the number changes; it sees
+        nothing of the texts before it, and its positions start at 0.
 
-        A pipeline calls its pieces by their number: `stage`, with what the stage before `passed` on.
+        A pipeline calls one `stage` at a time, with the stream that the previous stage `passed` on.
         """
         if stage is None and len(self.parts) > 1:
             raise ModelError(
@@ -222,7 +225,7 @@ class Transformer(nn.Module):
 
     @property
     def chunks(self) -> dict[int, Callable[[Any, Any], Any]]:
-        """This rank's stages, as a pipeline calls them: (what the stage before passes on, micro-batch)."""
+        """This rank's stages by number, as functions of (what the previous stage passed on, micro-batch)."""
         return pieces(self, self.mesh)
 
     def _piece(
@@ -236,7 +239,7 @@ class Transformer(nn.Module):
         samples: Tensor | None = None,
         documents: Tensor | None = None,
     ) -> Any:
-        """One stage: from the tokens, or from the stream x that the stage before passed on."""
+        """Run one stage, from the tokens or from the stream x that the previous stage passed on."""
         self._check(tokens, labels, documents, key, samples)
         places, part = places_for(tokens.shape[1], len(tokens), self.mesh), self.mesh.index("cp")
         stream = self._stream(places, tokens, key if self.training else None, samples, documents)
@@ -270,15 +273,13 @@ class Transformer(nn.Module):
     def _stream(
         self, places: Places, tokens: Tensor, key: Key | None, samples: Tensor | None, documents: Tensor | None
     ) -> Stream:
-        """Of the tokens this cp rank holds. Pads are at the end of sequences, which no causal position can see."""
+        """Describe the tokens of this cp rank. Padding is at the end of sequences, where no other token sees it."""
         part, device = self.mesh.index("cp"), tokens.device
         starts = None if documents is None else document_starts(places.pad(documents, -1))
         positions = torch.arange(places.padded, device=device).expand(len(tokens), -1)
         if starts is not None:
             positions = positions - starts
-        if (
-            self.config.positions == "learned"
-        ):  # pads may lie beyond the last learned position; nothing sees what they get
+        if self.config.positions == "learned":  # padding may lie beyond the last learned position
             positions = positions.clamp(max=self.config.max_positions - 1)
         ids = None if samples is None else token_ids(samples, places.padded).view(len(tokens), -1)
         return Stream(
@@ -340,7 +341,7 @@ class Transformer(nn.Module):
 
 
 def _for_block(stream: Stream, number: int) -> Stream:
-    """Each block draws its own dropout."""
+    """The stream with a key of its own for each block's dropout."""
     if stream.key is None:
         return stream
     return replace(stream, key=stream.key.fold("block", number))
@@ -359,7 +360,7 @@ def _refuse_unbuilt(mesh: Mesh) -> None:
 
 
 def _split(config: TransformerConfig, stages: int, ranks: int) -> tuple[int, ...]:
-    """Blocks and head cost what they multiply; looking up an embedding costs next to nothing."""
+    """A split by the cost of matrix products in blocks and head; looking up an embedding costs almost nothing."""
     head_dim, kv_heads = config.head_dim or config.hidden // config.heads, config.kv_heads or config.heads
     attention = config.hidden * head_dim * 2 * (config.heads + kv_heads)
     block = attention + config.hidden * config.mlp * (3 if config.gated else 2)

@@ -1,4 +1,4 @@
-"""Layers that declare what their gradients owe. All work on a flattened stream of tokens, x [tokens, hidden]."""
+"""Layers that declare what their gradients owe. All take and give a flattened stream of tokens, x [tokens, hidden]."""
 
 from isograd.nn.attention import Attention, Rotary
 from isograd.nn.embedding import LearnedPositions, VocabEmbedding

@@ -2,11 +2,11 @@
 
 One device: softmax(q k^T / sqrt(d) + causal mask) v for each head, key/value heads shared by groups of query heads.
 
-Query heads are dealt out evenly over tp. With fewer key/value heads than tp ranks, each rank holds the one head its
-queries need; ranks that hold the same head are replicas and owe each other its gradient ("tp/2": blocks of two). The
-norms of query and key heads are shared by heads on different ranks and owe tp, with or without sequence parallelism.
+Query heads are distributed evenly over tp. With fewer key/value heads than tp ranks, each rank holds the one head that
+its queries need. Ranks with the same head are replicas, and its gradient is a sum over them ("tp/2": blocks of two).
+Norms of query and key heads are shared by heads on different ranks and owe tp, with or without sequence parallelism.
 
-Under cp each rank projects its own tokens to all heads of its tp rank, and the sequence room brings queries and keys
+Under cp each rank projects its own tokens to all heads of its tp rank, and isograd.sequence brings queries and keys
 together. Contracts do not change: cp is a data axis, which every parameter owes.
 """
 
@@ -30,20 +30,20 @@ from isograd.random import Key
 
 
 class Rotary:
-    """Rotary positions on the first `dims` features of a head, in the two-halves convention of Hugging Face."""
+    """Rotary positions on the first `dims` features of a head, in Hugging Face's convention of two halves."""
 
     def __init__(self, dims: int, theta: float) -> None:
         self.dims, self.theta = dims, theta
 
     def table(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """(cos, sin), each [T, 1, dims]; angles in fp32 whatever the model's dtype, as the published models have it."""
+        """(cos, sin), each [T, 1, dims]. Angles are computed in fp32 in any dtype, as in the published models."""
         exponent = torch.arange(0, self.dims, 2, dtype=torch.int64, device=positions.device).float() / self.dims
         angles = positions.float()[:, None] * (1.0 / self.theta**exponent)
         both = torch.cat((angles, angles), 1)[:, None, :]
         return both.cos().to(dtype), both.sin().to(dtype)
 
     def turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """x [T, heads, d]."""
+        """Rotate x [T, heads, d] by the angles of its tokens' positions."""
         part = x[..., : self.dims]
         first, second = part.chunk(2, -1)
         turned = part * cos + torch.cat((-second, first), -1) * sin
@@ -51,12 +51,14 @@ class Rotary:
 
 
 def workable_tp(heads: int, kv_heads: int, wanted: int) -> int:
-    """The tp size nearest to `wanted` that these head counts allow."""
+    """The tp size nearest to `wanted` that these numbers of heads allow."""
     fits = [t for t in range(1, heads + 1) if heads % t == 0 and (kv_heads % t == 0 or t % kv_heads == 0)]
     return min(fits, key=lambda t: (abs(t - wanted), t))
 
 
 class Attention(nn.Module):
+    """Causal self-attention of a block, with grouped queries, rotary positions and norms of heads as options."""
+
     def __init__(
         self,
         hidden: int,
@@ -130,6 +132,7 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm(head_dim, mesh, eps=norm_eps, owes=("tp",), dtype=dtype, device=device)
 
     def forward(self, x: Tensor, stream: Stream, angles: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        """The residual stream in and out. `angles`: of the rotary positions, the same for all blocks."""
         x = enter(x, self.mesh)
         q = self.q(x).unflatten(-1, (self.heads, self.head_dim))  # [T, heads, d]
         k = self.k(x).unflatten(-1, (self.kv_heads, self.head_dim))
@@ -146,7 +149,7 @@ class Attention(nn.Module):
         return self.out(y.reshape(-1, self.heads * self.head_dim))  # type: ignore[no-any-return]
 
     def _whole(self, q: Tensor, k: Tensor, v: Tensor, stream: Stream) -> Tensor:
-        """Of whole sequences [b, s, heads, d], with the heads `attending` (all of this tp rank's without cp)."""
+        """Attention over whole sequences [b, s, heads, d] of the heads `attending` (without cp: all of the rank's)."""
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         if self.dropout and stream.key is not None and stream.ids is not None:
             y = self._with_dropout(q, k, v, stream)
@@ -158,7 +161,7 @@ class Attention(nn.Module):
         return y.transpose(1, 2)
 
     def _with_dropout(self, q: Tensor, k: Tensor, v: Tensor, stream: Stream) -> Tensor:
-        """Dropout needs probabilities written out; its mask is a function of (query token, head, key position)."""
+        """Dropout needs explicit probabilities; its mask is a function of (query token, head, key position)."""
         ids = stream.whole_ids()
         assert stream.key is not None and ids is not None
         group, length = q.shape[1] // k.shape[1], q.shape[2]
@@ -176,12 +179,12 @@ class Attention(nn.Module):
 
 
 def _seen(starts: Tensor) -> Tensor:
-    """[b, 1, query, key]: each token sees the earlier of its document. starts [b, s]: where its document starts."""
+    """A mask [b, 1, query, key]: each token sees earlier tokens of its document, which begins at starts [b, s]."""
     return (starts[:, :, None] == starts[:, None, :]).tril()[:, None]
 
 
 def _kv_shard(kv_heads: int, head_dim: int, tp: int) -> tuple[Shard, tuple[str, ...]]:
-    """Which rows of the key and value weights each tp rank holds, and what replicas of a head owe each other."""
+    """The rows of the key and value weights that each tp rank holds, and the axes owed by replicas of a head."""
     if kv_heads >= tp:
         return Shard.even("tp", 0, kv_heads * head_dim, tp), ()
     copies = tp // kv_heads

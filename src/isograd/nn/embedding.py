@@ -1,4 +1,4 @@
-"""Token embedding cut over the vocabulary, and learned positions.
+"""The token embedding, cut over the vocabulary, and learned positions.
 
 One device: weight[tokens], and weight[positions].
 """
@@ -19,7 +19,10 @@ from isograd.random import Key
 
 
 class VocabEmbedding(Layer):
-    """Each tp rank looks up the rows it has and zeros elsewhere; the sum over tp is the lookup. Owes nothing."""
+    """Looks up tokens. Each tp rank gives its rows, and zeros for other tokens; the sum over tp is the lookup.
+
+    The weight owes no axis beyond the data axes.
+    """
 
     def __init__(
         self,
@@ -33,7 +36,7 @@ class VocabEmbedding(Layer):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        """`owes`: the tie, when the head on another pipeline stage uses the same weight."""
+        """`owes`: the axes of a tie, when the head on another pipeline stage uses the same weight."""
         super().__init__()
         if vocab < mesh.size("tp"):
             raise ModelError(
@@ -59,14 +62,14 @@ class VocabEmbedding(Layer):
         )
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """tokens [T] of this data rank -> the residual stream [T, hidden], or my sequence shard of it.
+        """tokens [T] of this data rank -> the residual stream [T, hidden], or this rank's sequence shard of it.
 
-        A token outside the vocabulary is NaN, and is counted: an Engine refuses the step on all ranks.
+        A token outside the vocabulary becomes NaN and is counted: an Engine then refuses the step on all ranks.
         """
         wrong = self.wrong.find(tokens)[:, None]
         if self.mesh.size("tp") == 1:
             found = F.embedding(tokens.masked_fill(wrong[:, 0], 0), self.weight)
-            with torch.no_grad():  # in place and unknown to autograd: a pass less, and NaN needs no gradient
+            with torch.no_grad():  # autograd need not know: it saves a pass, and the loss will be NaN anyway
                 return found.masked_fill_(wrong, torch.nan)
         rows = tokens - self.first
         here = (rows >= 0) & (rows < self.weight.shape[0])
@@ -76,7 +79,10 @@ class VocabEmbedding(Layer):
 
 
 class LearnedPositions(Layer):
-    """Added to the stream after the vocabulary sum: under sp its gradient sums over sequence shards, so it owes tp."""
+    """Adds a learned vector per position to the stream.
+
+    It is added after the sum over the vocabulary. Under sp its gradient is a sum over sequence shards, so it owes tp.
+    """
 
     def __init__(
         self,
@@ -102,4 +108,5 @@ class LearnedPositions(Layer):
         )
 
     def forward(self, x: Tensor, stream: Stream) -> Tensor:
+        """x plus the vectors of its tokens' positions."""
         return x + F.embedding(stream.mine(stream.positions, self.mesh), self.weight)

@@ -1,4 +1,4 @@
-"""Linear maps cut over tp. Column: output features are cut. Row: input features are cut, outputs are partial sums.
+"""Linear maps cut over tp. Column cuts output features. Row cuts input features, and its outputs are partial sums.
 
 One device: y = x @ weight.T + bias, for both.
 """
@@ -17,7 +17,10 @@ from isograd.random import Key
 
 
 class ColumnLinear(Layer):
-    """Owes nothing: each rank has its own output features. Expects an entered x. `shard` overrides the even cut."""
+    """A linear map whose output features are cut over tp. Its gradients owe no axis beyond the data axes.
+
+    It expects an x that has passed `enter`. `shard` replaces the even cut.
+    """
 
     def __init__(
         self,
@@ -48,11 +51,16 @@ class ColumnLinear(Layer):
         self.bias = make(mesh, (outputs,), shards=shards, owes=owes, dtype=dtype, device=device) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
+        """x [T, inputs] -> this rank's output features [T, outputs / tp]."""
         return F.linear(x, self.weight, self.bias)
 
 
 class RowLinear(Layer):
-    """The weight owes nothing. The bias is added once, after the sum; on sequence shards it therefore owes tp."""
+    """A linear map whose input features are cut over tp; `leave` sums the partial outputs.
+
+    The weight owes no axis beyond the data axes. The bias is added once, after the sum; under sp, where each rank adds
+    it to its own tokens, it owes tp.
+    """
 
     def __init__(
         self,
@@ -75,5 +83,6 @@ class RowLinear(Layer):
         self.bias = make(mesh, (outputs,), owes=stream_owes(mesh), dtype=dtype, device=device) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
+        """This rank's input features [T, inputs / tp] -> the residual stream [T, outputs], or a shard of it."""
         y = leave(F.linear(x, self.weight), self.mesh)
         return y if self.bias is None else y + self.bias

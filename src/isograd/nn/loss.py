@@ -2,11 +2,11 @@
 
 One device: F.cross_entropy(x @ weight.T, labels, ignore_index), and how many labels count.
 
-Tokens are taken in chunks. For each, every tp rank computes its slice of the logits, and one gather of three numbers
-per token (largest logit, sum of exponentials, the label's logit) gives all ranks the same softmax denominator. The
-gradients of x and weight are made in the same pass, so logits live for one chunk only and are made once: running the
-head again in backward would cost one matrix product more. x has been entered: its gradient is this vocabulary slice's
-part of the sum, which the adjoint of `enter` completes.
+Tokens are processed in chunks. For each chunk every tp rank computes its slice of the logits, and one gather of three
+numbers per token (largest logit, sum of exponentials, the label's logit) gives all ranks the same softmax denominator.
+The gradients of x and of the weight are computed in the same pass. Logits therefore exist for one chunk only and are
+computed once; running the head again in backward would cost one more matrix product. x has passed `enter`: its gradient
+here is this vocabulary slice's part of a sum, which the adjoint of `enter` completes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CHUNK = 1024  # tokens: large enough for the matrix products, small beside a lon
 
 
 class Head(Layer):
-    """Maps the residual stream to the loss or to logits; `tied` is the embedding's weight, used a second time."""
+    """The language-model head: maps the residual stream to the loss, or to logits."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Head(Layer):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        """`ignore_index`: the label of positions without a target."""
+        """`tied`: the embedding's weight, used here too. `ignore_index`: the label of positions without a target."""
         super().__init__()
         self.mesh, self.ignore_index = mesh, ignore_index
         self.wrong = WrongInputs("labels", vocab, ignore_index)
@@ -60,13 +60,16 @@ class Head(Layer):
         )
 
     def forward(self, x: Tensor, labels: Tensor, chunk: int | None = CHUNK) -> tuple[Tensor, Tensor]:
-        """(mean loss over labels that count, how many do); labels [T] of all this data rank's tokens."""
+        """(mean loss, number of labels that count) for labels [T] of all tokens of this data rank.
+
+        Labels that are neither in the vocabulary nor `ignore_index` make the loss NaN, and an Engine refuses the step.
+        """
         self.wrong.find(labels)
         x = enter(x, self.mesh)
         return cross_entropy(x, self.weight, labels, self.mesh, ignore_index=self.ignore_index, chunk=chunk)
 
     def logits(self, x: Tensor) -> Tensor:
-        """[T, vocab] on every tp rank."""
+        """Logits of the whole vocabulary [T, vocab], on every tp rank."""
         sizes = [stop - start for start, stop in self.shard.ranges]
         part = enter(x, self.mesh) @ self.weight.t()
         return ops.gather_for_identical_use(part, self.mesh.group("tp"), -1, sizes)
@@ -76,10 +79,11 @@ class Head(Layer):
 def cross_entropy(
     x: Tensor, weight: Tensor, labels: Tensor, mesh: Mesh, *, ignore_index: int = IGNORE, chunk: int | None = CHUNK
 ) -> tuple[Tensor, Tensor]:
-    """x [T, hidden] entered, weight: my rows of the vocabulary. (mean, count); the mean over no label is 0.
+    """(mean loss, number of labels that count) of x [T, hidden], which has passed `enter`. The mean over no label is 0.
 
+    `weight` holds this rank's rows of the vocabulary.
     A label that is neither in the vocabulary nor `ignore_index` makes the mean and its gradients NaN.
-    Logits exist for `chunk` tokens at a time; None: for all.
+    Logits exist for `chunk` tokens at a time; None: for all tokens at once.
     """
     group = mesh.group("tp")
     first, vocab = _cut(weight, mesh)
@@ -97,7 +101,7 @@ def _cut(weight: Tensor, mesh: Mesh) -> tuple[int, int]:
     if mesh.size("tp") > 1:
         raise ContractError(
             "IG303",
-            "nobody knows which tokens this slice of a vocabulary holds",
+            "it is unknown which tokens this slice of a vocabulary holds",
             seen=f"a weight {tuple(weight.shape)} that is not declared as cut, under {str(mesh.layout)!r}",
             expected="declare(weight, mesh, shape=(vocab, hidden), shards=(Shard.even('tp', 0, vocab, tp),))",
             fix="declare it where it is made; a copy by .clone() or nn.Parameter(weight) has to be declared again",
@@ -165,7 +169,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _combine(top: Tensor, exps: Tensor, label_logit: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
-    """All vocabulary slices' (largest, sum of exp, label's logit) of each token, joined in rank order."""
+    """Combine (largest logit, sum of exponentials, label's logit) of all vocabulary slices, in rank order."""
     if group.size == 1:
         return top, exps, label_logit
     parts = raw.gather_list(torch.stack((top, exps, label_logit)), group)

@@ -1,4 +1,4 @@
-"""Feed-forward layer, plain or gated, cut over its inner features.
+"""The feed-forward layer, plain or gated, cut over its inner features.
 
 One device: down(act(up(x))), or down(act(gate(x)) * up(x)).
 """
@@ -27,6 +27,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class MLP(nn.Module):
+    """The feed-forward layer of a block. `gated`: SwiGLU and its relatives."""
+
     def __init__(
         self,
         hidden: int,
@@ -70,6 +72,7 @@ class MLP(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
+        """The residual stream in and out: [T, hidden], or this rank's sequence shard."""
         x = enter(x, self.mesh)
         inner = self.activation(self.up(x)) if self.gate is None else self.activation(self.gate(x)) * self.up(x)
         return self.down(inner)  # type: ignore[no-any-return]

@@ -2,8 +2,8 @@
 
 One device: weight * x / rms(x), and weight * (x - mean) / std + bias.
 
-On the residual stream a norm's parameters owe tp under sequence parallelism (Megatron-LM issue 1446 forgot it). A norm
-of query or key heads is shared by heads that live on different tp ranks and owes tp always: pass owes=("tp",).
+Under sequence parallelism the parameters of a norm on the residual stream owe tp (Megatron-LM issue 1446 is about
+forgetting it). A norm of query or key heads is shared by heads on different tp ranks and always owes tp: owes=("tp",).
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from isograd.nn.stream import stream_owes
 
 
 class RMSNorm(Layer):
+    """weight * x / rms(x), over the last dimension."""
+
     def __init__(
         self,
         size: int,
@@ -34,6 +36,7 @@ class RMSNorm(Layer):
         self.weight = make(mesh, (size,), owes=debts, fill=1.0, dtype=dtype, device=device)
 
     def forward(self, x: Tensor) -> Tensor:
+        """x [..., size], normalised."""
         if x.dtype.itemsize >= 4:
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         # Half precision: normalise in fp32, round, then scale, as Hugging Face's models do.
@@ -41,6 +44,8 @@ class RMSNorm(Layer):
 
 
 class LayerNorm(Layer):
+    """weight * (x - mean) / std + bias, over the last dimension."""
+
     def __init__(
         self,
         size: int,
@@ -58,4 +63,5 @@ class LayerNorm(Layer):
         self.bias = make(mesh, (size,), owes=debts, dtype=dtype, device=device)
 
     def forward(self, x: Tensor) -> Tensor:
+        """x [..., size], normalised."""
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)

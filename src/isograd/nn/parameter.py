@@ -1,4 +1,4 @@
-"""Makes a layer's parameter: this rank's part of it, its contract, and its initial values; and keeps them in copies."""
+"""Makes a layer's parameter: this rank's part, its contract and its initial values. Copies of a layer keep them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from isograd.random import Key, init_
 
 
 class Layer(nn.Module):
-    """A module whose copies (`copy.deepcopy`, for a moving average of weights) have the contracts of its parameters.
+    """A module whose copies (`copy.deepcopy`, for a moving average of weights) keep the contracts of its parameters.
 
-    A copy without them would take its part of a vocabulary for another one, and owe nothing. Derive your own layers
-    from it when they declare parameters.
+    torch drops them: a copied head would not know which tokens it holds, and a copied norm would owe nothing. Derive
+    your own layers from this class if they declare parameters.
     """
 
     def __getstate__(self) -> dict[str, Any]:
@@ -44,7 +44,10 @@ def make(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
 ) -> nn.Parameter:
-    """With a key: truncated normal values at their global indices; without: all `fill`. On the meta device: later."""
+    """Make this rank's part of a parameter: truncated normal values with a key, all `fill` without one.
+
+    On the meta device the values are made later, by the Engine.
+    """
     box = Contract(shape, tuple(s for s in shards if mesh.size(s.axis) > 1)).local(mesh)
     values = partial(_values, shape, key, std, fill, dtype or torch.get_default_dtype())
     place = torch.device(device or mesh.device)

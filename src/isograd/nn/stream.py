@@ -1,7 +1,7 @@
-"""The residual stream between layers, and the two doors of a tensor-parallel region.
+"""The residual stream between layers, and how it enters and leaves a tensor-parallel region.
 
-Without sequence parallelism every tp rank holds all its tokens (type I). With it, each holds an equal block of rows of
-the flattened stream (type V). Layers do not know which: they `enter` and `leave`, and the layout decides.
+Without sequence parallelism every tp rank holds all tokens of the data rank (type I). With it, each holds an equal
+block of rows of the flattened stream (type V). Layers call `enter` and `leave` either way, and the layout decides.
 
              without sp                       with sp
     enter    copy_in     I -> R               all_gather      V -> R
@@ -23,23 +23,25 @@ from isograd.sequence import Places
 
 
 def enter(x: Tensor, mesh: Mesh) -> Tensor:
+    """The residual stream at the start of a tensor-parallel region: all tokens, on every tp rank."""
     group = mesh.group("tp")
     return ops.all_gather(x, group) if mesh.layout.sp else ops.copy_in(x, group)
 
 
 def leave(x: Tensor, mesh: Mesh) -> Tensor:
+    """The sum over tp of partial outputs at the end of a region: all tokens, or this rank's sequence shard."""
     group = mesh.group("tp")
     return ops.reduce_scatter(x, group) if mesh.layout.sp else ops.all_reduce(x, group)
 
 
 def stream_owes(mesh: Mesh) -> tuple[str, ...]:
-    """What a replicated parameter applied to the residual stream owes: its gradient sums over sequence shards."""
+    """The axes owed by a replicated parameter on the stream: under sp its gradient is a sum over sequence shards."""
     return ("tp",) if mesh.layout.sp else ()
 
 
 @dataclass(frozen=True)
 class Stream:
-    """What layers must know about the tokens that flow: shape, positions, and ids for dropout."""
+    """What layers must know about the tokens in the stream: their shape, positions, documents and ids for dropout."""
 
     batch: int
     length: int
@@ -50,20 +52,20 @@ class Stream:
     starts: Tensor | None = None  # [batch, whole length] where each token's document begins; None: one document
 
     def whole_ids(self) -> Tensor | None:
-        """Global ids [batch * whole length] of all tokens of my sequences, those on other cp ranks too."""
+        """Global ids [batch * whole length] of all tokens of this rank's sequences, also those on other cp ranks."""
         if self.ids is None or self.places is None or self.places.cp == 1:
             return self.ids
         return token_ids(self.ids.view(self.batch, -1)[:, 0] >> 32, self.places.padded)
 
     def mine(self, per_token: Tensor, mesh: Mesh) -> Tensor:
-        """My rows of a per-token tensor: all of them, or my sequence shard."""
+        """This rank's rows of a per-token tensor: all of them, or its sequence shard."""
         if not mesh.layout.sp:
             return per_token
         part = len(per_token) // mesh.size("tp")
         return per_token[mesh.index("tp") * part : (mesh.index("tp") + 1) * part]
 
     def dropout(self, x: Tensor, p: float, mesh: Mesh, site: str) -> Tensor:
-        """Dropout on the residual stream at a named site."""
+        """Apply dropout to the residual stream; `site` names the place in the block, which draws its own mask."""
         if p == 0.0 or self.key is None:
             return x
         if self.ids is None:
@@ -77,5 +79,5 @@ class Stream:
 
 
 def token_ids(samples: Tensor, length: int) -> Tensor:
-    """Global ids of the tokens of these sequences, flattened: sequence id and position."""
+    """Global ids of all tokens of these sequences, flattened: each is made of its sequence's id and its position."""
     return (samples[:, None] * (1 << 32) + torch.arange(length, device=samples.device)).reshape(-1)
