@@ -85,7 +85,7 @@ def test_a_changed_shape_dtype_or_gradient_is_refused_with_both() -> None:
     known = {(0, MICRO): Form.of([torch.zeros(2, 3)])}
     for other in (torch.zeros(3, 2), torch.zeros(2, 3, dtype=torch.float64), torch.zeros(2, 3, requires_grad=True)):
         text = refused([other], known)
-        assert text.startswith("IG803: stage 0 passes on other shapes than before")
+        assert text.startswith("IG803: stage 0 returned other shapes than before")
         assert str(Form.of([other]).tensors) in text
         assert "((2, 3), torch.float32, False)" in text
         assert "pp0" in text
@@ -95,4 +95,4 @@ def test_a_changed_shape_dtype_or_gradient_is_refused_with_both() -> None:
     "tensors", [[torch.zeros(2, dtype=torch.complex64)], [torch.zeros(1, 1, 1)] * 12], ids=["complex", "many"]
 )
 def test_what_a_header_cannot_describe_is_refused(tensors: list[torch.Tensor]) -> None:
-    assert refused(tensors, {}).startswith("IG802: stage 0 passes on what cannot be described")
+    assert refused(tensors, {}).startswith("IG802: the output of stage 0 cannot be described")

@@ -122,7 +122,7 @@ def test_an_action_done_twice_is_refused(data: st.DataObject) -> None:
     order = list(schedule.orders[rank])
     again = data.draw(st.sampled_from(order))
     order.insert(data.draw(st.integers(0, len(order))), again)
-    assert f"rank {rank} does twice: ['{again}']" in refusal(with_order(schedule, rank, order))
+    assert f"rank {rank} runs twice: ['{again}']" in refusal(with_order(schedule, rank, order))
 
 
 @given(st.data())
@@ -132,7 +132,7 @@ def test_an_action_on_another_rank_is_refused(data: st.DataObject) -> None:
     order = list(schedule.orders[rank])
     moved = order.pop(data.draw(st.integers(0, len(order) - 1)))
     broken = with_order(with_order(schedule, rank, order), other, [*schedule.orders[other], moved])
-    assert f"rank {other} does what lives elsewhere: ['{moved}']" in refusal(broken)
+    assert f"rank {other} runs actions of stages on other ranks: ['{moved}']" in refusal(broken)
 
 
 @given(st.data())

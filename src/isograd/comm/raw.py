@@ -39,7 +39,7 @@ SMALL_BYTES = 1 << 16  # below this an all-reduce is one exchange of whole tenso
 
 @dataclass(eq=False)
 class Group:
-    """Members of one axis (or several, flattened): global ranks in order, and which of them I am."""
+    """The ranks along one axis (or several, flattened): global ranks in order, and this rank's index among them."""
 
     axes: str
     ranks: tuple[int, ...]
@@ -52,11 +52,12 @@ class Group:
 
     @property
     def size(self) -> int:
+        """The number of members."""
         return len(self.ranks)
 
 
 class Handle:
-    """Communication under way. `wait` returns when received tensors are filled and sent ones may be reused."""
+    """Communication in progress. `wait` returns when received tensors are filled and sent ones may be reused."""
 
     def __init__(
         self, works: Sequence[Any] = (), keep: Sequence[object] = (), then: Any = None, members: Sequence[int] = ()
@@ -129,7 +130,7 @@ def join(rank: int, world_size: int, store_dir: str, interface: str | None = "lo
 
 
 def leave() -> None:
-    """Close the connections, which tells whoever waits for this rank. They stay open while anything refers to them."""
+    """Close the connections, which ends the waits of other ranks. They stay open while anything refers to them."""
     for group in _given:
         group.handle = None
     _made.clear()
@@ -164,7 +165,7 @@ def device() -> torch.device:
 
 # Process groups of the running world, by members: each costs sockets and threads, and meshes come and go.
 _made: dict[tuple[str, tuple[int, ...]], Any] = {}
-_given: WeakSet[Group] = WeakSet()  # whoever refers to them
+_given: WeakSet[Group] = WeakSet()  # every group that was given away
 
 
 def new_group(axes: str, ranks: tuple[int, ...], rank: int, purpose: str = "") -> Group:
@@ -202,7 +203,7 @@ _ranges: Counter[tuple[int, ...]] = Counter()  # how many ranges of tags the gro
 
 
 def reserve_tags(group: Group) -> int:
-    """The first of TAGS tags that nobody else uses on this group. Its members reserve them in the same order."""
+    """The first of TAGS tags that nothing else uses on this group. Its members reserve them in the same order."""
     _ranges[group.ranks] += 1
     return (1 << 30) + _ranges[group.ranks] % 1023 * TAGS
 
@@ -285,12 +286,12 @@ def _exchange_staged(
 
 
 def send_start(tensors: Sequence[torch.Tensor], group: Group, peer: int, tag: int = 0) -> Handle:
-    """Send contiguous tensors to member `peer`, under way. Messages between two members arrive in the order sent."""
+    """Start sending contiguous tensors to member `peer`. Messages between two members arrive in the order sent."""
     return _to_one(tensors, group, peer, tag, sending=True)
 
 
 def receive_start(tensors: Sequence[torch.Tensor], group: Group, peer: int, tag: int = 0) -> Handle:
-    """Fill tensors with what member `peer` sends, under way."""
+    """Start filling tensors with the messages of member `peer`."""
     return _to_one(tensors, group, peer, tag, sending=False)
 
 
@@ -407,19 +408,19 @@ def reduce_scatter(x: torch.Tensor, group: Group, sizes: Sequence[int]) -> torch
 
 
 def reduce_scatter_start(flat: torch.Tensor, group: Group) -> tuple[torch.Tensor, Handle]:
-    """Native reduce-scatter of equal chunks of a flat buffer, under way: (my chunk, handle)."""
+    """Start a native reduce-scatter of equal chunks of a flat buffer: (my chunk, handle)."""
     mine = flat.new_empty(flat.numel() // group.size)
     work = _reduce_scatter_equal(mine, flat, group=_handle(group), async_op=True)
     return mine, Handle([work], keep=(flat, mine))
 
 
 def all_gather_start(whole: torch.Tensor, mine: torch.Tensor, group: Group) -> Handle:
-    """Native all-gather of equal chunks into a flat buffer, under way."""
+    """Start a native all-gather of equal chunks into a flat buffer."""
     return Handle([_gather_equal(whole, mine, group=_handle(group), async_op=True)], keep=(whole, mine))
 
 
 def all_to_all(pieces: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]], group: Group) -> list[torch.Tensor]:
-    """Send pieces[i] to member i; return what arrived from each, arrival i having shapes[i]."""
+    """Send pieces[i] to member i; return the tensor that each member sent here, of shape shapes[i] from member i."""
     out = [[p.contiguous()] for p in pieces]
     into = [out[i] if i == group.index else [pieces[i].new_empty(tuple(shapes[i]))] for i in range(group.size)]
     exchange(out, into, group).wait()
@@ -427,7 +428,7 @@ def all_to_all(pieces: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]], 
 
 
 def shift(x: torch.Tensor, group: Group, by: int) -> torch.Tensor:
-    """Each member sends to the one `by` places on along the ring and returns what it receives (all of one shape)."""
+    """Each member sends x to the member `by` places ahead on the ring and returns what it receives."""
     if group.size == 1 or by % group.size == 0:
         return x
     x = x.contiguous()
@@ -441,11 +442,12 @@ def shift(x: torch.Tensor, group: Group, by: int) -> torch.Tensor:
 
 
 def broadcast_(x: torch.Tensor, group: Group, source: int = 0) -> None:
-    """Overwrite x with member `source`'s."""
+    """Overwrite x with the x of member `source`."""
     if group.size > 1:
         dist.broadcast(x, group.ranks[source], group=_handle(group))
 
 
 def barrier(group: Group) -> None:
+    """Wait until every member has come here."""
     if group.size > 1:
         dist.barrier(group=_handle(group))

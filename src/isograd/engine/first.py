@@ -1,4 +1,4 @@
-"""First values of parameters, made or read for one rank's part: of models too large for one rank.
+"""Initial values of parameters, computed or read for this rank's part only: for models too large for one rank.
 
     model = ig.models.Transformer(config, mesh, device="meta")          # its values are functions of name and index
     engine = ig.Engine(model, mesh, ...)
@@ -8,7 +8,7 @@
     engine = ig.Engine(model, mesh, ..., weights="folder with safetensors")
 
 A parameter on the meta device has a shape and no memory. The Engine gives it memory: at ZeRO 3 for this rank's rows
-only, else for all of it. No rank holds a whole copy of the model at any moment.
+only, otherwise for this rank's whole part. At ZeRO 3 no rank holds a whole copy of the model at any moment.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from isograd.stored import Weights
 
 @contextmanager
 def empty_parameters() -> Iterator[None]:
-    """Modules built in here have parameters on the meta device; buffers keep memory and values, as nobody stores them
-    all (rotary frequencies, for one)."""
+    """Modules built in here have parameters on the meta device. Buffers keep memory and values, because files of
+    weights do not hold all of them (rotary frequencies, for example)."""
     register = nn.Module.register_parameter
 
     def emptied(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
@@ -66,12 +66,12 @@ class FirstValues:
                 where=mesh.where(),
             )
         if weights and absent and mesh.rank == 0:
-            warnings.warn(f"not among the stored weights, and left as the model has them: {absent}", stacklevel=4)
+            warnings.warn(f"not among the stored weights; these keep the model's own values: {absent}", stacklevel=4)
         bare = [name for name, buffer in model.named_buffers() if buffer.is_meta]
         if bare:
             raise EngineError(
                 "IG526",
-                "buffers have no memory, and nobody knows their values",
+                "buffers have no memory, and their values are not known",
                 seen=f"device='meta': {bare[:8]}",
                 expected="buffers with values; only parameters may be on the meta device",
                 fix="build the model inside 'with ig.empty_parameters():' instead of torch.device('meta')",
@@ -85,7 +85,8 @@ class FirstValues:
 
     @torch.no_grad()
     def rows(self, record: Record | Slot, cut: tuple[int, ...] | None = None) -> Tensor | None:
-        """First values of the rows from cut[0] to cut[1] (None: all) of this rank's part; None: it keeps its own."""
+        """Initial values of the rows cut[0] to cut[1] (None: all rows) of this rank's part; None when the parameter
+        keeps its own values."""
         parameter, contract = record.parameter, record.contract
         box, name, make = _cut(contract, self.mesh, cut), self._stored.get(record.name), start_of(parameter)
         if self.weights is not None and name is not None:
@@ -99,7 +100,7 @@ class FirstValues:
 
     @torch.no_grad()
     def fill(self, table: Table) -> None:
-        """Whole parameters, for stages that keep them."""
+        """Fill whole parameters, at the ZeRO stages that keep them."""
         for record in table:
             value = self.rows(record)
             if value is None:
@@ -111,7 +112,7 @@ class FirstValues:
 
     @torch.no_grad()
     def fill_buffers(self, model: nn.Module) -> None:
-        """Those that are stored: running means, for example."""
+        """Read the buffers that are stored, such as running means."""
         saved = model.state_dict(keep_vars=True)
         for name, buffer in model.named_buffers():
             shape = tuple(buffer.shape)
@@ -120,7 +121,7 @@ class FirstValues:
 
 
 def _cut(contract: Contract, mesh: Mesh, cut: tuple[int, ...] | None) -> list[tuple[int, int]]:
-    """Rows of this rank's part, as a box of the global tensor."""
+    """These rows of this rank's part, as a box of the global tensor."""
     box = list(contract.local(mesh))
     if box and cut is not None:
         first = box[0][0]
@@ -129,7 +130,7 @@ def _cut(contract: Contract, mesh: Mesh, cut: tuple[int, ...] | None) -> list[tu
 
 
 def become(parameter: nn.Parameter, value: Tensor) -> None:
-    """The same object, whoever refers to it, with other memory."""
+    """Give a parameter other memory; it stays the same object for everything that refers to it."""
     new = nn.Parameter(value, requires_grad=parameter.requires_grad)
     new.__dict__.update(parameter.__dict__)
     torch.utils.swap_tensors(parameter, new)

@@ -12,7 +12,7 @@ each gather goes with a **note** of 128 bytes: the round, the number of the bloc
    for, and raise an error that names this rank.
 
 After 2 or 3 a new **round** begins on every rank: notes of an earlier round that arrive late are skipped, so training
-can go on with the next forward. Rows that were under way in the old round arrive if the other member had posted the
+can continue with the next forward. Rows that were in flight in the old round arrive if the other member had posted the
 same note; otherwise they never will, and are forgotten.
 
 On NCCL there are no tags, and reading a note would make the host wait for the GPU: nothing is checked there.
@@ -94,11 +94,11 @@ class Lockstep:
         while posted in self._posted:
             first = self._posted.popleft()
             notes = {member: self._read(member) for member in self._others}
-            alike = [member for member in self._others if notes[member] == first.note]
-            if len(alike) == len(self._others):
+            equal = [member for member in self._others if notes[member] == first.note]
+            if len(equal) == len(self._others):
                 self._tidy()
                 continue
-            for member in alike:  # their rows are on their way into memory that will be freed
+            for member in equal:  # their rows are on their way into memory that will be freed
                 for handle in first.rows:
                     handle.wait_for(member)
             self._next_round(max([self.round + 1, *(_round(note) for note in notes.values())]))
@@ -153,7 +153,7 @@ class Lockstep:
             self._sent.append(raw.send_start([message], self.group, member, self._notes_tag))
 
     def _tidy(self) -> None:
-        """Whoever has sent me this note has asked for all of mine before it."""
+        """Release notes that have arrived: a member that sent this note has asked for all of mine before it."""
         while len(self._sent) > len(self._others) * (1 + len(self._posted)):
             self._sent.popleft().wait()
 
@@ -168,8 +168,8 @@ class Lockstep:
                 f"an exception on rank {', '.join(map(str, failed))} ended what the data ranks were doing together",
                 seen=seen,
                 expected="every data rank to call the same blocks of the model, at ZeRO 3",
-                fix="see the error of that rank; if the program catches it, catch this error too and go on with the "
-                "next batch on all ranks",
+                fix="see the error of that rank; a program that catches it should catch this error, too, and continue "
+                "with the next batch on all ranks",
                 where=self.where,
             )
         return EngineError(
@@ -177,8 +177,8 @@ class Lockstep:
             "data ranks use different parts of the model at the same time",
             seen=seen,
             expected="the same blocks in the same order on every data rank, at ZeRO 3: each call gathers parameters",
-            fix="draw what is skipped (LayerDrop) alike on all ranks, and run as many forwards and backwards on each, "
-            "with weight 0 where a rank has no data; or use zero2",
+            fix="choose skipped blocks (LayerDrop) with the same random numbers on all ranks; run as many forwards and "
+            "backwards on each, with weight 0 where a rank has no data; or use zero2",
             where=self.where,
         )
 

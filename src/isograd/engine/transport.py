@@ -1,4 +1,4 @@
-"""How a bucket's gradients reach the owners of their rows, and how rows come back. Two ways, the same sums of rows.
+"""How a bucket's gradients reach the owners of their rows, and how rows come back: two ways with the same sums.
 
 Direct (gloo, and everywhere when reproducible): slices of the gradients themselves go straight to their owners; only
 small ones are packed into one message. The owner adds the pieces in rank order, or in one binary tree.
@@ -33,6 +33,7 @@ class Flight:
         self._handle, self._members, self._own, self._tree = handle, members, own, tree
 
     def wait(self) -> Pieces:
+        """My rows of each slot, summed over the group."""
         self._handle.wait()
         return tree_sum(self._members, self._own) if self._tree else reduce(self._add, self._members)
 
@@ -116,7 +117,7 @@ def gather_rows(slots: Sequence[Slot], whole: Pieces, group: Group, tag: int = 0
 
 
 def _outgoing(pieces: Pieces) -> Pieces:
-    """The messages for one owner: large slices as they are, small ones as one."""
+    """The messages for one owner: each large slice by itself, all small ones in one."""
     small = [p.reshape(-1) for p in pieces if p.numel() < SMALL]
     large = [p for p in pieces if p.numel() >= SMALL]
     return large + ([torch.cat(small)] if small else [])

@@ -7,8 +7,8 @@ operations in the reverse order of the forward, so nothing that this block saved
 from the beginning of the forward until the end of backward. While one unit computes, the next one's rows are already on
 their way, in the order of the step before. Reductions, optimizer and bits are those of stages 1 and 2.
 
-A parameter that is not gathered keeps its shape and reads as NaN: whoever computes with it outside of the model's
-forward sees that at once, and needs `engine.full_parameters()`.
+A parameter that is not gathered keeps its shape and reads as NaN: code that computes with it outside of the model's
+forward gets NaN at once, and needs `engine.full_parameters()`.
 
 All data ranks must call the same units in the same order: each call is a collective. engine/lockstep.py compares what
 they call, and when an exception ends a forward or a backward of one rank, it tells the others. `abort` then brings a

@@ -1,4 +1,4 @@
-"""Whole gradients by name, on every rank: what tests and the verifier compare with one device.
+"""Whole gradients by name, on every rank: tests and the verifier compare them with those of one device.
 
 Rows come from their owners, tensor-parallel parts from their ranks, and other pipeline stages' from the first stage
 that holds the name. One parameter is whole at a time.
@@ -21,7 +21,7 @@ from isograd.mesh import DATA, Mesh
 
 @torch.no_grad()
 def gradients(plan: Plan, mesh: Mesh, scale: float) -> Iterator[tuple[str, Tensor]]:
-    """Of every trainable parameter, times `scale`. All ranks iterate together."""
+    """The gradient of every trainable parameter, times `scale`. All ranks iterate together."""
     slots = {slot.name: slot for slot in plan.slots}
     stages = _names_of_stages(plan, mesh)
     for name in dict.fromkeys(name for stage in stages for name in stage):

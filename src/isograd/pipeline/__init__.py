@@ -1,6 +1,6 @@
-"""Pipelines: schedules as data, the way of activations and gradients between stages, and models cut into stages.
+"""Pipelines: schedules as data, messages between stages, and models cut into stages.
 
-Names are loaded when first used: schedules and their pictures need no torch.
+Modules are imported when a name is first used: schedules and their pictures need no torch.
 """
 
 from __future__ import annotations

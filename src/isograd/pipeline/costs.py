@@ -1,10 +1,10 @@
-"""What layers cost, measured: for splits that no count of matrix elements foresees.
+"""Measured costs of layers, for splits that a count of matrix elements would get wrong.
 
     costs = ig.pipeline.measure(modules, inputs, mesh)               # seconds, the same numbers on every rank
     model = ig.pipeline.Stages(modules, mesh, loss=loss, costs=costs)
 
-Rank 0 runs the modules, each on what the one before returned, and tells the others: ranks that timed for themselves
-would cut the model at different places. Gradients and random numbers are left as they were.
+Rank 0 runs the modules, each on the output of the one before, and sends its times to the others: if each rank measured
+for itself, they would cut the model at different places. Gradients and random numbers stay as they were.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from isograd.mesh import Mesh
 
 
 def measure(modules: Sequence[nn.Module], inputs: Any, mesh: Mesh, *, repeats: int = 5) -> list[float]:
-    """Seconds of forward and backward of each module, the median of `repeats` after one that warms up.
+    """Seconds of forward and backward of each module: the median of `repeats` passes, after one pass to warm up.
 
-    `inputs`: what the first module takes; a tuple is unpacked, as between stages. All ranks call this together; the
-    modules of ranks other than 0 are not run.
+    `inputs`: the arguments of the first module; a tuple is unpacked, as between stages. All ranks call this together;
+    only rank 0 runs the modules.
     """
     costs = torch.zeros(len(modules), dtype=torch.float64, device=mesh.device)
     if mesh.rank == 0:

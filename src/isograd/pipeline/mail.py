@@ -1,13 +1,12 @@
-"""What passes between stages: activations forward, their gradients back, in one order for each pair of ranks.
+"""Messages between stages: activations forward, their gradients back, in a fixed order for each pair of ranks.
 
-The schedule says what each rank sends to each other one and in which order, so messages need no names: the receiver
+The schedule says what each rank sends to each other rank and in which order, so messages need no names: the receiver
 posts its receives in that order, early enough that they arrive while it computes. Shapes follow from the micro-batch,
 which all pp ranks hold: the first message of each kind is preceded by a header that describes it, and both sides
-remember it. A gradient has the shape of what was sent forward.
+remember it. A gradient has the shape of the activation that was sent forward.
 
-What was sent is kept until it has arrived, and whoever hears from a neighbour knows what has arrived there: everything
-that the neighbour needed before. So a rank keeps no more sent messages than the schedule lets micro-batches be on their
-way.
+A sent tensor is kept until it has arrived. A message from a neighbour proves that everything which the neighbour needed
+to produce it has arrived there. So a rank keeps no more sent tensors than the schedule has micro-batches in flight.
 """
 
 from __future__ import annotations
@@ -31,21 +30,25 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int
 
 @dataclass(frozen=True)
 class Form:
-    """Shape and type of what a stage passes on: (shape, dtype, whether it carries a gradient) of each tensor."""
+    """Shapes and dtypes of a stage's output: (shape, dtype, whether it carries a gradient) of each tensor."""
 
     tensors: tuple[tuple[tuple[int, ...], torch.dtype, bool], ...]
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor]) -> Form:
+        """The form of these tensors."""
         return cls(tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in tensors))
 
     def gradients(self) -> Form:
+        """The form of the gradients that come back for these tensors."""
         return Form(tuple((shape, dtype, False) for shape, dtype, needs in self.tensors if needs))
 
     def empty(self, device: torch.device) -> list[Tensor]:
+        """Memory to receive them into."""
         return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, _ in self.tensors]
 
     def numbers(self) -> list[int]:
+        """The form as integers, for a header."""
         found = [len(self.tensors)]
         for shape, dtype, needs in self.tensors:
             found += [DTYPES.index(dtype), int(needs), len(shape), *shape]
@@ -53,6 +56,7 @@ class Form:
 
     @classmethod
     def read(cls, numbers: Sequence[int]) -> Form:
+        """The form that `numbers` describes; a header may be longer."""
         at, found = 1, []
         for _ in range(numbers[0]):
             dtype, needs, dims = numbers[at : at + 3]
@@ -61,16 +65,18 @@ class Form:
         return cls(tuple(found))
 
 
-Known = dict[tuple[int, Hashable], Form]  # (stage, shapes of the micro-batch) -> what that stage passes on
+Known = dict[tuple[int, Hashable], Form]  # (stage, shapes of the micro-batch) -> the form of that stage's output
 
 
 @dataclass
 class _Line:
-    """What one other rank and I send each other in this step; what it sends, in its order."""
+    """The messages of this step between this rank and one other rank."""
 
-    expected: deque[Action]
+    expected: deque[Action]  # whose results the other rank will send, in its order
     posted: dict[Action, tuple[list[Tensor], Handle]] = field(default_factory=dict)
-    sending: list[tuple[int, Handle]] = field(default_factory=list)  # to it, with the place in its order that needs it
+    sending: list[tuple[int, Handle]] = field(
+        default_factory=list
+    )  # to the other rank, with the place in its order that needs the message
 
 
 class Mail:
@@ -109,7 +115,7 @@ class Mail:
             if strange or len(form.numbers()) > HEADER:
                 raise PipelineError(
                     "IG802",
-                    f"stage {action.stage} passes on what cannot be described to the next one",
+                    f"the output of stage {action.stage} cannot be described to the next stage",
                     seen=f"{len(form.tensors)} tensors, of dtypes {[str(d) for _, d, _ in form.tensors]}",
                     expected=f"a few tensors of {', '.join(str(d)[6:] for d in DTYPES)}",
                     where=f"pp{self.group.index}",
@@ -120,15 +126,15 @@ class Mail:
         elif self.known[key] != form:
             raise PipelineError(
                 "IG803",
-                f"stage {action.stage} passes on other shapes than before for a micro-batch of the same shapes",
+                f"stage {action.stage} returned other shapes than before for a micro-batch of the same shapes",
                 seen=str(form.tensors),
                 expected=str(self.known[key].tensors),
-                fix="let what passes between stages depend on the shapes of the micro-batch only",
+                fix="make the shapes between stages depend only on the shapes of the micro-batch",
                 where=f"pp{self.group.index}",
             )
 
     def receive(self, action: Action) -> list[Tensor]:
-        """What `action`, done by a neighbour, sends here."""
+        """The result of `action`, which a neighbour computes and sends here."""
         peer = self.schedule.rank_of(action.stage)
         line = self._lines[peer]
         while action not in line.posted:
@@ -139,7 +145,7 @@ class Mail:
         return tensors
 
     def _forget(self, line: _Line, place: int) -> None:
-        """Let go of what a neighbour must have had to come to this place in its order."""
+        """Release sent tensors that a neighbour must have received to reach this place in its order."""
         for needed, handle in line.sending:
             if needed <= place:
                 handle.wait()
@@ -152,13 +158,14 @@ class Mail:
                 self._post(line)
 
     def finish(self) -> None:
+        """Wait until everything that was sent has arrived."""
         for line in self._lines.values():
             for _, handle in line.sending:
                 handle.wait()
             line.sending.clear()
 
     def drop(self) -> None:
-        """Forget what is on its way: it would keep the connections open."""
+        """Forget messages in flight after an error: they would keep the connections open."""
         self._lines.clear()
 
     def _form(self, action: Action) -> Form | None:

@@ -22,7 +22,7 @@ LEFT, TOP, HIGH, GAP, WIDE = 48, 54, 30, 8, 1100
 
 
 def ascii(schedule: Schedule, rows: Rows | None = None, *, width: int | None = None) -> str:
-    """A line per rank, dots where it waits; longer lines than `width` go on below."""
+    """A line per rank, with dots where the rank waits; lines longer than `width` continue below."""
     drawn = schedule.timed() if rows is None else rows
     cell = max(len(label(schedule, timed.action)) for row in drawn for timed in row) + 1
     begin = min(row[0].start for row in drawn)
@@ -40,7 +40,7 @@ def ascii(schedule: Schedule, rows: Rows | None = None, *, width: int | None = N
 
 
 def svg(schedule: Schedule, rows: Rows | None = None) -> str:
-    """One self-contained file: a box per action, its full name and time in a tooltip."""
+    """The text of an SVG file: a box per action, with its full name and time in a tooltip."""
     drawn = schedule.timed() if rows is None else rows
     begin, end = min(row[0].start for row in drawn), max(row[-1].end for row in drawn)
     scale = WIDE / (end - begin)
@@ -62,7 +62,7 @@ def svg(schedule: Schedule, rows: Rows | None = None) -> str:
 
 
 def title(schedule: Schedule, rows: Rows | None = None) -> str:
-    """What it is, and its bubble: in theory, and as measured where it was."""
+    """The schedule's name and its bubble: in theory, and measured if `rows` is given."""
     chunks = f" vpp{schedule.vpp}" if schedule.vpp > 1 else ""
     name = f"{schedule.name}, pp{schedule.pp}{chunks}, {schedule.micro_batches} micro-batches"
     if rows is None:
@@ -74,6 +74,7 @@ def title(schedule: Schedule, rows: Rows | None = None) -> str:
 
 
 def legend(schedule: Schedule) -> str:
+    """What the letters in a picture mean."""
     text = ", ".join(f"{kind} {WORDS[kind]}" for kind in _kinds(schedule))
     return text + ("; a, b, ...: the rank's first chunk, its second" if schedule.vpp > 1 else "")
 
@@ -83,6 +84,7 @@ def _kinds(schedule: Schedule) -> list[str]:
 
 
 def label(schedule: Schedule, action: Action) -> str:
+    """A short name of an action, such as F3 or F3b."""
     chunk = chr(ord("a") + action.stage // schedule.pp) if schedule.vpp > 1 else ""
     return f"{action.kind}{action.micro}{chunk}"
 
@@ -96,7 +98,7 @@ def _line(schedule: Schedule, row: Sequence[Timed], begin: float, scale: float) 
     for timed in row:
         start, stop = round((timed.start - begin) * scale), round((timed.end - begin) * scale)
         line = line.ljust(start, ".")
-        room = max(stop - len(line), 1)  # what is too short for a column is drawn as one
+        room = max(stop - len(line), 1)  # an action too short for a column is drawn as one column
         line += label(schedule, timed.action)[: max(room - 1, 1)].ljust(room - 1, "-").ljust(room)
     return line
 

@@ -10,8 +10,8 @@ The model is cut into pp * vpp stages; stage s lives on rank s % pp of the pp ax
     1f1b    a backward as soon as there is one; as many forwards ahead as the pipeline is deep. With vpp: interleaved
     zb      1f1b with I and W apart: W fills the time in which a rank would wait (zero-bubble H1)
 
-Schedules are made by simulating the ranks with one policy, and only their order is kept: `check` proves that it is
-complete and that no rank waits for ever, whatever the actions cost.
+Schedules are made by simulating the ranks with one policy. Only the order of actions is kept: `check` proves that it is
+complete and free of deadlocks, whatever the actions cost.
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ from typing import NamedTuple
 
 from isograd.errors import PipelineError
 
-COST = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}  # in forwards: what schedules are made and drawn with
+COST = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}  # assumed, in forwards, when schedules are made and drawn
 
 
 class Action(NamedTuple):
+    """One thing that a rank does: "F", "B", "I" or "W" of one micro-batch on one stage."""
+
     kind: str
     stage: int
     micro: int
@@ -37,6 +39,8 @@ class Action(NamedTuple):
 
 
 class Timed(NamedTuple):
+    """An action and when it ran."""
+
     action: Action
     start: float
     end: float
@@ -44,6 +48,8 @@ class Timed(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
+    """What each rank of a pipeline does, in order."""
+
     name: str
     pp: int
     vpp: int
@@ -52,13 +58,15 @@ class Schedule:
 
     @property
     def stages(self) -> int:
+        """The number of stages of the whole model."""
         return self.pp * self.vpp
 
     def rank_of(self, stage: int) -> int:
+        """The rank of the pp axis that holds a stage."""
         return stage % self.pp
 
     def needs(self, action: Action) -> tuple[Action, ...]:
-        """What must be done before, here or on a neighbour."""
+        """The actions that must be done before this one, on this rank or on a neighbour."""
         kind, stage, micro = action
         if kind == "F":
             return (Action("F", stage - 1, micro),) if stage else ()
@@ -79,7 +87,7 @@ class Schedule:
         ]
 
     def timed(self, cost: Callable[[Action], float] = lambda action: COST[action.kind]) -> list[list[Timed]]:
-        """When each rank would do what, if nothing but waiting for one another cost time beside the actions."""
+        """When each rank runs each action, if only actions, and waiting for the actions of others, take time."""
         done: dict[Action, float] = {}
         rows: list[list[Timed]] = [[] for _ in self.orders]
         at = [0] * len(self.orders)
@@ -98,11 +106,11 @@ class Schedule:
         return rows
 
     def bubble(self, cost: Callable[[Action], float] = lambda action: COST[action.kind]) -> float:
-        """The share of all ranks' time that is spent waiting."""
+        """The share of all ranks' time that is spent waiting, when actions take `cost`."""
         return idle_share(self.timed(cost))
 
     def in_flight(self, rank: int) -> int:
-        """The most forwards whose activations a rank holds at a time."""
+        """The largest number of forwards whose activations a rank holds at the same time."""
         held, most = 0, 0
         for action in self.orders[rank]:
             held += {"F": 1, "B": -1, "W": -1}.get(action.kind, 0)
@@ -111,19 +119,21 @@ class Schedule:
 
 
 def idle_share(rows: Sequence[Sequence[Timed]]) -> float:
+    """The share of time that ranks are idle, from the first action to the last one of any rank."""
     whole = max(row[-1].end for row in rows) - min(row[0].start for row in rows)
     busy = sum(timed.end - timed.start for row in rows for timed in row)
     return 1.0 - busy / (whole * len(rows))
 
 
 def check(schedule: Schedule) -> None:
-    """Every stage meets every micro-batch once in each direction, on its own rank, and nobody waits for ever."""
+    """Refuse a schedule unless every stage runs every micro-batch exactly once in each direction, on the rank that
+    holds the stage, and without a deadlock."""
     problems = []
     for rank, order in enumerate(schedule.orders):
         foreign = [str(a) for a in order if schedule.rank_of(a.stage) != rank]
         twice = sorted({str(a) for a in order if order.count(a) > 1}) if len(set(order)) < len(order) else []
-        problems += [f"rank {rank} does what lives elsewhere: {foreign}"] if foreign else []
-        problems += [f"rank {rank} does twice: {twice}"] if twice else []
+        problems += [f"rank {rank} runs actions of stages on other ranks: {foreign}"] if foreign else []
+        problems += [f"rank {rank} runs twice: {twice}"] if twice else []
     have = {action for order in schedule.orders for action in order}
     for stage in range(schedule.stages):
         for micro in range(schedule.micro_batches):
@@ -150,16 +160,16 @@ def check(schedule: Schedule) -> None:
 
 @lru_cache(maxsize=64)
 def build(name: str, pp: int, vpp: int, micro_batches: int) -> Schedule:
-    """Any number of micro-batches is legal; fewer than ranks only leave ranks idle."""
+    """The checked schedule of this name. Any number of micro-batches is legal; fewer than ranks leave ranks idle."""
     schedule = Schedule(name, pp, vpp, micro_batches, _simulate(name, pp, vpp, micro_batches))
     check(schedule)
     return schedule
 
 
 def _ahead(name: str, pp: int, vpp: int, rank: int) -> float:
-    """How many forwards a rank may hold: what keeps activations flat in 1f1b.
+    """How many forwards a rank may hold: this bounds the memory of activations in 1f1b.
 
-    zb lets every rank hold as many as the first rank of 1f1b does: later ranks then have W to put off.
+    In zb every rank may hold as many as the first rank of 1f1b: later ranks then have W actions to defer.
     """
     if name == "gpipe":
         return math.inf
@@ -174,7 +184,7 @@ def _in_turns(pp: int, vpp: int, rank: int, micro_batches: int, chunks: Sequence
 
 
 class _Rank:
-    """One rank while a schedule is made: what it still has to do, and what it has decided."""
+    """One rank while a schedule is made: the actions it still has to run, and the order decided so far."""
 
     def __init__(self, name: str, pp: int, vpp: int, rank: int, micro_batches: int) -> None:
         forward = _in_turns(pp, vpp, rank, micro_batches, range(vpp))
@@ -191,9 +201,9 @@ class _Rank:
         self.order: list[Action] = []
 
     def choose(self, ready: Callable[[Action], bool], patient: bool) -> Action | None:
-        """A backward before a forward before weights; forwards only as far ahead as is allowed.
+        """The next action: a backward before a forward before weights; forwards only as far ahead as is allowed.
 
-        A patient rank of 1f1b waits for the forward whose turn it is: a backward in its place would delay what follows.
+        A patient rank of 1f1b waits for the forward whose turn it is: a backward instead would delay later actions.
         """
         ahead = bool(self.forwards) and self.held < self.ahead
         if self.strict and patient:
@@ -207,6 +217,7 @@ class _Rank:
         return self.weights[0] if self.weights else None
 
     def take(self, action: Action, now: float) -> None:
+        """Run this action, starting now."""
         self.order.append(action)
         self.free = now + COST[action.kind]
         if action.kind == "F":
@@ -222,6 +233,7 @@ class _Rank:
 
     @property
     def finished(self) -> bool:
+        """Whether this rank has nothing left to run."""
         return not (self.forwards or self.backwards or self.weights)
 
 
@@ -246,7 +258,7 @@ def _simulate(name: str, pp: int, vpp: int, micro_batches: int) -> tuple[tuple[A
         later = [rank.free for rank in ranks if rank.free > now]
         if later:
             now, patient = min(later), True
-        elif patient:  # everybody waits for one another: a short last group of micro-batches
+        elif patient:  # all ranks wait for each other: a short last group of micro-batches
             patient = False
         elif not taken:
             for rank in ranks:

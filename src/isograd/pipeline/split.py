@@ -1,6 +1,6 @@
-"""Which layers each stage holds: so many that no stage is the one all others wait for.
+"""How many layers each stage holds: chosen so that the most expensive stage is as cheap as possible.
 
-One device: all of them. Costs are any numbers, of one unit: matrix elements per token from a config, or measured times.
+One device: all layers. Costs may have any unit: matrix elements per token from a config, or measured times.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from isograd.errors import PipelineError
 def balanced(
     layers: Sequence[float], stages: int, *, first: float = 0.0, last: float = 0.0, ranks: int | None = None
 ) -> tuple[int, ...]:
-    """How many consecutive layers each stage gets, at least one, so that the dearest stage is as cheap as can be.
+    """How many consecutive layers each stage gets, at least one: the most expensive stage is as cheap as possible.
 
-    `first` and `last`: what the embedding and the head add to the stages that have them. `ranks`: how many share the
-    stages, s on rank s % ranks. With several stages each, the dearest rank counts before the dearest stage.
+    `first` and `last`: costs of the embedding and the head, added to the first and last stage. `ranks`: how many ranks
+    share the stages; stage s is on rank s % ranks. With several stages per rank, the most expensive rank is minimised
+    first, then the most expensive stage.
     """
     count = len(layers)
     if stages > count:
@@ -35,7 +36,7 @@ def balanced(
     def cost_of(stage: int, start: int, stop: int) -> float:
         return before[stop] - before[start] + (first if stage == 0 else 0.0) + (last if stage == stages - 1 else 0.0)
 
-    # best[n]: (the dearest stage, the sum of squares to prefer even cuts among equals, sizes) of the first n layers
+    # best[n], of the first n layers: (the most expensive stage, the sum of squares to prefer even cuts, sizes)
     best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
     for stage in range(stages):
         reached: dict[int, tuple[float, float, tuple[int, ...]]] = {}
@@ -50,7 +51,7 @@ def balanced(
 
 
 def _even_out(sizes: tuple[int, ...], cost_of: Callable[[int, int, int], float], ranks: int) -> tuple[int, ...]:
-    """Move one layer at a time from a stage to another for as long as that makes the dearest rank cheaper."""
+    """Move one layer at a time from one stage to another while that makes the most expensive rank cheaper."""
 
     def dearness(sizes: tuple[int, ...]) -> tuple[float, float, float]:
         ends = [0, *accumulate(sizes)]
@@ -77,7 +78,7 @@ def ranges(split: Sequence[int], stages: int, layers: int) -> tuple[range, ...]:
             "IG807",
             "this split does not fit the model and the layout",
             seen=f"{tuple(split)}: {sum(split)} layers on {len(split)} stages",
-            expected=f"{layers} layers on {stages} stages (pp x vpp), none empty but the first and the last",
+            expected=f"{layers} layers on {stages} stages (pp x vpp); only the first and the last stage may be empty",
         )
     starts = [sum(split[:i]) for i in range(stages + 1)]
     return tuple(range(a, b) for a, b in pairwise(starts))

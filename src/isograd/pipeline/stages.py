@@ -4,9 +4,10 @@
     engine = ig.Engine(model, mesh, ...)
     engine.train_step((inputs, labels), micro_batches=4)
 
-Every rank makes the same list and keeps its own entries. A parameter that several stages use (a tie) is one: each rank
-that uses it holds a copy under the name of its first use, and owes the others its gradient. Entries may be functions
-that make a module, called only where it lives; ties between those cannot be seen and are given by name.
+Every rank makes the same list and keeps its own entries. A parameter that several stages use (a tie) stays one
+parameter: each rank that uses it holds a copy under the name of its first use, and the copies' gradients are summed.
+Entries may be functions that make a module; only the rank that holds the entry calls them. Ties between such modules
+cannot be detected and are given by name.
 
 One device: the modules in turn.
 """
@@ -29,6 +30,8 @@ Loss = Callable[[Any, Any], tuple[Tensor, Tensor | float]]
 
 
 class Stages(nn.Module):
+    """A list of modules, cut into the stages of a pipeline."""
+
     def __init__(
         self,
         modules: Sequence[nn.Module | Make],
@@ -40,10 +43,11 @@ class Stages(nn.Module):
         costs: Sequence[float] | None = None,
         ties: Mapping[str, str] | None = None,
     ) -> None:
-        """`loss(output, micro)` gives (mean, weight); `inputs(micro)` what the first module takes.
+        """`loss(output, micro)` returns (mean, weight); `inputs(micro)` returns the input of the first module.
 
-        split: how many modules each of the pp * vpp stages gets; else as `costs` of the modules balance (or alike).
-        ties: {"9.weight": "0.weight"}: parameters of modules made by functions that are those of others.
+        split: how many modules each of the pp * vpp stages gets; left out, the stages balance `costs`, which are equal
+            unless given.
+        ties: {"9.weight": "0.weight"}: parameters of modules made by functions that are the same as other parameters.
         """
         super().__init__()
         self.mesh, self.loss, self.inputs = mesh, loss, inputs
@@ -78,7 +82,7 @@ class Stages(nn.Module):
             if not here:
                 continue
             first = made.get(_number(name))
-            if first is None:  # the module of the first use is made only where it lives: its values are needed here
+            if first is None:  # another rank makes the module of the first use: its values are needed here, too
                 module = modules[_number(name)]
                 first = module if isinstance(module, nn.Module) else module()
             parameter = first.get_parameter(name.partition(".")[2])
@@ -93,6 +97,7 @@ class Stages(nn.Module):
 
     @property
     def chunks(self) -> dict[int, Callable[[Any, Any], Any]]:
+        """The stages of this rank, by number."""
         return pieces(self, self.mesh)
 
     def _piece(self, stage: int, x: Any, micro: Any) -> Any:
@@ -102,11 +107,11 @@ class Stages(nn.Module):
         return self.loss(x, micro) if stage == len(self.parts) - 1 else x
 
     def forward(self, *args: Any, stage: int | None = None, passed: Any = None, **kwargs: Any) -> Any:
-        """The whole way, on one rank: (mean, weight). Or one stage of it, as a pipeline calls it."""
+        """The whole model on one rank, which returns (mean, weight); or one stage of it, when a pipeline calls it."""
         if stage is None and len(self.parts) > 1:
             raise PipelineError(
                 "IG808",
-                "a model cut into stages is not called; its pieces run in the order of a schedule",
+                "a model cut into stages cannot be called: its stages run in the order of a schedule",
                 seen=f"a forward under {str(self.mesh.layout)!r}",
                 expected="engine.train_step(batch, micro_batches=k), or engine.evaluate",
                 where=self.mesh.where(),
@@ -115,7 +120,7 @@ class Stages(nn.Module):
 
 
 def pieces(model: nn.Module, mesh: Mesh) -> dict[int, Callable[[Any, Any], Any]]:
-    """The stages of this rank, of a model whose forward takes `stage` and what the stage before `passed` on."""
+    """This rank's stages of a model whose forward takes `stage`, and in `passed` the output of the stage before."""
 
     def run(stage: int, passed: Any, micro: Any) -> Any:
         if isinstance(micro, dict):
@@ -147,7 +152,7 @@ def _shared(modules: Sequence[nn.Module | Make]) -> dict[str, list[str]]:
 
 
 def _hold(kept: nn.ModuleDict, name: str, parameter: Tensor) -> None:
-    """A place with this name for a parameter whose module lives elsewhere."""
+    """Register a parameter under this name, although another rank holds its module."""
     number, *path = name.split(".")
     if number not in kept:
         kept[number] = nn.Module()
