@@ -1,4 +1,4 @@
-"""Errors that teach: a code, what was wrong, what was seen, what was expected, how to mend it, and where.
+"""Errors that teach: a code, what was wrong, what was seen, what was expected, how to fix it, and where.
 
 docs/errors.md is the catalogue; a test holds it to the codes used in the source.
 """

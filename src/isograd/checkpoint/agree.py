@@ -57,6 +57,6 @@ def as_ours(doing: str, where: str) -> Iterator[None]:
             f"{doing} failed",
             seen=f"{type(error).__name__}: {error}",
             expected="a folder that can be written, with enough space",
-            fix="free space or mend permissions; checkpoints written before this one are as they were",
+            fix="free space or fix permissions; earlier checkpoints are unchanged",
             where=where,
         ) from error

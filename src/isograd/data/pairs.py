@@ -73,7 +73,7 @@ class Pairs:
         raise DataError(
             "IG927", f"{self.path}: line {number} is no pair", seen=str(seen)[:200],
             expected=f"a JSON object with texts under {' and '.join(map(repr, self.keys))}",
-            fix="mend or leave out the line",
+            fix="fix or remove the line",
         )  # fmt: skip
 
     def __len__(self) -> int:

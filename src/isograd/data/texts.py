@@ -229,7 +229,7 @@ def _no_field(path: Path, start: int, seen: str, key: str) -> DataError:
         f"{path}, line {_line(path, start)}: no text there",
         seen=seen,
         expected=f"an object with the text under {key!r}",
-        fix="mend or remove the line, or name the key: --text-key KEY",
+        fix="fix or remove the line, or name the key: --text-key KEY",
     )
 
 

@@ -59,7 +59,7 @@ class TransformerConfig:
             if not _is_a(getattr(self, f.name), str(f.type))
         ]
         if mistyped:
-            raise ConfigError("IG601", "this model config cannot be: " + "; ".join(mistyped), fix="mend every point")
+            raise ConfigError("IG601", "invalid model config: " + "; ".join(mistyped), fix="fix every point")
         problems = [
             f"{n} must be positive" for n in ("vocab", "hidden", "layers", "heads", "mlp") if getattr(self, n) < 1
         ]
@@ -84,7 +84,7 @@ class TransformerConfig:
         ]
         if problems:
             raise ConfigError(
-                "IG601", "this model config cannot be: " + "; ".join(problems), fix="mend every point above"
+                "IG601", "invalid model config: " + "; ".join(problems), fix="fix every point above"
             )
 
     @property

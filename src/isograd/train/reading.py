@@ -46,7 +46,7 @@ def load(path: str | Path, options: Sequence[str] = (), others: Sequence[str] = 
             "IG630",
             f"{many} in the config\n    " + "\n    ".join(problems),
             expected="the fields that 'isograd config schema' lists",
-            fix="mend every line above; nothing was started",
+            fix="fix every line above; nothing was started",
         )
     return Loaded(config, origins)
 
