@@ -206,16 +206,13 @@ class Engine:
                 losses = [call(self.model, micro) for micro in micros]
             else:
                 losses = self.pipeline.evaluate(micros)
-            return self._evaluated(losses)
-
-    def _evaluated(self, losses: list[Any]) -> Evaluation:
-        mine = torch.zeros(2, dtype=torch.float64, device=self._device)
-        for loss, weight in losses:
-            count = torch.as_tensor(weight, dtype=torch.float64, device=self._device)
-            mine += torch.stack((count, _weighted(loss.double(), count)))
-        mine = torch.cat((mine, self._inputs.columns().to(mine.device)))
-        table = torch.stack(raw.gather_list(mine, self.mesh.group("world"))).cpu()
-        self._inputs.check(table[:, 2:])
+            mine = torch.zeros(2, dtype=torch.float64, device=self._device)
+            for loss, weight in losses:
+                count = torch.as_tensor(weight, dtype=torch.float64, device=self._device)
+                mine += torch.stack((count, _weighted(loss.double(), count)))
+            mine = torch.cat((mine, self._inputs.columns().to(mine.device)))
+            table = torch.stack(raw.gather_list(mine, self.mesh.group("world"))).cpu()
+            self._inputs.check(table[:, 2:])
         total, sums = (float(column) for column in self._of_data(table)[:, :2].sum(0))
         return Evaluation(sums / total if total else math.nan, total)
 
