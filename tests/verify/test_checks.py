@@ -25,6 +25,7 @@ from isograd.verify.checks import CHECKS, check
 from isograd.verify.findings import BUG, INCONCLUSIVE, NOTE, Finding
 from isograd.verify.recording import Recording, write_json
 
+from . import field
 from .recordings import Held, Step, numbers, write
 
 CHECK = {run.__name__: run for run in CHECKS}
@@ -268,6 +269,11 @@ def two_axes(plant: str) -> None:
             dist.destroy_process_group(group)
 
 
+def vocabulary_parallel(plant: str) -> None:
+    """DTensor's head over two ranks, under torch's loss_parallel."""
+    field.column_parallel(VOCAB, "log_softmax" if plant else "loss_parallel")
+
+
 # -- what each check says ------------------------------------------------------------------------------------------
 
 Program = Callable[[str], None]
@@ -325,6 +331,8 @@ TABLE: list[Row] = [
      Said(INCONCLUSIVE, "cut-graph", "dp", r"^$", "right if every rank computes all of the loss")),
     ("graph_cuts", data_parallel, "summed in place on the way",
      Said(INCONCLUSIVE, "cut-graph", "dp", r"^$", "right if all ranks go on alike with the result")),
+    ("logit_gradients", vocabulary_parallel, "label smoothing by hand",
+     Said(BUG, "log-softmax-uncorrected", "tp", EVERYTHING, "something other than cross-entropy uses log_softmax")),
     ("continuity", data_parallel, "changed between the steps",
      Said(NOTE, "", "", r"^embed", "embed.weight changed between steps 1 and 2 without the optimizer")),
     ("continuity", tensor_parallel, "shards change places",
@@ -364,7 +372,10 @@ TABLE: list[Row] = [
     ("replayed_draws", tensor_parallel, "a first pass with other draws",
      Said(BUG, "cache-rng", "", r"^embed.1$", "without a graph and then with one, and drew other random numbers")),
 ]  # fmt: skip
-RANKS = {data_parallel: (2, "dp2"), regression: (2, "dp2"), tensor_parallel: (2, "tp2"), two_axes: (4, "dp2 tp2")}
+RANKS = {
+    data_parallel: (2, "dp2"), regression: (2, "dp2"), tensor_parallel: (2, "tp2"), vocabulary_parallel: (2, "tp2"),
+    two_axes: (4, "dp2 tp2"),
+}  # fmt: skip
 
 
 def watched(program: Program, plant: str, directory: str) -> None:

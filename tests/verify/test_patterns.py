@@ -53,7 +53,8 @@ READ: dict[str, tuple[dict[Key, float], int, Symptom]] = {
     "powers of two with too much noise": (grid((4.3, 2, 1)), 0, Symptom(patterns.MIXED)),
     "negative powers of two": (grid((-4, -2, -1)), 0, Symptom(patterns.REREDUCED, 2.0)),
     "alternating signs": (grid((4, -2, 1)), 0, Symptom(patterns.MIXED)),
-    "growing with the micro-batch": (grid((1, 2, 4)), 0, Symptom(patterns.MIXED)),
+    "divided again with every micro-batch": (grid((1, 2, 4)), 0, Symptom(patterns.REDIVIDED, 2.0)),
+    "growing with the micro-batch": (grid((1, 2, 3)), 0, Symptom(patterns.MIXED)),
     "no whole ratio": (grid((3, 2, 1)), 0, Symptom(patterns.MIXED)),
     "two ranks unequally": (grid((1,), (0.7,)), 0, Symptom(patterns.MIXED)),
     "three ranks unequally": (grid((1,), (0.3,), (0.7,)), 2, Symptom(patterns.MIXED)),
@@ -79,7 +80,7 @@ def test_every_pattern_is_in_the_table_or_tested_with_counts() -> None:
     kinds = {expected.kind for _, _, expected in READ.values()}
     assert kinds | {patterns.PER_TOKEN} == {
         patterns.SCALED, patterns.UNREDUCED, patterns.OTHER_CUTS, patterns.LAST_ONLY, patterns.LOST, patterns.USE_LOST,
-        patterns.REREDUCED, patterns.PER_TOKEN, patterns.MIXED,
+        patterns.REREDUCED, patterns.REDIVIDED, patterns.PER_TOKEN, patterns.MIXED,
     }  # fmt: skip
 
 

@@ -336,7 +336,10 @@ def test_micro_batches_behind_the_last_step_are_not_judged(tmp_path) -> None:
     assert verdict_and_sentences(watch(tmp_path, program, steps=9)) == (PASS, [])
 
 
-def test_an_error_of_the_watcher_ends_the_watching_and_not_the_program(tmp_path) -> None:
+def test_an_error_of_the_watcher_ends_the_watching_and_not_the_program(tmp_path, monkeypatch) -> None:
+    def broken(*_: Any) -> None:
+        raise RuntimeError("no sketch")
+
     def program() -> None:
         torch.manual_seed(0)
         model = nn.Embedding(9, 3, sparse=True)
@@ -349,12 +352,13 @@ def test_an_error_of_the_watcher_ends_the_watching_and_not_the_program(tmp_path)
         done.append(model.weight.grad.is_sparse)
 
     done: list[bool] = []
+    monkeypatch.setattr("isograd.verify.capture.sketch", broken)
     verdict, said = verdict_and_sentences(watch(tmp_path, program))
     assert done == [True]
     assert verdict == INCONCLUSIVE
     assert len(said) == 1
     assert said[0].startswith("watching ended early on rank 0, not the program: ")
-    assert "(sketch.py:" in said[0]
+    assert "RuntimeError: no sketch (test_run.py:" in said[0]
 
 
 def test_an_optimizer_that_steps_inside_backward_is_said_plainly(tmp_path) -> None:

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -176,9 +178,9 @@ class Analysis:
         ]
         return whole[:1] if len(whole) > 1 and torch.equal(whole[0].sketch, whole[-1].sketch) else whole
 
-    def contributions(self, name: str) -> dict[Key, Tensor]:
-        """Of every rank whose contribution has the shape that the first holder's has."""
-        shape = self.info(name)["part_shape"]
+    def contributions(self, name: str, rank: int | None = None) -> dict[Key, Tensor]:
+        """Of every rank whose contribution has the shape that `rank`'s has; the first holder's, when it is not said."""
+        shape = self.about[self.holders(name)[0] if rank is None else rank][name]["part_shape"]
         return {k: p for k, p in self.parts[name].items() if self.about[k[0]].get(name, {}).get("part_shape") == shape}
 
     def fit(self, seen: Observed) -> Fit | None:
@@ -188,7 +190,7 @@ class Analysis:
         return self._fits[seen]
 
     def _fit(self, seen: Observed) -> Fit | None:
-        parts = self.contributions(seen.name)
+        parts = self.contributions(seen.name, seen.own)
         if seen.name not in self.same_part:
             mine = self.replicas_of(seen.name, seen.own)
             others = {k: p for k, p in parts.items() if k[0] not in mine}
@@ -220,6 +222,11 @@ class Analysis:
         """Labels that counted in the main loss, per rank and micro-batch."""
         main = next(iter(self.losses.values()), {})
         return {key: sum(w.count for w in calls) for key, calls in main.items()}
+
+    def same_data(self, group: Iterable[int]) -> bool:
+        """Whether some ranks were given the same data, or it is not known what they were given."""
+        given = [{m: h for (k, m), h in self.data.items() if k == rank} for rank in group]
+        return not all(given) or any(one == other for one, other in combinations(given, 2))
 
     @cached_property
     def data(self) -> dict[Key, str]:

@@ -24,6 +24,13 @@ from isograd.verify.recording import RankRecord, Recording, write_json
 from isograd.verify.report import timeline
 from isograd.verify.wording import left_out, spell
 
+# What is lost when watching it raises an error (Life.lose), in words.
+SENSES = {
+    "activations": "activations", "collectives": "collectives", "data": "the data that models were given",
+    "flows": "collectives that cut the graph", "labels": "the labels of losses", "logits": "the gradient of logits",
+    "means": "means in the loss", "norms": "the norms that clip",
+}  # fmt: skip
+
 STARTUP = Path(__file__).with_name("startup")
 
 
@@ -132,6 +139,10 @@ def plain_facts(recording: Recording) -> list[Finding]:
         again = sorted({int(path.name.rpartition("-")[2]) for path in earlier})
         said.append(Finding(NOTE, "", f"{spell(again)} started more than once: only the last start was checked"))
     said += left_out(recording)
+    lost = {e["sense"]: (e["why"], r.rank) for r in recording.ranks[::-1] for e in r.of("lost")}
+    for sense, (why, rank) in lost.items():
+        sentence = f"not judged: {SENSES.get(sense, sense)}: watching them raised an error on rank {rank}: {why}"
+        said.append(Finding(INCONCLUSIVE, "", sentence))
     if any(r.about.get("compiled") for r in recording.ranks):
         said.append(Finding(NOTE, "", "torch.compile waited: the watched steps ran as if it were not there"))
     return said

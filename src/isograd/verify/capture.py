@@ -9,7 +9,10 @@ Until the given number of optimizer steps is over it notes, as events in order,
     collective    see collectives.py; `covers` names the parameters whose gradients share memory with its tensor
     loss, weight  labels that counted, of how many classes; their hash, and the weight that each label's gradient got
     reached       collectives without a backward that have a say in what a backward began with, and how (flows.py)
-    input, given  the outermost module is called; what it was given, as hashes of contents by name
+    input, given  the outermost module is called; what it was given, as hashes of contents by name, when a backward
+                  reaches what it returned
+    logits        under torch's loss_parallel: this rank's part of a sum that must be zero (collectives.py)
+    lost          something that is no longer watched, because watching it raised an error
     mean          a number that is the mean of many: of how many, and the weight that each one's gradient got
     norm          what clip_grad_norm_ returned, and where
     random        a module that drew random numbers: hashes of what went in and came out, and whether a graph was made
@@ -35,6 +38,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import unserializable_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from isograd.verify import foreign
@@ -47,6 +51,7 @@ from isograd.verify.sketch import content_hash, sketch
 
 LIMIT = 1 << 28  # bytes of full gradients, parameters and activations that a rank writes per step
 KINDS = {"final": "gradients", "parameter": "parameters", "after": "parameters"}
+MOST_OUTPUTS = 16  # of a model that are asked whether a backward reaches them
 MOST_MICROS = 512  # backwards without an optimizer step, after which nothing more is expected
 
 
@@ -67,7 +72,7 @@ class Capture(Life):
         self.most_steps, self.activations, self.limit, self.parameters = steps, activations, limit, parameters
         self.base = os.getcwd()
         self.last_step_at = -1  # `backwards` at the last step taken
-        self.numbers = self.arrivals = 0
+        self.numbers = self.arrivals = self.calls = 0
         self.names: dict[int, str] = {}  # id of a parameter -> its name
         self.roots: list[tuple[str, weakref.ref[nn.Module]]] = []
         self.modules: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
@@ -84,6 +89,8 @@ class Capture(Life):
         self.left_out: Counter[str] = Counter()  # tensors beyond the limit, by their kind
         self.stack: list[str] = []  # modules under way, outermost first
         self.drawn: list[bool] = []
+        self.unreached: dict[int, tuple[int, dict[str, Any]]] = {}  # what calls were given that no backward has reached
+        self.backing = 0  # calls of autograd.backward under way
         self.behind = ""  # the module whose backward is under way
         self.snapped = False
         self.cleared = 0  # the first micro-batch since the program threw gradients away without a step
@@ -142,6 +149,9 @@ class Capture(Life):
         hashed = str(content_hash(labels))
         self.event("weight", count=count, low=low * scale, high=high * scale, labels=hashed, site=site)
 
+    def logit_shift(self, shift: float, size: float) -> None:
+        self.event("logits", shift=shift, size=size)
+
     def mean(self, term: str, site: str, count: float, gradient: Tensor) -> None:
         if count:
             self.event("mean", term=term, site=site, count=count, weight=float(gradient) / count)
@@ -181,8 +191,25 @@ class Capture(Life):
                     found[known] = parameter
         return found
 
-    def given(self, tensors: dict[str, Tensor]) -> None:
-        self.event("given", forward=self.micro + 1, tensors=described(tensors))
+    def given(self, tensors: dict[str, Tensor], outputs: list[Tensor]) -> None:
+        """What the outermost module was given, told when a backward reaches one of its outputs. At the end of the step
+        the others are told: rows without a label, an evaluation, or a pipeline that learned its stages' shapes."""
+        about = described(tensors)
+        reached = [t for t in outputs if t.requires_grad][:MOST_OUTPUTS]
+        if not reached:
+            self.event("given", forward=self.micro + 1, tensors=about)
+            return
+        self.calls += 1
+        mark = self.calls
+        self.unreached[mark] = (self.micro + 1, about)
+
+        def arrives(gradient: Tensor | None) -> None:
+            if self.backing and mark in self.unreached:
+                del self.unreached[mark]
+                self.event("given", forward=self.micro, tensors=about)
+
+        for output in reached:
+            output.register_hook(unserializable_hook(self.guarded(arrives, "data")))
 
     def contribution(self, name: str, gradient: Tensor) -> None:
         """What this backward adds to a parameter on this rank, before communication."""
@@ -363,6 +390,9 @@ class Capture(Life):
                 "part_shape": self.part_shapes.get(name, list(part.shape)),
                 **self.before.get(name, {}),
             }
+        for forward, tensors in self.unreached.values():
+            self.event("given", forward=forward, tensors=tensors, reached=False)
+        self.unreached.clear()
         left = {"limit": self.limit, **self.left_out} if self.left_out else {}
         now = time.time() - self.began
         self.event("step", parameters=about, backwards=self.backwards, note=note, at=now, left_out=left)

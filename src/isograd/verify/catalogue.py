@@ -57,6 +57,20 @@ BUGS: dict[str, Bug] = {
         "what was already summed over ranks is summed again with every later micro-batch",
         "an all-reduce of .grad inside the accumulation loop",
     ),
+    "accum-redivided": Bug(
+        "what was already accumulated is divided again by a later backward, schedule step or average over ranks",
+        "what divides .grad instead of the loss: scale_grads of a pipeline's schedule that is called several times per "
+        "optimizer step, a divide factor applied to partial sums; divide the loss, or .grad once before the step",
+    ),
+    "divided-twice": Bug(
+        "a gradient is divided twice by the size of a group: by the wrapper that averages, and once more elsewhere",
+        "every division by that size: the loss, the wrapper's divide factor, a hook; one of them is enough",
+    ),
+    "log-softmax-uncorrected": Bug(
+        "under torch's loss_parallel() log_softmax has no backward of its own: only cross-entropy's gradient is right",
+        "uses of log_softmax inside loss_parallel() other than the loss: an entropy, label smoothing, a z-loss; gather "
+        "the logits for them, or compute them outside",
+    ),
     "accum-undivided": Bug(
         "the mean over micro-batches is missing: gradients are multiplied by their number",
         "the division by the number of accumulation steps, or better by the number of tokens of the whole step",
@@ -200,10 +214,14 @@ def bug_of(
         patterns.LOST: "nosync-missing",
         patterns.USE_LOST: "shared-module",
         patterns.REREDUCED: "accum-rereduced",
+        patterns.REDIVIDED: "accum-redivided",
         patterns.OTHER_CUTS: "tie-after-scatter",
         patterns.PER_TOKEN: "mean-of-means",
     }
     return fixed.get(symptom.kind, "")
+
+
+TWICE = "twice"  # among the meanings of a factor: the square of a group's size divides
 
 
 def _scaled(factor: float, kinds: str, everything: bool, sizes: Collection[int], of: set[str]) -> str:
@@ -212,6 +230,7 @@ def _scaled(factor: float, kinds: str, everything: bool, sizes: Collection[int],
     cases = (  # the first that fits
         (factor == 0, "cut-graph"),
         (everything and of == {"micro-batches"} and factor > 1, "accum-undivided"),
+        (TWICE in of, "divided-twice"),
         (everything and of_group and "micro-batches" not in of, "ulysses-scale"),
         (everything, ""),
         ("micro-batches" in of and factor < 1, "pp-scale"),
@@ -219,5 +238,6 @@ def _scaled(factor: float, kinds: str, everything: bool, sizes: Collection[int],
         (kinds == "temperature" and bool(of), "temperature-scale"),
         (kinds == "biases" and of_group and factor > 1, "bias-n-times"),
         (powers, "gather-backward-sum"),
+        (of_group and factor < 1, "divided-twice"),
     )
     return next((bug for fits, bug in cases if fits), "")

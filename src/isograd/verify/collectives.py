@@ -53,11 +53,12 @@ class Listener(Protocol):
 
     def collective(self, op: str, ranks: tuple[int, ...], tensors: list[Tensor], more: dict[str, Any]) -> int: ...
     def ended(self, number: int, seconds: float) -> None: ...
-    def fail(self, error: Exception) -> None: ...
+    def lose(self, sense: str, error: Exception) -> None: ...
     def token_loss(self, reduction: int, count: float, classes: int) -> None: ...
     def token_weight(self, reduction: int, count: float, gradient: Tensor, labels: Tensor, site: str) -> None: ...
     def mean(self, term: str, site: str, count: float, gradient: Tensor) -> None: ...
-    def guarded(self, what: Callable[..., Any]) -> Callable[..., Any]: ...
+    def logit_shift(self, shift: float, size: float) -> None: ...
+    def guarded(self, what: Callable[..., Any], sense: str = "") -> Callable[..., Any]: ...
     def drew(self) -> None: ...
 
 
@@ -69,6 +70,7 @@ class Watch(TorchDispatchMode):
         self.listener = listener
         self.kinds: dict[Any, Callable[..., Any] | None] = {}
         self.off = False
+        self.lost: set[str] = set()  # senses that an error has ended
         self.flows = Flows()
         self.means = Means(listener.mean, lambda: call_site(listener.base))
         self.sites: dict[int, str] = {}  # where a loss was called, by the memory of its total, which backward gets
@@ -109,6 +111,8 @@ class Watch(TorchDispatchMode):
         if not self.listener.active:
             return func(*args, **kwargs)
         if any(t is not Tensor and issubclass(t, foreign.DTensor) for t in types):
+            if func is torch.ops.aten._log_softmax_backward_data.default and foreign.rewritten(func):
+                self._try("logits", self._logit_shift, args)
             return NotImplemented
         try:
             handler = self.kinds[func]
@@ -117,17 +121,23 @@ class Watch(TorchDispatchMode):
         if self.open is not None:
             self._end()
         if self.means.fresh:
-            try:
-                self.means.settle(self.listener.guarded)
-            except Exception as error:
-                self.listener.fail(error)
-        result = func(*args, **kwargs) if handler is None else handler(func, args, kwargs)
+            self._try("means", self.means.settle, self.listener.guarded)
+        known = handler is not None and not foreign.imagined(args)
+        result = handler(func, args, kwargs) if known else func(*args, **kwargs)  # type: ignore[misc]
         if self.flows.marks and func.namespace != "c10d":
-            try:
-                self.flows.carry(func, args, kwargs, result)
-            except Exception as error:
-                self.listener.fail(error)
+            self._try("flows", self.flows.carry, func, args, kwargs, result)
         return result
+
+    def _try(self, sense: str, what: Callable[..., Any], *args: Any) -> Any:
+        """An error costs this sense, not the program and not the other senses."""
+        if sense in self.lost:
+            return None
+        try:
+            return what(*args)
+        except Exception as error:
+            self.lost.add(sense)
+            self.listener.lose(sense, error)
+            return None
 
     def _handler(self, func: Any) -> Callable[..., Any] | None:
         name = func._schema.name.partition("::")[2]
@@ -153,48 +163,52 @@ class Watch(TorchDispatchMode):
     def _collective(self, func: Any, args: Any, kwargs: Any) -> Any:
         began = time.perf_counter()
         named = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | kwargs
-        try:
-            call = _Call(func, named)
-            number = self.listener.collective(call.op, call.ranks, call.tensors, call.more)
-        except Exception as error:  # ours: the program's own call is below
-            self.listener.fail(error)
+        told = self._try("collectives", self._told, func, named)
+        if told is None:
             return func(*args, **kwargs)
+        call, number = told
         self.listener.own_seconds += time.perf_counter() - began
         start = time.time()
         result = func(*args, **kwargs)
         self.open = (number, start)
         if call.cuts:
-            try:
-                self.flows.begin(number, call.op, named, result, call.ranks)
-            except Exception as error:
-                self.listener.fail(error)
+            self._try("flows", self.flows.begin, number, call.op, named, result, call.ranks)
         return result
+
+    def _told(self, func: Any, named: dict[str, Any]) -> tuple[_Call, int]:
+        call = _Call(func, named)
+        return call, self.listener.collective(call.op, call.ranks, call.tensors, call.more)
 
     def _loss(self, func: Any, args: Any, kwargs: Any) -> Any:
         result = func(*args, **kwargs)
-        try:
-            counted = float(_counted(args, 1, 4, result[1]))
-            self.listener.token_loss(int(args[3]), counted, args[0].shape[1] if args[0].dim() > 1 else 1)
-            self.sites[result[1].data_ptr()] = call_site(self.listener.base)
-        except Exception as error:
-            self.listener.fail(error)
+        self._try("labels", self._labels, args, result)
         return result
 
+    def _labels(self, args: Any, result: Any) -> None:
+        counted = float(_counted(args, 1, 4, result[1]))
+        self.listener.token_loss(int(args[3]), counted, args[0].shape[1] if args[0].dim() > 1 else 1)
+        self.sites[result[1].data_ptr()] = call_site(self.listener.base)
+
     def _loss_backward(self, func: Any, args: Any, kwargs: Any) -> Any:
-        try:
-            labels = args[2][args[2] != args[5]]
-            count, site = float(_counted(args, 2, 5, args[6])), self.sites.get(args[6].data_ptr(), "")
-            self.listener.token_weight(int(args[4]), count, args[0], labels, site)
-        except Exception as error:
-            self.listener.fail(error)
+        self._try("labels", self._label_weights, args)
         return func(*args, **kwargs)
+
+    def _label_weights(self, args: Any) -> None:
+        labels = args[2][args[2] != args[5]]
+        count, site = float(_counted(args, 2, 5, args[6])), self.sites.get(args[6].data_ptr(), "")
+        self.listener.token_weight(int(args[4]), count, args[0], labels, site)
+
+    def _logit_shift(self, args: Any) -> None:
+        """Under torch's loss_parallel, log_softmax has no backward of its own. A softmax does not see a number that is
+        added to all logits of a row, so the gradient of a row must sum to zero over the whole vocabulary: this rank
+        tells its part of that sum, over all rows with random signs."""
+        gradient = foreign.local(args[0]).detach().double().movedim(args[2], -1).flatten(0, -2)
+        signs = torch.randn(len(gradient), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        self.listener.logit_shift(float(gradient.sum(1) @ signs), float(gradient.abs().sum(1) @ signs.abs()))
 
     def _mean(self, func: Any, args: Any, kwargs: Any) -> Any:
         result = func(*args, **kwargs)
-        try:
-            self.means.look(func._schema.name.partition("::")[2], args, kwargs, result)
-        except Exception as error:
-            self.listener.fail(error)
+        self._try("means", self.means.look, func._schema.name.partition("::")[2], args, kwargs, result)
         return result
 
     def _draw(self, func: Any, args: Any, kwargs: Any) -> Any:

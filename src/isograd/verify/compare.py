@@ -75,7 +75,7 @@ def compare(
         explained += [f for f in found if f not in explained]
         if any(f.verdict == BUG for f in found):
             break  # later steps start from other weights
-    subject.findings += merged(explained, free)
+    subject.findings = [*subject.partial(), *subject.findings, *merged(explained, free)]
     return subject
 
 
@@ -93,14 +93,14 @@ def merged(explained: list[Finding], free: list[Finding]) -> list[Finding]:
         for f in explained
     ]
     named -= set(with_site) & told
-    out = [f for f in kept if not (f.bug in told and f.verdict == BUG and f.bug not in ("", "clip-per-rank"))]
+    out = [f for f in kept if f.bug == "clip-per-rank" or not _told_again(f, explained)]
     out = [f for f in out if not _consequence(f, explained)]
     extra = []
     for f in explained:
         scale = f.coefficients[:1] == (("reference", 1.0),)  # a clip explains factors, and nothing else
         named_here = named if scale else named - {"clip-per-rank", "norm-counts-replicas"}
         covered = {t for g in out if g.verdict == BUG and g.bug in named_here for t in g.tensors}
-        if f.bug in named and f.bug in {g.bug for g in out}:
+        if f.bug in named and any(f.bug == g.bug and (set(f.tensors) & set(g.tensors) or not f.tensors) for g in out):
             continue
         unnamed = f.verdict != NOTE and f.bug == ""
         if unnamed and (_consequence(f, [*explained, *out]) or (named_here and set(f.tensors) <= covered)):
@@ -109,6 +109,14 @@ def merged(explained: list[Finding], free: list[Finding]) -> list[Finding]:
     hurt = tuple(sorted({t for f in explained if f.bug == "" for t in f.tensors}))
     out = [replace(f, tensors=hurt) if f.bug == "cut-graph" and not f.tensors else f for f in out]
     return without_consequences([*extra, *out] if any(f.bug for f in extra) else [*out, *extra])
+
+
+def _told_again(found: Finding, explained: list[Finding]) -> bool:
+    """Whether comparing has found the same bug in the same tensors. On other tensors it is another finding."""
+    same = [f for f in explained if f.verdict == found.verdict == BUG and f.bug == found.bug]
+    if found.bug == "":
+        return bool(same) and bool(found.tensors) and set(found.tensors) <= {t for f in same for t in f.tensors}
+    return any(not found.tensors or not f.tensors or set(found.tensors) & set(f.tensors) for f in same)
 
 
 def _decided(explained: list[Finding], free: list[Finding]) -> list[Finding]:
@@ -159,10 +167,7 @@ def _step(
     if noise is not None and not wrong:
         found += common_factor(analysis, noise, names, places)
     unclear = tuple(t.name for t in compared if t.verdict == INCONCLUSIVE)
-    if unplaced:
-        why = "which part each rank holds cannot be told, or it was too large to record"
-        sentence = f"{listed(unplaced)}: not compared: {why}"
-        found.append(finding(INCONCLUSIVE, "", sentence, tensors=tuple(unplaced)))
+    subject.uncompared = tuple(dict.fromkeys([*subject.uncompared, *unplaced]))
     if unclear:
         sentence = (
             f"step {step}: {listed(unclear)}: the error is more than rounding usually leaves and less than a bug does"
@@ -171,7 +176,7 @@ def _step(
     if wrong:
         null = {n for n, t in names.items() if theirs.null(t)}
         told, strange = diagnose(
-            analysis, reference, step, expected, wrong, {t.name for t in compared if t.name not in null}
+            analysis, reference, step, expected, wrong, {*(t.name for t in compared), *unplaced} - null
         )
         found += told
         if strange and not any(f.bug for f in found if f.verdict == BUG):
@@ -180,7 +185,8 @@ def _step(
     found += _norms(reference, candidate, step, bool(wrong), max(1e-5, limit))
     if not wrong and not any(f.verdict == BUG for f in found) and limit < 1e-2:  # half-precision updates are rounding
         found += _updates(analysis, start, whole_tensors(theirs, "after"), names, places)
-    subject.facts["gradients"] = f"{len(compared)} compared by name, step {step} last"
+    of = f" of {len(compared) + len(unplaced)}" if unplaced else ""
+    subject.facts["gradients"] = f"{len(compared)}{of} compared by name, step {step} last"
     _missing_names(analysis, truth, names, found)
     return found
 
@@ -289,6 +295,9 @@ def _places(analysis: Analysis, start: dict[str, Tensor], names: dict[str, str])
             local = analysis.recording.ranks[rank].tensors(analysis.step).get(f"parameter/{name}")
             if theirs not in start or local is None:
                 continue
+            if _given_whole(analysis, rank, name, start[theirs]):
+                found[name][rank] = Place()
+                continue
             spot = place(local, start[theirs], info, i, len(holders))
             if spot is not None:
                 found[name][rank] = spot
@@ -300,6 +309,14 @@ def _places(analysis: Analysis, start: dict[str, Tensor], names: dict[str, str])
                 if rank in found[name] and cuts and analysis.about[rank][name]["shape"] == [len(cuts[0][1])]:
                     found[name][rank] = Place(cuts)
     return found
+
+
+def _given_whole(analysis: Analysis, rank: int, name: str, whole: Tensor) -> bool:
+    """Whether a rank holds nothing of a parameter between steps, and its engine tells the whole gradient (ZeRO 3 of
+    DeepSpeed)."""
+    tensors = analysis.recording.ranks[rank].tensors(analysis.step)
+    final = tensors.get(f"final/{name}")
+    return not tensors[f"parameter/{name}"].numel() and final is not None and final.shape == whole.shape
 
 
 def _other_weights(
@@ -316,6 +333,8 @@ def _other_weights(
     for name, theirs in names.items():
         for rank, spot in places[name].items():
             local = analysis.recording.ranks[rank].tensors(analysis.step)[f"parameter/{name}"].double()
+            if not local.numel():  # its weights are elsewhere until they are needed
+                continue
             expected = spot.of(start[theirs]).double()
             size = max(float(expected.norm()), FLOOR * whole)
             if local.shape != expected.shape or float((local - expected).norm()) > 1e-4 * size:
@@ -402,6 +421,8 @@ def _updates(
         for rank, spot in places[name].items():
             tensors = analysis.recording.ranks[rank].tensors(step)
             if f"after/{name}" not in tensors or theirs not in after or theirs not in before:
+                continue
+            if not tensors[f"after/{name}"].numel():
                 continue
             moved = tensors[f"after/{name}"].double() - tensors[f"parameter/{name}"].double()
             expected = spot.of(after[theirs]).double() - spot.of(before[theirs]).double()

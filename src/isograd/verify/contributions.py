@@ -26,11 +26,30 @@ NOTHING = 1e-12  # a contribution smaller than this, relative to the largest, is
 class Fit:
     """A gradient as a sum of contributions."""
 
-    coefficients: dict[Key, float]  # one per class of equal contributions, under its first member
+    coefficients: dict[Key, float]  # one per class of equal contributions, under its first member: of all of them
     classes: dict[Key, tuple[Key, ...]]  # the members of each class
     residual: float  # what is left, relative to the gradient
-    uniform: bool  # one coefficient explains everything
+    uniform: bool  # one coefficient explains everything: one for each class, or one for each member of every class
     determined: bool  # false: the coefficients are one solution of many
+
+    @property
+    def each(self) -> tuple[float, ...]:
+        """The coefficients that a single contribution may have, the largest first.
+
+        Equal contributions of n ranks have one coefficient together. They may be copies of one number, of which one
+        counts, or parts of the gradient that happen to be equal, of which all n count; or copies of such parts. Only
+        what fits all classes is in the list.
+        """
+        found: list[float] = []
+        for i, (first, total) in enumerate(self.coefficients.items()):
+            possible = [total / k for k in range(1, len(self.classes[first]) + 1) if len(self.classes[first]) % k == 0]
+            found = possible if i == 0 else [x for x in found if any(_near(x, y) for y in possible)]
+        return tuple(found)
+
+    @property
+    def alike(self) -> bool:
+        """Whether every contribution is equal to one of another rank."""
+        return all(len(members) > 1 for members in self.classes.values())
 
 
 def fit(gradient: Tensor, parts: dict[Key, Tensor], tolerance: float, own: int | None = None) -> Fit | None:
@@ -58,11 +77,14 @@ def fit(gradient: Tensor, parts: dict[Key, Tensor], tolerance: float, own: int |
     size = max(float(gradient.norm()), NOTHING * largest)
     members = {k: tuple(v) for k, v in classes.items()}
 
-    together = matrix.sum(1)
-    c = float(together @ wanted) / max(float(together @ together), 1e-300)
-    residual = _left(matrix.sum(1) * c - wanted, outside) / size
-    if residual <= tolerance:
-        return Fit(dict.fromkeys(firsts, c), members, residual, True, _independent(matrix))
+    sizes = torch.tensor([float(len(members[k])) for k in firsts], dtype=matrix.dtype)
+    for weights in (torch.ones_like(sizes), sizes):  # classes count alike, or members do
+        together = matrix @ weights
+        c = float(together @ wanted) / max(float(together @ together), 1e-300)
+        residual = _left(together * c - wanted, outside) / size
+        if residual <= tolerance:
+            values = {k: c * w for k, w in zip(firsts, weights.tolist(), strict=True)}
+            return Fit(values, members, residual, True, _independent(matrix))
     found = torch.linalg.lstsq(matrix, wanted[:, None], driver="gelsd").solution[:, 0]
     residual = _left(matrix @ found - wanted, outside) / size
     values = {k: _tidy(float(v), tolerance) for k, v in zip(firsts, found, strict=True)}
@@ -89,3 +111,7 @@ def _tidy(value: float, tolerance: float) -> float:
         if abs(value * below - whole) <= 30 * tolerance * max(1.0, abs(whole)):
             return whole / below
     return value
+
+
+def _near(a: float, b: float) -> bool:
+    return abs(a - b) <= 1e-3 * max(abs(a), abs(b))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from isograd.verify import patterns
 from isograd.verify.analysis import Analysis, Observed
-from isograd.verify.catalogue import BUGS, bug_of, classes_of
+from isograd.verify.catalogue import BUGS, TWICE, bug_of, classes_of
 from isograd.verify.checks.traffic import reductions
 from isograd.verify.contributions import Fit, Key, fit
 from isograd.verify.findings import BUG, Finding, listed
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from isograd.verify.tensorwise import Tensorwise
 
 SCALES_AT = BUGS["ulysses-scale"].look
+VALUED = (patterns.SCALED, patterns.REREDUCED, patterns.REDIVIDED)
 MOST_FACTORS = 3  # that are told one by one
 ROWS, PERMUTED, UNKNOWN, WRONG_SHARDS = "some rows", "permuted", "unknown", "other shards"
 
@@ -46,7 +47,7 @@ def diagnose(
     details: dict[tuple[str, float], tuple[Symptom, dict[Key, float], str]] = {}
     for one in wrong:
         symptom, values, words = read_tensor(analysis, reference, step, one, truth[one.name])
-        key = (symptom.kind, round(symptom.value, 3) if symptom.kind in (patterns.SCALED, patterns.REREDUCED) else 1.0)
+        key = (symptom.kind, round(symptom.value, 3) if symptom.kind in VALUED else 1.0)
         groups[key].append(one.name)
         details.setdefault(key, (symptom, values, words))
     found = []
@@ -93,7 +94,10 @@ def _finding(
     if bug == "cut-graph" and everything and not reductions(analysis):
         bug = "nosync-missing"
     axis, said = _said(analysis, symptom, words)
-    if of:
+    if TWICE in of:
+        axis = axis_over(analysis.recording, analysis.everyone)
+        said += f" ({of[TWICE]})"
+    elif of:
         axis = " or ".join(of)
         said += f" ({' or '.join(of.values())})"
     elif symptom.kind == patterns.SCALED and bug:
@@ -131,6 +135,10 @@ def _said(analysis: Analysis, symptom: Symptom, words: str) -> tuple[str, str]:
         patterns.REREDUCED: (
             "micro-batches",
             f"earlier micro-batches were reduced again: coefficients rise by {symptom.value:g} each",
+        ),
+        patterns.REDIVIDED: (
+            "micro-batches",
+            f"earlier micro-batches were divided by {symptom.value:g} again, later ones were not",
         ),
         WRONG_SHARDS: (missing, f"summed over {missing}, whose members hold other shards of it"),
         patterns.MIXED: (spell(analysis.everyone), "contributions count unequally"),
@@ -176,7 +184,7 @@ def _by_contributions(
     analysis: Analysis, name: str, seen: Observed, wanted: Tensor, tolerance: float
 ) -> tuple[Symptom, dict[Key, float], str] | None:
     """Truth and observation, both as sums of what the candidate's own backwards added."""
-    parts = analysis.contributions(name)
+    parts = analysis.contributions(name, seen.own)
     if not parts:
         return None
     mine = analysis.replicas_of(name, seen.own)

@@ -44,12 +44,24 @@ class Subject:
         default_factory=list
     )  # per rank: op, group, bytes, start, seconds, ...
     facts: dict[str, str] = field(default_factory=dict)  # "loss" -> "equal to 3e-16", "overhead" -> "12 %"
+    uncompared: tuple[str, ...] = ()  # gradients that could not be compared with the reference's
     schedule: dict[str, str] = field(default_factory=dict)  # of a pipeline, as measured: "text" and "svg"
 
     @property
     def verdict(self) -> str:
         verdicts = {finding.verdict for finding in self.findings}
         return BUG if BUG in verdicts else INCONCLUSIVE if INCONCLUSIVE in verdicts else PASS
+
+    def partial(self) -> list[Finding]:
+        """The first line of a comparison that is not whole: how many gradients it is about, and which it is not."""
+        if not self.uncompared:
+            return []
+        count = len(self.errors)
+        sentence = (
+            f"only {count} of {count + len(self.uncompared)} gradients were compared; not compared: "
+            f"{listed(self.uncompared)}: which part each rank holds cannot be told, or it was too large to record"
+        )
+        return [Finding(INCONCLUSIVE, "", sentence, tensors=self.uncompared)]
 
     def verdict_of(self, tensor: str) -> str:
         named = {f.verdict for f in self.findings if tensor in f.tensors}

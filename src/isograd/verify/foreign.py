@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -116,5 +117,20 @@ def placed_like(parameter: Tensor, gradient: Tensor) -> Tensor:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor, without communication; anything else as it is."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    """This rank's part of a DTensor, without communication, and a sparse gradient as a dense one; anything else as it
+    is."""
+    tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_dense() if tensor.is_sparse else tensor
+
+
+def imagined(values: Any) -> bool:
+    """Whether tensors without contents are among some arguments: shapes are computed, and nothing else (DTensor's
+    propagation of shapes, a pipeline stage's, tracing)."""
+    if isinstance(values, Tensor):
+        return values.is_meta or isinstance(values, FakeTensor)
+    return isinstance(values, (list, tuple)) and any(map(imagined, values))
+
+
+def rewritten(func: Any) -> bool:
+    """Whether an operator on DTensors has been given another meaning, as torch's loss_parallel() does."""
+    return func in DTensor._op_dispatcher._custom_op_handlers

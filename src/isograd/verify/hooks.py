@@ -50,7 +50,7 @@ class Hooks:
         self.handles = [
             module_hooks.register_module_forward_pre_hook(guarded(self._enter)),
             module_hooks.register_module_forward_hook(guarded(self._leave), with_kwargs=True, always_call=True),
-            register_optimizer_step_pre_hook(guarded(self._step_begins)),
+            register_optimizer_step_pre_hook(self._before_step),
         ]
         step_ends = guarded(self._step_ends)
 
@@ -110,6 +110,8 @@ class Hooks:
         c = self.capture
         if torch._C._current_graph_task_id() != -1:  # checkpointing computes it once more, inside backward
             return
+        if not c.stack and foreign.imagined(args):  # shapes are computed, and nothing else
+            return
         if type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None:
             c.compiled = True
         if not c.stack:
@@ -136,7 +138,7 @@ class Hooks:
         name = c.stack.pop()
         drew = c.drawn.pop()
         if not c.stack and c.modules.get(module) is not None and torch.is_grad_enabled():
-            c.given(named(module, args, kwargs))
+            c.guarded(c.given, "data")(named(module, args, kwargs), _tensors(output))
         for leaf, parameter in module._parameters.items():
             if parameter is not None:
                 self._on_parameter(f"{name}.{leaf}" if name else leaf, parameter)
@@ -161,12 +163,14 @@ class Hooks:
                 c.keep_activation("in", label, foreign.local(given))
         if first.requires_grad and torch.is_grad_enabled():
 
-            def note(gradient: Tensor) -> None:
+            def note(gradient: Tensor | None) -> None:
+                if gradient is None:
+                    return
                 c.behind = name
                 if c.activations and c.step == 1:
                     c.keep_activation("back", label, foreign.local(gradient))
 
-            first.register_hook(unserializable_hook(c.guarded(note)))
+            first.register_hook(unserializable_hook(c.guarded(note, "activations")))
 
     def _on_parameter(self, name: str, parameter: Tensor) -> None:
         """A leaf's hook runs with the gradient of all its uses in this backward, before it is added to `grad`."""
@@ -176,8 +180,9 @@ class Hooks:
         c = self.capture
         name = c.names.get(id(parameter), name)
 
-        def arrives(gradient: Tensor) -> None:
-            c.contribution(name, gradient)
+        def arrives(gradient: Tensor | None) -> None:
+            if gradient is not None:
+                c.contribution(name, gradient)
 
         def accumulated(leaf: Tensor) -> None:
             c.accumulated(name, leaf)
@@ -192,9 +197,13 @@ class Hooks:
     def _backward(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         if torch._C._current_graph_task_id() == -1:  # recomputation calls backward inside backward: the same one
             self.capture.guarded(self.capture.backward_begins)()
-            self.capture.guarded(self.capture.watch.means.settle)(self.capture.guarded)
-        self.capture.guarded(self._reached)(_tensors(args[0] if args else kwargs.get("tensors")))
-        return original(*args, **kwargs)
+            self.capture.guarded(self.capture.watch.means.settle, "means")(self.capture.guarded)
+        self.capture.guarded(self._reached, "flows")(_tensors(args[0] if args else kwargs.get("tensors")))
+        self.capture.backing += 1
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self.capture.backing -= 1
 
     def _reached(self, roots: list[Tensor]) -> None:
         """Collectives without a backward that have a say in what backward begins with."""
@@ -204,15 +213,14 @@ class Hooks:
 
     def _given(self, original: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         result = original(optimizer, *args, **kwargs)
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self.capture.guarded(self.capture.entrusted)(optimizer, parameters)
+        self.capture.guarded(self.capture.entrusted)(optimizer, _owned(optimizer))
         return result
 
     def _clip(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         guarded = self.capture.guarded
         guarded(self.capture.snapshot)()
         result = original(*args, **kwargs)
-        guarded(self._told)(result)
+        guarded(self._told, "norms")(result)
         return result
 
     def _clip_values(self, original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -227,16 +235,48 @@ class Hooks:
         """Clipping by a norm that the program computed itself: it tells the norm."""
         guarded = self.capture.guarded
         guarded(self.capture.snapshot)()
-        guarded(self._told)(total_norm)
+        guarded(self._told, "norms")(total_norm)
         return original(parameters, max_norm, total_norm, *a, **k)
 
-    def _step_begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """An optimizer that is given a closure computes its gradients inside its step, once or several times (LBFGS):
+        the closure's first call is the step that is judged."""
+        closure = kwargs.get("closure") if "closure" in kwargs else args[1] if len(args) > 1 else None
+        self.capture.guarded(self._step_begins)(optimizer, closure)
+        if closure is None or not self.capture.active:
+            return None
+        watched = self._closure(optimizer, closure)
+        return (args, kwargs | {"closure": watched}) if "closure" in kwargs else ((args[0], watched, *args[2:]), kwargs)
+
+    def _step_begins(self, optimizer: Optimizer, closure: Any) -> None:
         c = self.capture
         if torch._C._current_graph_task_id() != -1:
             raise RuntimeError("an optimizer steps inside backward, parameter by parameter, which is not understood")
         c.stepping += 1
-        if c.stepping == 1 and not self.inside_engine:
-            c.before_step([p for group in optimizer.param_groups for p in group["params"]])
+        if c.stepping == 1 and not self.inside_engine and closure is None:
+            c.before_step(_owned(optimizer))
+
+    def _closure(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """A closure whose first call is watched as forward and backward before the step, and no later one."""
+        c = self.capture
+        called = False
+
+        def watched() -> Any:
+            nonlocal called
+            if called:
+                active, c.active = c.active, False
+                try:
+                    return closure()
+                finally:
+                    c.active = active
+            called = True
+            stepping, c.stepping = c.stepping, 0
+            result = closure()
+            c.guarded(c.before_step)(_owned(optimizer))
+            c.stepping = stepping if c.active else 0
+            return result
+
+        return watched
 
     def _step_ends(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         c = self.capture
@@ -292,6 +332,10 @@ class Hooks:
         with whole():
             self.capture.after_step()
         return result
+
+
+def _owned(optimizer: Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _tensors(value: Any) -> list[Tensor]:

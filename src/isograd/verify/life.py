@@ -55,6 +55,7 @@ class Life:
         self.left = False  # its dispatch mode is not
         self.compiled = False  # a module was called that torch.compile was asked for
         self.failure = ""
+        self.blinded: dict[str, str] = {}  # what is no longer watched -> the error that ended it
         self.own_seconds, self.began = 0.0, time.time()
         self.step = 1  # the optimizer step now under way
         self.micro = -1  # backward calls since the last step, minus one
@@ -154,32 +155,39 @@ class Life:
             self.writer.close()
             self.writer = None
 
+    def lose(self, sense: str, error: Exception) -> None:
+        """An error while something was watched that other observations do not need: it is no longer watched, the
+        report says so, and all else is watched as before."""
+        if not self.lenient:
+            raise error
+        if sense not in self.blinded:
+            self.blinded[sense] = spelled(error)
+            self.event("lost", sense=sense, why=self.blinded[sense])
+
     def fail(self, error: Exception) -> None:
-        """An error of the capture itself: the program goes on, unwatched; hooks go after its next step."""
+        """An error without whose observation nothing can be judged: the program runs on, unwatched; hooks are removed
+        after its next step."""
         if not self.lenient:
             raise error
         self.active, self.stepping = False, 0
-        frame = error.__traceback__
-        while frame is not None and frame.tb_next is not None:
-            frame = frame.tb_next
-        place = f" ({os.path.basename(frame.tb_frame.f_code.co_filename)}:{frame.tb_lineno})" if frame else ""
-        self.failure = f"{type(error).__name__}: {str(error)[:300]}{place}"
+        self.failure = spelled(error)
         if self.writer is not None:
             self.writer.about |= {"failed": self.failure, "watching": False}
             self.writer.save_about()
 
-    def guarded(self, what: Callable[..., Any]) -> Callable[..., Any]:
-        """A hook of ours: timed, only while watching, and never the end of the program."""
+    def guarded(self, what: Callable[..., Any], sense: str = "") -> Callable[..., Any]:
+        """A hook of the capture: timed, called only while watching, and never the end of the program. `sense`: what is
+        lost when it raises; '' when nothing can be judged without it."""
 
         def call(*args: Any) -> None:
-            if not self.active:
+            if not self.active or sense in self.blinded:
                 return
             began = time.perf_counter()
             aside = self.watch.aside()
             try:
                 what(*args)
             except Exception as error:  # whatever a foreign program's tensors may do to us
-                self.fail(error)
+                self.lose(sense, error) if sense else self.fail(error)
             finally:
                 if aside:
                     self.watch.back()
@@ -220,3 +228,12 @@ class Life:
             self.pending.append(event)
         else:
             self.out.event(event)
+
+
+def spelled(error: Exception) -> str:
+    """'IndexError: tuple index out of range (means.py:65)'."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    place = f" ({os.path.basename(frame.tb_frame.f_code.co_filename)}:{frame.tb_lineno})" if frame else ""
+    return f"{type(error).__name__}: {str(error)[:300]}{place}"

@@ -43,8 +43,9 @@ class Means:
             return
         if not isinstance(given, Tensor) or not (given.requires_grad or self._is_sum(given)):
             return
-        if name == "sum" or (name == "neg" and self._is_sum(given)):
-            self.sums = [*self.sums[1 - MOST_SUMS :], weakref.ref(result)]
+        if name in ("sum", "neg"):
+            if name == "sum" or self._is_sum(given):  # minus a mean is no second mean
+                self.sums = [*self.sums[1 - MOST_SUMS :], weakref.ref(result)]
             return
         count = self._count(name, given, args, kwargs)
         if count is not None:
@@ -67,16 +68,17 @@ class Means:
     def _is_sum(self, tensor: Tensor) -> bool:
         return tensor.dim() == 0 and any(known() is tensor for known in self.sums)
 
-    def settle(self, guarded: Callable[[Callable[..., None]], Callable[..., None]]) -> None:
+    def settle(self, guarded: Callable[..., Callable[..., None]]) -> None:
         """One operator later: what is in the graph by now tells its gradient when backward comes to it."""
         fresh, self.fresh = self.fresh, []
         for number, term, site, count in fresh:
             if number.requires_grad:
 
-                def arrives(gradient: Tensor, term: str = term, site: str = site, count: float = count) -> None:
-                    self.tell(term, site, count, gradient)
+                def arrives(gradient: Tensor | None, term: str = term, site: str = site, count: float = count) -> None:
+                    if gradient is not None:  # None: the mean is in the graph, and no part of the loss
+                        self.tell(term, site, count, gradient)
 
-                number.register_hook(unserializable_hook(guarded(arrives)))
+                number.register_hook(unserializable_hook(guarded(arrives, "means")))
 
 
 def _number(result: Any) -> bool:

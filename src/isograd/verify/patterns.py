@@ -11,16 +11,16 @@ from itertools import pairwise
 
 from isograd.verify.contributions import USES, Key
 
-SCALED, UNREDUCED, OTHER_CUTS, LAST_ONLY, LOST, USE_LOST, REREDUCED, PER_TOKEN, MIXED = (
+SCALED, UNREDUCED, OTHER_CUTS, LAST_ONLY, LOST, USE_LOST, REREDUCED, REDIVIDED, PER_TOKEN, MIXED = (
     "scaled", "unreduced", "other cuts", "last micro-batch only", "micro-batches lost", "a use lost", "reduced again",
-    "mean of means", "mixed",
+    "divided again", "mean of means", "mixed",
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Symptom:
     kind: str
-    value: float = 1.0  # the factor of SCALED, the base of REREDUCED
+    value: float = 1.0  # the factor of SCALED, the base of REREDUCED and REDIVIDED
     missing: tuple[int, ...] = ()  # ranks (UNREDUCED, OTHER_CUTS) or micro-batches (LOST) that do not count
     own: int = 0  # the rank whose gradient was read
 
@@ -76,11 +76,19 @@ def _over_micros(values: dict[int, float], small: float) -> Symptom:
         return Symptom(LAST_ONLY, series[-1], gone)
     if gone:
         return Symptom(LOST, 1.0, gone)
-    steps = [a / b for a, b in pairwise(series)]
-    whole = round(steps[0])
-    if whole >= 2 and all(abs(s - whole) <= 0.01 * whole for s in steps):
-        return Symptom(REREDUCED, float(whole))
+    if base := _base([a / b for a, b in pairwise(series)]):
+        return Symptom(REREDUCED, float(base))
+    if base := _base([b / a for a, b in pairwise(series)]):
+        return Symptom(REDIVIDED, float(base))
     return Symptom(MIXED)
+
+
+def _base(steps: list[float]) -> int:
+    """The whole number by which a series goes down, at every step or only at some (several micro-batches for each call
+    of a pipeline's schedule); 0 when there is none."""
+    base = round(max(steps))
+    fits = base >= 2 and all(min(abs(s - base) / base, abs(s - 1)) <= 0.01 for s in steps)
+    return base if fits else 0
 
 
 def _follows_counts(q: dict[Key, float], counts: dict[Key, float], tolerance: float) -> bool:

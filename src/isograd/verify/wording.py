@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from isograd.layout import AXES, Layout
-from isograd.verify.catalogue import BUGS
+from isograd.verify.catalogue import BUGS, TWICE
 from isograd.verify.contributions import USES, Key
 from isograd.verify.findings import NOTE, Finding
 from isograd.verify.recording import Recording
@@ -118,6 +118,10 @@ def meanings(recording: Recording, micros: int, factor: float) -> dict[str, str]
         for value, spelled in ((size, words), (1 / size, f"1 / {words}")):
             if abs(factor - value) <= 1e-3 * value:
                 found[axis] = spelled
+    if not found:
+        for axis, (size, words) in sizes.items():
+            if size > 1 and axis != "micro-batches" and abs(factor * size**2 - 1) <= 1e-3:
+                return {TWICE: f"1 / {words}, twice"}
     return found
 
 

@@ -8,42 +8,60 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from isograd.errors import VerifyError
 from isograd.verify.analysis import Analysis
 from isograd.verify.checks.data import own_data
 from isograd.verify.checks.gradients import coefficients, scales
+from isograd.verify.checks.graphs import graph_cuts, logit_gradients
 from isograd.verify.checks.losses import token_weights
 from isograd.verify.checks.means import mean_weights
 from isograd.verify.checks.mixed import mixed_groups
 from isograd.verify.checks.norms import norms
 from isograd.verify.checks.state import continuity, missing, replicas, steps_together
-from isograd.verify.checks.traffic import dtypes, graph_cuts, groups, order, random_draws, replayed_draws
+from isograd.verify.checks.traffic import dtypes, groups, order, random_draws, replayed_draws
 from isograd.verify.findings import BUG, INCONCLUSIVE, Finding
 from isograd.verify.recording import Recording
 
 Check = Callable[[Analysis], Iterator[Finding]]
 
 CHECKS: tuple[Check, ...] = (
-    steps_together, coefficients, scales, token_weights, mean_weights, graph_cuts, continuity, replicas, missing, norms,
-    dtypes, order, groups, mixed_groups, own_data, random_draws,
-    replayed_draws,
+    steps_together, coefficients, scales, token_weights, mean_weights, graph_cuts, logit_gradients, continuity,
+    replicas, missing, norms, dtypes, order, groups, mixed_groups, own_data, random_draws, replayed_draws,
 )  # fmt: skip
 
 
 def check(recording: Recording, leave_out: tuple[Check, ...] = ()) -> list[Finding]:
     """All findings, step by step, up to the first with a bug: later steps start from weights that it has spoilt."""
     found: list[Finding] = []
-    told: set[tuple[str, str, tuple[str, ...]]] = set()
     for step in recording.steps:
         analysis = Analysis(recording, step)
         for run in (c for c in CHECKS if c not in leave_out):
-            for f in run(analysis):
-                key = (f.verdict, f.bug, f.tensors if not f.bug else ())
-                if key not in told:
-                    told.add(key)
-                    found.append(f)
+            found += [f for f in _judged(run, analysis) if not any(_again(f, told) for told in found)]
         if any(f.verdict == BUG for f in found):
             break
     return without_consequences(found)
+
+
+def _judged(run: Check, analysis: Analysis) -> list[Finding]:
+    """What a check finds. An error inside it costs its own judgement only, and is said."""
+    try:
+        return list(run(analysis))
+    except VerifyError:  # the recording itself is damaged
+        raise
+    except Exception as error:
+        what = (run.__doc__ or run.__name__).partition("\n")[0].rstrip(".")
+        sentence = f"step {analysis.step}: not judged: {what}: {type(error).__name__}: {error}"
+        return [Finding(INCONCLUSIVE, "", sentence)]
+
+
+def _again(found: Finding, told: Finding) -> bool:
+    """Whether a finding is one that is told already: of the same bug on some of the same tensors, or in a later step. A
+    bug on other tensors, or on another axis, is another finding."""
+    if (found.verdict, found.bug) != (told.verdict, told.bug):
+        return False
+    if not found.bug:
+        return found.tensors == told.tensors and (bool(found.tensors) or found.sentence == told.sentence)
+    return not found.tensors or not told.tensors or bool(set(found.tensors) & set(told.tensors))
 
 
 # After these, copies, coefficients and later steps mean little.

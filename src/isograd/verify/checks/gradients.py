@@ -11,7 +11,7 @@ from isograd.mesh import DATA
 from isograd.verify import patterns
 from isograd.verify.analysis import Analysis, Observed
 from isograd.verify.catalogue import bug_of, classes_of
-from isograd.verify.checks.traffic import reduced_in_half
+from isograd.verify.checks.traffic import reduced_in_half, reductions
 from isograd.verify.contributions import Fit, Key
 from isograd.verify.findings import BUG, INCONCLUSIVE, NOTE, Finding, listed
 from isograd.verify.patterns import Symptom
@@ -22,19 +22,21 @@ from isograd.verify.wording import axis_over, finding, group_sizes, labelled, me
 class _Read:
     """What the coefficients of all tensors say, before it is put into sentences."""
 
-    # (bug if already known, kind, value) -> the ranks concerned, and tensors with their coefficients
-    patterned: dict[tuple[str, str, float], tuple[tuple[int, ...], dict[str, dict[Key, float]]]] = field(
-        default_factory=dict
-    )
+    # (bug if already known, kind, value, axis) -> tensors with their coefficients
+    patterned: dict[tuple[str, str, float, str], dict[str, dict[Key, float]]] = field(default_factory=dict)
     # tensors whose contributions all have one coefficient -> that coefficient on each rank that tells it
     scales: dict[str, dict[int, float]] = field(default_factory=dict)
+    # the same tensors -> the coefficients that one contribution may have: several where contributions are equal
+    possible: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    alike: set[str] = field(default_factory=set)  # tensors whose contributions are equal on several ranks, every one
     undetermined: list[str] = field(default_factory=list)
     unexplained: list[str] = field(default_factory=list)
 
-    def add(
-        self, bug: str, kind: str, value: float, ranks: tuple[int, ...], name: str, found: dict[Key, float]
-    ) -> None:
-        self.patterned.setdefault((bug, kind, value), (ranks, {}))[1][name] = found
+    def add(self, bug: str, kind: str, value: float, axis: str, name: str, found: dict[Key, float]) -> None:
+        """A tensor is told once for each pattern, as the first rank sees it: other ranks miss other ranks' parts."""
+        known = [key for key, tensors in self.patterned.items() if key[:3] == (bug, kind, value) and name in tensors]
+        if not known:
+            self.patterned.setdefault((bug, kind, value, axis), {})[name] = found
 
 
 def coefficients(analysis: Analysis) -> Iterator[Finding]:
@@ -59,7 +61,7 @@ def scales(analysis: Analysis) -> Iterator[Finding]:
     """No class of tensors counts more often than the others."""
     read = _read(analysis)
     if not read.patterned and not _apart(analysis, read):
-        yield from _per_class(analysis, {name: next(iter(by_rank.values())) for name, by_rank in read.scales.items()})
+        yield from _per_class(analysis, read)
 
 
 def _apart(analysis: Analysis, read: _Read) -> list[str]:
@@ -83,10 +85,16 @@ def _read_tensor(analysis: Analysis, name: str, read: _Read) -> None:
             continue
         mixed = _other_shards(analysis, name, seen.own, found.coefficients)
         if mixed and found.residual <= loose and (found.uniform or found.determined):
-            read.add("wrong-group", patterns.MIXED, 1.0, (seen.own, *mixed), name, found.coefficients)
+            axis = _axis(analysis, patterns.MIXED, (seen.own, *mixed))
+            read.add("wrong-group", patterns.MIXED, 1.0, axis, name, found.coefficients)
         elif found.uniform:
-            c = next(iter(found.coefficients.values()))
-            read.scales.setdefault(name, {}).update(dict.fromkeys(seen.ranks, c))
+            possible = found.each
+            if found.alike:
+                read.alike.add(name)
+                if _summed_in_backward(analysis, name, found):
+                    possible = possible[:1]
+            read.possible[name] = possible
+            read.scales.setdefault(name, {}).update(dict.fromkeys(seen.ranks, possible[0]))
         elif found.residual > loose:
             read.unexplained.append(name)
         elif not found.determined:
@@ -97,13 +105,32 @@ def _read_tensor(analysis: Analysis, name: str, read: _Read) -> None:
 
 def _read_pattern(analysis: Analysis, seen: Observed, found: Fit, loose: float, read: _Read) -> None:
     symptom = patterns.read(found.coefficients, seen.own, analysis.counts, loose)
+    if symptom.kind == patterns.MIXED:  # equal contributions may all count, and then have one coefficient together
+        shared = {k: c / len(found.classes[k]) for k, c in found.coefficients.items()}
+        symptom = patterns.read(shared, seen.own, analysis.counts, loose)
     if symptom.kind == patterns.SCALED:  # equal, but for rounding
+        read.possible[seen.name] = (symptom.value,)
         read.scales.setdefault(seen.name, {}).update(dict.fromkeys(seen.ranks, symptom.value))
         return
-    value = round(symptom.value, 3) if symptom.kind == patterns.REREDUCED else 1.0
+    value = round(symptom.value, 3) if symptom.kind in (patterns.REREDUCED, patterns.REDIVIDED) else 1.0
     across = symptom.kind in (patterns.UNREDUCED, patterns.OTHER_CUTS)
     ranks = (seen.own, *_members(found.classes, symptom.missing)) if across else ()
-    read.add("", symptom.kind, value, ranks, seen.name, found.coefficients)
+    read.add("", symptom.kind, value, _axis(analysis, symptom.kind, ranks), seen.name, found.coefficients)
+
+
+def _summed_in_backward(analysis: Analysis, name: str, found: Fit) -> bool:
+    """Whether backward itself summed a gradient of this size over ranks that add the same to this tensor: then these
+    are copies of one sum, and not parts that happen to be equal."""
+    together = [{rank for rank, _ in members} for members in found.classes.values()]
+    size = math.prod(analysis.info(name)["part_shape"])
+    return any(
+        event["op"] == "all_reduce"
+        and event["phase"] == "backward"
+        and event["numel"] == size
+        and not event["covers"]
+        and all(set(event["group"]) <= ranks for ranks in together)
+        for event in reductions(analysis, smallest=1)
+    )
 
 
 def _members(classes: dict[Key, tuple[Key, ...]], ranks: tuple[int, ...]) -> tuple[int, ...]:
@@ -123,11 +150,11 @@ def _other_shards(analysis: Analysis, name: str, own: int, found: dict[Key, floa
 def _patterned(analysis: Analysis, read: _Read) -> Iterator[Finding]:
     telling = {n for n in analysis.names if analysis.info(n)["gradient"] and not analysis.null(n)}
     sizes = group_sizes(analysis.recording)
-    for (known, kind, value), (ranks, tensors) in read.patterned.items():
+    telling -= read.alike | set(read.undetermined)  # neither tells which contributions are missing
+    for (known, kind, value, axis), tensors in read.patterned.items():
         names = tuple(sorted(tensors))
         everything = set(names) >= telling
         bug = known or bug_of(Symptom(kind, value), names, everything, sizes, ())
-        axis = _axis(analysis, kind, ranks)
         if bug == "wrong-group" and axis in DATA.split():
             bug = "replicas-differ"  # no parameter is cut over a data axis: these were to be copies
         whom = f"all {len(names)} gradients" if everything else f"{classes_of(names)} ({listed(names)})"
@@ -155,6 +182,7 @@ def _said(bug: str, kind: str, value: float, axis: str) -> str:
         patterns.LOST: "some micro-batches were never reduced over the ranks",
         patterns.USE_LOST: "only the first use of a module in a backward was reduced over the ranks",
         patterns.REREDUCED: f"earlier micro-batches were reduced again: coefficients rise by {value:g} each",
+        patterns.REDIVIDED: f"earlier micro-batches were divided by {value:g} again, later ones were not",
         patterns.PER_TOKEN: "contributions are weighted by 1 / their own number of labels",
         patterns.MIXED: "contributions count unequally",
     }[kind]
@@ -177,16 +205,19 @@ def _per_rank(analysis: Analysis, scales: dict[str, dict[int, float]], apart: li
     return finding(INCONCLUSIVE, "", sentence, tensors=tuple(sorted(apart)), axis=axis)
 
 
-def _per_class(analysis: Analysis, scales: dict[str, float]) -> Iterator[Finding]:
+def _per_class(analysis: Analysis, read: _Read) -> Iterator[Finding]:
     """All tensors of a step share one coefficient; a class with another one was divided or reduced apart."""
-    counted = Counter(round(math.log(abs(c)) * 200) for c in scales.values() if c)
+    scales = {name: next(iter(by_rank.values())) for name, by_rank in read.scales.items()}
+    counted = Counter(round(math.log(abs(c)) * 200) for name in scales for c in read.possible[name] if c)
     if not counted or len(scales) < 2:
         return
     usual_key = counted.most_common(1)[0][0]
-    usual = next(c for c in scales.values() if c and round(math.log(abs(c)) * 200) == usual_key)
+    every = [c for name in scales for c in read.possible[name]]
+    usual = next(c for c in every if c and round(math.log(abs(c)) * 200) == usual_key)
     odd: dict[float, list[str]] = defaultdict(list)
     for name, c in scales.items():
-        if abs(c - usual) > max(10 * analysis.tolerance(name), 1e-3) * abs(usual):
+        far = max(10 * analysis.tolerance(name), 1e-3) * abs(usual)
+        if all(abs(possible - usual) > far for possible in read.possible[name]):
             odd[round(c / usual, 3)].append(name)
     unclear: dict[str, float] = {}
     for factor, names in odd.items():

@@ -108,8 +108,8 @@ def own_counts(weights: dict[Key, float], counts: dict[Key, float], tolerance: f
 
 def _whole(analysis: Analysis, calls: dict[Key, list[Weighed]], share: dict[Key, float]) -> Iterator[Finding]:
     """The gradient is a multiple of the mean over all labels, and there are as many micro-batches, or ranks."""
-    if _summed(analysis):
-        return
+    if _summed(analysis) or any(event["calls"] for r in analysis.recording.ranks for event in r.of("reached")):
+        return  # sums, or a loss that looks at other ranks' rows: its labels are counted on several ranks
     seen: set[tuple[str, int]] = set()
     total = 0.0
     for key, weighed in calls.items():
@@ -142,12 +142,16 @@ def _same_data(analysis: Analysis, key: Key, members: tuple[Key, ...]) -> list[K
 
 
 def reference_tensor(analysis: Analysis):  # type: ignore[no-untyped-def]
-    """The first tensor whose coefficients are known and belong to the usual pattern."""
+    """The first tensor whose coefficients are known and belong to the usual pattern; best one whose contributions all
+    differ, so that each has a coefficient of its own."""
+    second = None
     for name in analysis.names:
         if len(analysis.replica_sets(name)) > 1 and not analysis.info(name)["dtensor"]:
             continue
         for seen in analysis.observed(name)[:1]:
             found = analysis.fit(seen)
             if found is not None and found.uniform:
-                return name, found
-    return None
+                if all(len(members) == 1 for members in found.classes.values()):
+                    return name, found
+                second = second or (name, found)
+    return second

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from isograd.verify.analysis import Analysis
-from isograd.verify.checks.traffic import graph_cuts
+from isograd.verify.checks.graphs import graph_cuts
 from isograd.verify.findings import BUG, INCONCLUSIVE, NOTE, Finding, listed
 from isograd.verify.recording import Event
 from isograd.verify.wording import axis_over, finding, spell

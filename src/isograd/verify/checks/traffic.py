@@ -1,4 +1,4 @@
-"""Checks of traffic: who calls which collective, over whom, in which dtype, and what it does to the graph."""
+"""Checks of traffic: who calls which collective, over whom, in which dtype; and who draws which random numbers."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from itertools import pairwise, zip_longest
 from isograd.layout import Layout
 from isograd.mesh import DATA
 from isograd.verify.analysis import Analysis
-from isograd.verify.findings import BUG, INCONCLUSIVE, NOTE, Finding, listed
-from isograd.verify.flows import CUT, KEPT, OTHERS
+from isograd.verify.findings import BUG, NOTE, Finding, listed
 from isograd.verify.recording import Event
 from isograd.verify.wording import axis_over, finding, spell
 
@@ -85,11 +84,13 @@ def reduced_in_half(analysis: Analysis) -> list[Event]:
     ]
 
 
-def reductions(analysis: Analysis) -> list[Event]:
-    """Collectives of the step that may have summed gradients."""
+def reductions(analysis: Analysis, smallest: int = 2) -> list[Event]:
+    """Collectives of the step that may have summed gradients, of at least so many elements."""
     kinds = ("all_reduce", "reduce_scatter", "reduce", "all_to_all", "send", "recv")
     events = [e for rank in range(analysis.world) for e in _collectives(analysis, rank)]
-    return [e for e in events if e["op"] in kinds and e["phase"] in ("backward", "other", "step") and e["numel"] > 1]
+    return [
+        e for e in events if e["op"] in kinds and e["phase"] in ("backward", "other", "step") and e["numel"] >= smallest
+    ]
 
 
 def dtypes(analysis: Analysis) -> Iterator[Finding]:
@@ -107,39 +108,6 @@ def dtypes(analysis: Analysis) -> Iterator[Finding]:
         yield finding(
             BUG, "bf16-reduction", sentence, tensors=names, axis=axis_over(analysis.recording, tuple(event["group"]))
         )
-
-
-_REACHES = {
-    CUT: "has no backward but receives a tensor that needs a gradient",
-    KEPT: (
-        "changes a tensor in place on its way to the loss, and backward passes it by: right if all ranks go on alike "
-        "with the result, wrong if not"
-    ),
-    OTHERS: (
-        "has no backward, and what other ranks gave reaches the loss: right if every rank computes all of the loss, "
-        "wrong if each has a part of its own"
-    ),
-}
-
-
-def graph_cuts(analysis: Analysis) -> Iterator[Finding]:
-    """What a collective without a backward returns does not reach the loss."""
-    found: dict[tuple[str, str], Event] = {}
-    for record in analysis.recording.ranks:
-        calls = {e["n"]: e for e in record.of("collective")}
-        reached = [(n, how) for e in record.of("reached") if e["step"] == analysis.step for n, how in e["calls"]]
-        for n, how in reached:
-            found.setdefault((how, calls[n]["site"]), calls[n])
-    for how, site in sorted(found):
-        event = found[how, site]
-        lost = tuple(n for n in analysis.names if analysis.info(n)["trainable"] and not analysis.info(n)["gradient"])
-        module = f" (module {event['module']})" if event["module"] else ""
-        sentence = f"step {analysis.step}: {event['op']} at {site}{module} {_REACHES[how]}"
-        verdict = BUG if how == CUT else INCONCLUSIVE
-        if how == CUT:
-            sentence += f": {listed(lost)} got none" if lost else ": what flows through it is lost or not summed"
-        axis = axis_over(analysis.recording, tuple(event["group"]))
-        yield finding(verdict, "cut-graph", sentence, tensors=lost if how == CUT else (), axis=axis)
 
 
 def random_draws(analysis: Analysis) -> Iterator[Finding]:
