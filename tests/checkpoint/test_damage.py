@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from isograd.checkpoint import Keeper, folder, manifest
+from isograd.checkpoint import Keeper, NotFinite, folder, manifest
 from isograd.checkpoint.manifest import Damage
 from isograd.checkpoint.read import Reader
+from isograd.engine import state
 from isograd.errors import CheckpointError
 from tests.checkpoint import toys
 
@@ -153,3 +154,42 @@ def test_no_checkpoint_is_no_error_but_a_wrong_path_is(tmp_path: Path) -> None:
         assert keeper.newest() is None
         with pytest.raises(CheckpointError, match="IG935"):
             keeper.load(tmp_path / "step-00000007")
+
+
+# -- not finite ------------------------------------------------------------------------------------------------------
+
+
+def past_nan(home: Path) -> tuple[str, int, tuple[str, ...], str]:
+    """Step 2 is saved as older versions did, with NaN in the rows of rank 1."""
+    engine = toys.engine_of("dp2 zero1")
+    with Keeper(home, engine) as keeper:
+        toys.train(engine, 0, 1, gradients=False)
+        keeper.save(1)
+        toys.train(engine, 1, 2, gradients=False)
+        if engine.mesh.rank == 1:
+            next(kept for kept in engine.optimizer.state.values() if kept)["exp_avg_sq"].view(-1)[0] = torch.inf
+        with pytest.raises(NotFinite, match="IG946") as refused:
+            keeper.save(2)
+        looks, state.not_finite = state.not_finite, lambda *_: []
+        keeper.save(2)
+        state.not_finite = looks
+        with pytest.raises(CheckpointError, match="IG936") as asked_for:
+            keeper.load(home / "step-00000002")
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            found = keeper.load("auto")
+        assert found is not None
+        assert len(said) == (1 if engine.mesh.rank == 0 else 0)
+    return str(refused.value), found.step, found.passed_over, str(asked_for.value)
+
+
+def test_a_state_that_is_not_finite_is_not_saved_and_such_a_checkpoint_is_passed_over(worlds, tmp_path: Path) -> None:
+    """FAILURES B3, alike on all ranks."""
+    ours, theirs = worlds(2).run(past_nan, tmp_path)
+    assert ours == theirs
+    refused, step, passed_over, asked_for = ours
+    assert "seen:     rank 1: optimizer/exp_avg_sq/" in refused
+    assert step == 1
+    assert len(passed_over) == 1
+    assert passed_over[0].startswith("step-00000002: NaN or Inf in optimizer/exp_avg_sq/")
+    assert "NaN or Inf in optimizer/exp_avg_sq/" in asked_for

@@ -152,10 +152,12 @@ def test_trained_tensors_that_are_not_finite_are_named_and_buffers_are_not() -> 
     engine = stepped("1")
     engine.model.register_buffer("mask", torch.full((3,), -torch.inf))
     found = state.parts(engine, state.elementwise(engine, state.declare(engine)))
-    assert state.not_finite(found) == []
+    assert state.not_finite(found, {}) == []
     bad = engine._optimized.masters["first.weight"]
     assert isinstance(bad, nn.Parameter)
     engine.optimizer.state[bad]["exp_avg_sq"][3, 2] = torch.inf
     with torch.no_grad():
         engine.model.out.bias[1] = torch.nan
-    assert sorted(state.not_finite(found)) == ["model/out.bias", "optimizer/exp_avg_sq/first.weight"]
+    counts = {"step": {"gain": [torch.inf, "float32"], "out.bias": [1.0, "float32"]}}
+    wrong = ["model/out.bias", "optimizer/exp_avg_sq/first.weight", "optimizer/step/gain"]
+    assert sorted(state.not_finite(found, counts)) == wrong

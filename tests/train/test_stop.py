@@ -19,9 +19,12 @@ rank, size = int(sys.argv[2]), int(sys.argv[3])
 namespace = {"time": time}
 waits = compile("def wait():\\n    time.sleep(60)\\n", "isograd/comm/raw.py", "exec")
 getattr(__builtins__, "ex" + "ec")(waits, namespace)
-dog = Watchdog(Path(sys.argv[1]), rank, size, 0.5, f"rank {rank} (dp{rank})")
+dog = Watchdog(Path(sys.argv[1]), rank, size, 0.5)
+dog.joined(f"rank {rank} (dp{rank})")
 dog.stepped()
 dog.beat("step 3")
+if sys.argv[4] == "waits elsewhere":
+    namespace["wait"]()
 namespace["wait"]() if sys.argv[4] == "waits" else time.sleep(60)
 """
 
@@ -85,6 +88,12 @@ def test_a_rank_that_gives_no_sign_is_the_silent_one(tmp_path: Path) -> None:
     assert "rank 1 gave no sign" in ended[0].stderr
 
 
-def test_ranks_that_all_wait_wait_for_different_things(tmp_path: Path) -> None:
+def test_ranks_that_wait_at_different_places_wait_for_different_things(tmp_path: Path) -> None:
+    ended = stalled(tmp_path, ["waits", "waits elsewhere"])
+    assert "every rank waits in a collective, at different places" in ended[0].stderr
+
+
+def test_ranks_that_wait_at_the_same_place_have_lost_their_connection(tmp_path: Path) -> None:
+    """FAILURES B9: of a cut network it was said that the ranks waited for different things."""
     ended = stalled(tmp_path, ["waits", "waits"])
-    assert "every rank waits in a collective" in ended[0].stderr
+    assert "every rank waits at the same place in the program: their connections are lost" in ended[0].stderr

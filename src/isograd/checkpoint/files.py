@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ DTYPES = {
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
 TORCH = {name: dtype for dtype, name in DTYPES.items()}
+CHUNK, FLUSH = 1 << 24, 1 << 28  # bytes that are written, and flushed, at a time
 
 
 @dataclass(frozen=True)
@@ -63,12 +64,32 @@ def raw_bytes(tensor: Tensor) -> memoryview:
     return memoryview(flat.numpy())  # type: ignore[arg-type]
 
 
-def sha256(tensor: Tensor) -> str:
-    return hashlib.sha256(raw_bytes(tensor.contiguous())).hexdigest()
+def _chunks(tensor: Tensor) -> Iterator[memoryview]:
+    """A tensor's bytes in pieces, so that whoever reads or writes them can say in between that it is alive."""
+    content = raw_bytes(tensor.contiguous())
+    return (content[at : at + CHUNK] for at in range(0, len(content), CHUNK))
 
 
-def write_tensors(path: Path, entries: Sequence[Entry], tensors: Iterable[Tensor], note: dict[str, str]) -> int:
-    """A safetensors file; `tensors` come in the order of `entries` (use in_order). Returns its size in bytes."""
+def sha256(tensor: Tensor, moved: Callable[[], None] = lambda: None) -> str:
+    """The hash of a tensor's bytes; `moved` is called after each chunk of them."""
+    found = hashlib.sha256()
+    for chunk in _chunks(tensor):
+        found.update(chunk)
+        moved()
+    return found.hexdigest()
+
+
+def write_tensors(
+    path: Path,
+    entries: Sequence[Entry],
+    tensors: Iterable[Tensor],
+    note: dict[str, str],
+    moved: Callable[[], None] = lambda: None,
+) -> int:
+    """A safetensors file; `tensors` come in the order of `entries` (use in_order). Returns its size in bytes.
+
+    `moved` is called after each chunk that is written, and each that is flushed to the disk.
+    """
     header: dict[str, Any] = {"__metadata__": note}
     at = 0
     for one in entries:
@@ -78,8 +99,15 @@ def write_tensors(path: Path, entries: Sequence[Entry], tensors: Iterable[Tensor
     text += b" " * (-len(text) % 8)
     with opened(path, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
+        flushed = 0
         for tensor in tensors:
-            file.write(raw_bytes(tensor.contiguous()))
+            for chunk in _chunks(tensor):
+                file.write(chunk)
+                moved()
+                if file.tell() - flushed >= FLUSH:  # one flush of everything at the end could take minutes
+                    flush(file)
+                    moved()
+                    flushed = file.tell()
         flush(file)
         return file.tell()
 

@@ -16,6 +16,7 @@ import re
 import shutil
 import socket
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -42,7 +43,10 @@ def checkpoints(folder: Path) -> list[tuple[int, Path]]:
 
 
 def _entries(folder: Path) -> list[Path]:
-    return list(folder.iterdir()) if folder.is_dir() else []
+    try:
+        return list(folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
 
 
 def partial(folder: Path, step: int, job: str) -> Path:
@@ -54,6 +58,15 @@ class _Holder:
     """What a lock says of the job that holds it."""
 
     job: str
+
+
+def bytes_in(place: Path) -> int:
+    """How much lies in a folder whose files come and go."""
+    total = 0
+    for file in _entries(place):
+        with suppress(OSError):
+            total += file.stat().st_size
+    return total
 
 
 class Lock:

@@ -16,7 +16,8 @@ from __future__ import annotations
 import json
 import secrets
 import shutil
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -35,6 +36,14 @@ from isograd.engine.state import Part
 from isograd.errors import CheckpointError, IsogradError
 from isograd.outside import FileError
 
+QUIET_S = 5.0  # a writer that is alive has written a chunk, or flushed, within this time
+POLL_S = 0.1
+SHOWN = 8  # names in an error
+
+
+class NotFinite(CheckpointError):
+    """IG946: the state has NaN or Inf in it."""
+
 
 class Keeper:
     def __init__(
@@ -44,16 +53,19 @@ class Keeper:
         *,
         keep_last: int = 3,
         keep_every: int | None = None,
+        beat: Callable[[str], None] | None = None,
         phase: Phase | None = None,
     ) -> None:
         """All ranks make it together; one job at a time writes into a folder.
 
         keep_last: how many of the newest are kept, beside those whose step is a multiple of `keep_every`.
+        beat: is called while this waits for a save, each time that some rank has written more: a save may take longer
+            than a watchdog's limit.
         phase: is told where a save is (write.PHASES): for tests, which end the process there.
         """
         self.folder, self.engine, self.mesh = Path(folder), engine, engine.mesh
         self.keep_last, self.keep_every = keep_last, keep_every
-        self._phase = phase or (lambda _: None)
+        self._phase, self._beat = phase or (lambda _: None), beat or (lambda _: None)
         self._buffers: dict[str, Tensor] = {}
         self._writing: Writing | None = None
         self._lock: folders.Lock | None = None
@@ -89,7 +101,9 @@ class Keeper:
         self.wait()
         self._check_moment(step)
         declared = state.declare(self.engine)
+        counts = state.counts(self.engine, declared)
         found = state.parts(self.engine, state.elementwise(self.engine, declared)) + state.generators(self.mesh)
+        self._refuse_not_finite(step, state.not_finite(found, counts))
         copying = f"copying the state of step {step}"
         copies, extra = all_or_none(lambda: (self._copy(found), self._json(extra or {})), copying, self.mesh)
         self._phase("copied")
@@ -98,7 +112,7 @@ class Keeper:
         head["run"] = declared.run
         job = Job(
             self.folder, folders.partial(self.folder, step, self._job), step, self.mesh.rank, layout.world_size, head,
-            copies, state.counts(self.engine, declared), self.keep_last, self.keep_every, self._phase,
+            copies, counts, self.keep_last, self.keep_every, self._phase,
         )  # fmt: skip
         self._writing = Writing(job)
 
@@ -113,6 +127,18 @@ class Keeper:
                 expected="numbers, strings, lists and dicts with string keys",
                 where=self.mesh.where(),
             ) from error
+
+    def _refuse_not_finite(self, step: int, mine: list[str]) -> None:
+        """A checkpoint with NaN would be resumed from for ever: the last good one stays the newest."""
+        names = told(mine[:SHOWN] + ["..."] * (len(mine) > SHOWN), self.mesh)
+        if any(names):
+            raise NotFinite(
+                "IG946",
+                f"the state after step {step} is not finite, and was not saved",
+                seen="; ".join(f"rank {rank}: {', '.join(keys)}" for rank, keys in enumerate(names) if keys),
+                expected="finite parameters and optimizer state; the checkpoints before this one are as they were",
+                fix="resume from the last checkpoint; if it happens again, lower the learning rate or clip gradients",
+            )
 
     def _check_moment(self, step: int) -> None:
         said = told([step, state.is_between_steps(self.engine)], self.mesh)
@@ -154,15 +180,40 @@ class Keeper:
         writing, self._writing = self._writing, None
         if writing is None:
             return
-        writing.recorded.wait()
-        incomplete = any(told(writing.error is not None, self.mesh))
-        if incomplete:
-            writing.given_up.set()
-        writing.join()
-        failed = self._error_of(writing)
-        if self.mesh.rank == 0 and (incomplete or failed):
+        before: list[Any] = []
+        while True:
+            writing.join(POLL_S)
+            said = told([writing.is_alive(), writing.error is not None, writing.moves], self.mesh)
+            failed = any(error for _, error, _ in said)
+            if failed:
+                writing.given_up.set()
+            if not any(alive for alive, _, _ in said):
+                break
+            if said != before:
+                self._beat(f"saving step {writing.job.step}")
+            before = said
+        if self.mesh.rank == 0 and failed:
             shutil.rmtree(writing.job.place, ignore_errors=True)
-        raise_alike(failed, self.mesh)
+        raise_alike(self._error_of(writing), self.mesh)
+
+    def let_finish(self) -> None:
+        """After an error, when ranks can no longer ask each other: wait for the save that is under way.
+
+        Its writers are threads that need no collective. This returns when the checkpoint has its name, when this rank's
+        writer has failed, or when nothing in the folder has grown for QUIET_S seconds.
+        """
+        writing, self._writing = self._writing, None
+        before, since = None, time.monotonic()
+        while writing is not None and writing.error is None and (writing.is_alive() or writing.job.place.exists()):
+            now = writing.moves, folders.bytes_in(writing.job.place)
+            if now != before:
+                before, since = now, time.monotonic()
+                self._beat(f"saving step {writing.job.step} before the end")
+            elif time.monotonic() - since > QUIET_S:
+                break
+            time.sleep(POLL_S)
+        if writing is not None:
+            writing.given_up.set()
 
     def _error_of(self, writing: Writing) -> IsogradError | None:
         if writing.error is None:
@@ -187,7 +238,7 @@ class Keeper:
         "auto": the newest in this folder that is whole (None: there is none); else a checkpoint's own folder.
         """
         self.wait()
-        return load.load(self.engine, self.folder, source)
+        return load.load(self.engine, self.folder, source, self._beat)
 
     def close(self) -> None:
         """Finish the last save, and let another job write into the folder."""
@@ -201,8 +252,10 @@ class Keeper:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """After an error the other ranks may be gone: nobody is waited for."""
+        """After an error other ranks may be gone: a save under way may finish, but no collective is called."""
         if kind is None:
             self.close()
-        elif self._lock is not None:
+            return
+        self.let_finish()
+        if self._lock is not None:
             self._lock.close()

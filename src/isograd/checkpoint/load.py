@@ -8,8 +8,8 @@ checkpoint together, which overwrites what was read: so nothing but a whole chec
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,28 +36,30 @@ class Loaded:
     extra: dict[str, Any]
     path: Path
     layout: str  # that saved it
+    passed_over: tuple[str, ...] = ()  # newer checkpoints that are damaged or not finite, and why
 
 
-def load(engine: Engine, folder: Path, source: str | Path) -> Loaded | None:
+def load(engine: Engine, folder: Path, source: str | Path, beat: Callable[[str], None]) -> Loaded | None:
+    """Load the newest good checkpoint, or the given one; `beat` is called for each tensor that this rank reads."""
     mesh = engine.mesh
     mine = _together(engine, lambda: _choices(folder, source))
     choices = [Path(name) for name in told([str(place) for place in mine], mesh)[0]]  # as rank 0 sees them
     damaged = []
     for place in choices:
         try:
-            found = _load(engine, place)
+            found = _load(engine, place, beat)
         except Damage as damage:
             damaged.append(f"{place.name}: {damage}")
             continue
         if damaged and mesh.rank == 0:
             warnings.warn(f"loaded {place.name}, as what is newer is damaged: {'; '.join(damaged)}", stacklevel=3)
-        return found
+        return replace(found, passed_over=tuple(damaged))
     if damaged:
         raise CheckpointError(
             "IG936",
             "no whole checkpoint" if source == "auto" else f"the checkpoint {source} is damaged",
             seen="; ".join(damaged),
-            expected="files with the sizes and hashes that manifest.json lists",
+            expected="files with the sizes and hashes that manifest.json lists, and finite values in them",
             fix="'isograd ckpt verify' lists every damaged tensor; load another checkpoint, or start anew elsewhere",
         )
     return None
@@ -71,14 +73,14 @@ def _choices(folder: Path, source: str | Path) -> list[Path]:
     return [folders.one_of(path)]
 
 
-def _load(engine: Engine, place: Path) -> Loaded:
+def _load(engine: Engine, place: Path, beat: Callable[[str], None]) -> Loaded:
     """Raises Damage on all ranks when any finds some."""
     reader = _together(engine, lambda: Reader(place))
     assert reader is not None
     try:
         _refuse_other_model(engine, reader.manifest, place)
         _refuse_other_optimizer(engine, reader.manifest, place)
-        _together(engine, lambda: _read(engine, reader))
+        _together(engine, lambda: _read(engine, reader, beat))
     finally:
         reader.close()
     state.take_numbers(engine, reader.manifest.numbers)
@@ -103,7 +105,8 @@ def _together(engine: Engine, run: Any) -> Any:
 
 
 @torch.no_grad()
-def _read(engine: Engine, reader: Reader) -> None:
+def _read(engine: Engine, reader: Reader, beat: Callable[[str], None]) -> None:
+    """Fill this rank's memory; raises Damage when the values are not finite, which older versions have saved."""
     states: dict[str, dict[str, torch.dtype]] = {}
     for key, saved in reader.manifest.tensors.items():
         kind, _, rest = key.partition("/")
@@ -113,9 +116,15 @@ def _read(engine: Engine, reader: Reader) -> None:
     held = state.make_room(engine, states)
     same = reader.manifest.layout == str(engine.mesh.layout)  # each rank is then the one that saved
     ours = [part for part in state.generators(engine.mesh) if same and part.key in reader.manifest.tensors]
-    for part in [*state.parts(engine, held), *ours]:
+    parts = [*state.parts(engine, held), *ours]
+    for part in parts:
         if part.tensor.numel():
+            beat(f"reading {part.key}")
             reader.fill(part.key, part.box, part.tensor)
+    wrong = state.not_finite(parts, reader.manifest.numbers["counts"])
+    if wrong:
+        more = f" and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
+        raise Damage(f"NaN or Inf in {', '.join(wrong[:SHOWN])}{more}")
     state.take_generators(ours, engine.mesh)
 
 

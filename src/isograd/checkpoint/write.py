@@ -60,20 +60,20 @@ class Writing(threading.Thread):
         super().__init__(name=f"isograd checkpoint {job.step}", daemon=True)
         self.job = job
         self.error: Exception | None = None
-        self.recorded = threading.Event()  # my own part is on the disk, or has failed
-        self.given_up = threading.Event()  # another rank's has failed: the record that rank 0 waits for never comes
+        self.given_up = threading.Event()  # another rank's part has failed: the record that rank 0 awaits never comes
+        self.moves = 0  # grows as long as this writer is alive
         self.start()
+
+    def moved(self) -> None:
+        self.moves += 1
 
     def run(self) -> None:
         try:
-            write_own(self.job)
-            self.recorded.set()
+            write_own(self.job, self.moved)
             if self.job.rank == 0 and self._all_recorded():
-                finish(self.job)
+                finish(self.job, self.moved)
         except Exception as error:
             self.error = error
-        finally:
-            self.recorded.set()
 
     def _all_recorded(self) -> bool:
         records = [self.job.place / record_name(rank) for rank in range(self.job.ranks)]
@@ -92,8 +92,8 @@ def record_name(rank: int) -> str:
     return f"rank-{rank:05d}.json"
 
 
-def write_own(job: Job) -> None:
-    """This rank's tensors and its record."""
+def write_own(job: Job, moved: Callable[[], None]) -> None:
+    """Write this rank's tensors and its record."""
     job.place.mkdir(exist_ok=True)
     job.phase("begun")
     by_key = {copy.key: copy for copy in job.copies}
@@ -103,13 +103,13 @@ def write_own(job: Job) -> None:
     def tensors() -> Any:
         for number, one in enumerate(entries):
             copy = by_key[one.name]
-            listed[one.name] = (copy.shape, DTYPES[copy.tensor.dtype], copy.box, sha256(copy.tensor))
+            listed[one.name] = (copy.shape, DTYPES[copy.tensor.dtype], copy.box, sha256(copy.tensor, moved))
             if number == len(entries) // 2:
                 job.phase("half written")
             yield copy.tensor
 
     name = file_name(job.rank)
-    size = write_tensors(job.place / name, entries, tensors(), {"format": "isograd checkpoint"})
+    size = write_tensors(job.place / name, entries, tensors(), {"format": "isograd checkpoint"}, moved)
     flush_folder(job.place)
     job.phase("written")
     note = {"file": name, "bytes": size, "tensors": listed, "counts": job.counts}
@@ -117,16 +117,19 @@ def write_own(job: Job) -> None:
     job.phase("recorded")
 
 
-def finish(job: Job) -> None:
-    """Rank 0: from the parts of all ranks to a checkpoint with a name."""
+def finish(job: Job, moved: Callable[[], None]) -> None:
+    """Rank 0: make the parts of all ranks one checkpoint, and give it its name."""
     records = [job.place / record_name(rank) for rank in range(job.ranks)]
     job.phase("gathered")
     notes = [json.loads(record.read_bytes()) for record in records]
+    moved()
     merge(notes, job.head).write(job.place)
+    moved()
     for record in records:
         record.unlink()
     job.phase("listed")
     folders.commit(job.folder, job.place, job.step)
+    moved()
     job.phase("named")
     folders.prune(job.folder, job.keep_last, job.keep_every)
     job.phase("pruned")

@@ -41,10 +41,11 @@ def launch(fn: Callable[..., Any], nproc: int, *args: Any, timeout: float | None
 class World:
     """`nproc` ranks that are started once and reused by every `run`. After a failed run they are started anew."""
 
-    def __init__(self, nproc: int, *, threads: int = 1, interface: str | None = "lo") -> None:
+    def __init__(self, nproc: int, *, threads: int = 1, interface: str | None = "lo", patience: float = 0.0) -> None:
+        """patience: seconds that a collective waits for a silent rank, when longer than usual."""
         if nproc < 1:
             raise LaunchError("IG250", "a world needs at least one rank", seen=nproc, expected="nproc >= 1")
-        self.nproc, self._threads, self._interface = nproc, threads, interface
+        self.nproc, self._threads, self._interface, self._patience = nproc, threads, interface, patience
         self._ranks: _Ranks | None = None
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout: float | None = None) -> list[Any]:
@@ -89,7 +90,7 @@ class _Ranks:
         self._end = weakref.finalize(self, _stop, self.processes, self.pipes, self.directory, self._alive)
         for rank in range(world.nproc):
             alive = self._alive.fileno() if forked else None
-            seat = Seat(rank, world.nproc, self.directory, world._threads, world._interface, alive)
+            seat = Seat(rank, world.nproc, self.directory, world._threads, world._interface, world._patience, alive)
             ours, theirs = context.Pipe()
             process = context.Process(target=main, args=(seat, theirs, watch, job), name=f"isograd rank {rank}")
             process.start()

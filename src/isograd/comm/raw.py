@@ -119,6 +119,16 @@ class Handle:
 # -- the world ---------------------------------------------------------------------------------------------------
 
 
+_timeout = timedelta(minutes=30)  # for which a collective waits for a silent rank
+
+
+def be_patient(seconds: float) -> None:
+    """Before a world is joined: let its collectives wait this long. A program with a watchdog of its own, which names
+    the silent rank, waits longer than that watchdog does."""
+    global _timeout  # noqa: PLW0603  (one per process, like the world itself)
+    _timeout = max(_timeout, timedelta(seconds=seconds))
+
+
 def join(rank: int, world_size: int, store_dir: str, interface: str | None = "lo", backend: str | None = None) -> None:
     """Join a world of local ranks that meet in a directory: no port is opened, and gloo binds to `interface`."""
     if interface is not None:
@@ -126,7 +136,7 @@ def join(rank: int, world_size: int, store_dir: str, interface: str | None = "lo
     store = dist.FileStore(os.path.join(store_dir, "store"), world_size)  # type: ignore[attr-defined]
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     chosen = backend or _best_backend(local)
-    dist.init_process_group(chosen, store=store, rank=rank, world_size=world_size, timeout=timedelta(minutes=10))
+    dist.init_process_group(chosen, store=store, rank=rank, world_size=world_size, timeout=_timeout)
 
 
 def leave() -> None:
@@ -141,13 +151,20 @@ def leave() -> None:
 
 def world() -> tuple[int, int]:
     """(rank, world size) of the running world: one already joined, else torchrun's, else a world of one."""
+    rank, size = seat()
+    if size > 1 and not dist.is_initialized():
+        dist.init_process_group(_best_backend(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))), timeout=_timeout)
+    return rank, size
+
+
+def seat() -> tuple[int, int]:
+    """(rank, world size) that this process has or will have, without joining the others."""
     if dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1 or "RANK" not in os.environ:
         return 0, 1
-    dist.init_process_group(_best_backend(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
-    return dist.get_rank(), dist.get_world_size()
+    return int(os.environ["RANK"]), size
 
 
 def _best_backend(local_world_size: int) -> str:
@@ -180,7 +197,7 @@ def new_group(axes: str, ranks: tuple[int, ...], rank: int, purpose: str = "") -
     key = purpose, ranks
     if (purpose or len(ranks) < dist.get_world_size()) and key not in _made:
         with _named(" ".join(["isograd", purpose, *map(str, ranks)])):
-            _made[key] = dist.new_group(list(ranks), use_local_synchronization=True)
+            _made[key] = dist.new_group(list(ranks), timeout=_timeout, use_local_synchronization=True)
     group.handle = _made.get(key, dist.group.WORLD)
     _given.add(group)
     return group

@@ -31,6 +31,7 @@ class Seat:
     directory: str
     threads: int
     interface: str | None
+    patience: float = 0.0  # seconds that collectives wait for a silent rank, when longer than usual
     alive: int | None = None  # in forked ranks: the parent's end of the watch pipe, to be closed here
 
 
@@ -63,6 +64,7 @@ def main(seat: Seat, jobs: Connection, watch: Connection, first: Any) -> None:
     torch.set_num_threads(seat.threads)
     try:
         if seat.nproc > 1:
+            raw.be_patient(seat.patience)
             raw.join(seat.rank, seat.nproc, seat.directory, seat.interface)
     except Exception:
         jobs.send(Answer(False, traceback.format_exc(), time.time()))

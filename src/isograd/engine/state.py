@@ -123,14 +123,22 @@ def _saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield leaf, buffer
 
 
-def not_finite(found: Iterable[Part]) -> list[str]:
-    """Keys of the trained tensors with NaN or Inf in the rows that this rank writes. One pass, one synchronisation."""
+def not_finite(found: Iterable[Part], counts: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """What has NaN or Inf, of the tensors and numbers that this rank writes: one pass, one synchronisation.
+
+    Buffers may hold infinities, such as a mask's.
+    """
     by_device: dict[torch.device, list[tuple[str, Tensor]]] = {}
     for part in found:
         tensor = part.written[1]
         if tensor.numel() and tensor.is_floating_point() and not part.key.startswith("buffer/"):
             by_device.setdefault(tensor.device, []).append((part.key, tensor))
-    wrong = []
+    wrong = [
+        f"optimizer/{entry}/{name}"
+        for entry, values in counts.items()
+        for name, (value, _) in values.items()
+        if isinstance(value, float) and not math.isfinite(value)
+    ]
     for pairs in by_device.values():
         largest = torch.stack([norm.double() for norm in torch._foreach_norm([t for _, t in pairs], math.inf)])
         wrong += [key for (key, _), finite in zip(pairs, largest.isfinite().tolist(), strict=True) if not finite]

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from isograd import screen
 from isograd.errors import ConfigError, IsogradError, LaunchError
-from isograd.train.stall import STALLED, happened
+from isograd.train.stall import STALLED, happened, patience
 from isograd.train.stop import PASSED_ON
 
 if TYPE_CHECKING:
@@ -227,7 +227,7 @@ def _start(loaded: Loaded, options: argparse.Namespace) -> int:
     from isograd.comm.launch import World
 
     orders = Orders(options.resume, show, options.until, (PASSED_ON, signal.SIGTERM))  # a group may be sent it
-    with World(needed, threads=config.threads) as world, _passes_on(world):
+    with World(needed, threads=config.threads, patience=patience(config.safety.stall_s)) as world, _passes_on(world):
         try:
             outcomes: list[Outcome] = world.run(run, config, orders)
         except LaunchError as error:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from isograd.engine import Engine, Stats
+from isograd.engine import Engine
 from isograd.mesh import Mesh
 from isograd.stored import Weights
 from isograd.train.config import Config
@@ -41,7 +41,7 @@ class Job(Protocol):
 
     def batch(self, step: int) -> Any: ...  # this rank's rows; read in a thread, so no collective
 
-    def step(self, batch: Any) -> Stats: ...
+    def accumulate(self, batch: Any) -> None: ...  # gradients of a step; the loop then calls `engine.step`
 
     def evaluate(self, beat: Beat) -> Evaluated | None: ...  # None: nothing is held out
 

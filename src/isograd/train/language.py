@@ -17,7 +17,6 @@ from torch import Tensor
 
 from isograd import random
 from isograd.data import Mixture, Source, build, manifest, read_tokenizer
-from isograd.engine import Stats
 from isograd.errors import ConfigError
 from isograd.mesh import Mesh
 from isograd.models import Transformer, TransformerConfig, load_config, preset
@@ -102,8 +101,8 @@ class Language:
         rows = mixture.rows(step, rows_of(self.config, self.mesh))
         return {name: tensor.to(self.mesh.device) for name, tensor in rows.items()}
 
-    def step(self, batch: dict[str, Any]) -> Stats:
-        return self.engine.train_step(batch, self.config.micro_batches)
+    def accumulate(self, batch: dict[str, Any]) -> None:
+        self.engine.accumulate(batch, self.config.micro_batches)
 
     def evaluate(self, beat: Beat) -> Evaluated | None:
         """The mean loss of the first batches of held-out text, the same ones every time and under every layout."""

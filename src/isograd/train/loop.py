@@ -1,7 +1,7 @@
 """The loop of a run, on one rank: train, evaluate, save, show, and end cleanly.
 
-    0    done                        75   asked to stop (signal or STOP file): saved, will go on with --resume auto
-    6    a gradient was not finite    7   a rank fell silent (stall.py)
+    0    done                        75   asked to stop (signal or STOP file): saved, --resume auto continues
+    6    NaN or Inf, not saved        7   a rank fell silent (stall.py)
 
 One small exchange a step tells all ranks whether anyone was asked to stop, so that they end after the same step.
 """
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from isograd import inside
-from isograd.checkpoint import Keeper
+from isograd.checkpoint import Keeper, NotFinite
 from isograd.comm import raw
 from isograd.engine import Stats
 from isograd.errors import TrainError
@@ -31,7 +31,7 @@ from isograd.train.devices import peak_flops
 from isograd.train.job import Job, make_job, prepare
 from isograd.train.optimizers import Schedule
 from isograd.train.reading import written
-from isograd.train.stall import Watchdog
+from isograd.train.stall import Watchdog, patience
 from isograd.train.stop import SIGNALS, STOPPED, Wish
 from isograd.train.trackers import trackers
 
@@ -60,12 +60,16 @@ class Orders:
 
 
 def run(config: Config, orders: Orders) -> Outcome:
-    mesh = Mesh(config.layout)
-    peers.same_config(written(config), mesh)
-    journal.make_folder(config.folder)
+    """Train by a config on this rank, which joins the world of the others; all ranks of it call this."""
+    stall_s = config.safety.stall_s
     with ExitStack() as stack:
-        dog = Watchdog(config.folder, mesh.rank, mesh.layout.world_size, config.safety.stall_s, mesh.where())
+        raw.be_patient(patience(stall_s))
+        dog = Watchdog(config.folder, *raw.seat(), stall_s)
         stack.callback(dog.close)
+        mesh = Mesh(config.layout)
+        dog.joined(mesh.where())
+        peers.same_config(written(config), mesh)
+        journal.make_folder(config.folder)
         wish = Wish(config.folder, looks=mesh.rank == 0, signals=orders.signals)
         stack.callback(wish.close)
         dog.beat("preparing data")
@@ -82,11 +86,14 @@ class _Run:
         self.job = make_job(config, mesh)
         keep = config.checkpoint
         self.keeper = Keeper(
-            config.folder / "checkpoints", self.job.engine, keep_last=keep.keep_last, keep_every=keep.keep_every
-        )
+            config.folder / "checkpoints", self.job.engine, keep_last=keep.keep_last, keep_every=keep.keep_every,
+            beat=dog.beat,
+        )  # fmt: skip
         stack.enter_context(self.keeper)
+        dog.before_end = self.keeper.let_finish
+        self.passed_over: tuple[str, ...] = ()
         self.schedule = Schedule(config.optimizer, self.job.engine.optimizer, config.steps)
-        self.start = self._resume()
+        self.start = self.saved = self._resume()  # `saved`: the step of the newest checkpoint that is good
         self.log: journal.Journal | None = None
         if mesh.rank == 0:
             self._open_journal(stack)
@@ -119,6 +126,7 @@ class _Run:
                 fix="restore 'data' and 'batch' of the config, or start a new run from the checkpoint's weights",
                 where=self.mesh.where(),
             )  # fmt: skip
+        self.passed_over = found.passed_over
         return found.step
 
     def _open_journal(self, stack: ExitStack) -> None:
@@ -134,7 +142,9 @@ class _Run:
         self.log = journal.Journal(folder / "metrics.jsonl", self.start, sinks)
         stack.callback(self.log.close)
         if self.start:
-            self._event("resumed", f"going on from the checkpoint of step {self.start}", self.start)
+            text = f"resumed from the checkpoint of step {self.start}"
+            text += f"; newer ones are damaged: {'; '.join(self.passed_over)}" if self.passed_over else ""
+            self._event("resumed", text, self.start)
 
     def _event(self, event: str, text: str, step: int, **more: Any) -> None:
         if self.log is not None:
@@ -150,7 +160,9 @@ class _Run:
             if self.orders.before_step is not None:
                 self.orders.before_step(step, self.job)
             rate = self.schedule.set(step)
-            stats = self.job.step(batch)
+            self.job.accumulate(batch)
+            self._compare(step + 1)
+            stats = self.job.engine.step()
             self.dog.stepped()
             step += 1
             self.losses.append(stats.loss)
@@ -161,7 +173,7 @@ class _Run:
                 began, at, self.paused = now, step, 0.0
             pause = time.perf_counter()
             ending = ending or self._stopping(step)
-            self._care(step, ending)
+            ending = self._care(step, ending) or ending
             self.paused += time.perf_counter() - pause
             if ending:
                 return ending
@@ -201,23 +213,36 @@ class _Run:
     def _outcome(self, code: int, step: int, why: str) -> Outcome:
         return Outcome(code, step, why, self.skipped, self.losses)
 
-    def _care(self, step: int, ending: Outcome | None) -> None:
-        """What is due after a step: copies compared, held-out loss, a checkpoint."""
+    def _compare(self, step: int) -> None:
+        """Before the optimizer writes: at ZeRO 1 and 2, and in half precision, its step overwrites every copy."""
+        every = self.config.safety.replicas_every
+        saves = step == self.config.steps or _due(step, self.config.checkpoint.every)
+        if every and (saves or step % every == 0):
+            self.dog.beat(f"comparing copies in step {step}")
+            peers.equal_copies(self.job.engine, step)
+
+    def _care(self, step: int, ending: Outcome | None) -> Outcome | None:
+        """Evaluate and save when they are due after a step. An outcome: the state is not finite."""
         config, last = self.config, step == self.config.steps
         saves = ending is not None or last or _due(step, config.checkpoint.every)
-        if config.safety.replicas_every and (saves or step % config.safety.replicas_every == 0):
-            self.dog.beat(f"comparing copies after step {step}")
-            peers.equal_copies(self.job.engine, step)
         if ending is None and (last or _due(step, config.evaluate.every)):
             self._evaluate(step)
         if saves:
             self.dog.beat(f"saving after step {step}")
             done = ending.step if ending else step
-            self.keeper.save(done, {"data": self.job.fingerprint, "config": config.model_dump(mode="json")})
+            try:
+                self.keeper.save(done, {"data": self.job.fingerprint, "config": config.model_dump(mode="json")})
+            except NotFinite as error:
+                self._event("not saved", f"{error.what}: {error.seen}", step)
+                why = f"{ending.why}; " if ending else ""
+                ending = self._outcome(NOT_FINITE, self.saved, f"{why}{error.what}: {error.seen}")
+            else:
+                self.saved = done
         if ending is not None or last:
             self.keeper.wait()
             self.dog.beat("saved")
             self.wish.done()
+        return ending
 
     def _evaluate(self, step: int) -> None:
         found = self.job.evaluate(self.dog.beat)

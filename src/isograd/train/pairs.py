@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from isograd.comm import raw
 from isograd.contrastive import GradCache, InfoNCE
 from isograd.data.pairs import Pairs
-from isograd.engine import Stats
 from isograd.errors import ConfigError
 from isograd.layout import Layout
 from isograd.mesh import DATA, Mesh
@@ -69,9 +68,8 @@ class PairsJob:
         )
         return {name: found[name].to(self.mesh.device) for name in ("input_ids", "attention_mask")}
 
-    def step(self, batch: tuple[dict[str, Tensor], dict[str, Tensor]]) -> Stats:
+    def accumulate(self, batch: tuple[dict[str, Tensor], dict[str, Tensor]]) -> None:
         self.cache.backward(*batch)
-        return self.engine.step()
 
     @torch.no_grad()
     def evaluate(self, beat: Beat) -> Evaluated | None:

@@ -34,23 +34,31 @@ def same_config(text: str, mesh: Mesh) -> None:
 
 
 def equal_copies(engine: Engine, step: int) -> None:
-    """Parameters that several ranks hold are equal, bit by bit; a difference names parameter and ranks."""
+    """Refuse to go on when ranks hold different bits of a parameter of which they hold copies.
+
+    Called in a step, before the optimizer writes: what it writes makes the copies equal again at ZeRO 1 and 2, where
+    they come from the owners of the rows, and in half precision, where they come from the fp32 masters.
+    """
     mesh = engine.mesh
     copied = {record.name: _copied_over(record.contract, mesh) for record in engine.table}
+    mine = None
     for axes in sorted({axes for over in copied.values() for axes in over}):
         names = sorted(name for name, over in copied.items() if axes in over)
         found = first_unlike({name: engine.held(name) for name in names}, mesh.group(axes))
-        if found is not None:
-            rank, unlike = found
-            raise TrainError(
-                "IG984",
-                f"after step {step} copies of parameters are no longer equal",
-                seen=f"rank {mesh.rank} and rank {rank} differ in {unlike[:8]}{' ...' if len(unlike) > 8 else ''}",
-                expected=f"equal bytes on every rank of {axes!r}",
-                fix="a rank computed or stored something wrong: check its memory, and resume from a checkpoint "
-                "before this step; 'isograd verify' says whether the layout's gradients are right",
-                where=mesh.where(),
-            )
+        if found is not None and mine is None:
+            mine = [found[0], found[1][:8] + ["..."] * (len(found[1]) > 8), axes]
+    said = gather_notes(mine, mesh.group("world"), mesh.device)
+    rank = next((rank for rank, note in enumerate(said) if note), None)
+    if rank is not None:
+        other, unlike, axes = said[rank]
+        raise TrainError(
+            "IG984",
+            f"copies of parameters are no longer equal in step {step}",
+            seen=f"rank {rank} and rank {other} differ in {', '.join(unlike)}",
+            expected=f"equal bytes on every rank of {axes!r}",
+            fix="a rank computed or stored something wrong: check its memory, and resume from a checkpoint "
+            "before it; 'isograd verify' says whether the layout's gradients are right",
+        )
 
 
 def _copied_over(contract: Contract, mesh: Mesh) -> list[str]:

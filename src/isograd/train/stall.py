@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 from isograd import inside
@@ -19,6 +20,14 @@ from isograd.errors import TrainError
 
 STALLED = 7
 _WAITS = "isograd/comm/raw.py"  # the only file from which ranks talk to each other
+
+
+FIRST = 10.0  # times the limit, until the first step is done
+
+
+def patience(limit: float) -> float:
+    """Seconds that collectives must wait at least, so that the watchdog is the first to speak."""
+    return 2 * FIRST * limit + 60
 
 
 def happened(folder: Path) -> bool:
@@ -29,23 +38,33 @@ def happened(folder: Path) -> bool:
 class Watchdog:
     """`beat(what)` says that this rank goes on; without one for `limit` seconds the process ends.
 
-    Until `stepped` is called it has ten times as long: first steps import, compile and load.
+    Between `joined` and `stepped` it has ten times as long: first steps import, compile and load.
     """
 
-    def __init__(self, folder: Path, rank: int, size: int, limit: float, where: str) -> None:
-        self.folder, self.rank, self.size, self.limit, self.where = folder / "stalled", rank, size, limit, where
+    def __init__(self, folder: Path, rank: int, size: int, limit: float) -> None:
+        """Started before the ranks have joined each other: a rank that never comes is named, too."""
+        self.folder, self.rank, self.size, self.limit = folder / "stalled", rank, size, limit
+        self.where, self.has_joined = f"rank {rank}", False
         self.main = threading.main_thread().ident
-        self._what, self._last = "starting", time.monotonic()
-        self.patience = 10.0
+        self._what, self._last = "joining the other ranks", time.monotonic()
+        self.patience = 1.0
+        self.before_end: Callable[[], None] = lambda: None  # what the process may still finish
         self._over = threading.Event()
-        self._report().unlink(missing_ok=True)
+        for report in self.folder.glob("rank-*"):  # of an earlier run
+            report.unlink(missing_ok=True)
         self._thread = threading.Thread(target=self._watch, daemon=True, name="isograd stall watchdog")
         self._thread.start()
 
     def beat(self, what: str) -> None:
         self._what, self._last = what, time.monotonic()
 
+    def joined(self, where: str) -> None:
+        """All ranks are there; `where` says which one this is."""
+        self.where, self.has_joined, self.patience = where, True, FIRST
+        self.beat("starting")
+
     def stepped(self) -> None:
+        """The first step is done: from now on the limit itself counts."""
         self.patience = 1.0
 
     def close(self) -> None:
@@ -75,6 +94,7 @@ class Watchdog:
             time.sleep(0.05)
         if self._speaks():
             print(self.diagnosis(), file=sys.stderr, flush=True)
+        self.before_end()
         time.sleep(0.5)  # the first to leave would look like the culprit
         os._exit(STALLED)
 
@@ -85,18 +105,26 @@ class Watchdog:
     def diagnosis(self) -> str:
         reports = {rank: _read(self._report(rank)) for rank in range(self.size)}
         silent = [rank for rank, (kind, _) in reports.items() if kind != "waits"]
-        others = f"the others wait for rank{'s' if len(silent) > 1 else ''} {_spell(silent)}"
+        spelled = f"rank{'s' if len(silent) > 1 else ''} {_spell(silent)}"
+        seen = f"the others wait for {spelled}" if self.has_joined else f"{spelled} of {self.size} did not join"
+        if not silent and len({_stack(text) for _, text in reports.values()}) == 1:
+            seen = "every rank waits at the same place in the program: their connections are lost"
+        elif not silent:
+            seen = "every rank waits in a collective, at different places: they wait for different ones"
         error = TrainError(
             "IG980",
             f"no progress for {self.limit * self.patience:g} s",
-            seen=others if silent else "every rank waits in a collective, so they wait for different ones",
-            expected="a step within safety.stall_s on every rank",
-            fix=f"read the stacks below; all of them are in {self.folder}",
+            seen=seen,
+            expected="a step within safety.stall_s on every rank" if self.has_joined else f"{self.size} ranks",
+            fix=f"read the stacks below; all of them are in {self.folder}"
+            if self.has_joined
+            else "start the missing ranks, or look at MASTER_ADDR and the network of their machines",
         )
         lines = [str(error)]
         for rank in (silent or list(reports))[:4]:
             kind, text = reports[rank]
-            lines.append(f"\nrank {rank}:" if kind else f"\nrank {rank} gave no sign: stopped, dead or out of reach")
+            gave_none = "gave no sign: stopped, dead or out of reach" if self.has_joined else "was never seen"
+            lines.append(f"\nrank {rank}:" if kind else f"\nrank {rank} {gave_none}")
             lines.append(text.rstrip())
         return "\n".join(lines)
 
@@ -109,6 +137,11 @@ def _read(file: Path) -> tuple[str, str]:
             return kind, text
     except OSError:
         return "", ""
+
+
+def _stack(text: str) -> str:
+    """A report without its first line, which says which rank it is of."""
+    return text.partition("\n")[2]
 
 
 def _spell(ranks: list[int]) -> str:

@@ -1,0 +1,178 @@
+"""Faults of a machine: flipped bits, NaN in the optimizer's state, a slow disk, a rank that never comes."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from isograd.checkpoint import Keeper, folder, write
+from isograd.engine.plan import Slot
+from isograd.errors import TrainError
+from isograd.train import journal, loop, peers
+from isograd.train.language import Language
+from isograd.train.stall import STALLED
+from tests.checkpoint import toys
+from tests.train.test_loop import QUIET, config_of, losses
+
+# -- a flipped bit ---------------------------------------------------------------------------------------------------
+
+
+def flip_a_bit(tensor: torch.Tensor, row: int) -> None:
+    whole = {2: torch.int16, 4: torch.int32}[tensor.itemsize]
+    tensor.view(whole)[row].flatten()[3:4].bitwise_xor_(1)  # the lowest bit of the mantissa
+
+
+def flips() -> list[tuple[str, str]]:
+    """(what was flipped, what was said) for each stage and dtype, in rows that the rank owns and in others."""
+    found = []
+    for zero in range(3):
+        for dtype in (torch.float32, torch.bfloat16):
+            for owned in (True, False):
+                engine = toys.engine_of(f"dp2 zero{zero}", dtype=dtype)
+                toys.train(engine, 0, 1, gradients=False)
+                peers.equal_copies(engine, 1)
+                if engine.mesh.rank == 1:
+                    slot = next(slot for slot in engine.plan.slots if slot.name == "blocks.1.mlp.up.weight")
+                    flip_a_bit(engine.held(slot.name), row_of(slot, owned))
+                engine.accumulate(toys.batch(1, engine.mesh), 2)
+                try:
+                    peers.equal_copies(engine, 2)
+                    said = "nothing"
+                except TrainError as error:
+                    said = str(error)
+                found.append((f"zero{zero} {dtype} {owned}", said))
+    return found
+
+
+def row_of(slot: Slot, owned: bool) -> int:
+    mine = range(slot.cuts[slot.owner], slot.cuts[slot.owner + 1])
+    return next(row for row in range(len(slot.parameter)) if (row in mine) == owned)
+
+
+def test_one_flipped_bit_is_found_at_every_stage_before_the_step_overwrites_it(worlds) -> None:
+    """FAILURES B2: at ZeRO 1 and 2 copies were compared after the owners' rows had replaced them."""
+    ours, theirs = worlds(2).run(flips)
+    assert ours == theirs
+    assert len(ours) == 12
+    for what, said in ours:
+        assert "IG984" in said and "rank 0 and rank 1 differ in blocks.1.mlp.up.weight" in said, what
+
+
+# -- NaN -------------------------------------------------------------------------------------------------------------
+
+
+def spoil(step: int, job: Language, *, at: int) -> None:
+    """What a flipped exponent bit does: NaN in Adam's state on one rank. The gradients stay finite."""
+    if step == at and job.mesh.rank == 1:
+        next(kept for kept in job.engine.optimizer.state.values() if kept)["exp_avg"].view(-1)[0] = torch.nan
+
+
+def test_a_state_with_nan_is_not_saved_and_the_run_resumes_before_it(worlds, text: Path, tmp_path: Path) -> None:
+    """FAILURES B3: the checkpoint at exit code 6 held the NaN, and --resume auto took it for ever."""
+    config = config_of(tmp_path / "run", text, layout="dp2 zero1", checkpoint={"every": 1})
+    outcome = worlds(2).run(loop.run, config, replace(QUIET, before_step=partial(spoil, at=3)))[0]
+    assert (outcome.code, outcome.step) == (loop.NOT_FINITE, 3)
+    assert "after step 4 is not finite, and was not saved: rank 1: " in outcome.why
+    assert "optimizer/exp_avg/" in outcome.why and "model/" in outcome.why
+    assert folder.checkpoints(tmp_path / "run" / "checkpoints")[-1][0] == 3
+    assert [line["event"] for line in journal.read(tmp_path / "run" / "metrics.jsonl") if "event" in line][-1] == (
+        "not saved"
+    )
+    assert worlds(2).run(loop.run, config, QUIET)[0].code == 0
+    whole = config_of(tmp_path / "whole", text, layout="dp2 zero1")
+    worlds(2).run(loop.run, whole, QUIET)
+    assert losses(tmp_path / "run")[-3:] == losses(tmp_path / "whole")[-3:]
+
+
+# -- a slow disk -----------------------------------------------------------------------------------------------------
+
+
+def slow_writer(seconds: float) -> None:
+    """Each tensor takes this long."""
+    original = getattr(write.sha256, "original", write.sha256)
+
+    def slow(tensor: torch.Tensor, moved) -> str:
+        time.sleep(seconds)
+        return str(original(tensor, moved))
+
+    slow.original = original  # type: ignore[attr-defined]
+    write.sha256 = slow  # type: ignore[assignment]
+
+
+def slow_run(home: Path, text: Path, limit: float) -> tuple[int, float]:
+    """Rank 1 takes three times the limit to write a checkpoint; rank 0 waits for it."""
+    config = config_of(home, text, layout="dp2", steps=2, safety={"stall_s": limit}, evaluate={"batches": 1})
+
+    def slow(step: int, job: Language) -> None:
+        tensors = sum(len(kept) for kept in job.engine.optimizer.state.values())
+        if step == 1 and job.mesh.rank == 1:
+            slow_writer(3 * limit / tensors)
+
+    began = time.monotonic()
+    try:
+        return loop.run(config, replace(QUIET, before_step=slow)).code, time.monotonic() - began
+    finally:
+        write.sha256 = getattr(write.sha256, "original", write.sha256)
+
+
+@pytest.mark.medium
+def test_a_save_may_take_longer_than_the_watchdogs_limit(worlds, text: Path, tmp_path: Path) -> None:
+    """FAILURES B8: the run was ended, the partial folder swept, and the next run ended the same way."""
+    limit = 4.0
+    for code, seconds in worlds(2).run(slow_run, tmp_path, text, limit):
+        assert code == 0
+        assert seconds > 1.5 * limit
+
+
+def error_during_a_save(home: Path) -> list[int]:
+    engine = toys.engine_of("dp2 zero1")
+    toys.train(engine, 0, 1, gradients=False)
+    if engine.mesh.rank == 1:
+        slow_writer(0.03)
+    try:
+        with pytest.raises(ValueError, match="elsewhere"), Keeper(home, engine) as keeper:
+            keeper.save(1)
+            raise ValueError("elsewhere")
+    finally:
+        write.sha256 = getattr(write.sha256, "original", write.sha256)
+    return [step for step, _ in folder.checkpoints(home)]
+
+
+def test_an_error_elsewhere_lets_a_save_under_way_finish(worlds, tmp_path: Path) -> None:
+    """FAILURES B8."""
+    assert worlds(2).run(error_during_a_save, tmp_path) == [[1], [1]]
+
+
+# -- a rank that never comes -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.medium
+def test_a_rank_that_never_joins_is_named_within_the_limit(text: Path, tmp_path: Path) -> None:
+    """FAILURES B9: 75 s of silence, whatever safety.stall_s said."""
+    config = config_of(tmp_path / "run", text, layout="dp2", safety={"stall_s": 3.0})
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    stale = tmp_path / "run" / "stalled" / "rank-00001.txt"
+    stale.parent.mkdir(parents=True)
+    stale.write_text("waits\nof an earlier run")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    ended = subprocess.run(
+        [sys.executable, "-m", "isograd", "train", str(tmp_path / "config.yaml")],
+        env={**os.environ, **place, "MASTER_PORT": str(port)}, capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert ended.returncode == STALLED
+    assert "IG980: no progress for 3 s" in ended.stderr
+    assert "rank 1 of 2 did not join" in ended.stderr
+    assert "rank 1 was never seen" in ended.stderr
