@@ -56,5 +56,6 @@ def test_the_rank_and_the_parameters_of_a_skipped_step_are_named(worlds, zero: i
         assert last is None
         assert (loss.ranks, set(loss.parameters)) == ((1,), everything)
         assert (backward.ranks, set(backward.parameters)) == ((), {"first.weight", "first.bias"})
+        assert backward.born == loss.born == (1,)  # FAILURES B4: the rank was not named
         assert "rank 1" in str(loss)
-        assert "every loss was finite" in str(backward)
+        assert "every loss was finite; the backward of rank 1 was not; gradients of" in str(backward)

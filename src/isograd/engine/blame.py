@@ -1,12 +1,16 @@
-"""Whose numbers were not finite, when a step was skipped: the ranks by their losses, the parameters by their gradients.
+"""Which ranks and parameters had numbers that are not finite, when a step was skipped.
 
-Asked for only then, so that it may gather names. A NaN in one rank's loss reaches every gradient; one that is born in
-backward leaves all losses finite, and the parameters upstream of it tell where.
+A NaN in one rank's loss reaches every gradient of that rank. A NaN that is born in backward leaves all losses finite:
+the parameters upstream of it have NaN gradients, on the rank where it was born. After the reduction every rank has
+them, and a rank's own gradients are gone. So the reducer keeps one number on the device for each bucket that leaves:
+the largest absolute value in it (`largest`), one pass over the gradients and no synchronisation. Only a skipped step
+looks at these numbers and gathers names.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,18 +28,42 @@ class Blame:
     """Equal on all ranks."""
 
     ranks: tuple[int, ...]  # whose own loss was not finite
-    parameters: tuple[str, ...]  # whose settled gradient was not; of many, the first ones of each rank
+    born: tuple[int, ...]  # whose own gradients were not finite, before they were summed over ranks
+    parameters: tuple[str, ...]  # whose reduced gradient was not finite; of many, the first ones of each rank
 
     def __str__(self) -> str:
-        losses = f"the loss of rank {', '.join(map(str, self.ranks))}" if self.ranks else "every loss was finite"
+        if self.ranks:
+            who = f"the loss of {_ranks(self.ranks)}"
+        elif self.born:
+            who = f"every loss was finite; the backward of {_ranks(self.born)} was not"
+        else:
+            who = "every loss was finite, and so were each rank's gradients until they were summed"
         shown = ", ".join(self.parameters[:6]) + (f" and {len(self.parameters) - 6} more" * (len(self.parameters) > 6))
-        return f"{losses}; gradients of {shown or 'no parameter (their norm overflowed)'}"
+        return f"{who}; gradients of {shown or 'no parameter (their norm overflowed)'}"
+
+
+def _ranks(ranks: tuple[int, ...]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 @torch.no_grad()
-def blame(plan: Plan, losses: Tensor, mesh: Mesh) -> Blame:
-    """`losses`: one per rank of the world. Gradients are looked at where they are settled, before they are cleared."""
+def largest(gradients: Sequence[Tensor]) -> Tensor:
+    """The largest absolute value of these tensors; NaN if one of them has NaN."""
+    filled = [gradient for gradient in gradients if gradient.numel()]
+    if not filled:
+        return torch.zeros(())
+    return torch.stack(torch._foreach_norm(filled, math.inf)).amax()
+
+
+@torch.no_grad()
+def blame(plan: Plan, losses: Tensor, left: Sequence[Tensor], mesh: Mesh) -> Blame:
+    """`losses`: one per rank of the world. `left`: `largest` of each bucket that has left this rank in the step.
+
+    Reduced gradients are looked at on the ranks that own their rows, before they are cleared.
+    """
+    born = any(not math.isfinite(value) for value in left)
     mine = [slot.name for slot in plan.slots if slot.paid is not None and not bool(torch.isfinite(slot.paid).all())]
-    told = gather_notes(mine[:_NAMES], mesh.group("world"), mesh.device)
-    names = dict.fromkeys(name for names in told for name in names)
-    return Blame(tuple(rank for rank, loss in enumerate(losses.tolist()) if not math.isfinite(loss)), tuple(names))
+    told = gather_notes([born, mine[:_NAMES]], mesh.group("world"), mesh.device)
+    names = dict.fromkeys(name for _, names in told for name in names)
+    ranks = tuple(rank for rank, loss in enumerate(losses.tolist()) if not math.isfinite(loss))
+    return Blame(ranks, tuple(rank for rank, (own, _) in enumerate(told) if own), tuple(names))

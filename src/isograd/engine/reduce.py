@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from isograd.comm import raw
+from isograd.engine.blame import largest
 from isograd.engine.plan import Bucket, Plan, Slot
 from isograd.engine.transport import Flight, Pieces, reduce_rows, tree_sum
 from isograd.mesh import DATA, Mesh
@@ -32,6 +33,7 @@ class Reducer:
         self.plan, self.mesh, self.keep_full, self.reproducible = plan, mesh, keep_full, reproducible
         self.group = mesh.group(DATA)
         self._flights: deque[tuple[Bucket, Flight]] = deque()
+        self.left: list[Tensor] = []  # of each bucket that left in this step: its largest value, for engine/blame.py
         self._unsent: list[Bucket] = []  # of this backward, in the order in which they leave
         self._tree: list[tuple[int, Pieces]] = []  # reproducible: (height, full gradients of 2**height micro-batches)
 
@@ -92,6 +94,7 @@ class Reducer:
     def _launch(self, bucket: Bucket) -> None:
         self._unsent.remove(bucket)
         gradients = [self._take(slot) for slot in bucket.slots]
+        self.left.append(largest(gradients))
         self._flights.append((bucket, reduce_rows(bucket.slots, gradients, self.group, tree=self.reproducible)))
         if self.keep_full:
             for slot, gradient in zip(bucket.slots, gradients, strict=True):
@@ -165,6 +168,7 @@ class Reducer:
                 slot.due = part.view(row.shape)
 
     def clear(self) -> None:
+        self.left.clear()
         for slot in self.plan.slots:
             slot.due = slot.paid = slot.full = None
             slot.used = False
