@@ -48,14 +48,26 @@ ARROWS = {
         "yamls",
     },
     # engine: what trains a case that brings no step of its own
-    "verify": {"comm", "contract", "engine", "errors", "layout", "mesh", "outside", "pipeline"},
+    "verify": {"screen", "comm", "contract", "engine", "errors", "layout", "mesh", "outside", "pipeline"},
     "verbs": set(),
     "screen": set(),
     "new": {"errors"},
     "__main__": {"cli"},
     "data": {"errors", "inside", "outside", "verbs"},
     # comm: snapshots of ranks are compared and counted; models: Hugging Face in and out
-    "checkpoint": {"verbs", "comm", "inside", "contract", "engine", "errors", "mesh", "models", "outside", "stored"},
+    "checkpoint": {
+        "screen",
+        "verbs",
+        "comm",
+        "inside",
+        "contract",
+        "engine",
+        "errors",
+        "mesh",
+        "models",
+        "outside",
+        "stored",
+    },
     "contrastive": {"comm", "contract", "engine", "errors", "mesh", "random"},
     "train": {
         "__version__",

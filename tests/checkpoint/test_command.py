@@ -60,6 +60,16 @@ def test_inspect_shows_the_newest_and_lists_tensors(saved: Path, capsys) -> None
     assert json.loads(said)["step"] == 1
 
 
+def test_inspect_fits_the_terminal(saved: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FAILURES D: tables were wider than the terminal."""
+    monkeypatch.setenv("COLUMNS", "80")
+    code, said = run(capsys, "inspect", saved / "step-00000001", "--tensors")
+    assert code == 0
+    assert "optimizer/exp_avg_sq/blocks.0.attention.out.weight" in said
+    lines = [line for line in said.splitlines() if str(saved) not in line]  # a path has no spaces to break it at
+    assert max(map(len, lines)) <= 80
+
+
 def test_a_run_s_own_folder_stands_for_its_checkpoints(saved: Path, tmp_path: Path, capsys) -> None:
     (tmp_path / "checkpoints").symlink_to(saved)
     assert "step       2" in run(capsys, "inspect", tmp_path)[1]

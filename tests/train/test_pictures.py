@@ -11,6 +11,8 @@ from PIL import Image, ImageColor
 
 from isograd.train import curves
 from isograd.train.compare import Row, table
+from isograd.verify.findings import Report, Subject
+from isograd.verify.report import render
 
 NAMES = ["dp4", "tp2 sp dp2", "cp2 ulysses dp2", "pp2 dp2 zero1"]
 
@@ -51,3 +53,15 @@ def test_a_comparison_fits_the_terminal(columns: int) -> None:
     assert lines[1].split() == ["layout", "ranks", "loss", "difference", "loss", "tokens/s", "GB", "MB/step"]
     words = " ".join(lines).split()
     assert all(word in words for layout in layouts for word in layout.split())
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_a_report_of_many_layouts_fits_the_terminal_and_shows_each(columns: int) -> None:
+    layouts = ["dp2 zero2", "dp8", "tp2 sp", "dp2 tp2 sp zero1", "cp4 ulysses2 tp2", "pp2 vpp2 dp2 zero1", "dp4 zero3"]
+    errors = {"blocks.0.attention.q_norm.weight": 1.2e-16, "embed.weight": 3e-17, "blocks.0.mlp.gate.weight": 2e-16}
+    report = Report("isograd's own models against one device, float64")
+    report.subjects = [Subject(f"llama {name}", 8, compared=True, errors=errors) for name in layouts]
+    text = render(report, width=columns)
+    assert max(map(len, text.splitlines())) <= columns
+    assert text.count("blocks.*.attention.q_norm.weight") == text.count("blocks.*.mlp.gate.weight") >= 1
+    assert text.count("1.2e-16") == len(layouts)

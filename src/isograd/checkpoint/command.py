@@ -16,6 +16,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from isograd import screen
 from isograd.verbs import Parser, Verb, run
 
 if TYPE_CHECKING:
@@ -57,10 +58,15 @@ def _inspect(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(facts | {"tensors": _tensors(reader, options.tensors)}, indent=1))
         return 0
+    columns = screen.width(10_000)
     for name, value in facts.items():
-        print(f"{name:<11}{value if isinstance(value, str | int) else _flat(value)}")
-    for row in _tensors(reader, options.tensors):
-        print(f"  {row['name']:<48} {row['dtype']:<5} {'x'.join(map(str, row['shape'])) or '1':<16} {row['pieces']}")
+        print(screen.fold(f"{name:<10} {value if isinstance(value, str | int) else _flat(value)}", columns))
+    rows = _tensors(reader, options.tensors)
+    wide = max((len(row["name"]) for row in rows), default=0)
+    wide = max(20, min(wide, columns - 34))
+    for row in rows:
+        shape = "x".join(map(str, row["shape"])) or "1"
+        print(screen.fold(f"  {row['name']:<{wide}}  {row['dtype']:<4}  {shape:<16}  {row['pieces']}", columns))
     return 0
 
 

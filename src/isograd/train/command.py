@@ -1,6 +1,6 @@
 """isograd train, compare and config: the command line of runs. Torch is not imported before a run starts.
 
-isograd train recipes/quickstart.yaml --layout "dp4 zero2" --optimizer.lr 1e-3
+isograd train quickstart.yaml --layout "dp4 zero2" --optimizer.lr 1e-3
 isograd train run.yaml --dry-run
 isograd train run.yaml --emit slurm --nodes 8 > run.sbatch
 isograd compare run.yaml --layouts "dp4; tp2 sp dp2; cp2 ulysses dp2"
@@ -122,7 +122,7 @@ def compare(words: list[str], kind: Parser) -> int:
 
 
 def _config_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", help="a YAML file; recipes/ has some to start from")
+    parser.add_argument("config", help="a YAML file; 'isograd recipes' lists some to start from")
 
 
 def _cluster_arguments(parser: argparse.ArgumentParser) -> None:

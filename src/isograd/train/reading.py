@@ -54,8 +54,8 @@ def load(path: str | Path, options: Sequence[str] = (), others: Sequence[str] = 
 def _read(path: Path) -> tuple[dict[str, Any], dict[Place, str]]:
     if not path.exists():
         raise ConfigError(
-            "IG631", f"no config file {path}", expected="a YAML file; recipes/ has some to start from",
-            fix="isograd train recipes/quickstart.yaml",
+            "IG631", f"no config file {path}", expected="a YAML file; 'isograd recipes' lists some to start from",
+            fix="isograd new quickstart",
         )  # fmt: skip
     try:
         values, lines = yamls.parse_with_lines(read_text(path, CONFIG, follow=True))

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from isograd import screen
 from isograd.errors import ConfigError, VerifyError
 
 if TYPE_CHECKING:
@@ -113,8 +113,7 @@ def _tell(report: Report, options: argparse.Namespace) -> int:
     from isograd.verify.report import render
 
     if options.json != "-":
-        columns = os.get_terminal_size().columns if sys.stdout.isatty() else 120
-        print(render(report, colour=sys.stdout.isatty(), width=max(80, columns)), end="")
+        print(render(report, colour=sys.stdout.isatty(), width=screen.width(120)), end="")
     if options.json:
         text = json.dumps(report.data(), indent=1)
         print(text) if options.json == "-" else Path(options.json).write_text(text)

@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
+from rich.measure import Measurement
 from rich.table import Table
 
 from isograd.verify.findings import BUG, INCONCLUSIVE, NOTE, PASS, Report, Subject, listed
@@ -15,6 +16,7 @@ from isograd.verify.recording import Recording
 
 COLOUR = {PASS: "green", BUG: "red", INCONCLUSIVE: "yellow", NOTE: "cyan"}
 WIDTH = 120
+LONG_NAME = 48  # characters of a parameter's name; longer ones are broken
 MOST_EVENTS = 500  # per rank in a report
 
 
@@ -33,18 +35,29 @@ def picture(report: Report, width: int = WIDTH) -> str:
 
 def _print(report: Report, console: Console) -> None:
     console.print(f"[bold]{escape(report.title)}[/]")
-    if any(subject.compared and subject.errors for subject in report.subjects):
-        console.print(_matrix(report))
+    for table in _matrices([subject for subject in report.subjects if subject.compared and subject.errors], console):
+        console.print(table)
     for subject in report.subjects:
         _subject(console, subject)
     counts = [f"{sum(s.verdict == v for s in report.subjects)} {v}" for v in (PASS, BUG, INCONCLUSIVE)]
     console.print(f"[bold {COLOUR[report.verdict]}]{report.verdict}[/]  ({', '.join(counts)})")
 
 
-def _matrix(report: Report) -> Table:
+def _matrices(shown: list[Subject], console: Console) -> list[Table]:
+    """One table of all subjects, or several where one would have to break words to fit the console."""
+    if not shown:
+        return []
+    table, half = _matrix(shown), len(shown) // 2
+    unlimited = console.options.update(max_width=10_000)
+    if half and Measurement.get(console, unlimited, table).minimum > console.width:
+        return _matrices(shown[:half], console) + _matrices(shown[half:], console)
+    return [table]
+
+
+def _matrix(shown: list[Subject]) -> Table:
     table = Table(caption="largest relative error per kind of parameter, over ranks and blocks, before clip")
-    table.add_column("parameter")
-    shown = [subject for subject in report.subjects if subject.compared and subject.errors]
+    kinds = [kind for subject in shown for kind in subject.classes()]
+    table.add_column("parameter", no_wrap=max(map(len, kinds)) <= LONG_NAME)
     for subject in shown:
         table.add_column(f"{escape(subject.name)}\n[{COLOUR[subject.verdict]}]{subject.verdict}[/]", justify="right")
     classes = {subject.name: subject.classes() for subject in shown}
