@@ -55,14 +55,17 @@ def language_model(config: TransformerConfig, mesh: Mesh, rows: int = 9) -> Case
 
 
 def llama(mesh: Mesh) -> Case:
+    """A case of a small Llama."""
     return language_model(LLAMA, mesh)
 
 
 def gpt2(mesh: Mesh) -> Case:
+    """A case of a small GPT-2."""
     return language_model(GPT2, mesh)
 
 
 def qwen(mesh: Mesh) -> Case:
+    """A case of a small Qwen 3."""
     return language_model(QWEN, mesh)
 
 

@@ -25,9 +25,13 @@ Box = Sequence[tuple[int, int]]  # (start, stop) along each dimension
 class Weights(Protocol):
     """Where parameters' first values are read from, by the model's own names."""
 
-    def has(self, name: str, shape: tuple[int, ...]) -> bool: ...
+    def has(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Whether there are values for the parameter of this name and global shape."""
+        ...
 
-    def read(self, name: str, shape: tuple[int, ...], box: Box) -> Tensor: ...
+    def read(self, name: str, shape: tuple[int, ...], box: Box) -> Tensor:
+        """The values of a box of the parameter."""
+        ...
 
 
 class Stored:

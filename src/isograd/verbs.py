@@ -14,6 +14,7 @@ Verb = tuple[str, Callable[[argparse.ArgumentParser], None], Callable[[argparse.
 
 
 def run(words: list[str], kind: Parser, room: str, about: str, examples: str, verbs: Mapping[str, Verb]) -> int:
+    """Parse `words` as a verb of this room with its options, and run it; returns the exit code."""
     parser = kind(
         prog=f"isograd {room}",
         description=about,

@@ -63,9 +63,11 @@ class World:
 
     @property
     def pids(self) -> list[int]:
+        """The process ids of the running ranks."""
         return [p.pid or 0 for p in self._ranks.processes] if self._ranks else []
 
     def close(self, kill: bool = False) -> None:
+        """End the ranks; `kill`: without asking them first."""
         if self._ranks is not None:
             self._ranks.stop(kill)
             self._ranks = None

@@ -102,6 +102,7 @@ class Handle:
                 work.wait()
 
     def wait(self) -> None:
+        """Wait until everything is sent and received."""
         if self._waiter is not None:
             self._waiter.join()
             if self._error is not None:

@@ -37,16 +37,20 @@ class Seat:
 
 @dataclass(frozen=True)
 class Answer:
+    """What a rank sends back: a value, or the traceback of its error."""
+
     ok: bool
     payload: bytes | str  # pickled value, or a traceback
     when: float
 
 
 def stack_file(directory: str, rank: int) -> str:
+    """Where a rank writes its stack when it is asked to."""
     return os.path.join(directory, f"stack.{rank}")
 
 
 def main(seat: Seat, jobs: Connection, watch: Connection, first: Any) -> None:
+    """The life of one rank: join the world, run `first` and then each job that arrives."""
     if seat.alive is not None:
         os.close(seat.alive)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # which the fork server ignores

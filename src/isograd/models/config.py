@@ -83,9 +83,7 @@ class TransformerConfig:
             f"{n} must be in [0, 1)" for n in ("dropout", "attention_dropout") if not 0 <= getattr(self, n) < 1
         ]
         if problems:
-            raise ConfigError(
-                "IG601", "invalid model config: " + "; ".join(problems), fix="fix every point above"
-            )
+            raise ConfigError("IG601", "invalid model config: " + "; ".join(problems), fix="fix every point above")
 
     @property
     def rotary_dims(self) -> int:

@@ -45,6 +45,7 @@ class Deferred:
         self._noted.append((weight, x, dy))
 
     def run(self) -> None:
+        """Compute the gradients of weights that were delayed, the last one first."""
         noted, self._noted = self._noted, []
         while noted:
             weight, x, dy = noted.pop()

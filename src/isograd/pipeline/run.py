@@ -34,9 +34,17 @@ Chunk = Callable[
 class Autograd(Protocol):
     """How the engine wants a backward to be run. `last`: no later backward of this stage reaches these parameters."""
 
-    def through(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor], last: bool) -> None: ...
-    def of_loss(self, loss: Tensor, weight: Tensor | float, last: bool) -> None: ...
-    def put_off(self, run: Callable[[], None], last: bool) -> None: ...
+    def through(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor], last: bool) -> None:
+        """Backward from what a stage passed on, with the gradients that came back for it."""
+        ...
+
+    def of_loss(self, loss: Tensor, weight: Tensor | float, last: bool) -> None:
+        """Backward from a micro-batch's loss on the last stage."""
+        ...
+
+    def put_off(self, run: Callable[[], None], last: bool) -> None:
+        """Run a function that adds gradients of weights."""
+        ...
 
 
 @dataclass
@@ -206,6 +214,7 @@ def _in_doubt(wait: Callable[[], T], mesh: Mesh) -> T:
 
 
 def shapes_of(micro: Any) -> tuple[tuple[int, ...], ...]:
+    """The shapes of all tensors of a micro-batch."""
     return tuple(tuple(t.shape) for t in tree.tree_leaves(micro) if isinstance(t, Tensor))
 
 
