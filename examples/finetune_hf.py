@@ -1,4 +1,4 @@
-"""Fine-tune a transformers model at ZeRO 3 on local ranks: any nn.Module, a loop written by hand, nothing downloaded.
+"""Fine-tune a transformers model at ZeRO 3 on local ranks: any nn.Module, your own loop, no download.
 
     python examples/finetune_hf.py                 # 2 ranks
     python examples/finetune_hf.py "dp4 zero3"

@@ -4,8 +4,8 @@
     python examples/verse_pairs.py packages
     isograd train recipes/pairs.yaml
 
-The packages are read as data; none of their code is executed. A verse's text is what lies between its two offsets in the
-package's long string, without its number.
+The packages are read as data; none of their code is executed. A verse's text is the part of the
+package's long string between two offsets, without the verse's number.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What all ranks of a cp group hold alike: the whole input sequences, and gathered outputs such as logits."""
+"""What is equal on all ranks of a cp group: the whole input sequences, and gathered outputs such as logits."""
 
 from __future__ import annotations
 
