@@ -1,4 +1,4 @@
-"""All ranks go on, or all raise: one small gather, in which each rank says what went wrong for it."""
+"""All ranks continue, or all raise: one small gather, in which each rank says what went wrong for it."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ T = TypeVar("T")
 
 
 def told(mine: Any, mesh: Mesh) -> list[Any]:
+    """What each rank of the world says, in rank order; all ranks call it."""
     return gather_notes(mine, mesh.group("world"), mesh.device)
 
 

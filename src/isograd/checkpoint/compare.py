@@ -30,6 +30,8 @@ def damages(reader: Reader) -> Iterator[tuple[str, str | None]]:
 
 @dataclass(frozen=True)
 class Difference:
+    """How one tensor, or one entry of the optimizer, differs between two checkpoints."""
+
     key: str
     what: str  # in words, when the tensors cannot be compared row by row
     rows: tuple[int, ...] = ()  # that differ

@@ -39,10 +39,12 @@ class Entry:
 
     @property
     def size(self) -> int:
+        """In bytes."""
         return math.prod(self.shape) * TORCH[self.dtype].itemsize
 
 
 def entry(name: str, tensor: Tensor, shape: Sequence[int] | None = None) -> Entry:
+    """The entry of a tensor, under another shape if one is given; refuses dtypes that safetensors does not have."""
     if tensor.dtype not in DTYPES:
         raise CheckpointError(
             "IG941",
@@ -65,7 +67,7 @@ def raw_bytes(tensor: Tensor) -> memoryview:
 
 
 def _chunks(tensor: Tensor) -> Iterator[memoryview]:
-    """A tensor's bytes in pieces, so that whoever reads or writes them can say in between that it is alive."""
+    """A tensor's bytes in pieces, so that its reader or writer can give a sign of life after each."""
     content = raw_bytes(tensor.contiguous())
     return (content[at : at + CHUNK] for at in range(0, len(content), CHUNK))
 
@@ -113,6 +115,7 @@ def write_tensors(
 
 
 def flush(file: Any) -> None:
+    """Return when everything written so far is on the disk."""
     file.flush()
     os.fsync(file.fileno())
 
@@ -125,6 +128,7 @@ def write_json(path: Path, value: Any) -> bytes:
 
 
 def write_bytes(path: Path, content: bytes) -> None:
+    """Write a file under another name, flush it, and rename it: the file is complete or absent."""
     draft = path.with_name(f".{path.name}.draft")
     with opened(draft, "wb") as file:
         file.write(content)

@@ -33,6 +33,7 @@ _REPLACED = re.compile(r"\.(step-\d{8,})\.replaced")
 
 
 def name_of(step: int) -> str:
+    """The name of a complete checkpoint's folder."""
     return f"step-{step:08d}"
 
 
@@ -50,6 +51,7 @@ def _entries(folder: Path) -> list[Path]:
 
 
 def partial(folder: Path, step: int, job: str) -> Path:
+    """Where a checkpoint lies while a job is writing it."""
     return folder / f".{name_of(step)}.partial-{job}"
 
 
@@ -93,6 +95,7 @@ class Lock:
         flush(self._file)
 
     def close(self) -> None:
+        """Let another job take the lock."""
         self._file.close()
 
 
@@ -102,7 +105,7 @@ def job_in(folder: Path) -> str:
 
 
 def sweep(folder: Path) -> None:
-    """Remove what a kill has left, and finish what it interrupted. Only for who holds the lock."""
+    """Remove what a kill has left, and finish what it interrupted. Only the holder of the lock calls this."""
     for place in _entries(folder):
         if _LEFT.fullmatch(place.name):
             shutil.rmtree(place, ignore_errors=True)

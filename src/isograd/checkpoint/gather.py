@@ -20,6 +20,8 @@ from isograd.mesh import Mesh
 
 
 class Gathered:
+    """Which rank holds which box of each tensor, and a way to have each tensor whole on rank 0."""
+
     def __init__(self, parts: Sequence[Part], mesh: Mesh) -> None:
         """All ranks learn who holds what."""
         self.mesh = mesh

@@ -42,10 +42,12 @@ SHOWN = 8  # names in an error
 
 
 class NotFinite(CheckpointError):
-    """IG946: the state has NaN or Inf in it."""
+    """IG946: the state has NaN or Inf in it. Raised on all ranks by `Keeper.save`."""
 
 
 class Keeper:
+    """Saves and loads the state of one engine in one folder; see the top of this file."""
+
     def __init__(
         self,
         folder: str | Path,

@@ -46,6 +46,8 @@ class Damage(Exception):
 
 
 class Piece(NamedTuple):
+    """What one rank wrote of a tensor: a box of it, in a file, with its hash."""
+
     file: str
     box: Box
     sha256: str
@@ -63,6 +65,7 @@ class Saved:
 
     @property
     def pieces(self) -> Iterator[Piece]:
+        """The columns, read row by row."""
         width = 2 * max(1, len(self.shape))
         for i, (file, sha256) in enumerate(zip(self.files, self.sha256, strict=True)):
             ends = self.boxes[i * width : (i + 1) * width]
@@ -71,6 +74,8 @@ class Saved:
 
 @dataclass(frozen=True)
 class Manifest:
+    """The contents of manifest.json, typed."""
+
     step: int
     layout: str
     model: dict[str, Any] | None  # checkpoint/hugging.py's description
@@ -81,6 +86,7 @@ class Manifest:
     written_by: dict[str, str]
 
     def write(self, folder: Path) -> None:
+        """Write manifest.json and its hash."""
         number = {file: i for i, file in enumerate(self.files)}
         tensors = {
             key: {
@@ -100,6 +106,7 @@ class Manifest:
 
 
 def versions() -> dict[str, str]:
+    """Which isograd and which torch write this checkpoint."""
     try:
         own = importlib.metadata.version("isograd")
     except importlib.metadata.PackageNotFoundError:  # run from its source
@@ -293,4 +300,5 @@ def _check_cover(tensors: dict[str, Saved]) -> None:
 
 
 def volume(box: Box) -> int:
+    """How many elements a box has."""
     return math.prod(stop - start for start, stop in box)

@@ -22,6 +22,8 @@ from isograd.outside import FileError, opened, read_header
 
 
 class Reader:
+    """One checkpoint, open for reading: any box of any tensor, checked against its hash."""
+
     def __init__(self, folder: Path) -> None:
         """Raises Damage when the manifest is."""
         self.folder = folder
@@ -89,19 +91,21 @@ class Reader:
         return self._opened[file]
 
     def close(self) -> None:
+        """Close the files that are open."""
         self._opened.clear()
 
 
 class SavedWeights:
     """A checkpoint's parameters as first values of a new run: Engine(model, ..., weights=SavedWeights(place)).
 
-    Under any layout, and without the optimizer; `Keeper.load` goes on with the run that saved it.
+    Under any layout, and without the optimizer; `Keeper.load` resumes the run that saved it.
     """
 
     def __init__(self, place: str | Path) -> None:
         self._reader = open_whole(Path(place))
 
     def has(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Whether this parameter or buffer was saved; refuses one that was saved with another shape."""
         saved = self._kept(name)
         if saved is not None and saved[1].shape != shape:
             raise CheckpointError(
@@ -114,6 +118,7 @@ class SavedWeights:
         return saved is not None
 
     def read(self, name: str, shape: tuple[int, ...], box: Sequence[tuple[int, int]]) -> Tensor:
+        """A box of a saved parameter or buffer."""
         saved = self._kept(name)
         assert saved is not None
         try:

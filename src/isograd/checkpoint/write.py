@@ -56,6 +56,8 @@ class Job:
 
 
 class Writing(threading.Thread):
+    """The thread that writes this rank's part of a checkpoint; on rank 0 it also completes the checkpoint."""
+
     def __init__(self, job: Job) -> None:
         super().__init__(name=f"isograd checkpoint {job.step}", daemon=True)
         self.job = job
@@ -65,9 +67,11 @@ class Writing(threading.Thread):
         self.start()
 
     def moved(self) -> None:
+        """A chunk was hashed, written or flushed."""
         self.moves += 1
 
     def run(self) -> None:
+        """What the thread does; an exception is kept in `error` for `Keeper.wait`."""
         try:
             write_own(self.job, self.moved)
             if self.job.rank == 0 and self._all_recorded():
@@ -85,10 +89,12 @@ class Writing(threading.Thread):
 
 
 def file_name(rank: int) -> str:
+    """The file of a rank's tensors."""
     return f"rank-{rank:05d}.safetensors"
 
 
 def record_name(rank: int) -> str:
+    """The file that says what a rank has written, until the manifest says it."""
     return f"rank-{rank:05d}.json"
 
 

@@ -25,10 +25,12 @@ class Evaluated:
     more: dict[str, float] = field(default_factory=dict)  # accuracies and such, by name
 
 
-Beat = Callable[[str], None]  # tells that this rank goes on, and with what
+Beat = Callable[[str], None]  # tells the watchdog that this rank makes progress, and what it does
 
 
 class Job(Protocol):
+    """A task: a model in an engine, its batches, and how it is evaluated."""
+
     mesh: Mesh
     engine: Engine
     fingerprint: str  # of all that decides which samples come when
@@ -37,21 +39,32 @@ class Job(Protocol):
     flops: float  # of one of them, forward and backward
 
     @property
-    def model(self) -> nn.Module: ...
+    def model(self) -> nn.Module:
+        """The model that is trained."""
+        ...
 
-    def batch(self, step: int) -> Any: ...  # this rank's rows; read in a thread, so no collective
+    def batch(self, step: int) -> Any:
+        """This rank's rows of a step. Called in a thread, so it calls no collective."""
+        ...
 
-    def accumulate(self, batch: Any) -> None: ...  # gradients of a step; the loop then calls `engine.step`
+    def accumulate(self, batch: Any) -> None:
+        """Forward and backward of a step; the loop then calls `engine.step`."""
+        ...
 
-    def evaluate(self, beat: Beat) -> Evaluated | None: ...  # None: nothing is held out
+    def evaluate(self, beat: Beat) -> Evaluated | None:
+        """The loss on held-out data; None when nothing is held out."""
+        ...
 
-    def finish(self, sample: int) -> str | None: ...  # what to show of the trained model, at the end
+    def finish(self, sample: int) -> str | None:
+        """What to show of the trained model at the end."""
+        ...
 
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 
 def engine_of(config: Config, model: nn.Module, mesh: Mesh, weights: Weights | None = None) -> Engine:
+    """The engine that a config asks for."""
     return Engine(
         model,
         mesh,
@@ -70,6 +83,7 @@ def rows_of(config: Config, mesh: Mesh) -> range:
 
 
 def make_job(config: Config, mesh: Mesh) -> Job:
+    """The task that a config asks for: token sequences, or pairs of texts."""
     if config.pairs is not None:
         from isograd.train.pairs import PairsJob
 

@@ -41,6 +41,8 @@ MOST_SKIPPED = 20  # steps in a row
 
 @dataclass
 class Outcome:
+    """How a run ended; equal on all ranks, apart from `why` of a wish to stop."""
+
     code: int
     step: int  # how many were done in all
     why: str = ""
@@ -108,7 +110,7 @@ class _Run:
             if self.keeper.newest() is not None:
                 raise TrainError(
                     "IG985", "this run's folder holds checkpoints of an earlier run", seen=str(self.keeper.newest()),
-                    expected="--resume auto to go on with it, or another folder",
+                    expected="--resume auto to resume it, or another folder",
                     fix="--run FOLDER, or delete the folder",
                 )  # fmt: skip
             return 0

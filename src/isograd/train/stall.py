@@ -20,8 +20,6 @@ from isograd.errors import TrainError
 
 STALLED = 7
 _WAITS = "isograd/comm/raw.py"  # the only file from which ranks talk to each other
-
-
 FIRST = 10.0  # times the limit, until the first step is done
 
 
@@ -36,7 +34,7 @@ def happened(folder: Path) -> bool:
 
 
 class Watchdog:
-    """`beat(what)` says that this rank goes on; without one for `limit` seconds the process ends.
+    """`beat(what)` says that this rank makes progress; without a beat for `limit` seconds the process ends.
 
     Between `joined` and `stepped` it has ten times as long: first steps import, compile and load.
     """
@@ -56,6 +54,7 @@ class Watchdog:
         self._thread.start()
 
     def beat(self, what: str) -> None:
+        """This rank makes progress, and does `what` next."""
         self._what, self._last = what, time.monotonic()
 
     def joined(self, where: str) -> None:
@@ -68,6 +67,7 @@ class Watchdog:
         self.patience = 1.0
 
     def close(self) -> None:
+        """Stop watching."""
         self._over.set()
         self._thread.join()
 
@@ -103,6 +103,7 @@ class Watchdog:
         return all(not self._report(rank).exists() for rank in range(self.rank))
 
     def diagnosis(self) -> str:
+        """The silent ranks and where they were, from the reports of all ranks."""
         reports = {rank: _read(self._report(rank)) for rank in range(self.size)}
         silent = [rank for rank, (kind, _) in reports.items() if kind != "waits"]
         spelled = f"rank{'s' if len(silent) > 1 else ''} {_spell(silent)}"
