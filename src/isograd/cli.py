@@ -31,15 +31,17 @@ COMMANDS = ("new", "recipes", "train", "compare", "config", "data", "ckpt", "exp
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
+        """Raise what argparse found as an IsogradError, with the nearest command where one was misspelled."""
         word = re.search(r"COMMAND: invalid choice: '(.*?)'", message)
         hint = did_you_mean(word[1], COMMANDS) if word else ""
         raise ConfigError("IG600", f"{message}{hint}", fix=f"see '{self.prog} --help'")
 
     def format_help(self) -> str:
+        """The help text, no line wider than the terminal."""
         return screen.fold(super().format_help(), screen.width())
 
     def refuse(self, extra: list[str]) -> NoReturn:
-        """Arguments that nothing reads: options by their nearest name, words as a layout that lacks its quotes."""
+        """Raise for arguments that no option reads: unknown options with the nearest name, words that lack quotes."""
         names = re.findall(r"--[a-z-]+", self.format_help())
         options = [word.partition("=")[0] for word in extra if word.startswith("-")]
         hints = [f"unknown option {word!r}{did_you_mean(word, names)}" for word in options]
@@ -71,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _command_of(first: list[str]) -> Callable[[list[str], type[_Parser]], int] | None:
-    """A room's own command line."""
+    """The command line of a room that has its own; None for the commands that are defined here."""
     if first[:1] == ["data"]:
         from isograd.data.command import main as data
 

@@ -76,7 +76,7 @@ class ContrastiveError(IsogradError):
 
 
 class TrainError(IsogradError):
-    """IG98x and IG99x: a run that cannot start or go on."""
+    """IG98x and IG99x: a run that cannot start or continue."""
 
 
 class ConfigError(IsogradError):

@@ -1,7 +1,7 @@
-"""A room's command line that is made of verbs: `isograd data build ...`, `isograd ckpt verify ...`.
+"""Commands made of verbs: `isograd data build ...`, `isograd ckpt verify ...`.
 
-Nothing but argparse is imported here. A room lists its verbs; each has its words for people, its options, and what it
-does with them.
+Only argparse is imported here, so that help needs no torch. A command lists its verbs; each verb has a description, a
+function that adds its options to a parser, and a function that runs it and returns the exit code.
 """
 
 from __future__ import annotations

@@ -44,6 +44,7 @@ exit codes:
 
 
 def train(words: list[str], kind: Parser) -> int:
+    """`isograd train`: show what will be done, then start the ranks or join those that run; the exit code."""
     parser = kind(
         prog="isograd train", allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Train by a config. Starts local ranks itself, or joins torchrun's or Slurm's.", epilog=TRAIN_END,
@@ -52,7 +53,9 @@ def train(words: list[str], kind: Parser) -> int:
     parser.add_argument("--nproc", type=int, help="local ranks; the layout says how many, this only checks it")
     parser.add_argument("--dry-run", action="store_true", help="check everything, take one step, keep nothing")
     _force_argument(parser)
-    parser.add_argument("--resume", default="auto", metavar="auto|PATH|never", help="where to start (default auto)")
+    parser.add_argument(
+        "--resume", default="auto", metavar="auto|PATH|never", help="the checkpoint to start from (default: the newest)"
+    )
     parser.add_argument("--until", type=int, metavar="STEP", help="stop after this step, as if asked to")
     parser.add_argument(
         "--log-format", choices=("auto", "lines", "json"), default="auto",
@@ -78,6 +81,7 @@ def train(words: list[str], kind: Parser) -> int:
 
 
 def config(words: list[str], kind: Parser) -> int:
+    """`isograd config show` and `isograd config schema`; the exit code."""
     parser = kind(prog="isograd config", allow_abbrev=False, description="Look at configs.")
     verbs = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", parser_class=kind, dest="verb")
     show = verbs.add_parser("show", help="every value and where it comes from", allow_abbrev=False)
@@ -97,20 +101,23 @@ def config(words: list[str], kind: Parser) -> int:
 
 
 def compare(words: list[str], kind: Parser) -> int:
+    """`isograd compare`: the same run under several layouts; the exit code."""
     parser = kind(
         prog="isograd compare", allow_abbrev=False,
         description="The same run under several layouts: losses, speed, memory, bytes on the wire. Table, PNG, HTML.",
     )  # fmt: skip
     _config_argument(parser)
-    parser.add_argument("--layouts", required=True, metavar="A;B;...", help="the first is what others are compared to")
+    parser.add_argument("--layouts", required=True, metavar="A;B;...", help="the others are compared to the first")
     _force_argument(parser)
     parser.add_argument("--out", metavar="FOLDER", help="where pictures and numbers go (default: RUN/compare)")
     options, dotted = _parse(parser, words)
     layouts = [text.strip() for text in options.layouts.split(";") if text.strip()]
     loads = {layout: _load(options.config, [*dotted, f"--layout={layout}"], parser) for layout in layouts}
     if len(loads) < 2:
-        raise ConfigError("IG636", "nothing to compare", seen=options.layouts, expected="two layouts or more",
-                          fix="--layouts 'dp4; tp2 sp dp2'")  # fmt: skip
+        raise ConfigError(
+            "IG636", "a comparison needs two layouts", seen=options.layouts, expected="two layouts or more",
+            fix="--layouts 'dp4; tp2 sp dp2'",
+        )  # fmt: skip
     from isograd.train.compare import compare as run
     from isograd.train.devices import this_machine
     from isograd.train.opening import opening, refuse_data
@@ -162,7 +169,7 @@ def _refuse(found: Opening, force: bool) -> None:
 
 
 def _parse(parser: argparse.ArgumentParser, words: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The parser's own options, and those that are fields of a config."""
+    """(the parser's own options, the words that set fields of the config)."""
     own = parser._option_string_actions
     mine, dotted, rest = [], [], list(words)
     while rest:
@@ -248,7 +255,7 @@ def _said(outcome: object) -> int:
 
 
 def _joins() -> bool:
-    """Whether this process is a rank that somebody else started. Slurm's words become torch's."""
+    """Whether torchrun or Slurm started this process as a rank. Slurm's variables are copied to torch's names."""
     slurm = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_NTASKS", "LOCAL_RANK": "SLURM_LOCALID",
              "LOCAL_WORLD_SIZE": "SLURM_NTASKS_PER_NODE"}  # fmt: skip
     if "RANK" not in os.environ and int(os.environ.get("SLURM_NTASKS", "1")) > 1 and "MASTER_ADDR" in os.environ:
@@ -258,9 +265,10 @@ def _joins() -> bool:
 
 @contextmanager
 def _passes_on(world: World) -> Iterator[None]:
-    """A wish to stop reaches all ranks; a second Ctrl-C ends at once."""
+    """While this lasts, a signal that asks to stop is passed on to all ranks; a second Ctrl-C ends at once."""
 
     def ask(number: int, _: object) -> None:
+        """Signal every rank; arm the second Ctrl-C."""
         for pid in world.pids:
             os.kill(pid, PASSED_ON)
         if number == signal.SIGINT:

@@ -1,4 +1,4 @@
-"""The same run under several layouts: what changes is speed, memory and bytes; what must not change is the loss.
+"""The same run under several layouts: speed, memory and bytes differ; the losses must not.
 
 Each layout runs in its own folder from the same first values on the same samples. Bytes are what the sockets of a
 rank's process sent, so they are known for gloo on Linux and left out elsewhere.

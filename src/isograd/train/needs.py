@@ -43,10 +43,12 @@ class Needs:
 
     @property
     def states(self) -> float:
+        """What a rank keeps for the whole run, and the gradients of a step."""
         return self.parameters + self.gradients + self.optimizer
 
     @property
     def total(self) -> float:
+        """Everything at once: a bound, as activations fall while gradients grow."""
         return self.states + self.activations + PROGRAM
 
 

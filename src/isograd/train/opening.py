@@ -40,6 +40,7 @@ class Opening:
 
     @property
     def layout(self) -> Layout:
+        """The layout of the config."""
         return Layout.parse(self.config.layout)
 
     @property

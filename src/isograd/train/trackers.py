@@ -57,6 +57,7 @@ def _tensorboard(_: Config, folder: Path, stack: ExitStack) -> Sink:
     stack.callback(writer.close)
 
     def sink(entry: dict[str, Any]) -> None:
+        """Send the numbers of one journal entry."""
         for name, value in _numbers(entry).items():
             writer.add_scalar(name, value, entry["step"])
         writer.flush()
@@ -71,6 +72,7 @@ def _trackio(config: Config, folder: Path, stack: ExitStack) -> Sink:
     stack.callback(trackio.finish)
 
     def sink(entry: dict[str, Any]) -> None:
+        """Send the numbers of one journal entry."""
         trackio.log(_numbers(entry), step=entry["step"])
 
     return sink
@@ -95,6 +97,7 @@ def _wandb(config: Config, folder: Path, stack: ExitStack) -> Sink:
     run.define_metric("*", step_metric="at")
 
     def sink(entry: dict[str, Any]) -> None:
+        """Send the numbers of one journal entry."""
         # wandb's own step must not go back, and a resumed run does some steps again: 'at' is the axis instead
         run.log({**_numbers(entry), "at": entry["step"]})
 
@@ -113,6 +116,7 @@ def _mlflow(config: Config, folder: Path, stack: ExitStack) -> Sink:
         client.log_param(run, name, value)
 
     def sink(entry: dict[str, Any]) -> None:
+        """Send the numbers of one journal entry."""
         for name, value in _numbers(entry).items():
             client.log_metric(run, name, float(value), step=entry["step"])
 
