@@ -105,6 +105,7 @@ def test_help_answers_at_once_within_80_columns_and_without_torch(words: list[st
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # builds, trains on four ranks and proves a layout
 def test_from_an_empty_folder_with_only_the_wheel_a_model_trains_and_is_proven(tmp_path: Path) -> None:
     """The first hour of issue 15: build, install, new, train, verify. Other packages are those of this environment."""
     env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
