@@ -198,12 +198,18 @@ class Units:
         if unit is self._current:
             return
         last, self._current = self._current, unit
-        if not self._open[id(last)] and last is not self.root:
+        is_over = last is not self.root and not self._open[id(last)]
+        if is_over:
             self._held.discard(id(last))
-            if self._passed:
-                self._passed({key for key, module in self._homes.items() if module is last.module})
         self._give_back_all(but={id(self.root), id(unit), *self._held, *self._recomputed})
-        self._need(unit)
+        self._start(unit)
+        gathers = bool(self._flying)
+        self._land()
+        # After a note of the other ranks, which proves that they have come as far: `passed` may wait for them.
+        if is_over and self._passed:
+            if not gathers:
+                self._meet(f"has left {last.words} in backward")
+            self._passed({key for key, module in self._homes.items() if module is last.module})
         self._start(self._before.get(id(unit)))
 
     def arrived(self, slot: Slot) -> None:
