@@ -33,7 +33,7 @@ from . import cut_sequences, piped
 SOURCE = Path(isograd.__file__).parent
 SEARCHED = ("engine", "nn", "sequence", "pipeline", "contract.py", "comm/ops.py")
 
-PLAIN = ("raw.even_sizes", "raw.native", "raw.leave", "raw.reserve_tags")  # no communication
+PLAIN = ("raw.even_sizes", "raw.native", "raw.leave", "raw.reserve_tags", "ops.uncompiled")  # no communication
 
 # Calls that move no gradient, weight or norm, each with the reason why no mutant is owed.
 EXEMPT = {
