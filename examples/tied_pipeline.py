@@ -85,7 +85,7 @@ def fit(observed: Tensor) -> str:
 
 
 def plain_backward(stage: int, dp: int) -> nn.Module:
-    """One micro-batch through two stages, without an engine. The mean over data ranks of these gradients is the right one."""
+    """One micro-batch through two stages, without an engine. Their gradients, averaged over data ranks, are right."""
     rank, micro = dist.get_rank(), batch(dp)
     share = 2 * micro[1].numel() / sum(batch(d)[1].numel() for d in range(2))
     front, back = stages()
