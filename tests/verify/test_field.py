@@ -231,3 +231,13 @@ def bugs(subject: Subject) -> list[str]:
 def only(subject: Subject) -> Finding:
     (found,) = [f for f in subject.findings if f.verdict == BUG]
     return found
+
+
+def test_a_division_by_the_number_of_ranks_at_two_places_has_an_id(tmp_path: Path) -> None:
+    """Two ranks, and all gradients are a quarter of one device's."""
+    value, gradient = numbers(4, 3), numbers(4, 3, seed=1)
+    one = write(tmp_path / "one", [[Step({"up.weight": Held(value, gradient)})]])
+    quarter = Step({"up.weight": Held(value, 0.25 * gradient)})
+    found = only(compare(one, write(tmp_path / "two", [[quarter], [quarter]])))
+    assert (found.bug, found.axis) == ("divided-twice", "ranks 0, 1")
+    assert "1 / the size of the group of ranks 0, 1, twice" in found.sentence

@@ -35,6 +35,7 @@ class Observed:
 
     @property
     def own(self) -> int:
+        """The first of the ranks."""
         return self.ranks[0]
 
 
@@ -48,6 +49,9 @@ class Weighed:
 
 
 class Analysis:
+    """One step of a recording: which ranks hold which part of each parameter, what each backward added, and the
+    data."""
+
     def __init__(self, recording: Recording, step: int) -> None:
         self.recording, self.step, self.world = recording, step, recording.world
         self.about: list[dict[str, Event]] = []  # per rank: name -> what the step event says
@@ -79,10 +83,12 @@ class Analysis:
 
     @cached_property
     def names(self) -> list[str]:
+        """Every parameter that some rank holds, in the order of the first rank's."""
         return list(dict.fromkeys(name for about in self.about for name in about))
 
     @cached_property
     def micros(self) -> int:
+        """The number of micro-batches that added something."""
         return len({m % USES for parts in self.parts.values() for _, m in parts})
 
     def negligible(self, name: str) -> bool:
@@ -98,12 +104,15 @@ class Analysis:
 
     @cached_property
     def largest(self) -> float:
+        """The largest norm of a gradient's sketch in this step."""
         return max((float(t.norm()) for sums in self.sums for t in sums.values()), default=0.0)
 
     def holders(self, name: str) -> list[int]:
+        """The ranks that hold a part of a parameter."""
         return [rank for rank, about in enumerate(self.about) if name in about]
 
     def info(self, name: str) -> dict[str, Any]:
+        """What the first holder's step event says of a parameter."""
         return self.about[self.holders(name)[0]][name]
 
     @cached_property
@@ -137,9 +146,11 @@ class Analysis:
 
     @property
     def everyone(self) -> tuple[int, ...]:
+        """All ranks."""
         return tuple(range(self.world))
 
     def tolerance(self, name: str) -> float:
+        """The relative error that rounding leaves in a parameter's gradient, by the widest dtype of its holders."""
         kinds = {self.about[r][name]["gradient_dtype"] or self.about[r][name]["dtype"] for r in self.holders(name)}
         return max(TOLERANCE.get(kind, 2e-4) for kind in kinds)
 

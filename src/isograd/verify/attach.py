@@ -180,6 +180,7 @@ def _whole(record: RankRecord) -> bool:
 
 
 def facts(recording: Recording) -> dict[str, str]:
+    """Numbers about a run for the report's head: steps, collectives, gradients, and the cost of watching."""
     first = recording.ranks[0]
     count = sum(len(r.of("collective")) for r in recording.ranks)
     told = {"steps": str(len(recording.steps)), "collectives": str(count)}

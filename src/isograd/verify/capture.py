@@ -103,11 +103,13 @@ class Capture(Life):
     # -- what collectives.Watch tells ----------------------------------------------------------------------------
 
     def phase(self) -> str:
+        """Where the program is: in a backward, an optimizer's step, a model's forward, or elsewhere."""
         if torch._C._current_graph_task_id() != -1:
             return "backward"
         return "step" if self.stepping else "forward" if self.stack else "other"
 
     def collective(self, op: str, ranks: tuple[int, ...], tensors: list[Tensor], more: dict[str, Any]) -> int:
+        """Notes a collective, and returns its number."""
         self.numbers += 1
         phase = self.phase()
         local = [foreign.local(t) for t in tensors]
@@ -135,13 +137,16 @@ class Capture(Life):
         return self.numbers
 
     def ended(self, number: int, seconds: float) -> None:
+        """Notes how long a collective took."""
         if self.writer is not None:
             self.writer.event({"k": "end", "n": number, "seconds": seconds})
 
     def token_loss(self, reduction: int, count: float, classes: int) -> None:
+        """Notes a cross-entropy: how many labels counted, of how many classes."""
         self.event("loss", reduction=("none", "mean", "sum")[reduction], count=count, classes=classes)
 
     def token_weight(self, reduction: int, count: float, gradient: Tensor, labels: Tensor, site: str) -> None:
+        """Notes the lowest and highest weight that a label's gradient got, and the hash of the labels."""
         flat = gradient.detach().double().reshape(-1)
         used = flat[flat != 0]
         low, high = (float(used.min()), float(used.max())) if used.numel() else (0.0, 0.0)
@@ -150,13 +155,16 @@ class Capture(Life):
         self.event("weight", count=count, low=low * scale, high=high * scale, labels=hashed, site=site)
 
     def logit_shift(self, shift: float, size: float) -> None:
+        """Notes this rank's part of a sum that must be zero over all ranks."""
         self.event("logits", shift=shift, size=size)
 
     def mean(self, term: str, site: str, count: float, gradient: Tensor) -> None:
+        """Notes of how many numbers a mean was taken, and the weight that the gradient of each got."""
         if count:
             self.event("mean", term=term, site=site, count=count, weight=float(gradient) / count)
 
     def drew(self) -> None:
+        """The module under way has drawn random numbers."""
         if self.drawn:
             self.drawn[-1] = True
 
@@ -220,6 +228,7 @@ class Capture(Life):
         self.part_shapes[name] = list(local.shape)
 
     def accumulated(self, name: str, parameter: Tensor) -> None:
+        """Notes where in memory a parameter's gradient lies, so that a collective on it is recognised."""
         if parameter.grad is not None:
             storage = foreign.local(parameter.grad).untyped_storage().data_ptr()
             self.storages.setdefault(storage, set()).add(name)
@@ -250,6 +259,7 @@ class Capture(Life):
             self.reserved += copies * part.numel() * part.element_size()
 
     def backward_begins(self) -> None:
+        """A call of autograd.backward begins: one more micro-batch."""
         self.settle()
         if self.micro >= 0 and self._thrown_away():
             self.cleared = self.micro + 1
@@ -273,6 +283,7 @@ class Capture(Life):
         return bool(added) and not any(p.grad is not None and bool(foreign.local(p.grad).any()) for p in added)
 
     def drop_before(self, micro: int) -> None:
+        """Forgets what backwards before this micro-batch added: their gradients were thrown away."""
         gone = [k for k in self.tensors if k.startswith("part/") and int(k.split("/")[1]) % USES < micro]
         for key in gone:
             del self.tensors[key]
@@ -308,6 +319,7 @@ class Capture(Life):
         return int(box[0][0]) * int(torch.Size(whole[1:]).numel())
 
     def norm(self, value: float, site: str) -> None:
+        """Notes a gradient norm that the program has computed."""
         self.event("norm", value=value, site=site)
 
     def before_step(self, owned: list[Tensor]) -> None:
@@ -342,6 +354,7 @@ class Capture(Life):
             self.belongs[parameter] = True
 
     def after_step(self) -> None:
+        """An optimizer has stepped; with a single one, the step is over."""
         if self.last_step_at != self.backwards or self.last_step_at < 0:
             self.last_step_at = self.backwards
             self.unsettled = True

@@ -31,6 +31,8 @@ Loss = Callable[[nn.Module, Any], "Tensor | tuple[Tensor, Tensor | int | float]"
 
 @dataclass
 class Case:
+    """What is to be proven: a model, a batch, and how a step is made of them."""
+
     model: nn.Module
     batch: Any  # tensors in any nest of dicts, lists and tuples; dim 0 is the sample
     loss: Loss | None = None
@@ -52,6 +54,7 @@ class Case:
 
     @property
     def rows(self) -> int:
+        """The number of samples in the batch."""
         sizes = {t.shape[0] for t in tree.tree_leaves(self.batch) if isinstance(t, Tensor) and t.dim()}
         if len(sizes) != 1:
             raise VerifyError(

@@ -12,6 +12,8 @@ from isograd.verify.patterns import Symptom
 
 @dataclass(frozen=True)
 class Bug:
+    """What usually causes a bug, and where to look for it."""
+
     cause: str
     look: str
 

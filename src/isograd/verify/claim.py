@@ -30,6 +30,7 @@ def claim(directory: Path, rank: int) -> bool:
 
 
 def alive(pid: int) -> bool:
+    """Whether a process with this id exists."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

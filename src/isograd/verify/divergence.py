@@ -25,6 +25,8 @@ LARGEST = 4096  # rows that are looked for
 
 @dataclass(frozen=True)
 class Match:
+    """Whether a part was found in the reference's activation, and in its order."""
+
     found: bool
     ordered: bool = True  # false: every row is there, in another order
 

@@ -49,6 +49,7 @@ class Subject:
 
     @property
     def verdict(self) -> str:
+        """BUG if any finding is one, else INCONCLUSIVE if any is, else PASS."""
         verdicts = {finding.verdict for finding in self.findings}
         return BUG if BUG in verdicts else INCONCLUSIVE if INCONCLUSIVE in verdicts else PASS
 
@@ -64,6 +65,7 @@ class Subject:
         return [Finding(INCONCLUSIVE, "", sentence, tensors=self.uncompared)]
 
     def verdict_of(self, tensor: str) -> str:
+        """The verdict of the findings that name a tensor."""
         named = {f.verdict for f in self.findings if tensor in f.tensors}
         return BUG if BUG in named else INCONCLUSIVE if INCONCLUSIVE in named else PASS
 
@@ -82,16 +84,20 @@ class Subject:
 
 @dataclass
 class Report:
+    """The verdict on several subjects."""
+
     title: str
     subjects: list[Subject] = field(default_factory=list)
 
     @property
     def verdict(self) -> str:
+        """BUG if any subject has one, else INCONCLUSIVE if any is, or if there is none, else PASS."""
         verdicts = {subject.verdict for subject in self.subjects}
         return BUG if BUG in verdicts else INCONCLUSIVE if INCONCLUSIVE in verdicts or not verdicts else PASS
 
     @property
     def ok(self) -> bool:
+        """Whether every subject passed."""
         return self.verdict == PASS
 
     def __bool__(self) -> bool:
@@ -99,9 +105,11 @@ class Report:
 
     @property
     def exit_code(self) -> int:
+        """What the command line returns for this verdict."""
         return EXIT[self.verdict]
 
     def findings(self, verdict: str = BUG) -> list[Finding]:
+        """The findings of all subjects that have this verdict."""
         return [f for subject in self.subjects for f in subject.findings if f.verdict == verdict]
 
     def data(self) -> dict[str, Any]:

@@ -26,11 +26,14 @@ Marks = dict[int, str]  # the collective's number -> how
 
 
 class Flows:
+    """Which results of collectives without a backward are in which memory."""
+
     def __init__(self) -> None:
         # A weak reference keeps the address of a storage from being given to another one.
         self.marks: dict[int, tuple[StorageWeakRef, Marks]] = {}
 
     def clear(self) -> None:
+        """Forgets all marks, when a step is over."""
         self.marks.clear()
 
     def begin(self, number: int, op: str, named: dict[str, Any], result: Any, ranks: tuple[int, ...]) -> None:
@@ -62,6 +65,7 @@ class Flows:
                 self._mark(t, found)
 
     def of(self, tensors: Iterable[Tensor]) -> Marks:
+        """The marks of some tensors, together."""
         found: Marks = {}
         for t in tensors:
             for number, how in self.marks.get(_memory(t), (None, {}))[1].items():

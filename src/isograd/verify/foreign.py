@@ -23,6 +23,7 @@ __all__ = ["DTensor", "box_of", "joined", "members", "plain_name", "shell", "who
 
 
 def joined() -> bool:
+    """Whether this process has joined a process group."""
     return bool(dist.is_available() and dist.is_initialized())
 
 
@@ -65,6 +66,7 @@ def members(group: Any) -> tuple[int, ...]:
 
 
 def whole_shape(parameter: Tensor) -> tuple[int, ...]:
+    """A parameter's shape before it was cut, as far as it says so itself."""
     return tuple(parameter.shape)  # of a DTensor: the global one
 
 
@@ -87,6 +89,7 @@ def box_of(parameter: Tensor) -> list[list[int]] | None:
 
 
 def replicated(parameter: Tensor) -> bool:
+    """Whether a DTensor is whole on every rank."""
     return isinstance(parameter, DTensor) and all(isinstance(p, Replicate) for p in parameter.placements)
 
 

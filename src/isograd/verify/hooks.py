@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 
 class Hooks:
+    """All hooks that a capture puts into a program; see the head of this file."""
+
     def __init__(self, capture: Capture) -> None:
         self.capture = capture
         self.handles: list[RemovableHandle] = []
@@ -46,6 +48,7 @@ class Hooks:
         self.inside_engine = 0
 
     def install(self) -> None:
+        """Puts every hook in place."""
         guarded = self.capture.guarded
         self.handles = [
             module_hooks.register_module_forward_pre_hook(guarded(self._enter)),
@@ -89,6 +92,7 @@ class Hooks:
             self.after = None
 
     def close(self) -> None:
+        """Takes out the hooks that are left, the one that times steps included."""
         self.remove()
         if self.after is not None:
             self.after.remove()

@@ -78,6 +78,7 @@ class Life:
         self.stop()
 
     def start(self) -> None:
+        """Puts hooks and the dispatch mode into the program."""
         self.active = self.installed = True
         _living.add(self)
         self.left = False
@@ -207,6 +208,7 @@ class Life:
 
     @property
     def out(self) -> RankWriter:
+        """The writer of this rank's part, opened when the rank is known."""
         if self.writer is None:
             rank, world = foreign.world()
             if self.lenient and not claim(self.directory, rank):
@@ -223,6 +225,7 @@ class Life:
         return self.writer
 
     def event(self, kind: str, **more: Any) -> None:
+        """Writes an event, or keeps it until the rank is known."""
         event = {"k": kind, "step": self.step, "micro": max(self.micro, 0), **more}
         if self.writer is None and not foreign.placed() and kind not in ("backward", "step"):
             self.pending.append(event)

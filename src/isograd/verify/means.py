@@ -31,6 +31,8 @@ Tell = Callable[[str, str, float, Tensor], None]  # term, call site, count, grad
 
 
 class Means:
+    """The sums and means of a step's forward, until backward tells their weights."""
+
     def __init__(self, tell: Tell, site: Callable[[], str]) -> None:
         self.tell, self.site = tell, site
         self.fresh: list[tuple[Tensor, str, str, float]] = []  # not yet in the graph: that follows the operator

@@ -55,6 +55,7 @@ class Noise:
 
 
 def verdict(ratio: float) -> str:
+    """The verdict on an error in units of the measured noise."""
     return PASS if ratio <= LOW else BUG if not ratio <= HIGH else INCONCLUSIVE
 
 

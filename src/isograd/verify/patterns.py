@@ -19,6 +19,8 @@ SCALED, UNREDUCED, OTHER_CUTS, LAST_ONLY, LOST, USE_LOST, REREDUCED, REDIVIDED, 
 
 @dataclass(frozen=True)
 class Symptom:
+    """A pattern of coefficients, without the name of the tensor that shows it."""
+
     kind: str
     value: float = 1.0  # the factor of SCALED, the base of REREDUCED and REDIVIDED
     missing: tuple[int, ...] = ()  # ranks (UNREDUCED, OTHER_CUTS) or micro-batches (LOST) that do not count

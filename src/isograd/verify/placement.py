@@ -24,6 +24,7 @@ class Place:
     cuts: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
     def of(self, whole: Tensor) -> Tensor:
+        """This part of a whole tensor."""
         for dim, indices in self.cuts:
             whole = whole.index_select(dim, torch.tensor(indices, dtype=torch.long))
         return whole

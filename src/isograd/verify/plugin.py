@@ -14,6 +14,7 @@ DEFAULT = "dp2; dp2 zero2"  # what every nn.Module can do
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds --layouts to pytest."""
     group = parser.getgroup("isograd")
     group.addoption("--layouts", default=DEFAULT, help=f"layouts to prove (default {DEFAULT!r})")
 

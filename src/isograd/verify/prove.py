@@ -99,6 +99,7 @@ def assert_same_gradients(case: MakeCase | str, layouts: Sequence[str] | str, **
 
 
 def make(case: MakeCase | str, mesh: Mesh, dtype: torch.dtype) -> Case:
+    """A case on a mesh in a dtype, from a function or from 'FILE.py:NAME'."""
     if isinstance(case, str):
         file, _, name = case.rpartition(":")
         folder = str(Path(file).resolve().parent)
@@ -119,6 +120,7 @@ def make(case: MakeCase | str, mesh: Mesh, dtype: torch.dtype) -> Case:
 
 
 def name_of(case: MakeCase | str) -> str:
+    """What a report calls a case."""
     return case if isinstance(case, str) else getattr(getattr(case, "func", case), "__name__", "a case")
 
 

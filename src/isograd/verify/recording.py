@@ -64,18 +64,22 @@ class RankWriter:
         self.save_about()
 
     def event(self, event: Event) -> None:
+        """Appends one event; it reaches the file at once."""
         self._events.write(json.dumps(event, separators=(",", ":")) + "\n")
 
     def tensors(self, step: int, tensors: dict[str, Tensor]) -> None:
+        """Writes the tensors of a step, whole or not at all."""
         path = self.path / f"step-{step:04d}.safetensors"
         partial = path.with_name(path.name + ".partial")
         save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, partial)
         os.replace(partial, path)
 
     def save_about(self) -> None:
+        """Writes rank.json anew."""
         write_json(self.path / "rank.json", self.about)
 
     def close(self) -> None:
+        """Marks this rank's part as finished."""
         self.about["finished"] = True
         self._events.close()
         self.save_about()
@@ -92,13 +96,16 @@ class RankRecord:
 
     @property
     def rank(self) -> int:
+        """The number of this rank."""
         return int(self.about["rank"])
 
     @property
     def steps(self) -> list[int]:
+        """The optimizer steps that were written."""
         return sorted(int(found[1]) for p in self.path.iterdir() if (found := STEP.fullmatch(p.name)))
 
     def of(self, kind: str) -> list[Event]:
+        """The events of one kind, in order."""
         return [event for event in self.events if event["k"] == kind]
 
     def tensors(self, step: int) -> dict[str, Tensor]:
@@ -142,6 +149,7 @@ class Recording:
 
     @cached_property
     def about(self) -> dict[str, Any]:
+        """recording.json: the command, the layout, and how the program ended."""
         path = self.path / "recording.json"
         return _read_json(path) if path.exists() else {}
 

@@ -21,6 +21,7 @@ MOST_EVENTS = 500  # per rank in a report
 
 
 def render(report: Report, colour: bool = False, width: int = WIDTH) -> str:
+    """A report as text."""
     text = StringIO()
     _print(report, Console(file=text, width=width, force_terminal=colour, no_color=not colour, highlight=False))
     return text.getvalue()

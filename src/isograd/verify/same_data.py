@@ -37,6 +37,7 @@ class Content:
     fillers: set[int] = field(default_factory=set)
 
     def add(self, hashed: str, count: int, dtype: str, fillers: list[str], rows: int = 0) -> None:
+        """Adds one tensor that a rank was given."""
         self.total = (self.total + int(hashed)) % 2**64
         self.count += count
         self.rows += rows
@@ -124,6 +125,7 @@ def _agreed(
 
 
 def notes(said: list[str]) -> list[Finding]:
+    """Sentences about data as notes, which change no verdict."""
     return [Finding(NOTE, "", f"data: {sentence}") for sentence in said]
 
 

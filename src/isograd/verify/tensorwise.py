@@ -47,6 +47,8 @@ def blocks(t: Tensor) -> list[Tensor]:
 def compare_tensor(
     analysis: Analysis, name: str, truth: Tensor, places: dict[int, Place], whole: float, noise: Noise | None
 ) -> Tensorwise:
+    """One parameter's gradient on each rank that holds it, beside the reference's; `noise` judges where there is
+    one."""
     errors: dict[int, float] = {}
     ratios: list[float] = []
     kinds = set()
@@ -134,4 +136,5 @@ def common_factor(
 
 
 def limit_of(analysis: Analysis) -> float:
+    """Up to which relative error tensors of this run's dtype are equal."""
     return max((LIMITS[i["dtype"]][0] for i in analysis.about[0].values() if i["dtype"] in LIMITS), default=1e-9)

@@ -48,6 +48,7 @@ def prepare(directory: str) -> None:
 
 
 def start(directory: str) -> None:
+    """Begins the capture, unless it has begun; then the program has joined a process group again."""
     if _started:
         _started[0].rejoined()
         return

@@ -43,6 +43,7 @@ def left_out(recording: Recording) -> list[Finding]:
 
 
 def spell(ranks: tuple[int, ...] | list[int]) -> str:
+    """'rank 2', 'ranks 0, 3' or 'ranks 0-3'."""
     ranks = sorted(ranks)
     if len(ranks) > 2 and ranks == list(range(ranks[0], ranks[-1] + 1)):
         return f"ranks {ranks[0]}-{ranks[-1]}"
@@ -93,6 +94,7 @@ def _micro(m: int) -> str:
 
 
 def group_sizes(recording: Recording) -> set[int]:
+    """The sizes of all groups that collectives ran over, and of the world."""
     return {len(e["group"]) for record in recording.ranks for e in record.of("collective") if len(e["group"]) > 1} | {
         recording.world
     }
@@ -126,6 +128,7 @@ def meanings(recording: Recording, micros: int, factor: float) -> dict[str, str]
 
 
 def other_cuts(axis: str) -> str:
+    """What is said of a tensor that was summed from parts that are cut differently."""
     return (
         f"summed over {axis} from parts that are cut differently: what some ranks added is missing, and what others "
         "added counts twice"
