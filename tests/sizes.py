@@ -24,6 +24,8 @@ MEDIUM = {
     "parity/test_bugs": "",
     "parity/test_mutants": "",
     "parity/test_pipelines": "copies_of working_precision",
+    "contrastive/test_matrix": "the_gradient_is_that_of_the_full_batch_on_one_device[cp "
+    "the_gradient_is_that_of_the_full_batch_on_one_device[tp",
     "contrastive/test_grad_cache": "messages_follow a_second_loss dropout_of",
     "contrastive/test_front_ends": "clip_loss",
     "checkpoint/test_resume": "the_same_layout joined another_model a_rank_reads masters",
@@ -34,8 +36,10 @@ MEDIUM = {
     "sequence/test_hugging": "the_verifier_proves and_so_it_has",
     "train/test_command": "",
     "train/test_loop": "",
+    "engine/test_accumulation": "any_interleaving",
+    "engine/test_data_parallel": "weighed_backwards_give_the_gradient_of_one_device_whichever_sync[4",
     "engine/test_first": "no_rank_ever",
-    "engine/test_units": "compiled",
+    "engine/test_units": "compiled synced_and_unsynced",
     "engine/test_engine": "a_compiled_module",
     "comm/test_launch": "functions_of_a_notebook ranks_die a_hang",
     "verify/test_html": "",  # in chromium
