@@ -173,8 +173,10 @@ def _read(path: Path, source: str) -> Any:
     try:
         text = read_text(path, CONFIG, follow=True)
     except FileError as error:
-        code = "IG605" if error.code == "IG661" else "IG606"
-        raise ConfigError(code, f"{source} is no config", seen=error.brief, expected="YAML or JSON") from error
+        what = f"{source} is no config"
+        if error.code == "IG661":
+            raise ConfigError("IG605", what, seen=error.brief, expected="YAML or JSON") from error
+        raise ConfigError("IG606", what, seen=error.brief, expected="YAML or JSON") from error
     opens = text.lstrip().startswith("{")  # as JSON does, and perhaps a mapping of YAML
     try:
         return parse_json(text, source, nan=True) if opens else yamls.parse(text)
