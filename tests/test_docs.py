@@ -52,10 +52,10 @@ def commands(block: str) -> Iterator[tuple[str, str]]:
 
 def agrees(shown: str, printed: str) -> bool:
     """Whether `printed` is what the page shows; see this file's first lines for what may differ."""
-    pieces = re.split(rf"(\.\.\.|{NUMBER})", tidy(shown))
+    pieces = re.split(rf"( ?\.\.\. ?|{NUMBER})", tidy(shown))
     numbers = [float(piece) for piece in pieces if re.fullmatch(NUMBER, piece)]
     pattern = "".join(
-        "(?s:.*?)" if piece == "..." else f"({NUMBER})" if re.fullmatch(NUMBER, piece) else re.escape(piece)
+        "(?s:.*?)" if piece.strip() == "..." else f"({NUMBER})" if re.fullmatch(NUMBER, piece) else re.escape(piece)
         for piece in pieces
     )
     found = re.fullmatch(pattern, tidy(printed))
@@ -84,6 +84,7 @@ def close(a: float, b: float) -> bool:
         ("(0.5)", "(0.5)  ", True),
         ("one two\n three", "one two three", True),
         ("one two", "one three", False),
+        ("one\n...\ntwo", "one\ntwo", True),
     ],
 )
 def test_a_page_agrees_only_with_what_it_shows(shown: str, printed: str, equal: bool) -> None:
