@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from isograd import __version__, screen
-from isograd.errors import ConfigError, IsogradError, did_you_mean
+from isograd.errors import ConfigError, IsogradError, LaunchError, did_you_mean
 
 if TYPE_CHECKING:
     from isograd.verify.findings import Report
@@ -65,8 +65,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             options.parser.refuse(extra)
         return int(options.run(options))
     except IsogradError as error:
-        print(error, file=sys.stderr)
-        return 2
+        cause = error.cause if isinstance(error, LaunchError) else None
+        print(cause or error, file=sys.stderr, flush=True)
+        return error.exit_code
     except BrokenPipeError:  # the reader of a pipe has seen enough: isograd explain ... | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1

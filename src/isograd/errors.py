@@ -8,6 +8,11 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+# Errors of a disk, a machine or a run under way, not of a command line, a config or a file that was given.
+_NO_MISTAKE = {
+    "IG805", "IG904", "IG918", "IG921", "IG928", "IG930", "IG933", "IG940", "IG945", "IG980", "IG981", "IG984",
+}  # fmt: skip
+
 
 class IsogradError(Exception):
     """Every error that isograd raises by itself: a code, and what was seen, expected, to be done, and where."""
@@ -25,6 +30,11 @@ class IsogradError(Exception):
         self.code, self.what = code, what
         self.seen, self.expected, self.fix, self.where = seen, expected, fix, where
         super().__init__(code, what)
+
+    @property
+    def exit_code(self) -> int:
+        """Of a command that this error ends: 2 for a mistake in what it was given, 1 for anything else."""
+        return 1 if self.code in _NO_MISTAKE else 2
 
     def __str__(self) -> str:
         lines = [f"{self.code}: {self.what}"]
@@ -44,7 +54,17 @@ class CommError(IsogradError):
 
 
 class LaunchError(CommError):
-    """IG25x: local ranks that could not be started, failed, or did not answer."""
+    """IG25x: local ranks that could not be started, failed, or did not answer.
+
+    `cause`: the error that a rank raised, when it is one of isograd's: the command line prints that one alone.
+    """
+
+    cause: IsogradError | None = None
+
+    @property
+    def exit_code(self) -> int:
+        """That of the cause; 1 for ranks that were killed, crashed or hung."""
+        return self.cause.exit_code if self.cause is not None else 1
 
 
 class ContractError(IsogradError):

@@ -15,7 +15,7 @@ import torch
 
 from isograd.comm import raw
 from isograd.comm.launch import World, launch
-from isograd.errors import LaunchError
+from isograd.errors import ConfigError, LaunchError, TrainError
 from isograd.mesh import Mesh
 
 
@@ -103,6 +103,69 @@ def test_a_killed_rank_is_named_with_its_signal_and_likely_cause() -> None:
     assert error.value.code == "IG252"
     assert "rank 1 ended: killed by signal 9 (SIGKILL)" in str(error.value)
     assert "out of memory is likely" in str(error.value)
+
+
+def test_a_rank_that_dies_between_two_runs_is_named_and_the_next_run_has_new_ranks() -> None:
+    """FAILURES B18: BrokenPipeError from `send`, nobody named."""
+    with World(2) as world:
+        first = world.run(pid)
+        os.kill(first[1], signal.SIGKILL)
+        while not gone(first[1]):
+            time.sleep(0.01)
+        with pytest.raises(LaunchError, match=r"rank 1 ended between two runs: killed by signal 9") as caught:
+            world.run(pid)
+        assert "out of memory" in str(caught.value)
+        assert set(world.run(pid)).isdisjoint(first)
+
+
+def one_refuses() -> None:
+    if Mesh("dp2").rank == 1:
+        raise ConfigError("IG635", "ids", seen=5, expected=4, fix="less", where="rank 1")
+    raw.barrier(Mesh("dp2").group("world"))
+
+
+def test_an_error_of_isograd_on_a_rank_comes_back_as_itself_with_its_exit_code() -> None:
+    """FAILURES B12: exit 1 behind worker frames. The command line prints the cause alone."""
+    with pytest.raises(LaunchError) as caught:
+        launch(one_refuses, 2)
+    assert str(caught.value.cause) == str(ConfigError("IG635", "ids", seen=5, expected=4, fix="less", where="rank 1"))
+    assert (caught.value.exit_code, LaunchError("IG252", "killed").exit_code) == (2, 1)
+    assert TrainError("IG981", "full").exit_code == 1
+
+
+KILLED = """
+import os, signal, sys
+from isograd.comm.launch import World
+if __name__ == "__main__":
+    world = World(1)
+    world.run(os.getpid)
+    if sys.argv[1] == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_the_folders_of_a_killed_launcher_are_removed_by_the_next_one(tmp_path: Path) -> None:
+    """FAILURES B11: folders isograd-* and multiprocessing's stayed for ever."""
+    script, temporary = tmp_path / "launcher.py", tmp_path / "t"
+    script.write_text(KILLED)
+    temporary.mkdir()
+    (temporary / "isograd-somebody").mkdir()  # has no lock: not known to be anyone's, and left alone
+    lived = subprocess.Popen([sys.executable, "-c", LIVES], env={**os.environ, "TMPDIR": str(temporary)},
+                             stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True)  # fmt: skip
+    assert lived.stdout is not None
+    kept = Path(lived.stdout.readline().strip())
+    seen = list[list[str]]()
+    for how in ("killed", "ended"):
+        command = [sys.executable, str(script), how]
+        subprocess.run(command, env={**os.environ, "TMPDIR": str(temporary)}, check=how == "ended", timeout=60)
+        seen.append(sorted(p.name for p in temporary.iterdir()))
+    assert len(seen[0]) == 3
+    assert seen[1] == sorted(["isograd-somebody", kept.name])  # a process that lives keeps its folder
+    lived.communicate("\n")
+    assert not kept.exists()
+
+
+LIVES = "from isograd import scratch; print(scratch.home(), flush=True); input()"
 
 
 def test_a_rank_that_exits_without_an_answer_is_named() -> None:

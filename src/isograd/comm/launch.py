@@ -18,13 +18,16 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from isograd.comm.worker import Answer, Seat, main, stack_file
-from isograd.errors import LaunchError
+from isograd import scratch
+from isograd.comm.worker import PARTS, Answer, Seat, main, stack_file
+from isograd.errors import IsogradError, LaunchError
 
+LONGEST_HOME = 60  # characters: the name of a socket has at most 104, on some systems
 GRACE = 1.0  # seconds to collect the errors of other ranks after the first
 STOP = 2.0  # seconds between asking a rank to end and killing it
 
@@ -50,12 +53,15 @@ class World:
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout: float | None = None) -> list[Any]:
         """fn(*args) on every rank; `timeout` in seconds ends a run that hangs and shows where each rank was."""
+        job = None
         if self._ranks is None:
             # The first job goes along with the fork: a forked rank (notebook) inherits it and needs no pickle.
             self._ranks = _Ranks(self, (fn, args))
         else:
-            self._ranks.send(_pickled(fn, args))
+            job = _pickled(fn, args)
         try:
+            if job is not None:
+                self._ranks.send(job)
             return self._ranks.collect(timeout)
         except BaseException:
             self.close(kill=True)
@@ -84,7 +90,7 @@ class _Ranks:
 
     def __init__(self, world: World, first: tuple[Callable[..., Any], tuple[Any, ...]]) -> None:
         context, forked = _context()
-        self.directory = tempfile.mkdtemp(prefix="isograd-")
+        self.directory = tempfile.mkdtemp(prefix="world-", dir=scratch.home())
         self.processes: list[Any] = []
         self.pipes: list[Connection] = []
         watch, self._alive = context.Pipe(duplex=False)
@@ -102,8 +108,17 @@ class _Ranks:
         watch.close()
 
     def send(self, job: bytes) -> None:
-        for pipe in self.pipes:
-            pipe.send_bytes(job)
+        """Give every rank its next job; one that has ended since the last is named."""
+        for pipe, process in zip(self.pipes, self.processes, strict=True):
+            try:
+                if pipe.poll():  # nothing is awaited now, so the pipe has been closed: the rank has ended
+                    process.join(STOP)
+                    break
+                pipe.send_bytes(job)
+            except OSError:
+                process.join(STOP)
+        if self._dead({}):
+            raise self._failure({}, " between two runs")
 
     def collect(self, timeout: float | None) -> list[Any]:
         end = None if timeout is None else time.monotonic() + timeout
@@ -131,7 +146,7 @@ class _Ranks:
                 continue
             try:
                 answers[rank] = self.pipes[rank].recv()
-            except EOFError:  # a rank that died closes its pipe; its exit code speaks for it
+            except (EOFError, OSError):  # a rank that died closes its pipe; its exit code speaks for it
                 self.processes[rank].join(STOP)
         return bool(ready)
 
@@ -144,11 +159,16 @@ class _Ranks:
     def _dead(self, answers: dict[int, Answer]) -> list[int]:
         return [r for r, p in enumerate(self.processes) if r not in answers and p.exitcode is not None]
 
-    def _failure(self, answers: dict[int, Answer]) -> LaunchError:
-        """The root cause first: a rank that was killed, else the earliest exception; the rest in a line each."""
+    def _failure(self, answers: dict[int, Answer], when: str = "") -> LaunchError:
+        """The root cause first: a rank that was killed, else the earliest exception; the rest in a line each.
+
+        When a rank raises one of isograd's errors and leaves, gloo aborts ranks that wait for it: those come last.
+        """
         dead = self._dead(answers)
         failed = sorted((r for r, a in answers.items() if not a.ok), key=lambda r: answers[r].when)
-        order = dead + failed
+        told = any(answers[r].error for r in failed)
+        aborted = [r for r in dead if told and self.processes[r].exitcode == -signal.SIGABRT]
+        order = [r for r in dead if r not in aborted] + failed + aborted
         first = order[0]
         others = [f"rank {r}: {_headline(answers.get(r), self.processes[r].exitcode)}" for r in order[1:]]
         waiting = [r for r in range(len(self.pipes)) if r not in answers and r not in dead]
@@ -157,19 +177,24 @@ class _Ranks:
         if first in dead:
             return LaunchError(
                 "IG252",
-                f"rank {first} ended: {_exit_words(self.processes[first].exitcode)}",
+                f"rank {first} ended{when}: {_exit_words(self.processes[first].exitcode)}",
                 seen=consequences,
                 expected="every rank to return a value or raise",
                 fix=_exit_advice(self.processes[first].exitcode),
                 where=where,
             )
-        return _RankError(
+        error = _RankError(
             "IG253",
             f"{str(answers[first].payload).rstrip()}\n\nrank {first} of {len(self.pipes)} raised the above first",
             seen=consequences,
             fix=f"ranks {waiting} waited for it and were stopped" if waiting else None,
             where=where,
         )
+        said = answers[first].error
+        if said is not None:
+            code, what, *others_said = said
+            error.cause = IsogradError(str(code), str(what), **dict(zip(PARTS, others_said, strict=True)))
+        return error
 
     def _hang(self, answers: dict[int, Answer], timeout: float | None) -> LaunchError:
         silent = [r for r in range(len(self.pipes)) if r not in answers]
@@ -251,12 +276,27 @@ def _start_server() -> None:
     from multiprocessing.forkserver import ensure_running
 
     if threading.current_thread() is not threading.main_thread():
-        return ensure_running()
+        with _temporary_files_in(scratch.home()):
+            return ensure_running()
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # what is ignored stays ignored in the new process
     try:
-        ensure_running()
+        with _temporary_files_in(scratch.home()):
+            ensure_running()
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def _temporary_files_in(folder: str) -> Iterator[None]:
+    """multiprocessing makes its folder of sockets here, once: a launcher that is killed leaves none elsewhere."""
+    if len(folder) > LONGEST_HOME:
+        yield
+        return
+    before, tempfile.tempdir = tempfile.tempdir, folder
+    try:
+        yield
+    finally:
+        tempfile.tempdir = before
 
 
 def _pickled(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:

@@ -20,6 +20,9 @@ from typing import Any
 import torch
 
 from isograd.comm import raw
+from isograd.errors import IsogradError
+
+PARTS = ("seen", "expected", "fix", "where")
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,7 @@ class Answer:
     ok: bool
     payload: bytes | str  # pickled value, or a traceback
     when: float
+    error: tuple[str | None, ...] | None = None  # one of isograd's errors: code, what, and PARTS
 
 
 def stack_file(directory: str, rank: int) -> str:
@@ -93,6 +97,10 @@ def _do(job: Any) -> Answer:
     try:
         function, arguments = pickle.loads(job) if isinstance(job, bytes) else job
         value = function(*arguments)
+    except IsogradError as error:
+        said = (error.code, error.what, *(getattr(error, part) for part in PARTS))
+        spelled = tuple(None if part is None else str(part) for part in said)
+        return Answer(False, traceback.format_exc(), time.time(), spelled)
     except BaseException:
         return Answer(False, traceback.format_exc(), time.time())
     try:

@@ -211,6 +211,7 @@ def _show(loaded: Loaded) -> None:
 def _start(loaded: Loaded, options: argparse.Namespace) -> int:
     config = loaded.config
     from isograd.layout import Layout
+    from isograd.train.early import refuse_early
     from isograd.train.loop import Orders, Outcome, run
     from isograd.train.opening import refuse_data
 
@@ -231,17 +232,18 @@ def _start(loaded: Loaded, options: argparse.Namespace) -> int:
         return _said(outcome) if os.environ.get("RANK", "0") == "0" else outcome.code
     _refuse(_opened(config, options.resume, out), options.force)
     refuse_data(config)
+    refuse_early(config, options.resume)
     from isograd.comm.launch import World
 
     orders = Orders(options.resume, show, options.until, (PASSED_ON, signal.SIGTERM))  # a group may be sent it
-    with World(needed, threads=config.threads, patience=patience(config.safety.stall_s)) as world, _passes_on(world):
-        try:
+    ranks = World(needed, threads=config.threads, patience=patience(config.safety.stall_s))
+    try:
+        with ranks as world, _passes_on(world):
             outcomes: list[Outcome] = world.run(run, config, orders)
-        except LaunchError as error:
-            if happened(config.folder):
-                return STALLED
-            print(error, file=sys.stderr)
-            return 1
+    except LaunchError:
+        if happened(config.folder):
+            return STALLED
+        raise  # printed by the command line once every rank has ended: an error is the last thing on the screen
     return _said(outcomes[0])
 
 
@@ -251,6 +253,9 @@ def _said(outcome: object) -> int:
     assert isinstance(outcome, Outcome)
     if outcome.code:
         print(f"ended after step {outcome.step}: {outcome.why}", file=sys.stderr, flush=True)
+    if outcome.code and "TORCHELASTIC_RUN_ID" in os.environ:
+        print(f"this run's exit code is {outcome.code}; torchrun's own is 1, whatever its ranks end with "
+              f"(a file 'exit-code' in the run's folder holds this run's)", file=sys.stderr, flush=True)  # fmt: skip
     return outcome.code
 
 

@@ -37,6 +37,7 @@ class Job(Protocol):
     unit: str  # what is counted: "tokens", "pairs"
     per_step: int  # of those, over all ranks
     flops: float  # of one of them, forward and backward
+    lacks: str  # what a reader of the log should know is missing, such as text for evaluations; empty: nothing
 
     @property
     def model(self) -> nn.Module:

@@ -67,6 +67,15 @@ def make_folder(folder: Path) -> None:
     inside.no_links(folder)
 
 
+def leave_code(folder: Path, code: int | None) -> None:
+    """How the run ended, as a file: a launcher such as torchrun has exit codes of its own. None: it is under way."""
+    if code is None:
+        (folder / "exit-code").unlink(missing_ok=True)
+    else:
+        with _writing():
+            inside.write_text(folder / "exit-code", f"{code}\n")
+
+
 class Journal:
     """On the first rank only. `show` is how a line reaches the person who waits."""
 

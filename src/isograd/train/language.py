@@ -79,6 +79,15 @@ class Language:
         data = mixture(config, "train")
         assert data is not None
         self.data, self.held_out = data, mixture(config, "validation")
+        self.lacks = (
+            ""
+            if self.held_out
+            else (
+                "no evaluation, and no held-out loss: no document of the data was assigned to validation; "
+                "build it with a larger --validation, or from more documents"
+            )
+        )
+        self.decode = read_tokenizer(data) if config.log.sample else None  # its package may be missing: said here
         described = model_config(config.model)
         refuse_vocabulary(data, described)
         weights = HuggingFace(config.model.path, described) if config.model.path and config.model.weights else None
@@ -134,7 +143,8 @@ class Language:
             return None
         prompt = (self.held_out or self.data).rows(0, range(1))["tokens"][:, :32].to(self.mesh.device)
         written = generate(self.model, prompt, tokens, self.length)
-        decode = read_tokenizer(self.data)
+        assert self.decode is not None
+        decode = self.decode
         return f"{decode(prompt[0].tolist())}▮{decode(written)}"
 
 

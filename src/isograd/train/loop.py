@@ -28,6 +28,7 @@ from isograd.mesh import Mesh
 from isograd.train import curves, journal, peers
 from isograd.train.config import Config
 from isograd.train.devices import peak_flops
+from isograd.train.early import refuse_earlier_run
 from isograd.train.job import Job, make_job, prepare
 from isograd.train.optimizers import Schedule
 from isograd.train.reading import written
@@ -72,6 +73,8 @@ def run(config: Config, orders: Orders) -> Outcome:
         dog.joined(mesh.where())
         peers.same_config(written(config), mesh)
         journal.make_folder(config.folder)
+        if mesh.rank == 0:
+            journal.leave_code(config.folder, None)
         wish = Wish(config.folder, looks=mesh.rank == 0, signals=orders.signals)
         stack.callback(wish.close)
         dog.beat("preparing data")
@@ -79,7 +82,10 @@ def run(config: Config, orders: Orders) -> Outcome:
             prepare(config)
         raw.barrier(mesh.group("world"))
         dog.beat("building the model")
-        return _Run(config, mesh, orders, dog, wish, stack).go()
+        outcome = _Run(config, mesh, orders, dog, wish, stack).go()
+        if mesh.rank == 0:
+            journal.leave_code(config.folder, outcome.code)
+        return outcome
 
 
 class _Run:
@@ -107,12 +113,7 @@ class _Run:
 
     def _resume(self) -> int:
         if self.orders.resume == "never":
-            if self.keeper.newest() is not None:
-                raise TrainError(
-                    "IG985", "this run's folder holds checkpoints of an earlier run", seen=str(self.keeper.newest()),
-                    expected="--resume auto to resume it, or another folder",
-                    fix="--run FOLDER, or delete the folder",
-                )  # fmt: skip
+            refuse_earlier_run(self.config.folder)
             return 0
         groups = self.job.engine.optimizer.param_groups
         ours = [{name: value for name, value in group.items() if name != "params"} for group in groups]
@@ -143,6 +144,8 @@ class _Run:
             sinks.append(journal.as_json if self.orders.show == "json" else journal.plain)
         self.log = journal.Journal(folder / "metrics.jsonl", self.start, sinks)
         stack.callback(self.log.close)
+        if self.job.lacks:
+            self._event("note", self.job.lacks, self.start)
         if self.start:
             text = f"resumed from the checkpoint of step {self.start}"
             text += f"; newer ones are damaged: {'; '.join(self.passed_over)}" if self.passed_over else ""

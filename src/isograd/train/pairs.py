@@ -49,6 +49,7 @@ class PairsJob:
         _refuse_cuts(mesh.layout)
         self.data = Pairs(pairs.path, keys=pairs.keys, batch=config.batch, seed=pairs.seed, held_out=pairs.held_out)
         self.fingerprint = self.data.fingerprint
+        self.lacks = "" if self.data.held_out else "no evaluation: no pair is held out (pairs.held_out)"
         self.per_step = config.batch
         self.tokenizer, body = _open(config)
         self.loss = loss = InfoNCE(mesh, pairs.scale, learn_scale=pairs.learn_scale, both=pairs.both)
@@ -81,10 +82,9 @@ class PairsJob:
         share = raw.even_sizes(count, self.mesh.size("dp"))
         first = sum(share[: self.mesh.index("dp")])
         mine = self.data.held(range(first, first + share[self.mesh.index("dp")]))
-        towers = [self._vectors(texts, max(share), beat) for texts in zip(*mine, strict=True)] if mine else []
-        width = int(raw.all_max(torch.tensor([float(towers[0].shape[1]) if towers else 0.0]), self.mesh.group(DATA)))
-        if not mine:
-            towers = [self._vectors((), max(share), beat, width) for _ in range(2)]
+        sides = list(zip(*mine, strict=True)) or [(), ()]
+        # Ranks without a pair go through the same forwards: at ZeRO 3 each is a collective.
+        towers = [self._vectors(texts, max(share), beat) for texts in sides]
         queries, answers = (raw.all_gather(t, self.mesh.group(DATA), share) for t in towers)
         self.model.train()
         near = queries @ answers.T
@@ -100,7 +100,7 @@ class PairsJob:
             },
         )
 
-    def _vectors(self, texts: tuple[str, ...], most: int, beat: Beat, width: int = 0) -> Tensor:
+    def _vectors(self, texts: tuple[str, ...], most: int, beat: Beat) -> Tensor:
         """Normalised, in fp64. All ranks go through as many chunks: at ZeRO 3 a forward is a collective."""
         parts = []
         for start in range(0, most, self.options.chunk):
@@ -108,7 +108,7 @@ class PairsJob:
             chunk = list(texts[start : start + self.options.chunk])
             vectors = self.model(**self._tokens(chunk or [" "])).double()
             parts.append(vectors[: len(chunk)])
-        return F.normalize(torch.cat(parts), dim=-1) if parts else torch.zeros(0, width, dtype=torch.float64)
+        return F.normalize(torch.cat(parts), dim=-1)
 
     def finish(self, sample: int) -> str | None:
         """The trained model as a Hugging Face folder."""
@@ -169,6 +169,12 @@ def _open(config: configs.Config) -> tuple[Any, nn.Module]:
                 setattr(described, name, 0.0)
     for name, value in config.model.options.items():
         setattr(described, name, value)
-    keyword = {"local_files_only": True, "trust_remote_code": False}
-    body = AutoModel.from_pretrained(path, config=described, use_safetensors=True, add_pooling_layer=False, **keyword)
-    return AutoTokenizer.from_pretrained(path, **keyword), body
+    tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    keyword = {"config": described, "use_safetensors": True, "local_files_only": True, "trust_remote_code": False}
+    try:
+        body = AutoModel.from_pretrained(path, add_pooling_layer=False, **keyword)
+    except TypeError as error:
+        if "add_pooling_layer" not in str(error):
+            raise
+        body = AutoModel.from_pretrained(path, **keyword)  # DistilBERT and others have no pooling layer to leave out
+    return tokenizer, body
