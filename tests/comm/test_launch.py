@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from pathlib import Path
@@ -146,9 +148,9 @@ if __name__ == "__main__":
 
 def test_the_folders_of_a_killed_launcher_are_removed_by_the_next_one(tmp_path: Path) -> None:
     """FAILURES B11: folders isograd-* and multiprocessing's stayed for ever."""
-    script, temporary = tmp_path / "launcher.py", tmp_path / "t"
+    script = tmp_path / "launcher.py"
     script.write_text(KILLED)
-    temporary.mkdir()
+    temporary = Path(tempfile.mkdtemp(prefix="t-"))  # short: sockets lie in it
     (temporary / "isograd-somebody").mkdir()  # has no lock: not known to be anyone's, and left alone
     lived = subprocess.Popen([sys.executable, "-c", LIVES], env={**os.environ, "TMPDIR": str(temporary)},
                              stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True)  # fmt: skip
@@ -163,6 +165,7 @@ def test_the_folders_of_a_killed_launcher_are_removed_by_the_next_one(tmp_path: 
     assert seen[1] == sorted(["isograd-somebody", kept.name])  # a process that lives keeps its folder
     lived.communicate("\n")
     assert not kept.exists()
+    shutil.rmtree(temporary)
 
 
 LIVES = "from isograd import scratch; print(scratch.home(), flush=True); input()"
