@@ -48,7 +48,7 @@ from isograd.verify.recording import Recording
 from tests.data import toys
 from tests.verify import recordings
 
-LIMIT = 5.0  # seconds of one read
+LIMIT = 60.0  # seconds of one read: the slowest takes 0.3 of a core, which others may hold
 NASTY: list[Any] = [
     None, True, False, 0, 1, -1, 2, 7, 1 << 31, 1 << 53, 1 << 63, 1 << 64, 10**30, -(10**30), 0.5, -0.0, 1e308, 5e-324,
     float("nan"), float("inf"), "", "x", "0", "\0", "\ud800", "../../victim", "/dev/zero", "a" * 5000, "F32", "train",
