@@ -51,8 +51,7 @@ class IsogradDropIn(Contestant):
     def backward(self, batch: Batch) -> None:
         mine = batch.share(self.rank, self.world)
         loss = self.model(mine.tokens, mine.labels)
-        self.model.weigh(mine.count)
-        loss.backward()
+        self.model.weigh(loss, mine.count).backward()
 
     def grads(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self.model.module.named_parameters():

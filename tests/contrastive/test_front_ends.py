@@ -194,7 +194,7 @@ def grad_cache_runs() -> dict[str, dict[str, Tensor]]:
     with engine.together():
         (q, back_q), parts = encode(x), [encode(part) for part in y.split(2)]
         whole = cat_input_tensor(loss)(q, documents=[leaf for leaf, _ in parts], scale=model.scale)
-        engine.of_loss(whole, len(x), last=False)
+        engine.ledger.of_loss(whole, len(x), last=False)
         back_q(q)
         for leaf, back in parts:
             back(leaf)

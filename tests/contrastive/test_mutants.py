@@ -16,7 +16,7 @@ from isograd.comm import ops, raw
 from isograd.contrastive import columns, grad_cache, losses
 from isograd.contrastive.columns import Columns
 from isograd.contrastive.tiles import Hide
-from isograd.engine import Engine
+from isograd.engine.ledger import Ledger
 from isograd.layout import Layout
 from tests.contrastive.test_matrix import LOSSES
 from tests.contrastive.toys import assert_same, cached, one_device
@@ -62,10 +62,10 @@ def rolled(self: Columns, *args: Any) -> Tensor:
 
 
 def weighed(weight: Callable[[float], float]) -> Callable[..., None]:
-    before = Engine.of_loss
+    before = Ledger.of_loss
 
-    def of_loss(self: Engine, loss: Tensor, rows: Any, last: bool, counted: float | None = None) -> None:
-        before(self, loss, weight(float(rows)), last, counted)
+    def of_loss(self: Ledger, loss: Tensor, rows: Any, *, last: bool, counted: float | None = None) -> None:
+        before(self, loss, weight(float(rows)), last=last, counted=counted)
 
     return of_loss
 
@@ -89,8 +89,8 @@ MUTANTS: dict[str, tuple[str, str, Any, str, Any]] = {
     "a ring brings gradients to other rows": (RING, GUIDE, losses, "Columns", _Wrong),
     "each rank takes its columns for the first": (DP, IDS, Columns, "first", property(lambda self: 0)),
     "nothing is hidden": (DP, IDS, Hide, "tile", lambda self, rows, columns: torch.tensor(False)),
-    "ranks weigh alike": (DP, ONE_WAY, Engine, "of_loss", weighed(lambda rows: float(rows > 0))),
-    "ranks weigh by the square of their rows": (DP, ONE_WAY, Engine, "of_loss", weighed(lambda rows: rows**2)),
+    "ranks weigh alike": (DP, ONE_WAY, Ledger, "of_loss", weighed(lambda rows: float(rows > 0))),
+    "ranks weigh by the square of their rows": (DP, ONE_WAY, Ledger, "of_loss", weighed(lambda rows: rows**2)),
     "a function of all rows lacks other ranks' weights": (
         DP, OWN, losses, "ops", Replaced(ops, all_gather=ops.gather_for_identical_use)),
     "gradients of shared rows are not gathered": (CP, ONE_WAY, grad_cache, "raw", Replaced(raw, all_gather=own_rows)),

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from torch import Tensor, nn
 
-from isograd.engine import Engine, reduce
+from isograd.engine import Engine, flights
 from isograd.mesh import DATA, Mesh
 
 from . import toys
@@ -96,19 +96,19 @@ LOOPS: list[tuple[Loop, str]] = [
 def counted() -> Iterator[list[int]]:
     """Bytes that this rank sends to reduce gradients."""
     sent: list[int] = []
-    before = reduce.reduce_rows
+    before = flights.reduce_rows
 
-    def counting(slots: Any, gradients: Any, group: Any, *, tree: bool) -> Any:
+    def counting(slots: Any, gradients: Any, group: Any, **more: Any) -> Any:
         out = [s.rows(g, o) for s, g in zip(slots, gradients, strict=True) for o in range(group.size)]
         own = [s.rows(g) for s, g in zip(slots, gradients, strict=True)]
         sent.append(sum(t.numel() * t.itemsize for t in out) - sum(t.numel() * t.itemsize for t in own))
-        return before(slots, gradients, group, tree=tree)
+        return before(slots, gradients, group, **more)
 
-    reduce.reduce_rows = counting  # type: ignore[assignment]
+    flights.reduce_rows = counting  # type: ignore[assignment]
     try:
         yield sent
     finally:
-        reduce.reduce_rows = before
+        flights.reduce_rows = before
 
 
 def run_loop(zero: int, loop: Loop, mode: str) -> tuple[dict[str, Tensor], int, int]:
@@ -148,10 +148,9 @@ def held_between_micro_batches(mode: str) -> tuple[int, int]:
     held: list[tuple[int, int]] = []
 
     def look(*_: object) -> None:
-        while engine._reducer._flights:
-            engine._reducer._land()
-        whole = sum(s.parameter.grad.numel() for s in engine.plan.slots if s.parameter.grad is not None)
-        held.append((whole, sum(s.due.numel() for s in engine.plan.slots if s.due is not None)))
+        engine.ledger.flights.land_all()
+        whole = sum(gradient.numel() for gradient in engine.ledger.local.values())
+        held.append((whole, sum(rows.numel() for rows in engine.ledger.flights.due.values())))
 
     model.register_forward_pre_hook(look)
     engine.train_step([toys.micro_batch(0, 0), toys.micro_batch(0, 2)])

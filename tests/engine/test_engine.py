@@ -82,19 +82,19 @@ def test_the_packed_transport_of_nccl_gives_the_same_gradients(worlds, ranks: in
 
 def count_reductions(unsynced: str) -> int:
     """How many times this rank's reducer sends a bucket during one step of four micro-batches."""
-    from isograd.engine import reduce
+    from isograd.engine import flights
 
-    sent, original = [], reduce.reduce_rows
+    sent, original = [], flights.reduce_rows
 
     def counting(*args: object, **kwargs: object) -> object:
         sent.append(1)
         return original(*args, **kwargs)  # type: ignore[arg-type]
 
-    reduce.reduce_rows = counting  # type: ignore[assignment]
+    flights.reduce_rows = counting  # type: ignore[assignment]
     try:
         toys.engine_run("dp2 zero1", micro_batches=8, steps=1, unsynced=unsynced, bucket_mb=100)
     finally:
-        reduce.reduce_rows = original
+        flights.reduce_rows = original
     return len(sent)
 
 
@@ -260,7 +260,7 @@ def two_engines_and_a_tensor_weight() -> list[dict[str, Tensor]]:
         empty = x[:0]
         engine.backward(toys.loss_of(model, empty, y[:0]), weight=torch.tensor(0))
         found.append({name: g.clone() for name, g in engine.grads()})
-        engine._reducer.clear()
+        engine.discard()
     return found
 
 

@@ -26,10 +26,10 @@ def masters_of_one_device(dtype: torch.dtype, steps: int) -> dict[str, Tensor]:
             x, y = toys.micro_batch(step, index)
             if len(x):
                 model.zero_grad()
-                toys.loss_of(model, x, y).backward(torch.tensor(float(len(x)), dtype=dtype))
+                toys.loss_of(model, x, y).backward()  # the weight is applied in fp32: bf16 cannot hold 1,003
                 for n, p in model.named_parameters():
                     if p.grad is not None:
-                        sums[n] += p.grad.float()
+                        sums[n] += p.grad.float() * len(x)
             rows += len(x)
         for n, master in masters.items():
             master.grad = None if n.startswith("unused") else sums[n] / rows

@@ -49,6 +49,31 @@ def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return F.mse_loss(model(x.to(dtype)), y.to(dtype))
 
 
+class Failing:
+    """Inside, a backward of the toy raises at the parameter at `place`, in the order of their gradients."""
+
+    NAMES = (
+        "out.bias",
+        "out.weight",
+        "gain",
+        "last.weight",
+        "twice.bias",
+        "twice.weight",
+        "first.bias",
+        "first.weight",
+    )
+    PLACES = len(NAMES)
+
+    def __init__(self, model: nn.Module, place: int) -> None:
+        self.parameter = model.get_parameter(self.NAMES[place])
+
+    def __enter__(self) -> None:
+        self.hook = self.parameter.register_hook(lambda _: 1 / 0)  # type: ignore[arg-type, return-value]
+
+    def __exit__(self, *_: object) -> None:
+        self.hook.remove()
+
+
 MakeOptimizer = Callable[..., torch.optim.Optimizer]
 
 

@@ -39,10 +39,9 @@ PLAIN = ("raw.even_sizes", "raw.native", "raw.leave", "raw.reserve_tags", "ops.u
 EXEMPT = {
     "engine/data_parallel.py:__init__:raw.world": "the size of the world: a wrong one cannot make a mesh",
     "engine/start.py:refuse_idle_stage:raw.gather_list": "compares counts at start: tests/pipeline/test_refusals.py",
-    "engine/start.py:used_anywhere:raw.all_reduce": "a tie that some stages do not use: half_used in tests/pipeline",
+    "engine/totals.py:used_anywhere:raw.all_reduce": "a tie that some stages do not use: half_used in tests/pipeline",
     "engine/start.py:most_slots:raw.gather_list": "the width of a table: too narrow a one cannot be gathered",
     "engine/data_parallel.py:together:raw.gather_list": "whether a rank has a batch left; moves no gradient",
-    "engine/data_parallel.py:_synchronize:raw.gather_list": "broken in tests/engine/test_data_parallel.py",
     "engine/data_parallel.py:_equal_buffers:raw.broadcast_": "broken in tests/engine/test_data_parallel.py",
     "engine/whole.py:gradients:raw.broadcast_": "gathers what tests look at; a wrong one fails every pp case",
     "engine/whole.py:_names_of_stages:raw.gather_list": "names of what tests look at; a wrong one fails every pp case",
@@ -51,7 +50,7 @@ EXEMPT = {
     "engine/start.py:equal_replicas:raw.broadcast_": "makes data replicas equal at start; tested there too",
     "engine/transport.py:_reduce_packed:raw.reduce_scatter_start": "NCCL's path: mutated at reduce_rows, its caller",
     "engine/transport.py:_gather_packed:raw.all_gather_start": "NCCL's path: mutated at gather_rows, its caller",
-    "engine/transport.py:reduce_rows:raw.exchange": "mutated as a whole: engine/reduce.py:_launch:reduce_rows",
+    "engine/transport.py:reduce_rows:raw.exchange": "mutated as a whole: engine/flights.py:launch:reduce_rows",
     "engine/transport.py:gather_rows:raw.exchange": "mutated as a whole: engine/zero.py and engine/engine.py",
     "engine/lockstep.py:_expect:raw.receive_start": "notes, not rows: tests/engine/test_units_failures.py",
     "engine/lockstep.py:_send:raw.send_start": "notes, not rows: tests/engine/test_units_failures.py",
@@ -150,17 +149,23 @@ class _BrokenFlight:
     def __init__(self, flight: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.flight, self.change = flight, change
 
+    def ready(self) -> bool:
+        return bool(self.flight.ready())
+
     def wait(self) -> list[torch.Tensor]:
         return [self.change(t) for t in self.flight.wait()]
 
 
-def _own_rows(slots: Any, gradients: Any, group: Group, *, tree: bool) -> Any:
+def _own_rows(slots: Any, gradients: Any, group: Group, **_: Any) -> Any:
     return _Landed([slot.rows(g).clone() for slot, g in zip(slots, gradients, strict=True)])
 
 
 class _Landed:
     def __init__(self, rows: list[torch.Tensor]) -> None:
         self.rows = rows
+
+    def ready(self) -> bool:
+        return True
 
     def wait(self) -> list[torch.Tensor]:
         return self.rows
@@ -311,30 +316,30 @@ def _accumulation_divided() -> Any:
 
 
 def _last_micro_batch_only() -> Any:
-    from isograd.engine.reduce import Reducer
+    from isograd.engine.flights import Flights
 
-    original = Reducer.arm
+    original = Flights.begin_pass
 
     def forgetful(self: Any) -> None:
-        for slot in self.plan.slots:
-            slot.due = None
+        self.land_all()
+        self.due.clear()
         original(self)
 
-    return _patched(Reducer, "arm", forgetful)
+    return _patched(Flights, "begin_pass", forgetful)
 
 
 def _reduced_again() -> Any:
     """What earlier micro-batches have settled is doubled by every further flush."""
-    from isograd.engine.reduce import Reducer
+    from isograd.engine.flights import Flights
 
-    original = Reducer.flush
+    original = Flights.begin_pass
 
     def again(self: Any) -> None:
-        for slot in self.plan.slots:
-            slot.due = None if slot.due is None else slot.due * 2
+        self.land_all()
+        self.due.update({slot: rows * 2 for slot, rows in self.due.items()})
         original(self)
 
-    return _patched(Reducer, "flush", again)
+    return _patched(Flights, "begin_pass", again)
 
 
 def _norm(change: str) -> Any:
@@ -359,9 +364,11 @@ def _step_scaled(way: str) -> Any:
     original = Optimized.step
     if way == "clip per rank":
         return _patched(
-            Optimized, "step", lambda self, scale, unused: original(self, scale * (1 + 0.01 * _MESH[0].rank), unused)
+            Optimized,
+            "step",
+            lambda self, ledger, scale, unused: original(self, ledger, scale * (1 + 0.01 * _MESH[0].rank), unused),
         )
-    return _patched(Optimized, "step", lambda self, scale, unused: original(self, 1.0, unused))
+    return _patched(Optimized, "step", lambda self, ledger, scale, unused: original(self, ledger, 1.0, unused))
 
 
 def _not_gathered() -> Any:
@@ -414,7 +421,9 @@ NAMED: dict[str, Callable[[], Any]] = {
     "weight: counted by every tp rank": lambda: _totals_with(
         lambda e, t: replace(t, weight=t.weight * e.mesh.size("tp"))
     ),
-    "weight: this rank's only": lambda: _totals_with(lambda e, t: replace(t, weight=max(1.0, float(e._weight)))),
+    "weight: this rank's only": lambda: _totals_with(
+        lambda e, t: replace(t, weight=max(1.0, float(e.ledger.told.weight)))
+    ),
     "weight: left out of the step": lambda: _step_scaled("no weight"),
     "accumulation: only the last micro-batch": _last_micro_batch_only,
     "accumulation: earlier micro-batches reduced again": _reduced_again,

@@ -18,24 +18,22 @@ Broken = Callable[..., Any]
 
 def _ties(change: str) -> Any:
     """What a tie's members do with their copies' gradients."""
-    from isograd.engine.reduce import Reducer
+    from isograd.engine.ledger import Ledger
 
-    original = Reducer._pay
+    original = Ledger._pay
 
-    def pay(self: Any, axes: str, slots: Any) -> None:
-        slots = list(slots)
+    def pay(self: Any, axes: str, slots: Any, due: Any) -> None:
         if not axes.startswith("pp"):
-            return original(self, axes, slots)
+            return original(self, axes, slots, due)
         if change == "last use lost" and self.mesh.index("pp"):
-            for slot in slots:
-                slot.due = torch.zeros_like(slot.due)
+            due.update({slot: torch.zeros_like(due[slot]) for slot in slots})
         if change != "forgotten":
-            original(self, axes, slots)
+            original(self, axes, slots, due)
         if change == "twice":
-            original(self, axes, slots)
+            original(self, axes, slots, due)
         return None
 
-    return patch.object(Reducer, "_pay", pay)
+    return patch.object(Ledger, "_pay", pay)
 
 
 def _returned(change: Callable[[list[torch.Tensor]], list[torch.Tensor]]) -> Any:
@@ -79,15 +77,15 @@ def _last_backward_dropped() -> Any:
 def _weights_run(times: int) -> Any:
     from isograd.pipeline.deferred import Deferred
 
-    original = Deferred.run
+    original = Deferred.gradients
 
-    def run(self: Any) -> None:
+    def gradients(self: Any) -> Any:
         noted = list(self._noted)
         for _ in range(times):
             self._noted = list(noted)
-            original(self)
+            yield from original(self)
 
-    return patch.object(Deferred, "run", run)
+    return patch.object(Deferred, "gradients", gradients)
 
 
 def _weights_of_another_input() -> Any:
@@ -109,11 +107,11 @@ def _norm_of_own_stage() -> Any:
 
     original = engine.norm.global_norm
 
-    def own(slots: Any, world: Group, device: Any) -> float:
+    def own(rows: Any, world: Group, device: Any) -> float:
         from .mutants import _MESH
 
         data_and_tensor = _MESH[0].group("dp cp tp")
-        return original(slots, data_and_tensor, device)
+        return original(rows, data_and_tensor, device)
 
     return patch.object(engine.norm, "global_norm", own)
 
@@ -138,32 +136,33 @@ def _tie_counted_nowhere() -> Any:
 
 def _loss_weight(change: Callable[[Any, int], Any]) -> Any:
     """Of the losses that a pipeline's last stage seeds."""
-    from isograd.engine.engine import Engine
+    from isograd.engine.ledger import Ledger
 
-    original = Engine.of_loss
+    original = Ledger.of_loss
     return patch.object(
-        Engine, "of_loss", lambda self, loss, weight, last: original(self, loss, change(weight, self.mesh.rank), last)
+        Ledger,
+        "of_loss",
+        lambda self, loss, weight, last=True: original(self, loss, change(weight, self.mesh.rank), last=last),
     )
 
 
 def _travels_too_early() -> Any:
     """Every backward of a stage lets its gradients travel, and what arrives replaces what had arrived before."""
-    from isograd.engine.engine import Engine
-    from isograd.engine.reduce import Reducer
+    from isograd.engine.flights import Flights
+    from isograd.engine.ledger import Ledger
 
-    through = Engine.through
+    run = Ledger.run_backward
     stack = ExitStack()
-    stack.enter_context(patch.object(Reducer, "_land", _landing_over))
+    stack.enter_context(patch.object(Flights, "_land", _landing_over))
     stack.enter_context(
-        patch.object(Engine, "through", lambda self, outputs, gradients, last: through(self, outputs, gradients, True))
+        patch.object(Ledger, "run_backward", lambda self, roots, seeds, last=True, **k: run(self, roots, seeds, **k))
     )
     return stack
 
 
 def _landing_over(self: Any) -> None:
-    bucket, flight = self._flights.popleft()
-    for slot, piece in zip(bucket.slots, flight.wait(), strict=True):
-        slot.due = piece
+    bucket, flight = self._air.popleft()
+    self.due.update(zip(bucket.slots, flight.wait(), strict=True))
 
 
 def _loss_of_the_first_stage() -> Any:
@@ -198,9 +197,11 @@ def _blocks_numbered_from_zero() -> Any:
 
 
 def _used_by_own_stage_only() -> Any:
-    from isograd.engine import start
+    from isograd.engine import engine
 
-    return patch.object(start, "used_anywhere", lambda used, plan, mesh: torch.zeros(len(plan.slots)))
+    return patch.object(
+        engine, "used_anywhere", lambda table, plan, mesh: torch.zeros(len(plan.slots), dtype=torch.bool)
+    )
 
 
 def message_ways() -> dict[str, Callable[[Broken], Broken]]:

@@ -86,16 +86,16 @@ def truth_losses(case: Case) -> list[float]:
 
 def shared_module(planted: bool) -> tuple[list[str], float]:
     """A module used three times under reentrant recompute; planted: its gradient is sent after the first use only."""
-    from isograd.engine.reduce import Reducer
+    from isograd.engine.ledger import Ledger
 
     from ..engine.test_engine import Recomputed
 
-    context: AbstractContextManager[Any] = mutants._patched(Reducer, "pending", lambda self: False)
+    context: AbstractContextManager[Any] = mutants._patched(Ledger, "pending", lambda self: False)
     if not planted:
-        context = mutants._patched(Reducer, "pending", Reducer.pending)
+        context = mutants._patched(Ledger, "pending", Ledger.pending)
     truth, found = {}, {}
     for target, reentrant in ((truth, None), (found, True)):
-        with context if reentrant else mutants._patched(Reducer, "pending", Reducer.pending):
+        with context if reentrant else mutants._patched(Ledger, "pending", Ledger.pending):
             mesh, model = Mesh("dp2 zero1"), Recomputed(reentrant)
             engine = Engine(model, mesh, toys.sgd, bucket_mb=1e-5)
             x, y = toys.micro_batch(0, 2 * mesh.rank)
@@ -114,8 +114,8 @@ def planted_overflow(alone: bool) -> list[str]:
     """An Inf on rank 1. `alone`: each rank decides from the norm of its own rows."""
     from isograd.engine import norm
 
-    def own_norm(slots: Any, world: Any, device: Any) -> float:
-        return math.sqrt(float(norm._squares([s.paid for s in slots if s.paid is not None], device)))
+    def own_norm(rows: Any, world: Any, device: Any) -> float:
+        return math.sqrt(float(norm._squares(rows, device)))
 
     context = mutants._patched(norm, "global_norm", own_norm if alone else norm.global_norm)
     with context:

@@ -50,6 +50,7 @@ from isograd.contrastive.chunks import (
 from isograd.contrastive.losses import Across
 from isograd.contrastive.watch import Trace, first_unlike, traced
 from isograd.engine import Engine
+from isograd.engine.ledger import Ledger
 from isograd.errors import ContrastiveError
 from isograd.mesh import DATA
 
@@ -122,18 +123,18 @@ class GradCache:
         _refuse_batch_norm(engine.model)
         work = [_Tower(encode, inputs, rows_of(inputs)) for encode, inputs in self._pairs(towers)]
         counted, most = self._count(work)
-        with one_kernel(), engine.together():
+        with one_kernel(), engine.together() as ledger:
             for tower, chunks in zip(work, most, strict=True):
                 tower.chunks = chunks
                 self._represent(tower)
-            loss = self._loss_stage(work, counted, ids, guides)
+            loss = self._loss_stage(ledger, work, counted, ids, guides)
             after = random_state(mesh.device)
             torch.clear_autocast_cache()  # it holds weights that were cast without a graph
             for tower in work:
-                self._replay(tower, last=tower is work[-1] and second is None)
+                self._replay(ledger, tower, last=tower is work[-1] and second is None)
             set_random_state(after, mesh.device)
             if second is not None:
-                self._second(second, sum(counted.counts[0]))
+                self._second(ledger, second, sum(counted.counts[0]))
         self._first = False
         return loss
 
@@ -201,7 +202,12 @@ class GradCache:
         tower.vectors = torch.cat(pieces)
 
     def _loss_stage(
-        self, work: Sequence[_Tower], across: Across, ids: Sequence[Tensor] | None, guides: Sequence[Tensor] | None
+        self,
+        ledger: Ledger,
+        work: Sequence[_Tower],
+        across: Across,
+        ids: Sequence[Tensor] | None,
+        guides: Sequence[Tensor] | None,
     ) -> Tensor:
         """Compute the loss, and replace each tower's vectors by their gradients."""
         cp = self.engine.mesh.group("cp")
@@ -223,14 +229,14 @@ class GradCache:
             tower.vectors = torch.empty(0)
         with torch.autocast(self.engine.mesh.device.type, enabled=False):
             loss = self.loss(mine, across, **more)
-            self.engine.of_loss(loss, across.counts[0][index], last=False)
+            ledger.of_loss(loss, across.counts[0][index], last=False)
         for tower, leaf, parts in zip(work, mine, sizes, strict=True):
             gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
             leaf.grad = None
             tower.vectors = raw.all_gather(gradient, cp, parts)
         return loss.detach()  # type: ignore[no-any-return]
 
-    def _replay(self, tower: _Tower, last: bool) -> None:
+    def _replay(self, ledger: Ledger, tower: _Tower, last: bool) -> None:
         """Encode again with a graph and go backward, chunk by chunk. The last backward of a step may communicate."""
         device = self.engine.mesh.device
         for number, inputs in self._parts(tower):
@@ -243,9 +249,9 @@ class GradCache:
             if vectors.requires_grad:  # a frozen tower ends here
                 first = number * self.chunk
                 gradient = tower.vectors[first : first + self.chunk].to(vectors.dtype)
-                self.engine.through([vectors], [gradient], last and number == tower.chunks - 1)
+                ledger.run_backward([vectors], [gradient], last=last and number == tower.chunks - 1)
 
-    def _second(self, second: Second, rows: int) -> None:
+    def _second(self, ledger: Ledger, second: Second, rows: int) -> None:
         """Seed the second loss with rows / total: the step divides by the number of rows, which leaves its mean."""
         mesh = self.engine.mesh
         weights = [torch.as_tensor(w, dtype=torch.float64, device=mesh.device) for _, w in second.parts]
@@ -253,7 +259,7 @@ class GradCache:
         total = raw.all_reduce(mine, mesh.group(DATA))
         for number, ((run, _), weight) in enumerate(zip(second.parts, weights, strict=True)):
             seed = second.share * rows * weight / total.clamp(min=1e-300)
-            self.engine.of_loss(run(), seed, last=number == len(weights) - 1, counted=0.0)
+            ledger.of_loss(run(), seed, last=number == len(weights) - 1, counted=0.0)
 
     # -- refusals
 

@@ -2,7 +2,7 @@
 
 A NaN in one rank's loss reaches every gradient of that rank. A NaN that is born in backward leaves all losses finite:
 the parameters upstream of it have NaN gradients, on the rank where it was born. After the reduction every rank has
-them, and a rank's own gradients are gone. So the reducer keeps one number on the device for each bucket that leaves:
+them, and a rank's own gradients are gone. So the ledger keeps one number on the device for each bucket that leaves:
 the largest absolute value in it (`largest`), one pass over the gradients and no synchronisation. Only a skipped step
 looks at these numbers and gathers names.
 """
@@ -10,14 +10,14 @@ looks at these numbers and gathers names.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from isograd.comm.notes import gather_notes
-from isograd.engine.plan import Plan
+from isograd.engine.plan import Slot
 from isograd.mesh import Mesh
 
 _NAMES = 64  # that a rank tells the others
@@ -56,13 +56,13 @@ def largest(gradients: Sequence[Tensor]) -> Tensor:
 
 
 @torch.no_grad()
-def blame(plan: Plan, losses: Tensor, left: Sequence[Tensor], mesh: Mesh) -> Blame:
-    """`losses`: one per rank of the world. `left`: `largest` of each bucket that has left this rank in the step.
+def blame(paid: Mapping[Slot, Tensor], losses: Tensor, left: Sequence[Tensor], mesh: Mesh) -> Blame:
+    """`paid`: my settled rows. `losses`: one per rank of the world. `left`: `largest` of each bucket that left here.
 
     Reduced gradients are looked at on the ranks that own their rows, before they are cleared.
     """
     born = any(not math.isfinite(value) for value in left)
-    mine = [slot.name for slot in plan.slots if slot.paid is not None and not bool(torch.isfinite(slot.paid).all())]
+    mine = [slot.name for slot, rows in paid.items() if not bool(torch.isfinite(rows).all())]
     told = gather_notes([born, mine[:_NAMES]], mesh.group("world"), mesh.device)
     names = dict.fromkeys(name for _, names in told for name in names)
     ranks = tuple(rank for rank, loss in enumerate(losses.tolist()) if not math.isfinite(loss))

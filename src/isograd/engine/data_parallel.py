@@ -2,17 +2,19 @@
 
     model = ig.DataParallel(model)              # a world that torchrun or ig.launch has started, or one process
     loss = model(batch)
-    model.weigh(tokens)                         # the line more: how many tokens the loss is the mean of
+    loss = model.weigh(loss, tokens)            # the line more: how many tokens the loss is the mean of
     loss.backward()
     optimizer.step(); optimizer.zero_grad()     # any optimizer, clipping, GradScaler: `.grad` is what it seems
 
-After a backward `.grad` is the same on all ranks. Without `weigh` it is DDP's: the mean over ranks of each one's
-gradient, which is not one device's where ranks have different numbers of tokens. With it, each backward counts by its
-weight, and `.grad` is the weighted mean over all ranks and all backwards since gradients were last cleared.
+After a backward `.grad` is the same on all ranks. With `weigh`, each backward counts by its weight, and `.grad` is the
+weighted mean over all ranks and all backwards since gradients were last cleared. Without it a loss is taken for the
+mean over the rows of its batch (dim 0 of the first tensor that the model was called with): ranks count by their rows,
+and backwards add up. Where all ranks have as many rows, that is DDP's gradient.
 
-The sums are the Engine's (engine/reduce.py): rows go to their owners during backward, and come back at its end, when
-weights and the use of parameters have crossed the wire in one small message. Parameters that no rank used keep `.grad`
-as it was, None at first. Buffers become those of the first rank.
+It is a front of the engine's ledger (engine/ledger.py): rows go to their owners during backward, and come back at its
+end, when weights and the use of parameters have crossed the wire in one small message. Parameters that no rank used
+keep `.grad` as it was, None at first. Buffers become those of the first rank. A backward that raises leaves nothing
+behind: this rank says so at its next call, and the backward in which the other ranks wait for it raises IG550.
 
 Ranks with different numbers of batches need no join context:
 
@@ -22,7 +24,7 @@ Ranks with different numbers of batches need no join context:
 
 from __future__ import annotations
 
-import weakref
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -35,13 +37,16 @@ from torch.utils import _pytree as tree
 
 from isograd.comm import raw
 from isograd.contract import contracts
-from isograd.engine import start
+from isograd.engine import start, totals
 from isograd.engine.first import FirstValues
 from isograd.engine.fit import refuse_unfit
-from isograd.engine.plan import Bucket, Slot, make_plan
-from isograd.engine.reduce import Reducer
+from isograd.engine.ledger import Leave, Ledger
+from isograd.engine.plan import Slot, make_plan
+from isograd.engine.totals import Status
 from isograd.engine.units import differentiable
+from isograd.engine.window import Window
 from isograd.engine.zero import gather_gradients
+from isograd.errors import EngineError
 from isograd.mesh import Mesh
 
 Batch = TypeVar("Batch")
@@ -70,6 +75,7 @@ class DataParallel(nn.Module):
         super().__init__()
         self.mesh = mesh = Mesh(f"dp{raw.world()[1]}")
         start.refuse_options({k: v for k, v in options.items() if k not in HARMLESS}, ONLY, mesh)
+        start.refuse_wrapped(module, mesh)
         start.take_over(module)
         self.module, self.broadcast_buffers = module, broadcast_buffers
         table = contracts(module, mesh)
@@ -82,52 +88,78 @@ class DataParallel(nn.Module):
         start.check_devices(device_ids, output_device, home, mesh)
         self._inputs_to = home if device_ids else None
         self._group = mesh.group("world")
-        self._reducer = Reducer(self._plan, mesh, keep_full=True, reproducible=False)
+        self._ledger = Ledger(self._plan, mesh, keep_full=True, withholds=False)
         self._watch = start.Watch(module, self._plan, moving=True)
-        self._window = _Window(self._plan.slots)
-        self._sync = True
-        self._running = self._travels = self._reached = False  # about the backward that is under way
-        self._weight: float | None = None  # of the next backward
-        for bucket in self._plan.buckets:
-            for slot in bucket.slots:
-                arrived = partial(self._arrived, slot, bucket)
-                start.replace_hook(slot.parameter, arrived, self._entering)
+        self._window = Window(self._ledger)
+        self.require_backward_grad_sync = True  # DDP's name; `no_sync` clears it
+        self._running = False  # whether autograd will call `_end`
+        self._reached = False  # whether the running backward has reached a parameter
+        self._rows: int | None = None  # of the batch that the running backward is of
+        self._weight: float | None = None  # that the next backward was given
+        self._factor = 1.0  # of it, that a half-precision loss could not be scaled with
+        for slot in self._plan.slots:
+            start.replace_hook(slot.parameter, partial(self._arrived, slot), self._entering)
         self.register_load_state_dict_pre_hook(_rename)  # type: ignore[no-untyped-call]
 
     # -- what users call
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own; what it returns starts the backward."""
         if torch._C._current_graph_task_id() == -1:  # else a recomputed forward
-            self._running = False  # a backward that failed has not said that it ended
+            self._recover()
         if self._inputs_to is not None:
             args, kwargs = tree.tree_map_only(
                 Tensor, lambda t: t.to(self._inputs_to, non_blocking=True), (args, kwargs)
             )
         output = self.module(*args, **kwargs)
+        leaves = [t for t in tree.tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.dim()]
+        begin = partial(self._begin, len(leaves[0]) if leaves else None)
         for tensor in differentiable(output) if torch.is_grad_enabled() else ():
-            tensor.register_hook(self._begin)
+            tensor.register_hook(begin)
         return output
 
-    def weigh(self, count: float | Tensor) -> None:
-        """The next backward is of a loss that is the mean over `count` tokens (rows, ...); 0 adds nothing."""
+    def weigh(self, loss: Tensor, count: float | Tensor) -> Tensor:
+        """The loss, whose backward counts by `count`: the number of tokens (rows, ...) it is the mean of; 0 adds
+        nothing. The value is unchanged. It is the loss that is scaled, so it is right behind a gather of features."""
+        if not isinstance(loss, Tensor) or not loss.requires_grad:
+            raise EngineError(
+                "IG536",
+                "weigh needs the loss that it weighs",
+                seen=f"weigh({type(loss).__name__}, ...)",
+                expected="loss = model.weigh(loss, count); loss.backward()",
+                where=self.mesh.where(),
+            )
         start.check_weight(float(count), self.mesh)
-        self._weight = float(count)
+        self._weight, scale = float(count), float(count)
+        if loss.dtype in (torch.float16, torch.bfloat16) and count:  # 1,003 would become 1,000
+            scale = 2.0 ** math.floor(math.log2(scale))
+        self._factor = self._weight / scale if scale else 1.0
+        weighed: Tensor = _Weighed.apply(loss, scale)  # type: ignore[no-untyped-call]
+        return weighed
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backwards in here add up locally; the next one outside reduces all of it once. Forwards do not matter."""
-        before, self._sync = self._sync, False
+        before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
         try:
             yield
         finally:
-            self._sync = before
+            self.require_backward_grad_sync = before
 
     def skip(self) -> None:
         """Instead of a backward, on a rank without a batch: adds nothing, gets the others' gradients in `.grad`."""
-        if self._sync:
+        self._recover()
+        if self.require_backward_grad_sync:
             self._window.open()
-            self._reducer.arm()
+            with self._ledger.backward(Leave.EAGER):
+                pass
             self._synchronize()
+
+    def discard(self) -> None:
+        """Drop what the backwards since the last reduction have gathered; every rank calls it. `.grad` is as before."""
+        self._running = self._reached = False
+        self._weight, self._factor = None, 1.0
+        self._meet(Status.DISCARDS)
 
     def together(self, batches: Iterable[Batch]) -> Iterator[Batch | None]:
         """The batches, and then None as long as another rank has some."""
@@ -145,61 +177,100 @@ class DataParallel(nn.Module):
 
     # -- a backward, as hooks see it
 
-    def _begin(self, _: Tensor | None = None) -> None:
+    def _recover(self) -> None:
+        """A backward that failed has not said that it ended: drop what it left, with the other ranks."""
+        if self._running:
+            self._ledger.fail("a backward raised, and the next batch began")
+            self.discard()
+
+    def _begin(self, rows: int | None, _: Tensor | None = None) -> None:
         """An output's gradient, or a parameter's, is there."""
         if not self._running:
-            self._running, self._reached, self._travels = True, False, self._sync
+            self._running, self._rows = True, rows
             Variable._execution_engine.queue_callback(self._end)
 
-    def _entering(self, gradient: Tensor) -> Tensor | None:
+    def _entering(self, _: Tensor) -> None:
         """Before a gradient is added to `.grad`."""
-        self._begin()
+        self._begin(None)
         if not self._reached:
-            self._reached = True
             self._window.open()
-            if self._travels:
-                self._reducer.arm()
-        if self._weight is None or self._weight == 1.0:
-            return None
-        return gradient * self._weight if self._weight else torch.zeros_like(gradient)  # not even NaN
+            self._ledger.begin(Leave.EAGER if self.require_backward_grad_sync else Leave.AT_END)
+            self._reached = True
 
-    def _arrived(self, slot: Slot, bucket: Bucket, _: Tensor) -> None:
-        slot.used = True
-        if self._travels:
-            self._reducer.arrived(slot, bucket, True)
+    def _arrived(self, slot: Slot, parameter: Tensor) -> None:
+        gradient, parameter.grad = parameter.grad, None
+        factor = self._own_rows if self._weight is None else self._factor
+        if gradient is not None and (factor == 0 or self._weight == 0):
+            gradient = torch.zeros_like(gradient)  # not even NaN
+        elif gradient is not None and factor != 1.0:
+            gradient = gradient.to(slot.dtype).mul_(factor)
+        if gradient is not None:
+            self._ledger.collect(slot, gradient)
+        if self.require_backward_grad_sync:
+            self._ledger.passed_by(slot)
+
+    @property
+    def _own_rows(self) -> float:
+        """Of the running backward's batch; 1 where the model was called with no tensor."""
+        return 1.0 if self._rows is None else float(self._rows)
 
     def _end(self) -> None:
-        self._running = False
-        if not self._reached:  # torch.autograd.grad: no parameter's business
+        reached, self._running, self._reached = self._reached, False, False
+        if not reached:  # torch.autograd.grad: no parameter's business
             return
-        self._window.add(self._weight)
-        self._weight = None
-        if self._travels:
+        self._ledger.end()
+        self._window.add(self._weight, self._own_rows)
+        self._weight, self._factor = None, 1.0
+        if self.require_backward_grad_sync:
             self._synchronize()
         else:
-            self._window.close()
+            self._window.show_own()
 
     # -- all ranks together
+
+    def _meet(self, status: Status) -> totals.Table:
+        """The gather of a reduction. Where any rank failed, all drop it; all but those that discard raise."""
+        wrong = self._watch.problem(self.mesh) or self._window.problem(self.mesh)
+        ledger = self._ledger
+        problem = ledger.failure if wrong is None else str(wrong).splitlines()[0]
+        if status is Status.FINE and problem is not None:
+            status = Status.FAILED
+        table = totals.gather(
+            ledger,
+            status,
+            torch.zeros((), dtype=torch.float64),
+            self._window.columns(),
+            len(self._plan.slots),
+            self.mesh.device,
+        )
+        quiet = status is Status.DISCARDS
+        try:
+            totals.refuse_failed(table, ledger, problem, quiet)
+            if not quiet:
+                totals.refuse_wrong(table, self.mesh)
+                start.check_weights(table.more[:, 1], table.more[:, 0], self.mesh)
+        except EngineError as refusal:
+            self._drop()
+            raise wrong or refusal from None
+        if quiet:
+            self._drop()
+        return table
+
+    def _drop(self) -> None:
+        """All ranks together: nothing of this window is left, and `.grad` is as it was before."""
+        self._ledger.abandon()
+        self._window.restore()
 
     @torch.no_grad()
     def _synchronize(self) -> None:
         """The gradients of this window, of all ranks, into `.grad`."""
-        self._watch.check(self.mesh)
-        for slot in self._plan.slots:
-            self._reducer.collect(slot)
-        self._reducer.flush()
-        window = self._window
-        head = [window.weight, float(window.plain), float(window.weighed), float(self._reducer.pending())]
-        mine = torch.tensor([*head, *(float(s.used) for s in self._plan.slots)], dtype=torch.float64)
-        table = torch.stack(raw.gather_list(mine.to(self.mesh.device), self._group)).cpu()
-        start.check_weights(table[:, 1], table[:, 2], self.mesh)
-        weight, plain, _, pending, *used = table.sum(0).tolist()
-        self._reducer.settle(flush=pending > 0)
-        total = weight if plain else window.total + weight
-        share = 1.0 / total if total else 0.0  # a mean over nothing is nothing
-        gather_gradients(self._plan, self._group, share)
-        window.settle(used, weight, keep=1.0 if plain else window.total * share)
-        self._reducer.clear()
+        ledger, window = self._ledger, self._window
+        table = self._meet(Status.FINE)
+        ledger.settle(flush=bool(table.pending.any()))
+        weight = float(table.weight.sum())
+        scales = window.scales(weight, by_rows=bool(table.more[:, 1].any()), backwards=float(table.more[:, 2].max()))
+        gather_gradients(ledger, self._group, {slot: share for slot, (share, _) in scales.items()})
+        window.settle(table.used.any(0).tolist(), weight, scales)
         if self.broadcast_buffers:
             self._equal_buffers()
 
@@ -214,64 +285,17 @@ class DataParallel(nn.Module):
                 buffer.copy_(part.view(buffer.shape))
 
 
-class _Window:
-    """The backwards between two reductions. Within it `.grad` holds this rank's own sum, weighted and not yet reduced;
-    what `.grad` was when it began waits in `before`. A user who clears gradients in between clears all of it."""
+class _Weighed(torch.autograd.Function):
+    """The value of a loss, and `weight` times its gradient."""
 
-    def __init__(self, slots: Sequence[Slot]) -> None:
-        self.slots = slots
-        self.before: dict[str, Tensor] = {}
-        self.weight = 0.0  # of my backwards in this window; without `weigh`, 1 for any number of them
-        self.total = 0.0  # all ranks' weight in what `before` is the weighted mean of
-        self.plain = self.weighed = False  # which kinds of backwards there were since gradients were last cleared
-        self._reduced = False  # whether `.grad` holds what the last reduction gave
-        self._seen: tuple[Any, int] | None = None  # a gradient as we left it
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, weight: float) -> Tensor:
+        ctx.weight = weight
+        return loss.view_as(loss)
 
-    def open(self) -> None:
-        """Before the first gradient of a backward arrives."""
-        if self._cleared():
-            self.before, self.weight, self.total, self.plain, self.weighed = {}, 0.0, 0.0, False, False
-            for slot in self.slots:
-                slot.used = False
-        elif self._reduced:
-            self.before = {s.name: s.parameter.grad for s in self.slots if s.parameter.grad is not None}
-            for slot in self.slots:
-                slot.parameter.grad = None
-        self._reduced = False
-
-    def _cleared(self) -> bool:
-        """By zero_grad, which sets to None, or to zero in place. (Gradients may be zero by themselves.)"""
-        there = [slot.parameter.grad for slot in self.slots if slot.parameter.grad is not None]
-        if not there or self._seen is None:
-            return True
-        seen, version = self._seen
-        touched = there[0] is not seen() or there[0]._version != version
-        return touched and not any(bool(gradient.any()) for gradient in there)
-
-    def add(self, weight: float | None) -> None:
-        if weight is None:
-            self.plain, self.weight = True, 1.0
-        else:
-            self.weighed = True
-            self.weight += weight
-
-    def close(self) -> None:
-        """After a backward or a reduction."""
-        there = next((slot.parameter.grad for slot in self.slots if slot.parameter.grad is not None), None)
-        self._seen = None if there is None else (weakref.ref(there), there._version)
-
-    def settle(self, used: Sequence[float], weight: float, *, keep: float) -> None:
-        """`slot.full` holds the mean of this window, over what counts; what was there before counts `keep`."""
-        for slot, times in zip(self.slots, used, strict=True):
-            gradient, before = slot.full, self.before.get(slot.name)
-            if times and gradient is not None and before is not None:
-                gradient = gradient.add_(before, alpha=keep)
-            elif not times:
-                gradient = None if before is None else before.mul_(keep)
-            slot.parameter.grad = None if gradient is None else gradient.to(slot.parameter.dtype)
-        self.before, self.weight, self._reduced = {}, 0.0, True
-        self.total += weight
-        self.close()
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * ctx.weight, None
 
 
 def _rename(module: DataParallel, state: dict[str, Any], prefix: str, *_: object) -> None:

@@ -1,21 +1,22 @@
 """Engine: backward, step, no_sync. The gradient of one device under every layout.
 
-One step, as the gradient lives it: `backward` seeds the loss with its weight (the number of tokens, rows, ... that it
-is the mean of) and adds the weight to a running count. Gradients are sums from there on and nothing divides them until
-`step` multiplies once by 1 / (global weight). Uneven ranks, uneven micro-batches and ranks without data are exact by
-construction. engine/reduce.py settles the debts, engine/norm.py counts each element once, engine/zero.py steps.
+`backward` seeds the loss with its weight (the number of tokens, rows, ... that it is the mean of) and adds the weight
+to a running count. Gradients are sums from there on and nothing divides them until `step` multiplies once by 1 /
+(global weight). Uneven ranks, uneven micro-batches and ranks without data are exact by construction.
 
-What every rank must know to decide alike (weights, losses, which parameters were used, unsent gradients) crosses the
-wire once per step in one small gather, and every decision is taken from it.
+A step is a transaction. Its state is one object, the ledger (engine/ledger.py, which follows a gradient from autograd
+to the optimizer). What every rank must know to decide alike crosses the wire once per step (engine/totals.py); then all
+ranks step, skip or refuse together, and what fails leaves nothing behind. engine/norm.py counts each element once,
+engine/zero.py steps. engine/naive.py is what all of this means, in twenty lines.
 
 `train_step` does a whole step under any layout. With a pipeline it is the only way: pipeline/run.py orders forwards and
-backwards, and comes back here for each backward.
+backwards, and hands each backward to the ledger.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,18 +27,19 @@ from torch import Tensor, nn
 
 from isograd.comm import raw
 from isograd.contract import contracts
-from isograd.engine import batches, matrices, norm, start
+from isograd.engine import batches, matrices, norm, start, totals
 from isograd.engine.batches import call
 from isograd.engine.blame import Blame, blame
 from isograd.engine.first import FirstValues
 from isograd.engine.fit import refuse_unfit
-from isograd.engine.plan import Bucket, Slot, make_plan, slot_of
+from isograd.engine.ledger import Leave, Ledger, State, weighted
+from isograd.engine.plan import make_plan, slot_of
 from isograd.engine.precision import LossScale
-from isograd.engine.reduce import Reducer
+from isograd.engine.totals import Status, Table, Totals, used_anywhere
 from isograd.engine.units import Units, homes, repeated_blocks
 from isograd.engine.whole import gradients as whole_gradients
 from isograd.engine.zero import Factory, Optimized
-from isograd.errors import EngineError
+from isograd.errors import EngineError, IsogradError
 from isograd.inputs import Inputs
 from isograd.mesh import DATA, Mesh
 from isograd.pipeline import Pipeline
@@ -99,6 +101,7 @@ class Engine:
             reduced once, as in no_sync. "sharded": each reduced into its owners' rows, and freed.
         """
         start.refuse_unbuilt(mesh)
+        start.refuse_wrapped(model, mesh)
         start.take_over(model)
         self.model, self.mesh, self.clip, self.reproducible = model, mesh, clip, reproducible
         self.pipeline = Pipeline(start.chunks_of(model, mesh, reproducible), mesh) if mesh.size("pp") > 1 else None
@@ -124,58 +127,54 @@ class Engine:
             self._units = Units(model, every, mesh, first, blocks=parts, keep_gathered=keep_gathered, offload=offload)
         else:
             first.fill(self.table)
-        self._reducer = Reducer(self.plan, mesh, keep_full=stage == 0, reproducible=reproducible)
+        self.ledger = Ledger(
+            self.plan,
+            mesh,
+            reproducible=reproducible,
+            keep_full=stage == 0,
+            units=self._units,
+            loss_scale=self.loss_scale,
+        )
         self._optimized = Optimized(self.plan, stage, mesh.group(DATA), optimizer, self._units, offload)
+        self.ledger.shows(self._optimized.masters)
         self._counted = norm.counted(self.plan.slots, mesh)
         self._overlap, self._keeps_local = overlap, accumulate == "local"
         self._sync = True
-        self._in_backward = False
-        self._travels = False  # whether the running backward lets gradients travel
-        self._discards = False  # whether it runs for the other ranks only, which gather with this one
         self._widest = start.most_slots(self.plan, mesh)
-        self._weight: Tensor | float = 0.0
-        self._losses: list[Tensor] = []  # weighted, one per backward of this step
-        self._settled: _Totals | None = None
         self.blame: Blame | None = None  # of the last step, when it was skipped
         self._inputs = Inputs(model, mesh)
         self._watch = start.Watch(model, self.plan, moving=stage == 3)
-        for bucket in self.plan.buckets:
-            for slot in bucket.slots:
-                start.replace_hook(slot.parameter, self._hook(slot, bucket))
+        for slot in self.plan.slots:
+            start.replace_hook(slot.parameter, self.ledger.hook(slot))
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         """The torch optimizer: for learning-rate schedulers and for looking at its state."""
         return self._optimized.optimizer
 
-    def _hook(self, slot: Slot, bucket: Bucket) -> Callable[[Tensor], None]:
-        def arrived(_: Tensor) -> None:
-            if not self._in_backward:
-                raise EngineError(
-                    "IG510",
-                    f"a gradient of {slot.name!r} arrived outside engine.backward",
-                    seen="loss.backward() or torch.autograd.backward on a model that an Engine holds",
-                    expected="engine.backward(loss, weight=...), which knows the weight of the loss",
-                    where=self.mesh.where(),
-                )
-            if self._discards:
-                slot.parameter.grad = None
-            else:
-                self._reducer.arrived(slot, bucket, self._travels and self._units is None)
-            if self._units is not None:
-                self._units.arrived(slot)
-
-        return arrived
-
     @property
-    def _syncing(self) -> bool:
-        return self._sync and self._overlap
+    def _leave(self) -> Leave:
+        """When the buckets of the next backward leave."""
+        if not (self._sync and self._overlap) or self.reproducible:
+            return Leave.AT_END
+        # Ranks of a cp group reach parameters at different points of backward. On NCCL a bucket that one of them
+        # launches early could take the place of an exchange that the other one waits for.
+        unordered = self.mesh.size("cp") > 1 and raw.native(self.mesh.group(DATA))
+        return Leave.BY_BLOCK if self._units is not None or unordered else Leave.EAGER
 
     def backward(self, loss: Tensor, weight: float | Tensor = 1.0) -> None:
         """Add the gradient of loss * weight to the step. `weight`: how many tokens (rows, ...) it is the mean of."""
         start.refuse_alone(self.pipeline, self.mesh)
-        with self.together():
-            self.of_loss(loss, weight, self._syncing)
+        start.check_loss(loss, weight, self.mesh)  # before the backward begins: nothing is left behind
+        with self.together() as ledger:
+            ledger.of_loss(loss, weight)
+
+    def discard(self) -> None:
+        """Drop all that this step has gathered, on every rank: after a backward that failed, or for a bad batch.
+
+        Every rank calls it. A rank that calls `step` or `grads` instead raises IG558, and its step is dropped, too.
+        """
+        self._meet(Status.DISCARDS)
 
     def train_step(self, batch: Any, micro_batches: int | None = None) -> Stats:
         """Forward, backward and step of a whole batch of this data rank, cut by rows; a list is taken as it is.
@@ -187,6 +186,8 @@ class Engine:
 
     def accumulate(self, batch: Any, micro_batches: int | None = None) -> None:
         """What `train_step` does before `step`: in between, `grads` shows what the step will use."""
+        if self.ledger.state is State.FAILED:  # a batch that failed and was caught; other ranks refuse its step here
+            self.discard()
         micros = batches.micro_batches(batch, micro_batches)
         if self.pipeline is None:
             for number, micro in enumerate(micros):
@@ -194,8 +195,8 @@ class Engine:
                 with self.no_sync() if keeps else nullcontext():
                     self.backward(*call(self.model, micro))
             return
-        with self.together():
-            self.pipeline.train(micros, self)
+        with self.together() as ledger:
+            self.pipeline.train(micros, ledger)
 
     @torch.no_grad()
     def evaluate(self, batch: Any, micro_batches: int | None = None) -> Evaluation:
@@ -209,68 +210,18 @@ class Engine:
             mine = torch.zeros(2, dtype=torch.float64, device=self._device)
             for loss, weight in losses:
                 count = torch.as_tensor(weight, dtype=torch.float64, device=self._device)
-                mine += torch.stack((count, _weighted(loss.double(), count)))
+                mine += torch.stack((count, weighted(loss.double(), count)))
             mine = torch.cat((mine, self._inputs.columns().to(mine.device)))
             table = torch.stack(raw.gather_list(mine, self.mesh.group("world"))).cpu()
             self._inputs.check(table[:, 2:])
         total, sums = (float(column) for column in self._of_data(table)[:, :2].sum(0))
         return Evaluation(sums / total if total else math.nan, total)
 
-    # -- what a pipeline or a cache of representations asks for: each backward, in its own order
-
     @contextmanager
-    def together(self) -> Iterator[None]:
-        """Several backwards that count as one: of each gradient one reduction."""
-        if self._syncing:
-            self._reducer.arm()
-        yield
-        self._settled = None
-        self._reducer.after_backward(self._syncing)
-
-    def of_loss(self, loss: Tensor, weight: Tensor | float, last: bool, counted: float | None = None) -> None:
-        """Backward from a loss; the gradients are those of loss * weight. `last`: they may travel.
-
-        counted: what the step's weight grows by, if not by the weight: 0 for a second loss, weighed by the first.
-        """
-        start.check_loss(loss, weight, self.mesh)
-        seed = torch.as_tensor(weight, dtype=torch.float64, device=loss.device)
-        scale = self.loss_scale.value if self.loss_scale else 1.0
-        seeds = [(seed * scale).to(loss.dtype)]
-        if not start.adds_nothing(loss, weight, self.mesh):
-            self.through([loss], seeds, last)
-        elif self._units is not None:
-            self._for_others([loss], seeds, last)
-        self._weight = self._weight + (seed if counted is None else counted)
-        self._losses.append(_weighted(loss.detach().double(), seed))
-        self._settled = None
-
-    def through(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor], last: bool) -> None:
-        """Backward from what a stage passed on, with the gradients that came back for it."""
-        if outputs:
-            self.put_off(lambda: torch.autograd.backward(outputs, gradients), last)
-
-    def _for_others(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor], last: bool) -> None:
-        """A backward that adds nothing, not even NaN: at ZeRO 3 the other ranks gather parameters with this one."""
-        self._reducer.put_aside()
-        self._discards = True
-        try:
-            self.through(outputs, gradients, last)
-        finally:
-            self._discards = False
-            self._reducer.take_back()
-
-    def put_off(self, run: Callable[[], None], last: bool) -> None:
-        """Run something that makes gradients of parameters."""
-        self._in_backward, self._travels = True, last and self._syncing
-        try:
-            if self._units is not None:
-                travels = self._travels and not self.reproducible
-                self._units.begin_backward(self._reducer.passed if travels else None)
-            run()
-        finally:
-            self._in_backward = False
-            if self._units is not None:
-                self._units.end_backward()
+    def together(self) -> Iterator[Ledger]:
+        """Several runs of autograd that count as one backward: `of_loss` and `run_backward` of what this yields."""
+        with self.ledger.backward(self._leave) as ledger:
+            yield ledger
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -296,16 +247,15 @@ class Engine:
         totals = self._settle()
         scale = 1.0 / (totals.weight * totals.loss_scale)
         find_norm = norm.reproducible_norm if self.reproducible else norm.global_norm
-        grad_norm = find_norm(self._counted, self.mesh.group("world"), self._device) * scale
+        grad_norm = find_norm(self._paid_once(), self.mesh.group("world"), self._device) * scale
         skipped = not math.isfinite(grad_norm)
-        self.blame = blame(self.plan, totals.losses, self._reducer.left, self.mesh) if skipped else None
+        self.blame = blame(self.ledger.paid, totals.losses, self.ledger.left, self.mesh) if skipped else None
         if not skipped:
             factor = min(1.0, self.clip / (grad_norm + 1e-6)) if self.clip is not None else 1.0
-            self._optimized.step(scale * factor, totals.unused)
+            self._optimized.step(self.ledger, scale * factor, totals.unused)
         if self.loss_scale:
             self.loss_scale.update(overflow=skipped)
-        self._reducer.clear()
-        self._weight, self._losses, self._settled = 0.0, [], None
+        self.ledger.clear()
         self._inputs.clear()
         return Stats(totals.loss, grad_norm, totals.weight, skipped, totals.loss_scale)
 
@@ -330,7 +280,7 @@ class Engine:
     def grads(self) -> Iterator[tuple[str, Tensor]]:
         """Full gradients of the mean loss by name, before clipping, on every rank, one at a time. All ranks iterate."""
         totals = self._settle()
-        yield from whole_gradients(self.plan, self.mesh, 1.0 / (totals.weight * totals.loss_scale))
+        yield from whole_gradients(self.plan, self.ledger.paid, self.mesh, 1.0 / (totals.weight * totals.loss_scale))
 
     def _of_data(self, table: Tensor) -> Tensor:
         """Of a row per rank, those of the data ranks whose losses are mine to know: on the last stage."""
@@ -342,58 +292,73 @@ class Engine:
     def _device(self) -> torch.device:
         return self.plan.slots[0].parameter.device
 
-    def _settle(self) -> _Totals:
-        """Learn what all ranks did in this step, and pay every debt."""
-        if self._settled is None:
-            self._watch.check(self.mesh)
-            totals = self._totals()
-            self._reducer.settle(flush=totals.unsent)
-            self._settled = totals
-        return self._settled
+    def _paid_once(self) -> list[Tensor]:
+        """The rows of this rank that stand for their replicas."""
+        rows = [self.ledger.paid[slot] for slot in self._counted if slot in self.ledger.paid]
+        return [row for row in rows if row.numel()]
 
-    def _totals(self) -> _Totals:
-        """The one small gather of a step."""
-        own = _tree(self._losses) if self._losses else torch.zeros((), dtype=torch.float64)
-        head = [float(self._weight), float(own), float(self._reducer.pending())]
-        flags = [float(slot.used) for slot in self.plan.slots]
-        flags += [0.0] * (self._widest - len(flags))  # stages of a pipeline hold different numbers of parameters
-        mine = torch.tensor(head + flags, dtype=torch.float64, device=self._device)
-        given = self._inputs.columns().to(mine.device)
-        table = torch.stack(raw.gather_list(torch.cat((mine, given)), self.mesh.group("world"))).cpu()
-        self._inputs.check(table[:, -len(given) :])
-        start.check_peers(table, self.mesh)
-        data = self._of_data(table)
-        weight = float(data[:, 0].sum())
-        if not weight > 0:
+    def _settle(self) -> Totals:
+        """Learn what all ranks did in this step, and pay every debt."""
+        totals = self._totals()
+        if self.ledger.state is not State.SETTLED:
+            self.ledger.settle(flush=totals.unsent)
+        return totals
+
+    def _totals(self) -> Totals:
+        """What the table of this step says."""
+        table = self._meet(Status.FINE)
+        data = self._of_data(table.weight), self._of_data(table.loss)
+        weight = float(data[0].sum())
+        used = used_anywhere(table, self.plan, self.mesh)
+        unused = {slot.name for slot, is_used in zip(self.plan.slots, used.tolist(), strict=True) if not is_used}
+        scale = self.loss_scale.value if self.loss_scale else 1.0
+        loss = float(_tree(list(data[1]))) / weight
+        return Totals(loss, weight, bool(table.pending.any()), unused, scale, table.loss)
+
+    def _meet(self, status: Status) -> Table:
+        """The gather of this step. Where any rank failed, discards or was given wrong input, the step is dropped on all
+        ranks; all but those that discard raise."""
+        ledger = self.ledger
+        ledger.must_be(State.OPEN, State.SETTLED, State.FAILED)
+        wrong = self._watch.problem(self.mesh)
+        problem = ledger.failure if wrong is None else str(wrong).splitlines()[0]
+        if status is Status.FINE and problem is not None:
+            status = Status.FAILED
+        if self._units is not None:  # a rank that is in another forward waits for this one there
+            self._units.meet("is at its step")
+        losses = ledger.told.losses
+        own = _tree(losses) if losses else torch.zeros((), dtype=torch.float64)
+        table = totals.gather(ledger, status, own, self._inputs.columns(), self._widest, self._device)
+        quiet = status is Status.DISCARDS
+        try:
+            totals.refuse_failed(table, ledger, problem, quiet)
+            if not quiet:
+                self._inputs.check(table.more)
+                totals.refuse_wrong(table, self.mesh)
+                self._refuse_no_weight(table)
+        except IsogradError as refusal:
+            self._drop()
+            raise wrong or refusal from None
+        if quiet:
+            self._drop()
+        return table
+
+    def _drop(self) -> None:
+        """All ranks together: nothing of this step is left."""
+        self.ledger.abandon()
+        self._inputs.clear()
+
+    def _refuse_no_weight(self, table: Table) -> None:
+        weights = self._of_data(table.weight)
+        if not float(weights.sum()) > 0:
             raise EngineError(
                 "IG512",
                 "the step has no weight: no rank contributed a token",
-                seen=f"weights per data rank: {data[:, 0].tolist()}",
+                seen=f"weights per data rank: {weights.tolist()}",
                 expected="a positive sum of weights over the data ranks and backwards of a step",
                 fix="call engine.backward(loss, weight=count) at least once before engine.step()",
                 where=self.mesh.where(),
             )
-        stage = table[list(self.mesh.layout.ranks(DATA, self.mesh.rank))]
-        used = start.used_anywhere(stage[:, len(head) : len(mine)].sum(0), self.plan, self.mesh)
-        unused = {slot.name for slot, times in zip(self.plan.slots, used, strict=True) if times == 0}
-        scale = self.loss_scale.value if self.loss_scale else 1.0
-        loss = float(_tree(list(data[:, 1]))) / weight
-        return _Totals(loss, weight, bool(table[:, 2].any()), unused, scale, table[:, 1])
-
-
-def _weighted(loss: Tensor, weight: Tensor) -> Tensor:
-    """A mean over nothing is NaN in torch; its weight of zero says that it adds nothing."""
-    return torch.where(weight == 0, torch.zeros_like(loss), loss * weight)
-
-
-@dataclass(frozen=True)
-class _Totals:
-    loss: float
-    weight: float
-    unsent: bool
-    unused: set[str]
-    loss_scale: float
-    losses: Tensor  # weighted, one per rank
 
 
 def _tree(values: list[Tensor]) -> Tensor:

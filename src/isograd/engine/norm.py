@@ -25,9 +25,8 @@ def counted(slots: Sequence[Slot], mesh: Mesh) -> list[Slot]:
     return [slot for slot in slots if slot.contract.counted_here(mesh)]
 
 
-def global_norm(slots: Sequence[Slot], world: Group, device: torch.device) -> float:
-    """2-norm of all `paid` rows of all ranks; inf or nan if any element is."""
-    rows = [slot.paid for slot in slots if slot.paid is not None and slot.paid.numel()]
+def global_norm(rows: list[Tensor], world: Group, device: torch.device) -> float:
+    """2-norm of the rows of all ranks; inf or nan if any element is."""
     return math.sqrt(sum(torch.stack(raw.gather_list(_squares(rows, device), world)).tolist()))
 
 
@@ -37,12 +36,11 @@ def _squares(rows: list[Tensor], device: torch.device) -> Tensor:
     return torch.stack(torch._foreach_norm(rows, 2)).double().square().sum()
 
 
-def reproducible_norm(slots: Sequence[Slot], world: Group, device: torch.device) -> float:
+def reproducible_norm(rows: list[Tensor], world: Group, device: torch.device) -> float:
     """The same number however the elements are spread over ranks: squares are added as integers.
 
     Every square is rounded to a fixed-point number relative to the largest of all, which makes the sum associative.
     """
-    rows = [slot.paid for slot in slots if slot.paid is not None and slot.paid.numel()]
     zero = torch.zeros((), dtype=torch.float64, device=device)
     largest = torch.stack([row.abs().max().double() for row in rows]).max() if rows else zero  # NaN if any is
     tops = torch.stack(raw.gather_list(largest, world)).tolist()

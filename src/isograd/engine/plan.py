@@ -14,7 +14,7 @@ import hashlib
 import math
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -41,9 +41,9 @@ def cut_rows(name: str, shape: Sequence[int], owners: int) -> tuple[int, ...]:
     return tuple(cuts)
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class Slot:
-    """One trainable parameter as the engine sees it, and the gradient it has gathered in this step so far."""
+    """One trainable parameter as the engine sees it: who owns which rows of it. What a step gathers is the ledger's."""
 
     name: str
     parameter: nn.Parameter
@@ -51,11 +51,6 @@ class Slot:
     cuts: tuple[int, ...]
     owner: int  # my index among the owners
     whole: bool = False  # one owner has all rows, because its optimizer works on matrices
-    local: Tensor | None = None  # my own full gradient, not reduced yet (half precision; else parameter.grad holds it)
-    due: Tensor | None = None  # my rows, summed over the data axes, other debts still open
-    paid: Tensor | None = None  # my rows, all debts settled
-    full: Tensor | None = None  # stage 0: memory to gather the whole gradient into
-    used: bool = False  # whether any backward of this step reached it here
 
     @property
     def dtype(self) -> torch.dtype:
@@ -69,18 +64,18 @@ class Slot:
         return tensor[self.cuts[owner] : self.cuts[owner + 1]]
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class Bucket:
     """Slots that travel together, in the order backward is expected to reach them."""
 
-    slots: list[Slot]
-    waiting: set[int] = field(default_factory=set)  # ids of parameters this backward has not reached yet
+    number: int  # its place in the plan, the same on all data ranks
+    slots: tuple[Slot, ...]
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class Plan:
-    slots: list[Slot]
-    buckets: list[Bucket]
+    slots: tuple[Slot, ...]
+    buckets: tuple[Bucket, ...]
 
     def fingerprint(self, axes: str | None) -> str:
         """Of everything (axes None), or of the parameters that owe `axes` only."""
@@ -120,21 +115,22 @@ def make_plan(
             expected="at least one with requires_grad=True",
             where=mesh.where(),
         )
-    return Plan(slots, _buckets(slots, bucket_bytes, homes or {}))
+    buckets = enumerate(_buckets(slots, bucket_bytes, homes or {}))
+    return Plan(tuple(slots), tuple(Bucket(number, tuple(members)) for number, members in buckets))
 
 
-def _buckets(slots: list[Slot], limit: int, homes: Mapping[int, nn.Module]) -> list[Bucket]:
+def _buckets(slots: list[Slot], limit: int, homes: Mapping[int, nn.Module]) -> list[list[Slot]]:
     """Reverse order of registration: about the order in which backward finishes. One dtype in each."""
-    buckets: list[Bucket] = []
+    buckets: list[list[Slot]] = []
     size = 0
     for slot in reversed(slots):
         bytes_here = slot.parameter.numel() * slot.dtype.itemsize
-        last = buckets[-1].slots[-1] if buckets else None
+        last = buckets[-1][-1] if buckets else None
         fits = last is not None and size + bytes_here <= limit
         if not fits or last is None or _kind(last, homes) != _kind(slot, homes):
-            buckets.append(Bucket([]))
+            buckets.append([])
             size = 0
-        buckets[-1].slots.append(slot)
+        buckets[-1].append(slot)
         size += bytes_here
     return buckets
 

@@ -47,6 +47,24 @@ def refuse_unbuilt(mesh: Mesh) -> None:
         )
 
 
+WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel", "DeepSpeedEngine")
+
+
+def refuse_wrapped(model: nn.Module, mesh: Mesh) -> None:
+    """Another library that reduces gradients as well would count them twice."""
+    for name, module in model.named_modules():
+        kinds = [kind for kind in type(module).__mro__ if kind.__name__ in WRAPPERS]
+        if kinds:
+            raise EngineError(
+                "IG557",
+                "the model is wrapped in something that reduces gradients itself",
+                seen=f"{kinds[0].__module__}.{kinds[0].__qualname__}" + (f" at {name!r}" if name else ""),
+                expected="the bare module: an engine reduces, shards and gathers for itself",
+                fix="give the module inside: model.module for DDP; for FSDP do not call fully_shard, take zero3",
+                where=mesh.where(),
+            )
+
+
 def chunks_of(model: nn.Module, mesh: Mesh, reproducible: bool) -> dict[int, Chunk]:
     """The stages of this rank, for a layout with a pipeline."""
     found = getattr(model, "chunks", None)
@@ -100,16 +118,6 @@ def most_slots(plan: Plan, mesh: Mesh) -> int:
     """The number of parameters of the stage that has most."""
     count = torch.tensor(len(plan.slots), device=mesh.device)
     return max(int(n) for n in raw.gather_list(count, mesh.group("pp")))
-
-
-def used_anywhere(used: Tensor, plan: Plan, mesh: Mesh) -> Tensor:
-    """How often each parameter was used by the data ranks of this stage, and of the stages it is tied to."""
-    used = used[: len(plan.slots)].clone()
-    for axes in sorted({axes for slot in plan.slots for axes in slot.contract.ties}):
-        tied = sorted((s.name, i) for i, s in enumerate(plan.slots) if axes in s.contract.ties)
-        places = [i for _, i in tied]
-        used[places] = raw.all_reduce(used[places].to(mesh.device), mesh.group(axes)).cpu()
-    return used
 
 
 def take_over(model: nn.Module) -> None:
@@ -212,8 +220,8 @@ def check_loss(loss: Tensor, weight: float | Tensor, mesh: Mesh) -> None:
             expected="a scalar: the mean over this rank's tokens, with weight= their number",
             where=mesh.where(),
         )
-    if isinstance(weight, float | int):
-        check_weight(weight, mesh)
+    if not isinstance(weight, Tensor) or weight.device.type == "cpu":  # on a GPU: found at the step
+        check_weight(float(weight), mesh)
 
 
 def check_weight(weight: float, mesh: Mesh) -> None:
@@ -299,22 +307,7 @@ def check_weights(plain: Tensor, weighed: Tensor, mesh: Mesh) -> None:
             "some backwards were weighed and some were not",
             seen=f"ranks without model.weigh: {plain.nonzero().flatten().tolist()}; "
             f"with it: {weighed.nonzero().flatten().tolist()}",
-            expected="model.weigh(count) before each backward, or before none",
-            where=mesh.where(),
-        )
-
-
-def check_peers(table: Tensor, mesh: Mesh) -> None:
-    """Ranks of one tp group work on the same batch: their weights agree. Row i of the table is rank i's."""
-    peers = list(mesh.layout.ranks("tp", mesh.rank))
-    weights = table[peers, 0]
-    if bool((weights != weights[0]).any()):
-        raise EngineError(
-            "IG516",
-            "ranks of one tp group were given different batches",
-            seen=f"weights {weights.tolist()} on ranks {peers}",
-            expected="the same sequences on every rank of a tp or cp group: only dp ranks see different ones",
-            fix="index the data by mesh.index('dp'), not by the global rank",
+            expected="loss = model.weigh(loss, count) before each backward, or before none",
             where=mesh.where(),
         )
 
@@ -331,11 +324,11 @@ class Watch:
         place = 0 if self._moving else parameter.data_ptr()
         return id(parameter), place, parameter.requires_grad, parameter.dtype
 
-    def check(self, mesh: Mesh) -> None:
+    def problem(self, mesh: Mesh) -> EngineError | None:
         now = {name: self._look(p) for name, p in self._model.named_parameters() if p.requires_grad}
         if now != self._known:
             changed = sorted(n for n in now.keys() | self._known.keys() if now.get(n) != self._known.get(n))
-            raise EngineError(
+            return EngineError(
                 "IG517",
                 "the model was changed after the Engine was made",
                 seen=f"added, removed, moved, cast, frozen or unfrozen: {changed[:8]}",
@@ -343,3 +336,4 @@ class Watch:
                 fix="change the model first (to(dtype), freeze, add layers), then make a new Engine",
                 where=mesh.where(),
             )
+        return None

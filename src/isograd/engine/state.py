@@ -420,7 +420,7 @@ def take_generators(found: Iterable[Part], mesh: Mesh) -> None:
 
 def is_between_steps(engine: Engine) -> bool:
     """Whether nothing of a step is under way: a gradient is not part of what is kept."""
-    return not engine._losses and not engine._reducer.pending()
+    return engine.ledger.empty
 
 
 @torch.no_grad()

@@ -32,6 +32,10 @@ class Flight:
     def __init__(self, handle: Handle, members: list[Pieces], own: Pieces | None, tree: bool) -> None:
         self._handle, self._members, self._own, self._tree = handle, members, own, tree
 
+    def ready(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._handle.ready()
+
     def wait(self) -> Pieces:
         """My rows of each slot, summed over the group."""
         self._handle.wait()

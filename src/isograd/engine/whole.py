@@ -7,21 +7,21 @@ that holds the name. One parameter is whole at a time.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
 
 from isograd.comm import raw
 from isograd.contract import assemble
-from isograd.engine.plan import Plan
+from isograd.engine.plan import Plan, Slot
 from isograd.engine.transport import gather_rows
 from isograd.mesh import DATA, Mesh
 
 
 @torch.no_grad()
-def gradients(plan: Plan, mesh: Mesh, scale: float) -> Iterator[tuple[str, Tensor]]:
-    """The gradient of every trainable parameter, times `scale`. All ranks iterate together."""
+def gradients(plan: Plan, paid: Mapping[Slot, Tensor], mesh: Mesh, scale: float) -> Iterator[tuple[str, Tensor]]:
+    """The gradient of every trainable parameter, times `scale`. `paid`: my settled rows. All ranks iterate together."""
     slots = {slot.name: slot for slot in plan.slots}
     stages = _names_of_stages(plan, mesh)
     for name in dict.fromkeys(name for stage in stages for name in stage):
@@ -29,8 +29,8 @@ def gradients(plan: Plan, mesh: Mesh, scale: float) -> Iterator[tuple[str, Tenso
         if mesh.index("pp") == source:
             slot = slots[name]
             part = torch.zeros_like(slot.parameter, dtype=slot.dtype)
-            if slot.paid is not None:
-                slot.rows(part).copy_(slot.paid)
+            if slot in paid:
+                slot.rows(part).copy_(paid[slot])
             gather_rows([slot], [part], mesh.group(DATA)).wait()
             whole = assemble(part, slot.contract, mesh).contiguous().mul_(scale)
         else:

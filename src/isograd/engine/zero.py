@@ -1,6 +1,6 @@
 """What a ZeRO stage is: which tensors the optimizer sees, and what is gathered after the debts are settled.
 
-The reduction is the same at every stage (engine/reduce.py): each owner has its rows of the settled gradient. Then
+The reduction is the same at every stage (engine/ledger.py): each owner has its rows of the settled gradient. Then
 
     stage 0   gradients are gathered; every rank steps whole parameters
     stage 1   every rank steps its rows; parameters are gathered
@@ -15,7 +15,7 @@ gather moves half precision.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -24,7 +24,9 @@ from torch import Tensor, nn
 
 from isograd.comm.raw import Group
 from isograd.engine import elementwise, matrices
+from isograd.engine.flights import zeros_of
 from isograd.engine.kept import on_host
+from isograd.engine.ledger import Ledger
 from isograd.engine.plan import Plan, Slot
 from isograd.engine.transport import gather_rows
 from isograd.engine.units import Units
@@ -106,6 +108,19 @@ class Optimized:
         by_rows = stage > 0 and group.size > 1
         matrices.refuse_pieces(self.optimizer, slots, by_rows=by_rows)
         elementwise.refuse(self.optimizer, slots, by_rows=by_rows)
+        self._stepping = False
+        for one in (self.optimizer, *getattr(self.optimizer, "optimizers", ())):
+            one.register_step_pre_hook(self._refuse_by_hand)
+
+    def _refuse_by_hand(self, *_: object) -> None:
+        """Gradients are the engine's until its step: called alone, the optimizer would step with none."""
+        if not self._stepping:
+            raise EngineError(
+                "IG556",
+                "the optimizer of an Engine was stepped by hand",
+                seen="engine.optimizer.step()",
+                expected="engine.step(), which sums the gradients of all ranks, clips and steps",
+            )
 
     def _master(self, slot: Slot) -> nn.Parameter:
         if self.stage == 0 and slot.parameter.dtype == slot.dtype:
@@ -137,20 +152,24 @@ class Optimized:
                 "freeze what should not train with requires_grad_(False) before making the Engine",
             )
 
-    def step(self, scale: float, unused: set[str]) -> None:
+    def step(self, ledger: Ledger, scale: float, unused: set[str]) -> None:
         """Optimizer step on `paid * scale`; parameters that no rank used have no gradient, as on one device."""
         if self.units is None:  # at stage 3 parameters are there to edit in `full_parameters` only, which takes edits
             self.take_edits()
         if self.stage == 0:
-            gather_gradients(self.plan, self.group, scale)
+            gather_gradients(ledger, self.group, dict.fromkeys(self.plan.slots, scale))
         else:
-            torch._foreach_mul_([slot.paid for slot in self.plan.slots if slot.paid is not None], scale)
+            torch._foreach_mul_(list(ledger.paid.values()), scale)
         for slot in self.plan.slots:
-            gradient = slot.full if self.stage == 0 else slot.paid
+            gradient = ledger.full.get(slot) if self.stage == 0 else ledger.paid.get(slot)
             master = self.masters[slot.name]
             here = gradient is not None and gradient.numel() and slot.name not in unused
             master.grad = gradient.to(master.device) if gradient is not None and here else None
-        self.optimizer.step()
+        self._stepping = True
+        try:
+            self.optimizer.step()
+        finally:
+            self._stepping = False
         for master in self.masters.values():
             master.grad = None
         self._write_back()
@@ -182,22 +201,22 @@ class Optimized:
 
 
 @torch.no_grad()
-def gather_gradients(plan: Plan, group: Group, scale: float) -> None:
+def gather_gradients(ledger: Ledger, group: Group, scales: Mapping[Slot, float]) -> None:
     """My rows, scaled, into their place in the whole gradient; then everybody's."""
     work = []
-    for bucket in plan.buckets:
+    for bucket in ledger.plan.buckets:
         wholes = []
         for slot in bucket.slots:
-            if slot.full is None:
-                slot.full = torch.empty_like(slot.parameter, dtype=slot.dtype)
-            if slot.paid is not None:
-                torch.mul(slot.paid, scale, out=slot.rows(slot.full))
-            wholes.append(slot.full)
+            if slot not in ledger.full:
+                ledger.full[slot] = zeros_of(slot)
+            if slot in ledger.paid:
+                torch.mul(ledger.paid[slot], scales[slot], out=slot.rows(ledger.full[slot]))
+            wholes.append(ledger.full[slot])
         work.append((bucket.slots, wholes))
     _gather(work, group)
 
 
-def _gather(work: list[tuple[list[Slot], list[Tensor]]], group: Group) -> None:
+def _gather(work: Sequence[tuple[Sequence[Slot], list[Tensor]]], group: Group) -> None:
     handles = [gather_rows(slots, whole, group) for slots, whole in work]
     for handle in handles:
         handle.wait()

@@ -1,9 +1,9 @@
 """Weight gradients of linear maps, put off: what the zero-bubble schedule does while it would wait.
 
 One device: y = F.linear(x, weight, bias), whose backward makes the gradients of x, weight and bias at once. Here the
-gradient of the weight is only noted (x and dy are kept) and made by `run`, through autograd like any other, so that
-hooks fire, then and not before. Every F.linear on a weight is met, in whosever module it stands; what is not one keeps
-its gradient with I, and so does a weight whose input needs no gradient: nothing else would be left of that I.
+gradient of the weight is only noted (x and dy are kept). `gradients` makes it, to go through autograd like any other,
+so that hooks fire then and not before. Every F.linear on a weight is met, in whichever module it stands. Any other use
+keeps its gradient with I, and so does a weight whose input needs no gradient: nothing else would be left of that I.
 
 F.linear itself is replaced for as long as a stage runs. A TorchFunctionMode would not do: torch takes it away inside
 `backward`, so a recomputed forward would be another one than the first.
@@ -11,7 +11,7 @@ F.linear itself is replaced for as long as a stage runs. A TorchFunctionMode wou
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch import Tensor
 
 
 class Deferred:
-    """Entered around the forward of a stage and around its I; afterwards `run` is its W."""
+    """Entered around the forward of a stage and around its I; afterwards `gradients` are its W."""
 
     def __init__(self) -> None:
         self._noted: list[tuple[Tensor, Tensor, Tensor]] = []  # weight, x, dy
@@ -44,13 +44,12 @@ class Deferred:
     def _note(self, weight: Tensor, x: Tensor, dy: Tensor) -> None:
         self._noted.append((weight, x, dy))
 
-    def run(self) -> None:
-        """Compute the gradients of weights that were delayed, the last one first."""
+    def gradients(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """(weight, its gradient) of what was delayed, one at a time, the last one first."""
         noted, self._noted = self._noted, []
         while noted:
             weight, x, dy = noted.pop()
-            gradient = dy.reshape(-1, dy.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
-            torch.autograd.backward([weight], [gradient])
+            yield weight, dy.reshape(-1, dy.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
 
 
 def _fits(input: Tensor, weight: Tensor) -> bool:

@@ -32,18 +32,14 @@ Chunk = Callable[
 
 
 class Autograd(Protocol):
-    """How the engine wants a backward to be run. `last`: no later backward of this stage reaches these parameters."""
+    """The ledger of the step. `last`: no later run of this backward reaches the same parameters."""
 
-    def through(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor], last: bool) -> None:
-        """Backward from what a stage passed on, with the gradients that came back for it."""
+    def run_backward(self, roots: Sequence[Tensor], seeds: Sequence[Tensor], *, last: bool) -> None:
+        """Backward from what a stage passed on, or of a delayed weight, with the gradients of these roots."""
         ...
 
-    def of_loss(self, loss: Tensor, weight: Tensor | float, last: bool) -> None:
+    def of_loss(self, loss: Tensor, weight: Tensor | float, *, last: bool) -> None:
         """Backward from a micro-batch's loss on the last stage."""
-        ...
-
-    def put_off(self, run: Callable[[], None], last: bool) -> None:
-        """Run a function that adds gradients of weights."""
         ...
 
 
@@ -179,10 +175,10 @@ class _Step:
         last = self.final[action.kind, action.stage] is action
         with held.deferred or nullcontext():
             if held.loss is not None:
-                self._autograd.of_loss(*held.loss, last)
+                self._autograd.of_loss(*held.loss, last=last)
             else:
                 needing = [t for t in held.outputs if t.requires_grad]
-                self._autograd.through(needing, gradients, last)
+                self._autograd.run_backward(needing, gradients, last=last)
         if action.stage:
             back = [torch.zeros_like(t) if t.grad is None else t.grad for t in held.inputs if t.requires_grad]
             _in_doubt(lambda: self.mail.send(action, back), self.pipeline.mesh)
@@ -195,7 +191,9 @@ class _Step:
         assert self._autograd is not None
         deferred = self.held.pop(action[1:]).deferred
         assert deferred is not None
-        self._autograd.put_off(deferred.run, self.final["W", action.stage] is action)
+        last = self.final["W", action.stage] is action
+        for weight, gradient in deferred.gradients():
+            self._autograd.run_backward([weight], [gradient], last=last)
 
 
 def _in_doubt(wait: Callable[[], T], mesh: Mesh) -> T:

@@ -67,7 +67,7 @@ class Replay:
         if engine is None:
             torch.autograd.backward(tensors, seeds)
         else:
-            engine.through(tensors, seeds, last=False)
+            engine.ledger.run_backward(tensors, seeds, last=False)
 
 
 class GradCache:
@@ -105,7 +105,7 @@ class GradCache:
             with self._autocast(leaves[0].device):
                 loss = self.loss_fn(*leaves, **loss_kwargs)
             if self.engine:
-                self.engine.of_loss(loss, len(leaves[0]), last=False)
+                self.engine.ledger.of_loss(loss, len(leaves[0]), last=False)
             else:
                 (self.scaler.scale(loss) if self.scaler else loss).backward()
             for number, (model, tower, leaf) in enumerate(zip(self.models, towers, leaves, strict=True)):
@@ -135,7 +135,7 @@ def cached(func: Callable[..., Representations] | None = None, *, engine: Engine
     """Decorates a function that calls a model: it returns leaf representations, then a function that replays the call.
 
     Call that with the leaves, after loss.backward(). With an engine, all of it inside `with engine.together():`, and
-    engine.of_loss(loss, rows, last=False) in place of loss.backward().
+    engine.ledger.of_loss(loss, rows, last=False) in place of loss.backward().
     """
 
     def decorate(function: Callable[..., Representations]) -> Callable[..., tuple[Any, ...]]:

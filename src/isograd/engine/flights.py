@@ -1,0 +1,101 @@
+"""Buckets on their way to the owners of their rows: what has left, what is in the air, what has landed.
+
+A bucket is launched inside an autograd hook, so `launch` and `has_room` never wait. Waiting there could block other
+ranks: under cp they need this rank's next exchange of attention, which comes after the hook. Messages of gradients have
+connections of their own, so they never meet those of a layer.
+
+Rows of different buckets never meet, so ranks may launch buckets in different orders; each rank must launch each bucket
+equally often. `sent` is the record of it, which `even_out` uses after a failure: a rank that stopped half way sends
+zeros for what it has not sent, so that everybody's flights can land.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+from torch import Tensor
+
+from isograd.comm.notes import gather_notes
+from isograd.comm.raw import Group
+from isograd.engine.plan import Bucket, Plan, Slot
+from isograd.engine.transport import Flight, Pieces, reduce_rows
+from isograd.mesh import DATA, Mesh
+
+AT_ONCE = 2  # buckets in the air during a backward: bounds the memory that arriving rows take
+
+
+class Flights:
+    def __init__(self, plan: Plan, group: Group, *, tree: bool) -> None:
+        """`group`: the owners of rows, on connections that carry nothing else. `tree`: add in one binary tree."""
+        self.plan, self.group, self.tree = plan, group, tree
+        self.sent: list[int] = []  # numbers of the buckets that left since the step began
+        self.due: dict[Slot, Tensor] = {}  # landed: my rows, summed over the data axes
+        self._air: deque[tuple[Bucket, Flight]] = deque()
+        self._in_pass = 0  # launched in the running pass, or in the last one
+        self._with_block = 0  # launched since the last call of `next_block`
+
+    def begin_pass(self) -> None:
+        """Before a backward that launches: what left earlier than in the last such backward must have landed."""
+        while len(self._air) > self._in_pass:
+            self._land()
+        self._in_pass = 0
+
+    def has_room(self) -> bool:
+        """Whether one more bucket may be in the air. What has arrived lands; nothing is waited for."""
+        while len(self._air) >= AT_ONCE and self._air[0][1].ready():
+            self._land()
+        return len(self._air) < AT_ONCE
+
+    def make_room(self) -> None:
+        """Wait until one more bucket may be in the air: where all data ranks are known to launch the same ones."""
+        while len(self._air) >= AT_ONCE:
+            self._land()
+
+    def next_block(self) -> None:
+        """ZeRO 3: backward has left a block. What left earlier than with the block before has landed, or is waited for.
+
+        That cannot block: this rank has read the others' note of the next block's gather, which they sent after they
+        had launched the buckets of two blocks before (engine/lockstep.py).
+        """
+        while len(self._air) > self._with_block:
+            self._land()
+        self._with_block = 0
+
+    def launch(self, bucket: Bucket, gradients: Pieces) -> None:
+        self.sent.append(bucket.number)
+        self._in_pass += 1
+        self._with_block += 1
+        flight = reduce_rows(bucket.slots, gradients, self.group, tree=self.tree, number=bucket.number)
+        self._air.append((bucket, flight))
+
+    def land_all(self) -> None:
+        while self._air:
+            self._land()
+
+    def _land(self) -> None:
+        bucket, flight = self._air[0]
+        rows = flight.wait()
+        self._air.popleft()
+        for slot, piece in zip(bucket.slots, rows, strict=True):
+            before = self.due.get(slot)
+            self.due[slot] = piece if before is None else before.add_(piece)
+
+    def even_out(self, mesh: Mesh) -> None:
+        """After a failure, on all data ranks: launch zeros until every rank has launched each bucket equally often."""
+        # Not on this group's connections: a note would fill a buffer that waits there for a bucket.
+        told: list[list[int]] = gather_notes(self.sent, mesh.group(DATA), mesh.device)
+        most = {bucket.number: max(sent.count(bucket.number) for sent in told) for bucket in self.plan.buckets}
+        for bucket in self.plan.buckets:
+            for _ in range(most[bucket.number] - self.sent.count(bucket.number)):
+                self.launch(bucket, [zeros_of(slot) for slot in bucket.slots])
+
+    def clear(self) -> None:
+        """A new step begins. Nothing may be in the air."""
+        assert not self._air, "flights of the step before have not landed"
+        self.sent, self.due, self._in_pass, self._with_block = [], {}, 0, 0
+
+
+def zeros_of(slot: Slot) -> Tensor:
+    """The gradient of a parameter that this rank did not use."""
+    return torch.zeros_like(slot.parameter, dtype=slot.dtype, memory_format=torch.contiguous_format)

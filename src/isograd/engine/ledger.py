@@ -1,0 +1,392 @@
+"""The ledger of a step: what it has gathered so far, and the only way in. One gradient, from autograd to the optimizer:
+
+1. `backward(leave)` opens the state BACKWARD. Inside it `of_loss` seeds a loss with its weight and `run_backward` runs
+   autograd. A gradient is a pending sum from here on, and nothing divides it.
+2. `_arrived`: autograd has finished a parameter's gradient. It moves from `.grad` into `local`, this rank's own sum
+   over the backwards of the step, in fp32 (fp64 in fp64 models). `.grad` then holds a stand-in that refuses to be used.
+3. A bucket of gradients leaves `local` for the owners of its rows. `Leave` says when: with its last gradient (EAGER),
+   when backward has left its block (BY_BLOCK), or at the step (AT_END). Nothing that another rank may not have sent is
+   waited for inside an autograd hook.
+4. `settle`, at the step: what is still here leaves; everything lands as `due`, my rows summed over the data axes; the
+   other debts of the contract (tp, ties) are summed on those rows, which makes them `paid`. The state is SETTLED.
+5. `clear` opens the next step.
+
+    OPEN -> BACKWARD -> OPEN -> ... -> SETTLED -> OPEN      FAILED from anywhere; `abandon` leads from it to OPEN
+
+An exception inside `backward` enters FAILED. A failed step takes no further backward. Ranks learn of it in the gather
+of the step (engine/totals.py), refuse the step together, and `abandon` what it has gathered: what is on its way lands,
+on ranks that stopped half way zeros take the place of what they have not sent, and all of it is dropped.
+
+Each move empties its source and adds to its target, so backwards that leave at once and backwards that stay may be
+mixed in any order, and a gradient that comes late leaves with the next flush.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+
+import torch
+from torch import Tensor, nn
+
+from isograd.comm import raw
+from isograd.engine import start
+from isograd.engine.blame import largest
+from isograd.engine.flights import Flights, zeros_of
+from isograd.engine.plan import Bucket, Plan, Slot
+from isograd.engine.precision import LossScale
+from isograd.engine.transport import Pieces
+from isograd.engine.tree import Tree
+from isograd.engine.units import Units
+from isograd.engine.withheld import Withheld
+from isograd.errors import EngineError
+from isograd.mesh import DATA, Mesh
+
+
+class State(Enum):
+    OPEN = "open"  # between backwards
+    BACKWARD = "in a backward"
+    SETTLED = "settled"  # every debt is paid; a further backward opens it again
+    FAILED = "failed"  # takes nothing more; all ranks refuse the step
+
+
+class Leave(Enum):
+    """When the buckets of a backward leave for their owners. The same on all data ranks."""
+
+    EAGER = "with their last gradient, in the order of the plan"
+    BY_BLOCK = "when backward has left their block, and at its end"
+    AT_END = "at the step, or with the next backward that lets them"
+
+
+@dataclass
+class Contributions:
+    """The losses of a step on this rank."""
+
+    weight: Tensor | float = 0.0
+    losses: list[Tensor] = field(default_factory=list)  # weighted, one per backward
+
+
+class Ledger:
+    def __init__(
+        self,
+        plan: Plan,
+        mesh: Mesh,
+        *,
+        reproducible: bool = False,
+        keep_full: bool = False,
+        units: Units | None = None,
+        loss_scale: LossScale | None = None,
+        withholds: bool = True,
+    ) -> None:
+        """keep_full: the memory of gradients that have left is kept, for whole gradients to be gathered into.
+        withholds: False leaves `.grad` between backwards to the caller."""
+        self.plan, self.mesh, self.reproducible, self.units = plan, mesh, reproducible, units
+        self.keep_full, self.loss_scale = keep_full, loss_scale
+        self.state = State.OPEN
+        self.failure: str | None = None  # why the state is FAILED
+        self.told = Contributions()
+        self.passes = 0  # backwards of this step whose buckets left, which every data rank must run equally often
+        self.local: dict[Slot, Tensor] = {}  # my own gradients, not reduced
+        self.paid: dict[Slot, Tensor] = {}  # my rows, all debts settled
+        self.full: dict[Slot, Tensor] = {}  # memory of a whole gradient
+        self.left: list[Tensor] = []  # of each bucket that has left: its largest value, to tell where a NaN was born
+        self.used: set[Slot] = set()  # reached by a backward of this step on this rank
+        self.flights = Flights(plan, mesh.group(DATA, "gradients"), tree=reproducible)
+        self._tree = Tree()
+        self._leave = Leave.AT_END
+        self._running = self._leaves_now = self._dropped = False  # about the run of autograd that is under way
+        self._factor: Tensor | None = None  # that a half-precision loss could not be seeded with
+        self._no_loss: Tensor | None = None  # on a GPU: whether the loss is a mean over nothing
+        self._unsent: list[Bucket] = []  # of this backward, in the order in which they leave
+        self._missing: list[int] = []  # per bucket: gradients that this backward has not finished
+        self._reached: set[Slot] = set()  # by this backward
+        self._home = {slot: bucket for bucket in plan.buckets for slot in bucket.slots}
+        # Whose `.grad` is withheld, and by what: the parameter's, and that of what the optimizer steps in its place.
+        self._shown: dict[Slot, list[tuple[nn.Parameter, Withheld]]] = {
+            slot: [(slot.parameter, Withheld(slot.parameter, slot.name))] for slot in plan.slots if withholds
+        }
+        self._withheld: set[Slot] = set()  # whose `.grad` is a stand-in
+
+    def shows(self, masters: dict[str, nn.Parameter]) -> None:
+        """Tensors that the optimizer steps in place of parameters: their `.grad` is withheld, too."""
+        for slot, seen in self._shown.items():
+            if masters[slot.name] is not slot.parameter:
+                seen.append((masters[slot.name], Withheld(masters[slot.name], slot.name)))
+
+    # -- 1. the only way in
+
+    @contextmanager
+    def backward(self, leave: Leave) -> Iterator[Ledger]:
+        """One backward or several that count as one: of each gradient one reduction."""
+        self.begin(leave)
+        try:
+            yield self
+            self.end()
+        except BaseException as error:
+            self.fail(error)
+            raise
+        finally:
+            self._running = False
+
+    def fail(self, reason: BaseException | str) -> None:
+        """The step cannot be finished; ranks are told at its gather."""
+        if isinstance(reason, BaseException):
+            reason = f"{type(reason).__name__}: {(str(reason).splitlines() or [''])[0][:200]}"
+        self.state, self.failure = State.FAILED, self.failure or reason
+
+    def of_loss(self, loss: Tensor, weight: Tensor | float, *, last: bool = True, counted: float | None = None) -> None:
+        """Backward from a loss; the gradients are those of loss * weight. `last`: they may leave.
+
+        counted: what the step's weight grows by, if not by the weight: 0 for a second loss, weighed by the first.
+        """
+        self.must_be(State.BACKWARD)
+        start.check_loss(loss, weight, self.mesh)
+        count = torch.as_tensor(weight, dtype=torch.float64, device=loss.device)
+        nothing = start.adds_nothing(loss, weight, self.mesh)
+        if not nothing or self.units is not None:  # at ZeRO 3 the other ranks gather parameters with this one
+            self._seeded(loss, count, last=last, discard=nothing)
+        self.told.weight = self.told.weight + (count if counted is None else counted)
+        self.told.losses.append(weighted(loss.detach().double().reshape(()), count.reshape(())))
+
+    def _seeded(self, loss: Tensor, count: Tensor, *, last: bool, discard: bool) -> None:
+        seed = count * (self.loss_scale.value if self.loss_scale else 1.0)
+        if loss.dtype in (torch.float16, torch.bfloat16):  # 1,003 would become 1,000: seed with a power of two
+            largest = 15.0 if loss.dtype == torch.float16 else 100.0
+            power = torch.exp2(torch.log2(seed.clamp(min=1e-30)).floor().clamp(max=largest))
+            seed, self._factor = power, (seed / power).to(torch.float32)
+        if count.device.type != "cpu":  # it is not looked at, which would make the GPU wait
+            self._no_loss = (count == 0) & ~loss.detach().isfinite()
+        try:
+            self.run_backward([loss], [seed.to(loss.dtype).expand_as(loss)], last=last, discard=discard)
+        finally:
+            self._factor = self._no_loss = None
+
+    def run_backward(
+        self, roots: Sequence[Tensor], seeds: Sequence[Tensor], *, last: bool = True, discard: bool = False
+    ) -> None:
+        """Autograd from these roots. `last`: no later run of this backward reaches the same parameters, so that their
+        buckets may leave. `discard`: for the other ranks only, which gather parameters with this one (ZeRO 3)."""
+        self.must_be(State.BACKWARD)
+        if not roots:
+            return
+        leaves = last and self._leave is not Leave.AT_END
+        self._running, self._dropped = True, discard
+        self._leaves_now = leaves and self._leave is Leave.EAGER
+        if self.units is not None:
+            self.units.begin_backward(self._left if leaves else None)
+        try:
+            torch.autograd.backward(roots, seeds)
+        finally:
+            self._running = self._leaves_now = self._dropped = False
+            if self.units is not None:  # it tells the other ranks when an exception is on its way
+                self.units.end_backward()
+
+    def begin(self, leave: Leave) -> None:
+        """For a front whose backward is run by others; else `backward`."""
+        self.must_be(State.OPEN, State.SETTLED)
+        self._refuse_cleared()
+        for slot in self._withheld:
+            slot.parameter.grad = None
+        self.state, self._leave, self._withheld = State.BACKWARD, leave, set()
+        if leave is not Leave.AT_END:
+            self.passes += 1
+            self.flights.begin_pass()
+            self._unsent, self._reached = list(self.plan.buckets), set()
+            self._missing = [len(bucket.slots) for bucket in self.plan.buckets]
+
+    def must_be(self, *states: State) -> None:
+        """Refuse what the state of the step does not allow."""
+        if self.state in states:
+            return
+        if self.state is State.FAILED:
+            raise EngineError(
+                "IG550",
+                "a backward of this step failed; the step takes no further one",
+                seen=self.failure,
+                expected="the failed step to be dropped before the next one begins",
+                fix="call engine.discard() on every rank (engine.step() refuses the step on every rank), then go on",
+                where=self.mesh.where(),
+            )
+        raise EngineError(
+            "IG552",
+            f"the step is {self.state.value}",
+            seen="a backward inside another one, or a step inside a backward",
+            expected=f"the step to be {' or '.join(state.value for state in states)}",
+            where=self.mesh.where(),
+        )
+
+    def _refuse_cleared(self) -> None:
+        """zero_grad in the middle of a step would drop nothing: the gradients are here, and some have left."""
+        cleared = [s.name for s in self._withheld if any(p.grad is not put for p, put in self._shown[s])]
+        if cleared:
+            error = EngineError(
+                "IG553",
+                "gradients were cleared or replaced by hand in the middle of a step",
+                seen=f"zero_grad(), or an assignment to .grad, of {sorted(cleared)[:6]}",
+                expected="engine.discard(), which drops the step on every rank",
+                where=self.mesh.where(),
+            )
+            self.fail(error)
+            raise error
+
+    # -- 2. autograd has finished a gradient
+
+    def hook(self, slot: Slot) -> Callable[[Tensor], None]:
+        """What is called when a gradient has been accumulated into `slot.parameter.grad`."""
+
+        def arrived(_: Tensor) -> None:
+            self._arrived(slot)
+
+        return arrived
+
+    def _arrived(self, slot: Slot) -> None:
+        gradient, slot.parameter.grad = slot.parameter.grad, None
+        if not self._running:
+            raise EngineError(
+                "IG510",
+                f"a gradient of {slot.name!r} arrived outside engine.backward, and was left out",
+                seen="loss.backward() or torch.autograd.backward on parameters that an Engine holds",
+                expected="engine.backward(loss, weight=...), which knows the weight of the loss",
+                fix="a loss of another engine or optimizer that passes through this model: requires_grad_(False) on "
+                "this model's parameters until that backward is over",
+                where=self.mesh.where(),
+            )
+        if not self._dropped and gradient is not None:
+            self.collect(slot, gradient)
+        if self.units is not None:
+            self.units.arrived(slot)
+        if self._leaves_now:
+            self.passed_by(slot)
+
+    def collect(self, slot: Slot, gradient: Tensor) -> None:
+        """Add to this rank's own sum."""
+        self.used.add(slot)
+        gradient = gradient.to(slot.dtype)
+        if self._factor is not None:
+            gradient = gradient * self._factor.to(gradient)
+        if self._no_loss is not None:
+            gradient = torch.where(self._no_loss, torch.zeros_like(gradient), gradient)
+        before = self.local.get(slot)
+        self.local[slot] = gradient if before is None else before.add_(gradient)
+
+    # -- 3. a bucket leaves
+
+    def passed_by(self, slot: Slot) -> None:
+        """EAGER: this backward has finished the slot's gradient. Buckets leave in order, when there is room."""
+        if slot not in self._reached:
+            self._reached.add(slot)
+            self._missing[self._home[slot].number] -= 1
+        while self._unsent and not self._missing[self._unsent[0].number] and self.flights.has_room():
+            self._launch(self._unsent[0])
+
+    def _left(self, parameters: set[int]) -> None:
+        """BY_BLOCK: backward has left these parameters (ids) behind, on every data rank at the same point: all their
+        buckets leave, whether this rank has used them or not."""
+        self.flights.next_block()
+        for bucket in list(self._unsent):
+            if all(id(slot.parameter) in parameters for slot in bucket.slots):
+                self._launch(bucket)
+
+    def end(self) -> None:
+        """The backward is over: what it has not sent leaves, or stays."""
+        if self.reproducible:
+            self._tree.grow([self._taken(slot) for slot in self.plan.slots])
+        elif self._leave is not Leave.AT_END:
+            self._flush()
+        self._withhold()
+        self.state = State.OPEN
+
+    def _flush(self) -> None:
+        while self._unsent:
+            if self.units is not None:  # all data ranks have ended this backward
+                self.flights.make_room()
+            self._launch(self._unsent[0])
+
+    def _launch(self, bucket: Bucket) -> None:
+        self._unsent.remove(bucket)
+        gradients = [self._taken(slot) for slot in bucket.slots]
+        self.left.append(largest(gradients))
+        self.flights.launch(bucket, gradients)
+        if self.keep_full:
+            self.full.update(zip(bucket.slots, gradients, strict=True))
+
+    def _taken(self, slot: Slot) -> Tensor:
+        """A gradient out of `local`; zeros for a parameter that this rank did not use."""
+        gradient = self.local.pop(slot, None)
+        return zeros_of(slot) if gradient is None else gradient.contiguous()
+
+    def _withhold(self) -> None:
+        if self._shown:
+            self._withheld = set(self.used)
+            for slot in self._withheld:
+                for parameter, stand_in in self._shown[slot]:
+                    parameter.grad = stand_in
+
+    # -- 4. the step
+
+    def pending(self) -> bool:
+        """Whether this rank holds gradients that have not left."""
+        return bool(self.local) or bool(self._tree)
+
+    def settle(self, flush: bool) -> None:
+        """Pay every debt. `flush`, the same on all ranks: some rank holds gradients that have not left."""
+        self.must_be(State.OPEN)
+        if flush:
+            if self._tree:
+                self.local = dict(zip(self.plan.slots, self._tree.cut(), strict=True))
+            self._unsent = list(self.plan.buckets)
+            self._flush()
+        self.flights.land_all()
+        due, self.flights.due = self.flights.due, {}
+        # Sorted, because the two stages of a tie hold it at different places among their parameters.
+        for axes in sorted({axes for slot in due for axes in slot.contract.owes}, reverse=True):
+            owing = sorted((slot for slot in due if axes in slot.contract.owes), key=lambda slot: slot.name)
+            self._pay(axes, owing, due)
+        for slot, rows in due.items():
+            before = self.paid.get(slot)
+            self.paid[slot] = rows if before is None else before.add_(rows)
+        self.state = State.SETTLED
+
+    def _pay(self, axes: str, slots: Sequence[Slot], due: dict[Slot, Tensor]) -> None:
+        """Sum the rows of these slots over `axes`, in as few messages as there are dtypes."""
+        by_dtype: dict[torch.dtype, list[Slot]] = {}
+        for slot in slots:
+            by_dtype.setdefault(slot.dtype, []).append(slot)
+        for owing in by_dtype.values():
+            rows: Pieces = [due[slot] for slot in owing]
+            total = raw.all_reduce(torch.cat([r.reshape(-1) for r in rows]), self.mesh.group(axes))
+            for slot, row, part in zip(owing, rows, total.split([r.numel() for r in rows]), strict=True):
+                due[slot] = part.view(row.shape)
+
+    # -- 5. the next step
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing of a step is under way."""
+        return self.state is State.OPEN and not (self.told.losses or self.passes or self.pending())
+
+    def clear(self) -> None:
+        """Everything of this step is dropped, and the next one is open. Nothing may be on its way."""
+        for shown in self._shown.values():
+            for parameter, _ in shown:
+                parameter.grad = None
+        self.flights.clear()
+        self.local, self.paid, self.full, self.told, self.passes = {}, {}, {}, Contributions(), 0
+        self.used, self._withheld, self._unsent, self.left = set(), set(), [], []
+        self._tree = Tree()
+        self.state, self.failure = State.OPEN, None
+
+    def abandon(self) -> None:
+        """All ranks together: drop the step. What is on its way lands first, and nothing of it is kept."""
+        self.flights.even_out(self.mesh)
+        self.flights.land_all()
+        if self.units is not None:
+            self.units.abort()
+        self.clear()
+
+
+def weighted(loss: Tensor, weight: Tensor) -> Tensor:
+    """A mean over nothing is NaN in torch; its weight of zero says that it adds nothing."""
+    return torch.where(weight == 0, torch.zeros_like(loss), loss * weight)

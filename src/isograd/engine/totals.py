@@ -1,0 +1,169 @@
+"""The one gather of a step: what every rank must know to decide as all others do.
+
+Each rank sends a few numbers (its weight, its loss, what is wrong with it, how many backwards sent their gradients,
+what its layers found wrong in their input) and one bit per parameter: whether a backward reached it. Every decision of
+the step is taken from this table, which is the same on all ranks, so ranks refuse, skip or step together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from isograd.comm import raw
+from isograd.comm.notes import gather_notes
+from isograd.engine.ledger import Ledger
+from isograd.engine.plan import Plan
+from isograd.errors import EngineError
+from isograd.mesh import DATA, Mesh
+
+
+class Status(IntEnum):
+    FINE = 0
+    FAILED = 1  # a backward failed, or something that only this rank can see is wrong
+    DISCARDS = 2  # this rank drops the step
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Equal on all ranks, but for `unused`."""
+
+    loss: float
+    weight: float
+    unsent: bool  # some rank holds gradients that have not left
+    unused: set[str]  # parameters of this rank that no rank used
+    loss_scale: float
+    losses: Tensor  # weighted, one per rank
+
+
+@dataclass(frozen=True)
+class Table:
+    """A row per rank of the world."""
+
+    weight: Tensor
+    loss: Tensor
+    pending: Tensor
+    status: Tensor
+    passes: Tensor
+    more: Tensor  # [ranks, further columns]
+    used: Tensor  # bool [ranks, parameters]; stages of a pipeline have different ones
+
+
+HEAD = 5  # columns of every table
+BITS = 48
+
+
+def gather(ledger: Ledger, status: Status, loss: Tensor, more: Tensor, width: int, device: torch.device) -> Table:
+    """`width`: of the widest stage's list of parameters, so that all rows have one length."""
+    told = ledger.told
+    known = [float(ledger.pending()), float(status), float(ledger.passes)]
+    head = torch.cat(
+        [
+            torch.as_tensor(told.weight, dtype=torch.float64, device=device).reshape(1),
+            loss.to(device).reshape(1),
+            torch.tensor(known, dtype=torch.float64, device=device),
+            more.to(device, torch.float64),
+        ]
+    )
+    used = packed([slot in ledger.used for slot in ledger.plan.slots], width).to(device)
+    rows = torch.stack(raw.gather_list(torch.cat((head, used)), ledger.mesh.group("world"))).cpu()
+    weight, losses, pending, states, passes = rows[:, :HEAD].unbind(1)
+    return Table(
+        weight, losses, pending, states, passes, rows[:, HEAD : len(head)], unpacked(rows[:, len(head) :], width)
+    )
+
+
+def packed(flags: Sequence[bool], width: int) -> Tensor:
+    """Flags as whole numbers of BITS bits, which float64 holds exactly. `width`: flags that are not there are False."""
+    bits = np.zeros(-(-width // BITS) * BITS, dtype=np.int64)
+    bits[: len(flags)] = flags
+    return torch.from_numpy((bits.reshape(-1, BITS) << np.arange(BITS)).sum(1)).double()
+
+
+def unpacked(numbers: Tensor, width: int) -> Tensor:
+    """[ranks, numbers] -> bool [ranks, width]."""
+    bits = numbers.long().numpy()[:, :, None] >> np.arange(BITS) & 1
+    return torch.from_numpy(bits.reshape(len(numbers), -1)[:, :width].astype(bool))
+
+
+def refuse_failed(table: Table, ledger: Ledger, problem: str | None, quiet: bool) -> None:
+    """All ranks together: when one of them failed or drops the step, all do. `quiet`: this rank asked for it."""
+    if not bool(table.status.any()):
+        return
+    mesh = ledger.mesh
+    reasons = gather_notes(problem or ledger.failure, mesh.group("world"), mesh.device)
+    failed = {rank: reason for rank, reason in enumerate(reasons) if reason is not None}
+    if quiet:
+        return
+    if failed:
+        raise EngineError(
+            "IG550",
+            f"the step is refused on all ranks: rank {', '.join(map(str, failed))} failed in it",
+            seen="; ".join(f"rank {rank}: {reason}" for rank, reason in failed.items()),
+            expected="every backward of a step to end well on every rank",
+            fix="nothing of the step is left, on any rank: go on with the next batch, or stop",
+            where=mesh.where(),
+        )
+    ranks = (table.status == Status.DISCARDS).nonzero().flatten().tolist()
+    raise EngineError(
+        "IG558",
+        "the step was discarded by another rank",
+        seen=f"engine.discard() on ranks {ranks}, engine.step() or engine.grads() here",
+        expected="all ranks to discard a step, or none",
+        fix="nothing of the step is left, on any rank: go on with the next batch",
+        where=mesh.where(),
+    )
+
+
+def refuse_wrong(table: Table, mesh: Mesh) -> None:
+    """Raised alike on all ranks, from the same table."""
+    layout = mesh.layout
+    world = range(layout.world_size)
+    bad = [rank for rank in world if not bool(table.weight[rank] >= 0)]
+    if bad:
+        raise EngineError(
+            "IG515",
+            f"the weight of a loss is negative or NaN on rank {', '.join(map(str, bad))}",
+            seen=f"sums of weights {[float(table.weight[rank]) for rank in bad]}",
+            expected="the number of tokens (rows, ...) the loss is the mean of; 0 for a rank without any",
+            where=mesh.where(),
+        )
+    for peers in dict.fromkeys(layout.ranks("tp", rank) for rank in world):
+        weights = table.weight[list(peers)]
+        if bool((weights != weights[0]).any()):
+            raise EngineError(
+                "IG516",
+                "ranks of one tp group were given different batches",
+                seen=f"weights {weights.tolist()} on ranks {list(peers)}",
+                expected="the same sequences on every rank of a tp or cp group: only dp ranks see different ones",
+                fix="index the data by mesh.index('dp'), not by the global rank",
+                where=mesh.where(),
+            )
+    for owners in dict.fromkeys(layout.ranks(DATA, rank) for rank in world):
+        passes = table.passes[list(owners)]
+        if bool((passes != passes[0]).any()):
+            raise EngineError(
+                "IG554",
+                "data ranks ran different numbers of backwards that reduce gradients",
+                seen=", ".join(f"rank {r}: {int(n)}" for r, n in zip(owners, passes, strict=True)),
+                expected="as many synced backwards on every data rank",
+                fix="backward of an empty batch with weight=0, engine.no_sync() but for the last, train_step(), or "
+                "Engine(..., overlap=False), which lets numbers differ",
+                where=mesh.where(),
+            )
+
+
+def used_anywhere(table: Table, plan: Plan, mesh: Mesh) -> Tensor:
+    """Bool per parameter of this rank: whether a data rank used it, or a stage that it is tied to."""
+    mine = table.used[list(mesh.layout.ranks(DATA, mesh.rank)), : len(plan.slots)].any(0)
+    for axes in sorted({axes for slot in plan.slots for axes in slot.contract.ties}):
+        tied = sorted((s.name, i) for i, s in enumerate(plan.slots) if axes in s.contract.ties)
+        places = [i for _, i in tied]
+        counts = raw.all_reduce(mine[places].to(mesh.device, torch.float64), mesh.group(axes))
+        mine[places] = counts.cpu() > 0
+    return mine

@@ -1,0 +1,142 @@
+"""What `.grad` means to `ig.DataParallel` between two reductions, and what users have done to it meanwhile.
+
+The backwards between two reductions are a window. Within it `.grad` shows this rank's own sum, weighted and not reduced
+(the ledger's `local`); what `.grad` was when the window began waits in `before`, and a failed window is left by putting
+it back. Users clear `.grad` by `zero_grad`, to None or to zero in place, and different optimizers may clear different
+parameters; so what was cleared is found out per parameter, when the next backward begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from isograd.engine.ledger import Ledger
+from isograd.engine.plan import Slot
+from isograd.errors import EngineError
+from isograd.mesh import Mesh
+
+
+class Window:
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger, self.slots = ledger, ledger.plan.slots
+        self.before: dict[Slot, Tensor] = {}  # reduced gradients that this window adds to
+        self.totals = dict.fromkeys(self.slots, 0.0)  # all ranks' weight in what `.grad` is the weighted mean of
+        self.backwards = 0  # of this window, on this rank
+        self.weighed = self.plain = False  # which kinds of backwards there were since gradients were last cleared
+        self._left: dict[Slot, tuple[Tensor, int]] = {}  # what we left in `.grad`, and its version
+        self._own = False  # whether that is this rank's own sum
+        self._torn = False  # whether a part of an own sum was cleared
+
+    def open(self) -> None:
+        """Before the first gradient of a backward arrives. `.grad` becomes None: autograd puts the new one there."""
+        cleared = [slot for slot in self._left if self._is_cleared(slot)]
+        everything = len(cleared) == len(self._left)
+        if everything:
+            self.weighed = self.plain = False
+            self.totals = dict.fromkeys(self.slots, 0.0)
+        if self._own:
+            self._open_own(cleared, everything)
+        else:
+            for slot in self.slots:
+                if slot in cleared:
+                    self.totals[slot] = 0.0
+                elif slot.parameter.grad is not None:
+                    self.before[slot] = slot.parameter.grad
+        for slot in self.slots:
+            slot.parameter.grad = None
+        self._left = {}
+
+    def _open_own(self, cleared: list[Slot], everything: bool) -> None:
+        ledger = self.ledger
+        if everything and cleared:
+            ledger.local, ledger.used, ledger.told.weight = {}, set(), 0.0
+            self.before, self.backwards = {}, 0
+        elif cleared:
+            self._torn = True
+        for slot in ledger.local:  # it may have been edited; of half precision it is a copy
+            shown = slot.parameter.grad
+            if shown is not None and shown is not ledger.local[slot] and shown._version != self._left[slot][1]:
+                ledger.local[slot] = shown.to(slot.dtype)
+
+    def _is_cleared(self, slot: Slot) -> bool:
+        """(Gradients may be zero by themselves.)"""
+        gradient, (left, version) = slot.parameter.grad, self._left[slot]
+        if gradient is None:
+            return True
+        return (gradient is not left or gradient._version != version) and not bool(gradient.any())
+
+    def add(self, weight: float | None, rows: float) -> None:
+        """A backward of this window has ended. `weight`: what `weigh` was given."""
+        if weight is None:
+            self.plain = True
+        else:
+            self.weighed = True
+        self.backwards += 1
+        self.ledger.told.weight = self.ledger.told.weight + (rows if weight is None else weight)
+
+    def columns(self) -> Tensor:
+        """What the other ranks must know, for the gather of a reduction."""
+        return torch.tensor([self.weighed, self.plain, self.backwards], dtype=torch.float64)
+
+    def problem(self, mesh: Mesh) -> EngineError | None:
+        """What this rank alone can see is wrong."""
+        if not self._torn:
+            return None
+        return EngineError(
+            "IG537",
+            "a part of the gradients was cleared between two backwards under no_sync",
+            seen="zero_grad of an optimizer that has some of the parameters, before their sum was reduced",
+            expected="gradients cleared after a backward outside no_sync, or all of them",
+            where=mesh.where(),
+        )
+
+    def scales(self, weight: float, *, by_rows: bool, backwards: float) -> dict[Slot, tuple[float, float]]:
+        """Per parameter: what the sum of this window counts in `.grad`, and what `before` counts.
+
+        by_rows: every backward is a mean over rows, and they add up, as under DDP. Else `.grad` is one weighted mean.
+        """
+        if by_rows:
+            return dict.fromkeys(self.slots, (backwards / weight if weight else 0.0, 1.0))
+        found = {}
+        for slot in self.slots:
+            total = self.totals[slot] + weight
+            share = 1.0 / total if total else 0.0  # a mean over nothing is nothing
+            found[slot] = share, self.totals[slot] * share
+        return found
+
+    def settle(self, used: Sequence[bool], weight: float, scales: dict[Slot, tuple[float, float]]) -> None:
+        """`ledger.full` holds what this window counts, reduced. `used`: by any rank, per parameter."""
+        full = self.ledger.full
+        found: dict[Slot, Tensor | None] = {}
+        for slot, is_used in zip(self.slots, used, strict=True):
+            before, (_, keep) = self.before.get(slot), scales[slot]
+            if is_used and before is not None:
+                found[slot] = full[slot].add_(before, alpha=keep)
+            elif is_used:
+                found[slot] = full[slot]
+            else:
+                found[slot] = None if before is None else before.mul_(keep)
+            self.totals[slot] += weight
+        self._leave(found, own=False)
+        self.before, self.backwards = {}, 0
+        self.ledger.clear()
+
+    def show_own(self) -> None:
+        """After a backward that was not reduced."""
+        self._leave(dict(self.ledger.local), own=True)
+
+    def restore(self) -> None:
+        """The window failed or is discarded: `.grad` is what it was before."""
+        self._leave(dict(self.before), own=False)
+        self.before, self.backwards, self._torn = {}, 0, False
+
+    def _leave(self, gradients: dict[Slot, Tensor] | dict[Slot, Tensor | None], own: bool) -> None:
+        self._left, self._own = {}, own
+        for slot in self.slots:
+            gradient = gradients.get(slot)
+            slot.parameter.grad = None if gradient is None else gradient.to(slot.parameter.dtype)
+            if slot.parameter.grad is not None:
+                self._left[slot] = slot.parameter.grad, slot.parameter.grad._version

@@ -1,0 +1,51 @@
+"""What `.grad` of an engine's parameter holds between a step's first backward and its end: a stand-in that says why.
+
+Gradients of a step belong to its ledger (engine/ledger.py). If `.grad` were None in the meantime, clipping by hand
+would return 0, `zero_grad` would drop nothing, and a stray `loss.backward()` would add to the step, all without a word.
+The stand-in has the parameter's shape and no memory. Everything that reads it, adds to it or clears it in place raises
+IG551; `zero_grad`, which replaces it by None, is noticed by the ledger.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from isograd.errors import EngineError
+
+
+class Withheld(Tensor):
+    """A gradient without values. `slot_name`: the parameter's name."""
+
+    slot_name: str
+
+    @staticmethod
+    def __new__(cls, like: Tensor, slot_name: str) -> Withheld:
+        made = Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=like.device)
+        made.slot_name = slot_name
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        found = _first(args)
+        raise EngineError(
+            "IG551",
+            f"the gradient of {found!r} belongs to a step that is not finished, and was used by hand",
+            seen=f"{func} on its .grad: clip_grad_norm_, loss.backward(), optimizer.step(), or zero_grad in place",
+            expected="Engine(clip=...), engine.backward(loss, weight=...), engine.step(), engine.grads() to look",
+            fix="to drop what the step has gathered so far, call engine.discard() on every rank",
+        )
+
+    def __repr__(self, *_: Any, **__: Any) -> str:  # type: ignore[override]
+        return f"Withheld({self.slot_name!r}: engine.grads() shows gradients)"
+
+
+def _first(args: Any) -> str:
+    """The name of the first stand-in among nested arguments."""
+    for arg in args if isinstance(args, list | tuple) else [args]:
+        if isinstance(arg, Withheld):
+            return arg.slot_name
+        if isinstance(arg, list | tuple) and (found := _first(arg)):
+            return found
+    return ""
