@@ -92,7 +92,7 @@ def skipping(known: bool) -> tuple[str, bool, dict[str, Tensor]]:
     own_order = (0, 1) if mesh.rank == 0 else (0, 2)
     said = outcome(lambda: engine.backward(*loss_of(model, 0, mesh.rank + 2, own_order)))
     clean = is_clean(engine)
-    discard(engine)
+    engine.discard()
     engine.backward(*loss_of(model, 1, mesh.rank + 2))
     return said, clean, {name: g.clone() for name, g in engine.grads()}
 
@@ -126,20 +126,6 @@ def assert_close(found: dict[str, Tensor], truth: dict[str, Tensor]) -> None:
         assert float((found[name] - value).norm()) <= 1e-9 * float(value.norm()), name
 
 
-def discard(engine: Engine) -> None:
-    """Throw away what a failed backward has left in the step."""
-    if hasattr(engine, "discard"):
-        engine.discard()
-        return
-    for slot in engine.plan.slots:
-        slot.parameter.grad = slot.local = None
-    while engine._reducer._flights:
-        engine._reducer._land()
-    engine._reducer.clear()
-    engine._weight, engine._losses, engine._settled = 0.0, [], None
-    engine._units.abort()
-
-
 # -- exceptions --------------------------------------------------------------------------------------------------
 
 
@@ -170,7 +156,7 @@ def sequence(seed: int) -> list[str]:
     weight = 0
 
     def forget() -> int:
-        discard(engine)
+        engine.discard()
         stepper.zero_grad()
         return 0
 
@@ -198,7 +184,7 @@ def sequence(seed: int) -> list[str]:
             block = draw.choice(order)
             for _ in range(draw.randint(1, 2)):
                 trap = model.trap(block, action) if mesh.rank in failing else nullcontext()
-                with trap, nullcontext() if hasattr(engine, "discard") else engine.no_sync():
+                with trap:
                     said = outcome(lambda: engine.backward(*loss_of(model, number, mesh.rank + 2, order)))
                 missing = [part for part in expected_of(mesh.rank, failing, action) if part not in said]
                 if missing or not is_clean(engine):
@@ -252,7 +238,7 @@ def two_engines() -> list[bool]:
     losses = [loss_of(model, 0, mesh.rank + 2) for model in models]
     with models[0].trap(1, "forward") if mesh.rank else nullcontext():
         said = outcome(lambda: loss_of(models[0], 0, 2))
-    discard(engines[0])
+    engines[0].discard()
     engines[1].backward(*losses[1])
     engines[0].backward(*loss_of(models[0], 0, mesh.rank + 2))
     gradients = [{n: g.clone() for n, g in engine.grads()} for engine in engines]
@@ -297,3 +283,31 @@ def test_a_backward_that_reads_what_was_given_back_raises_and_does_not_crash(wor
     for error, note in worlds(2).run(put_aside):
         assert "modified by an inplace operation" in error
         assert "ZeRO 3: a backward read a parameter after its block was given back" in note
+
+
+# -- A17: different numbers --------------------------------------------------------------------------------------
+
+
+def unequal_numbers() -> tuple[str, str]:
+    """One rank has three micro-batches, the other one; everything is sent at the step."""
+    mesh, model = Mesh("dp2 zero3"), Trapped()
+    engine = Engine(model, mesh, toys.sgd, overlap=False)
+
+    def run() -> None:
+        for index in range(3 if mesh.rank else 1):
+            engine.backward(*loss_of(model, 0, 2 + index))
+        engine.step()
+
+    first = outcome(run)
+    engine.discard()
+    engine.backward(*loss_of(model, 0, mesh.rank + 2))
+    return first, outcome(engine.step)
+
+
+def test_unequal_numbers_of_forwards_are_named(worlds) -> None:
+    """FAILURES A17: this was a SIGABRT."""
+    for first, then in worlds(2).run(unequal_numbers):
+        assert "IG572" in first
+        assert "rank 0 " in first
+        assert "rank 1 gathers what is outside of all blocks in forward" in first
+        assert not then

@@ -212,6 +212,7 @@ class Engine:
                 count = torch.as_tensor(weight, dtype=torch.float64, device=self._device)
                 mine += torch.stack((count, weighted(loss.double(), count)))
             mine = torch.cat((mine, self._inputs.columns().to(mine.device)))
+            self._meet_units("ends its evaluation")
             table = torch.stack(raw.gather_list(mine, self.mesh.group("world"))).cpu()
             self._inputs.check(table[:, 2:])
         total, sums = (float(column) for column in self._of_data(table)[:, :2].sum(0))
@@ -324,8 +325,7 @@ class Engine:
         problem = ledger.failure if wrong is None else str(wrong).splitlines()[0]
         if status is Status.FINE and problem is not None:
             status = Status.FAILED
-        if self._units is not None:  # a rank that is in another forward waits for this one there
-            self._units.meet("is at its step")
+        self._meet_units("comes to engine.step, grads or discard")
         losses = ledger.told.losses
         own = _tree(losses) if losses else torch.zeros((), dtype=torch.float64)
         table = totals.gather(ledger, status, own, self._inputs.columns(), self._widest, self._device)
@@ -342,6 +342,11 @@ class Engine:
         if quiet:
             self._drop()
         return table
+
+    def _meet_units(self, said: str) -> None:
+        """At ZeRO 3, before a collective of all ranks: a rank in another forward would wait there for this one."""
+        if self._units is not None:
+            self._units.meet(said)
 
     def _drop(self) -> None:
         """All ranks together: nothing of this step is left."""

@@ -26,6 +26,8 @@ AT_ONCE = 2  # buckets in the air during a backward: bounds the memory that arri
 
 
 class Flights:
+    """The buckets of a step that have left this rank."""
+
     def __init__(self, plan: Plan, group: Group, *, tree: bool) -> None:
         """`group`: the owners of rows, on connections that carry nothing else. `tree`: add in one binary tree."""
         self.plan, self.group, self.tree = plan, group, tree

@@ -69,6 +69,8 @@ class Contributions:
 
 
 class Ledger:
+    """What a step has gathered, in one of four states."""
+
     def __init__(
         self,
         plan: Plan,
@@ -255,8 +257,6 @@ class Ledger:
             )
         if not self._dropped and gradient is not None:
             self.collect(slot, gradient)
-        if self.units is not None:
-            self.units.arrived(slot)
         if self._leaves_now:
             self.passed_by(slot)
 

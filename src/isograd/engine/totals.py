@@ -24,6 +24,8 @@ from isograd.mesh import DATA, Mesh
 
 
 class Status(IntEnum):
+    """How the step stands on one rank."""
+
     FINE = 0
     FAILED = 1  # a backward failed, or something that only this rank can see is wrong
     DISCARDS = 2  # this rank drops the step

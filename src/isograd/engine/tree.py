@@ -10,6 +10,8 @@ from isograd.engine.transport import Pieces, tree_sum
 
 
 class Tree:
+    """Gradients of micro-batches, added in one binary tree."""
+
     def __init__(self) -> None:
         self._sums: list[tuple[int, Pieces]] = []  # (height, the sum of 2**height micro-batches), highest first
 

@@ -212,9 +212,6 @@ class Units:
             self._passed({key for key, module in self._homes.items() if module is last.module})
         self._start(self._before.get(id(unit)))
 
-    def arrived(self, slot: Slot) -> None:
-        """Its gradient is complete. Others may still read the parameter: it is given back with its unit."""
-
     def end_backward(self) -> None:
         """Give everything back. In an `except` or a `finally`, the same as `abort`."""
         error = _raised(self._outer)

@@ -20,6 +20,8 @@ from isograd.mesh import Mesh
 
 
 class Window:
+    """The backwards between two reductions, and `.grad` before them."""
+
     def __init__(self, ledger: Ledger) -> None:
         self.ledger, self.slots = ledger, ledger.plan.slots
         self.before: dict[Slot, Tensor] = {}  # reduced gradients that this window adds to
