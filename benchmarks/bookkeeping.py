@@ -71,9 +71,8 @@ def main() -> None:
             for zero in (0, 1):
                 found = world.run(partial(engine, f"dp{ranks} zero{zero}"))
                 clock, work = (median(column) for column in zip(*found, strict=True))
-                print(
-                    f"dp{ranks} zero{zero}: {clock * 1e3:6.1f} ms by the clock, {(work - alone) * 1e3:6.1f} ms of CPU beyond it"
-                )
+                more = (work - alone) * 1e3
+                print(f"dp{ranks} zero{zero}: {clock * 1e3:6.1f} ms by the clock, {more:6.1f} ms of CPU beyond it")
 
 
 if __name__ == "__main__":

@@ -68,7 +68,8 @@ class Flights:
         self.sent.append(bucket.number)
         self._in_pass += 1
         self._with_block += 1
-        flight = reduce_rows(bucket.slots, gradients, self.group, tree=self.tree, number=bucket.number)
+        packed = bucket.bundle.pack(gradients)
+        flight = reduce_rows(bucket.bundle.slots, packed, self.group, tree=self.tree, number=bucket.number)
         self._air.append((bucket, flight))
 
     def land_all(self) -> None:
@@ -77,7 +78,7 @@ class Flights:
 
     def _land(self) -> None:
         bucket, flight = self._air[0]
-        rows = flight.wait()
+        rows = bucket.bundle.rows(flight.wait())
         self._air.popleft()
         for slot, piece in zip(bucket.slots, rows, strict=True):
             before = self.due.get(slot)

@@ -15,12 +15,14 @@ import math
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 
 from isograd.comm.fingerprint import ranks_unlike
 from isograd.contract import Contract, Record, Table
+from isograd.engine.bundle import Bundle
 from isograd.errors import EngineError
 from isograd.mesh import DATA, Mesh
 
@@ -70,6 +72,12 @@ class Bucket:
 
     number: int  # its place in the plan, the same on all data ranks
     slots: tuple[Slot, ...]
+
+    @cached_property
+    def bundle(self) -> Bundle:
+        """How it travels: its small parameters as one tensor."""
+        first = self.slots[0]
+        return Bundle(self.slots, [s.parameter for s in self.slots], [s.cuts for s in self.slots], first.owner)
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from isograd.comm import raw
 from isograd.comm.raw import Group, Handle
-from isograd.engine.plan import Slot
+from isograd.engine.bundle import Rows
 
 SMALL = 1 << 14  # elements: below this a slice is packed with others rather than sent by itself
 
@@ -62,7 +62,7 @@ def tree_sum(members: Sequence[Pieces], keep: Pieces | None = None) -> Pieces:
 
 
 def reduce_rows(
-    slots: Sequence[Slot], gradients: Pieces, group: Group, *, tree: bool, number: int | None = None
+    slots: Sequence[Rows], gradients: Pieces, group: Group, *, tree: bool, number: int | None = None
 ) -> Flight:
     """Start sending each owner its rows of my full gradients.
 
@@ -90,7 +90,7 @@ def reduce_rows(
     return Flight(raw.exchange(out, into, group, 0 if number is None else number + 1), members, own, tree)
 
 
-def gather_rows(slots: Sequence[Slot], whole: Pieces, group: Group, tag: int = 0) -> Handle:
+def gather_rows(slots: Sequence[Rows], whole: Pieces, group: Group, tag: int = 0) -> Handle:
     """Start filling the rows of others in whole tensors, in which each member has already put its own rows.
 
     `tag`: on gloo, rows that are sent with different tags never meet.
@@ -145,7 +145,7 @@ def _views(flat: Tensor, like: Pieces) -> Pieces:
     return [part.view(p.shape) for part, p in zip(flat.split([p.numel() for p in like]), like, strict=True)]
 
 
-def _chunks(slots: Sequence[Slot], like: Pieces, flat: Tensor, owners: int) -> list[Pieces]:
+def _chunks(slots: Sequence[Rows], like: Pieces, flat: Tensor, owners: int) -> list[Pieces]:
     """Views into a flat buffer of `owners` equal chunks: where each owner's rows of each slot lie."""
     chunk = flat.numel() // owners
     found = []
@@ -156,12 +156,12 @@ def _chunks(slots: Sequence[Slot], like: Pieces, flat: Tensor, owners: int) -> l
     return found
 
 
-def _chunk_size(slots: Sequence[Slot], like: Pieces, owners: int) -> int:
+def _chunk_size(slots: Sequence[Rows], like: Pieces, owners: int) -> int:
     pairs = list(zip(slots, like, strict=True))
     return max(sum(slot.rows(t, owner).numel() for slot, t in pairs) for owner in range(owners))
 
 
-def _reduce_packed(slots: Sequence[Slot], gradients: Pieces, group: Group) -> Flight:
+def _reduce_packed(slots: Sequence[Rows], gradients: Pieces, group: Group) -> Flight:
     size = _chunk_size(slots, gradients, group.size)
     flat = gradients[0].new_zeros(size * group.size)
     for owner, places in enumerate(_chunks(slots, gradients, flat, group.size)):
@@ -171,7 +171,7 @@ def _reduce_packed(slots: Sequence[Slot], gradients: Pieces, group: Group) -> Fl
     return Flight(handle, [_views(mine[: sum(r.numel() for r in rows)], rows)], None, False)
 
 
-def _gather_packed(slots: Sequence[Slot], whole: Pieces, group: Group) -> Handle:
+def _gather_packed(slots: Sequence[Rows], whole: Pieces, group: Group) -> Handle:
     size = _chunk_size(slots, whole, group.size)
     flat = whole[0].new_empty(size * group.size)
     places = _chunks(slots, whole, flat, group.size)

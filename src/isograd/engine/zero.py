@@ -27,7 +27,7 @@ from isograd.engine import elementwise, matrices
 from isograd.engine.flights import zeros_of
 from isograd.engine.kept import on_host
 from isograd.engine.ledger import Ledger
-from isograd.engine.plan import Plan, Slot
+from isograd.engine.plan import Bucket, Plan, Slot
 from isograd.engine.transport import gather_rows
 from isograd.engine.units import Units
 from isograd.errors import EngineError
@@ -101,6 +101,7 @@ class Optimized:
         """offload: masters and the optimizer's state lie, and step, in the host's memory."""
         self.plan, self.stage, self.group, self.units, self.offload = plan, stage, group, units, offload
         self.masters = {slot.name: self._master(slot) for slot in plan.slots}
+        self._apart = [slot for slot in plan.slots if _apart(self.masters[slot.name], self._target(slot))]
         shards = Shards(self.masters.items(), {slot.name for slot in plan.slots if slot.whole})
         self.optimizer = factory(shards)
         self._check_owned(shards)
@@ -181,21 +182,18 @@ class Optimized:
         Contents are compared, because an edit of `.data` moves no version counter. On the CPU the masters are read and
         left when nothing was edited; on a GPU, which nothing waits for here, each element is chosen.
         """
-        for slot in self.plan.slots:
+        for slot in self._apart:
             master, rows = self.masters[slot.name], self._target(slot)
-            if _apart(master, rows):
-                edited, written = rows.to(master.device), master.to(rows.dtype)
-                if master.device.type != "cpu" or not torch.equal(edited, written):
-                    torch.where(edited == written, master, edited.to(master.dtype), out=master.data)
+            edited, written = rows.to(master.device), master.to(rows.dtype)
+            if master.device.type != "cpu" or not torch.equal(edited, written):
+                torch.where(edited == written, master, edited.to(master.dtype), out=master.data)
 
     @torch.no_grad()
     def _write_back(self) -> None:
-        for slot in self.plan.slots:
-            master, rows = self.masters[slot.name], self._target(slot)
-            if _apart(master, rows):
-                rows.copy_(master)
+        for slot in self._apart:
+            self._target(slot).copy_(self.masters[slot.name])
         if 0 < self.stage < 3:
-            _gather([(b.slots, [s.parameter.data for s in b.slots]) for b in self.plan.buckets], self.group)
+            _gather([(b, [s.parameter.data for s in b.slots]) for b in self.plan.buckets], self.group)
         if self.units is not None:
             self.units.stepped()
 
@@ -212,11 +210,16 @@ def gather_gradients(ledger: Ledger, group: Group, scales: Mapping[Slot, float])
             if slot in ledger.paid:
                 torch.mul(ledger.paid[slot], scales[slot], out=slot.rows(ledger.full[slot]))
             wholes.append(ledger.full[slot])
-        work.append((bucket.slots, wholes))
+        work.append((bucket, wholes))
     _gather(work, group)
 
 
-def _gather(work: Sequence[tuple[Sequence[Slot], list[Tensor]]], group: Group) -> None:
-    handles = [gather_rows(slots, whole, group) for slots, whole in work]
-    for handle in handles:
+def _gather(work: Sequence[tuple[Bucket, Sequence[Tensor]]], group: Group) -> None:
+    """Whole tensors of each bucket's slots, in which each owner has put its rows: everybody gets all of them."""
+    under_way = []
+    for bucket, wholes in work:
+        packed = bucket.bundle.pack(wholes)
+        under_way.append((bucket.bundle, packed, wholes, gather_rows(bucket.bundle.slots, packed, group)))
+    for bundle, packed, wholes, handle in under_way:
         handle.wait()
+        bundle.unpack(packed, wholes)
