@@ -160,3 +160,11 @@ def _parser():  # type: ignore[no-untyped-def]
     from isograd.cli import _Parser
 
     return _Parser
+
+
+def test_a_key_that_looks_like_a_branch_of_a_union_is_still_an_unknown_key(tmp_path: Path) -> None:
+    """FAILURES B7, found by tests/fuzz.py: IndexError instead of an error."""
+    path = tmp_path / "run.yaml"
+    path.write_text("a[[b: 1\n")
+    with pytest.raises(ConfigError, match=r"unknown key 'a\[\[b'"):
+        reading.load(path)

@@ -220,7 +220,10 @@ def _rope(c: Mapping[str, Any]) -> float:
     kind = str(rope.get("rope_type", rope.get("type", "default")))
     if kind != "default":
         raise ConfigError(
-            "IG609", f"rotary scaling of type {kind!r} is not built", seen=rope, expected="the default type"
+            "IG609",
+            f"rotary scaling of type {kind[:100]!r} is not built",
+            seen=str(rope)[:500],
+            expected="the default type",
         )
     return float(rope.get("rope_theta", c.get("rope_theta", 10000.0)))
 

@@ -39,7 +39,7 @@ def load(path: str | Path, options: Sequence[str] = (), others: Sequence[str] = 
     try:
         config = Config.model_validate(values)
     except ValidationError as error:
-        problems += [_spell(found, origins, str(path), others) for found in error.errors()]
+        problems += [_short(_spell(found, origins, str(path), others)) for found in error.errors()]
     if problems:
         many = "one mistake" if len(problems) == 1 else f"{len(problems)} mistakes"
         raise ConfigError(
@@ -141,7 +141,10 @@ def dotted(place: Place) -> str:
 
 def _spell(found: Any, origins: dict[Place, str], path: str, others: Sequence[str]) -> str:
     """One of pydantic's findings as 'file:line: name: what is wrong'."""
-    place: Place = tuple(part for part in found["loc"] if not _is_branch(part))
+    loc: Place = tuple(found["loc"])
+    place: Place = tuple(part for part in loc if not _is_branch(part))
+    if found["type"] == "extra_forbidden":
+        place = loc  # the name of an unknown key may look like the name of a branch
     known = place
     while known and known not in origins:
         known = known[:-1]
@@ -154,6 +157,11 @@ def _spell(found: Any, origins: dict[Place, str], path: str, others: Sequence[st
     text = str(found["msg"]).removeprefix("Value error, ")
     given = "" if isinstance(found["input"], dict | BaseModel) else f", not {found['input']!r}"
     return f"{where}: {dotted(place)}: {text}{given}".replace(": : ", ": ")
+
+
+def _short(problem: str) -> str:
+    """One line of an error, of at most 500 characters: a value from a file may be of any length."""
+    return problem if len(problem) <= 500 else f"{problem[:500]}..."
 
 
 def _is_branch(part: object) -> bool:
