@@ -6,7 +6,7 @@ The defects are mutants of tests/parity/mutants.py where one fits, and small con
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -86,16 +86,17 @@ def truth_losses(case: Case) -> list[float]:
 
 def shared_module(planted: bool) -> tuple[list[str], float]:
     """A module used three times under reentrant recompute; planted: its gradient is sent after the first use only."""
+    from isograd.engine.flights import Flights
     from isograd.engine.ledger import Ledger
 
     from ..engine.test_engine import Recomputed
 
-    context: AbstractContextManager[Any] = mutants._patched(Ledger, "pending", lambda self: False)
-    if not planted:
-        context = mutants._patched(Ledger, "pending", Ledger.pending)
     truth, found = {}, {}
     for target, reentrant in ((truth, None), (found, True)):
-        with context if reentrant else mutants._patched(Ledger, "pending", Ledger.pending):
+        with ExitStack() as stack:
+            if planted and reentrant:
+                stack.enter_context(mutants._patched(Ledger, "pending", lambda self: False))
+                stack.enter_context(mutants._patched(Flights, "has_room", lambda self: True))
             mesh, model = Mesh("dp2 zero1"), Recomputed(reentrant)
             engine = Engine(model, mesh, toys.sgd, bucket_mb=1e-5)
             x, y = toys.micro_batch(0, 2 * mesh.rank)
