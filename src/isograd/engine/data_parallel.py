@@ -92,6 +92,8 @@ class DataParallel(nn.Module):
         self._watch = start.Watch(module, self._plan, moving=True)
         self._window = Window(self._ledger)
         self.require_backward_grad_sync = True  # DDP's name; `no_sync` clears it
+        self.require_forward_param_sync = True  # DDP's name, which accelerate sets; buffers are equal after a reduction
+        self.reducer = _Reducer()
         self._running = False  # whether autograd will call `_end`
         self._reached = False  # whether the running backward has reached a parameter
         self._rows: int | None = None  # of the batch that the running backward is of
@@ -283,6 +285,13 @@ class DataParallel(nn.Module):
             parts = flat.split([buffer.numel() for buffer in buffers])
             for buffer, part in zip(buffers, parts, strict=True):
                 buffer.copy_(part.view(buffer.shape))
+
+
+class _Reducer:
+    """What accelerate's trigger_sync_in_backward calls before a backward whose forward ran under DDP's no_sync."""
+
+    def prepare_for_backward(self, outputs: Sequence[Tensor]) -> None:
+        """Nothing to prepare: each backward asks `require_backward_grad_sync`, whatever its forward ran under."""
 
 
 class _Weighed(torch.autograd.Function):
