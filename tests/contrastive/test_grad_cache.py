@@ -337,11 +337,37 @@ def test_what_could_not_be_exact_is_refused_by_name() -> None:
     assert code(lambda: alone(Dropping(), chunk=0)) == "IG967"
     _, cache = alone(Dropping())
     assert code(lambda: cache.backward(rows(5), rows(4))) == "IG960"
-    cache.engine.discard()
+    assert code(lambda: cache.backward(rows(5))) == "IG960"
     assert code(lambda: cache.backward((rows(5), rows(4)), rows(5))) == "IG961"
     assert code(cache.backward) == "IG963"
-    cache.encode = [torch.sum]
-    assert code(lambda: cache.backward(rows(5))) == "IG962"
+    cache.encode = [torch.sum, torch.sum]
+    assert code(lambda: cache.backward(rows(5), rows(5))) == "IG962"
+
+
+def mistakes_of_one_rank() -> tuple[list[str], Found]:
+    """One rank gives wrong inputs, both refuse them, and the step that goes on is right."""
+    _, engine, cache = towers("dp2", lambda mesh: InfoNCE(mesh, 7.0))
+    mine = batch(engine.mesh.index("dp"), 0, "uneven")
+    cache.backward(*mine.towers)
+    wrong = mine.towers[0] if engine.mesh.rank else tuple(t[:-1] for t in mine.towers[0])
+    torn = mine.towers[0] if engine.mesh.rank else (mine.towers[0][0], mine.towers[0][1][:-1])
+    codes = []
+    for first in (wrong, torn):
+        with pytest.raises(ContrastiveError) as error:
+            cache.backward(first, *mine.towers[1:])
+        assert "rank 0" in str(error.value)
+        codes.append(error.value.code)
+    found = Found({n: g.clone() for n, g in engine.grads()})
+    found.loss = engine.step().loss
+    return codes, found
+
+
+def test_wrong_inputs_of_one_rank_are_refused_on_all_and_leave_the_step_as_it_was(worlds) -> None:
+    """FAILURES A1, C: an exception inside a backward makes the step unusable, so inputs are checked before it."""
+    true = one_device(lambda mesh: InfoNCE(mesh, 7.0), 2, rows="uneven")
+    for codes, found in worlds(2).run(mistakes_of_one_rank):
+        assert codes == ["IG960", "IG961"]
+        assert_same(found, true, "after refusals")
 
 
 def uneven_copies() -> str:

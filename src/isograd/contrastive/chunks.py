@@ -21,13 +21,19 @@ def rows_of(inputs: Any) -> int:
     """The number of rows of a tensor, or of the tensors in a dict, tuple or list, which must agree."""
     rows = {len(t) for t in tree.tree_leaves(inputs) if isinstance(t, Tensor) and t.dim()}
     if len(rows) != 1:
-        raise ContrastiveError(
-            "IG961",
-            "the inputs of a tower have no common number of rows",
-            seen=sorted(rows),
-            expected="a tensor, or a dict or tuple of tensors, with rows in dim 0; a rank without rows gives 0 of them",
-        )
+        raise no_common_rows(sorted(rows))
     return rows.pop()
+
+
+def no_common_rows(seen: object, where: str | None = None) -> ContrastiveError:
+    """IG961, to be raised."""
+    return ContrastiveError(
+        "IG961",
+        "the inputs of a tower have no common number of rows",
+        seen=seen,
+        expected="a tensor, or a dict or tuple of tensors, with rows in dim 0; a rank without rows gives 0 of them",
+        where=where,
+    )
 
 
 def cut(inputs: Any, first: int, rows: int) -> Any:

@@ -42,12 +42,13 @@ from isograd.contrastive.chunks import (
     Random,
     cut,
     encoded,
+    no_common_rows,
     one_kernel,
     random_state,
     rows_of,
     set_random_state,
 )
-from isograd.contrastive.losses import Across
+from isograd.contrastive.losses import Across, PairLoss, do_not_pair
 from isograd.contrastive.watch import Trace, first_unlike, traced
 from isograd.engine import Engine
 from isograd.engine.ledger import Ledger
@@ -121,22 +122,37 @@ class GradCache:
         """
         engine, mesh = self.engine, self.engine.mesh
         _refuse_batch_norm(engine.model)
-        work = [_Tower(encode, inputs, rows_of(inputs)) for encode, inputs in self._pairs(towers)]
-        counted, most = self._count(work)
-        with one_kernel(), engine.together() as ledger:
+        work, problem = self._work(towers)
+        counted, most = self._count(work, problem)
+        with one_kernel():
+            # The first pass and the loss come before the step's backward begins: what they raise leaves the step as it
+            # was, while an exception inside `together` makes the whole step unusable.
             for tower, chunks in zip(work, most, strict=True):
                 tower.chunks = chunks
                 self._represent(tower)
-            loss = self._loss_stage(ledger, work, counted, ids, guides)
-            after = random_state(mesh.device)
-            torch.clear_autocast_cache()  # it holds weights that were cast without a graph
-            for tower in work:
-                self._replay(ledger, tower, last=tower is work[-1] and second is None)
-            set_random_state(after, mesh.device)
-            if second is not None:
-                self._second(ledger, second, sum(counted.counts[0]))
+            loss, leaves = self._loss(work, counted, ids, guides)
+            with engine.together() as ledger:
+                self._loss_gradients(ledger, loss, leaves, work, counted)
+                after = random_state(mesh.device)
+                torch.clear_autocast_cache()  # it holds weights that were cast without a graph
+                for tower in work:
+                    self._replay(ledger, tower, last=tower is work[-1] and second is None)
+                set_random_state(after, mesh.device)
+                if second is not None:
+                    self._second(ledger, second, sum(counted.counts[0]))
         self._first = False
-        return loss
+        return loss.detach()
+
+    def _work(self, towers: Sequence[Any]) -> tuple[list[_Tower], ContrastiveError | None]:
+        """The towers; where one has no number of rows, -1 and the error, which waits until the other ranks know."""
+        work, problem = [], None
+        for encode, inputs in self._pairs(towers):
+            try:
+                rows = rows_of(inputs)
+            except ContrastiveError as error:
+                rows, problem, error.where = -1, error, self.engine.mesh.where()
+            work.append(_Tower(encode, inputs, rows))
+        return work, problem
 
     def _pairs(self, towers: Sequence[Any]) -> list[tuple[Encode, Any]]:
         encoders = self.encode if isinstance(self.encode, list) else [self.encode] * len(towers)
@@ -150,12 +166,19 @@ class GradCache:
             )
         return list(zip(encoders, towers, strict=True))
 
-    def _count(self, work: Sequence[_Tower]) -> tuple[Across, list[int]]:
-        """How many rows each rank has, and how many chunks each tower has here. The only gather of counts."""
+    def _count(self, work: Sequence[_Tower], problem: ContrastiveError | None) -> tuple[Across, list[int]]:
+        """How many rows each rank has, and how many chunks each tower has here. The only gather of counts.
+
+        Rows that do not pair up on any rank are refused on all of them."""
         mesh = self.engine.mesh
         group = mesh.group(DATA)
         mine = torch.tensor([t.rows for t in work], device=mesh.device)
         table = torch.stack(raw.gather_list(mine, group)).tolist()
+        for rank, counts in zip(group.ranks, table, strict=True):
+            if min(counts) < 0:
+                raise problem or no_common_rows(f"tower {counts.index(-1)} of rank {rank}", mesh.where())
+            if isinstance(self.loss, PairLoss) and (len(counts) < 2 or counts[0] != counts[1]):
+                raise do_not_pair(f"{len(counts)} tower(s) of {counts} rows on rank {rank}", mesh.where())
         spots = [mesh.layout.coordinates(rank) for rank in group.ranks]
         by_dp: dict[int, list[int]] = {}
         for rank, spot, rows in zip(group.ranks, spots, table, strict=True):
@@ -201,25 +224,23 @@ class GradCache:
             pieces.append(vectors)
         tower.vectors = torch.cat(pieces)
 
-    def _loss_stage(
+    def _loss(
         self,
-        ledger: Ledger,
         work: Sequence[_Tower],
         across: Across,
         ids: Sequence[Tensor] | None,
         guides: Sequence[Tensor] | None,
-    ) -> Tensor:
-        """Compute the loss, and replace each tower's vectors by their gradients."""
-        cp = self.engine.mesh.group("cp")
-        index = across.group.index
-        sizes = [even_sizes(t.rows, cp.size) for t in work]
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The loss, and the vectors that it is a function of. Under cp they are this cp rank's part of the rows."""
 
         def share(per_tower: Sequence[Tensor]) -> list[Tensor]:
-            """The rows that this cp rank takes into the loss."""
-            starts = [sum(s[: cp.index]) for s in sizes]
-            return [x[a : a + s[cp.index]] for x, a, s in zip(per_tower, starts, sizes, strict=True)]
+            index = self.engine.mesh.group("cp").index
+            starts = [sum(sizes[:index]) for sizes in self._cp_sizes(work)]
+            return [
+                x[a : a + sizes[index]] for x, a, sizes in zip(per_tower, starts, self._cp_sizes(work), strict=True)
+            ]
 
-        mine = [_wide(x).detach().requires_grad_() for x in share([t.vectors for t in work])]
+        leaves = [_wide(x).detach().requires_grad_() for x in share([t.vectors for t in work])]
         more: dict[str, Any] = {}
         if ids is not None:
             more["ids"] = share(ids)
@@ -228,13 +249,22 @@ class GradCache:
         for tower in work:  # their memory is needed for gradients
             tower.vectors = torch.empty(0)
         with torch.autocast(self.engine.mesh.device.type, enabled=False):
-            loss = self.loss(mine, across, **more)
-            ledger.of_loss(loss, across.counts[0][index], last=False)
-        for tower, leaf, parts in zip(work, mine, sizes, strict=True):
+            return self.loss(leaves, across, **more), leaves
+
+    def _loss_gradients(
+        self, ledger: Ledger, loss: Tensor, leaves: Sequence[Tensor], work: Sequence[_Tower], across: Across
+    ) -> None:
+        """Go backward from the loss to the vectors, and put their gradients in the towers."""
+        with torch.autocast(self.engine.mesh.device.type, enabled=False):
+            ledger.of_loss(loss, across.counts[0][across.group.index], last=False)
+        for tower, leaf, sizes in zip(work, leaves, self._cp_sizes(work), strict=True):
             gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
             leaf.grad = None
-            tower.vectors = raw.all_gather(gradient, cp, parts)
-        return loss.detach()  # type: ignore[no-any-return]
+            tower.vectors = raw.all_gather(gradient, self.engine.mesh.group("cp"), sizes)
+
+    def _cp_sizes(self, work: Sequence[_Tower]) -> list[list[int]]:
+        """For each tower, how many of its rows each cp rank takes into the loss."""
+        return [list(even_sizes(tower.rows, self.engine.mesh.size("cp"))) for tower in work]
 
     def _replay(self, ledger: Ledger, tower: _Tower, last: bool) -> None:
         """Encode again with a graph and go backward, chunk by chunk. The last backward of a step may communicate."""

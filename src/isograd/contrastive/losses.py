@@ -207,12 +207,18 @@ def check_pairs(towers: Sequence[Tensor]) -> None:
     """Refuse towers whose queries and documents do not pair up (IG960)."""
     shapes = [tuple(t.shape) for t in towers]
     if len(towers) < 2 or len(towers[0]) != len(towers[1]) or any(t.dim() != 2 for t in towers):
-        raise ContrastiveError(
-            "IG960",
-            "representations that do not pair up",
-            seen=f"{len(towers)} tower(s) of shapes {shapes}",
-            expected="queries [n, d], documents [n, d] whose row i belongs to query i, then hard negatives [any, d]",
-        )
+        raise do_not_pair(f"{len(towers)} tower(s) of shapes {shapes}")
+
+
+def do_not_pair(seen: str, where: str | None = None) -> ContrastiveError:
+    """IG960, to be raised."""
+    return ContrastiveError(
+        "IG960",
+        "representations that do not pair up",
+        seen=seen,
+        expected="queries [n, d], documents [n, d] whose row i belongs to query i, then hard negatives [any, d]",
+        where=where,
+    )
 
 
 def same_rows(tokens: Tensor, mask: Tensor | None = None) -> Tensor:
