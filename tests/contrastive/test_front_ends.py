@@ -276,4 +276,4 @@ def test_the_sentence_transformers_loss_works_alone_with_gradients_scaled_by_the
     vectors = [plain(dict(column))["sentence_embedding"] for column in columns]
     (info_nce(*vectors, 5.0) / 4).backward()
     assert_right(gradients(model), gradients(plain), "alone")
-    assert set(loss.get_config_dict()) == {"scale", "mini_batch_size", "gather_across_devices"}
+    assert loss.get_config_dict()["mini_batch_size"] == 3

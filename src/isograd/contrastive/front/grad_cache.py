@@ -8,6 +8,9 @@ As in that package, the caller provides `loss_fn(*representations, **keywords)`.
   averages, the encoders and a temperature in the loss get the full gradient, not 1/W of it. Keyword arguments work.
 - One reduction per step, for any number of chunks and towers: all backwards but the last of each model run under
   `no_sync`, also when one model encodes two towers. `no_sync_except_last` is accepted without effect.
+- The methods that people override or call have the names, arguments and results of that package. `forward_no_grad`
+  returns replays in place of random states; `forward_backward` takes them. Without an engine they can be called one by
+  one; with one, `build_cache` and `forward_backward` inside `with engine.together():`.
 - The replay is checked: IG965 is raised when its bits differ from the first pass.
 - `engine=`: the models belong to an isograd engine, and the gradient is added to the engine's step. loss_fn may return
   the mean over this rank's rows or over all ranks' rows. Then call `engine.step()`, without a scaler.
@@ -15,9 +18,10 @@ As in that package, the caller provides `loss_fn(*representations, **keywords)`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import UserDict
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -44,13 +48,20 @@ class Replay:
         self.prints = [int(fingerprint(t)) for t in made]
         self.made = tuple(t.detach() for t in made)
 
-    def backward(self, gradients: Sequence[Tensor], engine: Engine | None = None) -> None:
-        """Call the function again from the same random state, check its bits, and go backward from `gradients`."""
+    def backward(
+        self,
+        gradients: Sequence[Tensor],
+        engine: Engine | None = None,
+        function: Callable[[], Representations] | None = None,
+    ) -> None:
+        """Call the function again from the same random state, check its bits, and go backward from `gradients`.
+
+        function: called in place of the first pass's own; it must give the same representations."""
         after = random_state(self.device)
         set_random_state(self.state, self.device)
         torch.clear_autocast_cache()
         with torch.enable_grad(), one_kernel():
-            again = _tuple(self.function())
+            again = _tuple((function or self.function)())
         set_random_state(after, self.device)
         if [int(fingerprint(t)) for t in again] != self.prints:
             raise ContrastiveError(
@@ -88,8 +99,7 @@ class GradCache:
         """One model and chunk size for each tower; `fp16` autocasts, and `scaler` scales the loss."""
         self.models, self.loss_fn, self.get_rep_fn = list(models), loss_fn, get_rep_fn
         self.chunk_sizes = [chunk_sizes] * len(self.models) if isinstance(chunk_sizes, int) else list(chunk_sizes)
-        self.split = split_input_fn or _split
-        self.fp16, self.scaler, self.engine = fp16, scaler, engine
+        self.split_input_fn, self.fp16, self.scaler, self.engine = split_input_fn, fp16, scaler, engine
 
     def __call__(self, *inputs: Any, **keywords: Any) -> Tensor:
         return self.cache_step(*inputs, **keywords)
@@ -97,35 +107,96 @@ class GradCache:
     def cache_step(self, *model_inputs: Any, no_sync_except_last: bool = True, **loss_kwargs: Any) -> Tensor:
         """Add the step's gradient to the models' parameters; returns the loss."""
         del no_sync_except_last
+        if not len(model_inputs) == len(self.models) == len(self.chunk_sizes):
+            raise ContrastiveError(
+                "IG963",
+                "the number of encoders differs from the number of towers",
+                seen=f"{len(self.models)} models, {len(self.chunk_sizes)} chunk sizes, {len(model_inputs)} inputs",
+                expected="one chunk size and one input for each model; a model of two towers is listed twice",
+            )
+        inputs = [self.split_inputs(x, size) for x, size in zip(model_inputs, self.chunk_sizes, strict=True)]
+        passes = [self.forward_no_grad(model, parts) for model, parts in zip(self.models, inputs, strict=True)]
         with self.engine.together() if self.engine else nullcontext():
-            towers = [
-                self._represent(*tower) for tower in zip(self.models, model_inputs, self.chunk_sizes, strict=True)
-            ]
-            leaves = [torch.cat([r.made[0] for r in tower]).requires_grad_() for tower in towers]
-            with self._autocast(leaves[0].device):
-                loss = self.loss_fn(*leaves, **loss_kwargs)
-            if self.engine:
-                self.engine.ledger.of_loss(loss, len(leaves[0]), last=False)
-            else:
-                (self.scaler.scale(loss) if self.scaler else loss).backward()
-            for number, (model, tower, leaf) in enumerate(zip(self.models, towers, leaves, strict=True)):
-                gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-                ends = gradient.split([len(r.made[0]) for r in tower])
+            cache, loss = self.build_cache(*(vectors for vectors, _ in passes), **loss_kwargs)
+            for number, (model, parts, gradient) in enumerate(zip(self.models, inputs, cache, strict=True)):
+                replays = passes[number][1]
                 again = any(later is model for later in self.models[number + 1 :])
-                for replay, part in zip(tower, ends, strict=True):
-                    with nullcontext() if replay is tower[-1] and not again else _no_sync(model):
-                        replay.backward([part], self.engine)
-        return loss.detach()
+                with no_sync(model) if again else nullcontext():
+                    gradients = gradient.split([len(replay.made[0]) for replay in replays])
+                    self.forward_backward(model, parts, gradients, replays, no_sync_except_last=True)
+        return loss
 
-    def _represent(self, model: nn.Module, inputs: Any, chunk: int) -> list[Replay]:
+    # -- the package's methods, which people override or call by themselves
+
+    def split_inputs(self, model_input: Any, chunk_size: int) -> list[Any]:
+        """The chunks of one model's input: of a tensor, list, dict, BatchEncoding, or ([...], {...})."""
+        if self.split_input_fn is not None:
+            return list(self.split_input_fn(model_input, chunk_size))
+        inputs = dict(model_input) if isinstance(model_input, UserDict) else model_input
+        return [cut(inputs, first, chunk_size) for first in range(0, max(1, rows_of(inputs)), chunk_size)]
+
+    def get_input_tensors(self, model_input: Any) -> list[Tensor]:
+        """All tensors of an input."""
+        if isinstance(model_input, Tensor):
+            return [model_input]
+        if isinstance(model_input, Mapping):
+            return self.get_input_tensors([*model_input.values()])
+        if isinstance(model_input, list | tuple):
+            return [tensor for part in model_input for tensor in self.get_input_tensors(part)]
+        return []
+
+    def model_call(self, model: nn.Module, model_input: Any) -> Any:
+        """What the model returns: a list gives positional arguments, a mapping keywords, ([...], {...}) both."""
+        with self._autocast(next(model.parameters()).device):
+            if isinstance(model_input, tuple) and list(map(type, model_input)) == [list, dict]:
+                return model(*model_input[0], **model_input[1])
+            if isinstance(model_input, list | tuple):
+                return model(*model_input)
+            return model(model_input) if isinstance(model_input, Tensor) else model(**model_input)
+
+    def get_reps(self, model_out: Any) -> Tensor:
+        """The representations in what the model returned."""
+        return self.get_rep_fn(model_out) if self.get_rep_fn is not None else model_out
+
+    def compute_loss(self, *reps: Tensor, **loss_kwargs: Any) -> Tensor:
+        """The loss of all models' representations."""
+        return self.loss_fn(*reps, **loss_kwargs)
+
+    def forward_no_grad(self, model: nn.Module, model_inputs: Sequence[Any]) -> tuple[Tensor, list[Replay]]:
+        """The first pass over one model's chunks: their representations, and how to repeat each."""
         device = next(model.parameters()).device
+        replays = [Replay(partial(self._encode, model, part), device) for part in model_inputs]
+        return torch.cat([replay.made[0] for replay in replays]), replays
 
-        def encode(part: Any) -> Tensor:
-            with self._autocast(device):
-                output = _call(model, part)
-            return self.get_rep_fn(output) if self.get_rep_fn else output
+    def build_cache(self, *reps: Tensor, **loss_kwargs: Any) -> tuple[list[Tensor], Tensor]:
+        """The gradient of the loss with respect to each model's representations, and the loss."""
+        leaves = [t.detach().requires_grad_() for t in reps]
+        with self._autocast(leaves[0].device):
+            loss = self.compute_loss(*leaves, **loss_kwargs)
+        if self.engine:
+            self.engine.ledger.of_loss(loss, len(leaves[0]), last=False)
+        else:
+            (self.scaler.scale(loss) if self.scaler else loss).backward()
+        return [torch.zeros_like(t) if t.grad is None else t.grad for t in leaves], loss.detach()
 
-        return [Replay(lambda part=part: encode(part), device) for part in self.split(inputs, chunk)]  # type: ignore[misc]
+    def forward_backward(
+        self,
+        model: nn.Module,
+        model_inputs: Sequence[Any],
+        cached_gradients: Sequence[Tensor],
+        random_states: Sequence[Replay],
+        no_sync_except_last: bool = False,
+    ) -> None:
+        """The second pass over one model's chunks, with a graph, and its backward.
+
+        random_states: what `forward_no_grad` returned. no_sync_except_last: only the last chunk's backward reduces."""
+        work = list(zip(model_inputs, cached_gradients, random_states, strict=True))
+        for number, (part, gradient, replay) in enumerate(work):
+            with no_sync(model) if no_sync_except_last and number < len(work) - 1 else nullcontext():
+                replay.backward([gradient], self.engine, partial(self._encode, model, part))
+
+    def _encode(self, model: nn.Module, part: Any) -> Tensor:
+        return self.get_reps(self.model_call(model, part))
 
     def _autocast(self, device: torch.device) -> torch.autocast:
         return torch.autocast(device.type, torch.float16, enabled=self.fp16)
@@ -194,19 +265,7 @@ def _tuple(representations: Representations) -> tuple[Tensor, ...]:
     return (representations,) if isinstance(representations, Tensor) else tuple(representations)
 
 
-def _split(inputs: Any, chunk: int) -> list[Any]:
-    return [cut(inputs, first, chunk) for first in range(0, max(1, rows_of(inputs)), chunk)]
-
-
-def _call(model: nn.Module, part: Any) -> Any:
-    """As GradCache calls models: a list gives positional arguments, a dict keywords, ([...], {...}) both."""
-    if isinstance(part, tuple) and list(map(type, part)) == [list, dict]:
-        return model(*part[0], **part[1])
-    if isinstance(part, list | tuple):
-        return model(*part)
-    return model(**part) if not isinstance(part, Tensor) else model(part)
-
-
-def _no_sync(model: nn.Module) -> AbstractContextManager[None]:
-    no_sync = getattr(model, "no_sync", None)
-    return no_sync() if callable(no_sync) else nullcontext()
+def no_sync(model: nn.Module) -> AbstractContextManager[None]:
+    """The model's own no_sync, where it has one."""
+    own = getattr(model, "no_sync", None)
+    return own() if callable(own) else nullcontext()

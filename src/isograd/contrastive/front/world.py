@@ -7,7 +7,7 @@ from torch import Tensor
 
 from isograd.comm import raw
 from isograd.comm.raw import Group
-from isograd.contrastive.losses import Across
+from isograd.contrastive.losses import Across, do_not_pair
 
 
 def everyone() -> Group:
@@ -16,7 +16,17 @@ def everyone() -> Group:
     return raw.new_group("world", tuple(range(size)), rank)
 
 
-def counted(towers: list[Tensor], group: Group) -> Across:
-    """Gather how many rows of each tower every rank has."""
-    table = torch.stack(raw.gather_list(torch.tensor([len(t) for t in towers], device=towers[0].device), group))
-    return Across(group, tuple(tuple(column) for column in table.T.tolist()))
+def paired(towers: list[Tensor], group: Group) -> Across:
+    """How many rows of each tower every rank has. Towers that do not pair up on any rank are refused on all (IG960).
+
+    Vectors of different lengths on two ranks are refused, too: their gather would never end.
+    """
+    mine = [*(len(t) for t in towers), towers[0].shape[-1]]
+    table = torch.stack(raw.gather_list(torch.tensor(mine, device=towers[0].device), group)).tolist()
+    here = f"rank {group.ranks[group.index]}"
+    for rank, (*rows, width) in zip(group.ranks, table, strict=True):
+        if len(rows) < 2 or len({*rows}) > 1:
+            raise do_not_pair(f"{len(rows)} tower(s) of {rows} rows on rank {rank}", here)
+        if width != table[0][-1]:
+            raise do_not_pair(f"vectors [{table[0][-1]}] on rank {group.ranks[0]}, [{width}] on rank {rank}", here)
+    return Across(group, tuple(zip(*(rows[:-1] for rows in table), strict=True)))
