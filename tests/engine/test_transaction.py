@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from isograd.comm import raw
 from isograd.engine import DataParallel, Engine
-from isograd.errors import EngineError, IsogradError
+from isograd.errors import IsogradError
 from isograd.mesh import DATA, Mesh
 
 from . import toys
@@ -92,36 +92,99 @@ def test_a_backward_that_raises_at_any_parameter_is_dropped_or_refused_on_all_ra
     worlds(2).run(partial(failures, zero, who))
 
 
-def whole_steps() -> None:
-    """`train_step` is a whole transaction: the next one drops what a failed one left."""
+class Loss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.toy = toys.Toy()
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, int]:
+        return toys.loss_of(self.toy, x, y), len(x)
+
+
+def whole_steps(zero: int) -> None:
+    """`train_step` is a whole transaction: where it fails on one rank it fails on all, and nothing is left."""
     rank, ranks = raw.world()
-
-    class Loss(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.toy = toys.Toy()
-
-        def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, int]:
-            return toys.loss_of(self.toy, x, y), len(x)
-
     model = Loss()
-    engine = Engine(model, Mesh(f"dp{ranks} zero1"), toys.sgd)
+    engine = Engine(model, Mesh(f"dp{ranks} zero{zero}"), toys.sgd)
     batch = [toys.micro_batch(rank, 2), toys.micro_batch(rank, 4)]
-    with toys.Failing(model.toy, 3) if rank == 0 else pytest.raises(EngineError, match="IG550"):
-        try:
-            engine.train_step(batch)
-        except ZeroDivisionError:
-            assert rank == 0
+
+    def fail(where: str) -> str:
+        if rank == 1:
+            return refusal(lambda: engine.train_step(batch))
+        with pytest.raises(ZeroDivisionError):
+            if where == "backward":
+                with toys.Failing(model.toy, 3):
+                    engine.train_step(batch)
+            else:
+                hook = model.toy.out.register_forward_hook(lambda *_: 1 / 0)
+                try:
+                    engine.train_step(batch)
+                finally:
+                    hook.remove()
+        return "IG550 rank 0"
+
+    for where in ("backward", "forward") if zero < 3 else ("backward",):
+        said = fail(where)
+        assert said[:5] in ("IG550", "IG571") and "rank 0" in said, said
+        assert engine.ledger.empty
+        engine.accumulate(batch[:1])
+        assert_right(((n.removeprefix("toy."), g) for n, g in engine.grads()), ranks, where)
+        engine.discard()
+    if zero == 3:
+        return
+    # A backward outside of it that failed, then train_step: refused once, on both ranks.
     if rank == 0:
-        assert engine.ledger.failure
-    # Rank 0's next step meets the step that rank 1 still waits in. Both drop it, and go on together.
-    engine.accumulate(batch[:1])
-    assert_right(((n.removeprefix("toy."), g) for n, g in engine.grads()), ranks, "train_step")
+        with pytest.raises(ZeroDivisionError), toys.Failing(model.toy, 3):
+            engine.backward(*model(*batch[0]))
+    else:
+        engine.backward(*model(*batch[0]))
+    assert refusal(lambda: engine.train_step(batch)).startswith("IG550")
+    assert engine.train_step(batch).weight > 0
 
 
-def test_the_next_train_step_drops_a_failed_one(worlds) -> None:
-    """A1, by train_step, on one rank only."""
-    worlds(2).run(whole_steps)
+@pytest.mark.parametrize("zero", [1, 3])
+def test_a_train_step_that_fails_on_one_rank_fails_on_all_and_leaves_nothing(worlds, zero: int) -> None:
+    """A1, by train_step; found again by attack: the failed rank waited for ever in its next train_step."""
+    worlds(2).run(partial(whole_steps, zero))
+
+
+def further_backwards() -> None:
+    """One rank's backward fails, and all go on with further backwards before they step."""
+    rank, ranks = raw.world()
+    model, engine = engine_of(1)
+    if rank == 1:
+        with pytest.raises(ZeroDivisionError), toys.Failing(model, 5):
+            one_backward(model, engine)
+    said = [refusal(lambda: one_backward(model, engine)) for _ in range(4)]
+    assert all(words.startswith("IG550") for words in said) if rank == 1 else said[-1][:5] in ("IG550", "IG554"), said
+    assert refusal(engine.step).startswith("IG550")
+    one_backward(model, engine)
+    assert_right(engine.grads(), ranks, "after further backwards")
+
+
+def test_backwards_after_a_failure_on_another_rank_do_not_wait_for_ever(worlds) -> None:
+    """Found by attack: rank 0 waited in its third backward for buckets of rank 1, which waited in its step."""
+    worlds(2).run(further_backwards, timeout=60)
+
+
+def raised_between() -> None:
+    """ZeRO 3: one rank raises after its forward and before its backward; all discard."""
+    rank, ranks = raw.world()
+    model, engine = engine_of(3)
+    for _ in range(2):
+        x, y = toys.micro_batch(rank, 2)
+        loss = toys.loss_of(model, x, y)
+        if rank == 0:
+            refusal(lambda: engine.backward(loss, len(x)))
+        engine.discard()
+        one_backward(model, engine)
+        assert_right(engine.grads(), ranks, "after an exception in the loss")
+        engine.discard()
+
+
+def test_an_exception_between_forward_and_backward_at_zero_3_is_left_by_discard(worlds) -> None:
+    """Found by attack: the ranks stayed one call apart."""
+    worlds(2).run(raised_between, timeout=60)
 
 
 # -- gradients by hand
@@ -321,6 +384,49 @@ def behind_a_gather() -> None:
 def test_weigh_scales_the_loss_also_behind_a_gather(worlds) -> None:
     """A14: 3 to 8 % off, because what arrived at parameters was scaled."""
     worlds(2).run(behind_a_gather)
+
+
+def weights_of_one_backward() -> None:
+    model = DataParallel(Two())
+    x = torch.ones(2, 3, dtype=torch.float64)
+
+    def twice() -> None:
+        model.weigh(model.weigh(model(x).mean(), 2), 3).backward()
+
+    def two() -> None:
+        (model.weigh(model(x).mean(), 2) + model.weigh(model(x).sum(), 3)).backward()
+
+    assert refusal(twice).startswith("IG538") and refusal(two).startswith("IG538")
+    model.weigh(model(x).mean(), 5)  # a loss that is dropped has no say
+    model.weigh(model(x).mean(), 2).backward()
+    plain = Two()
+    plain(x).mean().backward()
+    for ours, theirs in zip(model.module.parameters(), plain.parameters(), strict=True):
+        assert float((ours.grad - theirs.grad).norm()) <= 1e-9 * float(theirs.grad.norm())
+
+
+def test_a_backward_has_one_weight(worlds) -> None:
+    """Found by attack: weighed twice, a gradient was multiplied by the inner count."""
+    worlds(2).run(weights_of_one_backward)
+
+
+def accumulated_rows() -> None:
+    """Uneven micro-batches under no_sync, each loss divided by their number, as loops do."""
+    rank, ranks = raw.world()
+    model, plain = DataParallel(Two()), Two()
+    sizes = [[2, 5, 1], [4, 3, 6]]
+    source = torch.Generator().manual_seed(7)
+    data = [[torch.randn(n, 3, generator=source, dtype=torch.float64) for n in row] for row in sizes]
+    for number, x in enumerate(data[rank]):
+        with model.no_sync() if number < 2 else torch.enable_grad():
+            (model(x).mean() / 3).backward()
+    plain(torch.cat([x for row in data[:ranks] for x in row])).mean().backward()
+    for ours, theirs in zip(model.module.parameters(), plain.parameters(), strict=True):
+        assert float((ours.grad - theirs.grad).norm()) <= 1e-9 * float(theirs.grad.norm())
+
+
+def test_accumulation_without_weights_is_the_mean_over_all_rows(worlds) -> None:
+    worlds(2).run(accumulated_rows)
 
 
 def many_half_gradients() -> float:

@@ -226,6 +226,26 @@ def reserve_tags(group: Group) -> int:
     return (1 << 30) + _ranges[group.ranks] % 1023 * TAGS
 
 
+_serials: Counter[tuple[int, ...]] = Counter()
+
+
+def serial(group: Group) -> int:
+    """How often this was asked for the group's ranks: a name for something that they all make in the same order."""
+    _serials[group.ranks] += 1
+    return _serials[group.ranks]
+
+
+def raise_flag(name: str) -> None:
+    """Let every rank see this name, without a message that another rank would have to wait for."""
+    if dist.is_initialized():
+        distributed_c10d._get_default_store().set(f"isograd/{name}", "1")
+
+
+def flag_raised(name: str) -> bool:
+    """Whether any rank has raised it."""
+    return dist.is_initialized() and bool(distributed_c10d._get_default_store().check([f"isograd/{name}"]))
+
+
 def native(group: Group) -> bool:
     """Whether this group's backend has collectives worth using as they are (NCCL), or `exchange` is better (gloo)."""
     return group.handle is not None and "nccl" in dist.get_backend(group.handle)

@@ -9,7 +9,8 @@
 After a backward `.grad` is the same on all ranks. With `weigh`, each backward counts by its weight, and `.grad` is the
 weighted mean over all ranks and all backwards since gradients were last cleared. Without it a loss is taken for the
 mean over the rows of its batch (dim 0 of the first tensor that the model was called with): ranks count by their rows,
-and backwards add up. Where all ranks have as many rows, that is DDP's gradient.
+and backwards add up. Backwards under `no_sync` and the one that reduces them are one batch: the result is their number
+times the mean over all their rows. Where all ranks have as many rows, that is DDP's gradient.
 
 It is a front of the engine's ledger (engine/ledger.py): rows go to their owners during backward, and come back at its
 end, when weights and the use of parameters have crossed the wire in one small message. Parameters that no rank used
@@ -25,7 +26,7 @@ Ranks with different numbers of batches need no join context:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
@@ -132,12 +133,27 @@ class DataParallel(nn.Module):
                 where=self.mesh.where(),
             )
         start.check_weight(float(count), self.mesh)
-        self._weight, scale = float(count), float(count)
-        if loss.dtype in (torch.float16, torch.bfloat16) and count:  # 1,003 would become 1,000
-            scale = 2.0 ** math.floor(math.log2(scale))
-        self._factor = self._weight / scale if scale else 1.0
-        weighed: Tensor = _Weighed.apply(loss, scale)  # type: ignore[no-untyped-call]
+        weight = scale = float(count)
+        if loss.dtype in (torch.float16, torch.bfloat16) and weight:  # 1,003 would become 1,000
+            scale = 2.0 ** math.floor(math.log2(weight))
+        note = partial(self._note, weight, weight / scale if scale else 1.0)
+        weighed: Tensor = _Weighed.apply(loss, scale, note)  # type: ignore[no-untyped-call]
         return weighed
+
+    def _note(self, weight: float, factor: float) -> None:
+        """A weighed loss goes backward."""
+        if self._weight is not None:
+            error = EngineError(
+                "IG538",
+                "one backward has two weights",
+                seen=f"weigh(..., {self._weight}) and weigh(..., {weight}) in the graph of one loss",
+                expected="one call of weigh for each backward",
+                fix="add the losses first and weigh their sum, or go backward from each",
+                where=self.mesh.where(),
+            )
+            self._weight, self._factor = None, 1.0
+            raise error
+        self._weight, self._factor = weight, factor
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -218,11 +234,11 @@ class DataParallel(nn.Module):
 
     def _end(self) -> None:
         reached, self._running, self._reached = self._reached, False, False
+        weight, self._weight, self._factor = self._weight, None, 1.0
         if not reached:  # torch.autograd.grad: no parameter's business
             return
         self._ledger.end()
-        self._window.add(self._weight, self._own_rows)
-        self._weight, self._factor = None, 1.0
+        self._window.add(weight, self._own_rows)
         if self.require_backward_grad_sync:
             self._synchronize()
         else:
@@ -295,16 +311,17 @@ class _Reducer:
 
 
 class _Weighed(torch.autograd.Function):
-    """The value of a loss, and `weight` times its gradient."""
+    """The value of a loss, and `weight` times its gradient; `note` is called when that is asked for."""
 
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, weight: float) -> Tensor:
-        ctx.weight = weight
+    def forward(ctx: Any, loss: Tensor, weight: float, note: Callable[[], None]) -> Tensor:
+        ctx.weight, ctx.note = weight, note
         return loss.view_as(loss)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient * ctx.weight, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        ctx.note()
+        return gradient * ctx.weight, None, None
 
 
 def _rename(module: DataParallel, state: dict[str, Any], prefix: str, *_: object) -> None:

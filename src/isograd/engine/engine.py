@@ -140,6 +140,7 @@ class Engine:
         self._counted = norm.counted(self.plan.slots, mesh)
         self._overlap, self._keeps_local = overlap, accumulate == "local"
         self._sync = True
+        self._refused = False  # whether the running `train_step` has met the other ranks, and all refused
         self._widest = start.most_slots(self.plan, mesh)
         self.blame: Blame | None = None  # of the last step, when it was skipped
         self._inputs = Inputs(model, mesh)
@@ -181,13 +182,22 @@ class Engine:
 
         The model is called with each micro-batch (a dict gives keywords, a tuple positions) and returns (loss, weight).
         """
-        self.accumulate(batch, micro_batches)
+        self._refused = False
+        try:
+            self.accumulate(batch, micro_batches)
+        except Exception as error:
+            # Ranks of data axes all come to the gather of this step. Others may wait for this one inside a layer.
+            if not self._refused and self.mesh.size(DATA) == self.mesh.layout.world_size:
+                self.ledger.fail(error)
+                self.discard()
+            raise
         return self.step()
 
     def accumulate(self, batch: Any, micro_batches: int | None = None) -> None:
         """What `train_step` does before `step`: in between, `grads` shows what the step will use."""
-        if self.ledger.state is State.FAILED:  # a batch that failed and was caught; other ranks refuse its step here
-            self.discard()
+        if self.ledger.state is State.FAILED:  # of a backward before; other ranks refuse their step together with this
+            self._refused = True
+            self._meet(Status.FINE)
         micros = batches.micro_batches(batch, micro_batches)
         if self.pipeline is None:
             for number, micro in enumerate(micros):
@@ -325,7 +335,7 @@ class Engine:
         problem = ledger.failure if wrong is None else str(wrong).splitlines()[0]
         if status is Status.FINE and problem is not None:
             status = Status.FAILED
-        self._meet_units("comes to engine.step, grads or discard")
+        self._meet_units("comes to engine.step, grads or discard", again=status is Status.DISCARDS)
         losses = ledger.told.losses
         own = _tree(losses) if losses else torch.zeros((), dtype=torch.float64)
         table = totals.gather(ledger, status, own, self._inputs.columns(), self._widest, self._device)
@@ -343,10 +353,17 @@ class Engine:
             self._drop()
         return table
 
-    def _meet_units(self, said: str) -> None:
-        """At ZeRO 3, before a collective of all ranks: a rank in another forward would wait there for this one."""
-        if self._units is not None:
-            self._units.meet(said)
+    def _meet_units(self, said: str, again: bool = False) -> None:
+        """At ZeRO 3, before a collective of all ranks: a rank in another forward would wait there for this one.
+        `again`: ranks that were elsewhere hear of it, and are waited for: they come to the same collective next."""
+        while self._units is not None:
+            try:
+                self._units.meet(said)
+                return
+            except EngineError as error:  # told to the other ranks at the same time, where they were
+                self.ledger.fail(error)
+                if not again:
+                    raise
 
     def _drop(self) -> None:
         """All ranks together: nothing of this step is left."""

@@ -11,26 +11,31 @@ zeros for what it has not sent, so that everybody's flights can land.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 
 import torch
 from torch import Tensor
 
+from isograd.comm import raw
 from isograd.comm.notes import gather_notes
 from isograd.comm.raw import Group
 from isograd.engine.plan import Bucket, Plan, Slot
 from isograd.engine.transport import Flight, Pieces, reduce_rows
+from isograd.errors import EngineError
 from isograd.mesh import DATA, Mesh
 
+PATIENCE = 1.0  # seconds after which a rank that waits at a step says so, and one that waits for a bucket asks
 AT_ONCE = 2  # buckets in the air during a backward: bounds the memory that arriving rows take
 
 
 class Flights:
     """The buckets of a step that have left this rank."""
 
-    def __init__(self, plan: Plan, group: Group, *, tree: bool) -> None:
+    def __init__(self, plan: Plan, group: Group, *, tree: bool, where: str = "") -> None:
         """`group`: the owners of rows, on connections that carry nothing else. `tree`: add in one binary tree."""
-        self.plan, self.group, self.tree = plan, group, tree
+        self.plan, self.group, self.tree, self._where = plan, group, tree, where
+        self._serial, self._step = raw.serial(group), 0
         self.sent: list[int] = []  # numbers of the buckets that left since the step began
         self.due: dict[Slot, Tensor] = {}  # landed: my rows, summed over the data axes
         self._air: deque[tuple[Bucket, Flight]] = deque()
@@ -40,8 +45,30 @@ class Flights:
     def begin_pass(self) -> None:
         """Before a backward that launches: what left earlier than in the last such backward must have landed."""
         while len(self._air) > self._in_pass:
+            self._wait_or_hear()
             self._land()
         self._in_pass = 0
+
+    @property
+    def flag(self) -> str:
+        """Raised by a rank that has waited at the gather of this step: it launches nothing more."""
+        return f"step/{'-'.join(map(str, self.group.ranks))}/{self._serial}/{self._step}"
+
+    def _wait_or_hear(self) -> None:
+        """Wait for the oldest flight, unless a rank that it waits for has gone to the step instead."""
+        waited = 0.0
+        while not self._air[0][1].ready():
+            if waited > PATIENCE and raw.flag_raised(self.flag):
+                raise EngineError(
+                    "IG554",
+                    "a data rank is at its step while this one is in a further backward",
+                    seen=f"buckets of an earlier backward that another of ranks {list(self.group.ranks)} has not sent",
+                    expected="as many backwards that reduce gradients on every data rank",
+                    fix="engine.discard() on all ranks, if a backward failed on one; else no_sync(), or overlap=False",
+                    where=self._where,
+                )
+            time.sleep(0.002 if waited < 0.1 else 0.05)
+            waited += 0.002 if waited < 0.1 else 0.05
 
     def has_room(self) -> bool:
         """Whether one more bucket may be in the air. What has arrived lands; nothing is waited for."""
@@ -97,6 +124,7 @@ class Flights:
         """A new step begins. Nothing may be in the air."""
         assert not self._air, "flights of the step before have not landed"
         self.sent, self.due, self._in_pass, self._with_block = [], {}, 0, 0
+        self._step += 1
 
 
 def zeros_of(slot: Slot) -> Tensor:

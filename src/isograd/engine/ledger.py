@@ -95,7 +95,7 @@ class Ledger:
         self.full: dict[Slot, Tensor] = {}  # memory of a whole gradient
         self.left: list[Tensor] = []  # of each bucket that has left: its largest value, to tell where a NaN was born
         self.used: set[Slot] = set()  # reached by a backward of this step on this rank
-        self.flights = Flights(plan, mesh.group(DATA, "gradients"), tree=reproducible)
+        self.flights = Flights(plan, mesh.group(DATA, "gradients"), tree=reproducible, where=mesh.where())
         self._tree = Tree()
         self._leave = Leave.AT_END
         self._running = self._leaves_now = self._dropped = False  # about the run of autograd that is under way
@@ -122,8 +122,8 @@ class Ledger:
     @contextmanager
     def backward(self, leave: Leave) -> Iterator[Ledger]:
         """One backward or several that count as one: of each gradient one reduction."""
-        self.begin(leave)
         try:
+            self.begin(leave)
             yield self
             self.end()
         except BaseException as error:
@@ -145,12 +145,12 @@ class Ledger:
         """
         self.must_be(State.BACKWARD)
         start.check_loss(loss, weight, self.mesh)
-        count = torch.as_tensor(weight, dtype=torch.float64, device=loss.device)
+        count = torch.as_tensor(weight, dtype=torch.float64, device=loss.device).detach().reshape(())
         nothing = start.adds_nothing(loss, weight, self.mesh)
         if not nothing or self.units is not None:  # at ZeRO 3 the other ranks gather parameters with this one
             self._seeded(loss, count, last=last, discard=nothing)
         self.told.weight = self.told.weight + (count if counted is None else counted)
-        self.told.losses.append(weighted(loss.detach().double().reshape(()), count.reshape(())))
+        self.told.losses.append(weighted(loss.detach().double().reshape(()), count))
 
     def _seeded(self, loss: Tensor, count: Tensor, *, last: bool, discard: bool) -> None:
         seed = count * (self.loss_scale.value if self.loss_scale else 1.0)

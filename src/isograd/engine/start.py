@@ -220,6 +220,14 @@ def check_loss(loss: Tensor, weight: float | Tensor, mesh: Mesh) -> None:
             expected="a scalar: the mean over this rank's tokens, with weight= their number",
             where=mesh.where(),
         )
+    if isinstance(weight, Tensor) and weight.numel() != 1:
+        raise EngineError(
+            "IG515",
+            "the weight of a loss is not one number",
+            seen=f"shape {tuple(weight.shape)}",
+            expected="the number of tokens (rows, ...) the loss is the mean of",
+            where=mesh.where(),
+        )
     if not isinstance(weight, Tensor) or weight.device.type == "cpu":  # on a GPU: found at the step
         check_weight(float(weight), mesh)
 

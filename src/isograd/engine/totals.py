@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from threading import Timer
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from isograd.comm import raw
 from isograd.comm.notes import gather_notes
+from isograd.engine.flights import PATIENCE
 from isograd.engine.ledger import Ledger
 from isograd.engine.plan import Plan
 from isograd.errors import EngineError
@@ -73,7 +75,13 @@ def gather(ledger: Ledger, status: Status, loss: Tensor, more: Tensor, width: in
         ]
     )
     used = packed([slot in ledger.used for slot in ledger.plan.slots], width).to(device)
-    rows = torch.stack(raw.gather_list(torch.cat((head, used)), ledger.mesh.group("world"))).cpu()
+    waiting = Timer(PATIENCE, raw.raise_flag, [ledger.flights.flag])  # a rank in a further backward waits for this one
+    waiting.daemon = True
+    waiting.start()
+    try:
+        rows = torch.stack(raw.gather_list(torch.cat((head, used)), ledger.mesh.group("world"))).cpu()
+    finally:
+        waiting.cancel()
     weight, losses, pending, states, passes = rows[:, :HEAD].unbind(1)
     return Table(
         weight, losses, pending, states, passes, rows[:, HEAD : len(head)], unpacked(rows[:, len(head) :], width)
