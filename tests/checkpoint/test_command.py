@@ -81,13 +81,13 @@ def test_a_run_s_own_folder_stands_for_its_checkpoints(saved: Path, tmp_path: Pa
 def test_verify_names_what_is_damaged(saved: Path, tmp_path: Path, capsys) -> None:
     code, said = run(capsys, "verify", saved)
     assert code == 0
-    assert "whole: 111 pieces have their hashes" in said
+    assert "whole: 112 pieces have their hashes" in said
     place = tmp_path / "broken"
     shutil.copytree(saved / "step-00000002", place)
     flip(shard(place), -1)
     code, said = run(capsys, "verify", place)
     assert code == 3
-    assert "1 of 111 pieces are damaged" in said
+    assert "1 of 112 pieces are damaged" in said
     assert "in rank-00000.safetensors: its bytes do not have the hash" in said
     (place / "manifest.json").write_text("{}")
     code, said = run(capsys, "inspect", place)
@@ -96,7 +96,7 @@ def test_verify_names_what_is_damaged(saved: Path, tmp_path: Path, capsys) -> No
 
 
 def test_diff_names_tensors_rows_and_how_far_they_are_apart(saved: Path, capsys) -> None:
-    assert run(capsys, "diff", saved, saved / "step-00000002") == (0, "equal bit for bit: 111 tensors\n")
+    assert run(capsys, "diff", saved, saved / "step-00000002") == (0, "equal bit for bit: 112 tensors\n")
     code, said = run(capsys, "diff", saved / "step-00000001", saved / "step-00000002")
     assert code == 3
     lines = said.splitlines()
