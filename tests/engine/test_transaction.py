@@ -466,3 +466,27 @@ def test_a_failed_backward_of_one_rank_is_named_on_the_others(worlds) -> None:
     """A14: 1001."""
     said = worlds(2).run(failed_on_one_rank)[1]
     assert said.startswith("IG550") and "rank 0" in said
+
+
+# -- on a GPU, as far as a CPU shows it
+
+
+def nothing_on_a_device() -> None:
+    """What a weight on a GPU does, which is not looked at: gradients of a mean over nothing are left out one by one."""
+    model = nn.Linear(2, 1).double()
+    engine = Engine(model, Mesh(""), toys.sgd)
+    engine.backward(model(torch.ones(3, 2, dtype=torch.float64)).mean(), weight=3)
+    with engine.together() as ledger:
+        empty = model(torch.ones(0, 2, dtype=torch.float64)).mean()
+        count = torch.zeros((), dtype=torch.float64)
+        ledger._no_loss = (count == 0) & ~empty.detach().isfinite()  # as `Ledger._seeded` sets it on a GPU
+        ledger.run_backward([empty], [count])
+        ledger._no_loss = None
+    for name, gradient in engine.grads():
+        assert torch.equal(gradient, torch.ones_like(gradient)), name
+    assert not engine.step().skipped
+
+
+def test_a_mean_over_nothing_whose_weight_is_not_looked_at_adds_nothing(worlds) -> None:
+    """A18: on a GPU such a loss made the step be skipped."""
+    worlds(1).run(nothing_on_a_device)

@@ -127,3 +127,23 @@ def test_a_model_cut_into_stages_is_not_called() -> None:
 def test_measured_costs_balance_the_stages() -> None:
     model = holds(toys.plain, "pp2", 0, costs=[9, 1, 1, 1, 1])
     assert [len(part) for part in model.parts] == [1, 4]
+
+
+def two_ways(layout: str) -> object:
+    """With connections of its own for each direction, as on NCCL."""
+    from unittest.mock import patch
+
+    from isograd.pipeline.mail import Ways
+
+    def apart(mesh: Mesh) -> Ways:
+        return Ways(mesh.group("pp", "up"), mesh.group("pp", "down"))
+
+    with patch.object(Ways, "of_mesh", staticmethod(apart)):
+        return toys.train(layout, toys.tied, 6)
+
+
+@pytest.mark.parametrize("layout", ["pp2", "pp2 vpp2 zb"])
+def test_messages_of_each_direction_may_have_connections_of_their_own(worlds, layout: str) -> None:
+    """A18: on NCCL two ranks that send to each other before they receive would wait for ever."""
+    found = worlds(2).run(partial(two_ways, layout))
+    assert not toys.differences(found, toys.one_device(toys.tied, 6))

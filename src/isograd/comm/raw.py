@@ -137,7 +137,14 @@ def join(rank: int, world_size: int, store_dir: str, interface: str | None = "lo
     store = dist.FileStore(os.path.join(store_dir, "store"), world_size)  # type: ignore[attr-defined]
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     chosen = backend or _best_backend(local)
+    _take_card()
     dist.init_process_group(chosen, store=store, rank=rank, world_size=world_size, timeout=_timeout)
+
+
+def _take_card() -> None:
+    """Before NCCL is joined: what names no card, in torch or in a user's program, means this rank's own."""
+    if device().type == "cuda":
+        torch.cuda.set_device(device())
 
 
 def leave() -> None:
@@ -154,6 +161,7 @@ def world() -> tuple[int, int]:
     """(rank, world size) of the running world: one already joined, else torchrun's, else a world of one."""
     rank, size = seat()
     if size > 1 and not dist.is_initialized():
+        _take_card()
         dist.init_process_group(_best_backend(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))), timeout=_timeout)
     return rank, size
 

@@ -32,7 +32,7 @@ def measure(modules: Sequence[nn.Module], inputs: Any, mesh: Mesh, *, repeats: i
     if mesh.rank == 0:
         with torch.random.fork_rng():
             passes = [_through(modules, inputs, mesh.device) for _ in range(repeats + 1)]
-        costs += torch.tensor([median(times) for times in zip(*passes[1:], strict=True)], dtype=torch.float64)
+        costs += costs.new_tensor([median(times) for times in zip(*passes[1:], strict=True)])
     raw.broadcast_(costs, mesh.group("world"))
     return [float(cost) for cost in costs]
 

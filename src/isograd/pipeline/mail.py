@@ -21,6 +21,7 @@ from torch import Tensor
 from isograd.comm import raw
 from isograd.comm.raw import Group, Handle
 from isograd.errors import PipelineError
+from isograd.mesh import Mesh
 from isograd.pipeline.schedule import Action, Schedule
 
 HEADER = 64  # numbers
@@ -79,13 +80,33 @@ class _Line:
     )  # to the other rank, with the place in its order that needs the message
 
 
+@dataclass(frozen=True)
+class Ways:
+    """The connections of a pipeline. On NCCL messages between two ranks are queued one behind the other: two ranks that
+    first send and then receive would wait for each other, so each direction has connections of its own there."""
+
+    up: Group  # to a rank of a higher place
+    down: Group
+
+    @classmethod
+    def of_mesh(cls, mesh: Mesh) -> Ways:
+        """One group for both directions where messages are independent of each other (gloo), else one for each."""
+        both = mesh.group("pp")
+        return cls(mesh.group("pp", "up"), mesh.group("pp", "down")) if raw.native(both) else cls(both, both)
+
+    def of(self, sender: int, receiver: int) -> Group:
+        """What carries a message from one member to another."""
+        return self.up if receiver > sender else self.down
+
+
 class Mail:
     """The messages of one step."""
 
     def __init__(
-        self, schedule: Schedule, group: Group, device: torch.device, known: Known, shapes: Sequence[Hashable]
+        self, schedule: Schedule, ways: Ways, device: torch.device, known: Known, shapes: Sequence[Hashable]
     ) -> None:
-        self.schedule, self.group, self.device, self.known, self.shapes = schedule, group, device, known, shapes
+        self.schedule, self.ways, self.device, self.known, self.shapes = schedule, ways, device, known, shapes
+        self.group = group = ways.up
         self._lines = {
             rank: _Line(deque(schedule.sent(rank, group.index))) for rank in range(group.size) if rank != group.index
         }
@@ -104,7 +125,7 @@ class Mail:
 
     def _send(self, payload: list[Tensor], needing: Action) -> None:
         peer = self.schedule.rank_of(needing.stage)
-        handle = raw.send_start(payload, self.group, peer)
+        handle = raw.send_start(payload, self.ways.of(self.group.index, peer), peer)
         self._lines[peer].sending.append((self._places[peer][needing], handle))
 
     def _introduce(self, action: Action, form: Form, needing: Action) -> None:
@@ -179,11 +200,11 @@ class Mail:
         form = self._form(action)
         if form is None:
             header = torch.empty(HEADER, dtype=torch.int64, device=self.device)
-            raw.receive_start([header], self.group, peer).wait()
+            raw.receive_start([header], self.ways.of(peer, self.group.index), peer).wait()
             form = Form.read(header.tolist())
             self.known[action.stage, self.shapes[action.micro]] = form
         tensors = form.empty(self.device)
-        handle = raw.receive_start(tensors, self.group, peer)
+        handle = raw.receive_start(tensors, self.ways.of(peer, self.group.index), peer)
         if action.kind == "F":
             for tensor, (_, _, needs) in zip(tensors, form.tensors, strict=True):
                 tensor.requires_grad_(needs)

@@ -21,7 +21,7 @@ from isograd.comm.fingerprint import fingerprint, ranks_unlike
 from isograd.errors import PipelineError
 from isograd.mesh import Mesh
 from isograd.pipeline.deferred import Deferred
-from isograd.pipeline.mail import Known, Mail
+from isograd.pipeline.mail import Known, Mail, Ways
 from isograd.pipeline.schedule import Action, Schedule, Timed, build
 
 T = TypeVar("T")
@@ -58,7 +58,7 @@ class Pipeline:
 
     def __init__(self, chunks: Mapping[int, Chunk], mesh: Mesh) -> None:
         self.chunks, self.mesh, self.layout = chunks, mesh, mesh.layout
-        self.group = mesh.group("pp")
+        self.group, self.ways = mesh.group("pp"), Ways.of_mesh(mesh)
         self.last = self.layout.pp * self.layout.vpp - 1
         self.timeline: list[Timed] = []  # of the latest step, without the time spent waiting for others
         self._known: Known = {}
@@ -127,7 +127,7 @@ class _Step:
         self.pipeline, self.schedule, self.micros, self._autograd = pipeline, schedule, micros, autograd
         self.order = schedule.orders[pipeline.group.index]
         shapes = [shapes_of(micro) for micro in micros]
-        self.mail = Mail(schedule, pipeline.group, pipeline.mesh.device, known, shapes)
+        self.mail = Mail(schedule, pipeline.ways, pipeline.mesh.device, known, shapes)
         self.held: dict[tuple[int, int], _Held] = {}
         self.losses: list[tuple[Tensor, Tensor | float]] = []
         self.timeline: list[Timed] = []

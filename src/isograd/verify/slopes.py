@@ -85,15 +85,15 @@ def _measure(case: MakeCase | str, layout: str) -> dict[str, tuple[float, float]
 
 def _everywhere(value: float, mesh: Mesh) -> float:
     """The same number on every rank: shards have different sizes of elements."""
-    return float(raw.all_max(torch.tensor([value], dtype=torch.float64), mesh.group("world"))[0])
+    return float(raw.all_max(torch.tensor([value], dtype=torch.float64, device=mesh.device), mesh.group("world"))[0])
 
 
 def _loss(case: Case, mesh: Mesh) -> float:
     """The step's loss: summed over all parts and data ranks, divided by all weights."""
-    total = torch.zeros(2, dtype=torch.float64)
+    total = torch.zeros(2, dtype=torch.float64, device=mesh.device)
     for part in pieces_of(case, mesh):
         mean, weight = case.mean(part)
         if float(weight):
-            total += torch.stack([mean.detach().double() * weight, weight.double()])
+            total += torch.stack([mean.detach().double() * weight, weight.double()]).to(mesh.device)
     total = raw.all_reduce(total, mesh.group(DATA))
     return float(total[0] / total[1])
