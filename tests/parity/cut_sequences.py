@@ -16,11 +16,11 @@ Broken = Callable[..., Any]
 
 
 def exchange_ways() -> dict[str, Callable[[Broken], Broken]]:
-    """Of blocks that are sent to other members: (out, into, group) -> a handle."""
+    """Of blocks that are sent to other members: (out, into, group, tag) -> a handle."""
 
     def landed(f: Broken, change: Callable[[torch.Tensor], torch.Tensor]) -> Broken:
-        def broken(out: Any, into: Any, group: Group) -> raw.Handle:
-            flight = f(out, into, group)
+        def broken(out: Any, into: Any, group: Group, *tag: int) -> raw.Handle:
+            flight = f(out, into, group, *tag)
 
             def finish() -> None:
                 flight.wait()

@@ -4,7 +4,7 @@ A mutant is a context manager entered in every rank around a parity case. The se
 replaces names in the module that uses them. Call sites are found by reading the source, so a new reduction without
 mutants makes tests/parity/test_mutants.py fail.
 
-    python -m tests.parity.mutants      # run all, write docs/mutants.md (mutant -> the parity test that kills it)
+    python -m tests.parity.test_mutants     # run all, write docs/mutants.md (mutant -> the parity test that kills it)
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from isograd.contract import Contract
 from isograd.mesh import Mesh
 
 from . import cut_sequences, piped
+from .regrouped import MESH, Landed, regrouped
 
 SOURCE = Path(isograd.__file__).parent
 SEARCHED = ("engine", "nn", "sequence", "pipeline", "contract.py", "comm/ops.py")
@@ -43,6 +44,8 @@ EXEMPT = {
     "engine/start.py:most_slots:raw.gather_list": "the width of a table: too narrow a one cannot be gathered",
     "engine/data_parallel.py:together:raw.gather_list": "whether a rank has a batch left; moves no gradient",
     "engine/data_parallel.py:_equal_buffers:raw.broadcast_": "broken in tests/engine/test_data_parallel.py",
+    "engine/naive.py:gradients:raw.gather_list": "the definition itself: tests/engine/test_ledger.py compares with it",
+    "engine/naive.py:gradients:raw.all_reduce": "the definition itself: tests/engine/test_ledger.py compares with it",
     "engine/whole.py:gradients:raw.broadcast_": "gathers what tests look at; a wrong one fails every pp case",
     "engine/whole.py:_names_of_stages:raw.gather_list": "names of what tests look at; a wrong one fails every pp case",
     "pipeline/costs.py:measure:raw.broadcast_": "measured times, alike on all ranks: they choose a split, not a number",
@@ -106,30 +109,20 @@ def _calls(function: ast.FunctionDef) -> Iterator[ast.Call]:
 Tensors = Any
 Broken = Callable[..., Any]
 
-OTHER = {"tp": "dp cp", "dp cp": "tp"}
-
-
-def _other_group(group: Group) -> Group:
-    """The same collective over the wrong axis: data ranks for tp, tp for data, my tp group for the world."""
-    mesh = _MESH[0]
-    return mesh.group(OTHER.get(group.axes, "tp"))
-
-
-_MESH: list[Mesh] = []  # the mesh of the case that runs in this rank
-
 
 def _remember_mesh(original: Callable[..., Any]) -> Callable[..., Any]:
     def init(self: Mesh, layout: Any) -> None:
         original(self, layout)
-        _MESH[:] = [self]
+        MESH[:] = [self]
 
     return init
 
 
 def _times(value: Tensors, factor: float) -> Tensors:
+    """In the type it has: squares that are added as integers stay integers."""
     if isinstance(value, torch.Tensor):
-        return value * factor
-    return [v * factor for v in value]
+        return (value * factor).to(value.dtype)
+    return [_times(v, factor) for v in value]
 
 
 def _alone(kind: str, x: torch.Tensor, group: Group, *rest: Any) -> Tensors:
@@ -157,26 +150,11 @@ class _BrokenFlight:
 
 
 def _own_rows(slots: Any, gradients: Any, group: Group, **_: Any) -> Any:
-    return _Landed([slot.rows(g).clone() for slot, g in zip(slots, gradients, strict=True)])
-
-
-class _Landed:
-    def __init__(self, rows: list[torch.Tensor]) -> None:
-        self.rows = rows
-
-    def ready(self) -> bool:
-        return True
-
-    def wait(self) -> list[torch.Tensor]:
-        return self.rows
+    return Landed([slot.rows(g).clone() for slot, g in zip(slots, gradients, strict=True)])
 
 
 def _group_of(args: tuple[Any, ...]) -> Group:
     return next(a for a in args if isinstance(a, Group))
-
-
-def _regrouped(f: Broken) -> Broken:
-    return lambda *a, **k: f(*[_other_group(x) if isinstance(x, Group) else x for x in a], **k)
 
 
 def _reduction_ways() -> dict[str, Callable[[Broken], Broken]]:
@@ -189,7 +167,7 @@ def _reduction_ways() -> dict[str, Callable[[Broken], Broken]]:
         "removed": lambda f: _own_rows,
         "doubled": lambda f: changed(f, lambda t, g: t * 2.0),
         "averaged": lambda f: changed(f, lambda t, g: t / g.size),
-        "regrouped": _regrouped,
+        "regrouped": regrouped("reduce_rows"),
         "reordered": lambda f: changed(f, lambda t, g: t.roll(1, 0)),
     }
 
@@ -204,14 +182,14 @@ def ways(site: Site) -> dict[str, Callable[[Broken], Broken]]:
     if kind == "receive_start":
         return piped.message_ways()
     if kind == "exchange":
-        return {**cut_sequences.exchange_ways(), "regrouped": _regrouped}
+        return {**cut_sequences.exchange_ways(), "regrouped": regrouped(kind)}
     if site.callee.startswith("ops."):  # as wholes; their halves are mutated in comm/ops.py
-        return {"doubled": lambda f: lambda *a, **k: f(*a, **k) * 2.0, "regrouped": _regrouped}
+        return {"doubled": lambda f: lambda *a, **k: f(*a, **k) * 2.0, "regrouped": regrouped(kind)}
     found: dict[str, Callable[[Broken], Broken]] = {
         "removed": lambda f: lambda *a, **k: _alone(kind, *a),
         "doubled": lambda f: lambda *a, **k: _times(f(*a, **k), 2.0),
         "averaged": lambda f: lambda *a, **k: _times(f(*a, **k), 1.0 / _group_of(a).size),
-        "regrouped": _regrouped,
+        "regrouped": regrouped(kind),
     }
     if kind == "gather_list":
         found["one member only"] = lambda f: lambda *a, **k: [f(*a, **k)[0]] * _group_of(a).size
@@ -366,7 +344,7 @@ def _step_scaled(way: str) -> Any:
         return _patched(
             Optimized,
             "step",
-            lambda self, ledger, scale, unused: original(self, ledger, scale * (1 + 0.01 * _MESH[0].rank), unused),
+            lambda self, ledger, scale, unused: original(self, ledger, scale * (1 + 0.01 * MESH[0].rank), unused),
         )
     return _patched(Optimized, "step", lambda self, ledger, scale, unused: original(self, ledger, 1.0, unused))
 

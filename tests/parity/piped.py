@@ -13,6 +13,8 @@ import torch
 
 from isograd.comm.raw import Group, Handle
 
+from .regrouped import MESH
+
 Broken = Callable[..., Any]
 
 
@@ -108,9 +110,7 @@ def _norm_of_own_stage() -> Any:
     original = engine.norm.global_norm
 
     def own(rows: Any, world: Group, device: Any) -> float:
-        from .mutants import _MESH
-
-        data_and_tensor = _MESH[0].group("dp cp tp")
+        data_and_tensor = MESH[0].group("dp cp tp")
         return original(rows, data_and_tensor, device)
 
     return patch.object(engine.norm, "global_norm", own)
@@ -205,11 +205,11 @@ def _used_by_own_stage_only() -> Any:
 
 
 def message_ways() -> dict[str, Callable[[Broken], Broken]]:
-    """Of what is received from a neighbour: (tensors, group, peer) -> a handle. Headers are left as they are."""
+    """Of what is received from a neighbour: (tensors, group, peer, tag) -> a handle. Headers are left as they are."""
 
     def landed(f: Broken, change: Callable[[torch.Tensor], torch.Tensor]) -> Broken:
-        def broken(tensors: Any, group: Group, peer: int) -> Handle:
-            handle = f(tensors, group, peer)
+        def broken(tensors: Any, group: Group, peer: int, *tag: int) -> Handle:
+            handle = f(tensors, group, peer, *tag)
 
             def finish() -> None:
                 handle.wait()
