@@ -34,7 +34,14 @@ from .regrouped import MESH, Landed, regrouped
 SOURCE = Path(isograd.__file__).parent
 SEARCHED = ("engine", "nn", "sequence", "pipeline", "contract.py", "comm/ops.py")
 
-PLAIN = ("raw.even_sizes", "raw.native", "raw.leave", "raw.reserve_tags", "ops.uncompiled")  # no communication
+PLAIN = (
+    "raw.even_sizes",
+    "raw.native",
+    "raw.leave",
+    "raw.reserve_tags",
+    "raw.serial",
+    "ops.uncompiled",
+)  # no communication
 
 # Calls that move no gradient, weight or norm, each with the reason why no mutant is owed.
 EXEMPT = {
@@ -44,6 +51,7 @@ EXEMPT = {
     "engine/start.py:most_slots:raw.gather_list": "the width of a table: too narrow a one cannot be gathered",
     "engine/data_parallel.py:together:raw.gather_list": "whether a rank has a batch left; moves no gradient",
     "engine/data_parallel.py:_equal_buffers:raw.broadcast_": "broken in tests/engine/test_data_parallel.py",
+    "engine/flights.py:_wait_or_hear:raw.flag_raised": "moves no number, and only in a step that fails",
     "engine/naive.py:gradients:raw.gather_list": "the definition itself: tests/engine/test_ledger.py compares with it",
     "engine/naive.py:gradients:raw.all_reduce": "the definition itself: tests/engine/test_ledger.py compares with it",
     "engine/whole.py:gradients:raw.broadcast_": "gathers what tests look at; a wrong one fails every pp case",
