@@ -89,7 +89,8 @@ def test_a_signal_ends_a_run_with_75_and_the_same_command_goes_on(config: Path, 
             run.send_signal(signal.SIGTERM)
         shown, said = run.communicate(timeout=60)
         assert run.returncode == 75
-        assert "asked to stop" in said
+        # A rank that the signal reaches itself may hear it before the command has passed it on.
+        assert "asked to stop" in said or (to == "its group" and "SIGTERM" in said)
         assert "step     1/2000" in shown
     if to == "its group":
         return
