@@ -311,7 +311,7 @@ class Engine:
     def _settle(self) -> Totals:
         """Learn what all ranks did in this step, and pay every debt."""
         totals = self._totals()
-        if self.ledger.state is not State.SETTLED:
+        if self.ledger.state is not State.SETTLED or totals.unsent:  # perhaps only another rank's are unsent
             self.ledger.settle(flush=totals.unsent)
         return totals
 

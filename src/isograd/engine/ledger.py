@@ -332,7 +332,7 @@ class Ledger:
 
     def settle(self, flush: bool) -> None:
         """Pay every debt. `flush`, the same on all ranks: some rank holds gradients that have not left."""
-        self.must_be(State.OPEN)
+        self.must_be(State.OPEN, State.SETTLED)
         if flush:
             if self._tree:
                 self.local = dict(zip(self.plan.slots, self._tree.cut(), strict=True))
