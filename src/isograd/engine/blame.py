@@ -3,8 +3,8 @@
 A NaN in one rank's loss reaches every gradient of that rank. A NaN that is born in backward leaves all losses finite:
 the parameters upstream of it have NaN gradients, on the rank where it was born. After the reduction every rank has
 them, and a rank's own gradients are gone. So the ledger keeps one number on the device for each bucket that leaves:
-the largest absolute value in it (`largest`), one pass over the gradients and no synchronisation. Only a skipped step
-looks at these numbers and gathers names.
+its sum, in which a NaN or an Inf stays visible (engine/flights.py), one fast pass over the gradients and no
+synchronisation. Only a skipped step looks at these numbers and gathers names.
 """
 
 from __future__ import annotations
@@ -47,17 +47,8 @@ def _ranks(ranks: tuple[int, ...]) -> str:
 
 
 @torch.no_grad()
-def largest(gradients: Sequence[Tensor]) -> Tensor:
-    """The largest absolute value of these tensors; NaN if one of them has NaN."""
-    filled = [gradient for gradient in gradients if gradient.numel()]
-    if not filled:
-        return torch.zeros(())
-    return torch.stack(torch._foreach_norm(filled, math.inf)).amax()
-
-
-@torch.no_grad()
 def blame(paid: Mapping[Slot, Tensor], losses: Tensor, left: Sequence[Tensor], mesh: Mesh) -> Blame:
-    """`paid`: my settled rows. `losses`: one per rank of the world. `left`: `largest` of each bucket that left here.
+    """`paid`: my settled rows. `losses`: one per rank of the world. `left`: the sum of each bucket that left here.
 
     Reduced gradients are looked at on the ranks that own their rows, before they are cleared.
     """

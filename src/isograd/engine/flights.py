@@ -37,6 +37,7 @@ class Flights:
         self.plan, self.group, self.tree, self._where = plan, group, tree, where
         self._serial, self._step = raw.serial(group), 0
         self.sent: list[int] = []  # numbers of the buckets that left since the step began
+        self.sums: list[Tensor] = []  # of each of them, on the device: they tell on which rank a NaN was born
         self.due: dict[Slot, Tensor] = {}  # landed: my rows, summed over the data axes
         self._air: deque[tuple[Bucket, Flight]] = deque()
         self._in_pass = 0  # launched in the running pass, or in the last one
@@ -96,6 +97,7 @@ class Flights:
         self._in_pass += 1
         self._with_block += 1
         packed = bucket.bundle.pack(gradients)
+        self.sums.append(torch.stack([tensor.sum() for tensor in packed]).sum())
         flight = reduce_rows(bucket.bundle.slots, packed, self.group, tree=self.tree, number=bucket.number)
         self._air.append((bucket, flight))
 
@@ -123,7 +125,7 @@ class Flights:
     def clear(self) -> None:
         """A new step begins. Nothing may be in the air."""
         assert not self._air, "flights of the step before have not landed"
-        self.sent, self.due, self._in_pass, self._with_block = [], {}, 0, 0
+        self.sent, self.sums, self.due, self._in_pass, self._with_block = [], [], {}, 0, 0
         self._step += 1
 
 

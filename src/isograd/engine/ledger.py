@@ -33,7 +33,6 @@ from torch import Tensor, nn
 
 from isograd.comm import raw
 from isograd.engine import start
-from isograd.engine.blame import largest
 from isograd.engine.flights import Flights, zeros_of
 from isograd.engine.plan import Bucket, Plan, Slot
 from isograd.engine.precision import LossScale
@@ -93,7 +92,6 @@ class Ledger:
         self.local: dict[Slot, Tensor] = {}  # my own gradients, not reduced
         self.paid: dict[Slot, Tensor] = {}  # my rows, all debts settled
         self.full: dict[Slot, Tensor] = {}  # memory of a whole gradient
-        self.left: list[Tensor] = []  # of each bucket that has left: its largest value, to tell where a NaN was born
         self.used: set[Slot] = set()  # reached by a backward of this step on this rank
         self.flights = Flights(plan, mesh.group(DATA, "gradients"), tree=reproducible, where=mesh.where())
         self._tree = Tree()
@@ -307,7 +305,6 @@ class Ledger:
     def _launch(self, bucket: Bucket) -> None:
         self._unsent.remove(bucket)
         gradients = [self._taken(slot) for slot in bucket.slots]
-        self.left.append(largest(gradients))
         self.flights.launch(bucket, gradients)
         if self.keep_full:
             self.full.update(zip(bucket.slots, gradients, strict=True))
@@ -374,7 +371,7 @@ class Ledger:
                 parameter.grad = None
         self.flights.clear()
         self.local, self.paid, self.full, self.told, self.passes = {}, {}, {}, Contributions(), 0
-        self.used, self._withheld, self._unsent, self.left = set(), set(), [], []
+        self.used, self._withheld, self._unsent = set(), set(), []
         self._tree = Tree()
         self.state, self.failure = State.OPEN, None
 
