@@ -140,7 +140,6 @@ class Engine:
         self._counted = norm.counted(self.plan.slots, mesh)
         self._overlap, self._keeps_local = overlap, accumulate == "local"
         self._sync = True
-        self._refused = False  # whether the running `train_step` has met the other ranks, and all refused
         self._widest = start.most_slots(self.plan, mesh)
         self.blame: Blame | None = None  # of the last step, when it was skipped
         self._inputs = Inputs(model, mesh)
@@ -182,12 +181,12 @@ class Engine:
 
         The model is called with each micro-batch (a dict gives keywords, a tuple positions) and returns (loss, weight).
         """
-        self._refused = False
+        self._refuse_failed()
         try:
             self.accumulate(batch, micro_batches)
         except Exception as error:
-            # Ranks of data axes all come to the gather of this step. Others may wait for this one inside a layer.
-            if not self._refused and self.mesh.size(DATA) == self.mesh.layout.world_size:
+            # Ranks of dp all come to the gather of this step. Ranks of other axes may wait for this one inside a layer.
+            if self.mesh.size("dp") == self.mesh.layout.world_size:
                 self.ledger.fail(error)
                 self.discard()
             raise
@@ -195,9 +194,7 @@ class Engine:
 
     def accumulate(self, batch: Any, micro_batches: int | None = None) -> None:
         """What `train_step` does before `step`: in between, `grads` shows what the step will use."""
-        if self.ledger.state is State.FAILED:  # of a backward before; other ranks refuse their step together with this
-            self._refused = True
-            self._meet(Status.FINE)
+        self._refuse_failed()
         micros = batches.micro_batches(batch, micro_batches)
         if self.pipeline is None:
             for number, micro in enumerate(micros):
@@ -207,6 +204,11 @@ class Engine:
             return
         with self.together() as ledger:
             self.pipeline.train(micros, ledger)
+
+    def _refuse_failed(self) -> None:
+        """After a failed backward: refuse the step together with the other ranks, which meet this one at theirs."""
+        if self.ledger.state is State.FAILED:
+            self._meet(Status.FINE)
 
     @torch.no_grad()
     def evaluate(self, batch: Any, micro_batches: int | None = None) -> Evaluation:
