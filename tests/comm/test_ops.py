@@ -160,6 +160,46 @@ def test_all_to_all_moves_every_element_where_its_indices_say(
     worlds(members).run(middle_of_all_to_all, members, sequence_first, batch, length, heads)
 
 
+def counts_of(members: int, kind: str) -> list[list[int]]:
+    """How many rows member i sends to member j."""
+    if kind == "empty":
+        return [[0] * members for _ in range(members)]
+    generator = torch.Generator().manual_seed(members)
+    counts = torch.randint(0, 6, (members, members), generator=generator)
+    if kind == "idle":  # one member sends nothing, and one receives nothing
+        counts[0], counts[:, -1] = 0, 0
+    found: list[list[int]] = counts.tolist()
+    return found
+
+
+def rows_exchanged(members: int, kind: str) -> None:
+    mesh = Mesh(f"tp{members}" if members > 1 else "")
+    group, me, counts = mesh.group("tp"), mesh.index("tp"), counts_of(members, kind)
+    send, receive = counts[me], [row[me] for row in counts]
+
+    x = torch.tensor([[me, to, row] for to in range(members) for row in range(send[to])]).double().view(-1, 3)
+    arrived = ops.exchange_rows(x, group, send, receive)
+    expected = [[source, me, row] for source in range(members) for row in range(receive[source])]
+    assert arrived.tolist() == expected  # each row spells where it comes from and where it goes
+    assert torch.equal(ops.exchange_rows(arrived, group, receive, send), x)
+    for width in ((), (3,), (2, 5)):
+        inputs = [integers((sum(sent), *width), i) for i, sent in enumerate(counts)]
+        against_naive(
+            lambda t: ops.exchange_rows(t, group, send, receive),
+            lambda xs: naive.exchange_rows(xs, counts),
+            inputs,
+            False,
+            False,
+            me,
+        )
+
+
+@pytest.mark.parametrize("members", MEMBERS)
+@pytest.mark.parametrize("kind", ["uneven", "idle", "empty"])
+def test_rows_are_exchanged_in_any_numbers_and_come_back(worlds, members: int, kind: str) -> None:
+    worlds(members).run(rows_exchanged, members, kind)
+
+
 def refusals() -> list[str]:
     mesh = Mesh("tp2")
     group, codes = mesh.group("tp"), []
@@ -168,6 +208,7 @@ def refusals() -> list[str]:
         lambda: ops.all_gather(torch.zeros(3), group, 0, (1, 2)),
         lambda: ops.slice(torch.zeros(3), group, 0, (1, 1)),
         lambda: ops.all_to_all(torch.zeros(2, 2), group, 1, -1),
+        lambda: ops.exchange_rows(torch.zeros(3), group, (1, 1), (1, 1)),
         lambda: ops.all_reduce(torch.zeros(3), Mesh.unbound("tp2").group("tp")),
     ):
         with pytest.raises(CommError) as error:
@@ -177,5 +218,5 @@ def refusals() -> list[str]:
 
 
 def test_sizes_that_do_not_fit_are_refused_before_anything_is_sent(worlds) -> None:
-    expected = ["IG203", "IG202", "IG202", "IG204", "IG201"]
+    expected = ["IG203", "IG202", "IG202", "IG204", "IG202", "IG201"]
     assert worlds(2).run(refusals) == [expected, expected]

@@ -51,6 +51,12 @@ def all_to_all(xs: Sequence[Tensor], split_dim: int, cat_dim: int, split_sizes: 
     return [torch.cat([pieces[source][target] for source in range(len(xs))], cat_dim) for target in range(len(xs))]
 
 
+def exchange_rows(xs: Sequence[Tensor], counts: Sequence[Sequence[int]]) -> list[Tensor]:
+    """V -> V: counts[i][j] rows of member i go to member j, which joins what it receives in the order of the members."""
+    pieces = [x.split(list(sent)) for x, sent in zip(xs, counts, strict=True)]
+    return [torch.cat([pieces[source][target] for source in range(len(xs))]) for target in range(len(xs))]
+
+
 def shift(xs: Sequence[Tensor], by: int) -> list[Tensor]:
     """V -> V: each member gets the tensor of the member `by` places before it."""
     return [xs[(member - by) % len(xs)] for member in range(len(xs))]

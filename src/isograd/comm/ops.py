@@ -11,6 +11,7 @@ all members' tensors: the oracle of tests/comm/test_ops.py.
     gather_for_identical_use   V -> I    adjoint slice             every member continues with the same computation
     slice                      I -> V    adjoint gather            take my part of a value all members hold
     all_to_all                 V -> V    adjoint all_to_all back   move a cut from one dimension to another
+    exchange_rows              V -> V    adjoint exchange back     send each row to the member that computes with it
     shift                      V -> V    adjoint shift back        pass along a ring
 
 A group of one makes each of them the identity.
@@ -161,6 +162,29 @@ def all_to_all(
     return _pair(
         x, lambda t: move(t, split_dim, cat_dim, splits, cats), lambda g: move(g, cat_dim, split_dim, cats, splits)
     )
+
+
+def exchange_rows(x: Tensor, group: Group, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+    """V -> V: send[0] rows of x go to member 0, the next send[1] to member 1, ...; what arrives is joined in the order
+    of the members, receive[i] rows of member i. Its adjoint is the exchange back, with the counts exchanged.
+
+    Counts differ between members and may be 0. receive[i] is what member i has in send at my index: members tell each
+    other before (raw.all_to_all of the counts). A member without any row calls this as the others do.
+    """
+    if group.size == 1:
+        return x
+    send, receive = tuple(send), tuple(receive)
+    _cut_sizes(x, group, 0, send)
+
+    def move(t: Tensor, out: tuple[int, ...], into: tuple[int, ...]) -> Tensor:
+        arrived = t.new_empty((sum(into), *t.shape[1:]))
+        pieces, places = t.contiguous().split(list(out)), arrived.split(list(into))
+        handle = raw.exchange([[p] for p in pieces], [[p] for p in places], group)
+        places[group.index].copy_(pieces[group.index])
+        handle.wait()
+        return arrived
+
+    return _pair(x, lambda t: move(t, send, receive), lambda g: move(g, receive, send))
 
 
 def shift(x: Tensor, group: Group, by: int = 1) -> Tensor:
