@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from isograd.errors import LayoutError
-from isograd.layout import AXES, Layout
+from isograd.layout import AXES, FOLDED, Layout
 from isograd.mesh import Mesh
 
 sizes = st.integers(1, 4)
@@ -25,7 +25,7 @@ def any_layout(draw: st.DrawFn) -> Layout:
         cp_method=draw(st.sampled_from(["ulysses", "ring", *(f"ulysses{n}" for n in divisors(cp))]))
         if cp > 1 else "ulysses",
         sp=tp > 1 and draw(st.booleans()), zero=draw(st.integers(0, 3)),
-        ep=draw(st.sampled_from([n for n in range(1, dp * cp + 1) if dp * cp % n == 0])),
+        ep=draw(st.sampled_from([n for n in divisors(dp * cp * tp) if n % tp == 0 or tp % n == 0])),
     )  # fmt: skip
 
 
@@ -60,6 +60,22 @@ def test_groups_are_the_ranks_that_differ_on_their_axes_only(layout: Layout, dat
             assert stride == tuple(
                 r for r in layout.ranks(axis, rank) if layout.coordinates(r)[axis] % length == here[axis] % length
             )
+
+
+@given(any_layout(), st.data())
+def test_the_ranks_of_a_stage_are_folded_into_ep_and_edp(layout: Layout, data: st.DataObject) -> None:
+    rank = data.draw(st.integers(0, layout.world_size - 1))
+    stage = {r for r in range(layout.world_size) if layout.coordinates(r)["pp"] == layout.coordinates(rank)["pp"]}
+    ep, edp = (layout.ranks(axis, rank) for axis in FOLDED)
+    assert (len(ep), len(edp)) == (layout.size("ep"), layout.size("edp")) == (layout.ep, layout.edp)
+    assert set(ep) & set(edp) == {rank}
+    assert {r for member in ep for r in layout.ranks("edp", member)} == stage
+    assert ep == tuple(range(ep[0], ep[0] + layout.ep))  # neighbours, so that few nodes share an expert's tokens
+    for member in ep:
+        assert layout.ranks("ep", member) == ep
+        assert layout.ranks("edp", member).index(member) == edp.index(rank)
+        tp = set(layout.ranks("tp", member))
+        assert tp <= set(ep) or set(ep) <= tp
 
 
 @given(any_layout())
@@ -110,7 +126,13 @@ def test_a_world_of_one_has_many_names(text: str) -> None:
         ("dp2 ulyses cp2", ["did you mean 'ulysses'"]),
         ("dp2 sp", ["sp without tp"]),
         ("dp0 zero4 vpp2", ["dp must be at least 1", "stage from 0 to 3", "vpp2 without pp"]),
-        ("dp3 ep2", ["ep2 does not divide dp x cp = 3"]),
+        ("dp3 ep2", ["ep2 does not divide dp x cp x tp = 3", "nearest that fits is ep1"]),
+        ("dp3 tp2 ep4", ["ep4 does not divide dp x cp x tp = 6", "nearest that fits is ep2"]),
+        ("dp3 tp2 ep3", ["ep3 with tp2: neither divides the other", "nearest that fits is ep2"]),
+        ("dp3 cp2 tp4 ep6", ["ep6 with tp4: neither divides the other", "nearest that fits is ep4"]),
+        ("dp2 tp2 ep8", ["nearest that fits is ep4"]),
+        ("dp0 ep2", ["dp must be at least 1"]),
+        ("dp999999999 ep600000000", ["nearest that fits is ep1"]),
         ("dp2 dp4", ["given twice"]),
         ("tp", ["'tp' needs a number"]),
         ("DP2 tp-2", ["'DP2' (did you mean 'dp'?)", "'tp-2' (did you mean 'tp'?)"]),
@@ -165,9 +187,17 @@ def test_unknown_axes_ranks_and_blocks_are_refused() -> None:
         (lambda: layout.ranks("tp%3", 0), "IG104"),
         (lambda: layout.ranks("tp%0", 0), "IG104"),
         (lambda: layout.ranks("tp%%2", 0), "IG102"),
+        (lambda: layout.ranks("ep dp", 0), "IG102"),
+        (lambda: layout.ranks("edp", 8), "IG103"),
+        (lambda: layout.ranks("ep", 8), "IG103"),
     ):
         with pytest.raises(LayoutError, match=code):
             call()
+
+
+def test_a_layout_offered_for_another_world_has_the_nearest_ep() -> None:
+    assert [str(fit) for fit in Layout.parse("dp4 tp2 ep8").fits(4)] == ["dp2 tp2 ep4", "dp4 ep4"]
+    assert str(Layout.parse("dp4 ep4").fits(6)[0]) == "dp6 ep3"
 
 
 @given(any_layout(), st.integers(1, 64))
@@ -196,3 +226,17 @@ def test_a_picture_shows_every_rank_once() -> None:
     rows = [line for line in grid.splitlines() if line.startswith("     dp")]
     numbers = [int(word) for line in rows for word in line.split() if word.isdigit()]
     assert sorted(numbers) == list(range(16))
+
+
+def test_a_picture_shows_both_foldings() -> None:
+    grid = Layout.parse("dp4 tp2 ep4").picture().split("\n\n")
+    assert [line.split() for line in grid[1].splitlines()[1:]] == [
+        ["tp0", "tp1"],
+        *([f"dp{i}", str(2 * i), str(2 * i + 1)] for i in range(4)),
+    ]
+    assert [line.split() for line in grid[2].splitlines()] == [
+        ["experts", "ep0", "ep1", "ep2", "ep3"],
+        ["edp0", "0", "1", "2", "3"],
+        ["edp1", "4", "5", "6", "7"],
+    ]
+    assert "edp           [0, 4]" in grid[3]

@@ -2,11 +2,18 @@
 
     dp   data parallel          cp   context parallel: `ulysses`, `ring`, both    zero0..3   what is sharded over dp cp
     tp   tensor parallel        sp   sequence parallel on the tp axis             vpp        model chunks per pp rank
-    pp   pipeline ranks         ep   experts, cut from dp x cp                    1f1b gpipe zb   order of a pipeline
+    pp   pipeline ranks         ep   experts, cut from dp x cp x tp               1f1b gpipe zb   order of a pipeline
 
 Ranks are numbered with pp outermost, then dp, cp, and tp innermost, so that tp neighbours share a machine:
 
     rank = ((pp_index * dp + dp_index) * cp + cp_index) * tp + tp_index
+
+The ranks of a pipeline stage are folded in two ways. Everything but routed experts sees dp, cp and tp. Routed experts
+see ep and edp = dp cp tp / ep: neighbours hold different experts (an ep group), and the edp groups hold copies of them:
+
+    rank within a stage = edp_index * ep + ep_index
+
+tp divides ep or ep divides tp: an ep group is then made of whole tp groups, or lies within one.
 
 'cp8 ulysses2' is both methods together: blocks of 2 neighbours by Ulysses, and a ring over the 4 blocks.
 
@@ -22,6 +29,7 @@ from dataclasses import dataclass
 from isograd.errors import LayoutError, did_you_mean
 
 AXES = ("pp", "dp", "cp", "tp")  # outermost first
+FOLDED = ("ep", "edp")  # of experts: the other folding of a stage's ranks
 METHODS = ("ulysses", "ring")
 SCHEDULES = ("1f1b", "gpipe", "zb")  # what a pipeline does when; with vpp, interleaved
 _COUNTS = ("dp", "cp", "tp", "pp", "vpp", "ep")
@@ -90,10 +98,15 @@ class Layout:
             found.append(f"{self.schedule!r} without pp: a schedule orders pipeline stages; give pp2 or more")
         if self.vpp > 1 and self.pp == 1:
             found.append(f"vpp{self.vpp} without pp: virtual stages need pp2 or more")
-        if self.ep > 1 and self.dp >= 1 and self.cp >= 1 and (self.dp * self.cp) % self.ep:
-            found.append(
-                f"ep{self.ep} does not divide dp x cp = {self.dp * self.cp}: experts are spread over data ranks"
-            )
+        if self.ep > 1 and min(self.dp, self.cp, self.tp) >= 1:
+            ranks = self.dp * self.cp * self.tp
+            fits = f"the nearest that fits is ep{_nearest_ep(self.ep, ranks, self.tp)}"
+            if ranks % self.ep:
+                found.append(
+                    f"ep{self.ep} does not divide dp x cp x tp = {ranks}, the ranks that share experts: {fits}"
+                )
+            elif not _ep_fits(self.ep, ranks, self.tp):
+                found.append(f"ep{self.ep} with tp{self.tp}: neither divides the other; {fits}")
         return found
 
     @classmethod
@@ -153,6 +166,11 @@ class Layout:
         return self.pp * self.dp * self.cp * self.tp
 
     @property
+    def edp(self) -> int:
+        """The number of ranks that hold copies of the same experts."""
+        return self.dp * self.cp * self.tp // self.ep
+
+    @property
     def ulysses(self) -> int:
         """How many cp neighbours exchange heads for sequence: groups 'cp/N'. The others form rings: groups 'cp%N'."""
         return {"ulysses": self.cp, "ring": 1}.get(self.cp_method) or int(self.cp_method.removeprefix("ulysses"))
@@ -163,8 +181,8 @@ class Layout:
         return self.cp // self.ulysses
 
     def size(self, axis: str) -> int:
-        """The number of ranks along one of pp, dp, cp and tp."""
-        if axis not in AXES:
+        """The number of ranks along one of pp, dp, cp, tp, ep and edp."""
+        if axis not in (*AXES, *FOLDED):
             raise _unknown_axes(axis)
         return int(getattr(self, axis))
 
@@ -205,20 +223,26 @@ class Layout:
 
         'tp': one axis. 'dp cp': several, flattened. 'tp/2': blocks of 2 neighbours along tp. 'cp%2': the members of cp
         whose index has my remainder modulo 2, one from each such block. 'pp:0+3': the members of pp with index 0 and 3
-        (I must be one of them). 'world': everybody.
+        (I must be one of them). 'ep' and 'edp': experts' folding of my stage. 'world': everybody.
         """
         if axes == "world":
             self.coordinates(rank)  # refuses a rank that is not there
             return tuple(range(self.world_size))
-        block = re.fullmatch(r"([a-z]+)([/%])(\d{1,9})", axes)
-        if block:
-            return self._block(block[1], block[2], int(block[3]), rank)
+        part = re.fullmatch(r"([a-z]+)([/%])(\d{1,9})", axes)
+        if part:
+            return self._block(part[1], part[2], int(part[3]), rank)
         chosen = re.fullmatch(r"([a-z]+):(\d{1,9}(?:\+\d{1,9})+)", axes)
         if chosen:
             along = self.ranks(chosen[1], rank)
             picked = tuple(along[int(i)] for i in chosen[2].split("+") if int(i) < len(along))
             if rank in picked and len(picked) == chosen[2].count("+") + 1:
                 return picked
+        if axes in FOLDED:
+            ranks = self.dp * self.cp * self.tp
+            first = self.coordinates(rank)["pp"] * ranks  # of my stage
+            stage = range(first, first + ranks)
+            block = rank - rank % self.ep  # stages begin at multiples of ep
+            return tuple(range(block, block + self.ep)) if axes == "ep" else tuple(stage[rank % self.ep :: self.ep])
         free = axes.split()
         if not free or any(axis not in AXES for axis in free):
             raise _unknown_axes(axes)
@@ -244,7 +268,8 @@ class Layout:
         return along[start : start + length]
 
     def picture(self) -> str:
-        """Which rank sits where: a grid of dp x cp (down) and tp (across) for each pipeline stage."""
+        """Which rank sits where, for each pipeline stage: a grid of dp x cp (down) and tp (across), and, where experts
+        are spread, one of edp (down) and ep (across)."""
         lines = [f"{self}: {self.world_size} ranks" + (f", zero stage {self.zero}" if self.zero else "")]
         for pp in range(self.pp):
             lines += ["", f"pp{pp}" if self.pp > 1 else ""]
@@ -254,10 +279,16 @@ class Layout:
                     name = f"dp{dp}" + (f" cp{cp}" if self.cp > 1 else "")
                     spots = ({"pp": pp, "dp": dp, "cp": cp, "tp": tp} for tp in range(self.tp))
                     lines.append(f"{name:>12}" + "".join(f"{self._rank(spot):>6}" for spot in spots))
+            if self.ep > 1:
+                first = self._rank({"pp": pp, "dp": 0, "cp": 0, "tp": 0})
+                lines += ["", f"{'experts':>12}" + "".join(f"{f'ep{ep}':>6}" for ep in range(self.ep))]
+                for edp, rank in enumerate(self.ranks("edp", first)):
+                    lines.append(f"{f'edp{edp}':>12}" + "".join(f"{r:>6}" for r in self.ranks("ep", rank)))
         lines += ["", "groups of rank 0:"]
         named = {"tp": "tp", "data (dp cp)": "dp cp", "pp": "pp"}
         named |= {"ulysses": f"cp/{self.ulysses}"} if self.ulysses > 1 else {}
         named |= {"ring": f"cp%{self.ulysses}"} if self.ring > 1 else {}
+        named |= {"ep": "ep", "edp": "edp"} if self.ep > 1 else {}
         lines += [f"  {label:<14}{list(self.ranks(axes, 0))}" for label, axes in named.items()]
         return "\n".join(line.rstrip() for line in lines)
 
@@ -279,7 +310,7 @@ class Layout:
     def _resized(self, **sizes: int) -> Layout:
         merged = {**{name: getattr(self, name) for name in _COUNTS}, **sizes}
         merged["vpp"] = self.vpp if merged["pp"] > 1 else 1
-        merged["ep"] = self.ep if merged["dp"] * merged["cp"] % self.ep == 0 else 1
+        merged["ep"] = _nearest_ep(self.ep, merged["dp"] * merged["cp"] * merged["tp"], merged["tp"])
         method = self.cp_method if merged["cp"] > 1 else "ulysses"
         schedule = self.schedule if merged["pp"] > 1 else "1f1b"
         return Layout(**merged, cp_method=method, schedule=schedule, sp=self.sp and merged["tp"] > 1, zero=self.zero)
@@ -301,11 +332,22 @@ def _ulysses_block(method: str) -> int | None:
     return int(counted[1]) if counted else None
 
 
+def _ep_fits(ep: int, ranks: int, tp: int) -> bool:
+    return ep >= 1 and ranks % ep == 0 and (tp % ep == 0 or ep % tp == 0)
+
+
+def _nearest_ep(ep: int, ranks: int, tp: int) -> int:
+    """The ep nearest to the one asked for that a stage of `ranks` can have, the smaller of two; tp if none is near."""
+    asked = min(ep, ranks)
+    near = (n for step in range(1 << 12) for n in (asked - step, asked + step))
+    return next((n for n in near if _ep_fits(n, ranks, tp)), tp)
+
+
 def _unknown_axes(axes: str) -> LayoutError:
     return LayoutError(
         "IG102",
-        f"no such axes: {axes!r}{did_you_mean(axes, AXES)}",
+        f"no such axes: {axes!r}{did_you_mean(axes, (*AXES, *FOLDED))}",
         seen=axes,
         expected="'pp', 'dp', 'cp', 'tp', several of them ('dp cp'), a block ('tp/2'), a stride ('cp%2'), some members "
-        "of which this rank is one ('pp:0+3'), or 'world'",
+        "of which this rank is one ('pp:0+3'), 'ep' or 'edp', or 'world'",
     )

@@ -20,7 +20,9 @@ from isograd.comm.raw import Group
 from isograd.errors import LayoutError
 from isograd.layout import Layout
 
-DATA = "dp cp"  # the axes over which every parameter's gradient is a sum
+DATA = "dp cp"  # the axes over which every parameter's gradient is a sum, but for routed experts
+EXPERT_DATA = "edp"  # those of routed experts
+STAGE = "dp cp tp"  # all ranks of a pipeline stage: each data axes, and the axis beside it
 
 
 class Mesh:
@@ -84,8 +86,9 @@ class Mesh:
         return self._groups[key]
 
     def where(self) -> str:
-        """This rank in words for error messages, as in 'rank 3 (dp1 tp1)'."""
+        """This rank in words for error messages, as in 'rank 3 (dp1 tp1)' or 'rank 5 (dp5 ep1)'."""
         spots = " ".join(f"{axis}{i}" for axis, i in self.coordinates.items() if self.layout.size(axis) > 1)
+        spots += f" ep{self.index('ep')}" if self.layout.ep > 1 else ""
         return f"rank {self.rank}" + (f" ({spots})" if spots else "")
 
     def __deepcopy__(self, memo: object) -> Mesh:
