@@ -53,7 +53,7 @@ def test_inspect_spells_out_what_a_terminal_would_act_on(tmp_path: Path, capsys:
 def test_no_document_for_validation_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "one.txt").write_text("one")
     assert main(["data", "build", str(tmp_path / "out"), str(tmp_path / "one.txt"), "--validation", "0.001"]) == 0
-    assert "no document fell to validation" in capsys.readouterr().err
+    assert "no document was assigned to validation" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,8 @@
 
 Phases: find the inputs and cut them into shards (a function of the inputs and options, texts.cut); write
 building.json, the recipe; make each shard that has no record yet (shards.make), several at once; write the manifest,
-which makes the folder complete; remove the records. A build that was killed is gone on with by the same call: what
-has a record is kept. Another recipe, or inputs that changed, are refused instead of mixed with what is done.
+which makes the folder complete; remove the records. The same call resumes a build that was killed: what has a record
+is kept. Another recipe, or inputs that changed, are refused instead of mixed with what is done.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 from isograd.data.files import settle, write_whole, writing
-from isograd.data.manifest import LARGEST, NAME, TOKENIZER, Documents, Manifest, Recipe, encode, read
+from isograd.data.manifest import LARGEST, NAME, TOKENIZER, Documents, Manifest, Recipe, SpecialTokens, encode, read
 from isograd.data.shards import Record, done
 from isograd.data.texts import changed, cut, find_inputs
 from isograd.data.tokenizer import find_tokenizer
@@ -46,20 +46,25 @@ def build(
     text_key: str = "text",
     validation: float = 0.01,
     end_of_document: str = "auto",
+    special_tokens: SpecialTokens = "refuse",
     shard_bytes: int | None = None,
     workers: int = 1,
     progress: Progress = lambda done, total, tokens: None,
 ) -> Manifest:
     """The manifest of a finished build; one that was finished before with the same recipe is left as it is.
 
+    special_tokens: what to do with text that spells a special token of the tokenizer: "refuse" it, "keep" it as the
+    token's id, or encode it as ordinary "text".
+
     workers > 1 starts processes: guard a script with `if __name__ == "__main__"`, as for any use of multiprocessing.
     """
-    _check(inputs, documents, validation, shard_bytes, workers)
+    _check(inputs, documents, validation, special_tokens, shard_bytes, workers)
     folder = Path(out)
-    tools = find_tokenizer(tokenizer, end_of_document)
+    tools = find_tokenizer(tokenizer, end_of_document, special_tokens)
     found = find_inputs([str(path) for path in inputs], folder)
     size = shard_bytes or max(SHARD, -(-sum(one.bytes for one in found) // MOST))
-    recipe = Recipe(tools.vocabulary, documents, text_key, float(validation), size, found)
+    special = special_tokens if tools.special else "text"  # a choice that makes no difference is not recorded
+    recipe = Recipe(tools.vocabulary, documents, text_key, float(validation), size, found, special)
     with _alone(folder):
         if not _begin(folder, recipe):
             return read(folder)
@@ -86,7 +91,7 @@ def build(
 
 
 class _Count:
-    """How far a build is, told as it goes on."""
+    """How far a build is; `tell` passes it on."""
 
     def __init__(self, progress: Progress, jobs: list[Job]) -> None:
         self._progress = progress
@@ -110,16 +115,34 @@ def _begin(folder: Path, recipe: Recipe) -> bool:
         _same(folder, manifest.recipe, recipe)
         check_sizes(folder, manifest, list(manifest.files()))
     elif any(RECORD.fullmatch(name) for name in names):
-        _same(folder, _recipe(folder), recipe)
+        _resume(folder, _recipe(folder), recipe, names)
     elif foreign := [] if RECIPE in names else sorted(names):
         raise _taken(folder, f"other files: {', '.join(foreign[:5])}", "choose a new folder")
-    else:  # nothing is done yet: an input that was mended after it failed is welcome
+    else:  # nothing is done yet: an input may have been fixed after it was refused
         for name in filter(SHARD_FILE.fullmatch, names):
             (folder / name).unlink()
         write_whole(folder / RECIPE, encode(asdict(recipe)))
     if finished:
         _clear(folder)  # in case the build was killed after its manifest
     return not finished
+
+
+def _resume(folder: Path, theirs: Recipe, ours: Recipe, names: set[str]) -> None:
+    """Refuse an unfinished build of another recipe. One that refused special tokens may be resumed with a decision.
+
+    Its finished shards hold no text that spells one, so they are equal under "text". Under "keep" they are made again:
+    a tokenizer may also match a special token where the text spells it differently, in capitals for example.
+    """
+    undecided = theirs.special_tokens == "refuse"
+    _same(folder, replace(theirs, special_tokens=ours.special_tokens) if undecided else theirs, ours)
+    if theirs == ours:
+        return
+    if ours.special_tokens == "keep":
+        with writing(folder):
+            for name in filter(RECORD.fullmatch, names):
+                (folder / name).unlink()
+        settle(folder)
+    write_whole(folder / RECIPE, encode(asdict(ours)))
 
 
 def _recipe(folder: Path) -> Recipe:
@@ -218,10 +241,19 @@ def _not_too_many(recipe: Recipe, shards: int) -> None:
         )
 
 
-def _check(inputs: Sequence[object], documents: str, validation: float, shard_bytes: int | None, workers: int) -> None:
+def _check(
+    inputs: Sequence[object],
+    documents: str,
+    validation: float,
+    special_tokens: str,
+    shard_bytes: int | None,
+    workers: int,
+) -> None:
     wrong = [] if inputs else ["no inputs"]
     if documents not in ("file", "line", "blank"):
         wrong.append(f"documents {documents!r}")
+    if special_tokens not in ("refuse", "keep", "text"):
+        wrong.append(f"special_tokens {special_tokens!r}")
     if not 0 <= validation < 1:
         wrong.append(f"validation {validation}")
     wrong += [f"shard_bytes {shard_bytes}"] if shard_bytes is not None and shard_bytes < 1 else []
@@ -232,5 +264,5 @@ def _check(inputs: Sequence[object], documents: str, validation: float, shard_by
             "a build that cannot be made",
             seen="; ".join(wrong),
             expected="inputs; documents 'file', 'line' or 'blank'; validation from 0 up to 1; "
-            "shard_bytes and workers of at least 1",
+            "special_tokens 'refuse', 'keep' or 'text'; shard_bytes and workers of at least 1",
         )

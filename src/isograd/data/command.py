@@ -20,17 +20,19 @@ EXAMPLES = """examples:
   isograd data build tokens/ books/                                 each file a document, tokens are bytes
   isograd data build tokens/ web.jsonl --tokenizer my_model/        a tokenizer.json; the text under "text"
   isograd data build tokens/ bible.txt --documents blank --validation 0.05
+  isograd data build tokens/ chats.jsonl --tokenizer my_model/ --special-tokens keep
   isograd data inspect tokens/ --length 64
   isograd data verify tokens/
 
-A build that was stopped or killed goes on where it was when the same command is given again."""
+A build that was stopped or killed resumes where it was when the same command is given again."""
 
 
 def main(words: list[str], kind: Parser) -> int:
+    """`isograd data`: run one of its commands; the exit code."""
     try:
         return run(words, kind, "data", "Text as token shards that are read by number.", EXAMPLES, VERBS)
     except KeyboardInterrupt:
-        print("data: stopped; the same command goes on where it was", file=sys.stderr)
+        print("data: stopped; the same command resumes where it was", file=sys.stderr)
         return 130
 
 
@@ -54,6 +56,13 @@ def _build_options(parser: argparse.ArgumentParser) -> None:
         help="share of documents set apart, chosen by a hash of their text (default 0.01)",
     )
     add("--end-of-document", default="auto", metavar="ID", help="a token id, 'none', or 'auto' (default)")
+    add(
+        "--special-tokens",
+        default="refuse",
+        choices=("refuse", "keep", "text"),
+        help="text that spells a special token of the tokenizer: refuse it (default), keep it as the token's id "
+        "(chats that a template has rendered), or encode it as ordinary text",
+    )
     add(
         "--shard-bytes",
         type=_count,
@@ -95,13 +104,15 @@ def _build(options: argparse.Namespace) -> int:
         manifest = build(
             options.out, options.inputs, tokenizer=options.tokenizer, documents=options.documents,
             text_key=options.text_key, validation=options.validation, end_of_document=options.end_of_document,
-            shard_bytes=options.shard_bytes, workers=options.workers,
+            special_tokens=options.special_tokens, shard_bytes=options.shard_bytes, workers=options.workers,
             progress=lambda done, total, tokens: show(done, total, f"{tokens:,} tokens"),
         )  # fmt: skip
     counts = {split: sum(shard.tokens for shard in manifest.of(split)) for split in SPLITS}
     print(f"{options.out}: {counts['train']:,} tokens to train on, {counts['validation']:,} for validation")
     if not counts["validation"]:
-        print("data: no document fell to validation: a larger --validation, or smaller documents", file=sys.stderr)
+        print(
+            "data: no document was assigned to validation: a larger --validation, or smaller documents", file=sys.stderr
+        )
     return 0
 
 

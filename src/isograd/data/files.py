@@ -31,6 +31,7 @@ class Places:
         self._lock = threading.Lock()
 
     def read(self, path: str, start: int, size: int) -> bytes:
+        """`size` bytes of a file from place `start` on; a file that ends before is an error."""
         try:
             with self._lock:
                 found = self._pread(self._descriptor(path), start, size)
@@ -93,6 +94,7 @@ class Writer:
             self._file = opened(self._temporary, "wb")
 
     def write(self, data: bytes) -> None:
+        """Append bytes."""
         with writing(self.path):
             self._file.write(data)
         self._hash.update(data)
@@ -136,6 +138,7 @@ def settle(folder: Path) -> None:
 
 
 def sha256(path: Path) -> str:
+    """The sha256 of a file."""
     found = hashlib.sha256()
     try:
         with path.open("rb") as file:
@@ -157,5 +160,5 @@ def writing(path: Path) -> Iterator[None]:
             f"{path} cannot be written",
             seen=error.strerror or str(error),
             expected="a folder that may be written, with room left",
-            fix="make room or choose another folder; the same command then goes on where it was",
+            fix="make room or choose another folder; the same command then resumes where it was",
         ) from error

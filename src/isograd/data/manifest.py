@@ -31,6 +31,7 @@ LARGEST = MANIFEST
 
 Split = Literal["train", "validation"]
 Documents = Literal["file", "line", "blank"]
+SpecialTokens = Literal["refuse", "keep", "text"]
 SPLITS: tuple[Split, ...] = ("train", "validation")
 Count = Annotated[int, Field(ge=0, lt=1 << 60)]
 Some = Annotated[int, Field(gt=0, lt=1 << 60)]
@@ -39,11 +40,14 @@ STRICT: dict[str, Any] = {"extra": "forbid", "strict": True}
 
 
 def file_names(split: Split, number: int) -> tuple[str, str]:
+    """The names of a shard's two files: its tokens, and where its documents end."""
     return f"{split}-{number:05d}.bin", f"{split}-{number:05d}.ends"
 
 
 @dataclass(frozen=True)
 class Shard:
+    """One shard of a split: how much is in it, and the hashes of its two files."""
+
     split: Split
     number: Annotated[int, Field(ge=0, lt=1 << 32)]
     tokens: Some
@@ -54,10 +58,12 @@ class Shard:
 
     @property
     def tokens_file(self) -> str:
+        """The name of the file of tokens."""
         return file_names(self.split, self.number)[0]
 
     @property
     def ends_file(self) -> str:
+        """The name of the file of document ends."""
         return file_names(self.split, self.number)[1]
 
 
@@ -73,11 +79,14 @@ class Vocabulary:
 
     @property
     def dtype(self) -> Literal["<u2", "<u4"]:
+        """The type of a token in the files: two bytes where every id fits, else four."""
         return "<u2" if self.size <= 1 << 16 else "<u4"
 
 
 @dataclass(frozen=True)
 class Input:
+    """A file that a build read, as it was when the build began."""
+
     path: str
     bytes: Count
     modified_ns: int
@@ -94,11 +103,14 @@ class Recipe:
     validation: Annotated[float, Field(ge=0, lt=1)]
     shard_bytes: Some
     inputs: tuple[Input, ...]
+    special_tokens: SpecialTokens = "text"  # of manifests that were written before the field existed
     __pydantic_config__: ClassVar = STRICT
 
 
 @dataclass(frozen=True)
 class Manifest:
+    """What a finished folder holds: how it was built, and its shards."""
+
     recipe: Recipe
     shards: tuple[Shard, ...]
     empty: Count  # documents without text, left out
@@ -107,6 +119,7 @@ class Manifest:
     __pydantic_config__: ClassVar = STRICT
 
     def of(self, split: str) -> list[Shard]:
+        """The shards of a split, in the order of their numbers."""
         return [shard for shard in self.shards if shard.split == split]
 
     def files(self) -> dict[str, tuple[int, str]]:
@@ -116,10 +129,12 @@ class Manifest:
         return found | {s.ends_file: (s.documents * 8, s.ends_sha256) for s in self.shards}
 
     def encode(self) -> bytes:
+        """The bytes of manifest.json."""
         return encode({"format": self.format, "version": self.version} | asdict(self))
 
 
 def encode(record: dict[str, Any]) -> bytes:
+    """A record as the bytes of a JSON file."""
     return (json.dumps(record, indent=1, ensure_ascii=False) + "\n").encode()
 
 

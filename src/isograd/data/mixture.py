@@ -38,6 +38,8 @@ IGNORE = -100
 
 @dataclass(frozen=True)
 class Source:
+    """A folder made by `isograd data build`, and its share of the samples relative to the other sources."""
+
     path: str | Path
     weight: float = 1.0
 
@@ -66,6 +68,7 @@ class Mixture:
 
     @property
     def vocab(self) -> int:
+        """The number of token ids."""
         return self._tokens[0].vocab
 
     @property

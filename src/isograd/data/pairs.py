@@ -24,6 +24,8 @@ Pair = tuple[str, str]
 
 
 class Pairs:
+    """A file of pairs, read by number; `batch` pairs are a step."""
+
     def __init__(
         self, path: str | Path, *, keys: Sequence[str], batch: int, seed: int = 0, held_out: float = 0.1
     ) -> None:
@@ -81,6 +83,7 @@ class Pairs:
 
     @property
     def held_out(self) -> int:
+        """How many pairs are held out."""
         return len(self._held)
 
     def rows(self, step: int, rows: range) -> list[Pair]:

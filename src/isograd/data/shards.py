@@ -8,9 +8,10 @@ has a record is done, and is not done again.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
+from re import Match
 from typing import ClassVar
 
 import numpy as np
@@ -19,6 +20,7 @@ from isograd.data.files import Writer, settle, write_whole
 from isograd.data.manifest import LARGEST, STRICT, Count, Recipe, Shard, Split, encode, file_names
 from isograd.data.texts import Part, read
 from isograd.data.tokenizer import Ids, Tokenizer
+from isograd.errors import DataError
 from isograd.outside import FileError, read_typed
 
 TOGETHER = 1 << 20  # characters given to the tokenizer at once
@@ -26,12 +28,15 @@ TOGETHER = 1 << 20  # characters given to the tokenizer at once
 
 @dataclass(frozen=True)
 class Record:
+    """A finished shard: its part of each split, and how many documents had no text."""
+
     shards: tuple[Shard, ...]
     empty: Count
     __pydantic_config__: ClassVar = STRICT
 
 
 def record_of(folder: Path, number: int) -> Path:
+    """The file of a shard's record."""
     return folder / f"building-{number:05d}.json"
 
 
@@ -49,10 +54,11 @@ def done(folder: Path, number: int, recipe: Recipe) -> Record | None:
 
 
 def make(folder: Path, number: int, parts: list[Part], recipe: Recipe, tokenizer: Tokenizer) -> Record:
+    """Tokenise and write one shard, then its record."""
     sides: dict[Split, _Side] = {}
     empty = 0
     try:
-        for texts in _batches(recipe, parts):
+        for texts in _batches(recipe, parts, tokenizer):
             for text, ids in zip(texts, tokenizer.encode(texts), strict=True):
                 if not len(ids):
                     empty += 1
@@ -74,15 +80,19 @@ def make(folder: Path, number: int, parts: list[Part], recipe: Recipe, tokenizer
 
 
 def split_of(text: str, validation: float) -> Split:
+    """The split of a document: a function of its text alone."""
     place = int.from_bytes(blake2b(text.encode(), digest_size=8, person=b"isograd split").digest())
     return "validation" if place < int(validation * 2**64) else "train"
 
 
-def _batches(recipe: Recipe, parts: list[Part]) -> Iterator[list[str]]:
+def _batches(recipe: Recipe, parts: list[Part], tokenizer: Tokenizer) -> Iterator[list[str]]:
     """Documents, some together, so that a tokenizer can work on many at once and memory stays bounded."""
     held, size = list[str](), 0
+    refused = tokenizer.special if recipe.special_tokens == "refuse" else None
     for part in parts:
-        for text in read(recipe, part):
+        for index, text in enumerate(read(recipe, part)):
+            if refused is not None and (found := refused.search(text)):
+                raise _spells(recipe, part, index, found)
             held.append(text)
             size += len(text)
             if size >= TOGETHER:
@@ -90,6 +100,21 @@ def _batches(recipe: Recipe, parts: list[Part]) -> Iterator[list[str]]:
                 held, size = [], 0
     if held:
         yield held
+
+
+def _spells(recipe: Recipe, part: Part, index: int, found: Match[str]) -> DataError:
+    """The refusal of document `index` of a part; its number in the file is counted by reading what is before it."""
+    before = sum(1 for _ in read(recipe, replace(part, start=0, stop=part.start))) if part.start else 0
+    around = found.string[max(0, found.start() - 20) : found.end() + 20]
+    return DataError(
+        "IG929",
+        f"{recipe.inputs[part.input].path}, document {before + index + 1}: "
+        f"the text spells the special token {found[0]!r}",
+        seen=repr(around),
+        expected="text without special tokens, or a decision what they are",
+        fix="--special-tokens keep: they become their ids, as chats need that a template has rendered; "
+        "--special-tokens text: they are ordinary text",
+    )
 
 
 class _Side:

@@ -137,6 +137,7 @@ def read(recipe: Recipe, part: Part) -> Iterator[str]:
 
 
 def changed(path: str) -> DataError:
+    """The error of an input that changed while its build was unfinished."""
     return DataError(
         "IG917",
         f"{path} is not the file that this build began with",

@@ -1,12 +1,14 @@
 """Text to numbers and back: the built-in tokenizer of bytes, or any tokenizer.json of the `tokenizers` package.
 
 Bytes: ids 0 to 255 are the bytes of UTF-8, 256 ends a document; the vocabulary is 257. It needs no file and no package.
-A tokenizer.json adds nothing of its own here: no special tokens, no truncation, no padding, and text that spells
-a special token (`<|endoftext|>`) is text, so that no document can forge the end of one.
+A tokenizer.json adds nothing of its own here: no special tokens, no truncation, no padding. Text that spells a special
+token (`<|endoftext|>`) is encoded as ordinary text, so that no document can forge the end of one; with "keep" it
+becomes the token's id, as chats need that a template has rendered.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from isograd.data.manifest import TOKENIZER, Vocabulary
+from isograd.data.manifest import TOKENIZER, SpecialTokens, Vocabulary
 from isograd.errors import DataError
 from isograd.outside import FileError, read_json, read_text
 
@@ -35,10 +37,13 @@ Ids = NDArray[Any]
 
 @dataclass(frozen=True)
 class Tokenizer:
+    """Text to ids and back, and what is known about the ids."""
+
     vocabulary: Vocabulary
     json: str | None  # the text of tokenizer.json; None for bytes
     encode: Callable[[list[str]], list[Ids]]
     decode: Callable[[Sequence[int]], str]
+    special: re.Pattern[str] | None = None  # finds special tokens that a text spells; None: there are none
 
 
 def load_tokenizer(folder: Path, vocabulary: Vocabulary) -> Tokenizer:
@@ -58,7 +63,7 @@ def load_tokenizer(folder: Path, vocabulary: Vocabulary) -> Tokenizer:
     return of_json(text, vocabulary)
 
 
-def find_tokenizer(name: str, end_of_document: str = "auto") -> Tokenizer:
+def find_tokenizer(name: str, end_of_document: str = "auto", special_tokens: SpecialTokens = "text") -> Tokenizer:
     """name: 'bytes', a tokenizer.json, or a folder that has one. end_of_document: 'auto', an id, or 'none'."""
     if name == BYTES:
         end = BYTES_END if end_of_document == "auto" else _end(end_of_document, BYTES_END + 1)
@@ -76,11 +81,13 @@ def find_tokenizer(name: str, end_of_document: str = "auto") -> Tokenizer:
         end_of_document = str(ids[spelled])
     shown = given.name if given.is_dir() or given.name != TOKENIZER else given.resolve().parent.name
     vocabulary = Vocabulary(shown, sha256(text.encode()).hexdigest(), size, _end(end_of_document, size))
-    return of_json(text, vocabulary)
+    return of_json(text, vocabulary, special_tokens)
 
 
-def of_json(text: str, vocabulary: Vocabulary) -> Tokenizer:
+def of_json(text: str, vocabulary: Vocabulary, special_tokens: SpecialTokens = "text") -> Tokenizer:
+    """A tokenizer.json's text as a Tokenizer. Special tokens in a text become their ids with "keep" alone."""
     loaded = _load(text, Path(TOKENIZER))
+    loaded.encode_special_tokens = special_tokens != "keep"
 
     def encode(texts: list[str]) -> list[Ids]:
         with _theirs(Path(vocabulary.name)):
@@ -89,12 +96,18 @@ def of_json(text: str, vocabulary: Vocabulary) -> Tokenizer:
     def decode(ids: Sequence[int]) -> str:
         return loaded.decode(list(ids), skip_special_tokens=False)
 
-    return Tokenizer(vocabulary, text, encode, decode)
+    return Tokenizer(vocabulary, text, encode, decode, _special(loaded))
 
 
-def again(text: str | None, vocabulary: Vocabulary) -> Tokenizer:
+def again(text: str | None, vocabulary: Vocabulary, special_tokens: SpecialTokens) -> Tokenizer:
     """The same tokenizer in another process."""
-    return _of_bytes(vocabulary) if text is None else of_json(text, vocabulary)
+    return _of_bytes(vocabulary) if text is None else of_json(text, vocabulary, special_tokens)
+
+
+def _special(loaded: Loaded) -> re.Pattern[str] | None:
+    spellings = {token.content for token in loaded.get_added_tokens_decoder().values() if token.special}
+    longest_first = sorted(spellings - {""}, key=lambda spelling: (-len(spelling), spelling))
+    return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
 
 
 def _of_bytes(vocabulary: Vocabulary) -> Tokenizer:
@@ -118,7 +131,6 @@ def _load(text: str, path: Path) -> Loaded:
         loaded = Loaded.from_str(text)
     loaded.no_truncation()
     loaded.no_padding()
-    loaded.encode_special_tokens = True
     return loaded
 
 

@@ -23,6 +23,7 @@ Numbers = NDArray[np.int64]
 
 
 def check_sizes(folder: Path, manifest: Manifest, names: list[str]) -> None:
+    """Refuse a folder in which one of the files `names` is missing or has another size than the manifest says."""
     sizes = manifest.files()
     for name in names:
         path, expected = folder / name, sizes[name][0]
@@ -38,6 +39,8 @@ def check_sizes(folder: Path, manifest: Manifest, names: list[str]) -> None:
 
 
 class Tokens:
+    """One split of a folder, opened for reading."""
+
     def __init__(self, folder: str | Path, split: str = "train") -> None:
         self.folder, self.split = Path(folder), split
         self.manifest = read(self.folder)
@@ -61,14 +64,17 @@ class Tokens:
 
     @property
     def tokens(self) -> int:
+        """The number of tokens in the split."""
         return self._starts[-1]
 
     @property
     def documents(self) -> int:
+        """The number of documents in the split."""
         return sum(shard.documents for shard in self.shards)
 
     @property
     def vocab(self) -> int:
+        """The number of token ids."""
         return self.manifest.recipe.vocabulary.size
 
     def read(self, start: int, stop: int) -> Numbers:

@@ -67,7 +67,7 @@ def _answer(ready: Connection) -> Record:
             "IG921",
             "a worker ended in the middle of a shard",
             seen="a signal from outside, or no memory left",
-            fix="the same command goes on where it was; fewer --workers or smaller documents need less memory",
+            fix="the same command resumes where it was; fewer --workers or smaller documents need less memory",
         ) from error
     if isinstance(answer, DataError):
         raise answer
@@ -78,7 +78,7 @@ def _answer(ready: Connection) -> Record:
 def _serve(pipe: Connection, folder: Path, recipe: Recipe, tokenizer: str | None) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a worker is one core; there are as many as were asked for
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal tells every process; the one that builds decides
-    tools = again(tokenizer, recipe.vocabulary)
+    tools = again(tokenizer, recipe.vocabulary, recipe.special_tokens)
     with suppress(EOFError, ConnectionError):
         while True:
             number, parts = pipe.recv()
