@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -107,9 +108,9 @@ def test_a_frozen_rank_is_named_and_the_run_ends_with_7(config: Path) -> None:
         ranks[1].send_signal(signal.SIGSTOP)
         _, said = run.communicate(timeout=90)
         assert run.returncode == 7
-        assert "IG980: no progress for 5 s" in said
-        assert "the others wait for rank 1" in said
-        assert "rank 1 gave no sign" in said
+        assert "IG980: no progress for 5 s while in step " in said
+        assert f"the others wait for rank 1 on {socket.gethostname()}\n" in said
+        assert f"rank 1 on {socket.gethostname()} gave no sign" in said
 
 
 def test_a_killed_rank_is_told_first_and_the_run_goes_on_from_its_last_checkpoint(config: Path) -> None:

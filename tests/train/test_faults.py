@@ -161,9 +161,9 @@ def test_a_rank_that_never_joins_is_named_within_the_limit(text: Path, tmp_path:
     """FAILURES B9: 75 s of silence, whatever safety.stall_s said."""
     config = config_of(tmp_path / "run", text, layout="dp2", safety={"stall_s": 3.0})
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
-    stale = tmp_path / "run" / "stalled" / "rank-00001.txt"
+    stale = tmp_path / "run" / "stalled" / "rank-00001.json"
     stale.parent.mkdir(parents=True)
-    stale.write_text("waits\nof an earlier run")
+    stale.write_text("of an earlier run")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -173,6 +173,7 @@ def test_a_rank_that_never_joins_is_named_within_the_limit(text: Path, tmp_path:
         env={**os.environ, **place, "MASTER_PORT": str(port)}, capture_output=True, text=True, timeout=100, check=False,
     )  # fmt: skip
     assert ended.returncode == STALLED
-    assert "IG980: no progress for 3 s" in ended.stderr
-    assert "rank 1 of 2 did not join" in ended.stderr
+    assert "IG980: no progress for 3 s while joining the other ranks\n" in ended.stderr
+    assert f"rank 1 of 2 did not join rank 0 on {socket.gethostname()} at 127.0.0.1:{port}\n" in ended.stderr
+    assert "start the missing ranks; if they run, their machines do not reach" in ended.stderr
     assert "rank 1 was never seen" in ended.stderr

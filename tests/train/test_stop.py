@@ -9,23 +9,28 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from isograd.train.stop import PASSED_ON, Wish
 
 WORKER = """
 import sys, time
 from pathlib import Path
-from isograd.train.stall import Watchdog
+from types import SimpleNamespace
+from isograd.comm.handle import Handle
+from isograd.train import stall
 rank, size = int(sys.argv[2]), int(sys.argv[3])
-namespace = {"time": time}
-waits = compile("def wait():\\n    time.sleep(60)\\n", "isograd/comm/raw.py", "exec")
-getattr(__builtins__, "ex" + "ec")(waits, namespace)
-dog = Watchdog(Path(sys.argv[1]), rank, size, 0.5)
-dog.joined(f"rank {rank} (dp{rank})")
+kind, _, other = sys.argv[4].partition(" for ")
+stall.socket.gethostname = lambda: f"host{rank}"
+dog = stall.Watchdog(Path(sys.argv[1]), rank, size, 0.5)
+dog.joined(f"rank {rank} (dp{rank})", [f"host{n}" for n in range(size)])
 dog.stepped()
-dog.beat("step 3")
-if sys.argv[4] == "waits elsewhere":
-    namespace["wait"]()
-namespace["wait"]() if sys.argv[4] == "waits" else time.sleep(60)
+dog.beat("in step 3, optimizer")
+message = SimpleNamespace(wait=lambda: time.sleep(60))
+handle = Handle([message], members=[int(other or 0)], group=SimpleNamespace(ranks=range(size)) if other else None)
+if kind == "waits elsewhere":
+    handle.wait()
+handle.wait() if kind == "waits" else time.sleep(60)
 """
 
 
@@ -74,9 +79,9 @@ def test_the_silent_rank_is_named_with_its_stack(tmp_path: Path) -> None:
     assert [p.returncode for p in ended] == [7, 7, 7]
     assert time.monotonic() - began < 60
     said = ended[0].stderr
-    assert "IG980: no progress for 0.5 s" in said
-    assert "the others wait for rank 1\n" in said
-    assert "rank 1 (dp1): step 3" in said
+    assert "IG980: no progress for 0.5 s while in step 3, optimizer\n" in said
+    assert "the others wait for rank 1 on host1\n" in said
+    assert "rank 1 (dp1) on host1: in step 3, optimizer" in said
     assert "time.sleep(60)" in said
     assert not ended[1].stderr
     assert not ended[2].stderr
@@ -84,8 +89,9 @@ def test_the_silent_rank_is_named_with_its_stack(tmp_path: Path) -> None:
 
 def test_a_rank_that_gives_no_sign_is_the_silent_one(tmp_path: Path) -> None:
     ended = stalled(tmp_path, ["waits", "dead"])
-    assert "the others wait for rank 1\n" in ended[0].stderr
-    assert "rank 1 gave no sign" in ended[0].stderr
+    assert "the others wait for rank 1 on host1\n" in ended[0].stderr
+    assert "rank 1 on host1 gave no sign" in ended[0].stderr
+    assert "see whether host1 can be reached from host0" in ended[0].stderr
 
 
 def test_ranks_that_wait_at_different_places_wait_for_different_things(tmp_path: Path) -> None:
@@ -93,7 +99,19 @@ def test_ranks_that_wait_at_different_places_wait_for_different_things(tmp_path:
     assert "every rank waits in a collective, at different places" in ended[0].stderr
 
 
-def test_ranks_that_wait_at_the_same_place_have_lost_their_connection(tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", ["waits", "waits elsewhere"])
+def test_two_ranks_that_wait_for_each_other_have_lost_their_connection_which_is_named(
+    tmp_path: Path, place: str
+) -> None:
     """FAILURES B9: of a cut network it was said that the ranks waited for different things."""
+    ended = stalled(tmp_path, ["waits for 2", "waits for 0", f"{place} for 0"])
+    assert "connection lost between rank 0 on host0 and rank 2 on host2: " in ended[0].stderr
+    assert ("at the same place" if place == "waits" else "at different places") in ended[0].stderr
+    assert "check the network between host0, host1, host2" in ended[0].stderr
+    assert "resumes from the last checkpoint" in ended[0].stderr
+
+
+def test_a_lost_connection_is_said_where_nobody_knows_which(tmp_path: Path) -> None:
+    """NCCL does not say which rank it waits for."""
     ended = stalled(tmp_path, ["waits", "waits"])
-    assert "every rank waits at the same place in the program: their connections are lost" in ended[0].stderr
+    assert "connection lost: each waits for the other's message, at the same place" in ended[0].stderr

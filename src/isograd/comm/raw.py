@@ -15,11 +15,10 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from threading import Thread
 from typing import Any
 from weakref import WeakSet
 
@@ -28,6 +27,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional  # its defaults hold the world that is there when it is first imported: none
 from torch.distributed import distributed_c10d
 
+from isograd.comm.handle import Handle as Handle  # noqa: PLC0414  (other rooms import it from here)
 from isograd.errors import CommError
 
 # torch 2.13 renamed both and warns at the old names.
@@ -54,67 +54,6 @@ class Group:
     def size(self) -> int:
         """The number of members."""
         return len(self.ranks)
-
-
-class Handle:
-    """Communication in progress. `wait` returns when received tensors are filled and sent ones may be reused."""
-
-    def __init__(
-        self, works: Sequence[Any] = (), keep: Sequence[object] = (), then: Any = None, members: Sequence[int] = ()
-    ) -> None:
-        """`members`: for each of the works, the member of the group at the other end, where it is known."""
-        self._works, self._keep, self._then, self._members = list(works), list(keep), then, list(members)
-        self._waiter: Thread | None = None  # waits for gloo's messages, which cannot be asked whether they have arrived
-        self._error: BaseException | None = None
-
-    def ready(self) -> bool:
-        """Whether `wait` would return at once. It never waits itself: autograd hooks ask this."""
-        if all(work.is_completed() for work in self._works):
-            return True
-        if self._waiter is None:
-            self._waiter = Thread(target=self._wait_aside, daemon=True)
-            self._waiter.start()
-        return not self._waiter.is_alive()
-
-    def _wait_aside(self) -> None:
-        try:
-            for work in self._works:
-                work.wait()
-        except BaseException as error:
-            self._error = error
-
-    def and_then(self, more: Callable[[], None]) -> Handle:
-        """This handle, which also calls `more` at the end of `wait`."""
-        before = self._then
-
-        def both() -> None:
-            if before is not None:
-                before()
-            more()
-
-        self._then = both
-        return self
-
-    def wait_for(self, member: int) -> None:
-        """Wait only for what is sent to and received from one member."""
-        for work, other in zip(self._works, self._members, strict=True):
-            if other == member:
-                work.wait()
-
-    def wait(self) -> None:
-        """Wait until everything is sent and received."""
-        if self._waiter is not None:
-            self._waiter.join()
-            if self._error is not None:
-                raise self._error
-        else:
-            for work in self._works:
-                work.wait()
-        self._works.clear()
-        if self._then is not None:
-            self._then()
-        self._then = None
-        self._keep.clear()
 
 
 # -- the world ---------------------------------------------------------------------------------------------------
@@ -298,7 +237,7 @@ def exchange(
         peer = (group.index + step) % group.size
         works += [pg.send([t], peer, tag) for t in out[peer] if t.numel()]
         members += [peer] * (len(works) - len(members))
-    return Handle(works, keep=(out, into), members=members)
+    return Handle(works, keep=(out, into), members=members, group=group)
 
 
 def _exchange_nccl(
@@ -325,7 +264,7 @@ def _exchange_staged(
             for h, t in zip(host, target, strict=False):
                 t.copy_(h)
 
-    return Handle(inner._works, keep=(inner, into), then=finish, members=inner._members)
+    return Handle(inner._works, keep=(inner, into), then=finish, members=inner._members, group=group)
 
 
 # -- one neighbour -----------------------------------------------------------------------------------------------
@@ -355,7 +294,8 @@ def _to_one(tensors: Sequence[torch.Tensor], group: Group, peer: int, tag: int, 
 
         return Handle(then=finish, keep=(host, tensors))
     move = pg.send if sending else pg.recv
-    return Handle([move([t], peer, tag) for t in tensors], keep=tensors)
+    works = [move([t], peer, tag) for t in tensors]
+    return Handle(works, keep=tensors, members=[peer] * len(works), group=group)
 
 
 # -- collectives, built on it or native --------------------------------------------------------------------------

@@ -70,7 +70,7 @@ def run(config: Config, orders: Orders) -> Outcome:
         dog = Watchdog(config.folder, *raw.seat(), stall_s)
         stack.callback(dog.close)
         mesh = Mesh(config.layout)
-        dog.joined(mesh.where())
+        dog.joined(mesh.where(), peers.hosts(mesh))
         peers.same_config(written(config), mesh)
         journal.make_folder(config.folder)
         if mesh.rank == 0:
@@ -161,12 +161,13 @@ class _Run:
             self._evaluate(step)
         began, at = time.perf_counter(), step
         for batch in self._batches(step):
-            self.dog.beat(f"step {step + 1}")
+            self.dog.beat(f"in step {step + 1}, forward and backward")
             if self.orders.before_step is not None:
                 self.orders.before_step(step, self.job)
             rate = self.schedule.set(step)
             self.job.accumulate(batch)
             self._compare(step + 1)
+            self.dog.beat(f"in step {step + 1}, optimizer")
             stats = self.job.engine.step()
             self.dog.stepped()
             step += 1
@@ -245,7 +246,7 @@ class _Run:
                 self.saved = done
         if ending is not None or last:
             self.keeper.wait()
-            self.dog.beat("saved")
+            self.dog.beat("ending")
             self.wish.done()
         return ending
 

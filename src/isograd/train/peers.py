@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import socket
 from hashlib import sha256
 
 from isograd.comm.fingerprint import first_unlike
@@ -11,6 +12,12 @@ from isograd.contract import Contract
 from isograd.engine import Engine
 from isograd.errors import TrainError
 from isograd.mesh import DATA, Mesh
+
+
+def hosts(mesh: Mesh) -> list[str]:
+    """The name of the machine of every rank."""
+    found: list[str] = gather_notes(socket.gethostname(), mesh.group("world"), mesh.device)
+    return found
 
 
 def same_config(text: str, mesh: Mesh) -> None:

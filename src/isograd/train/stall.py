@@ -1,26 +1,33 @@
-"""A rank that falls silent is named, with its stack, within the limit; then the run ends with exit code 7.
+"""A rank that falls silent, or a connection that is lost, is named within the limit; the run ends with exit code 7.
 
 Every rank's watchdog sees its own loop stand still, because the others wait for the silent one in a collective. Each
-then writes where it is into the run's folder. Whoever is *not* inside a collective, or gives no sign at all, is the one
-that the others wait for. No collective is used to find out: they are what hangs.
+then writes into the run's folder where it is and which ranks it waits for. A rank that is *not* inside a collective, or
+gives no sign at all, is the one that the others wait for. Two ranks that both wait for each other's message have lost
+their connection. No collective is used to find out: collectives are what hangs.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import socket
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from isograd import inside
+from isograd.comm.handle import awaited
 from isograd.errors import TrainError
+from isograd.outside import FileError, read_typed
 
 STALLED = 7
-_WAITS = "isograd/comm/raw.py"  # the only file from which ranks talk to each other
+_WAITS = ("isograd/comm/raw.py", "isograd/comm/handle.py")  # the only files in which ranks wait for each other
 FIRST = 10.0  # times the limit, until the first step is done
+LONGEST = 1 << 20  # bytes of a report
 
 
 def patience(limit: float) -> float:
@@ -30,11 +37,23 @@ def patience(limit: float) -> float:
 
 def happened(folder: Path) -> bool:
     """Whether the run's last end was a stall; every run sweeps its ranks' reports at its start."""
-    return any((folder / "stalled").glob("rank-*.txt"))
+    return any((folder / "stalled").glob("rank-*.json"))
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a rank's watchdog writes for those of the other ranks."""
+
+    where: str  # the rank and its place in the layout
+    host: str
+    phase: str  # what the rank was doing
+    waits: bool  # inside a collective
+    awaits: list[int]  # the ranks whose messages it waits for, as far as known
+    stack: list[str]  # its lines
 
 
 class Watchdog:
-    """`beat(what)` says that this rank makes progress; without a beat for `limit` seconds the process ends.
+    """`beat(phase)` says that this rank makes progress; without a beat for `limit` seconds the process ends.
 
     Between `joined` and `stepped` it has ten times as long: first steps import, compile and load.
     """
@@ -42,9 +61,9 @@ class Watchdog:
     def __init__(self, folder: Path, rank: int, size: int, limit: float) -> None:
         """Started before the ranks have joined each other: a rank that never comes is named, too."""
         self.folder, self.rank, self.size, self.limit = folder / "stalled", rank, size, limit
-        self.where, self.has_joined = f"rank {rank}", False
+        self.where, self.hosts = f"rank {rank}", list[str]()
         self.main = threading.main_thread().ident
-        self._what, self._last = "joining the other ranks", time.monotonic()
+        self._phase, self._last = "joining the other ranks", time.monotonic()
         self.patience = 1.0
         self.before_end: Callable[[], None] = lambda: None  # what the process may still finish
         self._over = threading.Event()
@@ -53,13 +72,13 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, daemon=True, name="isograd stall watchdog")
         self._thread.start()
 
-    def beat(self, what: str) -> None:
-        """This rank makes progress, and does `what` next."""
-        self._what, self._last = what, time.monotonic()
+    def beat(self, phase: str) -> None:
+        """This rank makes progress, and enters `phase`."""
+        self._phase, self._last = phase, time.monotonic()
 
-    def joined(self, where: str) -> None:
-        """All ranks are there; `where` says which one this is."""
-        self.where, self.has_joined, self.patience = where, True, FIRST
+    def joined(self, where: str, hosts: Sequence[str]) -> None:
+        """All ranks are there; `where` says which one this is, `hosts` on which machine each of them runs."""
+        self.where, self.hosts, self.patience = where, list(hosts), FIRST
         self.beat("starting")
 
     def stepped(self) -> None:
@@ -71,8 +90,8 @@ class Watchdog:
         self._over.set()
         self._thread.join()
 
-    def _report(self, rank: int | None = None) -> Path:
-        return self.folder / f"rank-{self.rank if rank is None else rank:05d}.txt"
+    def _file(self, rank: int) -> Path:
+        return self.folder / f"rank-{rank:05d}.json"
 
     def _watch(self) -> None:
         while not self._over.wait(min(1.0, self.limit / 10)):
@@ -80,70 +99,109 @@ class Watchdog:
                 self._end()
 
     def _end(self) -> None:
-        frames = sys._current_frames()
-        stack = traceback.format_stack(frames[self.main or 0])
-        # On a GPU backward runs in threads of its own, and may wait there.
-        waits = any(_WAITS in line for frame in frames.values() for line in traceback.format_stack(frame))
         self.folder.mkdir(parents=True, exist_ok=True)
-        partial = self._report().with_suffix(".partial")
-        said = f"{'waits' if waits else 'silent'}\n{self.where}: {self._what}\n{''.join(stack)}"
-        inside.write_text(partial, said)
-        partial.replace(self._report())
+        partial = self._file(self.rank).with_suffix(".partial")
+        inside.write_text(partial, json.dumps(asdict(self._mine()), indent=1))
+        partial.replace(self._file(self.rank))
         end = time.monotonic() + min(10.0, max(1.0, self.limit / 4))
-        while time.monotonic() < end and not all(self._report(rank).exists() for rank in range(self.size)):
+        while time.monotonic() < end and not all(self._file(rank).exists() for rank in range(self.size)):
             time.sleep(0.05)
-        if self._speaks():
+        if all(not self._file(rank).exists() for rank in range(self.rank)):  # the first that gave a sign speaks for all
             print(self.diagnosis(), file=sys.stderr, flush=True)
         self.before_end()
         time.sleep(0.5)  # the first to leave would look like the culprit
         os._exit(STALLED)
 
-    def _speaks(self) -> bool:
-        """The first rank that gave a sign speaks for all."""
-        return all(not self._report(rank).exists() for rank in range(self.rank))
+    def _mine(self) -> Report:
+        frames = sys._current_frames()
+        # On a GPU backward runs in threads of its own, and may wait there.
+        lines = [line for frame in frames.values() for line in traceback.format_stack(frame)]
+        return Report(
+            self.where, socket.gethostname(), self._phase, any(file in line for line in lines for file in _WAITS),
+            awaited(), "".join(traceback.format_stack(frames[self.main or 0])).splitlines(),
+        )  # fmt: skip
 
     def diagnosis(self) -> str:
-        """The silent ranks and where they were, from the reports of all ranks."""
-        reports = {rank: _read(self._report(rank)) for rank in range(self.size)}
-        silent = [rank for rank, (kind, _) in reports.items() if kind != "waits"]
-        spelled = f"rank{'s' if len(silent) > 1 else ''} {_spell(silent)}"
-        seen = f"the others wait for {spelled}" if self.has_joined else f"{spelled} of {self.size} did not join"
-        if not silent and len({_stack(text) for _, text in reports.values()}) == 1:
-            seen = "every rank waits at the same place in the program: their connections are lost"
-        elif not silent:
-            seen = "every rank waits in a collective, at different places: they wait for different ones"
+        """The silent ranks and where they were, or the connections that were lost, from the reports of all ranks."""
+        reports = {rank: found for rank in range(self.size) if (found := _read(self._file(rank))) is not None}
+        silent = [rank for rank in range(self.size) if rank not in reports or not reports[rank].waits]
+        seen, fix = self._findings(reports, silent)
         error = TrainError(
-            "IG980",
-            f"no progress for {self.limit * self.patience:g} s",
-            seen=seen,
-            expected="a step within safety.stall_s on every rank" if self.has_joined else f"{self.size} ranks",
-            fix=f"read the stacks below; all of them are in {self.folder}"
-            if self.has_joined
-            else "start the missing ranks, or look at MASTER_ADDR and the network of their machines",
-        )
+            "IG980", f"no progress for {self.limit * self.patience:g} s while {self._phase}", seen=seen,
+            expected="a step within safety.stall_s on every rank" if self.hosts else f"{self.size} ranks",
+            fix=f"{fix}; all stacks are in {self.folder}",
+        )  # fmt: skip
         lines = [str(error)]
         for rank in (silent or list(reports))[:4]:
-            kind, text = reports[rank]
-            gave_none = "gave no sign: stopped, dead or out of reach" if self.has_joined else "was never seen"
-            lines.append(f"\nrank {rank}:" if kind else f"\nrank {rank} {gave_none}")
-            lines.append(text.rstrip())
+            found = reports.get(rank)
+            if found is not None:
+                lines += [f"\nrank {rank}:", f"{found.where} on {found.host}: {found.phase}", *found.stack]
+            elif self.hosts:
+                lines.append(f"\nrank {rank}{self._on(rank)} gave no sign: stopped, dead, or cut off with its machine")
+            else:
+                lines.append(f"\nrank {rank} was never seen")
         return "\n".join(lines)
 
+    def _findings(self, reports: Mapping[int, Report], silent: Sequence[int]) -> tuple[str, str]:
+        """(what is wrong, what to do)."""
+        if not self.hosts:
+            return self._not_joined(silent)
+        if silent:
+            gone = sorted({self.hosts[rank] for rank in silent if rank not in reports} - {socket.gethostname()})
+            reach = f"see whether {_spell(gone)} can be reached from {socket.gethostname()}; " if gone else ""
+            return f"the others wait for {self._ranks(silent)}", f"{reach}read the stacks below"
+        lost = [
+            (rank, other)
+            for rank, report in reports.items()
+            for other in report.awaits
+            if rank < other and rank in reports[other].awaits
+        ]
+        same = len({tuple(report.stack) for report in reports.values()}) == 1
+        if not lost and not same:
+            return (
+                "every rank waits in a collective, at different places: they wait for different ones",
+                "read the stacks below: a rank has called a collective that another has not",
+            )
+        pairs = [f"rank {a}{self._on(a)} and rank {b}{self._on(b)}" for a, b in lost]
+        between = f" between {_spell(pairs)}" if pairs else ""
+        seen = f"connection lost{between}: each waits for the other's message, "
+        seen += "at the same place in the program" if same else "at different places in the program"
+        other = "" if same else ", and the stacks below for a collective that only one of them has called"
+        hosts = sorted(set(self.hosts))
+        network = f"the network between {_spell(hosts)}" if len(hosts) > 1 else f"the network of {hosts[0]}"
+        return seen, f"check {network}{other}; the same command then resumes from the last checkpoint"
 
-def _read(file: Path) -> tuple[str, str]:
-    """(waits or silent, where and stack); both empty when the rank wrote nothing."""
+    def _not_joined(self, missing: Sequence[int]) -> tuple[str, str]:
+        meet = ":".join(os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT") if name in os.environ)
+        at = f" at {meet}" if meet else ""
+        if not missing:
+            return (
+                f"all {self.size} ranks have started, and do not reach each other{at}",
+                f"check the network of their machines, and GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME on {self.where}",
+            )
+        return (
+            f"{self._ranks(missing)} of {self.size} did not join {self.where} on {socket.gethostname()}{at}",
+            f"start the missing ranks; if they run, their machines do not reach {meet or 'this one'} "
+            "or have another run folder",
+        )
+
+    def _ranks(self, ranks: Sequence[int]) -> str:
+        """The ranks by number and machine."""
+        machines = list(dict.fromkeys(self.hosts[rank] for rank in ranks)) if self.hosts else []
+        on = f" on {_spell(machines)}" if machines else ""
+        return f"rank{'s' if len(ranks) > 1 else ''} {_spell(list(map(str, ranks)))}{on}"
+
+    def _on(self, rank: int) -> str:
+        return f" on {self.hosts[rank]}" if self.hosts else ""
+
+
+def _read(file: Path) -> Report | None:
+    """None when the rank wrote nothing."""
     try:
-        with file.open() as opened:
-            kind, _, text = opened.read(1 << 16).partition("\n")
-            return kind, text
-    except OSError:
-        return "", ""
+        return read_typed(Report, file, LONGEST)
+    except FileError:
+        return None
 
 
-def _stack(text: str) -> str:
-    """A report without its first line, which says which rank it is of."""
-    return text.partition("\n")[2]
-
-
-def _spell(ranks: list[int]) -> str:
-    return ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+def _spell(words: Sequence[str]) -> str:
+    return ", ".join(words[:8]) + (f" and {len(words) - 8} more" if len(words) > 8 else "")
