@@ -88,6 +88,7 @@ ARROWS = {
         "outside",
         "pipeline",
         "random",
+        "scratch",
         "stored",
         "yamls",
     },

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import tempfile
 
+from isograd import scratch
 from isograd.comm.launch import World
 from isograd.train import language
 from isograd.train.config import Config
@@ -25,7 +26,7 @@ def dry_run(opening: Opening, *, force: bool = False) -> int:
     if problem is not None and not force:
         print("dry run passed, without a step: config, data, model and layout fit each other")
         return 0
-    with tempfile.TemporaryDirectory(prefix="isograd-dry-") as folder:
+    with tempfile.TemporaryDirectory(prefix="dry-", dir=scratch.home()) as folder:
         one = _one_step(config, folder)
         prepare(one)
         data = language.mixture(one, "train") if config.data else None
