@@ -167,12 +167,17 @@ ROOMS = sorted(path.parent.name for path in SOURCE.glob("*/__init__.py"))
 
 
 def public_definitions(path: Path) -> Iterator[tuple[str, ast.AST]]:
-    """(name, node) of the functions, classes and methods of a file whose names have no leading underscore."""
+    """(name, node) of the functions, classes and methods of a file whose names have no leading underscore.
+
+    A setter is documented with its property, an overload with the function.
+    """
     todo: list[tuple[str, ast.AST]] = [("", ast.parse(path.read_text()))]
     while todo:
         outer, node = todo.pop()
         for inner in getattr(node, "body", []):
             if isinstance(inner, ast.FunctionDef | ast.ClassDef) and not inner.name.startswith("_"):
+                if any(ast.unparse(one).rpartition(".")[2] in ("overload", "setter") for one in inner.decorator_list):
+                    continue
                 yield outer + inner.name, inner
                 if isinstance(inner, ast.ClassDef):
                     todo.append((f"{outer}{inner.name}.", inner))
@@ -180,7 +185,7 @@ def public_definitions(path: Path) -> Iterator[tuple[str, ast.AST]]:
 
 # How many public definitions of a room may lack a docstring. A number here may only go down; a room that is not listed
 # may lack none. FAILURES D: 556 of 1,265 public definitions had no docstring.
-UNDOCUMENTED = {"checkpoint": 3, "data": 30, "engine": 15, "models": 6, "train": 28, "verify": 218}
+UNDOCUMENTED = {"verify": 218}
 
 
 def test_public_definitions_have_docstrings() -> None:

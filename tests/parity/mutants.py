@@ -56,7 +56,7 @@ EXEMPT = {
     "engine/naive.py:gradients:raw.all_reduce": "the definition itself: tests/engine/test_ledger.py compares with it",
     "engine/whole.py:gradients:raw.broadcast_": "gathers what tests look at; a wrong one fails every pp case",
     "engine/whole.py:_names_of_stages:raw.gather_list": "names of what tests look at; a wrong one fails every pp case",
-    "pipeline/costs.py:measure:raw.broadcast_": "measured times, alike on all ranks: they choose a split, not a number",
+    "pipeline/costs.py:measure:raw.broadcast_": "measured times, equal on all ranks: they choose a split, not a number",
     "pipeline/mail.py:_send:raw.send_start": "mutated where it is received: pipeline/mail.py:_post:raw.receive_start",
     "engine/start.py:equal_replicas:raw.broadcast_": "makes data replicas equal at start; tested there too",
     "engine/transport.py:_reduce_packed:raw.reduce_scatter_start": "NCCL's path: mutated at reduce_rows, its caller",

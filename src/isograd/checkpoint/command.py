@@ -38,6 +38,7 @@ ABOUT = "Checkpoints: what is in them, whether they are whole, how two differ, a
 
 
 def main(words: list[str], kind: Parser) -> int:
+    """`isograd ckpt`: run one of its commands; the exit code."""
     return run(words, kind, "ckpt", ABOUT, EXAMPLES, VERBS)
 
 

@@ -63,6 +63,7 @@ class Theirs:
     sources: tuple[tuple[str, Callable[[Tensor], Tensor]], ...]  # (our key, the part of theirs that it is)
 
     def made(self, ours: Iterator[Tensor]) -> Tensor:
+        """The tensor of the folder, from our tensors in the order of `sources`."""
         whole = torch.zeros(self.entry.shape, dtype=TORCH[self.entry.dtype])
         for _, view in self.sources:
             place, part = view(whole), next(ours)

@@ -141,6 +141,7 @@ def open_whole(place: Path) -> Reader:
 
 
 def damaged(place: Path, damage: Damage) -> CheckpointError:
+    """The error of a checkpoint whose files are not what its manifest lists."""
     return CheckpointError(
         "IG936",
         f"{place} is damaged",

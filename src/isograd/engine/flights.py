@@ -93,6 +93,7 @@ class Flights:
         self._with_block = 0
 
     def launch(self, bucket: Bucket, gradients: Pieces) -> None:
+        """Send a bucket's gradients to the owners of their rows; `sums` notes a NaN in them."""
         self.sent.append(bucket.number)
         self._in_pass += 1
         self._with_block += 1
@@ -102,6 +103,7 @@ class Flights:
         self._air.append((bucket, flight))
 
     def land_all(self) -> None:
+        """Wait for every bucket in the air, and add its rows to what is due."""
         while self._air:
             self._land()
 

@@ -34,6 +34,7 @@ class Joined(torch.optim.Optimizer):
             first += count
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One step of each optimizer; the closure, if there is one, runs once before them."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -43,10 +44,12 @@ class Joined(torch.optim.Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's; the joined optimizers then share the loaded state."""
         super().load_state_dict(state_dict)
         self._share()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused once optimizers are joined: none of them would step the new group."""
         if self.optimizers:
             raise EngineError(
                 "IG530",

@@ -45,6 +45,8 @@ from isograd.mesh import DATA, Mesh
 
 
 class State(Enum):
+    """Where a step stands. Each method of the ledger asserts the states that it may be called in."""
+
     OPEN = "open"  # between backwards
     BACKWARD = "in a backward"
     SETTLED = "settled"  # every debt is paid; a further backward opens it again

@@ -52,6 +52,8 @@ class Posted:
 
 
 class Lockstep:
+    """The notes that ranks send each other before each ZeRO 3 gather, and the rows that follow them."""
+
     def __init__(self, group: Group, where: str) -> None:
         self.group, self.where = group, where
         self.checked = group.size > 1 and not raw.native(group)

@@ -82,6 +82,8 @@ class Bucket:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
+    """How a model's parameters are cut into rows, and in which buckets their gradients travel."""
+
     slots: tuple[Slot, ...]
     buckets: tuple[Bucket, ...]
 

@@ -23,6 +23,7 @@ class LossScale:
     good_steps: int = 0
 
     def update(self, overflow: bool) -> None:
+        """Count one step; `overflow` says whether its gradients were not finite."""
         if overflow:
             self.value = max(self.value / 2, self.smallest)
             self.good_steps = 0

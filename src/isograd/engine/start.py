@@ -143,6 +143,7 @@ def check_offload(offload: bool, mesh: Mesh) -> None:
 
 
 def check_accumulation(mode: str, mesh: Mesh, *, overlap: bool, reproducible: bool) -> None:
+    """Refuse a way to accumulate that is unknown, or that another option contradicts."""
     if mode not in ("local", "sharded"):
         raise _accumulation(mode, "no such way to accumulate", "'local' or 'sharded'", mesh)
     asked = {"overlap=False": not overlap, "reproducible=True": reproducible, "a pipeline": mesh.size("pp") > 1}
@@ -204,6 +205,7 @@ def _refuse_unequal(replicated: list[Record], axes: str, mesh: Mesh) -> None:
 
 
 def check_loss(loss: Tensor, weight: float | Tensor, mesh: Mesh) -> None:
+    """Refuse a loss that backward cannot start from, and a weight that is not one number."""
     if not loss.requires_grad:
         raise EngineError(
             "IG513",
@@ -233,6 +235,7 @@ def check_loss(loss: Tensor, weight: float | Tensor, mesh: Mesh) -> None:
 
 
 def check_weight(weight: float, mesh: Mesh) -> None:
+    """Refuse a negative or NaN weight."""
     if not weight >= 0:
         raise EngineError(
             "IG515",
@@ -333,6 +336,7 @@ class Watch:
         return id(parameter), place, parameter.requires_grad, parameter.dtype
 
     def problem(self, mesh: Mesh) -> EngineError | None:
+        """The error if the model is no longer the one the Engine was made for; None if it is."""
         now = {name: self._look(p) for name, p in self._model.named_parameters() if p.requires_grad}
         if now != self._known:
             changed = sorted(n for n in now.keys() | self._known.keys() if now.get(n) != self._known.get(n))

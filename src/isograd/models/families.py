@@ -65,6 +65,7 @@ def _third_of_heads(n: int, heads: int) -> View:
 
 
 def rules(config: TransformerConfig, model_type: str) -> list[Rule]:
+    """How each parameter of ours is read from the tensors of a Hugging Face model of this type."""
     return list({"gpt2": _gpt2, "gpt_neox": _neox}.get(model_type, _llama)(config))
 
 
@@ -386,6 +387,7 @@ class HuggingFace:
             )
 
     def has(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Whether the folder's weights hold this parameter of ours; another shape is an error."""
         if name in self._shapes and self._shapes[name] != shape:
             raise ModelError(
                 "IG423",

@@ -34,6 +34,8 @@ class Part(BaseModel):
 
 
 class Model(Part):
+    """`model`: which model is trained, from which weights, in which dtype."""
+
     preset: str | None = Field(default=None, description="a model by name, for example quickstart or tiny-llama")
     path: str | None = Field(
         default=None, description="a Hugging Face folder to start from: its config and its weights"
@@ -62,6 +64,8 @@ class Model(Part):
 
 
 class Text(Part):
+    """One of `data.sources`: a folder of token shards, or a built-in text."""
+
     path: str | None = Field(default=None, description="a folder made by `isograd data build`")
     builtin: Literal["stdlib"] | None = Field(
         default=None, description="stdlib: the source text of Python's own modules"
@@ -76,6 +80,8 @@ class Text(Part):
 
 
 class Data(Part):
+    """`data`: tokens for a language model."""
+
     sources: list[Text] = Field(min_length=1, description="where tokens come from, blended by weight")
     length: Positive = Field(description="tokens of a sequence")
     packing: Literal["documents", "stream"] = Field(
@@ -86,6 +92,8 @@ class Data(Part):
 
 
 class PairsOf(Part):
+    """`pairs`: pairs of texts for an encoder."""
+
     path: str = Field(description="JSON lines, one pair of texts in each")
     keys: tuple[str, str] = Field(description="under which the two texts of a line stand")
     length: Positive = Field(default=64, description="tokens of a text at most")
@@ -106,6 +114,8 @@ class PairsOf(Part):
 
 
 class Optimizer(Part):
+    """`optimizer`: the optimizer, and the learning rate over the run."""
+
     name: Literal["adamw", "muon"] = Field(
         default="adamw", description="muon: matrices of blocks by Muon, the rest by AdamW"
     )
@@ -128,6 +138,8 @@ class Optimizer(Part):
 
 
 class Saving(Part):
+    """`checkpoint`: when checkpoints are written, and which are kept."""
+
     every: Positive | None = Field(default=None, description="steps between checkpoints; null: at the end only")
     keep_last: Positive = Field(default=2, description="how many of the newest are kept")
     keep_every: Positive | None = Field(
@@ -136,12 +148,16 @@ class Saving(Part):
 
 
 class Evaluating(Part):
+    """`evaluate`: when held-out data is evaluated, and how much of it."""
+
     every: Positive | None = Field(default=None, description="steps between evaluations; null: at the end only")
     first: bool = Field(default=False, description="also before the first step")
     batches: Positive = Field(default=4, description="batches of held-out text in one evaluation")
 
 
 class Logging(Part):
+    """`log`: what is printed, and which trackers get the numbers."""
+
     every: Positive = Field(default=1, description="steps between progress lines")
     tensorboard: bool = Field(default=False, description="also write TensorBoard's files (extra `track`)")
     trackio: str | None = Field(default=None, description="also log to this trackio project (extra `track`)")
@@ -156,6 +172,8 @@ class Logging(Part):
 
 
 class Safety(Part):
+    """`safety`: what a run does about NaN, silent ranks and flipped bits."""
+
     not_finite: Literal["stop", "skip"] = Field(
         default="stop", description="what a NaN or Inf gradient does to the run"
     )
@@ -169,6 +187,8 @@ class Safety(Part):
 
 
 class Config(Part):
+    """A whole run."""
+
     version: Literal[1] = Field(default=VERSION, description="of this schema")
     run: str = Field(description="the folder of the run: checkpoints, metrics, pictures")
     layout: str = Field(default="dp1", description="for example 'dp2 tp2 sp zero1'")
@@ -218,4 +238,5 @@ class Config(Part):
 
     @property
     def folder(self) -> Path:
+        """The run's folder as a path."""
         return Path(self.run)

@@ -89,6 +89,7 @@ class Journal:
         self._sinks = sinks
 
     def write(self, **entry: Any) -> None:
+        """Append an entry to metrics.jsonl and show it."""
         with _writing():
             self._file.write(json.dumps({k: _number(v) for k, v in entry.items()}, allow_nan=False) + "\n")
         for sink in self._sinks:
@@ -114,6 +115,7 @@ def human(count: float) -> str:
 
 
 def clock(seconds: float) -> str:
+    """3723 -> '1:02:03'."""
     hours, rest = divmod(int(seconds + 0.5), 3600)
     return f"{hours}:{rest // 60:02d}:{rest % 60:02d}" if hours else f"{rest // 60}:{rest % 60:02d}"
 
@@ -156,10 +158,12 @@ def sentence(entry: dict[str, Any], columns: int = WIDE) -> str:
 
 
 def plain(entry: dict[str, Any]) -> None:
+    """Print an entry as a line of words."""
     print(sentence(entry, screen.width(WIDE)), flush=True)
 
 
 def as_json(entry: dict[str, Any]) -> None:
+    """Print an entry as a line of JSON."""
     print(json.dumps({k: _number(v) for k, v in entry.items()}), flush=True)
 
 
@@ -189,6 +193,7 @@ class Live:
         )
 
     def close(self) -> None:
+        """Leave the last picture on the screen and stop redrawing."""
         self._display.stop()
 
 

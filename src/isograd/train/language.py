@@ -1,7 +1,7 @@
 """A language model in training: what a step's batch is, what is evaluated, and a sample of what it writes.
 
 Everything a step needs is a function of the step: rows of the data, dropout's key, the learning rate. So a run that was
-stopped goes on where it was, under any other layout.
+stopped resumes where it was, under any other layout.
 """
 
 from __future__ import annotations
@@ -111,6 +111,7 @@ class Language:
         return {name: tensor.to(self.mesh.device) for name, tensor in rows.items()}
 
     def accumulate(self, batch: dict[str, Any]) -> None:
+        """Forward and backward of a step, in micro-batches."""
         self.engine.accumulate(batch, self.config.micro_batches)
 
     def evaluate(self, beat: Beat) -> Evaluated | None:
@@ -163,7 +164,7 @@ def parameters(c: TransformerConfig) -> int:
 
 @torch.no_grad()
 def generate(model: Callable[[Tensor], Tensor], prompt: Tensor, count: int, window: int) -> list[int]:
-    """Tokens drawn at temperature 0.8, alike on all ranks because the draw is a function of its place."""
+    """Tokens drawn at temperature 0.8, the same on all ranks because each draw is a function of its place."""
     text = prompt
     for place in range(count):
         logits = model(text[:, -window:])[0, -1].double()

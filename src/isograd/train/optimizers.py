@@ -16,6 +16,8 @@ MATRICES = ("blocks.*",)  # what Muon steps: the matrices of blocks; embeddings,
 
 
 def factory(config: Optimizer) -> Factory:
+    """What the Engine calls with its shards to make the optimizer of a config."""
+
     def adamw(shards: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.AdamW(
             groups(shards, config.weight_decay), lr=config.lr, betas=config.betas, eps=config.eps, fused=True
@@ -57,6 +59,7 @@ class Schedule:
         self._bases = [float(group["lr"]) for group in optimizer.param_groups]
 
     def set(self, step: int) -> float:
+        """Set every group's rate for a step (counted from 0); returns what `lr` is at that step."""
         share = rate(self.config, step, self.steps)
         for group, base in zip(self.optimizer.param_groups, self._bases, strict=True):
             group["lr"] = base * share

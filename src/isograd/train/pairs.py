@@ -32,6 +32,7 @@ class Encoder(nn.Module):
         self.body, self.loss, self.pooling = body, loss, pooling
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """One vector per text."""
         states: Tensor = self.body(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
         if self.pooling == "first":
             return states[:, 0]
@@ -40,6 +41,8 @@ class Encoder(nn.Module):
 
 
 class PairsJob:
+    """The job of an encoder: pairs of texts in, one optimizer step out."""
+
     unit = "pairs"
 
     def __init__(self, config: configs.Config, mesh: Mesh) -> None:
@@ -60,6 +63,7 @@ class PairsJob:
         self.flops = 2 * pairs.length * 6.0 * sum(p.numel() for p in body.parameters() if p.dim() > 1)
 
     def batch(self, step: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """This data rank's pairs of a step as tokens, each side for itself."""
         pairs = self.data.rows(step, rows_of(self.config, self.mesh))
         return self._tokens([a for a, _ in pairs]), self._tokens([b for _, b in pairs])
 
@@ -70,6 +74,7 @@ class PairsJob:
         return {name: found[name].to(self.mesh.device) for name in ("input_ids", "attention_mask")}
 
     def accumulate(self, batch: tuple[dict[str, Tensor], dict[str, Tensor]]) -> None:
+        """Forward and backward of a step, chunk by chunk."""
         self.cache.backward(*batch)
 
     @torch.no_grad()

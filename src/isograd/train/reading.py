@@ -24,10 +24,13 @@ from isograd.yamls import Place
 
 @dataclass(frozen=True)
 class Loaded:
+    """A config, and which line of the file or which option each value comes from."""
+
     config: Config
     origins: dict[Place, str]  # of the values that are not defaults
 
     def origin(self, place: Place) -> str:
+        """Where the value at a place comes from: 'run.yaml:9', 'command line' or 'default'."""
         return self.origins.get(place, "default")
 
 
@@ -136,6 +139,7 @@ def migrated(values: dict[str, Any], origin: str) -> dict[str, Any]:
 
 
 def dotted(place: Place) -> str:
+    """('optimizer', 'lr') -> 'optimizer.lr'."""
     return ".".join(map(str, place))
 
 
@@ -192,6 +196,7 @@ def names_at(place: Place) -> list[str]:
 
 
 def description(place: Place) -> str:
+    """What the field at a place means."""
     model = _model_at(place[:-1])
     field = model.model_fields.get(str(place[-1])) if model else None
     return (field.description if field else None) or "a mapping"

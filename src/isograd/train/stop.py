@@ -18,6 +18,8 @@ PASSED_ON = signal.SIGUSR2  # what `isograd train` sends to ranks that it starte
 
 
 class Wish:
+    """Listens for signals and for the STOP file while a run lasts."""
+
     def __init__(self, folder: Path, *, looks: bool, signals: Iterable[signal.Signals] = SIGNALS) -> None:
         """looks: whether this rank looks for the file (one does)."""
         self.file = folder / "STOP"
