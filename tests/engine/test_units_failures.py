@@ -237,7 +237,7 @@ def two_engines() -> list[bool]:
     engines = [Engine(model, mesh, toys.sgd) for model in models]
     losses = [loss_of(model, 0, mesh.rank + 2) for model in models]
     with models[0].trap(1, "forward") if mesh.rank else nullcontext():
-        said = outcome(lambda: loss_of(models[0], 0, 2))
+        said = outcome(lambda: engines[0].backward(*loss_of(models[0], 0, 2)))
     engines[0].discard()
     engines[1].backward(*losses[1])
     engines[0].backward(*loss_of(models[0], 0, mesh.rank + 2))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from torch import Tensor
 from isograd.comm import raw
 from isograd.comm.notes import gather_notes
 from isograd.comm.raw import Group
+from isograd.engine.bundle import SMALL, Cut
 from isograd.engine.plan import Bucket, Plan, Slot
 from isograd.engine.transport import Flight, Pieces, reduce_rows
 from isograd.errors import EngineError
@@ -37,7 +39,8 @@ class Flights:
         self.plan, self.group, self.tree, self._where = plan, group, tree, where
         self._serial, self._step = raw.serial(group), 0
         self.sent: list[int] = []  # numbers of the buckets that left since the step began
-        self.sums: list[Tensor] = []  # of each of them, on the device: they tell on which rank a NaN was born
+        # The sum of all gradients that were looked at in this step, on the device: NaN or Inf if one of them has any.
+        self.total = torch.zeros((), dtype=torch.float64, device=plan.slots[0].parameter.device)
         self.due: dict[Slot, Tensor] = {}  # landed: my rows, summed over the data axes
         self._air: deque[tuple[Bucket, Flight]] = deque()
         self._in_pass = 0  # launched in the running pass, or in the last one
@@ -98,9 +101,18 @@ class Flights:
         self._in_pass += 1
         self._with_block += 1
         packed = bucket.bundle.pack(gradients)
-        self.sums.append(torch.stack([tensor.sum() for tensor in packed]).sum())
-        flight = reduce_rows(bucket.bundle.slots, packed, self.group, tree=self.tree, number=bucket.number)
+        slots = bucket.bundle.slots
+        self.look(t for t, slot in zip(packed, slots, strict=True) if isinstance(slot, Cut) or t.numel() <= SMALL)
+        flight = reduce_rows(slots, packed, self.group, tree=self.tree, number=bucket.number)
         self._air.append((bucket, flight))
+
+    def look(self, gradients: Iterable[Tensor]) -> None:
+        """Remember whether gradients of this rank are finite, which their sums show. The ledger shows large ones as
+        soon as they are made, while they are in the processor's cache; small ones are looked at when they leave.
+        One number is kept: small tensors that stay between large ones would keep the heap from being used again.
+        """
+        for gradient in gradients:
+            self.total.add_(gradient.sum())
 
     def land_all(self) -> None:
         """Wait for every bucket in the air, and add its rows to what is due."""
@@ -127,7 +139,8 @@ class Flights:
     def clear(self) -> None:
         """A new step begins. Nothing may be in the air."""
         assert not self._air, "flights of the step before have not landed"
-        self.sent, self.sums, self.due, self._in_pass, self._with_block = [], [], {}, 0, 0
+        self.sent, self.due, self._in_pass, self._with_block = [], {}, 0, 0
+        self.total.zero_()
         self._step += 1
 
 

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 
 from isograd.comm import raw
 from isograd.engine import start
+from isograd.engine.bundle import SMALL
 from isograd.engine.flights import Flights, zeros_of
 from isograd.engine.plan import Bucket, Plan, Slot
 from isograd.engine.precision import LossScale
@@ -269,7 +270,9 @@ class Ledger:
         if self._no_loss is not None:
             gradient = torch.where(self._no_loss, torch.zeros_like(gradient), gradient)
         before = self.local.get(slot)
-        self.local[slot] = gradient if before is None else before.add_(gradient)
+        total = self.local[slot] = gradient if before is None else before.add_(gradient)
+        if total.numel() > SMALL:
+            self.flights.look([total])
 
     # -- 3. a bucket leaves
 

@@ -79,6 +79,7 @@ class Units:
         self._round: int | None = None  # of the lockstep, in which a forward or a backward began that is not over
         self._readers = 0
         self._flying: list[tuple[Posted, list[Kept]]] = []
+        self._left: Posted | None = None  # said when backward left the last block that it did not gather anew
         self._trace: list[Unit] = []  # units in the order of the running forward
         self._after: dict[int, Unit] = {}  # which unit follows which, as the last forward had it
         self._before: dict[int, Unit] = {}
@@ -132,13 +133,17 @@ class Units:
             self.abort(f"failed in forward: {_headline(error)}")
             return
         self._in_forward = False
-        if differentiable(output):
+        graph = differentiable(output)
+        if graph:
             self._held.add(id(self.root))
-        else:  # an evaluation: no backward will come
+        else:
             self._held.clear()
             self._round = None
         self._give_back_all(but=self._held)
-        self._meet("ends its forward")
+        if graph:  # its backward reads the others' notes: nobody waits here
+            self._post("ends its forward")
+        else:  # an evaluation: no backward will come
+            self._meet("ends its forward")
         self._remember()
 
     def _entering(self, unit: Unit) -> Callable[..., None]:
@@ -184,7 +189,7 @@ class Units:
     def begin_backward(self, passed: Callable[[set[int]], None] | None) -> None:
         """`passed` may send what backward has left behind: at the same points on all ranks."""
         self._in_backward, self._passed, self._outer = True, passed, sys.exception()
-        self._current = self.root
+        self._current, self._left = self.root, None
         self._began()
         self._need(self.root)
         self._start(self._before.get(id(self.root)))
@@ -207,8 +212,10 @@ class Units:
         self._land()
         # After a note of the other ranks, which proves that they have come as far: `passed` may wait for them.
         if is_over and self._passed:
-            if not gathers:
-                self._meet(f"has left {last.words} in backward")
+            if not gathers:  # read when the next block is left: ranks may be one block apart
+                before, self._left = self._left, self._post(f"has left {last.words} in backward")
+                if before is not None:
+                    self._confirm(before)
             self._passed({key for key, module in self._homes.items() if module is last.module})
         self._start(self._before.get(id(unit)))
 
@@ -241,9 +248,15 @@ class Units:
     def _began(self) -> None:
         self._round = self._lockstep.round
 
+    def _post(self, said: str) -> Posted | None:
+        if self._readers:  # where everything is whole, a rank may call the model by itself
+            return None
+        return self._lockstep.post(MEETING, said)
+
     def _meet(self, said: str) -> None:
-        if not self._readers:  # where everything is whole, a rank may call the model by itself
-            self._confirm(self._lockstep.post(MEETING, said))
+        posted = self._post(said)
+        if posted is not None:
+            self._confirm(posted)
 
     def _confirm(self, posted: Posted) -> None:
         try:
@@ -255,7 +268,7 @@ class Units:
     def _clear(self) -> None:
         """Nothing is whole but for readers, nothing is under way, and no order of blocks is expected any more."""
         self._in_forward = self._in_backward = False
-        self._round, self._current, self._passed = None, self.root, None
+        self._round, self._current, self._passed, self._left = None, self.root, None, None
         self._trace, self._after, self._before = [], {}, {}
         self._held.clear()
         self._open.clear()
