@@ -38,9 +38,11 @@ from isograd.comm.launch import World
 from isograd.contract import contracts
 from isograd.mesh import Mesh
 from isograd.models import Transformer, TransformerConfig
-from isograd.verify import numerics, prove, tensorwise
+from isograd.verify import prove
 from isograd.verify.case import Case
-from isograd.verify.findings import BUG, INCONCLUSIVE, PASS, Report, kind
+from isograd.verify.compare import numerics, tensorwise
+from isograd.verify.tell.findings import BUG, INCONCLUSIVE, PASS, kind
+from isograd.verify.tell.report import Report
 
 OUT = Path(__file__).parent / "out"
 MODELS = {"llama": cases.LLAMA, "gpt2": cases.GPT2, "qwen": cases.QWEN}

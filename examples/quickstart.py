@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 import isograd as ig
-from isograd.verify.report import picture
+from isograd.verify.tell.report import picture
 
 BATCH, LENGTH = 16, 128  # sequences per step over all data ranks, bytes per sequence
 STEPS = 60

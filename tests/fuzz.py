@@ -44,7 +44,7 @@ from isograd.errors import IsogradError
 from isograd.models import load_config
 from isograd.stored import Stored
 from isograd.train import journal, reading
-from isograd.verify.recording import Recording
+from isograd.verify.record.recording import Recording
 from tests.data import toys
 from tests.verify import recordings
 

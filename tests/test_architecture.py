@@ -49,7 +49,8 @@ ARROWS = {
         "yamls",
     },
     # engine: what trains a case that brings no step of its own
-    "verify": {"screen", "comm", "contract", "engine", "errors", "layout", "mesh", "outside", "pipeline"},
+    "verify": {"screen", "comm", "contract", "corpus", "engine", "errors", "layout", "mesh", "outside", "pipeline"},
+    "corpus": set(),  # programs as their users write them
     "verbs": set(),
     "screen": set(),
     "new": {"errors"},
@@ -130,6 +131,17 @@ ARROWS = {
 }
 
 
+# The verifier's own rooms: what each may import of the others. Files beside them (prove.py, command.py) may import all.
+VERIFY = {
+    "record": set(),
+    "watch": {"record"},
+    "tell": {"record"},
+    "judge": {"record", "tell"},
+    "compare": {"judge", "record", "tell"},
+    "run": {"compare", "judge", "record", "tell", "watch"},
+}
+
+
 def room(path: Path) -> str:
     return path.relative_to(SOURCE).parts[0].removesuffix(".py")
 
@@ -162,9 +174,9 @@ PICKLERS = ("pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "ma
 UNSAFE_YAML = ("yaml.load", "yaml.load_all", "yaml.unsafe_load", "yaml.full_load")
 UNSAFE = ("torch.load", "eval", "exec", "__import__", *UNSAFE_YAML)
 # Programs and objects of others, and the one file of ours that talks to other ranks.
-SPEAKS_DISTRIBUTED = ("comm/raw.py", "verify/foreign.py", "verify/watched.py")
-CORPUS = "verify/bugs/"  # programs as their users write them
-LOADS_BY_NAME = ("__init__.py", "pipeline/__init__.py", "verify/__init__.py", "verify/bugs/run.py")
+SPEAKS_DISTRIBUTED = ("comm/raw.py", "verify/watch/foreign.py", "verify/watch/watched.py", "verify/run/corpus.py")
+CORPUS = "corpus/"  # programs as their users write them
+LOADS_BY_NAME = ("__init__.py", "pipeline/__init__.py", "verify/__init__.py", "verify/run/corpus.py")
 CARRIES_RANKS = ("comm/launch.py", "comm/worker.py")
 
 
@@ -213,6 +225,31 @@ def test_arrows_point_downwards_only() -> None:
     while leaves := {here for here, below in arrows.items() if not below & set(arrows)}:
         arrows = {here: below for here, below in arrows.items() if here not in leaves}
     assert not arrows, f"a circle among {sorted(arrows)}"
+
+
+@pytest.mark.parametrize("here", VERIFY)
+def test_a_room_of_the_verifier_knows_only_the_rooms_below_it(here: str) -> None:
+    for path in (SOURCE / "verify" / here).rglob("*.py"):
+        known = {name.split(".")[2] for name in imported_modules(path) if name.startswith("isograd.verify.")}
+        assert known <= VERIFY[here] | {here}, path
+
+
+def test_no_two_files_of_the_verifier_import_one_another() -> None:
+    files = {".".join(p.relative_to(SOURCE.parent).with_suffix("").parts): p for p in FILES if room(p) == "verify"}
+    below = {name: imported_modules(path) & set(files) for name, path in files.items()}
+    while leaves := {name for name, known in below.items() if not known & set(below)}:
+        below = {name: known for name, known in below.items() if name not in leaves}
+    assert not below, f"a circle among {sorted(below)}"
+
+
+def imported_modules(path: Path) -> set[str]:
+    """'isograd.verify.record.sketch' and the like, wherever in a file they are imported but for the sake of types."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and spelled(node.test) == "TYPE_CHECKING":
+            node.body = []
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module]
+    return {n.module for n in imports} | {f"{n.module}.{alias.name}" for n in imports for alias in n.names}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SOURCE)))

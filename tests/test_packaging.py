@@ -123,7 +123,8 @@ def test_from_an_empty_folder_with_only_the_wheel_a_model_trains_and_is_proven(t
     (packed,) = (sources / "dist").glob("*.tar.gz")
     with zipfile.ZipFile(wheel) as opened:
         assert {f"isograd/recipes/{name}.yaml" for name in recipes()} <= set(opened.namelist())
-        assert "isograd/verify/startup/sitecustomize.py" in opened.namelist()  # without it `verify run` watches nothing
+        # Without this file `verify run` watches nothing.
+        assert "isograd/verify/watch/startup/sitecustomize.py" in opened.namelist()
     with tarfile.open(packed) as opened:
         inside = {name.partition("/")[2] for name in opened.getnames()}
     wanted = ("recipes/pairs.yaml", "examples/quickstart.py", "docs/train.md", "src/isograd/recipes/pairs.yaml")

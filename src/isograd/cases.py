@@ -21,8 +21,8 @@ from isograd.layout import Layout
 from isograd.mesh import Mesh
 from isograd.models import Transformer, TransformerConfig
 from isograd.verify.case import Case
-from isograd.verify.findings import Report
 from isograd.verify.prove import verify
+from isograd.verify.tell.report import Report
 
 LAYOUTS = (
     "dp2", "dp2 zero2", "dp2 zero3", "tp2", "tp2 sp", "cp2 ulysses", "cp2 ring", "pp2", "dp2 tp2 sp zero1",

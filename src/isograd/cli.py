@@ -24,7 +24,7 @@ from isograd import __version__, screen
 from isograd.errors import ConfigError, IsogradError, LaunchError, did_you_mean
 
 if TYPE_CHECKING:
-    from isograd.verify.findings import Report
+    from isograd.verify.tell.report import Report
 
 COMMANDS = ("new", "recipes", "train", "compare", "config", "data", "ckpt", "explain", "verify")
 

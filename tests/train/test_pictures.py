@@ -11,8 +11,8 @@ from PIL import Image, ImageColor
 
 from isograd.train import curves
 from isograd.train.compare import Row, table
-from isograd.verify.findings import Report, Subject
-from isograd.verify.report import render
+from isograd.verify.tell.findings import Subject
+from isograd.verify.tell.report import Report, render
 
 NAMES = ["dp4", "tp2 sp dp2", "cp2 ulysses dp2", "pp2 dp2 zero1"]
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from isograd.comm.launch import World
-from isograd.verify.bugs.run import Bench
+from isograd.verify.run.corpus import Bench
 
 
 @pytest.fixture(scope="session")

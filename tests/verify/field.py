@@ -18,7 +18,7 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from isograd.verify.capture import Capture
+from isograd.verify.watch.capture import Capture
 
 Program = Callable[..., None]
 

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isograd.verify.capture import digest
-from isograd.verify.given import described
-from isograd.verify.recording import RankWriter, Recording, write_json
-from isograd.verify.sketch import sketch
+from isograd.verify.record.recording import RankWriter, Recording, write_json
+from isograd.verify.record.sketch import digest, sketch
+from isograd.verify.watch.given import described
 
 RATE = 0.1
 Box = list[list[int]]

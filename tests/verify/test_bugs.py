@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from isograd.corpus import FRAMEWORKS, PROGRAMS
 from isograd.errors import VerifyError
-from isograd.verify import catalogue
-from isograd.verify.bugs import FRAMEWORKS, PROGRAMS
-from isograd.verify.bugs.run import Bench, Planted, every_name, names_it, planted
-from isograd.verify.findings import BUG, NOTE, Finding, Subject
+from isograd.verify.run.corpus import Bench, Planted, every_name, names_it, planted
+from isograd.verify.tell import catalogue
+from isograd.verify.tell.findings import BUG, NOTE, Finding, Subject
 
 EVERY = {what.name: what for what in every_name([])}
 SEEDS = (0,)

@@ -17,13 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from isograd.comm.launch import World
-from isograd.verify.analysis import Analysis
-from isograd.verify.bugs.plain import HIDDEN, VOCAB, Mlp, batch, cross_entropy, micro_batches, seeded, valid
-from isograd.verify.bugs.sharded import ShardedMlp
-from isograd.verify.capture import Capture
-from isograd.verify.checks import CHECKS, check
-from isograd.verify.findings import BUG, INCONCLUSIVE, NOTE, Finding
-from isograd.verify.recording import Recording, write_json
+from isograd.corpus.plain import HIDDEN, VOCAB, Mlp, batch, cross_entropy, micro_batches, seeded, valid
+from isograd.corpus.sharded import ShardedMlp
+from isograd.verify.judge.analysis import Analysis
+from isograd.verify.judge.checks import CHECKS, check
+from isograd.verify.record.recording import Recording, write_json
+from isograd.verify.tell.findings import BUG, INCONCLUSIVE, NOTE, Finding
+from isograd.verify.watch.capture import Capture
 
 from . import field
 from .recordings import Held, Step, numbers, write

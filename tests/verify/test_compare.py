@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from isograd.errors import VerifyError
-from isograd.verify.analysis import Analysis
-from isograd.verify.bugs.run import Bench, every_name
-from isograd.verify.compare import compare, whole_tensors
-from isograd.verify.findings import BUG, INCONCLUSIVE, NOTE, PASS, Finding, Subject
-from isograd.verify.recording import Recording
-from isograd.verify.same_data import same_data
-from isograd.verify.tensorwise import block_error
+from isograd.verify.compare.compare import compare, whole_tensors
+from isograd.verify.compare.same_data import same_data
+from isograd.verify.compare.tensorwise import block_error
+from isograd.verify.judge.analysis import Analysis
+from isograd.verify.record.recording import Recording
+from isograd.verify.run.corpus import Bench, every_name
+from isograd.verify.tell.findings import BUG, INCONCLUSIVE, NOTE, PASS, Finding, Subject
 
 from .recordings import RATE, Held, Step, numbers, write
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from isograd.verify.contributions import TOLERANCE, Key, fit
-from isograd.verify.sketch import WIDTH, sketch
+from isograd.verify.judge.contributions import TOLERANCE, fit
+from isograd.verify.record.events import Key
+from isograd.verify.record.sketch import WIDTH, sketch
 
 from .recordings import numbers
 

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from isograd.verify.divergence import Match, contained, first_divergence, same_numbers
-from isograd.verify.findings import BUG, INCONCLUSIVE, Finding
-from isograd.verify.recording import Recording
+from isograd.verify.compare.divergence import Match, contained, first_divergence, same_numbers
+from isograd.verify.record.recording import Recording
+from isograd.verify.tell.findings import BUG, INCONCLUSIVE, Finding
 
 from .recordings import Step, numbers, write
 

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from isograd.comm.launch import World
-from isograd.verify import checks
-from isograd.verify.analysis import Analysis
-from isograd.verify.attach import inspect
-from isograd.verify.capture import Capture
-from isograd.verify.compare import compare
-from isograd.verify.findings import BUG, INCONCLUSIVE, NOTE, PASS, Finding, Subject
-from isograd.verify.recording import Recording
+from isograd.verify.compare.compare import compare
+from isograd.verify.judge import checks
+from isograd.verify.judge.analysis import Analysis
+from isograd.verify.record.recording import Recording
+from isograd.verify.run.attach import inspect
+from isograd.verify.tell.findings import BUG, INCONCLUSIVE, NOTE, PASS, Finding, Subject
+from isograd.verify.watch.capture import Capture
 from tests.verify import field
 from tests.verify.recordings import Held, Step, numbers, write
 
@@ -92,7 +92,7 @@ def test_an_error_in_one_sense_costs_this_sense_alone(tmp_path: Path, monkeypatc
     def broken(*_: Any) -> None:
         raise IndexError("tuple index out of range")
 
-    monkeypatch.setattr("isograd.verify.means.Means.look", broken)
+    monkeypatch.setattr("isograd.verify.watch.means.Means.look", broken)
     with Capture(tmp_path, steps=2, lenient=True):
         loop()
     subject = inspect(tmp_path)

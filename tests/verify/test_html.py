@@ -15,8 +15,9 @@ import pytest
 
 from isograd.pipeline import picture
 from isograd.pipeline.schedule import build
-from isograd.verify.findings import BUG, INCONCLUSIVE, NOTE, PASS, Finding, Report, Subject
-from isograd.verify.html import page
+from isograd.verify.tell.findings import BUG, INCONCLUSIVE, NOTE, PASS, Finding, Subject
+from isograd.verify.tell.html import page
+from isograd.verify.tell.report import Report
 
 HOSTILE = "<script>alert(1)</script>"
 BREAKOUT = "\"><img src=x onerror=alert(2)> & 'quoted'"

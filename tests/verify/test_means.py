@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from isograd.verify.attach import inspect
-from isograd.verify.capture import Capture
-from isograd.verify.findings import BUG, PASS, Subject
-from isograd.verify.recording import Recording
+from isograd.verify.record.recording import Recording
+from isograd.verify.run.attach import inspect
+from isograd.verify.tell.findings import BUG, PASS, Subject
+from isograd.verify.watch.capture import Capture
 
 WIDTH = 3
 Loss = Callable[[Tensor, Tensor], Tensor]

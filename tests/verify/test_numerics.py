@@ -14,9 +14,19 @@ from torch import Tensor, nn
 from torch._C import _len_torch_dispatch_stack
 
 from isograd.comm.launch import World
-from isograd.verify.findings import BUG, INCONCLUSIVE, PASS
-from isograd.verify.numerics import HIGH, LOW, Associated, Noise, direction, scale_of, slope_along, taylor, verdict
+from isograd.verify.compare.numerics import (
+    HIGH,
+    LOW,
+    Associated,
+    Noise,
+    direction,
+    scale_of,
+    slope_along,
+    taylor,
+    verdict,
+)
 from isograd.verify.prove import one_device
+from isograd.verify.tell.findings import BUG, INCONCLUSIVE, PASS
 
 from .recordings import numbers
 from .test_prove import by_hand

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from isograd.verify.analysis import Analysis
-from isograd.verify.checks import check
-from isograd.verify.checks.data import own_data
-from isograd.verify.findings import BUG, INCONCLUSIVE, Finding
-from isograd.verify.recording import Recording
+from isograd.verify.judge.analysis import Analysis
+from isograd.verify.judge.checks import check
+from isograd.verify.judge.checks.data import own_data
+from isograd.verify.record.recording import Recording
+from isograd.verify.tell.findings import BUG, INCONCLUSIVE, Finding
 
 from .recordings import Held, Step, numbers, write
 

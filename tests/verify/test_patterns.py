@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from isograd.verify import patterns
-from isograd.verify.contributions import USES, Key
-from isograd.verify.patterns import Symptom, read
+from isograd.verify.judge import patterns
+from isograd.verify.judge.patterns import Symptom, read
+from isograd.verify.record.events import USES, Key
 
 
 def grid(*by_rank: tuple[float, ...]) -> dict[Key, float]:

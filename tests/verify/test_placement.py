@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from isograd.verify.placement import Place, place
+from isograd.verify.compare.placement import Place, place
 
 from .recordings import numbers
 

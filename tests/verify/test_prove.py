@@ -21,19 +21,20 @@ import isograd as ig
 from isograd.cases import language_model
 from isograd.comm.launch import World
 from isograd.contract import declare
+from isograd.corpus.plain import Mlp, cross_entropy, my_rows, seeded, valid
+from isograd.corpus.plain import batch as uneven
+from isograd.corpus.sharded import ShardedMlp
 from isograd.errors import LaunchError, LayoutError, VerifyError
 from isograd.mesh import Mesh
 from isograd.models import TransformerConfig
 from isograd.verify import prove, slopes
-from isograd.verify.bugs.plain import Mlp, cross_entropy, my_rows, seeded, valid
-from isograd.verify.bugs.plain import batch as uneven
-from isograd.verify.bugs.sharded import ShardedMlp
 from isograd.verify.case import Case
-from isograd.verify.compare import compare
-from isograd.verify.findings import BUG, INCONCLUSIVE, NOTE, PASS, Report
+from isograd.verify.compare.compare import compare
 from isograd.verify.prove import assert_same_gradients, make, verify
-from isograd.verify.recording import Recording
+from isograd.verify.record.recording import Recording
 from isograd.verify.slopes import taylor_test
+from isograd.verify.tell.findings import BUG, INCONCLUSIVE, NOTE, PASS
+from isograd.verify.tell.report import Report
 
 TINY = TransformerConfig(vocab=31, hidden=8, layers=1, heads=2, head_dim=4, mlp=11)
 NORMS = ("blocks.0.norm1.weight", "blocks.0.norm2.weight", "norm.weight")

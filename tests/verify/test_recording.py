@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from isograd.errors import VerifyError
-from isograd.verify import recording
-from isograd.verify.recording import RankWriter, Recording, write_json
+from isograd.verify.record import recording
+from isograd.verify.record.recording import RankWriter, Recording, write_json
 
 from .recordings import Held, Step, numbers, write
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from isograd.verify.findings import BUG, INCONCLUSIVE, NOTE, PASS, Finding, Report, Subject, kind, listed
-from isograd.verify.recording import RankWriter, Recording
-from isograd.verify.report import MOST_EVENTS, render, timeline
+from isograd.verify.record.recording import RankWriter, Recording
+from isograd.verify.tell.findings import BUG, INCONCLUSIVE, NOTE, PASS, Finding, Subject, kind, listed
+from isograd.verify.tell.report import MOST_EVENTS, Report, render, timeline
 
 NAMES = tuple(f"blocks.{i}.norm1.weight" for i in range(5))
 

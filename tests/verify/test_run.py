@@ -27,12 +27,12 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.flop_counter import FlopCounterMode
 
 from isograd.cli import main
-from isograd.verify.attach import inspect
-from isograd.verify.capture import Capture
-from isograd.verify.findings import BUG, INCONCLUSIVE, NOTE, PASS, Subject
-from isograd.verify.hang import place, processes
-from isograd.verify.life import UNWATCHED
-from isograd.verify.recording import RankWriter, Recording
+from isograd.verify.record.recording import RankWriter, Recording
+from isograd.verify.run.attach import inspect
+from isograd.verify.run.hang import place, processes
+from isograd.verify.tell.findings import BUG, INCONCLUSIVE, NOTE, PASS, Subject
+from isograd.verify.watch.capture import Capture
+from isograd.verify.watch.life import UNWATCHED
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "unmodified"
 VOCAB, LENGTH = 19, 7
@@ -352,7 +352,7 @@ def test_an_error_of_the_watcher_ends_the_watching_and_not_the_program(tmp_path,
         done.append(model.weight.grad.is_sparse)
 
     done: list[bool] = []
-    monkeypatch.setattr("isograd.verify.capture.sketch", broken)
+    monkeypatch.setattr("isograd.verify.watch.capture.sketch", broken)
     verdict, said = verdict_and_sentences(watch(tmp_path, program))
     assert done == [True]
     assert verdict == INCONCLUSIVE

@@ -13,13 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from isograd.errors import VerifyError
-from isograd.verify.capture import Capture
-from isograd.verify.compare import compare
-from isograd.verify.findings import NOTE, PASS
-from isograd.verify.given import described, named
-from isograd.verify.recording import Recording, write_json
-from isograd.verify.same_data import LABELS as LABELS_OF_LOSS
-from isograd.verify.same_data import Content, contents, lost_at_borders, same_data
+from isograd.verify.compare.compare import compare
+from isograd.verify.compare.same_data import LABELS as LABELS_OF_LOSS
+from isograd.verify.compare.same_data import Content, contents, lost_at_borders, same_data
+from isograd.verify.record.recording import Recording, write_json
+from isograd.verify.tell.findings import NOTE, PASS
+from isograd.verify.watch.capture import Capture
+from isograd.verify.watch.given import described, named
 
 from .recordings import Step, numbers, write
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isograd.verify.sketch import _ROWS_AT_ONCE, WIDTH, content_hash, sketch
+from isograd.verify.record.sketch import _ROWS_AT_ONCE, WIDTH, content_hash, sketch
 
 from .recordings import numbers
 

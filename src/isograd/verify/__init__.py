@@ -1,8 +1,8 @@
 """Finds and names gradient bugs in any torch.distributed program: `isograd.verify(case, layouts)`, `isograd verify`.
 
-The room's parts, in the order in which a gradient passes through them: hooks, collectives and capture watch a rank;
-recording is what they write; analysis and contributions read it; checks, compare and diagnose judge; findings, report
-and html tell. prove runs a case under layouts, attach watches a foreign program, bugs is the corpus of known bugs.
+The rooms, in the order in which a gradient passes through them: watch/ sees it inside the program's own process,
+record/ holds what was seen, judge/ finds what is wrong without a reference and compare/ with one, tell/ puts it into
+words. run/ starts foreign programs and the corpus of known bugs (isograd.corpus); prove.py runs a case under layouts.
 
 The module itself can be called: isograd.verify(case, layouts) is isograd.verify.verify(case, layouts).
 """
@@ -16,22 +16,21 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from isograd.verify.case import Case as Case
-    from isograd.verify.compare import compare as compare
-    from isograd.verify.findings import Finding as Finding
-    from isograd.verify.findings import Report as Report
-    from isograd.verify.findings import Subject as Subject
-    from isograd.verify.numerics import taylor as taylor
+    from isograd.verify.compare.numerics import taylor as taylor
     from isograd.verify.prove import assert_same_gradients as assert_same_gradients
     from isograd.verify.prove import verify as verify
+    from isograd.verify.tell.findings import Finding as Finding
+    from isograd.verify.tell.findings import Subject as Subject
+    from isograd.verify.tell.report import Report as Report
 
 _HOMES = {
     "Case": "isograd.verify.case",
-    "Finding": "isograd.verify.findings",
-    "Report": "isograd.verify.findings",
-    "Subject": "isograd.verify.findings",
+    "Finding": "isograd.verify.tell.findings",
+    "Report": "isograd.verify.tell.report",
+    "Subject": "isograd.verify.tell.findings",
     "assert_same_gradients": "isograd.verify.prove",
     "verify": "isograd.verify.prove",
-    "taylor": "isograd.verify.numerics",
+    "taylor": "isograd.verify.compare.numerics",
 }
 
 

@@ -21,7 +21,7 @@ from isograd import screen
 from isograd.errors import ConfigError, VerifyError
 
 if TYPE_CHECKING:
-    from isograd.verify.findings import Report
+    from isograd.verify.tell.report import Report
 
 VERBS = ("run", "compare", "bugs")
 PROVE_EXAMPLES = """verbs:
@@ -110,7 +110,7 @@ def main(words: list[str], kind: Parser, builtin: Builtin) -> int:
 
 
 def _tell(report: Report, options: argparse.Namespace) -> int:
-    from isograd.verify.report import render
+    from isograd.verify.tell.report import render
 
     if options.json != "-":
         print(render(report, colour=sys.stdout.isatty(), width=screen.width(120)), end="")
@@ -118,11 +118,11 @@ def _tell(report: Report, options: argparse.Namespace) -> int:
         text = json.dumps(report.data(), indent=1)
         print(text) if options.json == "-" else Path(options.json).write_text(text)
     if options.svg:
-        from isograd.verify.report import picture
+        from isograd.verify.tell.report import picture
 
         Path(options.svg).write_text(picture(report))
     if options.html:
-        from isograd.verify.html import page
+        from isograd.verify.tell.html import page
 
         Path(options.html).write_text(page(report))
     return report.exit_code
@@ -159,7 +159,7 @@ def _prove(options: argparse.Namespace, builtin: Builtin) -> int:
 def _run(options: argparse.Namespace) -> int:
     import tempfile
 
-    from isograd.verify.attach import run
+    from isograd.verify.run.attach import run
 
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     if options.steps < 1:
@@ -179,9 +179,9 @@ def _run(options: argparse.Namespace) -> int:
 
 def _compare(options: argparse.Namespace) -> int:
     from isograd.outside import CONFIG, FileError, read_typed
-    from isograd.verify.compare import compare
-    from isograd.verify.findings import Report
-    from isograd.verify.recording import Recording, consistent
+    from isograd.verify.compare.compare import compare
+    from isograd.verify.record.recording import Recording, consistent
+    from isograd.verify.tell.report import Report
 
     rename = {}
     if options.rename:
@@ -199,8 +199,8 @@ def _compare(options: argparse.Namespace) -> int:
 
 
 def _bugs(options: argparse.Namespace) -> int:
-    from isograd.verify.bugs import FRAMEWORKS, PROGRAMS
-    from isograd.verify.bugs.run import every_name, table
+    from isograd.corpus import FRAMEWORKS, PROGRAMS
+    from isograd.verify.run.corpus import every_name, table
 
     if options.list:
         print("\n".join([*PROGRAMS, *FRAMEWORKS]))

@@ -20,19 +20,22 @@ import torch
 from torch import Tensor
 
 from isograd.comm.launch import World
-from isograd.errors import VerifyError
+from isograd.errors import LaunchError, VerifyError
 from isograd.layout import Layout
 from isograd.mesh import Mesh
 from isograd.pipeline import picture
 from isograd.pipeline.schedule import Action, Timed, build
-from isograd.verify.capture import Capture
 from isograd.verify.case import Case
-from isograd.verify.compare import compare
-from isograd.verify.findings import INCONCLUSIVE, NOTE, Finding, Report, Subject
-from isograd.verify.numerics import Associated, ensemble
-from isograd.verify.recording import Recording, write_json
+from isograd.verify.compare.compare import compare
+from isograd.verify.compare.numerics import Associated, Noise
+from isograd.verify.record.recording import Recording, write_json
+from isograd.verify.tell.findings import INCONCLUSIVE, NOTE, Finding, Subject
+from isograd.verify.tell.report import Report
+from isograd.verify.watch.capture import Capture
 
 MakeCase = Callable[[Mesh], Case]
+# Members of the ensemble: parts that the batch is cut into, and terms into which every matrix product's sum is split.
+ASSOCIATIONS = ((1, 2), (1, 3), (1, 4), (2, 2), (2, 3), (3, 2), (3, 4), (5, 3), (8, 2), (8, 4))
 
 
 def verify(
@@ -244,6 +247,39 @@ def _reference(
     world.run(partial(one_device, case, data_ranks, dtype, str(place)), timeout=timeout)
     write_json(place / "recording.json", {"version": 1, "layout": "1"})
     return Recording(place)
+
+
+def ensemble(world: World, case: MakeCase | str, dtype: torch.dtype, home: Path, timeout: float | None) -> Noise:
+    """Run one device in every association."""
+    runs: list[dict[str, Tensor]] = []
+    most = world.run(partial(_most_pieces, case, dtype))[0]
+    for pieces, terms in ASSOCIATIONS:
+        place = home / f"noise-{pieces}-{terms}"
+        world.run(partial(one_device, case, min(pieces, most), dtype, str(place), terms), timeout=timeout)
+        record = Recording(place).ranks[0]
+        runs.append({name: t.double() for name, t in record.group(1, "final").items()})
+    truth = "fp64"
+    try:
+        place = home / "noise-truth"
+        world.run(partial(one_device, case, 1, dtype, str(place), exact=True), timeout=timeout)
+        mean = {name: t.double() for name, t in Recording(place).ranks[0].group(1, "final").items()}
+    except LaunchError:  # a kernel that has no fp64; the case itself ran above
+        truth = "mean"
+        mean = {name: torch.stack([run[name] for run in runs]).mean(0) for name in runs[0]}
+    variance = {
+        name: torch.stack([(run[name] - centre).square() for run in runs]).mean(0) for name, centre in mean.items()
+    }
+    squares = sum(float(centre.square().sum()) for centre in mean.values())
+    factors = [sum(float((run[name] * centre).sum()) for name, centre in mean.items()) / squares for run in runs]
+    off = (sum((f - 1) ** 2 for f in factors) / len(factors)) ** 0.5
+    # One scalar that multiplies everything (1 / the step's weight) is rounded by up to eps / 2 in a layout, and by the
+    # same amount in all members, which share it: alone it must not come near the limit of 3.
+    return Noise(truth, mean, variance, max(off, torch.finfo(dtype).eps / 4))
+
+
+def _most_pieces(case: MakeCase | str, dtype: torch.dtype) -> int:
+    made = make(case, Mesh("1"), dtype)
+    return made.rows // made.micro_batches
 
 
 def nondeterministic(first: Recording, second: Recording) -> Finding | None:

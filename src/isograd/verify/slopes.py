@@ -18,10 +18,11 @@ from isograd.comm.launch import World
 from isograd.layout import Layout
 from isograd.mesh import DATA, Mesh
 from isograd.verify.case import Case
-from isograd.verify.findings import BUG, Finding, Report, Subject, kind
-from isograd.verify.numerics import direction, scale_of, slope_along
+from isograd.verify.compare.numerics import direction, scale_of, slope_along
 from isograd.verify.prove import MakeCase, make, name_of, pieces_of
-from isograd.verify.wording import finding
+from isograd.verify.tell.findings import BUG, Finding, Subject, kind
+from isograd.verify.tell.report import Report
+from isograd.verify.tell.wording import finding
 
 FLOOR = 1e-3  # of the largest class's slope: smaller ones drown in the loss's own rounding
 TOLERANCE = 1e-6  # relative; Richardson's rule leaves about 1e-9 in fp64

@@ -1,0 +1,28 @@
+"""pp-scale: every pipeline stage divides by the number of micro-batches, instead of the last one alone.
+
+DeepSpeed #8152: what a stage sends back is divided already, and the stage before it divides again. Gradients are too
+small by that number once for every stage behind theirs.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from isograd.corpus.piped import backward, my_micro_batches, sum_gradients, take_seat
+from isograd.corpus.plain import batch, valid
+
+WORLD, LAYOUT = 4, "pp2 dp2"
+AXIS, TENSORS = "micro-batches", r"^(embed|first)\."
+MICRO_BATCHES = 3
+
+
+def train(bug: bool, seed: int) -> None:
+    seat = take_seat(seed, tied=False)
+    optimizer = torch.optim.SGD(seat.model.parameters(), lr=0.1)
+    for step in range(2):
+        count = float(valid(batch(seed + step)[1]))
+        for tokens, labels in my_micro_batches(seat, seed + step, MICRO_BATCHES):
+            backward(seat, tokens, labels, (1 / MICRO_BATCHES if bug else 1.0, 1 / count))
+        sum_gradients(seat)
+        optimizer.step()
+        optimizer.zero_grad()

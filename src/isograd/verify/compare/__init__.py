@@ -1,0 +1,1 @@
+"""A recording beside a reference: shards are placed, gradients compared, differences diagnosed."""

@@ -1,0 +1,438 @@
+"""Compares a recording with a reference: every gradient by name and block, on every rank that holds a part of it.
+
+The reference is usually one device; it may be another layout or another framework. Data must be the same
+(same_data.py); names are the same, or given by a table, or matched by shape and order. What differs
+is diagnosed (diagnose.py), and the checks that need no reference run as well.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isograd.errors import VerifyError
+from isograd.verify.compare.diagnose import diagnose
+from isograd.verify.compare.divergence import first_divergence
+from isograd.verify.compare.numerics import Noise
+from isograd.verify.compare.placement import Place, place
+from isograd.verify.compare.same_data import same_data
+from isograd.verify.compare.tensorwise import (
+    FLOOR,
+    Tensorwise,
+    common_factor,
+    compare_sketch,
+    compare_tensor,
+    limit_of,
+    unrecorded,
+)  # fmt: skip
+from isograd.verify.judge.analysis import Analysis
+from isograd.verify.judge.checks import check, without_consequences
+from isograd.verify.judge.checks.gradients import scales
+from isograd.verify.record.recording import Recording
+from isograd.verify.tell.findings import BUG, INCONCLUSIVE, NOTE, Finding, Subject, listed
+from isograd.verify.tell.report import timeline
+from isograd.verify.tell.wording import axis_over, finding, left_out
+
+# After these every gradient may differ in no pattern.
+SPOILS = (
+    "cut-graph", "norm-dropout-rng", "bias-n-times", "ulysses-permute", "resume-other-rank", "bf16-reduction",
+    "border-labels-lost",
+)  # fmt: skip
+
+ON_PURPOSE = ("cut-graph", "mean-of-means", "norm-dropout-rng")  # a stopped gradient, weighed labels, other masks
+
+
+def compare(
+    reference: Recording,
+    candidate: Recording,
+    rename: dict[str, str] | None = None,
+    ignore_data: bool = False,
+    noise: Noise | None = None,
+) -> Subject:
+    """`rename`: the candidate's name -> the reference's."""
+    subject = Subject(str(candidate.about.get("layout") or candidate.path.name), candidate.world, compared=True)
+    subject.timeline = timeline(candidate)
+    data = [] if ignore_data else same_data(reference, candidate)
+    subject.findings += [f for f in data if f.verdict == NOTE]
+    subject.findings += left_out(candidate)
+    steps = [s for s in candidate.steps if s in reference.steps]
+    if not steps:
+        raise VerifyError(
+            "IG721",
+            "the two recordings have no optimizer step in common",
+            seen=f"reference: steps {reference.steps}, candidate: steps {candidate.steps}",
+            fix="record both for at least one whole step",
+        )
+    free = check(candidate, leave_out=(scales,))  # the reference knows which of two scales is the right one
+    explained = [f for f in data if f.verdict == BUG]
+    narrow = noise is not None or limit_of(Analysis(candidate, steps[0])) > 1e-8
+    for step in steps[:1] if narrow else steps:  # later weights differ by rounding already
+        found = _step(reference, candidate, step, rename or {}, subject, noise)
+        explained += [f for f in found if f not in explained]
+        if any(f.verdict == BUG for f in found):
+            break  # later steps start from other weights
+    subject.findings = [*subject.partial(), *subject.findings, *merged(explained, free)]
+    return subject
+
+
+def merged(explained: list[Finding], free: list[Finding]) -> list[Finding]:
+    """A bug that both found is told once. What the reference decides is no longer open."""
+    free = _decided(explained, free)
+    told = {f.bug for f in explained if f.verdict == BUG}
+    named = {f.bug for f in free if f.verdict == BUG and f.bug}
+    kept = [f for f in free if f.verdict != INCONCLUSIVE]
+    with_site = {f.bug: f for f in free if f.bug in ("cut-graph", "bf16-reduction") and f.verdict == BUG}
+    explained = [
+        replace(f, sentence=f"{with_site[f.bug].sentence}; {f.sentence}", axis=with_site[f.bug].axis)
+        if f.bug in with_site
+        else f
+        for f in explained
+    ]
+    named -= set(with_site) & told
+    out = [f for f in kept if f.bug == "clip-per-rank" or not _told_again(f, explained)]
+    out = [f for f in out if not _consequence(f, explained)]
+    extra = []
+    for f in explained:
+        scale = f.coefficients[:1] == (("reference", 1.0),)  # a clip explains factors, and nothing else
+        named_here = named if scale else named - {"clip-per-rank", "norm-counts-replicas"}
+        covered = {t for g in out if g.verdict == BUG and g.bug in named_here for t in g.tensors}
+        if f.bug in named and any(f.bug == g.bug and (set(f.tensors) & set(g.tensors) or not f.tensors) for g in out):
+            continue
+        unnamed = f.verdict != NOTE and f.bug == ""
+        if unnamed and (_consequence(f, [*explained, *out]) or (named_here and set(f.tensors) <= covered)):
+            continue
+        extra.append(f)
+    hurt = tuple(sorted({t for f in explained if f.bug == "" for t in f.tensors}))
+    out = [replace(f, tensors=hurt) if f.bug == "cut-graph" and not f.tensors else f for f in out]
+    return without_consequences([*extra, *out] if any(f.bug for f in extra) else [*out, *extra])
+
+
+def _told_again(found: Finding, explained: list[Finding]) -> bool:
+    """Whether comparing has found the same bug in the same tensors. On other tensors it is another finding."""
+    same = [f for f in explained if f.verdict == found.verdict == BUG and f.bug == found.bug]
+    if found.bug == "":
+        return bool(same) and bool(found.tensors) and set(found.tensors) <= {t for f in same for t in f.tensors}
+    return any(not found.tensors or not f.tensors or set(found.tensors) & set(f.tensors) for f in same)
+
+
+def _decided(explained: list[Finding], free: list[Finding]) -> list[Finding]:
+    """What is a bug in one program and on purpose in another: gradients that are the reference's say which it is."""
+    if all(f.verdict == NOTE for f in explained):
+        return [f for f in free if f.bug not in ON_PURPOSE]
+    if any(f.verdict == BUG and f.bug in ("", "cut-graph") for f in explained):
+        return [replace(f, verdict=BUG) if f.bug == "cut-graph" else f for f in free]
+    return free
+
+
+def _consequence(found: Finding, others: list[Finding]) -> bool:
+    """A difference that is explained by nothing, or seems to be a missing sum, beside a bug that spoils everything."""
+    return found.bug in ("", "norm-unreduced", "nosync-missing", "replicas-differ") and any(
+        g.verdict == BUG and g.bug in SPOILS for g in others
+    )
+
+
+# -- one step ----------------------------------------------------------------------------------------------------
+
+
+def _step(
+    reference: Recording,
+    candidate: Recording,
+    step: int,
+    rename: dict[str, str],
+    subject: Subject,
+    noise: Noise | None,
+) -> list[Finding]:
+    theirs = Analysis(reference, step)
+    truth, start = whole_tensors(theirs, "final"), whole_tensors(theirs, "parameter")
+    analysis = Analysis(candidate, step)
+    limit = limit_of(analysis)
+    names = match_names(analysis, truth, start, rename)
+    found: list[Finding] = []
+    places = _places(analysis, start, names)
+    moved = _other_weights(analysis, start, names, places, reference, step)
+    if moved is not None:
+        return [moved]
+    expected = {n: truth[t] if t in truth else torch.zeros_like(start[t]) for n, t in names.items()}
+    compared, unplaced = _every_tensor(analysis, reference, names, expected, places, noise)
+    for one in compared:
+        worst = max(one.errors.values(), default=0.0)
+        if not worst <= subject.errors.get(one.name, -1.0):
+            subject.errors[one.name] = worst
+            subject.by_rank[one.name] = [one.errors.get(r) for r in range(analysis.world)]
+    wrong = [t for t in compared if t.verdict == BUG]
+    if noise is not None and not wrong:
+        found += common_factor(analysis, noise, names, places)
+    unclear = tuple(t.name for t in compared if t.verdict == INCONCLUSIVE)
+    subject.uncompared = tuple(dict.fromkeys([*subject.uncompared, *unplaced]))
+    if unclear:
+        sentence = (
+            f"step {step}: {listed(unclear)}: the error is more than rounding usually leaves and less than a bug does"
+        )
+        found.append(finding(INCONCLUSIVE, "", sentence, tensors=unclear))
+    if wrong:
+        null = {n for n, t in names.items() if theirs.null(t)}
+        told, strange = diagnose(
+            analysis, reference, step, expected, wrong, {*(t.name for t in compared), *unplaced} - null
+        )
+        found += told
+        if strange and not any(f.bug for f in found if f.verdict == BUG):
+            found += first_divergence(reference, candidate)
+    found += _losses(reference, candidate, step, subject, limit)
+    found += _norms(reference, candidate, step, bool(wrong), max(1e-5, limit))
+    if not wrong and not any(f.verdict == BUG for f in found) and limit < 1e-2:  # half-precision updates are rounding
+        found += _updates(analysis, start, whole_tensors(theirs, "after"), names, places)
+    of = f" of {len(compared) + len(unplaced)}" if unplaced else ""
+    subject.facts["gradients"] = f"{len(compared)}{of} compared by name, step {step} last"
+    _missing_names(analysis, truth, names, found)
+    return found
+
+
+def _every_tensor(
+    analysis: Analysis,
+    reference: Recording,
+    names: dict[str, str],
+    expected: dict[str, Tensor],
+    places: dict[str, dict[int, Place]],
+    noise: Noise | None,
+) -> tuple[list[Tensorwise], list[str]]:
+    """(what was compared, names of what could not be)."""
+    whole = math.sqrt(sum(float(t.double().square().sum()) for t in expected.values()))
+    compared: list[Tensorwise] = []
+    left: list[str] = []
+    given = {key for record in reference.ranks for key in record.tensors(analysis.step)}
+    for name, theirs in names.items():
+        if f"sum/{theirs}" not in given and not any(
+            analysis.about[r][name]["gradient"] for r in analysis.holders(name)
+        ):
+            continue
+        one: Tensorwise | None = None
+        if all(rank in places[name] for rank in analysis.holders(name)):
+            if unrecorded(analysis, reference, name, theirs):
+                one = compare_sketch(analysis, reference, name, theirs, places[name])
+            else:
+                one = compare_tensor(analysis, name, expected[name], places[name], whole, noise)
+        if one is None:
+            left.append(name)
+        else:
+            compared.append(one)
+    return compared, left
+
+
+def whole_tensors(analysis: Analysis, prefix: str) -> dict[str, Tensor]:
+    """Full tensors of a reference that ran on one device, or whose shards say where they sit."""
+    found: dict[str, Tensor] = {}
+    ranks = analysis.recording.ranks
+    for name in analysis.names:
+        infos = {r: analysis.about[r][name] for r in analysis.holders(name)}
+        parts = {r: ranks[r].tensors(analysis.step).get(f"{prefix}/{name}") for r in infos}
+        first = next(iter(infos))
+        if parts[first] is None:
+            continue
+        if all(i["box"] is None for i in infos.values()) or infos[first]["shape"] == infos[first]["global"]:
+            found[name] = parts[first]  # type: ignore[assignment]
+            continue
+        whole = torch.zeros(infos[first]["global"], dtype=parts[first].dtype)  # type: ignore[union-attr]
+        for rank, info in infos.items():
+            if parts[rank] is not None:
+                whole[tuple(slice(a, b) for a, b in info["box"])] = parts[rank]  # type: ignore[assignment]
+        found[name] = whole
+    return found
+
+
+def match_names(
+    analysis: Analysis, truth: dict[str, Tensor], start: dict[str, Tensor], rename: dict[str, str]
+) -> dict[str, str]:
+    """The candidate's names -> the reference's."""
+    theirs = {**start, **truth}
+    unknown = [v for v in rename.values() if v not in theirs]
+    if unknown:
+        raise VerifyError(
+            "IG723", "the rename table names tensors that the reference has not",
+            seen=listed(unknown), expected=f"one of {listed(list(theirs), 6)}", fix="candidate name: reference name",
+        )  # fmt: skip
+    names = {n: rename.get(n, n) for n in analysis.names if rename.get(n, n) in theirs}
+    left = [n for n in theirs if n not in names.values()]
+    for name in analysis.names:
+        if name in names or not left:
+            continue
+        shape = tuple(analysis.info(name)["global"])
+        fits = next((n for n in left if tuple(theirs[n].shape) == shape), None)
+        if fits is not None:
+            names[name] = fits
+            left.remove(fits)
+    if not names:
+        raise VerifyError(
+            "IG724", "no parameter of the candidate is one of the reference's",
+            seen=f"{listed(analysis.names)}; reference: {listed(list(theirs))}",
+            fix="give --rename a JSON object of candidate name: reference name",
+        )  # fmt: skip
+    return names
+
+
+def _missing_names(analysis: Analysis, truth: dict[str, Tensor], names: dict[str, str], found: list[Finding]) -> None:
+    lost = [n for n in analysis.names if n not in names and analysis.info(n)["gradient"]]
+    if lost:
+        found.append(
+            finding(INCONCLUSIVE, "", f"no counterpart in the reference for {listed(lost)}", tensors=tuple(lost))
+        )
+    absent = [n for n in truth if n not in names.values()]
+    if absent:
+        sentence = f"the candidate has no gradient for {listed(absent)}, which the reference has"
+        found.append(finding(INCONCLUSIVE, "", sentence, tensors=tuple(absent)))
+
+
+def _places(analysis: Analysis, start: dict[str, Tensor], names: dict[str, str]) -> dict[str, dict[int, Place]]:
+    found: dict[str, dict[int, Place]] = {}
+    for name, theirs in names.items():
+        holders = analysis.holders(name)
+        found[name] = {}
+        for i, rank in enumerate(holders):
+            info = analysis.about[rank][name]
+            local = analysis.recording.ranks[rank].tensors(analysis.step).get(f"parameter/{name}")
+            if theirs not in start or local is None:
+                continue
+            if _given_whole(analysis, rank, name, start[theirs]):
+                found[name][rank] = Place()
+                continue
+            spot = place(local, start[theirs], info, i, len(holders))
+            if spot is not None:
+                found[name][rank] = spot
+    for name in names:  # a constant bias follows its module's weight, which has values to be found by
+        weight = name.rpartition(".")[0] + ".weight"
+        if name != weight and weight in found and analysis.info(name).get("constant"):
+            for rank, spot in found[weight].items():
+                cuts = tuple(c for c in spot.cuts if c[0] == 0)
+                if rank in found[name] and cuts and analysis.about[rank][name]["shape"] == [len(cuts[0][1])]:
+                    found[name][rank] = Place(cuts)
+    return found
+
+
+def _given_whole(analysis: Analysis, rank: int, name: str, whole: Tensor) -> bool:
+    """Whether a rank holds nothing of a parameter between steps, and its engine tells the whole gradient (ZeRO 3 of
+    DeepSpeed)."""
+    tensors = analysis.recording.ranks[rank].tensors(analysis.step)
+    final = tensors.get(f"final/{name}")
+    return not tensors[f"parameter/{name}"].numel() and final is not None and final.shape == whole.shape
+
+
+def _other_weights(
+    analysis: Analysis,
+    start: dict[str, Tensor],
+    names: dict[str, str],
+    places: dict[str, dict[int, Place]],
+    reference: Recording,
+    step: int,
+) -> Finding | None:
+    """The two runs must begin a step with the same weights, each rank with its own part of them."""
+    apart: list[str] = []
+    whole = math.sqrt(sum(float(t.double().square().sum()) for t in start.values()))
+    for name, theirs in names.items():
+        for rank, spot in places[name].items():
+            local = analysis.recording.ranks[rank].tensors(analysis.step)[f"parameter/{name}"].double()
+            if not local.numel():  # its weights are elsewhere until they are needed
+                continue
+            expected = spot.of(start[theirs]).double()
+            size = max(float(expected.norm()), FLOOR * whole)
+            if local.shape != expected.shape or float((local - expected).norm()) > 1e-4 * size:
+                apart.append(name)
+    apart = list(dict.fromkeys(apart))
+    swapped = _swapped(analysis, names, places)
+    names_of = tuple(sorted({*apart, *swapped}))
+    if not names_of:
+        return None
+    first = step == min(reference.steps)
+    if swapped:
+        ranks = tuple(sorted({r for n in swapped for r in places[n]}))
+        sentence = f"step {step}: {listed(tuple(swapped))}: ranks hold each other's shards of the weights"
+        return finding(BUG, "resume-other-rank", sentence, tensors=names_of, axis=axis_over(analysis.recording, ranks))
+    if first:
+        sentence = f"the weights of {listed(names_of)} differ before the first step: initialised or loaded differently"
+        return finding(INCONCLUSIVE, "", sentence, tensors=names_of)
+    sentence = f"step {step}: weights of {listed(names_of)} differ although the gradients before were equal"
+    return finding(INCONCLUSIVE, "", sentence, tensors=names_of)
+
+
+def _swapped(analysis: Analysis, names: dict[str, str], places: dict[str, dict[int, Place]]) -> list[str]:
+    """Tensors of which later ranks hold earlier rows: no framework cuts that way."""
+    found = []
+    for name in names:
+        firsts = [spot.cuts[0][1][0] for _, spot in sorted(places[name].items()) if spot.cuts and spot.cuts[0][1]]
+        if len(set(firsts)) > 1 and len(firsts) == len(set(firsts)) and firsts != sorted(firsts):
+            found.append(name)
+    return found
+
+
+def _losses(reference: Recording, candidate: Recording, step: int, subject: Subject, limit: float) -> list[Finding]:
+    """The loss that a program says it optimised."""
+    told = [
+        [(e["loss"], e["weight"]) for e in r.ranks[0].of("result") if e["step"] == step] for r in (candidate, reference)
+    ]
+    if not all(told):
+        return []
+    (ours, weight), (theirs, expected) = told[0][0], told[1][0]
+    error = abs(ours - theirs) / max(abs(theirs), 1e-30)
+    subject.facts["loss"] = f"{theirs:.6g}, relative difference {error:.1e}"
+    if error <= limit and weight == expected:
+        return []
+    sentence = f"step {step}: the loss is {ours:.9g} over weight {weight:g} instead of {theirs:.9g} over {expected:g}"
+    return [finding(BUG, "", sentence)]
+
+
+# -- norm and update ---------------------------------------------------------------------------------------------
+
+
+def _norms(reference: Recording, candidate: Recording, step: int, wrong: bool, limit: float) -> list[Finding]:
+    """Equal gradients must give the reference's norm on every rank."""
+
+    def reported(recording: Recording) -> dict[int, float]:
+        return {r.rank: e["value"] for r in recording.ranks for e in r.of("norm")[::-1] if e["step"] == step}
+
+    ours, theirs = reported(candidate), reported(reference)
+    if wrong or not ours or 0 not in theirs:
+        return []
+    off = {r: v for r, v in ours.items() if abs(v - theirs[0]) > limit * theirs[0]}
+    if not off:
+        return []
+    bars = (("reference", 1.0), *((f"rank {r}", v / theirs[0]) for r, v in ours.items()))
+    agree = len({round(v / theirs[0], 6) for v in ours.values()}) == 1
+    bug = "norm-counts-replicas" if agree and ours[min(off)] > theirs[0] else "clip-per-rank"
+    sentence = f"step {step}: gradients are right, but the norm is {off[min(off)]:.6g} on rank {min(off)} instead of {theirs[0]:.6g}"  # noqa: E501
+    ranks = axis_over(candidate, tuple(ours))
+    return [finding(BUG, bug, sentence, axis=ranks, coefficients=bars)]
+
+
+def _updates(
+    analysis: Analysis,
+    before: dict[str, Tensor],
+    after: dict[str, Tensor],
+    names: dict[str, str],
+    places: dict[str, dict[int, Place]],
+) -> list[Finding]:
+    """Equal gradients must give equal updates: what is left is the clip factor, the learning rate, the optimizer."""
+    step = analysis.step
+    apart: dict[str, float] = {}
+    for name, theirs in names.items():
+        if analysis.negligible(name):  # Adam makes a full step of what is rounding alone
+            continue
+        for rank, spot in places[name].items():
+            tensors = analysis.recording.ranks[rank].tensors(step)
+            if f"after/{name}" not in tensors or theirs not in after or theirs not in before:
+                continue
+            if not tensors[f"after/{name}"].numel():
+                continue
+            moved = tensors[f"after/{name}"].double() - tensors[f"parameter/{name}"].double()
+            expected = spot.of(after[theirs]).double() - spot.of(before[theirs]).double()
+            rounding = 1e-6 if tensors[f"after/{name}"].dtype == torch.float64 else 1e-2
+            if float((moved - expected).norm()) > rounding * max(float(expected.norm()), 1e-12):
+                apart[name] = float((moved - expected).norm()) / max(float(expected.norm()), 1e-300)
+    if not apart:
+        return []
+    bugs: Any = tuple(sorted(apart))
+    sentence = (
+        f"step {step}: gradients are equal but the updates of {listed(bugs)} differ (by {max(apart.values()):.1e})"
+    )
+    return [finding(INCONCLUSIVE, "", sentence, tensors=bugs, axis="")]

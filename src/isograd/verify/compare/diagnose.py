@@ -1,0 +1,261 @@
+"""Names what is wrong with gradients that differ from the reference's.
+
+For each wrong tensor, in this order: is it missing or zero; is it the truth times one factor; is it made of the same
+contributions with other coefficients (regressed twice: the truth, and what was observed, on what each rank's backward
+added); is it right in some rows only; is it the truth permuted. Tensors with one symptom become one finding.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from isograd.verify.judge import patterns
+from isograd.verify.judge.analysis import Analysis, Observed
+from isograd.verify.judge.checks.traffic import reductions
+from isograd.verify.judge.contributions import Fit, fit
+from isograd.verify.judge.naming import bug_of, classes_of
+from isograd.verify.judge.patterns import Symptom
+from isograd.verify.record.events import Key
+from isograd.verify.record.recording import Recording
+from isograd.verify.record.sketch import sketch
+from isograd.verify.tell.catalogue import BUGS, TWICE
+from isograd.verify.tell.findings import BUG, Finding, listed
+from isograd.verify.tell.wording import axis_over, finding, group_sizes, labelled, meanings, other_cuts, spell
+
+if TYPE_CHECKING:
+    from isograd.verify.compare.tensorwise import Tensorwise
+
+SCALES_AT = BUGS["ulysses-scale"].look
+VALUED = (patterns.SCALED, patterns.REREDUCED, patterns.REDIVIDED)
+MOST_FACTORS = 3  # that are told one by one
+ROWS, PERMUTED, UNKNOWN, WRONG_SHARDS = "some rows", "permuted", "unknown", "other shards"
+
+
+def diagnose(
+    analysis: Analysis,
+    reference: Recording,
+    step: int,
+    truth: dict[str, Tensor],
+    wrong: list[Tensorwise],
+    telling: set[str],
+) -> tuple[list[Finding], bool]:
+    """(findings, whether some tensor shows no known pattern). `telling`: tensors that an error of all would show in."""
+    groups: dict[tuple[str, float], list[str]] = defaultdict(list)
+    details: dict[tuple[str, float], tuple[Symptom, dict[Key, float], str]] = {}
+    for one in wrong:
+        symptom, values, words = read_tensor(analysis, reference, step, one, truth[one.name])
+        key = (symptom.kind, round(symptom.value, 3) if symptom.kind in VALUED else 1.0)
+        groups[key].append(one.name)
+        details.setdefault(key, (symptom, values, words))
+    found = []
+    own = [key for key in groups if key[0] == patterns.SCALED and key[1] and not _meant(analysis, key[1])]
+    if len(own) > MOST_FACTORS:
+        found.append(_own_factors(step, {name: key[1] for key in own for name in groups.pop(key)}))
+    for (kind, value), names in groups.items():
+        symptom, values, words = details[kind, value]
+        symptom = replace(symptom, value=value)
+        found.append(_finding(analysis, step, symptom, names, values, words, telling, wrong))
+    return found, any(kind in (UNKNOWN, PERMUTED) for kind, _ in groups)
+
+
+def _meant(analysis: Analysis, factor: float) -> dict[str, str]:
+    return meanings(analysis.recording, analysis.micros, factor)
+
+
+def _own_factors(step: int, factors: dict[str, float]) -> Finding:
+    """Each tensor is the truth times a factor of its own."""
+    names = tuple(sorted(factors))
+    sentence = (
+        f"step {step}: {listed(names)}: {min(factors.values()):g} to {max(factors.values()):g} times what they should "
+        "be, each tensor by a factor of its own, as adaptive clipping would"
+    )
+    bars = (("reference", 1.0), *((name, factors[name]) for name in names[:8]))
+    return finding(BUG, "", sentence, tensors=names, coefficients=bars)
+
+
+def _finding(
+    analysis: Analysis,
+    step: int,
+    symptom: Symptom,
+    names: list[str],
+    values: dict[Key, float],
+    words: str,
+    telling: set[str],
+    wrong: list[Tensorwise],
+) -> Finding:
+    everything = telling <= set(names)
+    whom = f"all {len(names)} gradients" if everything else f"{classes_of(names)} ({listed(names)})"
+    worst = max((max(t.errors.values(), default=0.0) for t in wrong if t.name in names), default=0.0)
+    of = _meant(analysis, symptom.value) if symptom.kind == patterns.SCALED else {}
+    bug = bug_of(symptom, names, everything, group_sizes(analysis.recording), of)
+    if bug == "cut-graph" and everything and not reductions(analysis):
+        bug = "nosync-missing"
+    axis, said = _said(analysis, symptom, words)
+    if TWICE in of:
+        axis = axis_over(analysis.recording, analysis.everyone)
+        said += f" ({of[TWICE]})"
+    elif of:
+        axis = " or ".join(of)
+        said += f" ({' or '.join(of.values())})"
+    elif symptom.kind == patterns.SCALED and bug:
+        axis = axis_over(analysis.recording, analysis.everyone)
+    if symptom.kind == WRONG_SHARDS:
+        bug = "wrong-group"
+    bars = labelled(values)
+    if symptom.kind == patterns.SCALED and not bars:
+        bars = (("reference", 1.0), ("here", symptom.value))
+    sentence = f"step {step}: {whom}: {said} (error up to {worst:.1e})"
+    found = finding(BUG, bug, sentence, tensors=tuple(sorted(names)), axis=axis, coefficients=bars)
+    if of and not bug:
+        found = replace(found, cause="a loss or gradient divided, or not divided, by that number", look=SCALES_AT)
+    return found
+
+
+def _said(analysis: Analysis, symptom: Symptom, words: str) -> tuple[str, str]:
+    """(axis, what is said of it)."""
+    missing = axis_over(analysis.recording, symptom.missing or analysis.everyone, symptom.own)
+    together = axis_over(analysis.recording, analysis.everyone)
+    scaled = f"{symptom.value:.4g} times what they should be"
+    if symptom.value == 0:
+        scaled = "zero or missing where the reference has a gradient"
+    said = {
+        patterns.UNREDUCED: (missing, f"not summed over {missing}: each rank holds its own part only"),
+        patterns.OTHER_CUTS: (missing, other_cuts(missing)),
+        patterns.SCALED: ("", scaled),
+        patterns.PER_TOKEN: (
+            "ranks and micro-batches",
+            "contributions are weighted by 1 / their own number of labels",
+        ),
+        patterns.LAST_ONLY: ("micro-batches", "only the last micro-batch counts, earlier ones are lost"),
+        patterns.LOST: ("micro-batches", "some contributions were never reduced over the ranks"),
+        patterns.USE_LOST: (together, f"only the first of its uses is summed over {together}"),
+        patterns.REREDUCED: (
+            "micro-batches",
+            f"earlier micro-batches were reduced again: coefficients rise by {symptom.value:g} each",
+        ),
+        patterns.REDIVIDED: (
+            "micro-batches",
+            f"earlier micro-batches were divided by {symptom.value:g} again, later ones were not",
+        ),
+        WRONG_SHARDS: (missing, f"summed over {missing}, whose members hold other shards of it"),
+        patterns.MIXED: (spell(analysis.everyone), "contributions count unequally"),
+    }
+    return said.get(symptom.kind, ("", words))
+
+
+def read_tensor(
+    analysis: Analysis, reference: Recording, step: int, one: Tensorwise, truth: Tensor
+) -> tuple[Symptom, dict[Key, float], str]:
+    """(symptom, coefficients, words for what has no coefficients) of one wrong tensor, from the worst of its ranks."""
+    seen = _worst(analysis, one)
+    if seen is None:
+        return Symptom(patterns.SCALED, 0.0), {}, ""
+    cover = len(seen.ranks) > 1 and analysis.covered(one.name) and one.places[seen.own].cuts
+    expected = truth if cover else one.places[seen.own].of(truth)
+    wanted = sketch(expected)
+    tolerance = analysis.tolerance(one.name)
+    size = float(wanted.norm())
+    if not bool(seen.sketch.isfinite().all()):
+        return Symptom(UNKNOWN), {}, "not finite"
+    if float(seen.sketch.norm()) <= 1e-12 * size:
+        return Symptom(patterns.SCALED, 0.0), {}, ""
+    factor = float(seen.sketch @ wanted) / max(size**2, 1e-300)
+    if float((seen.sketch - factor * wanted).norm()) <= 30 * tolerance * float(seen.sketch.norm()):
+        return Symptom(patterns.SCALED, factor), {}, ""
+    coefficients = _by_contributions(analysis, one.name, seen, wanted, tolerance)
+    coefficients = coefficients or _by_reference(reference, step, one.name, seen, tolerance)
+    if coefficients is not None:
+        return coefficients
+    final = analysis.recording.ranks[seen.own].tensors(step).get(f"final/{one.name}")
+    return _by_shape(final, one.places[seen.own].of(truth))
+
+
+def _worst(analysis: Analysis, one: Tensorwise) -> Observed | None:
+    """As the first rank sees it that is wrong by about as much as any."""
+    seen = {s.own: s for s in analysis.observed(one.name)}
+    errors = {own: max(one.errors.get(r, 0.0) for r in s.ranks) for own, s in seen.items()}
+    return next((seen[own] for own in sorted(seen) if errors[own] >= 0.1 * max(errors.values())), None)
+
+
+def _by_contributions(
+    analysis: Analysis, name: str, seen: Observed, wanted: Tensor, tolerance: float
+) -> tuple[Symptom, dict[Key, float], str] | None:
+    """Truth and observation, both as sums of what the candidate's own backwards added."""
+    parts = analysis.contributions(name, seen.own)
+    if not parts:
+        return None
+    mine = analysis.replicas_of(name, seen.own)
+    near = parts if analysis.covered(name) else {k: p for k, p in parts.items() if k[0] in mine}
+    loose = 30 * tolerance
+    for chosen in (near, parts):
+        should, does = fit(wanted, chosen, tolerance, seen.own), fit(seen.sketch, chosen, tolerance, seen.own)
+        if should is None or does is None or should.residual > loose or does.residual > loose:
+            continue
+        if not (should.determined and does.determined):
+            continue
+        others = tuple(sorted({k for (k, _), c in does.coefficients.items() if k not in mine and abs(c) > 1e-2}))
+        if chosen is parts and others and not analysis.covered(name):
+            return Symptom(WRONG_SHARDS, 1.0, others, own=seen.own), does.coefficients, ""
+        return _ratios(analysis, should, does, seen.own, tolerance)
+    return None
+
+
+def _ratios(
+    analysis: Analysis, should: Fit, does: Fit, own: int, tolerance: float
+) -> tuple[Symptom, dict[Key, float], str]:
+    top = max(map(abs, should.coefficients.values()))
+    q = {
+        k: does.coefficients[k] / c
+        for k, c in should.coefficients.items()
+        if abs(c) > 1e-6 * top and k in does.coefficients
+    }
+    symptom = patterns.read(q, own, analysis.counts, max(30 * tolerance, 1e-3))
+    if symptom.kind == patterns.MIXED and does.uniform and not should.uniform:
+        symptom = Symptom(patterns.PER_TOKEN)  # equal weights where the truth's differ
+    return symptom, q, ""
+
+
+def _by_reference(
+    reference: Recording, step: int, name: str, seen: Observed, tolerance: float
+) -> tuple[Symptom, dict[Key, float], str] | None:
+    """The observation as a sum of the reference's own micro-batches."""
+    record = reference.ranks[0]
+    parts = {}
+    for key, part in record.group(step, "part").items():
+        micro, _, other = key.partition("/")
+        if other == name:
+            parts[0, int(micro)] = part
+    if len(parts) < 2:
+        return None
+    found = fit(seen.sketch, parts, tolerance)
+    if found is None or found.residual > 30 * tolerance or not found.determined:
+        return None
+    return patterns.read(found.coefficients, 0), found.coefficients, ""
+
+
+def _by_shape(final: Tensor | None, expected: Tensor) -> tuple[Symptom, dict[Key, float], str]:
+    """Right in some rows only; or the same rows in another order."""
+    if final is None or final.shape != expected.shape or final.dim() == 0:
+        return Symptom(UNKNOWN), {}, "differs from the reference in no known pattern"
+    mine, theirs = final.double().reshape(final.shape[0], -1), expected.double().reshape(final.shape[0], -1)
+    size = float(theirs.norm()) or 1.0
+    row_error = (mine - theirs).norm(dim=1)
+    right = row_error <= 1e-6 * size / len(mine) ** 0.5
+    if bool(right.any()) and not bool(right.all()):
+        bad = (~right).nonzero().flatten().tolist()
+        rows = (
+            f"{bad[0]}-{bad[-1]}" if bad == list(range(bad[0], bad[-1] + 1)) else f"{listed([str(b) for b in bad], 4)}"
+        )
+        return (
+            Symptom(ROWS),
+            {},
+            f"right in {int(right.sum())} of {len(mine)} rows, wrong in rows {rows}: cuts disagree",
+        )
+    if torch.allclose(mine.flatten().sort().values, theirs.flatten().sort().values, rtol=1e-6, atol=1e-9 * size):
+        return Symptom(PERMUTED), {}, "the right numbers in other places: a permutation"
+    return Symptom(UNKNOWN), {}, "differs from the reference in no known pattern"

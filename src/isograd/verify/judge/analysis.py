@@ -1,0 +1,253 @@
+"""One step of a recording, read as gradients: who holds which part of each parameter, and what it is made of.
+
+Holders of the same part are replicas; they are told apart by the box that a DTensor or contract declares, else by
+their bytes before the step. A parameter that is constant (a norm's ones) and differs afterwards may be either: then
+`unsure` has its name. Holders of row shards of one tensor (FSDP) form a cover; its gradient is put together before it
+is explained, for what each rank contributed was whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import combinations
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isograd.verify.judge.contributions import TOLERANCE, Fit, fit
+from isograd.verify.record.events import Key, micro_of
+from isograd.verify.record.recording import Event, Recording
+
+ROUNDING = {"float64": 1e-13, "float32": 1e-7, "float16": 1e-4, "bfloat16": 1e-3}  # of the largest gradient
+
+
+@dataclass(frozen=True)
+class Observed:
+    """A gradient as some ranks hold it: one rank's own, or the pieces of a cover."""
+
+    name: str
+    ranks: tuple[int, ...]  # of a cover: all its members; else the replicas that hold these very bytes
+    sketch: Tensor = field(compare=False)
+
+    @property
+    def own(self) -> int:
+        """The first of the ranks."""
+        return self.ranks[0]
+
+
+@dataclass(frozen=True)
+class Weighed:
+    """One call of a cross-entropy: labels that counted, and the lowest and highest weight of a label's gradient."""
+
+    count: float
+    low: float
+    high: float
+
+
+class Analysis:
+    """One step of a recording: which ranks hold which part of each parameter, what each backward added, and the
+    data."""
+
+    def __init__(self, recording: Recording, step: int) -> None:
+        self.recording, self.step, self.world = recording, step, recording.world
+        self.about: list[dict[str, Event]] = []  # per rank: name -> what the step event says
+        self.sums: list[dict[str, Tensor]] = []
+        self.parts: dict[str, dict[Key, Tensor]] = defaultdict(dict)
+        self._fits: dict[Observed, Fit | None] = {}
+        for record in recording.ranks:
+            event = next((e for e in record.of("step") if e["step"] == step), None)
+            self.about.append(dict(event["parameters"]) if event else {})
+            self.sums.append(record.group(step, "sum"))
+            for key, part in record.group(step, "part").items():
+                micro, _, name = key.partition("/")
+                self.parts[name][record.rank, int(micro)] = part
+        self._drop_overflows()
+
+    @cached_property
+    def first(self) -> list[dict[str, Event]]:
+        """What the ranks told at their first step."""
+        return [self.recording.parameters(rank) for rank in range(self.world)]
+
+    def _drop_overflows(self) -> None:
+        """A micro-batch with an Inf or NaN anywhere belonged to a step that was skipped."""
+        gone = {m for parts in self.parts.values() for (_, m), p in parts.items() if not bool(p.isfinite().all())}
+        everything = {m for parts in self.parts.values() for _, m in parts}
+        if gone != everything:
+            self.parts = defaultdict(
+                dict, {n: {k: p for k, p in parts.items() if k[1] not in gone} for n, parts in self.parts.items()}
+            )
+
+    @cached_property
+    def names(self) -> list[str]:
+        """Every parameter that some rank holds, in the order of the first rank's."""
+        return list(dict.fromkeys(name for about in self.about for name in about))
+
+    @cached_property
+    def micros(self) -> int:
+        """The number of micro-batches that added something."""
+        return len({micro_of(m) for parts in self.parts.values() for _, m in parts})
+
+    def negligible(self, name: str) -> bool:
+        """Whether a gradient is rounding and nothing else: a key bias's is zero but for it."""
+        return self.null(name) and any(bool(sums[name].any()) for sums in self.sums if name in sums)
+
+    def null(self, name: str) -> bool:
+        """Whether a gradient is zero, or zero but for rounding."""
+        kinds = {self.about[r][name]["gradient_dtype"] for r in self.holders(name)}
+        share = max((ROUNDING.get(kind, 1e-7) for kind in kinds), default=1e-7)
+        mine = max((float(sums[name].norm()) for sums in self.sums if name in sums), default=0.0)
+        return mine <= share * self.largest
+
+    @cached_property
+    def largest(self) -> float:
+        """The largest norm of a gradient's sketch in this step."""
+        return max((float(t.norm()) for sums in self.sums for t in sums.values()), default=0.0)
+
+    def holders(self, name: str) -> list[int]:
+        """The ranks that hold a part of a parameter."""
+        return [rank for rank, about in enumerate(self.about) if name in about]
+
+    def info(self, name: str) -> dict[str, Any]:
+        """What the first holder's step event says of a parameter."""
+        return self.about[self.holders(name)[0]][name]
+
+    @cached_property
+    def unsure(self) -> set[str]:
+        """Constant at first, different after, and nothing says whether they are replicas."""
+        found = set()
+        for name in self.names:
+            holders = self.holders(name)
+            infos = [self.about[r][name] for r in holders]
+            began = [self.first[r].get(name, self.about[r][name]) for r in holders]
+            if any(i["box"] is not None for i in infos) or not all(i.get("constant") for i in began):
+                continue
+            if len({tuple(i["shape"]) for i in infos}) == 1 and len({i["hash"] for i in infos}) > 1:
+                module = name.rpartition(".")[0]
+                siblings = [n for n in self.names if n.rpartition(".")[0] == module and n != name]
+                if any(len(self.replica_sets(n)) > 1 for n in siblings if not self.info(n).get("constant")):
+                    found.add(name)
+        return found
+
+    def replica_sets(self, name: str) -> list[tuple[int, ...]]:
+        """Ranks that hold the same part of a parameter: as it was before the first step, when copies were equal."""
+        sets: dict[str, list[int]] = defaultdict(list)
+        for rank in self.holders(name):
+            info = self.first[rank].get(name, self.about[rank][name])
+            sets[repr(info["box"]) if info["box"] is not None else info.get("before", "")].append(rank)
+        return [tuple(ranks) for ranks in sets.values()]
+
+    def replicas_of(self, name: str, rank: int) -> set[int]:
+        """The ranks that hold the same part of a parameter as this one."""
+        return next((set(ranks) for ranks in self.replica_sets(name) if rank in ranks), {rank})
+
+    @property
+    def everyone(self) -> tuple[int, ...]:
+        """All ranks."""
+        return tuple(range(self.world))
+
+    def tolerance(self, name: str) -> float:
+        """The relative error that rounding leaves in a parameter's gradient, by the widest dtype of its holders."""
+        kinds = {self.about[r][name]["gradient_dtype"] or self.about[r][name]["dtype"] for r in self.holders(name)}
+        return max(TOLERANCE.get(kind, 2e-4) for kind in kinds)
+
+    def observed(self, name: str) -> list[Observed]:
+        """The gradient of a parameter, once per distinct value of it; covers put together."""
+        holders = [r for r in self.holders(name) if name in self.sums[r]]
+        if not holders:
+            return []
+        if self.covered(name):
+            return self._covers(name, holders)
+        found: dict[tuple[str, str], list[int]] = defaultdict(list)
+        part_of = {rank: repr(ranks) for ranks in self.replica_sets(name) for rank in ranks}
+        for rank in holders:
+            about = self.about[rank][name]
+            found[part_of[rank], about["gradient_hash"] or f"rank {rank}"].append(rank)
+        return [Observed(name, tuple(ranks), self.sums[ranks[0]][name]) for ranks in found.values()]
+
+    def covered(self, name: str) -> bool:
+        """Whether ranks hold row shards of a tensor to which each contributed as a whole (FSDP)."""
+        infos = [self.about[r][name] for r in self.holders(name)]
+        return any(i["dtensor"] and math.prod(i["part_shape"]) > math.prod(i["shape"]) for i in infos)
+
+    def _covers(self, name: str, holders: list[int]) -> list[Observed]:
+        """Ranks with different boxes, in order, make up one whole; equal boxes begin another."""
+        covers: list[dict[str, int]] = []
+        for rank in holders:
+            box = repr(self.about[rank][name]["box"])
+            cover = next((c for c in covers if box not in c), None)
+            if cover is None:
+                covers.append({box: rank})
+            else:
+                cover[box] = rank
+        whole = [
+            Observed(name, tuple(sorted(c.values())), torch.stack([self.sums[r][name] for r in c.values()]).sum(0))
+            for c in covers
+        ]
+        return whole[:1] if len(whole) > 1 and torch.equal(whole[0].sketch, whole[-1].sketch) else whole
+
+    def contributions(self, name: str, rank: int | None = None) -> dict[Key, Tensor]:
+        """Of every rank whose contribution has the shape that `rank`'s has; the first holder's, when it is not said."""
+        shape = self.about[self.holders(name)[0] if rank is None else rank][name]["part_shape"]
+        return {k: p for k, p in self.parts[name].items() if self.about[k[0]].get(name, {}).get("part_shape") == shape}
+
+    def fit(self, seen: Observed) -> Fit | None:
+        """What an observed gradient is made of; several checks ask, it is found once."""
+        if seen not in self._fits:
+            self._fits[seen] = self._fit(seen)
+        return self._fits[seen]
+
+    def _fit(self, seen: Observed) -> Fit | None:
+        parts = self.contributions(seen.name, seen.own)
+        if seen.name not in self.same_part:
+            mine = self.replicas_of(seen.name, seen.own)
+            others = {k: p for k, p in parts.items() if k[0] not in mine}
+            replicas = {k: p for k, p in parts.items() if k[0] in mine}
+            found = fit(seen.sketch, replicas, self.tolerance(seen.name), seen.own)
+            untouched = found is None and float(seen.sketch.norm()) == 0  # a vocabulary shard without its tokens, say
+            if (found is not None and found.uniform) or untouched or not others:
+                return found  # shards of other parts have no say in it
+        return fit(seen.sketch, parts, self.tolerance(seen.name), seen.own)
+
+    @cached_property
+    def same_part(self) -> set[str]:
+        """Names whose contributions are all to one and the same tensor."""
+        return {n for n in self.names if len(self.replica_sets(n)) == 1 or self.covered(n)}
+
+    @cached_property
+    def losses(self) -> dict[str, dict[Key, list[Weighed]]]:
+        """By the place of its call, the one with the most labels first: every call of a cross-entropy."""
+        found: dict[str, dict[Key, list[Weighed]]] = defaultdict(lambda: defaultdict(list))
+        for record in self.recording.ranks:
+            for event in record.of("weight"):
+                if event["step"] == self.step and event["count"]:
+                    weighed = Weighed(event["count"], event["low"], event["high"])
+                    found[event.get("site", "")][record.rank, event["micro"]].append(weighed)
+        return dict(sorted(found.items(), key=lambda item: -sum(w.count for calls in item[1].values() for w in calls)))
+
+    @cached_property
+    def counts(self) -> dict[Key, float]:
+        """Labels that counted in the main loss, per rank and micro-batch."""
+        main = next(iter(self.losses.values()), {})
+        return {key: sum(w.count for w in calls) for key, calls in main.items()}
+
+    def same_data(self, group: Iterable[int]) -> bool:
+        """Whether some ranks were given the same data, or it is not known what they were given."""
+        given = [{m: h for (k, m), h in self.data.items() if k == rank} for rank in group]
+        return not all(given) or any(one == other for one, other in combinations(given, 2))
+
+    @cached_property
+    def data(self) -> dict[Key, str]:
+        """What each rank was given in each micro-batch, as a hash of its contents."""
+        found: dict[Key, str] = defaultdict(str)
+        for record in self.recording.ranks:
+            for event in record.of("given"):
+                if event["step"] == self.step:
+                    # Forward comes before the backward that gives a micro-batch its number.
+                    hashes = (f"{name} {one['hash']}" for name, one in event["tensors"].items())
+                    found[record.rank, event["forward"]] += ",".join(hashes)
+        return dict(found)

@@ -1,0 +1,136 @@
+"""Checks of norm and clip: one norm on all ranks, which counts every element once, and one factor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from isograd.verify.judge.analysis import Analysis
+from isograd.verify.tell.findings import BUG, Finding, listed
+from isograd.verify.tell.wording import axis_over, finding, spread
+
+
+def norms(analysis: Analysis) -> Iterator[Finding]:
+    """All ranks use one norm, it counts every element once, and they clip by one factor."""
+    reported = {}
+    for record in analysis.recording.ranks:
+        values = [e["value"] for e in record.of("norm") if e["step"] == analysis.step]
+        if values:
+            reported[record.rank] = values[-1]  # the last one: earlier ones may have led to a step left out
+    bars = tuple((f"rank {r}", v) for r, v in reported.items())
+    names = tuple(n for n in analysis.names if analysis.info(n)["gradient"])
+    if len(reported) > 1 and spread(reported.values()) > 1e-5:
+        low, high = min(reported.values()), max(reported.values())
+        unequal = tuple(n for n in names if _copies_differ(analysis, n))
+        if unequal:
+            axis = axis_over(analysis.recording, tuple(reported))
+            sentence = (
+                f"step {analysis.step}: copies of the gradients of {listed(unequal)} differ between {axis} before the "
+                f"clip, and the norm with them: {low:.6g} to {high:.6g}"
+            )
+            yield finding(BUG, "replicas-differ", sentence, tensors=unequal, axis=axis, coefficients=bars)
+            return
+        sentence = f"step {analysis.step}: the gradient norm differs between ranks: {low:.6g} to {high:.6g}"
+        yield finding(
+            BUG,
+            "clip-per-rank",
+            sentence,
+            tensors=names,
+            axis=axis_over(analysis.recording, _unlike(reported)),
+            coefficients=bars,
+        )
+        return
+    if reported:
+        yield from _norm_is_true(analysis, next(iter(reported.values())), names)
+    factors = {r: f for r in range(analysis.world) if (f := _one_factor(analysis, r)) is not None}
+    if len(factors) > 1 and spread(factors.values()) > 1e-3:
+        bars = tuple((f"rank {r}", f) for r, f in factors.items())
+        sentence = f"step {analysis.step}: ranks clip by different factors: {min(factors.values()):.4g} to {max(factors.values()):.4g}"  # noqa: E501
+        yield finding(
+            BUG,
+            "clip-per-rank",
+            sentence,
+            tensors=names,
+            axis=axis_over(analysis.recording, _unlike(factors)),
+            coefficients=bars,
+        )
+
+
+def _unlike(values: dict[int, float]) -> tuple[int, ...]:
+    """The first rank with each value: along an axis whose ranks agree, nothing is wrong."""
+    found: list[int] = []
+    for rank, value in values.items():
+        if all(spread((value, values[other])) > 1e-5 for other in found):
+            found.append(rank)
+    return tuple(found)
+
+
+def _copies_differ(analysis: Analysis, name: str) -> bool:
+    if analysis.covered(name) or analysis.null(name) or name in analysis.unsure:
+        return False
+    for ranks in analysis.replica_sets(name):
+        held = [analysis.sums[r][name] for r in ranks if name in analysis.sums[r]]
+        if any(float((t - held[0]).norm()) > analysis.tolerance(name) * float(held[0].norm()) for t in held[1:]):
+            return True
+    return False
+
+
+def _one_factor(analysis: Analysis, rank: int) -> float | None:
+    """The factor between a rank's gradients and what its optimizer received; None when they were changed otherwise than
+    by one factor: element by element, or tensor by tensor."""
+    clipped = analysis.recording.ranks[rank].group(analysis.step, "clipped")
+    whole = analysis.sums[rank]
+    factors: list[float] = []
+    for name in clipped:
+        if name not in whole or analysis.null(name) or not bool(clipped[name].isfinite().all()):
+            continue
+        square = float(whole[name] @ whole[name])
+        if square == 0:  # this rank's rows of an embedding, say
+            continue
+        factor = float(clipped[name] @ whole[name]) / square
+        if float((clipped[name] - factor * whole[name]).norm()) > 10 * analysis.tolerance(name) * float(
+            clipped[name].norm()
+        ):
+            return None
+        factors.append(factor)
+    return factors[0] if factors and spread(factors) <= 1e-2 else None
+
+
+def true_norm(analysis: Analysis) -> float | None:
+    """The norm with every element counted once; None when some gradients were too large to be recorded whole."""
+    squares = 0.0
+    for name in analysis.names:
+        if name in analysis.unsure:
+            return None
+        for ranks in analysis.replica_sets(name):
+            final = analysis.recording.ranks[ranks[0]].tensors(analysis.step).get(f"final/{name}")
+            if final is None and analysis.about[ranks[0]][name]["gradient"]:
+                return None
+            squares += float(final.double().square().sum()) if final is not None else 0.0
+    return math.sqrt(squares)
+
+
+def _norm_is_true(analysis: Analysis, reported: float, names: tuple[str, ...]) -> Iterator[Finding]:
+    truth = true_norm(analysis)
+    rounding = max((analysis.tolerance(name) for name in names), default=0.0)  # norms are rounded as gradients are
+    if truth is None or not 0 < truth < math.inf or reported <= truth * (1 + max(1e-4, rounding)):
+        return
+    copies = 0.0
+    for name in analysis.names:
+        for ranks in analysis.replica_sets(name):
+            final = analysis.recording.ranks[ranks[0]].tensors(analysis.step).get(f"final/{name}")
+            copies += len(ranks) * float(final.double().square().sum()) if final is not None else 0.0
+    repeated = tuple(n for n in names if any(len(r) > 1 for r in analysis.replica_sets(n)))
+    exact = abs(reported - math.sqrt(copies)) <= 1e-3 * reported
+    sentence = f"step {analysis.step}: the norm is {reported:.6g} but each element once gives {truth:.6g}" + (
+        ": it counts every copy of replicated tensors" if exact else ""
+    )
+    bars = (("reported", reported / truth), ("each element once", 1.0))
+    yield finding(
+        BUG,
+        "norm-counts-replicas",
+        sentence,
+        tensors=repeated,
+        axis=axis_over(analysis.recording, analysis.replica_sets(repeated[0])[0]) if repeated else "",
+        coefficients=bars,
+    )

@@ -1,0 +1,180 @@
+"""Checks of traffic: who calls which collective, over whom, in which dtype; and who draws which random numbers."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from itertools import pairwise, zip_longest
+
+from isograd.layout import Layout
+from isograd.mesh import DATA
+from isograd.verify.judge.analysis import Analysis
+from isograd.verify.record.recording import Event
+from isograd.verify.tell.findings import BUG, NOTE, Finding, listed
+from isograd.verify.tell.wording import axis_over, finding, spell
+
+
+def _collectives(analysis: Analysis, rank: int) -> list[Event]:
+    return [e for e in analysis.recording.ranks[rank].of("collective") if e["step"] == analysis.step]
+
+
+def order(analysis: Analysis) -> Iterator[Finding]:
+    """Members of a group issue the same collectives in the same order."""
+    by_group: dict[tuple[int, ...], dict[int, list[Event]]] = defaultdict(dict)
+    for rank in range(analysis.world):
+        for event in _collectives(analysis, rank):
+            if event["op"] not in ("send", "recv") and rank in event["group"]:
+                by_group[tuple(event["group"])].setdefault(rank, []).append(event)
+    for group, members in by_group.items():
+        if len(group) < 2:
+            continue
+        first = members.get(group[0], [])
+        for rank in group[1:]:
+            for i, (a, b) in enumerate(zip_longest(first, members.get(rank, []))):
+                if a is None or b is None or signature(a) != signature(b):
+                    sentence = (
+                        f"step {analysis.step}: collective {i + 1} over {spell(group)}: rank {group[0]} calls "
+                        f"{_spelled(a)}, rank {rank} calls {_spelled(b)}"
+                    )
+                    yield finding(BUG, "order", sentence, axis=spell(group))
+                    return
+
+
+def signature(event: Event) -> tuple[object, ...]:
+    """What members of a group must have in common."""
+    same_size = event["op"] in ("all_reduce", "broadcast", "reduce")
+    return (event["op"], event["dtype"], event["numel"] if same_size else 0)
+
+
+def _spelled(event: Event | None) -> str:
+    return "none" if event is None else f"{event['op']} of {event['numel']} x {event['dtype']} at {event['site']}"
+
+
+def groups(analysis: Analysis) -> Iterator[Finding]:
+    """Groups that reduce gradients are axes of some mesh: ranks at equal distances."""
+    odd = {}
+    for rank in range(analysis.world):
+        for event in _collectives(analysis, rank):
+            g = event["group"]
+            if len(g) > 2 and event["covers"] and len({b - a for a, b in pairwise(g)}) > 1:
+                odd[tuple(g)] = event
+    for group, event in odd.items():
+        where = f"{event['op']} at {event['site']}"
+        sentence = f"step {analysis.step}: {where} runs over {spell(group)}, which is no axis of a mesh"
+        yield finding(NOTE, "wrong-group", sentence, tensors=tuple(event["covers"]), axis=spell(group))
+
+
+def reduced_in_half(analysis: Analysis) -> list[Event]:
+    """Reductions in half precision while gradients are kept in a wider one."""
+    wide = any(
+        i["gradient_dtype"] in ("float32", "float64") and i["dtype"] in ("float32", "float64")
+        for about in analysis.about
+        for i in about.values()
+    )
+    if not wide:
+        return []
+    return [
+        e
+        for rank in range(analysis.world)
+        for e in _collectives(analysis, rank)
+        if e["op"] in ("all_reduce", "reduce_scatter", "reduce")
+        and e["dtype"] in ("bfloat16", "float16")
+        and e["phase"] != "forward"
+        and e["numel"] > 1
+    ]
+
+
+def reductions(analysis: Analysis, smallest: int = 2) -> list[Event]:
+    """Collectives of the step that may have summed gradients, of at least so many elements."""
+    kinds = ("all_reduce", "reduce_scatter", "reduce", "all_to_all", "send", "recv")
+    events = [e for rank in range(analysis.world) for e in _collectives(analysis, rank)]
+    return [
+        e for e in events if e["op"] in kinds and e["phase"] in ("backward", "other", "step") and e["numel"] >= smallest
+    ]
+
+
+def dtypes(analysis: Analysis) -> Iterator[Finding]:
+    """Gradients kept in single precision are summed in single precision."""
+    half = reduced_in_half(analysis)
+    if half:
+        event = half[0]
+        names = tuple(sorted({n for e in half for n in e["covers"]}))
+        if not all(e["covers"] for e in half):  # packed buffers: which gradients were in them is not known
+            names = tuple(n for n in analysis.names if analysis.info(n)["gradient"])
+        sentence = (
+            f"step {analysis.step}: {len(half)} reductions of fp32 gradients ran in {event['dtype']}: "
+            f"{event['op']} at {event['site']}"
+        )
+        yield finding(
+            BUG, "bf16-reduction", sentence, tensors=names, axis=axis_over(analysis.recording, tuple(event["group"]))
+        )
+
+
+def random_draws(analysis: Analysis) -> Iterator[Finding]:
+    """Ranks that hold the same activation drop the same elements of it."""
+    draws: dict[tuple[str, int, int], dict[int, Event]] = defaultdict(dict)
+    for record in analysis.recording.ranks:
+        count: Counter[tuple[str, int]] = Counter()
+        for event in record.of("random"):
+            if event["step"] == analysis.step:
+                key = (event["module"], event["forward"])
+                draws[*key, count[key]][record.rank] = event
+                count[key] += 1
+    apart: dict[str, tuple[int, ...]] = {}
+    for (module, forward, _), by_rank in draws.items():
+        for rank, event in by_rank.items():
+            others = [r for r, e in by_rank.items() if e["into"] == event["into"] and e["out"] != event["out"]]
+            twins = [r for r in others if not _data_ranks(analysis, rank, r, forward)]
+            if twins:
+                apart[module] = tuple(sorted({rank, *twins}))
+    if apart:
+        ranks = next(iter(apart.values()))
+        sentence = (
+            f"step {analysis.step}: {listed(tuple(apart))}: copies of one activation on "
+            f"{spell(ranks)} were given different random masks"
+        )
+        yield finding(
+            BUG, "norm-dropout-rng", sentence, tensors=tuple(apart), axis=axis_over(analysis.recording, ranks)
+        )
+
+
+def replayed_draws(analysis: Analysis) -> Iterator[Finding]:
+    """What a module makes of an input without a graph, it makes of it again with one: representations were cached."""
+    apart: dict[str, int] = {}
+    for record in analysis.recording.ranks:
+        cached: dict[tuple[str, str], set[str]] = defaultdict(set)
+        for event in record.of("random"):
+            if event["step"] != analysis.step:
+                continue
+            key = (event["module"], event["into"])
+            if not event.get("graph", True):
+                cached[key].add(event["out"])
+            elif key in cached and event["out"] not in cached[key]:
+                apart.setdefault(event["module"], record.rank)
+    if apart:
+        names, rank = tuple(sorted(apart)), next(iter(apart.values()))
+        sentence = (
+            f"step {analysis.step}: {listed(names)}: the same input was encoded without a graph and then with one, and "
+            f"drew other random numbers (rank {rank} first): cached gradients belong to other representations"
+        )
+        yield finding(BUG, "cache-rng", sentence, tensors=names)
+
+
+def _data_ranks(analysis: Analysis, one: int, other: int, forward: int) -> bool:
+    """Whether two ranks work on different data, and drop what they like, of a learned tensor too.
+
+    The layout says so, else their data; ranks that were given the same data are data ranks if what each of them adds
+    to the parameters that both hold is summed.
+    """
+    text = str(analysis.recording.about.get("layout", ""))
+    if text:
+        here, there = (Layout.parse(text).coordinates(rank) for rank in (one, other))
+        return any(here[axis] != there[axis] for axis in DATA.split())
+    mine, theirs = (analysis.data.get((rank, forward)) for rank in (one, other))
+    if mine != theirs:
+        return True
+    shared = [n for n in analysis.names if analysis.contributions(n) and other in analysis.replicas_of(n, one)]
+    fits = [analysis.fit(seen) for n in shared for seen in analysis.observed(n) if one in seen.ranks]
+    telling = [f for f in fits if f is not None and {one, other} <= {rank for rank, _ in f.coefficients}]
+    counting = [{rank for (rank, _), c in f.coefficients.items() if c} for f in telling]
+    return bool(telling) and all({one, other} <= ranks for ranks in counting)

@@ -1,0 +1,1 @@
+"""Starts programs, watches over them, and runs the corpus."""

@@ -1,0 +1,219 @@
+"""isograd verify run: start a command, watch every Python process in it that trains, report when it ends or stalls.
+
+    isograd verify run -- torchrun --nproc-per-node 4 train.py --its own --arguments
+
+The program is not edited and its output is not touched. Its own exit code is returned when it is not zero.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import statistics
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+
+from isograd.errors import VerifyError
+from isograd.verify.judge.checks import check
+from isograd.verify.record.recording import RankRecord, Recording, write_json
+from isograd.verify.run.hang import crash, wait, watching
+from isograd.verify.tell.findings import INCONCLUSIVE, NOTE, Finding, Subject
+from isograd.verify.tell.report import Report, timeline
+from isograd.verify.tell.wording import left_out, spell
+
+# What is lost when watching it raises an error (Life.lose), in words.
+SENSES = {
+    "activations": "activations", "collectives": "collectives", "data": "the data that models were given",
+    "flows": "collectives that cut the graph", "labels": "the labels of losses", "logits": "the gradient of logits",
+    "means": "means in the loss", "norms": "the norms that clip",
+}  # fmt: skip
+
+STARTUP = Path(__file__).parents[1] / "watch" / "startup"
+
+
+def run(
+    command: list[str],
+    directory: Path,
+    steps: int = 3,
+    stall: float = 300.0,
+    layout: str = "",
+    activations: bool = False,
+    parameters: bool = True,
+) -> tuple[Report, int]:
+    """(report, the program's own exit code; 0 when it was stopped because it hung). `parameters`: record them, too,
+    for a comparison."""
+    if not command:
+        raise VerifyError(
+            "IG701", "no command to watch", fix="isograd verify run -- torchrun --nproc-per-node 2 train.py"
+        )
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise VerifyError(
+            "IG702", f"{str(directory)!r} is not empty", expected="a new directory for the recording",
+            fix="name another one with --record, or remove it",
+        )  # fmt: skip
+    new = not directory.exists()
+    directory.mkdir(parents=True, exist_ok=True)
+    about = {"version": 1, "command": command, "layout": layout, "steps": steps}
+    write_json(directory / "recording.json", about)
+    path = os.pathsep.join(filter(None, [str(STARTUP), os.environ.get("PYTHONPATH", "")]))
+    more = {"ISOGRAD_VERIFY": str(directory.resolve()), "ISOGRAD_VERIFY_STEPS": str(steps), "PYTHONPATH": path}
+    more["ISOGRAD_VERIFY_ACTIVATIONS"] = "1" if activations else "0"
+    more["ISOGRAD_VERIFY_PARAMETERS"] = "1" if parameters else "0"
+    try:
+        process = subprocess.Popen(command, env=os.environ | more)
+    except OSError as error:
+        (directory / "recording.json").unlink()
+        if new:
+            directory.rmdir()
+        raise VerifyError(
+            "IG703", f"cannot start {command[0]!r}", seen=error, fix="check the command behind '--'"
+        ) from error
+    with _passed_on(process):
+        hang = wait(process, directory, stall)
+    own = process.returncode if process.returncode >= 0 else 128 - process.returncode  # as a shell tells a signal
+    write_json(directory / "recording.json", about | {"exit_code": own, "stalled": hang is not None})
+    subject = inspect(directory, hang, command, failed=own != 0)
+    return Report(f"isograd verify run -- {' '.join(command)}", [subject]), 0 if hang else own
+
+
+@contextmanager
+def _passed_on(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Whoever asks us to end asks the program; our report comes all the same."""
+    kept = {}
+    try:
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            kept[number] = signal.signal(number, lambda received, frame: process.send_signal(received))
+    except ValueError:  # not in the main thread
+        pass
+    try:
+        yield
+    finally:
+        for number, handler in kept.items():
+            signal.signal(number, handler)
+
+
+def inspect(
+    directory: Path, hang: Finding | None = None, command: list[str] | None = None, failed: bool = False
+) -> Subject:
+    """What a recording shows without any reference."""
+    name = " ".join(Path(word).name for word in (command or [str(directory)])[:6])
+    ranks = len(list(directory.glob("rank-*")))
+    if hang is not None and watching(directory):
+        return Subject(name, ranks, findings=[hang])
+    if not ranks:
+        sentence = (
+            "nothing to check: no process of the command joined a process group or made an optimizer "
+            "(or its Python does not see PYTHONPATH)"
+        )
+        return Subject(name, 0, findings=[Finding(INCONCLUSIVE, "", sentence)])
+    try:
+        recording = Recording(directory)
+        subject = Subject(name, recording.world, timeline=timeline(recording))
+        subject.findings = [*filter(None, [hang]), *plain_facts(recording), *check(recording)]
+        why = crash(recording) if failed and not any(f.bug == "order" for f in subject.findings) else None
+        subject.findings += [why] if why is not None else []
+        subject.facts = facts(recording)
+        _drift(recording, subject)
+    except VerifyError as error:  # killed in the middle of a line, say
+        sentence = f"{error.what} ({error.seen})" if error.seen is not None else error.what
+        subject = Subject(name, ranks, findings=[Finding(INCONCLUSIVE, "", f"{error.code}: {sentence}")])
+    return subject
+
+
+def plain_facts(recording: Recording) -> list[Finding]:
+    """What stands in the way of a verdict, said plainly."""
+    said = [Finding(INCONCLUSIVE, "", sentence) for sentence in _obstacles(recording)]
+    unfinished = [r.rank for r in recording.ranks if not r.about.get("finished")]
+    if unfinished:
+        sentence = f"{spell(unfinished)} ended without closing the recording (killed, or left through os._exit)"
+        said.append(Finding(NOTE, "", sentence))
+    for path in sorted(recording.path.glob("second-*")):
+        rank = int(path.name.rpartition("-")[2])
+        sentence = f"a second process called itself rank {rank} while the first was running, and was not watched"
+        said.append(Finding(NOTE, "", sentence))
+    earlier = sorted(recording.path.glob("earlier-*"))
+    if earlier:
+        again = sorted({int(path.name.rpartition("-")[2]) for path in earlier})
+        said.append(Finding(NOTE, "", f"{spell(again)} started more than once: only the last start was checked"))
+    said += left_out(recording)
+    lost = {e["sense"]: (e["why"], r.rank) for r in recording.ranks[::-1] for e in r.of("lost")}
+    for sense, (why, rank) in lost.items():
+        sentence = f"not judged: {SENSES.get(sense, sense)}: watching them raised an error on rank {rank}: {why}"
+        said.append(Finding(INCONCLUSIVE, "", sentence))
+    if any(r.about.get("compiled") for r in recording.ranks):
+        said.append(Finding(NOTE, "", "torch.compile waited: the watched steps ran as if it were not there"))
+    return said
+
+
+def _obstacles(recording: Recording) -> Iterator[str]:
+    failed = [(r.rank, r.about["failed"]) for r in recording.ranks if r.about.get("failed")]
+    if failed:
+        yield f"watching ended early on {spell([rank for rank, _ in failed])}, not the program: {failed[0][1]}"
+    worlds = {int(r.about["world"]) for r in recording.ranks}
+    worlds |= {int(e["world"]) for r in recording.ranks for e in r.of("world")}
+    if len(worlds) > 1:
+        sizes = ", ".join(map(str, sorted(worlds, reverse=True)))
+        yield f"the world changed its size during the run ({sizes} ranks): only what was before was checked"
+    if failed or len(worlds) > 1:
+        return
+    steps = [e for r in recording.ranks for e in r.of("step")]
+    taken = [e for e in steps if not e["note"]]
+    ended = [r.rank for r in recording.ranks if not r.about.get("finished") or not _whole(r)]
+    if not any(r.of("backward") for r in recording.ranks):
+        yield "the program never called backward: there are no gradients to check"
+    elif not taken and ended:
+        yield f"{spell(ended)} ended before the first optimizer step: there is no whole step to check"
+    elif not taken:
+        yield "no optimizer stepped: gradients were checked as the last backward left them"
+    elif not recording.steps:
+        yield "no step was seen whole on all ranks: there is nothing to check"
+    if taken and not any(p["gradient"] for e in taken for p in e["parameters"].values()):
+        yield "no parameter of a called module had a gradient at the optimizer's step"
+
+
+def _whole(record: RankRecord) -> bool:
+    """Whether the last backward of a rank is in a step that was written."""
+    return bool(record.of("step")) or not record.of("backward")
+
+
+def facts(recording: Recording) -> dict[str, str]:
+    """Numbers about a run for the report's head: steps, collectives, gradients, and the cost of watching."""
+    first = recording.ranks[0]
+    count = sum(len(r.of("collective")) for r in recording.ranks)
+    told = {"steps": str(len(recording.steps)), "collectives": str(count)}
+    told["gradients"] = f"{sum(p['gradient'] for p in recording.parameters().values())} by name"
+    own, seconds = float(first.about.get("own_seconds", 0)), float(first.about.get("watched_seconds", 0))
+    if seconds:
+        told["overhead"] = f"{own:.2f} s of the {seconds:.2f} s watched on rank 0"
+    gaps = [b - a for a, b in pairwise(float(t) for t in first.about.get("step_times", []))]
+    watched = len(recording.steps) - 1
+    later = gaps[watched + 1 :] or gaps[watched:]  # the very first one after the watching may still clean up
+    if watched >= 1 and later:
+        with_it, without = statistics.median(gaps[:watched]), statistics.median(later)
+        told["overhead"] = (
+            f"a watched step took {with_it / without:.1f} x an unwatched one ({with_it:.3f} s, {without:.3f} s)"
+        )
+    return told
+
+
+def _drift(recording: Recording, subject: Subject) -> None:
+    """Heat map without a reference: how far each rank's gradient is from the first copy of it."""
+    from isograd.verify.judge.analysis import Analysis
+
+    for step in recording.steps[:1]:
+        analysis = Analysis(recording, step)
+        for name in analysis.names:
+            row: list[float | None] = [None] * recording.world
+            for ranks in analysis.replica_sets(name):
+                first = recording.ranks[ranks[0]].tensors(step).get(f"final/{name}")
+                for rank in ranks:
+                    mine = recording.ranks[rank].tensors(step).get(f"final/{name}")
+                    if first is not None and mine is not None and mine.shape == first.shape:
+                        size = max(float(first.double().norm()), 1e-300)
+                        row[rank] = float((mine.double() - first.double()).norm()) / size
+            known = [v for v in row if v is not None]
+            if known:
+                subject.by_rank[name], subject.errors[name] = row, max(known)

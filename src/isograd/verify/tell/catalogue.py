@@ -1,0 +1,163 @@
+"""The bugs by their ids (docs/bugs.md): what usually causes each and where to look."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Bug:
+    """What usually causes a bug, and where to look for it."""
+
+    cause: str
+    look: str
+
+
+BUGS: dict[str, Bug] = {
+    "ulysses-scale": Bug(
+        "a gradient divided, or not divided, by the size of a group: most often of the sequence-parallel one",
+        "every place that divides a loss or a gradient by a world or group size; there should be one, by tokens",
+    ),
+    "ulysses-permute": Bug(
+        "a reshape after an all-to-all that should have been a transpose first",
+        "the lines between the all-to-all and the next matrix product; send index-coded values through them",
+    ),
+    "nosync-missing": Bug(
+        "backwards that ran without synchronisation and were never reduced afterwards",
+        "the scope of no_sync: its forward counts too, and the last micro-batch must be outside",
+    ),
+    "norm-unreduced": Bug(
+        "norm gradients under sequence parallelism are sums over this rank's tokens only",
+        "the all-reduce over the tensor-parallel group of every parameter that works on a sequence shard",
+    ),
+    "router-unreduced": Bug(
+        "the router works on a sequence shard and its gradient is never summed over the tensor-parallel group",
+        "the list of parameters that are all-reduced over that group after backward",
+    ),
+    "qknorm-unreduced": Bug(
+        "one q/k norm weight serves the heads of all ranks, and each rank knows only its own heads' part",
+        "the list of parameters that are all-reduced over the tensor-parallel group, even without sequence parallelism",
+    ),
+    "kv-replica-unreduced": Bug(
+        "replicated key and value weights serve different query heads on each rank",
+        "the group of ranks that hold the same key/value head: gradients must be summed over it",
+    ),
+    "mean-of-means": Bug(
+        "each rank or micro-batch divides by its own number of tokens, and the means are averaged",
+        "the loss: sum it, sum the token counts over ranks and micro-batches, divide once",
+    ),
+    "accum-overwritten": Bug(
+        "only the last micro-batch is left in the gradient",
+        "zero_grad or an assignment to .grad inside the accumulation loop",
+    ),
+    "accum-rereduced": Bug(
+        "what was already summed over ranks is summed again with every later micro-batch",
+        "an all-reduce of .grad inside the accumulation loop",
+    ),
+    "accum-redivided": Bug(
+        "what was already accumulated is divided again by a later backward, schedule step or average over ranks",
+        "what divides .grad instead of the loss: scale_grads of a pipeline's schedule that is called several times per "
+        "optimizer step, a divide factor applied to partial sums; divide the loss, or .grad once before the step",
+    ),
+    "divided-twice": Bug(
+        "a gradient is divided twice by the size of a group: by the wrapper that averages, and once more elsewhere",
+        "every division by that size: the loss, the wrapper's divide factor, a hook; one of them is enough",
+    ),
+    "log-softmax-uncorrected": Bug(
+        "under torch's loss_parallel() log_softmax has no backward of its own: only cross-entropy's gradient is right",
+        "uses of log_softmax inside loss_parallel() other than the loss: an entropy, label smoothing, a z-loss; gather "
+        "the logits for them, or compute them outside",
+    ),
+    "accum-undivided": Bug(
+        "the mean over micro-batches is missing: gradients are multiplied by their number",
+        "the division by the number of accumulation steps, or better by the number of tokens of the whole step",
+    ),
+    "tie-after-scatter": Bug(
+        "the copies of a shared weight are summed after their gradients were scattered to different owners",
+        "the order: sum over the ranks that share the weight first, or cut every copy at the same rows",
+    ),
+    "pp-scale": Bug(
+        "pipeline stages divide what the stages behind them have divided already",
+        "every division by the number of micro-batches: only the loss, on the last stage, is divided",
+    ),
+    "bias-n-times": Bug(
+        "a bias is added on every tensor-parallel rank before the outputs are summed",
+        "the row-parallel linear: add the bias after the all-reduce",
+    ),
+    "gather-backward-sum": Bug(
+        "the backward of an all-gather sums copies that are equal on all ranks",
+        "the adjoint of the gather in front of the first wrong layer: take this rank's slice, do not sum",
+    ),
+    "cut-graph": Bug(
+        "a collective without an autograd rule ran in forward: everything before it gets no gradient through it",
+        "use an operation with a backward (torch.distributed.nn, or isograd.comm.ops)",
+    ),
+    "wrong-group": Bug(
+        "a reduction ran over a group that mixes ranks with different shards",
+        "the group argument of the reduction: the world instead of one axis?",
+    ),
+    "clip-per-rank": Bug(
+        "each rank clips by a norm of its own",
+        "the global norm: sum squares over all shards before the root, the same on every rank",
+    ),
+    "norm-counts-replicas": Bug(
+        "replicated parameters enter the global norm once per copy",
+        "the sum of squares over the tensor-parallel group: count a replica on one rank only",
+    ),
+    "overflow-alone": Bug(
+        "a rank that saw an overflow skipped its step while others stepped",
+        "the found-inf flag: take its maximum over all ranks before deciding",
+    ),
+    "bf16-reduction": Bug(
+        "a gradient was summed in half precision although it is kept in single",
+        "the reduce dtype of the wrapper, and compression hooks",
+    ),
+    "shared-module": Bug(
+        "a module that is used twice was reduced or read after its first use in backward",
+        "hooks that fire per use instead of after accumulation",
+    ),
+    "norm-dropout-rng": Bug(
+        "ranks that hold copies of an activation drop different elements of it",
+        "the random state: equal over the tensor-parallel group wherever activations are replicated",
+    ),
+    "temperature-scale": Bug(
+        "the gradient of a contrastive loss's scale is summed over ranks, or added per chunk, once more than encoders'",
+        "the backward of the loss: does it reduce the scale's gradient itself? then nobody may after it",
+    ),
+    "cache-rng": Bug(
+        "the replay of cached representations draws other random numbers than the pass that cached them",
+        "the state of the random generators, CPU and device: kept before a chunk's first pass, set before its replay",
+    ),
+    "loss-labels-shifted": Bug(
+        "the columns of gathered candidates stand in another order than the labels of the rows count them",
+        "the gather: documents of all ranks first, then each set of negatives, or labels that know the order",
+    ),
+    "border-labels-lost": Bug(
+        "labels are shifted after the sequence was cut: the last token of each part has lost its target",
+        "where labels are shifted: it must happen on whole sequences, and the loss must not shift them again",
+    ),
+    "resume-other-rank": Bug(
+        "a rank loaded another rank's shard",
+        "how file names are made of ranks and groups when saving and when loading",
+    ),
+    "order": Bug(
+        "members of a group call different collectives, or in a different order",
+        "conditions that depend on the rank or its data around a collective",
+    ),
+    "unowned": Bug(
+        "a parameter gets gradients but no optimizer has it",
+        "the list given to the optimizer; parameters that were replaced after it was made",
+    ),
+    "non-finite": Bug("a NaN or Inf reached the optimizer", "the first module whose output is not finite"),
+    "replicas-differ": Bug(
+        "copies of a parameter are no longer equal",
+        "whatever changes one copy only: initialisation, a missing reduction, a skipped step",
+    ),
+    "same-data": Bug(
+        "data ranks read the same samples: a sampler that does not know of ranks, or the same seed on all of them",
+        "the sampler of the data loader: DistributedSampler(data), or rows[rank::world]",
+    ),
+    "data-differ": Bug("the two runs saw different data", "the seed, the order and the sharding of the data"),
+}
+
+TWICE = "twice"  # among the meanings of a factor (wording.meanings): the square of a group's size divides

@@ -1,0 +1,426 @@
+"""Watches one rank of a running program, without changing it, and writes its part of a recording.
+
+    with Capture(directory, steps=3):
+        train()                       # any program: plain, DDP, FSDP2, DTensor, DeepSpeed, isograd
+
+Until the given number of optimizer steps is over it notes, as events in order,
+
+    backward      each call of autograd.backward: one micro-batch
+    collective    see collectives.py; `covers` names the parameters whose gradients share memory with its tensor
+    loss, weight  labels that counted, of how many classes; their hash, and the weight that each label's gradient got
+    reached       collectives without a backward that have a say in what a backward began with, and how (flows.py)
+    input, given  the outermost module is called; what it was given, as hashes of contents by name, when a backward
+                  reaches what it returned
+    logits        under torch's loss_parallel: this rank's part of a sum that must be zero (collectives.py)
+    lost          something that is no longer watched, because watching it raised an error
+    mean          a number that is the mean of many: of how many, and the weight that each one's gradient got
+    norm          what clip_grad_norm_ returned, and where
+    random        a module that drew random numbers: hashes of what went in and came out, and whether a graph was made
+    step          an optimizer step: every parameter's shape, box, hash, owner
+    skipped       backwards whose gradients were thrown away after the norm was looked at: a step left out
+    world         the program joined a world of another size: the watching ends here
+
+and as tensors, per step: `part/MICRO/NAME`, the sketch of what one backward added to a parameter on this rank, before
+any communication; `final/NAME` and `sum/NAME`, the gradient before clip and its sketch; `clipped/NAME`, the sketch of
+what the optimizer received; `parameter/NAME` before and `after/NAME` behind the step; and when `activations` is set,
+`in|out|back/MICRO/NUMBER/MODULE#CALL`. How each is obtained is told beside each hook in hooks.py.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from collections import Counter
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import unserializable_hook
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from isograd.verify.record.events import key, micro_of
+from isograd.verify.record.sketch import content_hash, digest, sketch
+from isograd.verify.watch import foreign
+from isograd.verify.watch.collectives import Watch, call_site
+from isograd.verify.watch.given import described
+from isograd.verify.watch.hooks import Hooks
+from isograd.verify.watch.life import Life
+
+LIMIT = 1 << 28  # bytes of full gradients, parameters and activations that a rank writes per step
+KINDS = {"final": "gradients", "parameter": "parameters", "after": "parameters"}
+MOST_OUTPUTS = 16  # of a model that are asked whether a backward reaches them
+MOST_MICROS = 512  # backwards without an optimizer step, after which nothing more is expected
+
+
+class Capture(Life):
+    """`parameters`: write them too, before and after each step; only `verify compare` needs them. `lenient`: an error
+    of the capture's own ends the watching, and is told, instead of ending the program that is watched."""
+
+    def __init__(
+        self,
+        directory: str | Path,
+        steps: int = 3,
+        activations: bool = False,
+        limit: int = LIMIT,
+        parameters: bool = True,
+        lenient: bool = False,
+    ) -> None:
+        super().__init__(Path(directory), lenient)
+        self.most_steps, self.activations, self.limit, self.parameters = steps, activations, limit, parameters
+        self.base = os.getcwd()
+        self.last_step_at = -1  # `backwards` at the last step taken
+        self.numbers = self.arrivals = self.calls = 0
+        self.names: dict[int, str] = {}  # id of a parameter -> its name
+        self.roots: list[tuple[str, weakref.ref[nn.Module]]] = []
+        self.modules: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+        self.owned: set[str] = set()  # by the optimizers that stepped in this step
+        self.waiting: set[str] = set()  # parameters of an optimizer that did not
+        self.held: list[nn.Module | None] = []  # models that may never be stepped: kept until they are
+        self.before: dict[str, dict[str, Any]] = {}  # each parameter before the step: its hash, and is it constant
+        self.boxes: dict[str, tuple[list[list[int]], list[int]]] = {}  # (box, whole shape), told by an engine
+        self.part_shapes: dict[str, list[int]] = {}
+        self.storages: dict[int, set[str]] = {}  # memory of a gradient -> names
+        self.tensors: dict[str, Tensor] = {}
+        self.written = 0
+        self.reserved = 0  # bytes of this step's gradients and parameters, which go before activations
+        self.left_out: Counter[str] = Counter()  # tensors beyond the limit, by their kind
+        self.stack: list[str] = []  # modules under way, outermost first
+        self.drawn: list[bool] = []
+        self.unreached: dict[int, tuple[int, dict[str, Any]]] = {}  # what calls were given that no backward has reached
+        self.backing = 0  # calls of autograd.backward under way
+        self.behind = ""  # the module whose backward is under way
+        self.snapped = False
+        self.cleared = 0  # the first micro-batch since the program threw gradients away without a step
+        self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()  # as they were made
+        self.belongs = WeakTensorKeyDictionary()  # parameters that some optimizer was given
+        self.unsettled = False  # an optimizer has stepped, and another one may before the next forward
+        self.watch = Watch(self)
+        self.hooks = Hooks(self)
+
+    # -- what collectives.Watch tells ----------------------------------------------------------------------------
+
+    def phase(self) -> str:
+        """Where the program is: in a backward, an optimizer's step, a model's forward, or elsewhere."""
+        if torch._C._current_graph_task_id() != -1:
+            return "backward"
+        return "step" if self.stepping else "forward" if self.stack else "other"
+
+    def collective(self, op: str, ranks: tuple[int, ...], tensors: list[Tensor], more: dict[str, Any]) -> int:
+        """Notes a collective, and returns its number."""
+        self.numbers += 1
+        phase = self.phase()
+        local = [foreign.local(t) for t in tensors]
+        covers: set[str] = set()
+        if op in ("all_reduce", "reduce_scatter", "reduce"):
+            for t in local:
+                covers |= self.storages.get(t.untyped_storage().data_ptr(), set())
+        module = self.behind if phase == "backward" else self.stack[-1] if self.stack else ""
+        self.event(
+            "collective",
+            n=self.numbers,
+            op=op,
+            group=list(ranks),
+            dtype=str(local[0].dtype).removeprefix("torch.") if local else "",
+            numel=sum(t.numel() for t in local),
+            bytes=sum(t.numel() * t.element_size() for t in local),
+            start=time.time() - self.began,
+            phase=phase,
+            module=module,
+            site=call_site(self.base),
+            covers=sorted(covers),
+            passed=self.backwards,
+            **more,
+        )
+        return self.numbers
+
+    def ended(self, number: int, seconds: float) -> None:
+        """Notes how long a collective took."""
+        if self.writer is not None:
+            self.writer.event({"k": "end", "n": number, "seconds": seconds})
+
+    def token_loss(self, reduction: int, counted: float, classes: int) -> None:
+        """Notes a cross-entropy: how many labels counted, of how many classes."""
+        self.event("loss", reduction=("none", "mean", "sum")[reduction], count=counted, classes=classes)
+
+    def token_weight(self, reduction: int, count: float, gradient: Tensor, labels: Tensor, site: str) -> None:
+        """Notes the lowest and highest weight that a label's gradient got, and the hash of the labels."""
+        flat = gradient.detach().double().reshape(-1)
+        used = flat[flat != 0]
+        low, high = (float(used.min()), float(used.max())) if used.numel() else (0.0, 0.0)
+        scale = 1 / count if reduction == 1 and count else 1.0
+        hashed = str(content_hash(labels))
+        self.event("weight", count=count, low=low * scale, high=high * scale, labels=hashed, site=site)
+
+    def logit_shift(self, shift: float, size: float) -> None:
+        """Notes this rank's part of a sum that must be zero over all ranks."""
+        self.event("logits", shift=shift, size=size)
+
+    def mean(self, term: str, site: str, count: float, gradient: Tensor) -> None:
+        """Notes of how many numbers a mean was taken, and the weight that the gradient of each got."""
+        if count:
+            self.event("mean", term=term, site=site, count=count, weight=float(gradient) / count)
+
+    def drew(self) -> None:
+        """The module under way has drawn random numbers."""
+        if self.drawn:
+            self.drawn[-1] = True
+
+    # -- what hooks.Hooks tells ----------------------------------------------------------------------------------
+
+    def root(self, module: nn.Module) -> None:
+        """A module was called from outside any other: learn its parameters' names."""
+        if module in self.modules or not any(True for _ in module.parameters()):
+            return
+        inner = module
+        while foreign.shell(inner):
+            inner = next(iter(inner.children()))
+        prefix = f"{type(inner).__name__}." if self.roots else ""
+        if prefix and prefix in {taken for taken, _ in self.roots}:
+            prefix = f"{type(inner).__name__}{len(self.roots)}."
+        self.roots.append((prefix, weakref.ref(inner)))
+        for name, child in inner.named_modules():
+            self.modules.setdefault(child, (prefix + foreign.plain_name(name)).rstrip("."))
+        self.modules.setdefault(module, prefix.rstrip("."))
+        self.learn_names()
+
+    def learn_names(self) -> dict[str, nn.Parameter]:
+        """Every parameter by name, once; parameters change identity when FSDP shards them, so this is asked again."""
+        found: dict[str, nn.Parameter] = {}
+        taken: set[int] = set()
+        for prefix, reference in self.roots:
+            root = reference()
+            for name, parameter in root.named_parameters() if root is not None else ():
+                if id(parameter) not in taken:
+                    taken.add(id(parameter))
+                    known = self.names.setdefault(id(parameter), prefix + foreign.plain_name(name))
+                    found[known] = parameter
+        return found
+
+    def given(self, tensors: dict[str, Tensor], outputs: list[Tensor]) -> None:
+        """What the outermost module was given, told when a backward reaches one of its outputs. At the end of the step
+        the others are told: rows without a label, an evaluation, or a pipeline that learned its stages' shapes."""
+        about = described(tensors)
+        reached = [t for t in outputs if t.requires_grad][:MOST_OUTPUTS]
+        if not reached:
+            self.event("given", forward=self.micro + 1, tensors=about)
+            return
+        self.calls += 1
+        mark = self.calls
+        self.unreached[mark] = (self.micro + 1, about)
+
+        def arrives(gradient: Tensor | None) -> None:
+            if self.backing and mark in self.unreached:
+                del self.unreached[mark]
+                self.event("given", forward=self.micro, tensors=about)
+
+        for output in reached:
+            output.register_hook(unserializable_hook(self.guarded(arrives, "data")))
+
+    def contribution(self, name: str, gradient: Tensor) -> None:
+        """What this backward adds to a parameter on this rank, before communication."""
+        local = foreign.local(gradient)
+        # Checkpointed modules arrive once per use: later arrivals in one backward are contributions of their own.
+        use = next(i for i in count() if f"part/{key(self.micro, i)}/{name}" not in self.tensors)
+        self.tensors[f"part/{key(self.micro, use)}/{name}"] = sketch(local)
+        self.part_shapes[name] = list(local.shape)
+
+    def accumulated(self, name: str, parameter: Tensor) -> None:
+        """Notes where in memory a parameter's gradient lies, so that a collective on it is recognised."""
+        if parameter.grad is not None:
+            storage = foreign.local(parameter.grad).untyped_storage().data_ptr()
+            self.storages.setdefault(storage, set()).add(name)
+
+    def keep_activation(self, kind: str, label: str, value: Tensor) -> None:
+        """Numbered in the order of their coming, which a file of tensors does not keep."""
+        self.arrivals += 1
+        micro, _, module = label.partition("/")
+        self.keep(f"{kind}/{micro}/{self.arrivals:06d}/{module}", value)
+
+    def keep(self, key: str, value: Tensor) -> bool:
+        """Hold a full tensor for the step's file, within the limit."""
+        kind = KINDS.get(key.partition("/")[0], "activations")
+        size = value.numel() * value.element_size()
+        if self.written + size > self.limit - (self.reserved if kind == "activations" else 0):
+            self.left_out[kind] += 1
+            return False
+        self.written += size
+        self.tensors[key] = value.detach().clone()
+        return True
+
+    def reserve(self) -> None:
+        """Before the first activation of a call: gradients come last and are what everything else is compared for."""
+        self.reserved = 0
+        for parameter in self.learn_names().values():
+            copies = int(parameter.requires_grad) + (2 if self.parameters else 0)
+            part = foreign.local(parameter)
+            self.reserved += copies * part.numel() * part.element_size()
+
+    def backward_begins(self) -> None:
+        """A call of autograd.backward begins: one more micro-batch."""
+        self.settle()
+        if self.micro >= 0 and self._thrown_away():
+            self.cleared = self.micro + 1
+            if self.snapped:  # the norm was looked at, and the step left out: as after an overflow
+                self.drop_before(self.cleared)
+                self.event("skipped")
+        if self.micro + 1 >= MOST_MICROS:
+            self.leftover()
+            self.pause()
+            return
+        self.micro += 1
+        self.backwards += 1
+        if self.last_step_at < 0:
+            self.held = [root() for _, root in self.roots]
+        self.snapped = False
+        self.event("backward", site=call_site(self.base))
+
+    def _thrown_away(self) -> bool:
+        """Whether no parameter still has what earlier backwards of this step added to it."""
+        added = [p for n, p in self.learn_names().items() if n in self.part_shapes]
+        return bool(added) and not any(p.grad is not None and bool(foreign.local(p.grad).any()) for p in added)
+
+    def drop_before(self, micro: int) -> None:
+        """Forgets what backwards before this micro-batch added: their gradients were thrown away."""
+        gone = [k for k in self.tensors if k.startswith("part/") and micro_of(int(k.split("/")[1])) < micro]
+        for name in gone:
+            del self.tensors[name]
+
+    def snapshot(self, gradients: dict[str, Tensor] | None = None, talk: bool = True) -> None:
+        """The gradients as they are before clip: taken where clipping is called, else at the optimizer's door.
+
+        `gradients`: whole ones that an engine gives by name; else every parameter's own `grad`. `talk`: the other
+        ranks are here too, so a DTensor may be brought into place.
+        """
+        if self.snapped:
+            return
+        self.snapped = True
+        self.before = {n: _state(foreign.local(p)) for n, p in self.learn_names().items()}
+        for name, parameter in self.learn_names().items():
+            gradient = gradients.get(name) if gradients is not None else parameter.grad
+            if gradient is None or (not talk and foreign.misplaced(parameter, gradient)):
+                continue
+            self.active, was = False, self.active  # bringing a DTensor into its parameter's place may communicate
+            part = foreign.placed_like(parameter, gradient)
+            self.active = was
+            self.tensors[f"sum/{name}"] = sketch(part, self._offset(name, parameter, part))
+            self.keep(f"final/{name}", part)
+        if gradients is not None:
+            self.event("whole", names=sorted(gradients))
+
+    def _offset(self, name: str, parameter: Tensor, part: Tensor) -> int:
+        """Where a shard of rows starts in the flat tensor to which this rank contributed as a whole (FSDP), else 0."""
+        whole = self.part_shapes.get(name)
+        box = foreign.box_of(parameter)
+        if whole is None or box is None or torch.Size(whole).numel() <= part.numel() or not whole:
+            return 0
+        return int(box[0][0]) * int(torch.Size(whole[1:]).numel())
+
+    def norm(self, value: float, site: str) -> None:
+        """Notes a gradient norm that the program has computed."""
+        self.event("norm", value=value, site=site)
+
+    def before_step(self, owned: list[Tensor]) -> None:
+        """An optimizer is about to step. Several that step without a backward in between belong to one step."""
+        self.held.clear()
+        self.owned |= {self.names[id(p)] for p in owned if id(p) in self.names}
+        self.unnamed(owned)
+        if self.last_step_at == self.backwards and self.last_step_at >= 0:
+            return
+        clipped = self.snapped  # else the gradients are as the snapshot has just seen them
+        self.snapshot()
+        for name, parameter in self.learn_names().items():
+            part = foreign.local(parameter)
+            if self.parameters:
+                self.keep(f"parameter/{name}", part)
+            if parameter.grad is not None and not clipped and f"sum/{name}" in self.tensors:
+                self.tensors[f"clipped/{name}"] = self.tensors[f"sum/{name}"].clone()  # a file of its own memory
+            elif parameter.grad is not None:
+                gradient = foreign.local(parameter.grad)
+                self.tensors[f"clipped/{name}"] = sketch(gradient, self._offset(name, parameter, gradient))
+
+    def unnamed(self, owned: list[Tensor]) -> None:
+        """Parameters that no module call has named (a loss's temperature, say) get a name by their place."""
+        for i, parameter in enumerate(owned):
+            if id(parameter) not in self.names and not foreign.joined():
+                self.names[id(parameter)] = f"parameter_{i}"
+
+    def entrusted(self, optimizer: Any, parameters: list[Tensor]) -> None:
+        """An optimizer was made, or got more parameters."""
+        self.optimizers.add(optimizer)
+        for parameter in parameters:
+            self.belongs[parameter] = True
+
+    def after_step(self) -> None:
+        """An optimizer has stepped; with a single one, the step is over."""
+        if self.last_step_at != self.backwards or self.last_step_at < 0:
+            self.last_step_at = self.backwards
+            self.unsettled = True
+        if len(self.optimizers) < 2:
+            self.settle()
+
+    def settle(self) -> None:
+        """The step is over: at once, or with several optimizers when the next forward or backward begins."""
+        if not self.unsettled:
+            return
+        self.unsettled = False
+        # What an optimizer that did not step holds is no gradient of this step.
+        self.waiting = {n for n, p in self.learn_names().items() if n not in self.owned and p in self.belongs}
+        for path in [k for k in self.tensors if k.startswith(("sum/", "final/", "clipped/", "part/"))]:
+            if path.split("/", 2 if path.startswith("part/") else 1)[-1] in self.waiting:
+                del self.tensors[path]
+        self._finish_step("")
+
+    def leftover(self) -> None:
+        """The last backwards of a program that never stepped; one that breaks off after a step proves nothing."""
+        self.drop_before(self.cleared)
+        self.snapshot(talk=False)
+        self._finish_step("no optimizer stepped after the last backward")
+
+    def _finish_step(self, note: str) -> None:
+        about: dict[str, Any] = {}
+        for name, parameter in self.learn_names().items():
+            part = foreign.local(parameter)
+            final = self.tensors.get(f"final/{name}")
+            if self.parameters:
+                self.keep(f"after/{name}", part)
+            box, shape = self.boxes.get(name) or (foreign.box_of(parameter), list(foreign.whole_shape(parameter)))
+            about[name] = {
+                "shape": list(part.shape),
+                "global": shape,
+                "box": box,
+                "dtensor": isinstance(parameter, foreign.DTensor),
+                "dtype": str(parameter.dtype).removeprefix("torch."),
+                "trainable": parameter.requires_grad and name not in self.waiting,
+                "owned": name in self.owned or parameter in self.belongs,
+                "gradient": f"sum/{name}" in self.tensors,
+                "gradient_hash": digest(final) if final is not None else "",
+                "gradient_dtype": str(final.dtype).removeprefix("torch.") if final is not None else "",
+                "finite": bool(self.tensors[f"sum/{name}"].isfinite().all()) if f"sum/{name}" in self.tensors else True,
+                "hash": digest(part),
+                "part_shape": self.part_shapes.get(name, list(part.shape)),
+                **self.before.get(name, {}),
+            }
+        for forward, tensors in self.unreached.values():
+            self.event("given", forward=forward, tensors=tensors, reached=False)
+        self.unreached.clear()
+        left = {"limit": self.limit, **self.left_out} if self.left_out else {}
+        now = time.time() - self.began
+        self.event("step", parameters=about, backwards=self.backwards, note=note, at=now, left_out=left)
+        self.out.tensors(self.step, self.tensors)
+        self.tensors, self.written = {}, 0
+        self.left_out.clear()
+        self.storages.clear()
+        self.owned.clear()
+        self.waiting.clear()
+        self.watch.flows.clear()
+        self.step, self.micro, self.snapped, self.cleared = self.step + 1, -1, False, 0
+        if self.step > self.most_steps:
+            self.pause()
+
+
+def _state(part: Tensor) -> dict[str, Any]:
+    flat = part.detach().reshape(-1)
+    return {"before": digest(part), "constant": bool(flat.numel() == 0 or (flat == flat[0]).all())}
