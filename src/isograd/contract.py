@@ -5,8 +5,13 @@ global shape, the part of it that this rank holds along each axis, and the axes 
 debts; buckets, norm, clipping, checkpoints and replica checks are derived from contracts and from nothing else.
 `contracts(model, mesh)` is the table that answers "who reduces this gradient, over which ranks, with which divisor".
 
-Every parameter owes the data axes (dp, cp), which are therefore never written down. A parameter of a foreign module
-that declares nothing owes only those. A parameter of an isograd layer without a contract is an error.
+Every parameter owes its *data axes*: those over which ranks hold copies of it and give it different tokens. These are
+dp and cp, but for one exception. The weights of routed experts are cut over ep, and the exchange of tokens has brought
+an expert the tokens of its whole ep group; so it owes edp, the ranks that hold copies of it, and nothing else. Owners
+of rows, buckets, norm, checkpoints and replica checks follow from `Contract.data`.
+
+A parameter of a foreign module that declares nothing owes dp and cp. A parameter of an isograd layer without a contract
+is an error.
 """
 
 from __future__ import annotations
@@ -22,10 +27,11 @@ from torch import nn
 from isograd.comm import raw
 from isograd.comm.raw import even_sizes
 from isograd.errors import ContractError
-from isograd.mesh import DATA, Mesh
+from isograd.mesh import DATA, EXPERT_DATA, Mesh
 
 _MARK = "_isograd_contract"
 _START = "_isograd_start"
+BESIDE = {DATA: "tp", EXPERT_DATA: "ep"}  # of data axes, the other axis of a stage: it may cut what has them
 Start = Callable[[Sequence[tuple[int, int]], torch.device], torch.Tensor]  # values of a box of the global tensor
 
 
@@ -57,6 +63,17 @@ class Contract:
     shape: tuple[int, ...]  # global
     shards: tuple[Shard, ...] = ()
     owes: tuple[str, ...] = ()  # beyond the data axes: "tp", "tp/2" for blocks of 2 tp neighbours, "pp:0+3" for a tie
+    data: str = DATA  # over which ranks hold copies and sum what their tokens gave: "edp" for routed experts
+
+    @property
+    def beside(self) -> str:
+        """The axis of a stage that is not among the data axes: its ranks hold other parts, or replicas."""
+        return BESIDE[self.data]
+
+    @property
+    def cut(self) -> Shard | None:
+        """How the ranks beside the data axes cut it; None: each holds all of it."""
+        return next((shard for shard in self.shards if shard.axis == self.beside), None)
 
     @property
     def ties(self) -> tuple[str, ...]:
@@ -74,11 +91,10 @@ class Contract:
         """Whether this rank's copy is the one that stands for its replicas and ties in norms and checkpoints."""
         if any(mesh.index(axes) for axes in self.ties):
             return False
-        cut = {shard.axis: shard for shard in self.shards}
-        index = mesh.index("tp")
-        if "tp" not in cut:
+        index = mesh.index(self.beside)
+        if self.cut is None:
             return index == 0
-        ranges = cut["tp"].ranges
+        ranges = self.cut.ranges
         return ranges.index(ranges[index]) == index
 
 
@@ -89,12 +105,15 @@ def declare(
     shape: tuple[int, ...],
     shards: tuple[Shard, ...] = (),
     owes: tuple[str, ...] = (),
+    data: str = DATA,
 ) -> nn.Parameter:
     """Attach a contract to a parameter that this rank has just made; its local shape must agree with the contract.
 
-    `owes`: axes beyond dp and cp. Cuts and debts over axes of one rank are left out.
+    `owes`: axes beyond the data axes. Cuts and debts over axes of one rank are left out. `data`: "edp" for the weights
+    of routed experts, whose gradient here is that of all tokens of the ep group.
     """
-    contract = Contract(tuple(shape), tuple(s for s in shards if mesh.size(s.axis) > 1), owing(mesh, owes))
+    _refuse_axes(shards, owes, data, mesh)
+    contract = Contract(tuple(shape), tuple(s for s in shards if mesh.size(s.axis) > 1), owing(mesh, owes), data)
     expected = tuple(stop - start for start, stop in contract.local(mesh))
     if tuple(parameter.shape) != expected:
         raise ContractError(
@@ -106,6 +125,23 @@ def declare(
         )
     setattr(parameter, _MARK, contract)
     return parameter
+
+
+def _refuse_axes(shards: Sequence[Shard], owes: Sequence[str], data: str, mesh: Mesh) -> None:
+    """Members of the data axes hold copies, and no rank's gradient is summed twice."""
+    beside = BESIDE.get(data)
+    wrong = [f"cut over {shard.axis!r}" for shard in shards if shard.axis != beside]
+    wrong += [f"owes {axes!r}" for axes in owes if data != DATA and not axes.startswith("pp")]
+    if beside is None or wrong:
+        raise ContractError(
+            "IG304",
+            "the axes of a contract contradict each other",
+            seen=", ".join([f"data axes {data!r}", *wrong]),
+            expected="data axes 'dp cp' with cuts over tp; or data axes 'edp' with cuts over ep and no debt but ties, "
+            "as edp and ep are all ranks of a stage",
+            fix="declare(..., shards=(Shard.even('ep', 0, experts, mesh.size('ep')),), data='edp') for routed experts",
+            where=mesh.where(),
+        )
 
 
 def contract_of(parameter: torch.Tensor) -> Contract | None:
@@ -207,7 +243,7 @@ def contracts(model: nn.Module, mesh: Mesh) -> Table:
 
 def describe_sum(contract: Contract, mesh: Mesh) -> str:
     """The axes and ranks over which this rank's gradient of the parameter is summed, as in 'dp+tp: 0-3'."""
-    axes = [axis for axis in DATA.split() if mesh.size(axis) > 1] + list(contract.owes)
+    axes = [axis for axis in contract.data.split() if mesh.size(axis) > 1] + list(contract.owes)
     ranks = {mesh.rank}
     for axis in axes:
         ranks = {other for rank in ranks for other in mesh.layout.ranks(axis, rank)}

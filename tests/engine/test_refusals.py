@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from isograd.engine import Engine
+from isograd.contract import Shard, declare
+from isograd.engine import DataParallel, Engine
 from isograd.errors import IsogradError
 from isograd.mesh import Mesh
 from isograd.models import Transformer, preset
@@ -140,8 +141,20 @@ def mean_over_no_label_under_cp() -> None:
     engine.backward(toys.loss_of(model, x[:0], y[:0]), weight=0)
 
 
-def unbuilt_layout() -> None:
-    Engine(toys.Toy(), Mesh("dp2 ep2"), toys.sgd)
+def experts_in_data_parallel() -> None:
+    mesh, model = Mesh("dp2 ep2"), toys.Toy()
+    shards = (Shard.even("ep", 0, 300, 2),)
+    declare(model.last.weight, mesh, shape=(300, 37), shards=shards, data="edp")
+    DataParallel(model)
+
+
+def experts_that_owe_dp() -> None:
+    mesh, model = Mesh("dp2 ep2"), toys.Toy()
+    declare(model.last.weight, mesh, shape=(300, 37), shards=(Shard.even("ep", 0, 300, 2),))
+
+
+def experts_that_owe_tp() -> None:
+    declare(toys.Toy().last.weight, Mesh("tp2"), shape=(150, 37), owes=("tp",), data="edp")
 
 
 def contract_replaced() -> None:
@@ -152,7 +165,9 @@ def contract_replaced() -> None:
 
 
 REFUSED: dict[Callable[[], None], tuple[str, str]] = {
-    unbuilt_layout: ("IG500", "ep2"),
+    experts_in_data_parallel: ("IG539", "last.weight over ep"),
+    experts_that_owe_dp: ("IG304", "data axes 'dp cp', cut over 'ep'"),
+    experts_that_owe_tp: ("IG304", "owes 'tp'"),
     mean_over_no_label_under_cp: ("IG524", "max(1, labels)"),
     everything_frozen: ("IG501", "no trainable parameter"),
     different_models: ("IG502", "ranks [1] disagree|ranks [0] disagree"),

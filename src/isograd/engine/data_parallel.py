@@ -80,6 +80,7 @@ class DataParallel(nn.Module):
         start.take_over(module)
         self.module, self.broadcast_buffers = module, broadcast_buffers
         table = contracts(module, mesh)
+        start.refuse_cut(table, mesh)
         refuse_unfit(module, table, mesh)
         self._plan = make_plan(table, mesh, int((bucket_cap_mb or 16.0) * 2**20))
         start.check_plan(self._plan, mesh)
@@ -287,7 +288,7 @@ class DataParallel(nn.Module):
         ledger.settle(flush=bool(table.pending.any()))
         weight = float(table.weight.sum())
         scales = window.scales(weight, by_rows=bool(table.more[:, 1].any()), backwards=float(table.more[:, 2].max()))
-        gather_gradients(ledger, self._group, {slot: share for slot, (share, _) in scales.items()})
+        gather_gradients(ledger, {slot: share for slot, (share, _) in scales.items()})
         window.settle(table.used.any(0).tolist(), weight, scales)
         if self.broadcast_buffers:
             self._equal_buffers()

@@ -44,7 +44,7 @@ TOLERANCE = 1e-3  # of the largest change: rounding in fp32 is a hundred times l
 
 
 def refuse(optimizer: torch.optim.Optimizer, slots: Mapping[int, Slot], *, by_rows: bool) -> None:
-    """`slots`: of each tensor (by id) that may be stepped. `by_rows`: those without one owner are cut."""
+    """`slots`: of each tensor (by id) that may be stepped. `by_rows`: owners step their rows only."""
     for member in optimizer.optimizers if isinstance(optimizer, Joined) else (optimizer,):
         _refuse_closure(member)
         named = any(word in base.__name__.lower() for base in type(member).__mro__ for word in BY_MATRIX)
@@ -52,8 +52,8 @@ def refuse(optimizer: torch.optim.Optimizer, slots: Mapping[int, Slot], *, by_ro
             continue
         for group in member.param_groups:
             stepped = [slots[id(p)] for p in group["params"] if id(p) in slots]
-            cut = [s for s in stepped if s.contract.shards or (by_rows and not s.whole)]
-            if cut or (by_rows and stepped):
+            cut = [s for s in stepped if s.contract.shards or (by_rows and s.cut_by_rows)]
+            if cut or (by_rows and any(s.owners.size > 1 for s in stepped)):
                 _refuse_group(member, group, stepped, cut)
 
 
@@ -81,8 +81,9 @@ def _refuse_group(
     if reach == "element" or (reach == "tensor" and not cut):
         return
     slot = max(cut or stepped, key=lambda slot: slot.parameter.numel())
-    how = "over tp" if slot.contract.shards else "by rows over the data ranks" if cut else "given whole to one rank"
-    fix = "a layout without tp at zero0, where each rank steps all parameters whole"
+    over = f"over {slot.contract.beside}"
+    how = over if slot.contract.shards else "by rows over the data ranks" if cut else "given whole to one rank"
+    fix = "a layout without tp and ep at zero0, where each rank steps all parameters whole"
     if reach == "tensor":
         fix += f"; or, for matrices, Engine(..., whole=['blocks.*']) with Joined({kind}(ps.whole), AdamW(ps.rest))"
     raise EngineError(

@@ -135,7 +135,7 @@ class Engine:
             units=self._units,
             loss_scale=self.loss_scale,
         )
-        self._optimized = Optimized(self.plan, stage, mesh.group(DATA), optimizer, self._units, offload)
+        self._optimized = Optimized(self.plan, stage, optimizer, self._units, offload)
         self.ledger.shows(self._optimized.masters)
         self._counted = norm.counted(self.plan.slots, mesh)
         self._overlap, self._keeps_local = overlap, accumulate == "local"
@@ -157,9 +157,10 @@ class Engine:
         """When the buckets of the next backward leave."""
         if not (self._sync and self._overlap) or self.reproducible:
             return Leave.AT_END
-        # Ranks of a cp group reach parameters at different points of backward. On NCCL a bucket that one of them
+        # Ranks of a cp or ep group reach parameters at different points of backward. On NCCL a bucket that one of them
         # launches early could take the place of an exchange that the other one waits for.
-        unordered = self.mesh.size("cp") > 1 and raw.native(self.mesh.group(DATA))
+        exchanging = self.mesh.size("cp") > 1 or self.mesh.size("ep") > 1
+        unordered = exchanging and raw.native(self.mesh.group(DATA))
         return Leave.BY_BLOCK if self._units is not None or unordered else Leave.EAGER
 
     def backward(self, loss: Tensor, weight: float | Tensor = 1.0) -> None:
@@ -186,7 +187,7 @@ class Engine:
             self.accumulate(batch, micro_batches)
         except Exception as error:
             # Ranks of dp all come to the gather of this step. Ranks of other axes may wait for this one inside a layer.
-            if self.mesh.size("dp") == self.mesh.layout.world_size:
+            if self.mesh.size("dp") == self.mesh.layout.world_size and self.mesh.size("ep") == 1:
                 self.ledger.fail(error)
                 self.discard()
             raise

@@ -4,9 +4,9 @@ A bucket is launched inside an autograd hook, so `launch` and `has_room` never w
 ranks: under cp they need this rank's next exchange of attention, which comes after the hook. Messages of gradients have
 connections of their own, so they never meet those of a layer.
 
-Rows of different buckets never meet, so ranks may launch buckets in different orders; each rank must launch each bucket
-equally often. `sent` is the record of it, which `even_out` uses after a failure: a rank that stopped half way sends
-zeros for what it has not sent, so that everybody's flights can land.
+Rows of different buckets never meet, so ranks may launch buckets in different orders; each owner of a bucket must
+launch it equally often. `sent` is the record of it, which `even_out` uses after a failure: a rank that stopped half
+way sends zeros for what it has not sent, so that everybody's flights can land.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from isograd.engine.bundle import SMALL, Cut
 from isograd.engine.plan import Bucket, Plan, Slot
 from isograd.engine.transport import Flight, Pieces, reduce_rows
 from isograd.errors import EngineError
-from isograd.mesh import DATA, Mesh
+from isograd.mesh import Mesh
 
 PATIENCE = 1.0  # seconds after which a rank that waits at a step says so, and one that waits for a bucket asks
 AT_ONCE = 2  # buckets in the air during a backward: bounds the memory that arriving rows take
@@ -34,11 +34,13 @@ AT_ONCE = 2  # buckets in the air during a backward: bounds the memory that arri
 class Flights:
     """The buckets of a step that have left this rank."""
 
-    def __init__(self, plan: Plan, group: Group, *, tree: bool, where: str = "") -> None:
-        """`group`: the owners of rows, on connections that carry nothing else. `tree`: add in one binary tree."""
-        self.plan, self.group, self.tree, self._where = plan, group, tree, where
-        self._serial, self._step = raw.serial(group), 0
-        self.sent: list[int] = []  # numbers of the buckets that left since the step began
+    def __init__(self, plan: Plan, mesh: Mesh, *, tree: bool) -> None:
+        """`tree`: add in one binary tree."""
+        self.plan, self.tree, self._where = plan, tree, mesh.where()
+        # The owners of rows, on connections that carry nothing else.
+        self._groups = {group.ranks: mesh.group(group.axes, "gradients") for group in plan.owners}
+        self._serials, self._step = {ranks: raw.serial(group) for ranks, group in self._groups.items()}, 0
+        self.sent: list[Bucket] = []  # the buckets that left since the step began
         # The sum of all gradients that were looked at in this step, on the device: NaN or Inf if one of them has any.
         self.total = torch.zeros((), dtype=torch.float64, device=plan.slots[0].parameter.device)
         self.due: dict[Slot, Tensor] = {}  # landed: my rows, summed over the data axes
@@ -54,19 +56,23 @@ class Flights:
         self._in_pass = 0
 
     @property
-    def flag(self) -> str:
+    def flags(self) -> list[str]:
         """Raised by a rank that has waited at the gather of this step: it launches nothing more."""
-        return f"step/{'-'.join(map(str, self.group.ranks))}/{self._serial}/{self._step}"
+        return [self._flag(group) for group in self.plan.owners]
+
+    def _flag(self, owners: Group) -> str:
+        return f"step/{'-'.join(map(str, owners.ranks))}/{self._serials[owners.ranks]}/{self._step}"
 
     def _wait_or_hear(self) -> None:
         """Wait for the oldest flight, unless a rank that it waits for has gone to the step instead."""
         waited = 0.0
-        while not self._air[0][1].ready():
-            if waited > PATIENCE and raw.flag_raised(self.flag):
+        bucket, flight = self._air[0]
+        while not flight.ready():
+            if waited > PATIENCE and raw.flag_raised(self._flag(bucket.owners)):
                 raise EngineError(
                     "IG554",
                     "a data rank is at its step while this one is in a further backward",
-                    seen=f"buckets of an earlier backward that another of ranks {list(self.group.ranks)} has not sent",
+                    seen=f"buckets of an earlier backward that one of ranks {list(bucket.owners.ranks)} has not sent",
                     expected="as many backwards that reduce gradients on every data rank",
                     fix="engine.discard() on all ranks, if a backward failed on one; else no_sync(), or overlap=False",
                     where=self._where,
@@ -97,13 +103,14 @@ class Flights:
 
     def launch(self, bucket: Bucket, gradients: Pieces) -> None:
         """Send a bucket's gradients to the owners of their rows; `sums` notes a NaN in them."""
-        self.sent.append(bucket.number)
+        self.sent.append(bucket)
         self._in_pass += 1
         self._with_block += 1
         packed = bucket.bundle.pack(gradients)
         slots = bucket.bundle.slots
         self.look(t for t, slot in zip(packed, slots, strict=True) if isinstance(slot, Cut) or t.numel() <= SMALL)
-        flight = reduce_rows(slots, packed, self.group, tree=self.tree, number=bucket.number)
+        owners = self._groups[bucket.owners.ranks]
+        flight = reduce_rows(slots, packed, owners, tree=self.tree, number=bucket.number)
         self._air.append((bucket, flight))
 
     def look(self, gradients: Iterable[Tensor]) -> None:
@@ -128,13 +135,15 @@ class Flights:
             self.due[slot] = piece if before is None else before.add_(piece)
 
     def even_out(self, mesh: Mesh) -> None:
-        """After a failure, on all data ranks: launch zeros until every rank has launched each bucket equally often."""
-        # Not on this group's connections: a note would fill a buffer that waits there for a bucket.
-        told: list[list[int]] = gather_notes(self.sent, mesh.group(DATA), mesh.device)
-        most = {bucket.number: max(sent.count(bucket.number) for sent in told) for bucket in self.plan.buckets}
-        for bucket in self.plan.buckets:
-            for _ in range(most[bucket.number] - self.sent.count(bucket.number)):
-                self.launch(bucket, [zeros_of(slot) for slot in bucket.slots])
+        """After a failure, on all ranks: launch zeros until every owner of a bucket has launched it equally often."""
+        for group in self.plan.owners:
+            theirs = [bucket for bucket in self.plan.buckets if bucket.owners.ranks == group.ranks]
+            sent = [self.sent.count(bucket) for bucket in theirs]
+            # Not on the buckets' connections: a note would fill a buffer that waits there for a bucket.
+            told: list[list[int]] = gather_notes(sent, group, mesh.device)
+            for bucket, here, counts in zip(theirs, sent, zip(*told, strict=True), strict=True):
+                for _ in range(max(counts) - here):
+                    self.launch(bucket, [zeros_of(slot) for slot in bucket.slots])
 
     def clear(self) -> None:
         """A new step begins. Nothing may be in the air."""

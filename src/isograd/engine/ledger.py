@@ -42,7 +42,7 @@ from isograd.engine.tree import Tree
 from isograd.engine.units import Units
 from isograd.engine.withheld import Withheld
 from isograd.errors import EngineError
-from isograd.mesh import DATA, Mesh
+from isograd.mesh import Mesh
 
 
 class State(Enum):
@@ -91,19 +91,19 @@ class Ledger:
         self.state = State.OPEN
         self.failure: str | None = None  # why the state is FAILED
         self.told = Contributions()
-        self.passes = 0  # backwards of this step whose buckets left, which every data rank must run equally often
+        self.passes = 0  # backwards of this step whose buckets left, which every owner must run equally often
         self.local: dict[Slot, Tensor] = {}  # my own gradients, not reduced
         self.paid: dict[Slot, Tensor] = {}  # my rows, all debts settled
         self.full: dict[Slot, Tensor] = {}  # memory of a whole gradient
         self.used: set[Slot] = set()  # reached by a backward of this step on this rank
-        self.flights = Flights(plan, mesh.group(DATA, "gradients"), tree=reproducible, where=mesh.where())
+        self.flights = Flights(plan, mesh, tree=reproducible)
         self._tree = Tree()
         self._leave = Leave.AT_END
         self._running = self._leaves_now = self._dropped = False  # about the run of autograd that is under way
         self._factor: Tensor | None = None  # that a half-precision loss could not be seeded with
         self._no_loss: Tensor | None = None  # on a GPU: whether the loss is a mean over nothing
         self._unsent: list[Bucket] = []  # of this backward, in the order in which they leave
-        self._missing: list[int] = []  # per bucket: gradients that this backward has not finished
+        self._missing: dict[Bucket, int] = {}  # gradients that this backward has not finished
         self._reached: set[Slot] = set()  # by this backward
         self._home = {slot: bucket for bucket in plan.buckets for slot in bucket.slots}
         # Whose `.grad` is withheld, and by what: the parameter's, and that of what the optimizer steps in its place.
@@ -197,7 +197,7 @@ class Ledger:
             self.passes += 1
             self.flights.begin_pass()
             self._unsent, self._reached = list(self.plan.buckets), set()
-            self._missing = [len(bucket.slots) for bucket in self.plan.buckets]
+            self._missing = {bucket: len(bucket.slots) for bucket in self.plan.buckets}
 
     def must_be(self, *states: State) -> None:
         """Refuse what the state of the step does not allow."""
@@ -280,8 +280,8 @@ class Ledger:
         """EAGER: this backward has finished the slot's gradient. Buckets leave in order, when there is room."""
         if slot not in self._reached:
             self._reached.add(slot)
-            self._missing[self._home[slot].number] -= 1
-        while self._unsent and not self._missing[self._unsent[0].number] and self.flights.has_room():
+            self._missing[self._home[slot]] -= 1
+        while self._unsent and not self._missing[self._unsent[0]] and self.flights.has_room():
             self._launch(self._unsent[0])
 
     def _left(self, parameters: set[int]) -> None:

@@ -23,6 +23,7 @@ from __future__ import annotations
 import struct
 import zlib
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -43,7 +44,7 @@ class Posted:
 
     note: bytes
     unread: set[int]  # members whose note of the same place has not been read
-    rows: list[Handle] = field(default_factory=list)
+    rows: list[tuple[Group, Handle]] = field(default_factory=list)
 
     @property
     def tag(self) -> int:
@@ -54,12 +55,13 @@ class Posted:
 class Lockstep:
     """The notes that ranks send each other before each ZeRO 3 gather, and the rows that follow them."""
 
-    def __init__(self, group: Group, where: str) -> None:
+    def __init__(self, group: Group, rows: Sequence[Group], where: str) -> None:
+        """`rows`: the groups over which rows are gathered, all within `group`."""
         self.group, self.where = group, where
         self.checked = group.size > 1 and not raw.native(group)
         self.round = 0
         self._notes_tag = raw.reserve_tags(group) if self.checked else 0  # of notes; rows have a range of their own
-        self._rows_tag = raw.reserve_tags(group) if self.checked else 0
+        self._rows_tags = {of.ranks: raw.reserve_tags(of) for of in rows} if self.checked else {}
         self._others = [member for member in range(group.size) if member != group.index]
         self._posted: deque[Posted] = deque()  # of this round, not confirmed yet
         self._old: list[Posted] = []  # of earlier rounds, whose rows may still be on their way
@@ -79,9 +81,9 @@ class Lockstep:
             self._posted.append(posted)
         return posted
 
-    def tag(self, posted: Posted) -> int:
-        """For the rows that travel with a note."""
-        return self._rows_tag + posted.tag if self.checked else 0
+    def tag(self, posted: Posted, rows: Group) -> int:
+        """For the rows of this group that travel with a note."""
+        return self._rows_tags[rows.ranks] + posted.tag if self.checked else 0
 
     def leave(self, said: str) -> None:
         """An exception has ended what I was doing in this round. Waits for nobody."""
@@ -101,8 +103,7 @@ class Lockstep:
                 self._tidy()
                 continue
             for member in equal:  # their rows are on their way into memory that will be freed
-                for handle in first.rows:
-                    handle.wait_for(member)
+                self._wait_for(first, member)
             self._next_round(max([self.round + 1, *(_round(note) for note in notes.values())]))
             raise self._unlike({**notes, self.group.index: first.note})
 
@@ -135,8 +136,14 @@ class Lockstep:
         if old is not None:
             old.unread.discard(member)
             if old.note == note:
-                for handle in old.rows:
-                    handle.wait_for(member)
+                self._wait_for(old, member)
+
+    def _wait_for(self, posted: Posted, member: int) -> None:
+        """Until the rows that went with my note and this member's are here."""
+        rank = self.group.ranks[member]
+        for group, handle in posted.rows:
+            if rank in group.ranks:
+                handle.wait_for(group.ranks.index(rank))
 
     def _next_round(self, number: int) -> None:
         self._old += self._posted

@@ -62,14 +62,14 @@ def owners(table: Table, mesh: Mesh, patterns: Sequence[str]) -> dict[str, int]:
 
 
 def refuse_pieces(optimizer: torch.optim.Optimizer, slots: Mapping[int, Slot], *, by_rows: bool) -> None:
-    """`slots`: of each tensor (by id) that may be stepped. `by_rows`: those without one owner are cut."""
+    """`slots`: of each tensor (by id) that may be stepped. `by_rows`: owners step their rows only."""
     for member in optimizer.optimizers if isinstance(optimizer, Joined) else (optimizer,):
         kind = type(member).__name__
         if not any(word in base.__name__.lower() for base in type(member).__mro__ for word in BY_MATRIX):
             continue
         stepped = [p for group in member.param_groups if group.get("use_muon", True) for p in group["params"]]
         for slot in (slots[id(p)] for p in stepped if id(p) in slots):
-            if slot.contract.shards or (by_rows and not slot.whole):
+            if slot.contract.shards or (by_rows and slot.cut_by_rows):
                 raise EngineError(
                     "IG531",
                     f"{kind} needs whole matrices and was given pieces",

@@ -1,4 +1,7 @@
-"""The engine's plan, made once: which rows of which parameter each data rank owns, and which travel together.
+"""The engine's plan, made once: which rows of which parameter each rank owns, and which travel together.
+
+The owners of a parameter's rows are the ranks that hold copies of it: its contract's data axes. Those of routed experts
+are other ranks than those of everything else, so no bucket holds both.
 
 A row cut is a pure function of the parameter's name, its local shape and the number of owners. Members that must add
 shards to each other (tp replicas, ties between stages) therefore hold the same rows by construction; the plan's
@@ -21,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from isograd.comm.fingerprint import ranks_unlike
+from isograd.comm.raw import Group
 from isograd.contract import Contract, Record, Table
 from isograd.engine.bundle import Bundle
 from isograd.errors import EngineError
@@ -51,8 +55,18 @@ class Slot:
     parameter: nn.Parameter
     contract: Contract
     cuts: tuple[int, ...]
-    owner: int  # my index among the owners
+    owners: Group  # the ranks that hold copies of it
     whole: bool = False  # one owner has all rows, because its optimizer works on matrices
+
+    @property
+    def owner(self) -> int:
+        """My index among the owners."""
+        return self.owners.index
+
+    @property
+    def cut_by_rows(self) -> bool:
+        """Whether an owner has some of the rows only."""
+        return self.owners.size > 1 and not self.whole
 
     @property
     def dtype(self) -> torch.dtype:
@@ -70,8 +84,13 @@ class Slot:
 class Bucket:
     """Slots that travel together, in the order backward is expected to reach them."""
 
-    number: int  # its place in the plan, the same on all data ranks
+    number: int  # its place among the buckets of its owners, the same on each of them
     slots: tuple[Slot, ...]
+
+    @property
+    def owners(self) -> Group:
+        """The ranks that hold copies of its parameters."""
+        return self.slots[0].owners
 
     @cached_property
     def bundle(self) -> Bundle:
@@ -87,24 +106,31 @@ class Plan:
     slots: tuple[Slot, ...]
     buckets: tuple[Bucket, ...]
 
-    def fingerprint(self, axes: str | None) -> str:
-        """Of everything (axes None), or of the parameters that owe `axes` only."""
+    @cached_property
+    def owners(self) -> tuple[Group, ...]:
+        """The groups of owners of rows, in an order that is the same on all ranks of a stage."""
+        axes = {slot.contract.data: slot.owners for slot in self.slots}
+        return tuple({axes[name].ranks: axes[name] for name in sorted(axes)}.values())
+
+    def fingerprint(self, axes: str) -> str:
+        """Of the parameters that owe `axes`; of DATA, of all: what owes other axes may have other shapes there."""
         chosen = sorted(
             (s.name, tuple(s.parameter.shape), s.cuts, str(s.dtype), s.contract.owes)
             for s in self.slots
-            if axes is None or axes in s.contract.owes
+            if axes in (s.contract.data, *s.contract.owes)
         )
-        return hashlib.sha256(repr(chosen).encode()).hexdigest()
+        others = sorted((s.name, s.contract) for s in self.slots if axes == DATA != s.contract.data)
+        return hashlib.sha256(repr((chosen, others)).encode()).hexdigest()
 
 
 def slot_of(record: Record, mesh: Mesh, owner: int | None = None) -> Slot:
-    """`owner`: the one data rank that has all rows; None cuts them."""
-    group, shape = mesh.group(DATA), record.parameter.shape
+    """`owner`: the one of the owners that has all rows; None cuts them."""
+    group, shape = mesh.group(record.contract.data), record.parameter.shape
     if owner is None:
         cuts = cut_rows(record.name, shape, group.size)
     else:
         cuts = tuple(shape[0] if end > owner else 0 for end in range(group.size + 1))
-    return Slot(record.name, record.parameter, record.contract, cuts, group.index, owner is not None)
+    return Slot(record.name, record.parameter, record.contract, cuts, group, owner is not None)
 
 
 def make_plan(
@@ -125,8 +151,12 @@ def make_plan(
             expected="at least one with requires_grad=True",
             where=mesh.where(),
         )
-    buckets = enumerate(_buckets(slots, bucket_bytes, homes or {}))
-    return Plan(tuple(slots), tuple(Bucket(number, tuple(members)) for number, members in buckets))
+    buckets = []
+    for ranks in dict.fromkeys(slot.owners.ranks for slot in slots):
+        theirs = [slot for slot in slots if slot.owners.ranks == ranks]
+        buckets += [Bucket(n, tuple(members)) for n, members in enumerate(_buckets(theirs, bucket_bytes, homes or {}))]
+    place = {slot: number for number, slot in enumerate(slots)}
+    return Plan(tuple(slots), tuple(sorted(buckets, key=lambda bucket: -place[bucket.slots[-1]])))
 
 
 def _buckets(slots: list[Slot], limit: int, homes: Mapping[int, nn.Module]) -> list[list[Slot]]:

@@ -25,7 +25,6 @@ from isograd.pipeline.run import Chunk, Pipeline
 def refuse_unbuilt(mesh: Mesh) -> None:
     """Layouts that this version can describe but not yet run."""
     layout = mesh.layout
-    waiting = [f"ep{layout.ep}"] if layout.ep > 1 else []
     if layout.zero > 2 and layout.pp > 1:
         raise EngineError(
             "IG522",
@@ -34,15 +33,6 @@ def refuse_unbuilt(mesh: Mesh) -> None:
             expected="zero0 to zero2 with pp: stage 3 would gather each parameter twice for every micro-batch, while "
             "pp has already cut the parameters of a rank by pp",
             fix="use zero1 or zero2, which cut optimizer state and gradients, or more pp ranks",
-            where=mesh.where(),
-        )
-    if waiting:
-        raise EngineError(
-            "IG500",
-            f"the engine of this version does not run {', '.join(waiting)}",
-            seen=str(layout),
-            expected="a layout of dp, cp, tp, sp, pp and zero",
-            fix="leave those axes out; docs/status.md lists which layouts are built and tested",
             where=mesh.where(),
         )
 
@@ -159,9 +149,9 @@ def _accumulation(mode: str, what: str, expected: str, mesh: Mesh) -> EngineErro
 
 def check_plan(plan: Plan, mesh: Mesh) -> None:
     """Members that will add shards hold the same names, shapes and rows; storage is what shards can be views of."""
-    check_same(mesh, DATA, plan.fingerprint(None), "the trainable parameters")
-    for axes in sorted({axes for slot in plan.slots for axes in slot.contract.owes}):
-        check_same(mesh, axes, plan.fingerprint(axes), f"the parameters that owe {axes!r}")
+    for axes in sorted({DATA, *(axes for slot in plan.slots for axes in (slot.contract.data, *slot.contract.owes))}):
+        what = "the trainable parameters" if axes == DATA else f"the parameters that owe {axes!r}"
+        check_same(mesh, axes, plan.fingerprint(axes), what)
     for slot in plan.slots:
         if slot.parameter.grad is not None:
             raise EngineError(
@@ -178,11 +168,13 @@ def check_plan(plan: Plan, mesh: Mesh) -> None:
 @torch.no_grad()
 def equal_replicas(model: nn.Module, table: Table, mesh: Mesh) -> None:
     """Data replicas start equal because the first one is broadcast; replicas over tp must already be equal."""
-    data = mesh.group(DATA)
     made = [record for record in table if not record.parameter.is_meta]  # others are functions of names, or stored
-    for tensor in [record.parameter.data for record in made] + list(model.buffers()):
-        raw.broadcast_(tensor, data)
-    _refuse_unequal([r for r in made if not any(s.axis == "tp" for s in r.contract.shards)], "tp", mesh)
+    for record in made:
+        raw.broadcast_(record.parameter.data, mesh.group(record.contract.data))
+    for buffer in model.buffers():
+        raw.broadcast_(buffer, mesh.group(DATA))
+    for beside in sorted({record.contract.beside for record in made}):
+        _refuse_unequal([r for r in made if r.contract.beside == beside and not r.contract.cut], beside, mesh)
     for axes in sorted({axes for record in made for axes in record.contract.ties}):
         _refuse_unequal(sorted((r for r in made if axes in r.contract.ties), key=lambda r: r.name), axes, mesh)
 
@@ -254,12 +246,13 @@ def adds_nothing(loss: Tensor, weight: float | Tensor, mesh: Mesh) -> bool:
     if isinstance(weight, Tensor) and weight.device.type != "cpu":
         return False
     nothing = float(weight) == 0 and not bool(loss.isfinite())
-    if nothing and mesh.size("cp") > 1:
+    if nothing and (mesh.size("cp") > 1 or mesh.size("ep") > 1):
         raise EngineError(
             "IG524",
             "a rank without labels has a loss that is not finite, and cannot leave out its backward",
-            seen=f"loss {float(loss)} with weight 0 under {str(mesh.layout)!r}",
-            expected="a loss of 0 over no label: its backward gives other cp ranks the gradients of their keys",
+            seen=f"loss {float(loss.detach())} with weight 0 under {str(mesh.layout)!r}",
+            expected="a loss of 0 over no label: its backward gives other cp ranks the gradients of their keys, and "
+            "other ep ranks those of their tokens",
             fix="divide by the number of labels, but at least by 1: loss = losses.sum() / max(1, labels)",
             where=mesh.where(),
         )
@@ -290,6 +283,20 @@ def refuse_options(given: Mapping[str, object], only: Mapping[str, object], mesh
             seen=wrong,
             expected=f"of DDP's, beside those that change nothing here: {dict(only)}",
             fix="leave them out; mixed precision: autocast or model.to(torch.bfloat16); other groups: ig.Engine",
+            where=mesh.where(),
+        )
+
+
+def refuse_cut(table: Table, mesh: Mesh) -> None:
+    """DataParallel adds up whole parameters: of experts or tp parts it would add those of different ranks."""
+    cut = [f"{record.name} over {shard.axis}" for record in table for shard in record.contract.shards]
+    if cut:
+        raise EngineError(
+            "IG539",
+            "DataParallel was given a model of which each rank has a part",
+            seen=f"cut: {cut[:4]}{' ...' if len(cut) > 4 else ''}",
+            expected="a model that is whole on every rank",
+            fix="ig.Engine(model, mesh, ...), which knows tp and ep; or build the model on a mesh of dp ranks",
             where=mesh.where(),
         )
 

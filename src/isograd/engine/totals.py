@@ -22,7 +22,7 @@ from isograd.engine.flights import PATIENCE
 from isograd.engine.ledger import Ledger
 from isograd.engine.plan import Plan
 from isograd.errors import EngineError
-from isograd.mesh import DATA, Mesh
+from isograd.mesh import STAGE, Mesh
 
 
 class Status(IntEnum):
@@ -75,7 +75,7 @@ def gather(ledger: Ledger, status: Status, loss: Tensor, more: Tensor, width: in
         ]
     )
     used = packed([slot in ledger.used for slot in ledger.plan.slots], width).to(device)
-    waiting = Timer(PATIENCE, raw.raise_flag, [ledger.flights.flag])  # a rank in a further backward waits for this one
+    waiting = Timer(PATIENCE, _raise, [ledger.flights.flags])  # a rank in a further backward waits for this one
     waiting.daemon = True
     waiting.start()
     try:
@@ -86,6 +86,11 @@ def gather(ledger: Ledger, status: Status, loss: Tensor, more: Tensor, width: in
     return Table(
         weight, losses, pending, states, passes, rows[:, HEAD : len(head)], unpacked(rows[:, len(head) :], width)
     )
+
+
+def _raise(flags: Sequence[str]) -> None:
+    for flag in flags:
+        raw.raise_flag(flag)
 
 
 def packed(flags: Sequence[bool], width: int) -> Tensor:
@@ -154,13 +159,13 @@ def refuse_wrong(table: Table, mesh: Mesh) -> None:
                 fix="index the data by mesh.index('dp'), not by the global rank",
                 where=mesh.where(),
             )
-    for owners in dict.fromkeys(layout.ranks(DATA, rank) for rank in world):
-        passes = table.passes[list(owners)]
+    for stage in dict.fromkeys(layout.ranks(STAGE, rank) for rank in world):
+        passes = table.passes[list(stage)]
         if bool((passes != passes[0]).any()):
             raise EngineError(
                 "IG554",
                 "data ranks ran different numbers of backwards that reduce gradients",
-                seen=", ".join(f"rank {r}: {int(n)}" for r, n in zip(owners, passes, strict=True)),
+                seen=", ".join(f"rank {r}: {int(n)}" for r, n in zip(stage, passes, strict=True)),
                 expected="as many synced backwards on every data rank",
                 fix="backward of an empty batch with weight=0, engine.no_sync() but for the last, train_step(), or "
                 "Engine(..., overlap=False), which lets numbers differ",
@@ -169,8 +174,9 @@ def refuse_wrong(table: Table, mesh: Mesh) -> None:
 
 
 def used_anywhere(table: Table, plan: Plan, mesh: Mesh) -> Tensor:
-    """Bool per parameter of this rank: whether a data rank used it, or a stage that it is tied to."""
-    mine = table.used[list(mesh.layout.ranks(DATA, mesh.rank)), : len(plan.slots)].any(0)
+    """Bool per parameter of this rank: whether any part of it was used by a rank of its stage, or by a stage that it is
+    tied to. (An expert that got no token is stepped as one device steps it, which has all experts in one tensor.)"""
+    mine = table.used[list(mesh.layout.ranks(STAGE, mesh.rank)), : len(plan.slots)].any(0)
     for axes in sorted({axes for slot in plan.slots for axes in slot.contract.ties}):
         tied = sorted((s.name, i) for i, s in enumerate(plan.slots) if axes in s.contract.ties)
         places = [i for _, i in tied]

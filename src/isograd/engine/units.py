@@ -34,7 +34,7 @@ from isograd.engine.lockstep import MEETING, Lockstep, Posted
 from isograd.engine.plan import Slot
 from isograd.engine.transport import gather_rows
 from isograd.errors import EngineError
-from isograd.mesh import DATA, Mesh
+from isograd.mesh import DATA, STAGE, Mesh
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 READER = 0  # a user of parameters that is no unit: someone who looks at all of them
@@ -72,8 +72,10 @@ class Units:
         offload: bool,
     ) -> None:
         """`slots`: of every parameter, frozen ones too. keep_gathered: whole from a forward to its backward."""
-        self.group, self.keep, self._where = mesh.group(DATA), keep_gathered, mesh.where()
-        self._lockstep = Lockstep(self.group, self._where)
+        self.keep, self._where = keep_gathered, mesh.where()
+        owners = {slot.owners.ranks: slot.owners for slot in slots}
+        within = all(set(ranks) <= set(mesh.ranks(DATA)) for ranks in owners)  # not where experts are folded over tp
+        self._lockstep = Lockstep(mesh.group(DATA if within else STAGE), list(owners.values()), self._where)
         self._in_forward = self._in_backward = False  # of the whole model
         self._outer: BaseException | None = None  # being handled when the forward or the backward began
         self._round: int | None = None  # of the lockstep, in which a forward or a backward began that is not over
@@ -292,7 +294,7 @@ class Units:
         while self._flying:
             posted, arriving = self._flying[0]
             self._confirm(posted)
-            for handle in posted.rows:
+            for _, handle in posted.rows:
                 handle.wait()
             for kept in arriving:
                 kept.flying = False
@@ -311,10 +313,12 @@ class Units:
         for kept in missing:
             kept.grow()
             kept.flying = True
-        tag = self._lockstep.tag(posted)
-        for dtype in dict.fromkeys(kept.slot.parameter.dtype for kept in missing):
-            here = [kept for kept in missing if kept.slot.parameter.dtype == dtype]
-            posted.rows.append(gather_rows([k.slot for k in here], [k.whole for k in here], self.group, tag))
+        for ranks, dtype in dict.fromkeys((k.slot.owners.ranks, k.slot.parameter.dtype) for k in missing):
+            here = [k for k in missing if (k.slot.owners.ranks, k.slot.parameter.dtype) == (ranks, dtype)]
+            owners = here[0].slot.owners
+            tag = self._lockstep.tag(posted, owners)
+            rows = gather_rows([k.slot for k in here], [k.whole for k in here], owners, tag)
+            posted.rows.append((owners, rows))
 
     @property
     def _phase(self) -> str:

@@ -1,7 +1,7 @@
 """Whole gradients by name, on every rank: tests and the verifier compare them with those of one device.
 
-Rows come from their owners, tensor-parallel parts from their ranks, and other pipeline stages' from the first stage
-that holds the name. One parameter is whole at a time.
+Rows come from their owners, parts that are cut over tp or ep from their ranks, and other pipeline stages' from the
+first stage that holds the name. One parameter is whole at a time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from isograd.comm import raw
 from isograd.contract import assemble
 from isograd.engine.plan import Plan, Slot
 from isograd.engine.transport import gather_rows
-from isograd.mesh import DATA, Mesh
+from isograd.mesh import Mesh
 
 
 @torch.no_grad()
@@ -31,7 +31,7 @@ def gradients(plan: Plan, paid: Mapping[Slot, Tensor], mesh: Mesh, scale: float)
             part = torch.zeros_like(slot.parameter, dtype=slot.dtype)
             if slot in paid:
                 slot.rows(part).copy_(paid[slot])
-            gather_rows([slot], [part], mesh.group(DATA)).wait()
+            gather_rows([slot], [part], slot.owners).wait()
             whole = assemble(part, slot.contract, mesh).contiguous().mul_(scale)
         else:
             shape, wide = stages[source][name]

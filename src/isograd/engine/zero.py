@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from isograd.comm.raw import Group
 from isograd.engine import elementwise, matrices
 from isograd.engine.flights import zeros_of
 from isograd.engine.kept import on_host
@@ -95,20 +94,17 @@ Factory = Callable[[Shards], torch.optim.Optimizer]
 class Optimized:
     """The optimizer, its shards, and the way of their results back into the model."""
 
-    def __init__(
-        self, plan: Plan, stage: int, group: Group, factory: Factory, units: Units | None, offload: bool
-    ) -> None:
+    def __init__(self, plan: Plan, stage: int, factory: Factory, units: Units | None, offload: bool) -> None:
         """offload: masters and the optimizer's state lie, and step, in the host's memory."""
-        self.plan, self.stage, self.group, self.units, self.offload = plan, stage, group, units, offload
+        self.plan, self.stage, self.units, self.offload = plan, stage, units, offload
         self.masters = {slot.name: self._master(slot) for slot in plan.slots}
         self._apart = [slot for slot in plan.slots if _apart(self.masters[slot.name], self._target(slot))]
         shards = Shards(self.masters.items(), {slot.name for slot in plan.slots if slot.whole})
         self.optimizer = factory(shards)
         self._check_owned(shards)
         slots = {id(self.masters[slot.name]): slot for slot in plan.slots}
-        by_rows = stage > 0 and group.size > 1
-        matrices.refuse_pieces(self.optimizer, slots, by_rows=by_rows)
-        elementwise.refuse(self.optimizer, slots, by_rows=by_rows)
+        matrices.refuse_pieces(self.optimizer, slots, by_rows=stage > 0)
+        elementwise.refuse(self.optimizer, slots, by_rows=stage > 0)
         self._stepping = False
         for one in (self.optimizer, *getattr(self.optimizer, "optimizers", ())):
             one.register_step_pre_hook(self._refuse_by_hand)
@@ -158,7 +154,7 @@ class Optimized:
         if self.units is None:  # at stage 3 parameters are there to edit in `full_parameters` only, which takes edits
             self.take_edits()
         if self.stage == 0:
-            gather_gradients(ledger, self.group, dict.fromkeys(self.plan.slots, scale))
+            gather_gradients(ledger, dict.fromkeys(self.plan.slots, scale))
         else:
             torch._foreach_mul_(list(ledger.paid.values()), scale)
         for slot in self.plan.slots:
@@ -193,13 +189,13 @@ class Optimized:
         for slot in self._apart:
             self._target(slot).copy_(self.masters[slot.name])
         if 0 < self.stage < 3:
-            _gather([(b, [s.parameter.data for s in b.slots]) for b in self.plan.buckets], self.group)
+            _gather([(b, [s.parameter.data for s in b.slots]) for b in self.plan.buckets])
         if self.units is not None:
             self.units.stepped()
 
 
 @torch.no_grad()
-def gather_gradients(ledger: Ledger, group: Group, scales: Mapping[Slot, float]) -> None:
+def gather_gradients(ledger: Ledger, scales: Mapping[Slot, float]) -> None:
     """My rows, scaled, into their place in the whole gradient; then everybody's."""
     work = []
     for bucket in ledger.plan.buckets:
@@ -211,15 +207,15 @@ def gather_gradients(ledger: Ledger, group: Group, scales: Mapping[Slot, float])
                 torch.mul(ledger.paid[slot], scales[slot], out=slot.rows(ledger.full[slot]))
             wholes.append(ledger.full[slot])
         work.append((bucket, wholes))
-    _gather(work, group)
+    _gather(work)
 
 
-def _gather(work: Sequence[tuple[Bucket, Sequence[Tensor]]], group: Group) -> None:
+def _gather(work: Sequence[tuple[Bucket, Sequence[Tensor]]]) -> None:
     """Whole tensors of each bucket's slots, in which each owner has put its rows: everybody gets all of them."""
     under_way = []
     for bucket, wholes in work:
         packed = bucket.bundle.pack(wholes)
-        under_way.append((bucket.bundle, packed, wholes, gather_rows(bucket.bundle.slots, packed, group)))
+        under_way.append((bucket.bundle, packed, wholes, gather_rows(bucket.bundle.slots, packed, bucket.owners)))
     for bundle, packed, wholes, handle in under_way:
         handle.wait()
         bundle.unpack(packed, wholes)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from isograd.contract import Contract, Shard, declare, mark_as, marks_of, remember_start
-from isograd.mesh import Mesh
+from isograd.mesh import DATA, Mesh
 from isograd.random import Key, init_
 
 
@@ -38,6 +38,7 @@ def make(
     *,
     shards: tuple[Shard, ...] = (),
     owes: tuple[str, ...] = (),
+    data: str = DATA,
     key: Key | None = None,
     std: float = 0.0,
     fill: float = 0.0,
@@ -54,7 +55,7 @@ def make(
     parameter = nn.Parameter(values(box, place))
     if parameter.is_meta:
         remember_start(parameter, values)
-    return declare(parameter, mesh, shape=shape, shards=shards, owes=owes)
+    return declare(parameter, mesh, shape=shape, shards=shards, owes=owes, data=data)
 
 
 def _values(

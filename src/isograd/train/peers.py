@@ -11,7 +11,7 @@ from isograd.comm.notes import gather_notes
 from isograd.contract import Contract
 from isograd.engine import Engine
 from isograd.errors import TrainError
-from isograd.mesh import DATA, Mesh
+from isograd.mesh import Mesh
 
 
 def hosts(mesh: Mesh) -> list[str]:
@@ -70,7 +70,6 @@ def equal_copies(engine: Engine, step: int) -> None:
 
 def _copied_over(contract: Contract, mesh: Mesh) -> list[str]:
     """The axes over which other ranks hold the same values as this one."""
-    cut = any(shard.axis == "tp" for shard in contract.shards)
-    axes = [] if mesh.layout.zero == 3 else [DATA]
-    axes += list(contract.owes) if cut else ["tp", *contract.ties]
+    axes = [] if mesh.layout.zero == 3 else [contract.data]
+    axes += list(contract.owes) if contract.cut else [contract.beside, *contract.ties]
     return [a for a in dict.fromkeys(axes) if mesh.size(a) > 1]
