@@ -26,14 +26,15 @@ ARROWS = {
     "comm": {"errors", "scratch"},
     "mesh": {"comm", "errors", "layout"},
     "random": {"errors"},
+    "terms": {"errors"},
     "inputs": {"comm", "errors", "mesh"},
     "contract": {"comm", "errors", "mesh", "explain"},
     "explain": {"contract"},
-    "pipeline": {"comm", "contract", "errors", "mesh"},
+    "pipeline": {"comm", "contract", "errors", "mesh", "terms"},
     "sequence": {"comm", "contract", "errors", "layout", "mesh", "random"},
     "nn": {"comm", "contract", "errors", "inputs", "mesh", "random", "sequence"},
     # pipeline: engine.train_step runs every layout; the pipeline knows no engine
-    "engine": {"comm", "contract", "errors", "inputs", "mesh", "pipeline", "stored"},
+    "engine": {"comm", "contract", "errors", "inputs", "mesh", "pipeline", "stored", "terms"},
     # stored: Hugging Face weights by rows
     "models": {
         "contract",
@@ -46,6 +47,7 @@ ARROWS = {
         "random",
         "sequence",
         "stored",
+        "terms",
         "yamls",
     },
     # engine: what trains a case that brings no step of its own
@@ -70,7 +72,7 @@ ARROWS = {
         "outside",
         "stored",
     },
-    "contrastive": {"comm", "contract", "engine", "errors", "mesh", "random"},
+    "contrastive": {"comm", "contract", "engine", "errors", "mesh", "random", "terms"},
     "train": {
         "__version__",
         "screen",
@@ -125,6 +127,7 @@ ARROWS = {
         "pipeline",
         "random",
         "sequence",
+        "terms",
         "train",
         "verify",
     },

@@ -23,6 +23,7 @@ _HOMES = {
     "empty_parameters": "isograd.engine",
     "LossScale": "isograd.engine",
     "Stats": "isograd.engine",
+    "Terms": "isograd.terms",
     "launch": "isograd.comm.launch",
     "World": "isograd.comm.launch",
     "IsogradError": "isograd.errors",
@@ -72,6 +73,7 @@ if TYPE_CHECKING:
     from isograd.errors import IsogradError as IsogradError
     from isograd.layout import Layout as Layout
     from isograd.mesh import Mesh as Mesh
+    from isograd.terms import Terms as Terms
 
 
 def __getattr__(name: str) -> Any:

@@ -64,8 +64,8 @@ def rolled(self: Columns, *args: Any) -> Tensor:
 def weighed(weight: Callable[[float], float]) -> Callable[..., None]:
     before = Ledger.of_loss
 
-    def of_loss(self: Ledger, loss: Tensor, rows: Any, *, last: bool, counted: float | None = None) -> None:
-        before(self, loss, weight(float(rows)), last=last, counted=counted)
+    def of_loss(self: Ledger, loss: Tensor, rows: Any, *, last: bool) -> None:
+        before(self, loss, weight(float(rows)), last=last)
 
     return of_loss
 

@@ -45,7 +45,7 @@ def encoded(encode: Encode, inputs: Any) -> Tensor:
     """The encoder's vectors [rows, d] of a chunk. An empty chunk is encoded as one row of ones whose vector is dropped:
     few models accept an empty batch."""
     rows = rows_of(inputs)
-    vectors = call(encode, inputs if rows else tree.tree_map(_ones, inputs))  # type: ignore[arg-type]
+    vectors = call(encode, inputs if rows else tree.tree_map(_ones, inputs))
     if not isinstance(vectors, Tensor) or vectors.dim() != 2 or len(vectors) != max(1, rows):
         shape = tuple(vectors.shape) if isinstance(vectors, Tensor) else type(vectors).__name__
         raise ContrastiveError(

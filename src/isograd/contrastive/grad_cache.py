@@ -21,7 +21,7 @@ all ranks are done.
 Messages of a step, beside those of the encoder's own layers and of the engine's one reduction: one gather of counts;
 those of the loss (for each direction a gather of columns, one of their ids and one of their guides, if given, and a
 reduce-scatter of gradients; around a ring W - 1 and 2 W - 1 shifts); under cp one gather per tower; with a second loss
-one sum.
+the gather of engine.begin.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ from isograd.engine import Engine
 from isograd.engine.ledger import Ledger
 from isograd.errors import ContrastiveError
 from isograd.mesh import DATA
+from isograd.terms import Terms
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,11 @@ class Second:
 
     parts: Sequence[tuple[Callable[[], Tensor], float | Tensor]]
     share: float = 1.0
+
+    @property
+    def weight(self) -> float:
+        """Of all parts on this rank."""
+        return sum(float(weight) for _, weight in self.parts)
 
 
 @dataclass
@@ -118,7 +124,8 @@ class GradCache:
 
         towers: this rank's rows of queries, documents, negatives, ...
         ids, guides: for the masks of the loss, one tensor per tower with one entry per row (losses.py).
-        second: a second loss beside the contrastive one.
+        second: a second loss beside the contrastive one. The step then has two terms, "contrastive" and "second": call
+            `engine.begin(contrastive=rows, second=tokens)` before a step of several such backwards.
         """
         engine, mesh = self.engine, self.engine.mesh
         _refuse_batch_norm(engine.model)
@@ -131,6 +138,8 @@ class GradCache:
                 tower.chunks = chunks
                 self._represent(tower)
             loss, leaves = self._loss(work, counted, ids, guides)
+            if second is not None:
+                engine.begin_alone(contrastive=_my_rows(counted), second=second.weight)
             with engine.together() as ledger:
                 self._loss_gradients(ledger, loss, leaves, work, counted)
                 after = random_state(mesh.device)
@@ -139,7 +148,7 @@ class GradCache:
                     self._replay(ledger, tower, last=tower is work[-1] and second is None)
                 set_random_state(after, mesh.device)
                 if second is not None:
-                    self._second(ledger, second, sum(counted.counts[0]))
+                    self._second(ledger, second)
         self._first = False
         return loss.detach()
 
@@ -256,7 +265,10 @@ class GradCache:
     ) -> None:
         """Go backward from the loss to the vectors, and put their gradients in the towers."""
         with torch.autocast(self.engine.mesh.device.type, enabled=False):
-            ledger.of_loss(loss, across.counts[0][across.group.index], last=False)
+            if ledger.shares.announced is None:
+                ledger.of_loss(loss, _my_rows(across), last=False)
+            else:
+                ledger.of_terms(Terms(contrastive=(loss, _my_rows(across))), last=False)
         for tower, leaf, sizes in zip(work, leaves, self._cp_sizes(work), strict=True):
             gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
             leaf.grad = None
@@ -281,15 +293,9 @@ class GradCache:
                 gradient = tower.vectors[first : first + self.chunk].to(vectors.dtype)
                 ledger.run_backward([vectors], [gradient], last=last and number == tower.chunks - 1)
 
-    def _second(self, ledger: Ledger, second: Second, rows: int) -> None:
-        """Seed the second loss with rows / total: the step divides by the number of rows, which leaves its mean."""
-        mesh = self.engine.mesh
-        weights = [torch.as_tensor(w, dtype=torch.float64, device=mesh.device) for _, w in second.parts]
-        mine = torch.stack(weights).sum() if weights else torch.zeros((), dtype=torch.float64, device=mesh.device)
-        total = raw.all_reduce(mine, mesh.group(DATA))
-        for number, ((run, _), weight) in enumerate(zip(second.parts, weights, strict=True)):
-            seed = second.share * rows * weight / total.clamp(min=1e-300)
-            ledger.of_loss(run(), seed, last=number == len(weights) - 1, counted=0.0)
+    def _second(self, ledger: Ledger, second: Second) -> None:
+        for number, (run, weight) in enumerate(second.parts):
+            ledger.of_terms(Terms(second=(run(), weight, second.share)), last=number == len(second.parts) - 1)
 
     # -- refusals
 
@@ -325,6 +331,10 @@ class GradCache:
             fix=None if watched else "GradCache(..., watch=True) names the module",
             where=self.engine.mesh.where(),
         )
+
+
+def _my_rows(across: Across) -> int:
+    return across.counts[0][across.group.index]
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -1,10 +1,12 @@
 """The engine: backward, step, no_sync at every ZeRO stage."""
 
 from isograd.engine.data_parallel import DataParallel
-from isograd.engine.engine import Engine, Evaluation, Stats
+from isograd.engine.engine import Engine, Stats
+from isograd.engine.evaluation import Evaluation
 from isograd.engine.first import empty_parameters
 from isograd.engine.joined import Joined
 from isograd.engine.precision import LossScale
+from isograd.engine.shares import Mean
 from isograd.engine.zero import Shards
 
-__all__ = ["DataParallel", "Engine", "Evaluation", "Joined", "LossScale", "Shards", "Stats", "empty_parameters"]
+__all__ = ["DataParallel", "Engine", "Evaluation", "Joined", "LossScale", "Mean", "Shards", "Stats", "empty_parameters"]

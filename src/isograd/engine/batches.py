@@ -5,14 +5,19 @@ A list is taken as micro-batches already cut, which may then differ in length, o
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as tree
 
 from isograd.comm.raw import even_sizes
+from isograd.engine.tree import total
 from isograd.errors import EngineError
+from isograd.terms import Terms
 
 
 def micro_batches(batch: Any, count: int | None) -> list[Any]:
@@ -36,11 +41,48 @@ def micro_batches(batch: Any, count: int | None) -> list[Any]:
     ]
 
 
-def call(model: nn.Module, micro: Any) -> Any:
+def call(model: Callable[..., Any], micro: Any) -> Any:
     """The model on a micro-batch: a dict gives keyword arguments, a tuple positional ones."""
     if isinstance(micro, dict):
         return model(**micro)
     return model(*micro) if isinstance(micro, tuple) else model(micro)
+
+
+def said_weights(model: nn.Module, micros: Sequence[Any]) -> dict[str, Tensor] | None:
+    """The weights of a step's terms on this rank, as the model's `term_weights` says them for each micro-batch."""
+    says = getattr(model, "term_weights", None)
+    if says is None:
+        return None
+    said: list[Mapping[str, Any] | None] = [call(says, micro) for micro in micros]
+    return _sums(weights or {} for weights in said) if any(said) else None
+
+
+def counted_weights(model: nn.Module, first: Terms, others: Sequence[Any], device: torch.device) -> dict[str, Tensor]:
+    """The same of a model that does not say them: by a pass without gradients over the micro-batches after the first.
+
+    It leaves buffers and torch's generators as they were: the pass with gradients draws and counts as without this one.
+    """
+    results = [first]
+    with torch.no_grad(), _untouched(model, device):
+        results += [call(model, micro) for micro in others]
+    return _sums({name: term.weight for name, term in terms.items()} for terms in results)
+
+
+def _sums(weights: Iterable[Mapping[str, Any]]) -> dict[str, Tensor]:
+    found: dict[str, list[Tensor]] = {}
+    for said in weights:
+        for name, weight in said.items():
+            found.setdefault(name, []).append(torch.as_tensor(weight, dtype=torch.float64))
+    return {name: total(each) for name, each in found.items()}
+
+
+@contextmanager
+def _untouched(model: nn.Module, device: torch.device) -> Iterator[None]:
+    before = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
+        yield
+    for buffer, value in before:
+        buffer.data.copy_(value)  # .data: a graph that has saved the buffer may still be used
 
 
 def _refusal(what: str, seen: str, expected: str) -> EngineError:

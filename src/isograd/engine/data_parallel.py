@@ -49,6 +49,7 @@ from isograd.engine.window import Window
 from isograd.engine.zero import gather_gradients
 from isograd.errors import EngineError
 from isograd.mesh import Mesh
+from isograd.terms import Terms
 
 Batch = TypeVar("Batch")
 
@@ -125,6 +126,15 @@ class DataParallel(nn.Module):
     def weigh(self, loss: Tensor, count: float | Tensor) -> Tensor:
         """The loss, whose backward counts by `count`: the number of tokens (rows, ...) it is the mean of; 0 adds
         nothing. The value is unchanged. It is the loss that is scaled, so it is right behind a gather of features."""
+        if isinstance(loss, Terms):
+            raise EngineError(
+                "IG568",
+                "DataParallel takes a loss with one weight",
+                seen=f"weigh(Terms({', '.join(loss)}), ...)",
+                expected="one mean; `.grad` is divided by one weight after the backward",
+                fix="ig.Engine, whose backward takes ig.Terms; or add the losses if they are means of the same things",
+                where=self.mesh.where(),
+            )
         if not isinstance(loss, Tensor) or not loss.requires_grad:
             raise EngineError(
                 "IG536",

@@ -16,9 +16,9 @@ backwards, and hands each backward to the ledger.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,16 +26,20 @@ import torch
 from torch import Tensor, nn
 
 from isograd.comm import raw
+from isograd.comm.notes import gather_notes
 from isograd.contract import contracts
-from isograd.engine import batches, matrices, norm, start, totals
+from isograd.engine import batches, evaluation, matrices, norm, start, totals
 from isograd.engine.batches import call
 from isograd.engine.blame import Blame, blame
+from isograd.engine.evaluation import Evaluation
 from isograd.engine.first import FirstValues
 from isograd.engine.fit import refuse_unfit
-from isograd.engine.ledger import Leave, Ledger, State, weighted
+from isograd.engine.ledger import Leave, Ledger, State
 from isograd.engine.plan import make_plan, slot_of
 from isograd.engine.precision import LossScale
+from isograd.engine.shares import Mean
 from isograd.engine.totals import Status, Table, Totals, used_anywhere
+from isograd.engine.tree import total
 from isograd.engine.units import Units, homes, repeated_blocks
 from isograd.engine.whole import gradients as whole_gradients
 from isograd.engine.zero import Factory, Optimized
@@ -44,14 +48,7 @@ from isograd.inputs import Inputs
 from isograd.mesh import DATA, Mesh
 from isograd.pipeline import Pipeline
 from isograd.stored import Stored, Weights
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """A loss without a step; equal on all ranks."""
-
-    loss: float
-    weight: float
+from isograd.terms import Terms
 
 
 @dataclass(frozen=True)
@@ -60,9 +57,10 @@ class Stats:
 
     loss: float  # sum of weighted losses / global weight: the number that was optimized
     grad_norm: float  # of the mean gradient, before clipping
-    weight: float  # global: all tokens (rows, ...) of the step
+    weight: float  # global: all tokens (rows, ...) of the step; of several terms, the first one's that has any
     skipped: bool  # the norm was not finite: no rank stepped
     loss_scale: float
+    terms: Mapping[str, Mean] = field(default_factory=dict)  # of a step of several; `loss` is their weighted sum
 
 
 class Engine:
@@ -163,12 +161,59 @@ class Engine:
         unordered = exchanging and raw.native(self.mesh.group(DATA))
         return Leave.BY_BLOCK if self._units is not None or unordered else Leave.EAGER
 
-    def backward(self, loss: Tensor, weight: float | Tensor = 1.0) -> None:
-        """Add the gradient of loss * weight to the step. `weight`: how many tokens (rows, ...) it is the mean of."""
+    def backward(self, loss: Tensor | Terms, weight: float | Tensor = 1.0) -> None:
+        """Add the gradient of loss * weight to the step. `weight`: how many tokens (rows, ...) it is the mean of.
+
+        A loss that is a sum of means of different things is given as `ig.Terms`, whose weights over the whole step are
+        announced by `begin`. Without that, the step has this one backward.
+        """
         start.refuse_alone(self.pipeline, self.mesh)
+        if isinstance(loss, Terms):
+            self._backward_of_terms(loss)
+            return
         start.check_loss(loss, weight, self.mesh)  # before the backward begins: nothing is left behind
         with self.together() as ledger:
             ledger.of_loss(loss, weight)
+
+    def begin(self, /, **weights: float | Tensor) -> None:
+        """Announce a step of several terms (`ig.Terms`): this rank's weight of each, over all backwards of the step.
+
+        All ranks call it before the first backward, with the same names; `begin(lm=0, balance=0)`, or `begin()`, on a
+        rank without data. Each term is divided by the sum of its announced weights over all ranks.
+        """
+        self._begin(weights, exact=True)
+
+    def _begin(self, weights: Mapping[str, float | Tensor], exact: bool) -> None:
+        ledger, shares = self.ledger, self.ledger.shares
+        wrong = shares.problem(weights)
+        if not ledger.empty and ledger.state is not State.FAILED:
+            wrong = shares.mixed() if ledger.told.losses and shares.announced is None else shares.begun_late()
+        announces = {} if wrong else {name: float(weight) for name, weight in weights.items()}
+        if not exact and announces.keys() <= set(shares.names):  # the terms of the step before
+            announces = {name: announces.get(name, 0.0) for name in shares.names}
+        table = self._meet(Status.BEGINS, announces=announces, wrong=wrong)
+        try:
+            shares.agree(table.loss, self._of_terms(table), announces, exact)
+        except EngineError:
+            self._drop()
+            raise
+        ledger.flights.clear()  # a rank that waited long in this gather has raised the flag of the step before
+
+    def begin_alone(self, /, **weights: float | Tensor) -> None:
+        """Before a backward of terms: unless the step was begun, its weights are the step's, which takes no other."""
+        shares = self.ledger.shares
+        if shares.alone:
+            raise shares.not_announced("a second backward of terms: the first one's weights were taken for the step's")
+        if shares.announced is None:
+            self._begin(weights, exact=False)
+            shares.alone = True
+
+    def _backward_of_terms(self, terms: Terms) -> None:
+        shares = self.ledger.shares
+        shares.check(terms)  # before the backward begins: nothing is left behind
+        self.begin_alone(**{name: term.weight for name, term in terms.items()})
+        with self.together() as ledger:
+            ledger.of_terms(terms)
 
     def discard(self) -> None:
         """Drop all that this step has gathered, on every rank: after a backward that failed, or for a bad batch.
@@ -180,7 +225,9 @@ class Engine:
     def train_step(self, batch: Any, micro_batches: int | None = None) -> Stats:
         """Forward, backward and step of a whole batch of this data rank, cut by rows; a list is taken as it is.
 
-        The model is called with each micro-batch (a dict gives keywords, a tuple positions) and returns (loss, weight).
+        The model is called with each micro-batch (a dict gives keywords, a tuple positions) and returns (loss, weight)
+        or `ig.Terms`. The weights of terms are counted before the first backward: by the model's `term_weights`, called
+        like the model, which returns {name: weight} (None: no terms); without it, by a pass without gradients.
         """
         self._refuse_failed()
         try:
@@ -197,14 +244,24 @@ class Engine:
         """What `train_step` does before `step`: in between, `grads` shows what the step will use."""
         self._refuse_failed()
         micros = batches.micro_batches(batch, micro_batches)
-        if self.pipeline is None:
-            for number, micro in enumerate(micros):
-                keeps = self._keeps_local and number < len(micros) - 1
-                with self.no_sync() if keeps else nullcontext():
-                    self.backward(*call(self.model, micro))
+        weights = None if self.ledger.shares.announced is not None else batches.said_weights(self.model, micros)
+        if weights is not None:
+            self.begin(**weights)
+        if self.pipeline is not None:
+            with self.together() as ledger:
+                self.pipeline.train(micros, ledger)
             return
-        with self.together() as ledger:
-            self.pipeline.train(micros, ledger)
+        for number, micro in enumerate(micros):
+            keeps = self._keeps_local and number < len(micros) - 1
+            with self.no_sync() if keeps else nullcontext():
+                result = call(self.model, micro)
+                if not isinstance(result, Terms):
+                    self.backward(*result)
+                    continue
+                if self.ledger.shares.announced is None:
+                    weights = batches.counted_weights(self.model, result, micros[1:], self.mesh.device)
+                    self._begin(weights, exact=False)
+                self.backward(result)
 
     def _refuse_failed(self) -> None:
         """After a failed backward: refuse the step together with the other ranks, which meet this one at theirs."""
@@ -217,19 +274,20 @@ class Engine:
         micros = batches.micro_batches(batch, micro_batches)
         with self._inputs.evaluating():
             if self.pipeline is None:
-                losses = [call(self.model, micro) for micro in micros]
+                results = [call(self.model, micro) for micro in micros]
             else:
-                losses = self.pipeline.evaluate(micros)
-            mine = torch.zeros(2, dtype=torch.float64, device=self._device)
-            for loss, weight in losses:
-                count = torch.as_tensor(weight, dtype=torch.float64, device=self._device)
-                mine += torch.stack((count, weighted(loss.double(), count)))
-            mine = torch.cat((mine, self._inputs.columns().to(mine.device)))
+                results = self.pipeline.evaluate(micros)
+            mine = torch.cat((evaluation.columns(results, self._device), self._inputs.columns().to(self._device)))
             self._meet_units("ends its evaluation")
             table = torch.stack(raw.gather_list(mine, self.mesh.group("world"))).cpu()
-            self._inputs.check(table[:, 2:])
-        total, sums = (float(column) for column in self._of_data(table)[:, :2].sum(0))
-        return Evaluation(sums / total if total else math.nan, total)
+            self._inputs.check(table[:, evaluation.COLUMNS :])
+        weight, _, terms = table[:, : evaluation.COLUMNS].unbind(1)
+        if not bool(terms.any()):
+            return evaluation.of_losses(self._of_data(table)[:, :2])
+        if bool(weight.any()):
+            raise self.ledger.shares.mixed()
+        notes = gather_notes(evaluation.sums_of_terms(results), self.mesh.group("world"), self.mesh.device)
+        return evaluation.of_terms(notes[rank] for rank in self._with_own_things)
 
     @contextmanager
     def together(self) -> Iterator[Ledger]:
@@ -258,7 +316,7 @@ class Engine:
                 fix="move engine.step() out of 'with engine.no_sync():'",
                 where=self.mesh.where(),
             )
-        totals = self._settle()
+        totals = self._settle(whole=True)
         scale = 1.0 / (totals.weight * totals.loss_scale)
         find_norm = norm.reproducible_norm if self.reproducible else norm.global_norm
         grad_norm = find_norm(self._paid_once(), self.mesh.group("world"), self._device) * scale
@@ -271,7 +329,7 @@ class Engine:
             self.loss_scale.update(overflow=skipped)
         self.ledger.clear()
         self._inputs.clear()
-        return Stats(totals.loss, grad_norm, totals.weight, skipped, totals.loss_scale)
+        return Stats(totals.loss, grad_norm, totals.weight, skipped, totals.loss_scale, totals.terms)
 
     def held(self, name: str) -> Tensor:
         """What this rank keeps of a parameter between steps: at ZeRO 3 its rows, else all that its contract says."""
@@ -303,6 +361,11 @@ class Engine:
         return table[list(layout.ranks(DATA, last))]
 
     @property
+    def _with_own_things(self) -> list[int]:
+        """The ranks whose terms are added up: those that hold other data or other stages than this one, and it."""
+        return list(self.mesh.ranks(f"{DATA} pp"))
+
+    @property
     def _device(self) -> torch.device:
         return self.plan.slots[0].parameter.device
 
@@ -311,43 +374,63 @@ class Engine:
         rows = [self.ledger.paid[slot] for slot in self._counted if slot in self.ledger.paid]
         return [row for row in rows if row.numel()]
 
-    def _settle(self) -> Totals:
-        """Learn what all ranks did in this step, and pay every debt."""
-        totals = self._totals()
+    def _settle(self, whole: bool = False) -> Totals:
+        """Learn what all ranks did in this step, and pay every debt. `whole`: all that was announced has come."""
+        totals = self._totals(whole)
         if self.ledger.state is not State.SETTLED or totals.unsent:  # perhaps only another rank's are unsent
             self.ledger.settle(flush=totals.unsent)
         return totals
 
-    def _totals(self) -> Totals:
+    def _totals(self, whole: bool = False) -> Totals:
         """What the table of this step says."""
-        table = self._meet(Status.FINE)
-        data = self._of_data(table.weight), self._of_data(table.loss)
-        weight = float(data[0].sum())
+        table, shares = self._meet(Status.FINE, whole=whole), self.ledger.shares
+        if shares.announced is None:
+            weight, losses, terms = float(self._of_data(table.weight).sum()), self._of_data(table.loss), {}
+        else:
+            weight, losses = shares.weight, table.loss[self._with_own_things]
+            terms = shares.means(self._of_terms(table)[self._with_own_things])
         used = used_anywhere(table, self.plan, self.mesh)
         unused = {slot.name for slot, is_used in zip(self.plan.slots, used.tolist(), strict=True) if not is_used}
         scale = self.loss_scale.value if self.loss_scale else 1.0
-        loss = float(_tree(list(data[1]))) / weight
-        return Totals(loss, weight, bool(table.pending.any()), unused, scale, table.loss)
+        loss = float(total(list(losses))) / weight
+        return Totals(loss, weight, bool(table.pending.any()), unused, scale, table.loss, terms)
 
-    def _meet(self, status: Status) -> Table:
+    def _meet(
+        self,
+        status: Status,
+        *,
+        whole: bool = False,
+        announces: Mapping[str, float] | None = None,
+        wrong: EngineError | None = None,
+    ) -> Table:
         """The gather of this step. Where any rank failed, discards or was given wrong input, the step is dropped on all
-        ranks; all but those that discard raise."""
-        ledger = self.ledger
+        ranks; all but those that discard raise. announces: what `begin` was given. wrong: found here already."""
+        ledger, shares = self.ledger, self.ledger.shares
         ledger.must_be(State.OPEN, State.SETTLED, State.FAILED)
-        wrong = self._watch.problem(self.mesh)
+        wrong = wrong or self._watch.problem(self.mesh)
         problem = ledger.failure if wrong is None else str(wrong).splitlines()[0]
-        if status is Status.FINE and problem is not None:
+        if status is not Status.DISCARDS and problem is not None:
             status = Status.FAILED
-        self._meet_units("comes to engine.step, grads or discard", again=status is Status.DISCARDS)
-        losses = ledger.told.losses
-        own = _tree(losses) if losses else torch.zeros((), dtype=torch.float64)
-        table = totals.gather(ledger, status, own, self._inputs.columns(), self._widest, self._device)
+        self._meet_units("comes to engine.begin, step, grads or discard", again=status is Status.DISCARDS)
+        if announces is None:
+            losses = ledger.told.losses
+            own = total(losses) if losses else torch.zeros((), dtype=torch.float64)
+            columns = shares.columns()
+        else:
+            own, columns = shares.message(announces)
+        given = self._inputs.columns()
+        more = torch.cat((given, columns.to(given.device)))
+        table = totals.gather(ledger, status, own, more, self._widest, self._device)
         quiet = status is Status.DISCARDS
         try:
             totals.refuse_failed(table, ledger, problem, quiet)
             if not quiet:
                 self._inputs.check(table.more)
+                if status is Status.BEGINS:
+                    return table
                 totals.refuse_wrong(table, self.mesh)
+                if whole:
+                    shares.refuse_incomplete(self._of_terms(table))
                 self._refuse_no_weight(table)
         except IsogradError as refusal:
             self._drop()
@@ -355,6 +438,10 @@ class Engine:
         if quiet:
             self._drop()
         return table
+
+    def _of_terms(self, table: Table) -> Tensor:
+        """The columns of `Shares` in a table."""
+        return table.more[:, len(self._inputs.columns()) :]
 
     def _meet_units(self, said: str, again: bool = False) -> None:
         """At ZeRO 3, before a collective of all ranks: a rank in another forward would wait there for this one.
@@ -374,7 +461,8 @@ class Engine:
         self._inputs.clear()
 
     def _refuse_no_weight(self, table: Table) -> None:
-        weights = self._of_data(table.weight)
+        shares = self.ledger.shares
+        weights = self._of_data(table.weight if shares.announced is None else shares.announced.sum(1))
         if not float(weights.sum()) > 0:
             raise EngineError(
                 "IG512",
@@ -384,11 +472,3 @@ class Engine:
                 fix="call engine.backward(loss, weight=count) at least once before engine.step()",
                 where=self.mesh.where(),
             )
-
-
-def _tree(values: list[Tensor]) -> Tensor:
-    """The sum in one binary tree: the same bits for any power-of-two split into ranks and micro-batches."""
-    if len(values) == 1:
-        return values[0]
-    half = 1 << ((len(values) - 1).bit_length() - 1)
-    return _tree(values[:half]) + _tree(values[half:])

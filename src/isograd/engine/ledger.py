@@ -1,7 +1,8 @@
 """The ledger of a step: what it has gathered so far, and the only way in. One gradient, from autograd to the optimizer:
 
-1. `backward(leave)` opens the state BACKWARD. Inside it `of_loss` seeds a loss with its weight and `run_backward` runs
-   autograd. A gradient is a pending sum from here on, and nothing divides it.
+1. `backward(leave)` opens the state BACKWARD. Inside it `of_loss` seeds a loss with its weight, `of_terms` several ones
+   with their shares of the step (engine/shares.py), and `run_backward` runs autograd. A gradient is a pending sum from
+   here on, and nothing divides it.
 2. `_arrived`: autograd has finished a parameter's gradient. It moves from `.grad` into `local`, this rank's own sum
    over the backwards of the step, in fp32 (fp64 in fp64 models). `.grad` then holds a stand-in that refuses to be used.
 3. A bucket of gradients leaves `local` for the owners of its rows. `Leave` says when: with its last gradient (EAGER),
@@ -37,12 +38,14 @@ from isograd.engine.bundle import SMALL
 from isograd.engine.flights import Flights, zeros_of
 from isograd.engine.plan import Bucket, Plan, Slot
 from isograd.engine.precision import LossScale
+from isograd.engine.shares import Shares, weighted
 from isograd.engine.transport import Pieces
 from isograd.engine.tree import Tree
 from isograd.engine.units import Units
 from isograd.engine.withheld import Withheld
 from isograd.errors import EngineError
 from isograd.mesh import Mesh
+from isograd.terms import Terms
 
 
 class State(Enum):
@@ -91,6 +94,7 @@ class Ledger:
         self.state = State.OPEN
         self.failure: str | None = None  # why the state is FAILED
         self.told = Contributions()
+        self.shares = Shares(mesh)  # of the terms of a step that has several
         self.passes = 0  # backwards of this step whose buckets left, which every owner must run equally often
         self.local: dict[Slot, Tensor] = {}  # my own gradients, not reduced
         self.paid: dict[Slot, Tensor] = {}  # my rows, all debts settled
@@ -139,19 +143,48 @@ class Ledger:
             reason = f"{type(reason).__name__}: {(str(reason).splitlines() or [''])[0][:200]}"
         self.state, self.failure = State.FAILED, self.failure or reason
 
-    def of_loss(self, loss: Tensor, weight: Tensor | float, *, last: bool = True, counted: float | None = None) -> None:
-        """Backward from a loss; the gradients are those of loss * weight. `last`: they may leave.
-
-        counted: what the step's weight grows by, if not by the weight: 0 for a second loss, weighed by the first.
-        """
+    def of_loss(self, loss: Tensor, weight: Tensor | float, *, last: bool = True) -> None:
+        """Backward from a loss; the gradients are those of loss * weight. `last`: they may leave."""
         self.must_be(State.BACKWARD)
+        if self.shares.announced is not None:
+            raise self.shares.mixed()
         start.check_loss(loss, weight, self.mesh)
         count = torch.as_tensor(weight, dtype=torch.float64, device=loss.device).detach().reshape(())
         nothing = start.adds_nothing(loss, weight, self.mesh)
         if not nothing or self.units is not None:  # at ZeRO 3 the other ranks gather parameters with this one
             self._seeded(loss, count, last=last, discard=nothing)
-        self.told.weight = self.told.weight + (count if counted is None else counted)
+        self.told.weight = self.told.weight + count
         self.told.losses.append(weighted(loss.detach().double().reshape(()), count))
+
+    def of_terms(self, terms: Terms, *, last: bool = True) -> None:
+        """Backward from the terms of a loss, in one run of autograd; each is seeded with its share of the step."""
+        self.must_be(State.BACKWARD)
+        roots, seeds, left_out = self._shares_of(terms)
+        if self.units is not None and left_out and roots:  # other ranks gather parameters with this backward
+            raise start.needed_elsewhere(left_out[0], self.mesh)
+        if self.units is not None and left_out:
+            self.run_backward(left_out, [torch.zeros_like(root) for root in left_out], last=last, discard=True)
+        elif len(roots) == 1:
+            self._seeded(roots[0], seeds[0], last=last, discard=False)
+        else:
+            self.run_backward(roots, self._as_gradients(roots, seeds), last=last)
+
+    def seeds_of(self, terms: Terms) -> tuple[list[Tensor], list[Tensor]]:
+        """Terms as (roots, their gradients), which `run_backward` takes together with others."""
+        self.shares.refuse_half(terms)
+        roots, seeds, _ = self._shares_of(terms)
+        return roots, self._as_gradients(roots, seeds)
+
+    def _shares_of(self, terms: Terms) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        roots, seeds, left_out, loss = self.shares.seeds(terms)
+        if left_out and start.others_need(self.mesh):
+            raise start.needed_elsewhere(left_out[0], self.mesh)
+        self.told.losses.append(loss)
+        return roots, seeds, left_out
+
+    def _as_gradients(self, roots: Sequence[Tensor], seeds: Sequence[Tensor]) -> list[Tensor]:
+        scale = self.loss_scale.value if self.loss_scale else 1.0
+        return [(seed * scale).to(root.dtype).expand_as(root) for root, seed in zip(roots, seeds, strict=True)]
 
     def _seeded(self, loss: Tensor, count: Tensor, *, last: bool, discard: bool) -> None:
         seed = count * (self.loss_scale.value if self.loss_scale else 1.0)
@@ -367,7 +400,8 @@ class Ledger:
     @property
     def empty(self) -> bool:
         """Whether nothing of a step is under way."""
-        return self.state is State.OPEN and not (self.told.losses or self.passes or self.pending())
+        begun = self.shares.announced is not None
+        return self.state is State.OPEN and not (begun or self.told.losses or self.passes or self.pending())
 
     def clear(self) -> None:
         """Everything of this step is dropped, and the next one is open. Nothing may be on its way."""
@@ -376,6 +410,7 @@ class Ledger:
                 parameter.grad = None
         self.flights.clear()
         self.local, self.paid, self.full, self.told, self.passes = {}, {}, {}, Contributions(), 0
+        self.shares.clear()
         self.used, self._withheld, self._unsent = set(), set(), []
         self._tree = Tree()
         self.state, self.failure = State.OPEN, None
@@ -387,8 +422,3 @@ class Ledger:
         if self.units is not None:
             self.units.abort()
         self.clear()
-
-
-def weighted(loss: Tensor, weight: Tensor) -> Tensor:
-    """A mean over nothing is NaN in torch; its weight of zero says that it adds nothing."""
-    return torch.where(weight == 0, torch.zeros_like(loss), loss * weight)

@@ -1,7 +1,7 @@
 """What a step means: the definition that the engine's ledger, buckets, owners and stages are held to.
 
 Every rank adds up the gradients of its weighted losses. At the step, every gradient is summed over all ranks that hold
-other data, and divided once by the weight of all of them.
+other data, and divided once by the weight of all of them. A loss of several terms is the sum of such means.
 """
 
 from __future__ import annotations
@@ -31,3 +31,14 @@ def gradients(
     group = mesh.group(DATA)
     all_weight = sum(raw.gather_list(weight, group))
     return {name: raw.all_reduce(sums, group) / all_weight for name, sums in total.items()}
+
+
+def gradients_of_terms(
+    parameters: Mapping[str, nn.Parameter], terms: Sequence[tuple[float, Sequence[tuple[Tensor, float]]]], mesh: Mesh
+) -> dict[str, Tensor]:
+    """Of sum over terms of coefficient * mean. terms: (coefficient, this rank's losses) of each, on all ranks alike."""
+    total = {name: torch.zeros_like(p) for name, p in parameters.items()}
+    for coefficient, losses in terms:
+        for name, mean in gradients(parameters, losses, mesh).items():
+            total[name].add_(mean.nan_to_num(), alpha=coefficient)  # NaN: the mean over nothing, which adds nothing
+    return total

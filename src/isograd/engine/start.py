@@ -246,17 +246,27 @@ def adds_nothing(loss: Tensor, weight: float | Tensor, mesh: Mesh) -> bool:
     if isinstance(weight, Tensor) and weight.device.type != "cpu":
         return False
     nothing = float(weight) == 0 and not bool(loss.isfinite())
-    if nothing and (mesh.size("cp") > 1 or mesh.size("ep") > 1):
-        raise EngineError(
-            "IG524",
-            "a rank without labels has a loss that is not finite, and cannot leave out its backward",
-            seen=f"loss {float(loss.detach())} with weight 0 under {str(mesh.layout)!r}",
-            expected="a loss of 0 over no label: its backward gives other cp ranks the gradients of their keys, and "
-            "other ep ranks those of their tokens",
-            fix="divide by the number of labels, but at least by 1: loss = losses.sum() / max(1, labels)",
-            where=mesh.where(),
-        )
+    if nothing and others_need(mesh):
+        raise needed_elsewhere(loss, mesh)
     return nothing
+
+
+def others_need(mesh: Mesh) -> bool:
+    """Whether layers exchange with other ranks in backward."""
+    return mesh.size("cp") > 1 or mesh.size("ep") > 1
+
+
+def needed_elsewhere(loss: Tensor, mesh: Mesh) -> EngineError:
+    """The gradient of a loss over nothing is NaN, and other ranks need the messages of its backward."""
+    return EngineError(
+        "IG524",
+        "a rank without labels has a loss that is not finite, and cannot leave out its backward",
+        seen=f"loss {float(loss.detach())} with weight 0 under {str(mesh.layout)!r}",
+        expected="a loss of 0 over no label: its backward gives other cp ranks the gradients of their keys, and other "
+        "ep ranks those of their tokens; at ZeRO 3 other ranks gather parameters with the backward of each term",
+        fix="divide by the number of labels, but at least by 1: loss = losses.sum() / max(1, labels)",
+        where=mesh.where(),
+    )
 
 
 def replace_hook(

@@ -21,6 +21,7 @@ from isograd.comm.notes import gather_notes
 from isograd.engine.flights import PATIENCE
 from isograd.engine.ledger import Ledger
 from isograd.engine.plan import Plan
+from isograd.engine.shares import Mean
 from isograd.errors import EngineError
 from isograd.mesh import STAGE, Mesh
 
@@ -31,6 +32,7 @@ class Status(IntEnum):
     FINE = 0
     FAILED = 1  # a backward failed, or something that only this rank can see is wrong
     DISCARDS = 2  # this rank drops the step
+    BEGINS = 3  # not at its end: it announces the weights of its terms
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,7 @@ class Totals:
     unused: set[str]  # parameters of this rank that no rank used
     loss_scale: float
     losses: Tensor  # weighted, one per rank
+    terms: dict[str, Mean]
 
 
 @dataclass(frozen=True)
@@ -108,9 +111,11 @@ def unpacked(numbers: Tensor, width: int) -> Tensor:
 
 def refuse_failed(table: Table, ledger: Ledger, problem: str | None, quiet: bool) -> None:
     """All ranks together: when one of them failed or drops the step, all do. `quiet`: this rank asked for it."""
-    if not bool(table.status.any()):
+    mesh, begins = ledger.mesh, table.status == Status.BEGINS
+    if bool((begins | (table.status == Status.FINE)).all()):
+        if bool(begins.any()) and not bool(begins.all()):
+            raise _begun_apart(begins.nonzero().flatten().tolist(), mesh)
         return
-    mesh = ledger.mesh
     reasons = gather_notes(problem or ledger.failure, mesh.group("world"), mesh.device)
     failed = {rank: reason for rank, reason in enumerate(reasons) if reason is not None}
     if quiet:
@@ -131,6 +136,17 @@ def refuse_failed(table: Table, ledger: Ledger, problem: str | None, quiet: bool
         seen=f"engine.discard() on ranks {ranks}, engine.step() or engine.grads() here",
         expected="all ranks to discard a step, or none",
         fix="nothing of the step is left, on any rank: go on with the next batch",
+        where=mesh.where(),
+    )
+
+
+def _begun_apart(begins: list[int], mesh: Mesh) -> EngineError:
+    return EngineError(
+        "IG566",
+        "some ranks begin a step of several terms while others are at the end of theirs",
+        seen=f"engine.begin, or the first backward of terms, on ranks {begins}; step() or grads() on the others",
+        expected="engine.begin on every rank: a rank without anything of a term announces 0",
+        fix="call engine.begin on all ranks before the first backward of a step, with 0 where there is nothing",
         where=mesh.where(),
     )
 

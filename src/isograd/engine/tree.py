@@ -6,6 +6,8 @@ two): a rank's own micro-batches form a subtree, and engine/transport.py adds th
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from isograd.engine.transport import Pieces, tree_sum
 
 
@@ -32,3 +34,11 @@ class Tree:
         while self._sums:
             total = tree_sum([self._sums.pop()[1], total])
         return total
+
+
+def total(values: list[Tensor]) -> Tensor:
+    """The sum in one binary tree: the same bits for any power-of-two split into ranks and micro-batches."""
+    if len(values) == 1:
+        return values[0]
+    half = 1 << ((len(values) - 1).bit_length() - 1)
+    return total(values[:half]) + total(values[half:])

@@ -23,12 +23,14 @@ from isograd.mesh import Mesh
 from isograd.pipeline.deferred import Deferred
 from isograd.pipeline.mail import Known, Mail, Ways
 from isograd.pipeline.schedule import Action, Schedule, Timed, build
+from isograd.terms import Terms
 
 T = TypeVar("T")
 Passed = Tensor | tuple[Tensor, ...]
-Chunk = Callable[
-    [Any, Any], Any
-]  # (what the stage before passes on, micro-batch) -> what to pass on; last: (loss, weight)
+# (what the stage before passes on, micro-batch) -> what to pass on, and perhaps Terms of its own; the last stage:
+# (loss, weight), or Terms
+Chunk = Callable[[Any, Any], Any]
+Result = tuple[Tensor, Tensor | float] | Terms
 
 
 class Autograd(Protocol):
@@ -42,6 +44,14 @@ class Autograd(Protocol):
         """Backward from a micro-batch's loss on the last stage."""
         ...
 
+    def of_terms(self, terms: Terms, *, last: bool) -> None:
+        """The same of the terms of its loss."""
+        ...
+
+    def seeds_of(self, terms: Terms) -> tuple[list[Tensor], list[Tensor]]:
+        """Roots and their gradients, for `run_backward`, of the terms that a stage returned with what it passes on."""
+        ...
+
 
 @dataclass
 class _Held:
@@ -49,7 +59,8 @@ class _Held:
 
     inputs: list[Tensor]
     outputs: list[Tensor]
-    loss: tuple[Tensor, Tensor | float] | None
+    loss: Result | None  # of the last stage
+    terms: Terms | None  # of another stage, which seeds them: no value of a term is passed on
     deferred: Deferred | None
 
 
@@ -70,8 +81,8 @@ class Pipeline:
         self._refuse_unlike(micros)
         self._run(_Step(self, schedule, micros, self._known, autograd))
 
-    def evaluate(self, micros: Sequence[Any]) -> list[tuple[Tensor, Tensor | float]]:
-        """Forwards only, under no_grad: (loss, weight) of each micro-batch on the last stage's ranks, else none."""
+    def evaluate(self, micros: Sequence[Any]) -> list[Result]:
+        """Forwards only, under no_grad: the (loss, weight) or the terms that stages of this rank returned."""
         layout = self.layout
         whole = build("gpipe", layout.pp, layout.vpp, len(micros))
         forwards = tuple(tuple(a for a in order if a.kind == "F") for order in whole.orders)
@@ -81,7 +92,7 @@ class Pipeline:
         with torch.no_grad():
             return self._run(_Step(self, schedule, micros, known={}))
 
-    def _run(self, step: _Step) -> list[tuple[Tensor, Tensor | float]]:
+    def _run(self, step: _Step) -> list[Result]:
         try:
             step.run()
         except Exception:
@@ -129,7 +140,7 @@ class _Step:
         shapes = [shapes_of(micro) for micro in micros]
         self.mail = Mail(schedule, pipeline.ways, pipeline.mesh.device, known, shapes)
         self.held: dict[tuple[int, int], _Held] = {}
-        self.losses: list[tuple[Tensor, Tensor | float]] = []
+        self.losses: list[Result] = []
         self.timeline: list[Timed] = []
         self.final = {(a.kind, a.stage): a for a in self.order}  # the last of each kind on each stage
 
@@ -158,34 +169,47 @@ class _Step:
         with deferred or nullcontext():
             result = self.pipeline.chunks[action.stage](_unpacked(inputs), micro)
         if action.stage == self.pipeline.last:
-            loss, weight = result
+            loss: Result = result if isinstance(result, Terms) else _pair(result)
             if self._autograd is None:
-                self.losses.append((loss, weight))
+                self.losses.append(loss)
             else:
-                self.held[action[1:]] = _Held(inputs, [], (loss, weight), deferred)
+                self.held[action[1:]] = _Held(inputs, [], loss, None, deferred)
             return
+        result, terms = _without_terms(result)
         outputs = _checked(result, action.stage, self.pipeline.mesh)
         _in_doubt(lambda: self.mail.send(action, outputs), self.pipeline.mesh)
         if self._autograd is not None:
-            self.held[action[1:]] = _Held(inputs, outputs, None, deferred)
+            self.held[action[1:]] = _Held(inputs, outputs, None, terms, deferred)
+        elif terms is not None:
+            self.losses.append(terms)
 
     def _backward(self, action: Action, gradients: list[Tensor]) -> None:
         assert self._autograd is not None
         held = self.held[action[1:]]
         last = self.final[action.kind, action.stage] is action
         with held.deferred or nullcontext():
-            if held.loss is not None:
+            if isinstance(held.loss, Terms):
+                self._autograd.of_terms(held.loss, last=last)
+            elif held.loss is not None:
                 self._autograd.of_loss(*held.loss, last=last)
             else:
-                needing = [t for t in held.outputs if t.requires_grad]
-                self._autograd.run_backward(needing, gradients, last=last)
+                roots, seeds = [t for t in held.outputs if t.requires_grad], gradients
+                if held.terms is not None:
+                    values, shares = self._autograd.seeds_of(held.terms)
+                    roots, seeds = roots + values, seeds + shares
+                self._autograd.run_backward(roots, seeds, last=last)
         if action.stage:
             back = [torch.zeros_like(t) if t.grad is None else t.grad for t in held.inputs if t.requires_grad]
             _in_doubt(lambda: self.mail.send(action, back), self.pipeline.mesh)
         if action.kind == "B":
             del self.held[action[1:]]
         else:
-            held.inputs, held.outputs, held.loss = [], [], None  # W needs what was noted, and no graph
+            held.inputs, held.outputs, held.loss, held.terms = (
+                [],
+                [],
+                None,
+                None,
+            )  # W needs what was noted, and no graph
 
     def _weights(self, action: Action, _: list[Tensor]) -> None:
         assert self._autograd is not None
@@ -218,6 +242,18 @@ def shapes_of(micro: Any) -> tuple[tuple[int, ...], ...]:
 
 def _unpacked(inputs: list[Tensor]) -> Passed | None:
     return None if not inputs else inputs[0] if len(inputs) == 1 else tuple(inputs)
+
+
+def _pair(result: Any) -> tuple[Tensor, Tensor | float]:
+    loss, weight = result
+    return loss, weight
+
+
+def _without_terms(result: Any) -> tuple[Any, Terms | None]:
+    """What a stage passes on, and the terms that it returned after that."""
+    if isinstance(result, tuple) and len(result) > 1 and isinstance(result[-1], Terms):
+        return (result[0] if len(result) == 2 else result[:-1]), result[-1]
+    return result, None
 
 
 def _checked(result: Any, stage: int, mesh: Mesh) -> list[Tensor]:

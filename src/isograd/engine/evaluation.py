@@ -1,0 +1,67 @@
+"""What an evaluation found: the mean loss of all data ranks' batches, and of several terms the mean of each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isograd.engine.shares import Mean, mean_of, weighted
+from isograd.terms import Terms
+
+COLUMNS = 3  # of `columns`
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A loss without a step; equal on all ranks."""
+
+    loss: float
+    weight: float  # of several terms, the first one's that has any
+    terms: Mapping[str, Mean] = field(default_factory=dict)  # of a model that returns several
+
+
+def columns(results: Sequence[Any], device: torch.device) -> Tensor:
+    """The weight and the weighted loss of this rank's results, and how many of them are Terms."""
+    found = torch.zeros(COLUMNS, dtype=torch.float64, device=device)
+    for result in results:
+        if isinstance(result, Terms):
+            found[2] += 1
+            continue
+        loss, weight = result
+        count = torch.as_tensor(weight, dtype=torch.float64, device=device)
+        found[:2] += torch.stack((count, weighted(loss.double(), count)))
+    return found
+
+
+def of_losses(sums: Tensor) -> Evaluation:
+    """sums: (weight, weighted loss) of each data rank."""
+    weight, loss = (float(column) for column in sums.sum(0))
+    return Evaluation(loss / weight if weight else math.nan, weight)
+
+
+def sums_of_terms(results: Iterable[Any]) -> dict[str, tuple[float, float, float]]:
+    """{name: (weight, weighted value, the same times the coefficient)} of this rank's results that are Terms."""
+    found: dict[str, tuple[float, float, float]] = {}
+    for name, (value, weight, coefficient) in (pair for r in results if isinstance(r, Terms) for pair in r.items()):
+        count = torch.as_tensor(weight, dtype=torch.float64, device=value.device)
+        part = float(weighted(value.detach().double().reshape(()), count))
+        before = found.get(name, (0.0, 0.0, 0.0))
+        found[name] = before[0] + float(count), before[1] + part, before[2] + part * coefficient
+    return found
+
+
+def of_terms(notes: Iterable[Mapping[str, Sequence[float]]]) -> Evaluation:
+    """notes: `sums_of_terms` of all ranks with data or stages of their own."""
+    sums: dict[str, list[float]] = {}
+    for note in notes:
+        for name, numbers in note.items():
+            sums[name] = [a + b for a, b in zip(sums.get(name, [0.0] * 3), numbers, strict=True)]
+    there = {name: (weight, part / weight) for name, (weight, _, part) in sums.items() if weight > 0}
+    loss = sum(part for _, part in there.values()) if there else math.nan
+    weight = next(iter(there.values()))[0] if there else 0.0
+    return Evaluation(loss, weight, {name: mean_of(value, weight) for name, (weight, value, _) in sums.items()})
