@@ -28,11 +28,12 @@ ARROWS = {
     "random": {"errors"},
     "terms": {"errors"},
     "inputs": {"comm", "errors", "mesh"},
+    "tallies": {"comm", "mesh"},
     "contract": {"comm", "errors", "mesh", "explain"},
     "explain": {"contract"},
     "pipeline": {"comm", "contract", "errors", "mesh", "terms"},
     "sequence": {"comm", "contract", "errors", "layout", "mesh", "random"},
-    "nn": {"comm", "contract", "errors", "inputs", "mesh", "random", "sequence"},
+    "nn": {"comm", "contract", "errors", "inputs", "mesh", "random", "sequence", "tallies"},
     # pipeline: engine.train_step runs every layout; the pipeline knows no engine
     "engine": {"comm", "contract", "errors", "inputs", "mesh", "pipeline", "stored", "terms"},
     # stored: Hugging Face weights by rows

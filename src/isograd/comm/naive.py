@@ -52,7 +52,7 @@ def all_to_all(xs: Sequence[Tensor], split_dim: int, cat_dim: int, split_sizes: 
 
 
 def exchange_rows(xs: Sequence[Tensor], counts: Sequence[Sequence[int]]) -> list[Tensor]:
-    """V -> V: counts[i][j] rows of member i go to member j, which joins what it receives in the order of the members."""
+    """V -> V: counts[i][j] rows of member i go to member j, which joins what it receives in the members' order."""
     pieces = [x.split(list(sent)) for x, sent in zip(xs, counts, strict=True)]
     return [torch.cat([pieces[source][target] for source in range(len(xs))]) for target in range(len(xs))]
 

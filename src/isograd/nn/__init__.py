@@ -5,18 +5,22 @@ from isograd.nn.embedding import LearnedPositions, VocabEmbedding
 from isograd.nn.linear import ColumnLinear, RowLinear
 from isograd.nn.loss import Head, cross_entropy
 from isograd.nn.mlp import MLP
+from isograd.nn.moe import MoE
 from isograd.nn.norm import LayerNorm, RMSNorm
 from isograd.nn.parameter import Layer
+from isograd.nn.routing import ExpertOptions
 from isograd.nn.stream import Stream, enter, leave
 
 __all__ = [
     "MLP",
     "Attention",
     "ColumnLinear",
+    "ExpertOptions",
     "Head",
     "Layer",
     "LayerNorm",
     "LearnedPositions",
+    "MoE",
     "RMSNorm",
     "Rotary",
     "RowLinear",

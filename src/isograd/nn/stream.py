@@ -19,6 +19,7 @@ from isograd import random
 from isograd.comm import ops
 from isograd.errors import ModelError
 from isograd.mesh import Mesh
+from isograd.nn.routing import Remembered
 from isograd.sequence import Places
 
 
@@ -50,6 +51,7 @@ class Stream:
     key: random.Key | None = None  # None: no dropout
     places: Places | None = None  # where the sequences' other tokens are; None: all are here
     starts: Tensor | None = None  # [batch, whole length] where each token's document begins; None: one document
+    remembered: Remembered | None = None  # of one block: what its forward does again when it is run again
 
     def whole_ids(self) -> Tensor | None:
         """Global ids [batch * whole length] of all tokens of this rank's sequences, also those on other cp ranks."""

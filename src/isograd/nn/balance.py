@@ -1,0 +1,130 @@
+"""Losses that keep the load of experts even, and the counts they are made of.
+
+    L_B = E / (k T^2) * sum_i N_i S_i        of a scope B of T tokens
+    N_i   how often B's tokens chose expert i: whole numbers, without gradient
+    S_i   the sum over B's tokens of the score p_ti, divided by the token's sum of scores
+
+Two things make its gradient that of one device under every layout. N and T are those of all of B, summed over every
+axis that cuts it. And each rank's own tokens give a part of T L_B that is *added* to the other ranks' parts: the term
+is the sum of T_B L_B over scopes, divided once by all tokens of the step. So it is a mean over tokens, and its weight
+is the number of tokens routed here.
+
+    sequence   B is a sequence: counts are summed over cp, and over tp, where the sequence is cut
+    batch      B is the whole step, counted in a pass without gradients before its first backward
+    lagged     as batch, with the counts of the step before (of the first step: even ones, whose gradient is zero)
+
+A running mean over micro-batches is not offered: its gradient depends on their order.
+
+The z-loss is the mean over tokens of the squared log-sum-exp of the logits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from isograd.comm import ops, raw
+from isograd.comm.raw import even_sizes
+from isograd.errors import ModelError
+from isograd.mesh import Mesh
+from isograd.nn.routing import ExpertOptions, Route
+from isograd.nn.stream import Stream
+from isograd.sequence import Places
+
+if TYPE_CHECKING:
+    from isograd.nn.moe import MoE
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The tokens that this rank routes: rows of its data rank's stream, cut over tp."""
+
+    mesh: Mesh
+    places: Places
+    batch: int
+    sizes: tuple[int, ...]  # rows of each tp rank
+    sequence: Tensor  # int64 [T]: the sequence of each row
+    real: Tensor  # bool [T]: False for padding
+
+    @classmethod
+    def of(cls, stream: Stream, mesh: Mesh) -> Rows:
+        """What `stream` says about this rank's rows."""
+        assert stream.places is not None
+        rows, device = stream.batch * stream.length, stream.positions.device
+        sizes = even_sizes(rows, mesh.size("tp"))
+        place = mesh.index("tp")
+        first = sum(sizes[:place])
+        row = torch.arange(first, first + sizes[place], device=device)
+        position = stream.places.positions(mesh.index("cp"), device)
+        real = position[row % stream.length] < stream.places.length
+        return cls(mesh, stream.places, stream.batch, sizes, row // stream.length, real)
+
+    @property
+    def length(self) -> int:
+        """Tokens of a whole sequence."""
+        return self.places.length
+
+    def counts(self, indices: Tensor, experts: int) -> Tensor:
+        """int64 [sequences, experts]: how often the whole sequences of this data rank chose each expert."""
+        place = (self.sequence[:, None] * experts + indices)[self.real]
+        mine = place.flatten().bincount(minlength=self.batch * experts)
+        return raw.all_reduce(mine, self.mesh.group("cp tp")).view(self.batch, experts)
+
+    def whole(self, per_row: Tensor) -> Tensor:
+        """[T, k] of my rows -> [batch, length, k] of whole sequences, in their order."""
+        joined = raw.all_gather(per_row, self.mesh.group("tp"), self.sizes).unflatten(
+            0, (self.batch, self.places.local)
+        )
+        parts = raw.gather_list(joined, self.mesh.group("cp"))
+        return self.places.unshard(torch.cat(parts, 1))
+
+    def mine(self, whole: Tensor) -> Tensor:
+        """[batch, length, k] of whole sequences -> [T, k] of my rows; False for padding."""
+        part = self.places.shard(whole, self.mesh.index("cp"), False).flatten(0, 1)
+        rows: Tensor = part.split(self.sizes)[self.mesh.index("tp")]
+        return rows
+
+
+def sums(logits: Tensor, scores: Tensor, route: Route, here: Rows, layer: MoE) -> Tensor | None:
+    """[2], equal on all tp ranks: T L_B summed over this data rank's scopes, and its tokens' squared log-sum-exps.
+    None: the layer has neither loss."""
+    options = layer.options
+    if options.balance == "none" and not options.z_weight:
+        return None
+    nothing = scores.new_zeros(())
+    z = logits.to(scores.dtype).logsumexp(-1).square()[here.real].sum() if options.z_weight else nothing
+    balance = nothing
+    if options.balance != "none":
+        shares = scores if options.scores == "softmax" else scores / scores.sum(-1, keepdim=True)
+        balance = (shares * _load(route, here, layer).to(shares.dtype)).sum(-1)[here.real].sum()
+    return ops.all_reduce(torch.stack((balance, z)), here.mesh.group("tp"))
+
+
+def _load(route: Route, here: Rows, layer: MoE) -> Tensor:
+    """E N_i / (k T) of each row's scope, [T, experts] or [experts]: 1 for an expert with an even share."""
+    options = layer.options
+    if options.balance == "sequence":
+        return relative(route.counts, options)[here.sequence]
+    if options.balance == "lagged":
+        assert layer.counts_before is not None
+        before = layer.counts_before
+        return torch.where(before.any(), relative(before, options), 1.0)
+    if layer.load.known is None:
+        raise ModelError(
+            "IG454",
+            "the balance loss of the whole batch needs the counts of all its micro-batches before the first backward",
+            seen="balance 'batch', and a backward by hand",
+            expected="engine.train_step(batch, micro_batches=k) or engine.accumulate, which count first",
+            fix="call engine.count(batch, micro_batches) before the step's first forward; or balance 'lagged', which "
+            "takes the counts of the step before, or 'sequence'",
+            where=here.mesh.where(),
+        )
+    return relative(layer.load.known, options)
+
+
+def relative(counts: Tensor, options: ExpertOptions) -> Tensor:
+    """int64 [..., experts] -> E N_i / (k T) in fp64, where k T is the sum of the counts."""
+    return counts.double() * options.number / counts.sum(-1, keepdim=True).clamp(min=1)

@@ -1,0 +1,195 @@
+"""The weights of routed experts, and what moves tokens to slots and back.
+
+A *slot* is one (token, expert) pair. Slots of a rank are sorted by expert, computed segment by segment, and added up
+with the tokens' weights, for each token in the order of its slots. Nothing here is added by atomics, so bits do not
+depend on timing.
+
+One device: naive.experts, every expert on every token, masked.
+
+The weights are rows of dim 0 over ep. The exchange of slots has brought an expert the tokens of its whole ep group, so
+its gradient is a sum over the ranks that hold a copy of it (edp), and nothing else. An expert without tokens has a
+gradient of zeros: momentum and weight decay go on as on one device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from isograd.contract import Shard
+from isograd.mesh import EXPERT_DATA, Mesh
+from isograd.nn.parameter import Layer, make
+from isograd.nn.routing import ExpertOptions
+from isograd.random import Key
+
+
+class Experts(Layer):
+    """The routed experts that this rank holds: gated or plain feed-forward layers of one size."""
+
+    def __init__(
+        self,
+        hidden: int,
+        options: ExpertOptions,
+        mesh: Mesh,
+        *,
+        key: Key,
+        activation: Callable[[Tensor], Tensor],
+        gated: bool,
+        std: float,
+        out_std: float,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.activation = activation
+        wide, narrow = (options.number, options.width, hidden), (options.number, hidden, options.width)
+        shards = (Shard.even("ep", 0, options.number, mesh.size("ep")),)
+        made: dict[str, Any] = {"shards": shards, "data": EXPERT_DATA, "dtype": dtype, "device": device}
+        self.up = make(mesh, wide, key=key.fold("up"), std=std, **made)
+        self.gate = make(mesh, wide, key=key.fold("gate"), std=std, **made) if gated else None
+        self.down = make(mesh, narrow, key=key.fold("down"), std=out_std, **made)
+
+    def forward(self, x: Tensor, ends: Sequence[int]) -> Tensor:
+        """Slots [n, hidden], sorted by expert -> their experts' outputs. `ends`: where each expert's slots end."""
+        up = grouped_linear(x, self.up, ends)
+        inner = self.activation(up) if self.gate is None else self.activation(grouped_linear(x, self.gate, ends)) * up
+        return grouped_linear(inner, self.down, ends)
+
+
+def grouped_linear(x: Tensor, weight: Tensor, ends: Sequence[int]) -> Tensor:
+    """x [n, inputs] -> [n, outputs]: rows ends[e - 1] to ends[e] through weight[e] [outputs, inputs]."""
+    if torch.is_autocast_enabled(x.device.type):
+        narrow = torch.get_autocast_dtype(x.device.type)
+        x, weight = x.to(narrow), weight.to(narrow)
+    if x.is_cuda and x.dtype == torch.bfloat16 and hasattr(F, "grouped_mm"):  # one kernel; elsewhere torch has none
+        offsets = torch.tensor(ends, dtype=torch.int32, device=x.device)
+        return F.grouped_mm(x, weight.transpose(1, 2), offs=offsets)
+    found: Tensor = _Grouped.apply(x, weight, tuple(ends))  # type: ignore[no-untyped-call]
+    return found
+
+
+def _segments(ends: Sequence[int]) -> Iterator[tuple[int, slice]]:
+    """The experts that have slots."""
+    start = 0
+    for expert, end in enumerate(ends):
+        if end > start:
+            yield expert, slice(start, end)
+        start = end
+
+
+class _Grouped(torch.autograd.Function):
+    """A loop over sorted segments. Results are written where they belong: nothing is stacked or joined."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, ends: tuple[int, ...]) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.ends = ends
+        y = x.new_empty(len(x), weight.shape[1])
+        for expert, rows in _segments(ends):
+            torch.mm(x[rows], weight[expert].t(), out=y[rows])
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        need_x, need_weight, _ = ctx.needs_input_grad
+        dy = dy.contiguous()
+        dx = torch.empty_like(x) if need_x else None
+        dweight = torch.zeros_like(weight) if need_weight else None  # zeros: of an expert without slots
+        for expert, rows in _segments(ctx.ends):
+            if dx is not None:
+                torch.mm(dy[rows], weight[expert], out=dx[rows])
+            if dweight is not None:
+                torch.mm(dy[rows].t(), x[rows], out=dweight[expert])
+        return dx, dweight, None
+
+
+# -- tokens and slots ----------------------------------------------------------------------------------------------
+
+
+def to_slots(x: Tensor, order: Tensor, k: int) -> Tensor:
+    """x [T, h] -> [n, h]: the token of each slot in `order`. Its adjoint adds up each token's slots, in their order."""
+    slots: Tensor = _ToSlots.apply(x, order, k)  # type: ignore[no-untyped-call]
+    return slots
+
+
+def from_slots(slots: Tensor, weights: Tensor, order: Tensor) -> Tensor:
+    """[n, h] -> y [T, h]: each token's sum of weights [T, k] times slots, in the order of its slots.
+
+    Slots that are not in `order` add nothing, and their weights get a gradient of zero.
+    """
+    y: Tensor = _FromSlots.apply(slots, weights, order)  # type: ignore[no-untyped-call]
+    return y
+
+
+def reorder(x: Tensor, order: Tensor) -> Tensor:
+    """The rows of x in another order, a permutation; its adjoint puts them back."""
+    y: Tensor = _Reorder.apply(x, order)  # type: ignore[no-untyped-call]
+    return y
+
+
+def _placed(rows: Tensor, order: Tensor, size: int) -> Tensor:
+    """rows[i] at place order[i] of `size` places; zeros elsewhere."""
+    whole = rows.new_zeros(size, *rows.shape[1:]) if len(order) < size else rows.new_empty(size, *rows.shape[1:])
+    return whole.index_copy_(0, order, rows)
+
+
+class _ToSlots(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, k: int) -> Tensor:
+        ctx.save_for_backward(order)
+        ctx.shape = (len(x), k)
+        return x.index_select(0, order // k)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        tokens, k = ctx.shape
+        slots = _placed(gradient, ctx.saved_tensors[0], tokens * k).unflatten(0, (tokens, k))
+        total = slots[:, 0].to(_wide(gradient.dtype), copy=True)
+        for place in range(1, k):
+            total += slots[:, place]
+        return total.to(gradient.dtype), None, None
+
+
+class _FromSlots(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, slots: Tensor, weights: Tensor, order: Tensor) -> Tensor:
+        ctx.save_for_backward(slots, weights, order)
+        tokens, k = weights.shape
+        whole = _placed(slots, order, tokens * k).unflatten(0, (tokens, k))
+        total = weights[:, :1] * whole[:, 0]
+        for place in range(1, k):
+            total += weights[:, place : place + 1] * whole[:, place]
+        return total.to(slots.dtype)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+        slots, weights, order = ctx.saved_tensors
+        tokens, k = weights.shape
+        dy = dy.index_select(0, order // k)
+        dslots = (dy * weights.view(-1, 1).index_select(0, order)).to(slots.dtype)
+        dweights = (slots.to(weights.dtype) * dy).sum(-1)
+        return dslots, _placed(dweights, order, tokens * k).view(tokens, k), None
+
+
+class _Reorder(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor) -> Tensor:
+        ctx.save_for_backward(order)
+        return x.index_select(0, order)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _placed(gradient, ctx.saved_tensors[0], len(gradient)), None
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32

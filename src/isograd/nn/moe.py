@@ -1,0 +1,168 @@
+"""A layer of experts in place of the feed-forward layer: each token goes to k of them, and to the shared one.
+
+    route      every token's experts and weights (nn/routing.py)
+    dispatch   slots sorted by expert, and exchanged: each goes to the rank of the ep group that holds its expert
+    compute    the experts here, on sorted segments (nn/experts.py)
+    combine    the exchange back; the sender adds up each token's slots, in their order
+
+One device: naive.moe.
+
+Tokens are cut over dp and cp, and in here over tp as well. Under sp they arrive cut. Without sp all tp ranks hold the
+same tokens: each takes its slice, so that a token is routed once, and the adjoint of the slice gathers. Every rank's
+router therefore sees other tokens than its tp neighbours' do, with and without sp, and its gradient owes tp. The shared
+expert is a dense layer under tp. Its gate multiplies the residual stream's own rows, and owes what a norm there owes.
+
+A rank without tokens enters every exchange. Padding at the end of sequences (cp, sp) is no token: it is not routed,
+not counted, and the layer gives 0 for it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from isograd.comm import ops, raw
+from isograd.mesh import Mesh
+from isograd.nn import balance, routing
+from isograd.nn.experts import Experts, from_slots, reorder, to_slots
+from isograd.nn.mlp import ACTIVATIONS, MLP
+from isograd.nn.parameter import Layer, make
+from isograd.nn.routing import ExpertOptions, Route, Sent
+from isograd.nn.stream import Stream, stream_owes
+from isograd.random import Key
+from isograd.tallies import Tally
+
+
+class Router(Layer):
+    """One row of logits per token."""
+
+    def __init__(self, hidden: int, outputs: int, mesh: Mesh, *, key: Key, owes: tuple[str, ...], **made: Any) -> None:
+        super().__init__()
+        self.weight = make(mesh, (outputs, hidden), owes=owes, key=key, **made)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [T, hidden] -> [T, outputs]."""
+        return F.linear(x, self.weight)
+
+
+class MoE(nn.Module):
+    """Routed experts, and a shared one where the options have it."""
+
+    def __init__(
+        self,
+        hidden: int,
+        options: ExpertOptions,
+        mesh: Mesh,
+        *,
+        key: Key,
+        activation: str = "silu",
+        gated: bool = True,
+        std: float = 0.02,
+        out_std: float | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        routing.refuse_cut(options, mesh.layout.ep, mesh.where())
+        self.mesh, self.options = mesh, options
+        made: dict[str, Any] = {"std": std, "dtype": dtype, "device": device}
+        self.router = Router(hidden, options.number, mesh, key=key.fold("router"), owes=("tp",), **made)
+        self.experts = Experts(
+            hidden, options, mesh, key=key.fold("experts"), activation=ACTIVATIONS[activation], gated=gated,
+            out_std=out_std or std, **made,
+        )  # fmt: skip
+        self.shared = self.shared_gate = None
+        if options.shared:
+            self.shared = MLP(
+                hidden, options.shared, mesh, key=key.fold("shared"), activation=activation, gated=gated,
+                out_std=out_std, **made,
+            )  # fmt: skip
+        if options.shared_gate:
+            owes = stream_owes(mesh)
+            self.shared_gate = Router(hidden, 1, mesh, key=key.fold("shared gate"), owes=owes, **made)
+        self.load = Tally(options.number, ahead=options.balance == "batch", use=self._committed)
+        # Buffers have values from the start: only parameters may be without memory.
+        place = mesh.device
+        self.choice_bias: Tensor | None
+        self.counts_before: Tensor | None
+        bias = torch.zeros(options.number, dtype=torch.float32, device=place) if options.choice_bias else None
+        lagged = torch.zeros(options.number, dtype=torch.int64, device=place) if options.balance == "lagged" else None
+        self.register_buffer("choice_bias", bias)
+        self.register_buffer("counts_before", lagged)
+
+    def forward(self, x: Tensor, stream: Stream) -> tuple[Tensor, Tensor | None]:
+        """The residual stream in and out; and, in training, the sums [balance, z] over all tokens of this data rank."""
+        routed, sums = self._routed(x, stream)
+        if self.shared is None:
+            return routed, sums
+        common = self.shared(x)
+        if self.shared_gate is not None:
+            common = common * self.shared_gate(x).sigmoid()
+        return routed + common, sums
+
+    @ops.uncompiled
+    def _routed(self, x: Tensor, stream: Stream) -> tuple[Tensor, Tensor | None]:
+        tp, sp, here = self.mesh.group("tp"), self.mesh.layout.sp, balance.Rows.of(stream, self.mesh)
+        if not sp:
+            x = ops.slice(x, tp, sizes=here.sizes)
+        logits = self.router(x)
+        scores = routing.scores_of(logits, self.options)
+        memory = stream.remembered
+        route = None if memory is None else memory.route
+        if route is None:
+            route = self._route(scores.detach(), here)
+            self.load.add(route.indices[here.real].flatten().bincount(minlength=self.options.number), self.training)
+            if memory is not None:
+                memory.route = route
+        weights = routing.weights_of(scores, route.indices, self.options)
+        y = self._through(x, weights, route)
+        sums = balance.sums(logits, scores, route, here, self) if self.training and torch.is_grad_enabled() else None
+        if not sp:
+            y = ops.gather_for_identical_use(y, tp, sizes=here.sizes)
+        return y, sums
+
+    @torch.no_grad()
+    def _route(self, scores: Tensor, here: balance.Rows) -> Route:
+        """Choose, count, and tell the other ranks of the ep group how many slots come."""
+        options, k = self.options, self.options.per_token
+        indices = routing.choose(scores, options, self.choice_bias)
+        kept = here.real[:, None].expand(-1, k)
+        counts = here.counts(indices, options.number)
+        slots = options.slots_of(here.length)
+        if slots is not None:
+            kept = kept & here.mine(routing.within_capacity(here.whole(indices), slots))
+        expert = indices.masked_fill(~kept, options.number).flatten()
+        order = expert.argsort(stable=True)
+        wanted = expert.bincount(minlength=options.number + 1)[:-1]
+        order = order[: int(wanted.sum())]
+        group = self.mesh.group("ep")
+        if group.size == 1:
+            return Route(indices, order, wanted.cumsum(0).tolist(), counts)
+        table = wanted.view(group.size, -1)  # [members, experts of each]
+        arriving = torch.stack(raw.all_to_all(table.unbind(), [table.shape[1:]] * group.size, group))
+        number = torch.arange(table.shape[1], device=table.device).repeat(group.size)
+        sorting = number.repeat_interleave(arriving.flatten()).argsort(stable=True)
+        ends = arriving.sum(0).cumsum(0).tolist()
+        sent = Sent(table.sum(1).tolist(), arriving.sum(1).tolist(), sorting, sorting.argsort())
+        return Route(indices, order, ends, counts, sent)
+
+    def _through(self, x: Tensor, weights: Tensor, route: Route) -> Tensor:
+        group, sent = self.mesh.group("ep"), route.sent
+        slots = to_slots(x, route.order, self.options.per_token)
+        if sent is not None:
+            slots = reorder(ops.exchange_rows(slots, group, sent.out, sent.into), sent.by_expert)
+        slots = self.experts(slots, route.ends)
+        if sent is not None:
+            slots = ops.exchange_rows(reorder(slots, sent.by_sender), group, sent.into, sent.out)
+        return from_slots(slots, weights, route.order)
+
+    def _committed(self, counts: Tensor) -> None:
+        """At the end of a step, with how often each expert was chosen in it, anywhere."""
+        if self.counts_before is not None:
+            self.counts_before.copy_(counts)
+        if self.choice_bias is not None:
+            short = (counts.double().mean() - counts).sign()
+            self.choice_bias += self.options.choice_bias_rate * short.to(self.choice_bias.dtype)

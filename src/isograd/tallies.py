@@ -1,0 +1,91 @@
+"""What layers count while a step runs: whole numbers, summed over ranks, and used once, when the step is committed.
+
+A Tally counts in forwards that belong to a step: with gradients enabled, in training mode, and not when a forward is
+recomputed. The engine calls `commit` after the optimizer has stepped, on all ranks, and `drop` when a step is skipped,
+refused or discarded. Counts are int64, so their sum over ranks and micro-batches has the same bits under every layout.
+
+A Tally that is `ahead` must know the counts of the whole step before its first backward: `counting` surrounds a pass
+over the step's micro-batches without gradients, and `known` are the counts of that pass on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from isograd.comm import raw
+from isograd.mesh import Mesh
+
+CUT = "dp cp tp"  # the axes over which tokens may be cut
+
+
+class Tally:
+    """What one layer counts over a step."""
+
+    def __init__(self, size: int, *, ahead: bool = False, use: Callable[[Tensor], None] | None = None) -> None:
+        """`use` is given the counts of all ranks when a step is committed."""
+        self.size, self.ahead, self.use = size, ahead, use
+        self.counting = False  # whether the forwards under way count for `known`
+        self.mine: Tensor | None = None  # of this rank, in the running step
+        self.known: Tensor | None = None  # of all ranks, of the running step, counted before it
+        self.last: Tensor | None = None  # of all ranks, of the step committed last
+
+    def add(self, counts: Tensor, training: bool) -> None:
+        """Add what a forward on this rank counted, int64 [size], if it belongs to a step."""
+        if self.counting or (training and torch.is_grad_enabled()):
+            self.mine = counts if self.mine is None else self.mine + counts
+
+
+class Tallies:
+    """All tallies of a model."""
+
+    def __init__(self, model: nn.Module, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self.members = [t for module in model.modules() for t in vars(module).values() if isinstance(t, Tally)]
+
+    @property
+    def ahead(self) -> bool:
+        """Whether a step begins with a pass that counts."""
+        return any(tally.ahead for tally in self.members)
+
+    def _summed(self) -> list[Tensor]:
+        """Of each tally, the counts of all ranks. One exchange."""
+        mine = [
+            torch.zeros(t.size, dtype=torch.int64, device=self.mesh.device) if t.mine is None else t.mine
+            for t in self.members
+        ]
+        total = raw.all_reduce(torch.cat(mine), self.mesh.group(CUT))
+        return [part.clone() for part in total.split([t.size for t in self.members])]
+
+    @torch.no_grad()
+    def commit(self) -> None:
+        """All ranks together, when the optimizer has stepped."""
+        if self.members:
+            for tally, counts in zip(self.members, self._summed(), strict=True):
+                tally.last = counts
+                if tally.use is not None:
+                    tally.use(counts)
+        self.drop()
+
+    def drop(self) -> None:
+        """Forget what was counted since the last step."""
+        for tally in self.members:
+            tally.mine = tally.known = None
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """The forwards in here count for `known`, and for nothing else. All ranks together."""
+        before = [tally.mine for tally in self.members]
+        for tally in self.members:
+            tally.mine, tally.counting = None, True
+        try:
+            with torch.no_grad():
+                yield
+                for tally, counts in zip(self.members, self._summed(), strict=True):
+                    tally.known = counts
+        finally:
+            for tally, mine in zip(self.members, before, strict=True):
+                tally.mine, tally.counting = mine, False
