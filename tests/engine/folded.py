@@ -8,6 +8,7 @@ ep group, which is what the contract says: it owes edp only.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -120,11 +121,11 @@ STEPS, CLIP = 2, 0.5
 
 
 @lru_cache
-def one_device(micro_batches: int) -> Outcome:
+def one_device(micro_batches: int, steps: int = STEPS) -> Outcome:
     """Plain torch: the gradient of (sum over all rows) / (number of all rows), torch's clip and AdamW."""
     model, outcome = Folded(None), Outcome()
     optimizer = toys.adamw(list(model.parameters()))
-    for step in range(STEPS):
+    for step in range(steps):
         batches = [micro_batch(step, index) for index in range(micro_batches)]
         rows = sum(len(x) for x, _, _ in batches)
         total = torch.stack([loss * count for loss, count in (model(*batch) for batch in batches)]).sum() / rows
@@ -152,13 +153,19 @@ def engine_of(layout: str, **options: object) -> tuple[Folded, Engine]:
 def train(layout: str, accumulation: int, **options: object) -> Outcome:
     """The same training on this rank of a world."""
     model, engine = engine_of(layout, **options)
+    outcome = go_on(engine, range(STEPS), accumulation)
+    outcome.parameters = whole_parameters(model, engine)
+    return outcome
+
+
+def go_on(engine: Engine, steps: Iterable[int], accumulation: int) -> Outcome:
+    """These steps."""
     outcome = Outcome()
-    for step in range(STEPS):
+    for step in steps:
         engine.accumulate(batches_of(engine.mesh, step, accumulation))
         outcome.gradients.append({name: gradient.clone() for name, gradient in engine.grads()})
         stats = engine.step()
         outcome.numbers.append((stats.loss, stats.grad_norm))
-    outcome.parameters = whole_parameters(model, engine)
     return outcome
 
 

@@ -76,23 +76,27 @@ def _stage(config: Config, described: TransformerConfig, layout: Layout, index: 
         parts[part] = parts.get(part, 0) + size
     gathered = parts.get("", 0) + 2 * max((size for part, size in parts.items() if part), default=0)
     muon = sum(sizes[name] for name in matrices) if config.optimizer.name == "muon" else 0
-    states = _states(config, layout, sum(sizes.values()), gathered, muon)
+    rows = sum(sizes[record.name] / mesh.size(record.contract.data) for record in table)
+    states = _states(config, layout, sum(sizes.values()), rows, gathered, muon)
     whole = Transformer(described, Mesh.unbound("dp1"), device="meta")
     count = sum(parameter.numel() for parameter in whole.parameters())
     return Needs(*states, _activations(config, described, layout, index, layers), count)
 
 
-def _states(config: Config, layout: Layout, mine: int, gathered: int, muon: int) -> tuple[float, float, float]:
-    """Bytes of parameters, gradients, optimizer. `gathered`: parameters that are whole at once at ZeRO 3."""
-    narrow, ranks = DTYPES[config.model.dtype].itemsize, layout.dp * layout.cp
+def _states(
+    config: Config, layout: Layout, mine: int, owned: float, gathered: int, muon: int
+) -> tuple[float, float, float]:
+    """Bytes of parameters, gradients, optimizer. `mine`: elements of this rank's part, of which it owns the rows of
+    `owned`. `gathered`: parameters that are whole at once at ZeRO 3."""
+    narrow = DTYPES[config.model.dtype].itemsize
     wide = max(narrow, 4)
-    rows = mine if layout.zero == 0 else mine / ranks
+    rows = mine if layout.zero == 0 else owned
     parameters = narrow * (mine if layout.zero < 3 else rows + gathered)
     masters = wide * rows if narrow < wide else 0
     moments = wide * (2 * rows - muon * (rows / mine))
-    due = wide * mine / ranks if ranks > 1 else 0
+    due = wide * owned if owned < mine else 0
     whole = wide * mine  # a backward makes all of it; with more micro-batches than one it is kept
-    if layout.zero > 0 and ranks > 1 and config.micro_batches == 1 and layout.pp == 1:
+    if layout.zero > 0 and owned < mine and config.micro_batches == 1 and layout.pp == 1:
         whole = min(whole, BUCKETS + wide * gathered)  # buckets leave while backward goes on
     return parameters, whole + due, masters + moments
 
@@ -157,4 +161,4 @@ def _encoder(config: Config, layout: Layout) -> Needs:
     tokens = min(config.pairs.chunk, math.ceil(config.batch / layout.dp)) * config.pairs.length
     kept = tokens * (layers + 1) * (12 * hidden + 2 * mlp) * size
     vectors = 6 * config.batch * hidden * 4  # representations of both towers, their gradients, a tile of scores
-    return Needs(*_states(config, layout, count, count, 0), kept + vectors, count)
+    return Needs(*_states(config, layout, count, count / (layout.dp * layout.cp), count, 0), kept + vectors, count)
