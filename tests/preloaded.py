@@ -10,3 +10,4 @@ import torch._dynamo
 
 import isograd.engine
 import isograd.models
+import isograd.train.loop

@@ -9,6 +9,7 @@ resumes the run, until it is done. One layout after another; `--kills` in all.
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import random
 import signal
@@ -17,6 +18,7 @@ import threading
 import warnings
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing import forkserver
 from pathlib import Path
 
 from isograd.comm.launch import World
@@ -31,16 +33,17 @@ LAYOUTS = ("dp2 zero1", "dp2 zero3", "tp2 sp zero1", "pp2")
 STEPS = 8
 
 
-@dataclass(frozen=True)
+@dataclass
 class Kill:
-    """Ends one rank this many seconds after it began a step."""
+    """Ends one rank this many seconds after it began a step: the first one of this life, or one of the next."""
 
-    step: int
+    steps_before: int
     rank: int
     after: float
 
     def __call__(self, step: int, job: Language) -> None:
-        if step == self.step and job.mesh.rank == self.rank:
+        self.steps_before -= 1
+        if self.steps_before == -1 and job.mesh.rank == self.rank:
             threading.Timer(self.after, partial(os.kill, os.getpid(), signal.SIGKILL)).start()
 
 
@@ -66,7 +69,7 @@ def course(world: World, folder: Path, text: Path, layout: str, kills: int, draw
     cut = config_of(folder / "cut", text, **changes, checkpoint={"every": draw.choice((1, 2))})
     killed, ended = 0, False
     while not ended:
-        kill = Kill(draw.randrange(STEPS), draw.randrange(2), draw.random() * 0.2) if killed < kills else None
+        kill = Kill(draw.randrange(3), draw.randrange(2), draw.random() * 0.2) if killed < kills else None
         ended = one_life(world, cut, kill)
         killed += not ended
     return killed, losses(folder / "cut") == losses(folder / "whole")
@@ -86,6 +89,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     warnings.simplefilter("ignore")
+    multiprocessing.set_forkserver_preload(["isograd.comm.worker", "tests.preloaded"])
+    forkserver.ensure_running()
     killed = dict.fromkeys(options.layouts, 0)
     different: list[str] = []
     number = 0

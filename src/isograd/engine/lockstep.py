@@ -23,6 +23,7 @@ from __future__ import annotations
 import struct
 import zlib
 from collections import deque
+from contextlib import suppress
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -88,7 +89,8 @@ class Lockstep:
     def leave(self, said: str) -> None:
         """An exception has ended what I was doing in this round. Waits for nobody."""
         if self.checked:
-            self._send(_note(self.round, FAILED, 0, said))
+            with suppress(RuntimeError):  # the exception may be that the connection to one of them is lost
+                self._send(_note(self.round, FAILED, 0, said))
             self._next_round(self.round + 1)
 
     # -- reading
