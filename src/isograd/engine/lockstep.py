@@ -23,8 +23,8 @@ from __future__ import annotations
 import struct
 import zlib
 from collections import deque
-from contextlib import suppress
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
