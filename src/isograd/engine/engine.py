@@ -138,6 +138,7 @@ class Engine:
         self._counted = norm.counted(self.plan.slots, mesh)
         self._overlap, self._keeps_local = overlap, accumulate == "local"
         self._sync = True
+        self._dropped = 0  # steps that all ranks have dropped together
         self._widest = start.most_slots(self.plan, mesh)
         self.blame: Blame | None = None  # of the last step, when it was skipped
         self._inputs = Inputs(model, mesh)
@@ -230,11 +231,14 @@ class Engine:
         like the model, which returns {name: weight} (None: no terms); without it, by a pass without gradients.
         """
         self._refuse_failed()
+        dropped = self._dropped
         try:
             self.accumulate(batch, micro_batches)
         except Exception as error:
-            # Ranks of dp all come to the gather of this step. Ranks of other axes may wait for this one inside a layer.
-            if self.mesh.size("dp") == self.mesh.layout.world_size and self.mesh.size("ep") == 1:
+            # Ranks of dp all come to the gather of this step, or all have been in that of `begin`, which dropped it.
+            # Ranks of other axes may wait for this one inside a layer.
+            alone = self.mesh.size("dp") == self.mesh.layout.world_size and self.mesh.size("ep") == 1
+            if alone and self._dropped == dropped:
                 self.ledger.fail(error)
                 self.discard()
             raise
@@ -457,6 +461,7 @@ class Engine:
 
     def _drop(self) -> None:
         """All ranks together: nothing of this step is left."""
+        self._dropped += 1
         self.ledger.abandon()
         self._inputs.clear()
 
