@@ -52,7 +52,19 @@ ARROWS = {
         "yamls",
     },
     # engine: what trains a case that brings no step of its own
-    "verify": {"screen", "comm", "contract", "corpus", "engine", "errors", "layout", "mesh", "outside", "pipeline"},
+    "verify": {
+        "comm",
+        "contract",
+        "corpus",
+        "engine",
+        "errors",
+        "layout",
+        "mesh",
+        "outside",
+        "pipeline",
+        "scratch",
+        "screen",
+    },
     "corpus": set(),  # programs as their users write them
     "verbs": set(),
     "screen": set(),

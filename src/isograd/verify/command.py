@@ -159,13 +159,14 @@ def _prove(options: argparse.Namespace, builtin: Builtin) -> int:
 def _run(options: argparse.Namespace) -> int:
     import tempfile
 
+    from isograd import scratch
     from isograd.verify.run.attach import run
 
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     if options.steps < 1:
         raise ConfigError("IG622", "--steps must be at least 1", seen=options.steps)
-    with tempfile.TemporaryDirectory(prefix="isograd-record-") as scratch:
-        home = Path(options.record) if options.record else Path(scratch) / "recording"
+    with tempfile.TemporaryDirectory(prefix="record-", dir=scratch.home()) as place:
+        home = Path(options.record) if options.record else Path(place) / "recording"
         report, own = run(
             command, home, options.steps, options.stall, options.layout, options.activations, bool(options.record)
         )

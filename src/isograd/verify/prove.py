@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from isograd import scratch
 from isograd.comm.launch import World
 from isograd.errors import LaunchError, VerifyError
 from isograd.layout import Layout
@@ -52,7 +53,7 @@ def verify(
     dtype float64 is the proof; a narrower one judges by the noise of re-associated one-device runs (numerics.py).
     """
     chosen = [Layout.parse(text) for text in (layouts.split(";") if isinstance(layouts, str) else layouts)]
-    home = Path(keep) if keep is not None else Path(tempfile.mkdtemp(prefix="isograd-verify-"))
+    home = Path(keep) if keep is not None else Path(tempfile.mkdtemp(prefix="verify-", dir=scratch.home()))
     many = f"{len(chosen)} layouts" if len(chosen) > 1 else str(chosen[0])
     report = Report(f"gradients of {name_of(case)} under {many} against one device, {str(dtype)[6:]}")
     worlds: dict[int, World] = {}

@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from isograd import scratch
 from isograd.comm.launch import World
 from isograd.corpus import FRAMEWORKS, PROGRAMS
 from isograd.errors import VerifyError, did_you_mean
@@ -107,7 +108,7 @@ class Bench:
 
     def __init__(self) -> None:
         self.worlds: dict[int, World] = {}
-        self.home = Path(tempfile.mkdtemp(prefix="isograd-bugs-"))
+        self.home = Path(tempfile.mkdtemp(prefix="bugs-", dir=scratch.home()))
 
     def __enter__(self) -> Bench:
         return self
