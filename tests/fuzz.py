@@ -425,7 +425,7 @@ class Fuzzer:
 
 
 def run(seeds: range, say: Callable[[str], None] = print) -> int:
-    """Seeds that end in anything but a value or an IsogradError; each is told."""
+    """How many seeds end in anything but a value or an IsogradError; each is reported, and so is progress."""
     signal.signal(signal.SIGALRM, _late)
     wrong = 0
     with tempfile.TemporaryDirectory(prefix="fuzz-") as home:
@@ -435,6 +435,8 @@ def run(seeds: range, say: Callable[[str], None] = print) -> int:
             if raised is not None:
                 wrong += 1
                 say(f"seed {seed}: {what}\n{''.join(traceback.format_exception(raised)[-3:])}")
+            if (seed - seeds.start + 1) % 10_000 == 0:
+                say(f"{seed - seeds.start + 1:,} of {len(seeds):,} mutations, {wrong} wrong")
     return wrong
 
 
