@@ -43,6 +43,7 @@ MEDIUM = {
     "engine/test_ledger": "a_random_sequence_gives_the_gradient_of_its_definition_or_is_refused[4",
     "engine/test_data_parallel": "weighed_backwards_give_the_gradient_of_one_device_whichever_sync[4",
     "engine/test_first": "no_rank_ever",
+    "engine/test_matrices": "muon_steps_each_experts",
     "engine/test_units": "compiled synced_and_unsynced",
     "engine/test_engine": "a_compiled_module",
     "comm/test_launch": "functions_of_a_notebook ranks_die a_hang",

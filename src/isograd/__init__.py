@@ -20,6 +20,7 @@ _HOMES = {
     "DataParallel": "isograd.engine",
     "Engine": "isograd.engine",
     "Joined": "isograd.engine",
+    "Muon": "isograd.engine",
     "empty_parameters": "isograd.engine",
     "LossScale": "isograd.engine",
     "Stats": "isograd.engine",
@@ -68,6 +69,7 @@ if TYPE_CHECKING:
     from isograd.engine import Engine as Engine
     from isograd.engine import Joined as Joined
     from isograd.engine import LossScale as LossScale
+    from isograd.engine import Muon as Muon
     from isograd.engine import Stats as Stats
     from isograd.engine import empty_parameters as empty_parameters
     from isograd.errors import IsogradError as IsogradError

@@ -76,6 +76,11 @@ class Contract:
         return next((shard for shard in self.shards if shard.axis == self.beside), None)
 
     @property
+    def stacked(self) -> bool:
+        """Whether each row of dim 0 is a parameter of its own: an expert's."""
+        return self.data == EXPERT_DATA
+
+    @property
     def ties(self) -> tuple[str, ...]:
         """The axes owed to other pipeline stages that use the same parameter."""
         return tuple(axes for axes in self.owes if axes.startswith("pp"))

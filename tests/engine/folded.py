@@ -8,9 +8,10 @@ ep group, which is what the contract says: it owes edp only.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -120,21 +121,25 @@ class Outcome:
 STEPS, CLIP = 2, 0.5
 
 
+def adamw_of(model: nn.Module) -> torch.optim.Optimizer:
+    return toys.adamw(list(model.parameters()))
+
+
 @lru_cache
-def one_device(micro_batches: int, steps: int = STEPS) -> Outcome:
-    """Plain torch: the gradient of (sum over all rows) / (number of all rows), torch's clip and AdamW."""
+def one_device(micro_batches: int, steps: int = STEPS, optimizer: Callable[[nn.Module], Any] = adamw_of) -> Outcome:
+    """Plain torch: the gradient of (sum over all rows) / (number of all rows), torch's clip and an optimizer."""
     model, outcome = Folded(None), Outcome()
-    optimizer = toys.adamw(list(model.parameters()))
+    stepper = optimizer(model)
     for step in range(steps):
         batches = [micro_batch(step, index) for index in range(micro_batches)]
         rows = sum(len(x) for x, _, _ in batches)
         total = torch.stack([loss * count for loss, count in (model(*batch) for batch in batches)]).sum() / rows
-        optimizer.zero_grad()
+        stepper.zero_grad()
         total.backward()
         outcome.gradients.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
         norm = torch.nn.utils.clip_grad_norm_(list(model.parameters()), CLIP)
         outcome.numbers.append((float(total.detach()), float(norm)))
-        optimizer.step()
+        stepper.step()
     outcome.parameters = {n: p.detach().clone() for n, p in model.named_parameters()}
     return outcome
 
@@ -144,15 +149,15 @@ def batches_of(mesh: Mesh, step: int, accumulation: int) -> list[tuple[Tensor, T
     return [micro_batch(step, mesh.index(DATA) * accumulation + j) for j in range(accumulation)]
 
 
-def engine_of(layout: str, **options: object) -> tuple[Folded, Engine]:
+def engine_of(layout: str, optimizer: toys.MakeOptimizer = toys.adamw, **options: object) -> tuple[Folded, Engine]:
     mesh = Mesh(layout)
     model = Folded(mesh)
-    return model, Engine(model, mesh, toys.adamw, **{"clip": CLIP, "bucket_mb": 0.004, **options})  # type: ignore[arg-type]
+    return model, Engine(model, mesh, optimizer, **{"clip": CLIP, "bucket_mb": 0.004, **options})  # type: ignore[arg-type]
 
 
-def train(layout: str, accumulation: int, **options: object) -> Outcome:
+def train(layout: str, accumulation: int, optimizer: toys.MakeOptimizer = toys.adamw, **options: object) -> Outcome:
     """The same training on this rank of a world."""
-    model, engine = engine_of(layout, **options)
+    model, engine = engine_of(layout, optimizer, **options)
     outcome = go_on(engine, range(STEPS), accumulation)
     outcome.parameters = whole_parameters(model, engine)
     return outcome

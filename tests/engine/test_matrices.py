@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Sequence
 
 import pytest
@@ -11,14 +12,14 @@ from torch import Tensor, nn
 
 from isograd.comm import raw
 from isograd.contract import contracts
-from isograd.engine import Engine, Joined, Shards, matrices
+from isograd.engine import Engine, Joined, Muon, Shards, matrices
 from isograd.engine.plan import make_plan
 from isograd.errors import IsogradError
 from isograd.mesh import Mesh
 from isograd.models import Transformer, preset
 from tests.parity import cases
 
-from . import toys
+from . import folded, toys
 
 WHOLE = ["first.*", "twice.*", "last.*", "unused.*"]  # the head, out, is left to AdamW
 
@@ -59,6 +60,57 @@ def muon_at_every_stage() -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_muon_beside_adamw_steps_as_on_one_device_with_the_same_bits_at_every_stage(worlds, ranks: int) -> None:
     worlds(ranks).run(muon_at_every_stage)
+
+
+def experts_by_muon() -> list[str]:
+    """Matrices of blocks and of each expert by Muon, what is left by AdamW; the bits of zero0 at every stage."""
+    wrong = []
+    for layout in ("dp4 ep2", "dp2 tp2 ep4"):
+        micro_batches, outcomes = Mesh(layout).size("dp cp") * 2, []
+        truth = one_device_by_muon(micro_batches)
+        for zero in range(4):
+            outcomes.append(folded.train(f"{layout} zero{zero}", 2, stacks_joined, whole=["blocks.*"]))
+            wrong += [f"{layout} zero{zero}: {line}" for line in folded.differences(outcomes[-1], truth)]
+            toys.assert_same_bits(outcomes[-1].parameters, outcomes[0].parameters)
+    return wrong
+
+
+def stacks_joined(shards: Shards) -> Joined:
+    assert {shard.dim() for shard in shards.whole} == {2, 3}
+    return Joined(Muon(shards.whole, lr=0.05, weight_decay=0.02), toys.adamw(shards.rest))
+
+
+@functools.lru_cache
+def one_device_by_muon(micro_batches: int) -> folded.Outcome:
+    """Each expert's matrix is a parameter of torch's own Muon."""
+    return folded.one_device(micro_batches, optimizer=ApartByExpert)
+
+
+class ApartByExpert:
+    def __init__(self, model: nn.Module) -> None:
+        named = dict(model.named_parameters())
+        self.stacks = [p for n, p in named.items() if n.startswith("blocks.") and p.dim() == 3]
+        self.experts = [[nn.Parameter(matrix) for matrix in p.data] for p in self.stacks]
+        whole = [p for n, p in named.items() if n.startswith("blocks.") and n.endswith("dense.weight")]
+        by_muon = {id(p) for p in whole + self.stacks}
+        rest = [p for p in named.values() if id(p) not in by_muon]
+        self.all = list(named.values())
+        self.both = muon([*whole, *(matrix for stack in self.experts for matrix in stack)]), toys.adamw(rest)
+
+    def zero_grad(self) -> None:
+        for parameter in self.all:
+            parameter.grad = None
+
+    def step(self) -> None:
+        for stack, matrices_of_it in zip(self.stacks, self.experts, strict=True):
+            for matrix, gradient in zip(matrices_of_it, stack.grad, strict=True):  # type: ignore[arg-type]
+                matrix.grad = gradient
+        for optimizer in self.both:
+            optimizer.step()
+
+
+def test_muon_steps_each_experts_matrix_as_on_one_device_with_the_same_bits_at_every_stage(worlds) -> None:
+    assert worlds(4).run(experts_by_muon) == [[]] * 4
 
 
 def bf16_with_muon() -> list[toys.Outcome]:

@@ -5,8 +5,20 @@ from isograd.engine.engine import Engine, Stats
 from isograd.engine.evaluation import Evaluation
 from isograd.engine.first import empty_parameters
 from isograd.engine.joined import Joined
+from isograd.engine.muon import Muon
 from isograd.engine.precision import LossScale
 from isograd.engine.shares import Mean
 from isograd.engine.zero import Shards
 
-__all__ = ["DataParallel", "Engine", "Evaluation", "Joined", "LossScale", "Mean", "Shards", "Stats", "empty_parameters"]
+__all__ = [
+    "DataParallel",
+    "Engine",
+    "Evaluation",
+    "Joined",
+    "LossScale",
+    "Mean",
+    "Muon",
+    "Shards",
+    "Stats",
+    "empty_parameters",
+]

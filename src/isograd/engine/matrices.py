@@ -1,9 +1,10 @@
 """Whole matrices for optimizers that work on matrices and not on elements: Muon, Shampoo, SOAP.
 
 A row shard of a matrix has other singular vectors than the matrix: such an optimizer would step it wrongly and say
-nothing. Matrices named by `Engine(whole=[...])` therefore have one data rank each that owns all of their rows. Nothing
-else changes: gradients are sent to the owners of rows and parameters come back from them, by the same moves, and each
-matrix is stepped once instead of on every rank.
+nothing. Matrices named by `Engine(whole=[...])` therefore have one data rank each that owns all of their rows. The
+experts of a layer are a stack of matrices, of which a row is an expert's: any cut by rows leaves each with one owner.
+Nothing else changes: gradients are sent to the owners of rows and parameters come back from them, by the same moves,
+and each matrix is stepped once instead of on every rank.
 """
 
 from __future__ import annotations
@@ -23,13 +24,15 @@ from isograd.mesh import DATA, Mesh
 BY_MATRIX = ("muon", "shampoo", "soap")  # in the name of an optimizer's class
 
 
-def owners(table: Table, mesh: Mesh, patterns: Sequence[str]) -> dict[str, int]:
-    """Which data rank owns each trainable matrix (2 dims) whose name matches: the largest first, to who has least.
+def owners(table: Table, mesh: Mesh, patterns: Sequence[str]) -> dict[str, int | None]:
+    """Which data rank owns each trainable matrix (2 dims) whose name matches: the largest first, to who has least. Of a
+    stack of matrices, None: its rows are cut as ever.
 
     A function of names and shapes, so that all ranks agree. A matrix tied to another pipeline stage, which has other
     matrices beside it, goes where its name says.
     """
-    matrices = [record for record in table if record.parameter.requires_grad and record.parameter.dim() == 2]
+    trained = [record for record in table if record.parameter.requires_grad]
+    matrices = [record for record in trained if record.parameter.dim() == 2 + record.contract.stacked]
     chosen = [r for r in matrices if any(fnmatchcase(r.name, pattern) for pattern in patterns)]
     idle = [p for p in patterns if not any(fnmatchcase(record.name, p) for record in chosen)]
     if idle and mesh.size("pp") == 1:
@@ -40,7 +43,7 @@ def owners(table: Table, mesh: Mesh, patterns: Sequence[str]) -> dict[str, int]:
             expected=f"shell-style patterns of names of trainable matrices, such as {[r.name for r in matrices][:3]}",
             where=mesh.where(),
         )
-    cut = [record.name for record in chosen if record.contract.shards]
+    cut = [record.name for record in chosen if record.contract.shards and not record.contract.stacked]
     if cut:
         raise EngineError(
             "IG529",
@@ -52,7 +55,8 @@ def owners(table: Table, mesh: Mesh, patterns: Sequence[str]) -> dict[str, int]:
         )
     group = mesh.group(DATA)
     loads = [0] * group.size
-    found = {}
+    found: dict[str, int | None] = {record.name: None for record in chosen if record.contract.stacked}
+    chosen = [record for record in chosen if not record.contract.stacked]
     for record in sorted(chosen, key=lambda r: (-r.parameter.numel(), r.name)):
         tied = bool(record.contract.ties)
         owner = zlib.crc32(record.name.encode()) % group.size if tied else loads.index(min(loads))
@@ -69,7 +73,7 @@ def refuse_pieces(optimizer: torch.optim.Optimizer, slots: Mapping[int, Slot], *
             continue
         stepped = [p for group in member.param_groups if group.get("use_muon", True) for p in group["params"]]
         for slot in (slots[id(p)] for p in stepped if id(p) in slots):
-            if slot.contract.shards or (by_rows and slot.cut_by_rows):
+            if not slot.whole and (slot.contract.shards or (by_rows and slot.cut_by_rows)):
                 raise EngineError(
                     "IG531",
                     f"{kind} needs whole matrices and was given pieces",

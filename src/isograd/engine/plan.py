@@ -56,7 +56,7 @@ class Slot:
     contract: Contract
     cuts: tuple[int, ...]
     owners: Group  # the ranks that hold copies of it
-    whole: bool = False  # one owner has all rows, because its optimizer works on matrices
+    whole: bool = False  # no owner has a part of a matrix, because the optimizer works on matrices
 
     @property
     def owner(self) -> int:
@@ -123,14 +123,14 @@ class Plan:
         return hashlib.sha256(repr((chosen, others)).encode()).hexdigest()
 
 
-def slot_of(record: Record, mesh: Mesh, owner: int | None = None) -> Slot:
-    """`owner`: the one of the owners that has all rows; None cuts them."""
+def slot_of(record: Record, mesh: Mesh, owner: int | None = None, *, whole: bool = False) -> Slot:
+    """`owner`: the one of the owners that has all rows; None cuts them. `whole`: no matrix is cut by that."""
     group, shape = mesh.group(record.contract.data), record.parameter.shape
     if owner is None:
         cuts = cut_rows(record.name, shape, group.size)
     else:
         cuts = tuple(shape[0] if end > owner else 0 for end in range(group.size + 1))
-    return Slot(record.name, record.parameter, record.contract, cuts, group, owner is not None)
+    return Slot(record.name, record.parameter, record.contract, cuts, group, whole or owner is not None)
 
 
 def make_plan(
@@ -138,11 +138,12 @@ def make_plan(
     mesh: Mesh,
     bucket_bytes: int,
     homes: Mapping[int, nn.Module] | None = None,
-    owners: Mapping[str, int] | None = None,
+    owners: Mapping[str, int | None] | None = None,
 ) -> Plan:
-    """`homes`: parameters (ids) of different modules do not travel together. `owners`: of matrices that stay whole."""
+    """`homes`: parameters (ids) of different modules do not travel together. `owners`: of matrices that stay whole, and
+    None for a stack of matrices, of which a row is one."""
     owners = owners or {}
-    slots = [slot_of(r, mesh, owners.get(r.name)) for r in table if r.parameter.requires_grad]
+    slots = [slot_of(r, mesh, owners.get(r.name), whole=r.name in owners) for r in table if r.parameter.requires_grad]
     if not slots:
         raise EngineError(
             "IG501",

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from isograd.engine import Joined, Shards
+from isograd.engine import Joined, Muon, Shards
 from isograd.engine.zero import Factory
 from isograd.train.config import Optimizer
 
@@ -25,7 +25,7 @@ def factory(config: Optimizer) -> Factory:
 
     def muon(shards: Shards) -> torch.optim.Optimizer:
         rate = config.muon_lr or config.lr
-        return Joined(torch.optim.Muon(shards.whole, lr=rate, weight_decay=config.weight_decay), adamw(shards.rest))
+        return Joined(Muon(shards.whole, lr=rate, weight_decay=config.weight_decay), adamw(shards.rest))
 
     return muon if config.name == "muon" else adamw
 
