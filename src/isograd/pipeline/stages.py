@@ -24,9 +24,10 @@ from isograd.contract import declare
 from isograd.errors import PipelineError
 from isograd.mesh import Mesh
 from isograd.pipeline.split import balanced, ranges
+from isograd.terms import Terms
 
 Make = Callable[[], nn.Module]
-Loss = Callable[[Any, Any], tuple[Tensor, Tensor | float]]
+Loss = Callable[[Any, Any], tuple[Tensor, Tensor | float] | Terms]
 
 
 class Stages(nn.Module):
@@ -42,15 +43,17 @@ class Stages(nn.Module):
         split: Sequence[int] | None = None,
         costs: Sequence[float] | None = None,
         ties: Mapping[str, str] | None = None,
+        weights: Callable[[Any], Mapping[str, Tensor | float]] | None = None,
     ) -> None:
-        """`loss(output, micro)` returns (mean, weight); `inputs(micro)` returns the input of the first module.
+        """`loss(output, micro)` returns (mean, weight) or `ig.Terms`; `inputs(micro)` the input of the first module.
 
         split: how many modules each of the pp * vpp stages gets; left out, the stages balance `costs`, which are equal
             unless given.
         ties: {"9.weight": "0.weight"}: parameters of modules made by functions that are the same as other parameters.
+        weights: for a loss of several terms, {name: weight} of a micro-batch; it is called on every stage.
         """
         super().__init__()
-        self.mesh, self.loss, self.inputs = mesh, loss, inputs
+        self.mesh, self.loss, self.inputs, self.weights = mesh, loss, inputs, weights
         stages = mesh.layout.pp * mesh.layout.vpp
         chosen = split or balanced(list(costs or [1.0] * len(modules)), stages, ranks=mesh.layout.pp)
         self.parts = ranges(chosen, stages, len(modules))
@@ -99,6 +102,10 @@ class Stages(nn.Module):
     def chunks(self) -> dict[int, Callable[[Any, Any], Any]]:
         """The stages of this rank, by number."""
         return pieces(self, self.mesh)
+
+    def term_weights(self, *args: Any, **kwargs: Any) -> Mapping[str, Tensor | float] | None:
+        """The weights of the terms of a micro-batch, which an Engine must know before its first backward."""
+        return None if self.weights is None else self.weights(kwargs or args)
 
     def _piece(self, stage: int, x: Any, micro: Any) -> Any:
         x = self.inputs(micro) if stage == 0 else x
