@@ -35,7 +35,7 @@ ARROWS = {
     "sequence": {"comm", "contract", "errors", "layout", "mesh", "random"},
     "nn": {"comm", "contract", "errors", "inputs", "mesh", "random", "sequence", "tallies"},
     # pipeline: engine.train_step runs every layout; the pipeline knows no engine
-    "engine": {"comm", "contract", "errors", "inputs", "mesh", "pipeline", "stored", "terms"},
+    "engine": {"comm", "contract", "errors", "inputs", "mesh", "pipeline", "stored", "tallies", "terms"},
     # stored: Hugging Face weights by rows
     "models": {
         "contract",

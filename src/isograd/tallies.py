@@ -1,8 +1,8 @@
 """What layers count while a step runs: whole numbers, summed over ranks, and used once, when the step is committed.
 
 A Tally counts in forwards that belong to a step: with gradients enabled, in training mode, and not when a forward is
-recomputed. The engine calls `commit` after the optimizer has stepped, on all ranks, and `drop` when a step is skipped,
-refused or discarded. Counts are int64, so their sum over ranks and micro-batches has the same bits under every layout.
+recomputed. The engine calls `end` on all ranks when the optimizer has stepped, and when a step is skipped, refused or
+discarded. Counts are int64, so their sum over ranks and micro-batches has the same bits under every layout.
 
 A Tally that is `ahead` must know the counts of the whole step before its first backward: `counting` surrounds a pass
 over the step's micro-batches without gradients, and `known` are the counts of that pass on all ranks.
@@ -61,17 +61,13 @@ class Tallies:
         return [part.clone() for part in total.split([t.size for t in self.members])]
 
     @torch.no_grad()
-    def commit(self) -> None:
-        """All ranks together, when the optimizer has stepped."""
-        if self.members:
+    def end(self, *, committed: bool) -> None:
+        """All ranks together, at the end of a step: use its counts if the optimizer has stepped, and forget them."""
+        if self.members and committed:
             for tally, counts in zip(self.members, self._summed(), strict=True):
                 tally.last = counts
                 if tally.use is not None:
                     tally.use(counts)
-        self.drop()
-
-    def drop(self) -> None:
-        """Forget what was counted since the last step."""
         for tally in self.members:
             tally.mine = tally.known = None
 

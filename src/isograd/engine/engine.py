@@ -48,6 +48,7 @@ from isograd.inputs import Inputs
 from isograd.mesh import DATA, Mesh
 from isograd.pipeline import Pipeline
 from isograd.stored import Stored, Weights
+from isograd.tallies import Tallies
 from isograd.terms import Terms
 
 
@@ -142,6 +143,7 @@ class Engine:
         self._widest = start.most_slots(self.plan, mesh)
         self.blame: Blame | None = None  # of the last step, when it was skipped
         self._inputs = Inputs(model, mesh)
+        self._tallies = Tallies(model, mesh)
         self._watch = start.Watch(model, self.plan, moving=stage == 3)
         for slot in self.plan.slots:
             start.replace_hook(slot.parameter, self.ledger.hook(slot))
@@ -248,6 +250,8 @@ class Engine:
         """What `train_step` does before `step`: in between, `grads` shows what the step will use."""
         self._refuse_failed()
         micros = batches.micro_batches(batch, micro_batches)
+        if self._tallies.ahead:
+            self.count(micros)
         weights = None if self.ledger.shares.announced is not None else batches.said_weights(self.model, micros)
         if weights is not None:
             self.begin(**weights)
@@ -271,6 +275,17 @@ class Engine:
         """After a failed backward: refuse the step together with the other ranks, which meet this one at theirs."""
         if self.ledger.state is State.FAILED:
             self._meet(Status.FINE)
+
+    def count(self, batch: Any, micro_batches: int | None = None) -> None:
+        """Before the first forward of a step, on all ranks: what layers must count in the whole step before its first
+        backward (experts balanced over the batch), by a pass without gradients. `accumulate` does it by itself."""
+        micros = batches.micro_batches(batch, micro_batches)
+        with self._tallies.counting():
+            if self.pipeline is not None:
+                self.pipeline.evaluate(micros)
+            for micro in micros if self.pipeline is None else ():
+                call(self.model, micro)
+            self._meet_units("ends its count")
 
     @torch.no_grad()
     def evaluate(self, batch: Any, micro_batches: int | None = None) -> Evaluation:
@@ -331,6 +346,7 @@ class Engine:
             self._optimized.step(self.ledger, scale * factor, totals.unused)
         if self.loss_scale:
             self.loss_scale.update(overflow=skipped)
+        self._tallies.end(committed=not skipped)
         self.ledger.clear()
         self._inputs.clear()
         return Stats(totals.loss, grad_norm, totals.weight, skipped, totals.loss_scale, totals.terms)
@@ -463,6 +479,7 @@ class Engine:
         """All ranks together: nothing of this step is left."""
         self._dropped += 1
         self.ledger.abandon()
+        self._tallies.end(committed=False)
         self._inputs.clear()
 
     def _refuse_no_weight(self, table: Table) -> None:

@@ -166,7 +166,8 @@ class _FromSlots(torch.autograd.Function):
         total = weights[:, :1] * whole[:, 0]
         for place in range(1, k):
             total += weights[:, place : place + 1] * whole[:, place]
-        return total.to(slots.dtype)
+        y: Tensor = total.to(slots.dtype)
+        return y
 
     @staticmethod
     @torch.autograd.function.once_differentiable
