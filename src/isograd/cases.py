@@ -79,7 +79,13 @@ def structure(config: TransformerConfig, layers: int) -> TransformerConfig:
     if config.hidden <= hidden:
         return replace(config, layers=layers)
     mlp = 8 * config.heads * max(1, round(config.mlp / config.hidden))
-    return replace(config, layers=layers, hidden=hidden, head_dim=8, mlp=mlp, vocab=min(config.vocab, 1009))
+    small = replace(config, layers=layers, hidden=hidden, head_dim=8, mlp=mlp, vocab=min(config.vocab, 1009))
+    if small.experts is None:
+        return small
+    dense = min(small.experts.dense_first, layers - 1)
+    return replace(
+        small, experts=replace(small.experts, width=8, shared=min(small.experts.shared, 8), dense_first=dense)
+    )
 
 
 def prove_run(options: Namespace) -> Report:

@@ -18,7 +18,8 @@ from isograd.engine import Engine, empty_parameters
 from isograd.errors import CheckpointError, ModelError
 from isograd.mesh import Mesh
 from isograd.models import Transformer, load_config
-from isograd.models.families import HuggingFace, from_hf_config
+from isograd.models.families import HuggingFace
+from isograd.models.hf_configs import from_hf_config
 from tests.checkpoint import toys
 from tests.models.test_families import SMALL, full_config, theirs, tokens_of
 

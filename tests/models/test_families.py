@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from functools import lru_cache, partial
 from typing import Any
 
@@ -15,7 +16,8 @@ from isograd.engine import Engine
 from isograd.errors import ConfigError, ModelError
 from isograd.mesh import Mesh
 from isograd.models import Transformer
-from isograd.models.families import HuggingFace, from_hf_config, load_hf, to_hf, to_hf_config
+from isograd.models.families import HuggingFace, load_hf, to_hf
+from isograd.models.hf_configs import from_hf_config, to_hf_config
 
 SMALL: dict[str, dict[str, Any]] = {
     "gpt2": {"model_type": "gpt2", "vocab_size": 61, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 32,
@@ -37,6 +39,15 @@ SMALL: dict[str, dict[str, Any]] = {
     "qwen3": {"model_type": "qwen3", "vocab_size": 61, "hidden_size": 24, "num_hidden_layers": 2,
               "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 8, "intermediate_size": 44,
               "tie_word_embeddings": True},
+    "mixtral": {"model_type": "mixtral", "vocab_size": 61, "hidden_size": 24, "num_hidden_layers": 2,
+                "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 20, "num_local_experts": 4},
+    "qwen3-moe": {"model_type": "qwen3_moe", "vocab_size": 61, "hidden_size": 24, "num_hidden_layers": 3,
+                  "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 44,
+                  "moe_intermediate_size": 12, "num_experts": 8, "num_experts_per_tok": 3, "norm_topk_prob": True,
+                  "mlp_only_layers": [0]},
+    "olmoe": {"model_type": "olmoe", "vocab_size": 61, "hidden_size": 24, "num_hidden_layers": 2,
+              "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 12, "num_experts": 4,
+              "num_experts_per_tok": 2, "pad_token_id": 0, "eos_token_id": 1},
 }  # fmt: skip
 
 
@@ -47,7 +58,8 @@ def theirs(name: str, dtype: torch.dtype) -> Any:
     values = dict(SMALL[name])
     config = AutoConfig.for_model(values.pop("model_type"), **values)
     torch.manual_seed(5)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").to(dtype).train()
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", experts_implementation="eager")
+    model = model.to(dtype).train()
     with torch.no_grad():  # norms and biases away from 1 and 0, so that a wrong one shows
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape) * 0.1)
@@ -55,12 +67,41 @@ def theirs(name: str, dtype: torch.dtype) -> Any:
         for module in model.modules():
             if type(module).__name__.endswith("RMSNorm"):
                 module.forward = partial(_wide_rms_norm, module)
+            if type(module).__name__.endswith("TopKRouter"):
+                module.forward = partial(_wide_router, module)
     return model
 
 
 def _wide_rms_norm(module: Any, x: Tensor) -> Tensor:
     """transformers normalises in fp32 even in fp64 models, which leaves 1e-7; the same formula without that cast."""
     return module.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + module.variance_epsilon))
+
+
+def _wide_router(module: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The same for the scores of experts."""
+    logits = x.reshape(-1, x.shape[-1]) @ module.weight.t()
+    weights, chosen = logits.softmax(-1).topk(module.top_k, -1)
+    if getattr(module, "norm_topk_prob", True):
+        weights = weights / weights.sum(-1, keepdim=True)
+    return logits, weights, chosen
+
+
+def as_in_files(named: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
+    """transformers holds all experts of a layer in one tensor; its files have one tensor for each."""
+    found: dict[str, Tensor] = {}
+    for key, tensor in named.items():
+        layer, _, leaf = key.partition(".mlp.")
+        home = f"{layer}.block_sparse_moe" if name == "mixtral" else f"{layer}.mlp"
+        names = ("w1", "w3", "w2") if name == "mixtral" else ("gate_proj", "up_proj", "down_proj")
+        if leaf == "experts.gate_up_proj":
+            for e, both in enumerate(tensor):
+                for which, part in zip(names, both.chunk(2), strict=False):
+                    found[f"{home}.experts.{e}.{which}.weight"] = part
+        elif leaf == "experts.down_proj":
+            found |= {f"{home}.experts.{e}.{names[2]}.weight": part for e, part in enumerate(tensor)}
+        else:
+            found[f"{home}.gate.weight" if leaf == "gate.weight" else key] = tensor
+    return found
 
 
 def tokens_of(rows: int = 3, length: int = 9) -> Tensor:
@@ -75,7 +116,7 @@ def their_logits_and_gradients(name: str) -> tuple[Tensor, dict[str, Tensor]]:
     model = theirs(name, torch.float64)
     out = model(tokens[:, :-1]).logits
     torch.nn.functional.cross_entropy(out.reshape(-1, 61), tokens[:, 1:].reshape(-1)).backward()
-    return logits, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return logits, as_in_files({n: p.grad for n, p in model.named_parameters() if p.grad is not None}, name)
 
 
 def ours(layout: str, name: str, config: dict[str, Any], state32: dict[str, Tensor], state64: dict[str, Tensor]) -> Any:
@@ -96,6 +137,11 @@ def ours(layout: str, name: str, config: dict[str, Any], state32: dict[str, Tens
     return logits, gradients, same
 
 
+def stored(name: str, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """Weights by the names of their files."""
+    return as_in_files({n: t.detach() for n, t in theirs(name, dtype).named_parameters()}, name)
+
+
 def full_config(name: str) -> dict[str, Any]:
     return theirs(name, torch.float32).config.to_dict()
 
@@ -104,9 +150,7 @@ def full_config(name: str) -> dict[str, Any]:
 @pytest.mark.parametrize("name", SMALL)
 def test_a_hugging_face_model_and_ours_have_the_same_logits_and_gradients(worlds, name: str, layout: str) -> None:
     logits, gradients = their_logits_and_gradients(name)
-    states = [
-        {n: t.detach() for n, t in theirs(name, dtype).named_parameters()} for dtype in (torch.float32, torch.float64)
-    ]
+    states = [stored(name, dtype) for dtype in (torch.float32, torch.float64)]
     ranks = Mesh.unbound(layout).layout.world_size
     for our_logits, our_gradients, same in worlds(ranks).run(ours, layout, name, full_config(name), *states):
         assert float((our_logits - logits).abs().max()) < 1e-5 * max(1.0, float(logits.abs().max()))
@@ -160,7 +204,7 @@ def test_of_a_folder_with_an_index_its_shards_are_read_and_no_other_file(tmp_pat
 
 @pytest.mark.parametrize("name", SMALL)
 def test_any_box_of_any_parameter_is_read_by_itself(name: str) -> None:
-    state = {n: t.detach() for n, t in theirs(name, torch.float32).named_parameters()}
+    state = stored(name)
     config, one = from_hf_config(full_config(name)), Mesh.unbound("1")
     model, weights = Transformer(config, one, seed=3), HuggingFace(state, config)
     load_hf(model, state)

@@ -186,7 +186,7 @@ CASES: dict[str, Case] = {
         lambda w, x: plain_attention(w, x, 2, bias=True),
     ),
     "attention one kv head, rotary, q/k norm": (
-        lambda m: WithStream(attention(m, 1, rotary=ROTARY, qk_norm=True), angles()), False,
+        lambda m: WithStream(attention(m, 1, rotary=ROTARY, qk_norm="head"), angles()), False,
         lambda w, x: plain_attention(w, x, 1, rotary=True, norm=True),
     ),
     "attention with dropout": (

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,12 +29,14 @@ from isograd.checkpoint.read import damaged, open_whole
 from isograd.engine import Engine, state
 from isograd.errors import CheckpointError, IsogradError
 from isograd.models import Transformer, TransformerConfig
-from isograd.models.families import model_type_of, rules, to_hf_config
+from isograd.models.families import rules
+from isograd.models.hf_configs import model_type_of, to_hf_config
 from isograd.outside import CONFIG, read_json
 
 ARCHITECTURES = {
     "gpt2": "GPT2LMHeadModel", "gpt_neox": "GPTNeoXForCausalLM", "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM", "qwen3": "Qwen3ForCausalLM",
+    "mistral": "MistralForCausalLM", "qwen3": "Qwen3ForCausalLM", "mixtral": "MixtralForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM", "olmoe": "OlmoeForCausalLM",
 }  # fmt: skip
 COPIED = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model",
@@ -60,13 +63,15 @@ class Theirs:
     """One tensor of the folder, made from one or several of ours."""
 
     entry: Entry
-    sources: tuple[tuple[str, Callable[[Tensor], Tensor]], ...]  # (our key, the part of theirs that it is)
+    # (our key, the part of theirs that it is, which of our experts it is: None for all of our tensor)
+    sources: tuple[tuple[str, Callable[[Tensor], Tensor], int | None], ...]
 
     def made(self, ours: Iterator[Tensor]) -> Tensor:
         """The tensor of the folder, from our tensors in the order of `sources`."""
         whole = torch.zeros(self.entry.shape, dtype=TORCH[self.entry.dtype])
-        for _, view in self.sources:
+        for _, view, expert in self.sources:
             place, part = view(whole), next(ours)
+            part = part if expert is None else part[expert]
             place.copy_(part.reshape(place.shape))
         return whole
 
@@ -87,7 +92,8 @@ def export_hf(
     gathered = Gathered([part for part in parts if part.key.startswith(("model/", "buffer/"))], mesh)
     shards = plan(described, gathered.entries, max_shard_gb, dtype)
     all_or_none(lambda: _open(target, tokenizer) if mesh.rank == 0 else None, f"opening {target}", mesh)
-    ours = gathered.whole(key for shard in shards for theirs in shard for key, _ in theirs.sources)
+    keys = keys_of(shards)
+    ours = repeated(keys, gathered.whole(dict.fromkeys(keys)))
     error = None
     if mesh.rank == 0:
         try:
@@ -112,19 +118,35 @@ def convert(
     """The same from a checkpoint on the disk: in one process, whatever layout wrote it."""
     reader, target = open_whole(place), Path(folder)
     described = _described(reader.manifest.model, "model of this checkpoint")
-    ours = {key: Entry(key, saved.dtype, saved.shape) for key, saved in reader.manifest.tensors.items()}
+    saved = {key: Entry(key, entry.dtype, entry.shape) for key, entry in reader.manifest.tensors.items()}
     with damaged_if_unlike(place):
-        shards = plan(described, ours, max_shard_gb, dtype)
+        shards = plan(described, saved, max_shard_gb, dtype)
     with as_ours(f"writing {target}", ""):
         _open(target, tokenizer)
         try:
-            keys = (key for shard in shards for theirs in shard for key, _ in theirs.sources)
-            write(target, shards, (reader.read(key) for key in keys), described, tokenizer)
+            keys = keys_of(shards)
+            ours = repeated(keys, (reader.read(key) for key in dict.fromkeys(keys)))
+            write(target, shards, ours, described, tokenizer)
         except Damage as damage:
             raise damaged(place, damage) from damage
         finally:
             shutil.rmtree(_draft(target), ignore_errors=True)
     return target
+
+
+def keys_of(shards: Sequence[Sequence[Theirs]]) -> list[str]:
+    """Our tensors in the order in which theirs are made of them; of one with all experts, once for each of theirs."""
+    return [key for shard in shards for theirs in shard for key, _, _ in theirs.sources]
+
+
+def repeated(keys: Sequence[str], once: Iterator[Tensor]) -> Iterator[Tensor]:
+    """The tensor of each key. `once` gives each of them one time, in the order of first use; kept to its last use."""
+    left, kept = Counter(keys), dict[str, Tensor]()
+    for key in keys:
+        if key not in kept:
+            kept[key] = next(once)
+        left[key] -= 1
+        yield kept[key] if left[key] else kept.pop(key)
 
 
 @contextmanager
@@ -163,7 +185,7 @@ def _of_transformer(described: Mapping[str, Any], ours: Mapping[str, Entry]) -> 
         mine = ours[f"model/{rule.ours}"]
         before = made[rule.theirs].sources if rule.theirs in made else ()
         entry = Entry(rule.theirs, mine.dtype, rule.shape(mine.shape))
-        made[rule.theirs] = Theirs(entry, (*before, (mine.name, rule.view)))
+        made[rule.theirs] = Theirs(entry, (*before, (mine.name, rule.view, rule.expert)))
     return list(made.values())
 
 
@@ -171,7 +193,7 @@ def _as_it_is(ours: Mapping[str, Entry]) -> list[Theirs]:
     """A model of transformers itself: names are its own."""
     wanted = {key: entry for key, entry in ours.items() if key.startswith(("model/", "buffer/"))}
     return [
-        Theirs(Entry(key.partition("/")[2], entry.dtype, entry.shape), ((key, lambda t: t),))
+        Theirs(Entry(key.partition("/")[2], entry.dtype, entry.shape), ((key, lambda t: t, None),))
         for key, entry in wanted.items()
     ]
 

@@ -11,14 +11,16 @@ import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from isograd.errors import ConfigError, did_you_mean
+from isograd.nn.routing import ExpertOptions
 from isograd.outside import CONFIG, FileError, parse_json, read_text
 
 LARGEST, MOST_LAYERS = 1 << 40, 1 << 16  # beyond any model; a file that says more is damaged or hostile
 _KINDS: dict[str, tuple[type, ...]] = {
     "int": (int,), "int | None": (int, type(None)), "float": (float, int), "str": (str,), "bool": (bool,),
+    "float | None": (float, int, type(None)), "ExpertOptions | None": (ExpertOptions, type(None)),
 }  # fmt: skip
 
 
@@ -30,7 +32,7 @@ class TransformerConfig:
     hidden: int
     layers: int
     heads: int
-    mlp: int  # inner features
+    mlp: int  # inner features, in layers without experts
     kv_heads: int | None = None  # None: as many as heads
     head_dim: int | None = None  # None: hidden / heads
     norm: str = "rms"  # "rms" | "layer"
@@ -46,11 +48,13 @@ class TransformerConfig:
     mlp_bias: bool = False
     parallel_residual: bool = False
     qk_norm: bool = False
+    qk_norm_over: str = "head"  # "head" | "width": what one norm of queries or keys spans
     tied: bool = False
     sliding_window: int | None = None  # refused for sequences longer than it
     dropout: float = 0.0
     attention_dropout: float = 0.0
     init_std: float = 0.02
+    experts: ExpertOptions | None = None  # in place of the feed-forward layer; None: in no layer
 
     def __post_init__(self) -> None:
         mistyped = [
@@ -75,6 +79,8 @@ class TransformerConfig:
             problems.append(f"norm is 'rms' or 'layer', not {self.norm!r}")
         if self.positions not in ("rotary", "learned"):
             problems.append(f"positions are 'rotary' or 'learned', not {self.positions!r}")
+        if self.qk_norm_over not in ("head", "width"):
+            problems.append(f"qk_norm_over is 'head' or 'width', not {self.qk_norm_over!r}")
         if self.heads > 0 and self.head_dim is None and self.hidden % self.heads:
             problems.append(f"hidden {self.hidden} is no multiple of heads {self.heads}; give head_dim")
         if self.heads > 0 and self.kv_heads is not None and (self.kv_heads < 1 or self.heads % self.kv_heads):
@@ -93,14 +99,28 @@ class TransformerConfig:
     @classmethod
     def from_dict(cls, values: dict[str, Any], origin: str = "config") -> TransformerConfig:
         """A config from the fields of a file; `origin` names the file in errors."""
-        names = [f.name for f in dataclasses.fields(cls)]
-        unknown = [f"unknown key {key!r}{did_you_mean(str(key), names)}" for key in values if key not in names]
-        needed = [f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING]
-        missing = [f"{name!r} is missing" for name in needed if name not in values]
-        if unknown or missing:
-            raise ConfigError("IG602", f"{origin}: " + "; ".join(unknown + missing), expected=f"fields of {names}")
-        kinds = {f.name: str(f.type) for f in dataclasses.fields(cls)}
-        return cls(**{key: _number(value) if kinds[key] == "float" else value for key, value in values.items()})
+        inner = values.get("experts")
+        if isinstance(inner, dict):
+            values = {**values, "experts": _made(ExpertOptions, inner, f"{origin}: experts")}
+        return _made(cls, values, origin)
+
+
+Made = TypeVar("Made", TransformerConfig, ExpertOptions)
+
+
+def _made(cls: type[Made], values: dict[str, Any], origin: str) -> Made:
+    """An object of the fields of a file: unknown, missing and mistyped ones are refused, all at once."""
+    kinds = {f.name: str(f.type) for f in dataclasses.fields(cls)}
+    unknown = [f"unknown key {key!r}{did_you_mean(str(key), kinds)}" for key in values if key not in kinds]
+    needed = [f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING]
+    missing = [f"{name!r} is missing" for name in needed if name not in values]
+    if unknown or missing:
+        raise ConfigError("IG602", f"{origin}: " + "; ".join(unknown + missing), expected=f"fields of {list(kinds)}")
+    read = {key: _number(value) if "float" in kinds[key] else value for key, value in values.items()}
+    mistyped = [f"{key} is of type {kinds[key]}, not {v!r}" for key, v in read.items() if not _is_a(v, kinds[key])]
+    if mistyped:
+        raise ConfigError("IG601", f"invalid {origin}: " + "; ".join(mistyped), fix="fix every point")
+    return cls(**read)
 
 
 def _is_a(value: object, kind: str) -> bool:
@@ -153,7 +173,7 @@ def load_config(source: str) -> TransformerConfig:
     if not isinstance(values, dict):
         raise ConfigError("IG606", f"{source} does not hold a mapping", seen=type(values).__name__)
     if "model_type" in values:
-        from isograd.models.families import from_hf_config
+        from isograd.models.hf_configs import from_hf_config
 
         try:
             return from_hf_config({**values, "model_type": str(values["model_type"])})

@@ -1,4 +1,5 @@
-"""Hugging Face names and configs <-> ours: GPT-2, GPT-NeoX, Llama, Mistral, Qwen 3, SmolLM (a tied Llama).
+"""Hugging Face weights <-> ours: GPT-2, GPT-NeoX, Llama, Mistral, Qwen 3, SmolLM (a tied Llama), and with experts
+Mixtral, Qwen3-MoE and OLMoE. hf_configs.py reads and writes their configs.
 
 A family is a list of rules (ours, theirs, how their tensor becomes ours). Reading: each rank takes only its box of each
 tensor, whatever the layout. Writing: full tensors on every rank, in the names `transformers` expects.
@@ -7,29 +8,23 @@ Only safetensors files are read; a pickled .bin can run code and is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from isograd.contract import assemble, contracts
-from isograd.errors import ConfigError, ModelError, did_you_mean
+from isograd.errors import ModelError
 from isograd.mesh import Mesh
 from isograd.models.config import TransformerConfig
+from isograd.models.hf_configs import model_type_of
 from isograd.models.transformer import Transformer
 from isograd.stored import Box, Stored
 
-ACTIVATIONS = {
-    "silu": "silu",
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "relu": "relu",
-}
 # Buffers that older checkpoints hold among their weights.
 NOT_WEIGHTS = (
     "rotary_emb.inv_freq",
@@ -50,6 +45,7 @@ class Rule:
     theirs: str
     view: View = lambda t: t
     shape: Callable[[tuple[int, ...]], tuple[int, ...]] = lambda s: s  # of their tensor, from ours
+    expert: int | None = None  # their tensor is this row of our parameter, which holds all experts
 
 
 def _third(n: int) -> View:
@@ -76,6 +72,7 @@ def _llama(config: TransformerConfig) -> Iterator[Rule]:
         yield Rule("head.weight", "lm_head.weight")
     for i in range(config.layers):
         us, them = f"blocks.{i}.", f"model.layers.{i}."
+        sparse = config.experts is not None and config.experts.in_layer(i)
         yield Rule(us + "norm1.weight", them + "input_layernorm.weight")
         yield Rule(us + "norm2.weight", them + "post_attention_layernorm.weight")
         for ours, theirs, bias in (
@@ -89,9 +86,28 @@ def _llama(config: TransformerConfig) -> Iterator[Rule]:
         if config.qk_norm:
             yield Rule(us + "attention.q_norm.weight", them + "self_attn.q_norm.weight")
             yield Rule(us + "attention.k_norm.weight", them + "self_attn.k_norm.weight")
+        if sparse:
+            yield from experts_rules(config, us, them)
+            continue
         for ours, theirs in (("gate", "gate_proj"), ("up", "up_proj"), ("down", "down_proj")):
             for leaf in ("weight", "bias") if config.mlp_bias else ("weight",):
                 yield Rule(f"{us}mlp.{ours}.{leaf}", f"{them}mlp.{theirs}.{leaf}")
+
+
+def experts_rules(config: TransformerConfig, us: str, them: str) -> Iterator[Rule]:
+    """Their files have one tensor for each expert."""
+    assert config.experts is not None
+    mixtral = model_type_of(config) == "mixtral"
+    home, names = (
+        ("block_sparse_moe", {"gate": "w1", "up": "w3", "down": "w2"})
+        if mixtral
+        else ("mlp", {name: f"{name}_proj" for name in ("gate", "up", "down")})
+    )
+    yield Rule(us + "mlp.router.weight", f"{them}{home}.gate.weight")
+    for ours, theirs in names.items():
+        for e in range(config.experts.number):
+            name = f"{them}{home}.experts.{e}.{theirs}.weight"
+            yield Rule(f"{us}mlp.experts.{ours}", name, shape=lambda s: s[1:], expert=e)
 
 
 def _gpt2(config: TransformerConfig) -> Iterator[Rule]:
@@ -147,200 +163,6 @@ def _neox(config: TransformerConfig) -> Iterator[Rule]:
             yield Rule(f"{us}mlp.down.{leaf}", f"{them}mlp.dense_4h_to_h.{leaf}")
 
 
-# -- configs ---------------------------------------------------------------------------------------------------------
-
-
-_NUMBERS = (int, float)
-_MAPPING = (dict, type(None))
-# The fields of a config.json that are computed with; TransformerConfig checks the others.
-_KINDS: dict[str, tuple[type, ...]] = {
-    "model_type": (str,), "hidden_act": (str,), "activation_function": (str,), "rope_parameters": _MAPPING,
-    "rope_scaling": _MAPPING, "rope_theta": _NUMBERS, "rotary_emb_base": _NUMBERS, "rotary_pct": _NUMBERS,
-    "resid_pdrop": _NUMBERS, "embd_pdrop": _NUMBERS, "partial_rotary_factor": _NUMBERS, "n_embd": (int,),
-}  # fmt: skip
-
-
-def _typed(c: Mapping[str, Any]) -> None:
-    """Refuse a config.json whose fields are of other types than theirs."""
-    inside = [part for part in (c.get("rope_parameters"), c.get("rope_scaling")) if isinstance(part, dict)]
-    wrong = [
-        f"{name} is {value!r:.60}"
-        for fields in (c, *inside)
-        for name, value in fields.items()
-        if name in _KINDS and (not isinstance(value, _KINDS[name]) or isinstance(value, bool))
-    ]
-    if wrong:
-        raise ConfigError(
-            "IG602",
-            "config.json has fields of the wrong type: " + "; ".join(wrong[:8]),
-            expected="the types that transformers writes",
-            fix="copy config.json again",
-        )
-
-
-def from_hf_config(config: Mapping[str, Any] | Any) -> TransformerConfig:
-    """From a config.json's mapping or a transformers config object."""
-    c: dict[str, Any] = dict(config) if isinstance(config, Mapping) else config.to_dict()
-    _typed(c)
-    kind = c.get("model_type", "")
-    readers = {
-        "gpt2": _from_gpt2,
-        "gpt_neox": _from_neox,
-        "llama": _from_llama,
-        "mistral": _from_llama,
-        "qwen3": _from_llama,
-    }
-    if kind not in readers:
-        raise ConfigError(
-            "IG607",
-            f"no family for model_type {kind!r}{did_you_mean(kind, readers)}",
-            expected=", ".join(readers),
-            fix="any nn.Module trains on data axes: give it to Engine as it is",
-        )
-    if c.get("quantization_config"):
-        raise ConfigError(
-            "IG611",
-            f"this {kind} is quantised",
-            seen=f"quantization_config {c['quantization_config']}",
-            expected="weights in fp32, bf16 or fp16",
-            fix="take the weights it was quantised from, or dequantise them with transformers",
-        )
-    return readers[kind](c)
-
-
-def _activation(name: str) -> str:
-    if name not in ACTIVATIONS:
-        raise ConfigError(
-            "IG608", f"unknown activation {name!r}{did_you_mean(name, ACTIVATIONS)}", expected=", ".join(ACTIVATIONS)
-        )
-    return ACTIVATIONS[name]
-
-
-def _rope(c: Mapping[str, Any]) -> float:
-    rope = c.get("rope_parameters") or c.get("rope_scaling") or {}
-    kind = str(rope.get("rope_type", rope.get("type", "default")))
-    if kind != "default":
-        raise ConfigError(
-            "IG609",
-            f"rotary scaling of type {kind[:100]!r} is not built",
-            seen=str(rope)[:500],
-            expected="the default type",
-        )
-    return float(rope.get("rope_theta", c.get("rope_theta", 10000.0)))
-
-
-def _from_llama(c: Mapping[str, Any]) -> TransformerConfig:
-    window = c.get("sliding_window") if c.get("use_sliding_window", True) else None
-    return TransformerConfig(
-        vocab=c["vocab_size"], hidden=c["hidden_size"], layers=c["num_hidden_layers"], heads=c["num_attention_heads"],
-        kv_heads=c.get("num_key_value_heads"), head_dim=c.get("head_dim"), mlp=c["intermediate_size"],
-        norm_eps=c["rms_norm_eps"], activation=_activation(c["hidden_act"]), rope_theta=_rope(c),
-        max_positions=c["max_position_embeddings"], qkv_bias=c.get("attention_bias", False),
-        out_bias=c.get("attention_bias", False), mlp_bias=c.get("mlp_bias", False), qk_norm=c["model_type"] == "qwen3",
-        tied=c.get("tie_word_embeddings", False), sliding_window=window,
-        attention_dropout=c.get("attention_dropout", 0.0), init_std=c.get("initializer_range", 0.02),
-    )  # fmt: skip
-
-
-def _from_gpt2(c: Mapping[str, Any]) -> TransformerConfig:
-    dropouts = {c.get("resid_pdrop", 0.0), c.get("embd_pdrop", 0.0)}
-    if len(dropouts) > 1:
-        raise ConfigError("IG610", "resid_pdrop and embd_pdrop must be equal here", seen=sorted(dropouts))
-    return TransformerConfig(
-        vocab=c["vocab_size"], hidden=c["n_embd"], layers=c["n_layer"], heads=c["n_head"],
-        mlp=c.get("n_inner") or 4 * c["n_embd"], norm="layer", norm_eps=c["layer_norm_epsilon"],
-        activation=_activation(c["activation_function"]), gated=False, positions="learned",
-        max_positions=c["n_positions"], qkv_bias=True, out_bias=True, mlp_bias=True,
-        tied=c.get("tie_word_embeddings", True), dropout=dropouts.pop(), attention_dropout=c.get("attn_pdrop", 0.0),
-        init_std=c.get("initializer_range", 0.02),
-    )  # fmt: skip
-
-
-def _from_neox(c: Mapping[str, Any]) -> TransformerConfig:
-    rope = c.get("rope_parameters") or {}
-    bias = c.get("attention_bias", True)
-    return TransformerConfig(
-        vocab=c["vocab_size"], hidden=c["hidden_size"], layers=c["num_hidden_layers"], heads=c["num_attention_heads"],
-        mlp=c["intermediate_size"], norm="layer", norm_eps=c["layer_norm_eps"], activation=_activation(c["hidden_act"]),
-        gated=False, rope_theta=_rope({**c, "rope_theta": c.get("rotary_emb_base", 10000.0)}),
-        rotary_fraction=float(rope.get("partial_rotary_factor", c.get("rotary_pct", 0.25))),
-        max_positions=c["max_position_embeddings"], qkv_bias=bias, out_bias=bias, mlp_bias=True,
-        parallel_residual=c.get("use_parallel_residual", True), tied=c.get("tie_word_embeddings", False),
-        dropout=c.get("hidden_dropout", 0.0), attention_dropout=c.get("attention_dropout", 0.0),
-        init_std=c.get("initializer_range", 0.02),
-    )  # fmt: skip
-
-
-def model_type_of(config: TransformerConfig) -> str:
-    """The family that has these options."""
-    if config.positions == "learned":
-        return "gpt2"
-    if config.norm == "layer":
-        return "gpt_neox"
-    if config.qk_norm:
-        return "qwen3"
-    return "mistral" if config.sliding_window is not None else "llama"
-
-
-def to_hf_config(config: TransformerConfig) -> dict[str, Any]:
-    """The mapping that a config.json of the model's family holds."""
-    kind = model_type_of(config)
-    names = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())}
-    common = {
-        "model_type": kind,
-        "vocab_size": config.vocab,
-        "tie_word_embeddings": config.tied,
-        "initializer_range": config.init_std,
-    }
-    if kind == "gpt2":
-        return {
-            **common,
-            "n_embd": config.hidden,
-            "n_layer": config.layers,
-            "n_head": config.heads,
-            "n_inner": config.mlp,
-            "n_positions": config.max_positions,
-            "layer_norm_epsilon": config.norm_eps,
-            "activation_function": names[config.activation],
-            "resid_pdrop": config.dropout,
-            "embd_pdrop": config.dropout,
-            "attn_pdrop": config.attention_dropout,
-        }
-    shared = {
-        **common,
-        "hidden_size": config.hidden,
-        "num_hidden_layers": config.layers,
-        "num_attention_heads": config.heads,
-        "intermediate_size": config.mlp,
-        "max_position_embeddings": config.max_positions,
-        "hidden_act": names[config.activation],
-        "attention_bias": config.qkv_bias,
-        "attention_dropout": config.attention_dropout,
-    }
-    if kind == "gpt_neox":
-        return {
-            **shared,
-            "layer_norm_eps": config.norm_eps,
-            "hidden_dropout": config.dropout,
-            "use_parallel_residual": config.parallel_residual,
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": config.rope_theta,
-                "partial_rotary_factor": config.rotary_fraction,
-            },
-        }
-    window = {} if config.sliding_window is None else {"sliding_window": config.sliding_window}
-    return {
-        **shared,
-        **window,
-        "num_key_value_heads": config.kv_heads or config.heads,
-        "mlp_bias": config.mlp_bias,
-        "head_dim": config.head_dim or config.hidden // config.heads,
-        "rms_norm_eps": config.norm_eps,
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
-    }
-
-
 # -- weights ---------------------------------------------------------------------------------------------------------
 
 
@@ -366,17 +188,20 @@ class HuggingFace:
         self._source = _Given(source) if isinstance(source, Mapping) else Stored(source)
         stored = self._source.shapes
         self._places = _prefixed(list(stored), config)
-        self._rules = {rule.ours: rule for rule in rules(config, model_type_of(config))}
+        every = rules(config, model_type_of(config))
+        self._rules: dict[str, list[Rule]] = {}
+        for rule in every:
+            self._rules.setdefault(rule.ours, []).append(rule)
         one = Mesh.unbound("1")
         self._shapes = {r.name: r.contract.shape for r in contracts(Transformer(config, one, device="meta"), one)}
-        wrong = []
-        for rule in {rule.theirs: rule for rule in self._rules.values()}.values():
+        wrong = _other_experts(self._places, config)
+        for rule in {rule.theirs: rule for rule in every}.values():
             expected = rule.shape(self._shapes[rule.ours])
             if rule.theirs not in self._places:
                 wrong.append(f"{rule.theirs} is missing")
             elif (found := stored[self._places[rule.theirs]]) != expected:
                 wrong.append(f"{rule.theirs} is {found}, not {expected}")
-        used = {rule.theirs for rule in self._rules.values()} | ({"lm_head.weight"} if config.tied else set())
+        used = {rule.theirs for rule in every} | ({"lm_head.weight"} if config.tied else set())
         wrong += [f"{name} is not used" for name in self._places if name not in used and not name.endswith(NOT_WEIGHTS)]
         if wrong:
             raise ModelError(
@@ -400,8 +225,19 @@ class HuggingFace:
 
     def read(self, name: str, shape: tuple[int, ...], box: Box) -> Tensor:
         """A copy of the box of one of our parameters."""
-        rule = self._rules[name]
-        return self._source.look(self._places[rule.theirs], partial(_box_of, rule, shape, box))
+        rules = self._rules[name]
+        if rules[0].expert is None:
+            return self._source.look(self._places[rules[0].theirs], partial(_box_of, rules[0], shape, box))
+        inner = tuple(slice(start, stop) for start, stop in box[1:])
+        parts = [self._source.look(self._places[rule.theirs], lambda t: t[inner]) for rule in rules[slice(*box[0])]]
+        return torch.stack(parts) if parts else torch.empty(0, *(stop - start for start, stop in box[1:]))
+
+
+def _other_experts(names: Iterable[str], config: TransformerConfig) -> list[str]:
+    """What to say first of weights whose experts are not as many as the config's."""
+    numbers = [int(found[1]) for name in names if (found := re.search(r"\.experts\.(\d{1,6})\.", name))]
+    stored, wanted = max(numbers, default=-1) + 1, config.experts.number if config.experts else 0
+    return [f"{stored} experts are stored, the config has {wanted}"] if stored != wanted else []
 
 
 def _box_of(rule: Rule, shape: tuple[int, ...], box: Box, theirs: Tensor) -> Tensor:
@@ -441,9 +277,9 @@ def to_hf(model: Transformer, tensors: Mapping[str, Tensor] | None = None) -> di
         tensors = {r.name: assemble(r.parameter.detach(), r.contract, model.mesh) for r in table}
     done: dict[str, Tensor] = {}
     for rule in rules(model.config, model_type_of(model.config)):
-        part = tensors[rule.ours]
+        part = tensors[rule.ours] if rule.expert is None else tensors[rule.ours][rule.expert]
         if rule.theirs not in done:
-            done[rule.theirs] = part.new_zeros(rule.shape(tuple(part.shape)))
+            done[rule.theirs] = part.new_zeros(rule.shape(tuple(tensors[rule.ours].shape)))
         place = rule.view(done[rule.theirs])
         place.copy_(part.reshape(place.shape))
     return done

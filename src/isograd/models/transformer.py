@@ -32,23 +32,38 @@ from isograd import random
 from isograd.errors import ModelError
 from isograd.mesh import Mesh
 from isograd.models.config import TransformerConfig
-from isograd.nn import MLP, Attention, Head, LayerNorm, LearnedPositions, RMSNorm, Rotary, Stream, VocabEmbedding
+from isograd.nn import (
+    MLP,
+    Attention,
+    Head,
+    LayerNorm,
+    LearnedPositions,
+    MoE,
+    RMSNorm,
+    Rotary,
+    Stream,
+    VocabEmbedding,
+)
 from isograd.nn.loss import CHUNK, IGNORE
+from isograd.nn.routing import Remembered
 from isograd.nn.stream import token_ids
 from isograd.pipeline.split import balanced, ranges
 from isograd.pipeline.stages import pieces
 from isograd.random import Key
 from isograd.sequence import Places, document_starts, gather_whole, places_for, refuse_unlike
+from isograd.terms import Terms
 
 Angles = tuple[Tensor, Tensor] | None
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then + mlp(norm(x)); or both on the same x (parallel residual)."""
+    """x + attention(norm(x)), then + mlp(norm(x)); or both on the same x (parallel residual). In the layers that the
+    config says, experts take the place of the mlp."""
 
     def __init__(
         self,
         config: TransformerConfig,
+        number: int,
         mesh: Mesh,
         rotary: Rotary | None,
         key: Key,
@@ -63,30 +78,31 @@ class Block(nn.Module):
         self.attention = Attention(
             config.hidden, config.heads, mesh, key=key.fold("attention"), kv_heads=config.kv_heads,
             head_dim=config.head_dim, bias=config.qkv_bias, out_bias=config.out_bias, rotary=rotary,
-            qk_norm=config.qk_norm, norm_eps=config.norm_eps, dropout=config.attention_dropout, std=config.init_std,
-            out_std=out_std, dtype=dtype, device=device,
+            qk_norm=config.qk_norm_over if config.qk_norm else None, norm_eps=config.norm_eps,
+            dropout=config.attention_dropout, std=config.init_std, out_std=out_std, dtype=dtype, device=device,
         )  # fmt: skip
         self.norm2 = norm(config.hidden, mesh, eps=config.norm_eps, dtype=dtype, device=device)
-        self.mlp = MLP(
-            config.hidden,
-            config.mlp,
-            mesh,
-            key=key.fold("mlp"),
-            activation=config.activation,
-            gated=config.gated,
-            bias=config.mlp_bias,
-            std=config.init_std,
-            out_std=out_std,
-            dtype=dtype,
-            device=device,
-        )
+        about: dict[str, Any] = {
+            "activation": config.activation, "gated": config.gated, "std": config.init_std, "out_std": out_std,
+            "dtype": dtype, "device": device,
+        }  # fmt: skip
+        self.mlp: MLP | MoE
+        if config.experts is not None and config.experts.in_layer(number):
+            self.mlp = MoE(config.hidden, config.experts, mesh, key=key.fold("mlp"), **about)
+        else:
+            self.mlp = MLP(config.hidden, config.mlp, mesh, key=key.fold("mlp"), bias=config.mlp_bias, **about)
 
-    def forward(self, x: Tensor, stream: Stream, angles: Angles) -> Tensor:
-        """The residual stream in and out."""
+    def forward(self, x: Tensor, stream: Stream, angles: Angles) -> tuple[Tensor, Tensor | None]:
+        """The residual stream in and out, and the sums of the losses of experts (MoE.forward)."""
         attended = stream.dropout(self.attention(self.norm1(x), stream, angles), self.drop, self.mesh, "attention out")
         base = x if self.parallel else x + attended
-        fed = stream.dropout(self.mlp(self.norm2(base)), self.drop, self.mesh, "mlp out")
-        return base + attended + fed if self.parallel else base + fed
+        normed, sums = self.norm2(base), None
+        if isinstance(self.mlp, MoE):
+            fed, sums = self.mlp(normed, stream)
+        else:
+            fed = self.mlp(normed)
+        fed = stream.dropout(fed, self.drop, self.mesh, "mlp out")
+        return base + attended + fed if self.parallel else base + fed, sums
 
 
 class Transformer(nn.Module):
@@ -109,7 +125,7 @@ class Transformer(nn.Module):
         ignore_index: the label of positions without a target.
         """
         super().__init__()
-        _refuse_unbuilt(mesh)
+        _refuse_ep_alone(config, mesh)
         self.config, self.mesh = config, mesh
         layout = mesh.layout
         stages = layout.pp * layout.vpp
@@ -137,7 +153,7 @@ class Transformer(nn.Module):
             )
         self.blocks = nn.ModuleList()
         for number in (number for stage in mine for number in self.parts[stage]):
-            block = Block(config, mesh, self.rotary, key.fold("block", number), dtype, device)
+            block = Block(config, number, mesh, self.rotary, key.fold("block", number), dtype, device)
             self.blocks.add_module(str(number), block)  # the number it has on one device
         if last:
             norm = RMSNorm if config.norm == "rms" else LayerNorm
@@ -249,26 +265,75 @@ class Transformer(nn.Module):
             x = x if self.positions is None else self.positions(x, stream)
             x = stream.dropout(x, self.config.dropout, self.mesh, "embed")
         assert x is not None
-        x = self._body(x, stream, self.parts[stage])
+        x, sums = self._body(x, stream, self.parts[stage])
+        terms = self._expert_terms(sums, _tokens_of(places, len(tokens), part))
         if stage < len(self.parts) - 1:
-            return x
+            return (x, Terms(**terms)) if terms else x
         assert self.norm is not None
         assert self.head is not None
         x = self.norm(x)
         if labels is not None:
-            return self.head(x, places.shard(labels, part, self.ignore_index).reshape(-1), self.loss_chunk)
+            loss = self.head(x, places.shard(labels, part, self.ignore_index).reshape(-1), self.loss_chunk)
+            return Terms(lm=loss, **terms) if self._has_terms else loss
         return gather_whole(self.head.logits(x).view(stream.batch, stream.length, -1), self.mesh, places)
 
-    def _body(self, x: Tensor, stream: Stream, numbers: range) -> Tensor:
+    def _body(self, x: Tensor, stream: Stream, numbers: range) -> tuple[Tensor, list[Tensor]]:
+        """Through these blocks; and the sums of their experts' losses."""
         angles = None if self.rotary is None else self.rotary.table(stream.positions, x.dtype)
+        found = []
         for number in numbers:
             block, here = self.blocks.get_submodule(str(number)), _for_block(stream, number)
             if self.recompute and torch.is_grad_enabled():
+                here = replace(here, remembered=Remembered())
                 with save_on_cpu(pin_memory=x.is_cuda) if self.recompute == "offload" else nullcontext():
-                    x = checkpoint(block, x, here, angles, use_reentrant=False, preserve_rng_state=False)
+                    x, sums = checkpoint(block, x, here, angles, use_reentrant=False, preserve_rng_state=False)
             else:
-                x = block(x, here, angles)
-        return x
+                x, sums = block(x, here, angles)
+            found += [] if sums is None else [sums]
+        return x, found
+
+    @property
+    def _has_terms(self) -> bool:
+        """Whether the loss has terms beside that of the language model: in training only."""
+        options = self.config.experts
+        losing = options is not None and (options.balance != "none" or options.z_weight > 0)
+        return losing and self._stages_with_experts > 0 and self.training and torch.is_grad_enabled()
+
+    @property
+    def _stages_with_experts(self) -> int:
+        options = self.config.experts
+        return sum(any(options.in_layer(number) for number in part) for part in self.parts) if options else 0
+
+    def _expert_terms(self, sums: Sequence[Tensor], tokens: int) -> dict[str, tuple[Tensor, float, float]]:
+        """The terms of the experts of one stage: means over the tokens routed here, summed over layers.
+
+        Each stage gives its share of the tokens as its weight, so that all stages' weights add up to the tokens.
+        """
+        options = self.config.experts
+        if not sums or options is None:
+            return {}
+        stages = self._stages_with_experts
+        balance, z = torch.stack(tuple(sums)).sum(0) * (stages / max(1, tokens))
+        found = {}
+        if options.balance != "none":
+            found["balance"] = (balance, tokens / stages, options.balance_weight)
+        if options.z_weight:
+            found["z"] = (z, tokens / stages, options.z_weight)
+        return found
+
+    def term_weights(
+        self, tokens: Tensor, labels: Tensor | None = None, **_: object
+    ) -> dict[str, Tensor | float] | None:
+        """How many labels and routed tokens this rank has of a micro-batch; None: the loss has one term."""
+        if labels is None or not self._has_terms:
+            return None
+        places, part = places_for(tokens.shape[1], len(tokens), self.mesh), self.mesh.index("cp")
+        routed = float(_tokens_of(places, len(tokens), part))
+        options, mine = self.config.experts, places.shard(labels, part, self.ignore_index)
+        found: dict[str, Tensor | float] = {"lm": (mine != self.ignore_index).sum()}
+        assert options is not None
+        found |= {"balance": routed} if options.balance != "none" else {}
+        return found | ({"z": routed} if options.z_weight else {})
 
     def _stream(
         self, places: Places, tokens: Tensor, key: Key | None, samples: Tensor | None, documents: Tensor | None
@@ -340,6 +405,11 @@ class Transformer(nn.Module):
             )  # fmt: skip
 
 
+def _tokens_of(places: Places, rows: int, part: int) -> int:
+    """The number of tokens, without padding, that a cp rank has of `rows` sequences."""
+    return rows * sum(max(0, min(stop, places.length) - start) for start, stop in places.spans[part])
+
+
 def _for_block(stream: Stream, number: int) -> Stream:
     """The stream with a key of its own for each block's dropout."""
     if stream.key is None:
@@ -347,14 +417,13 @@ def _for_block(stream: Stream, number: int) -> Stream:
     return replace(stream, key=stream.key.fold("block", number))
 
 
-def _refuse_unbuilt(mesh: Mesh) -> None:
-    if mesh.layout.ep > 1:
+def _refuse_ep_alone(config: TransformerConfig, mesh: Mesh) -> None:
+    if mesh.layout.ep > 1 and config.experts is None:
         raise ModelError(
             "IG400",
-            f"the transformer of this version does not run ep{mesh.layout.ep}",
+            f"ep{mesh.layout.ep} cuts experts, and this model has none",
             seen=str(mesh.layout),
-            expected="a layout of dp, cp, tp, sp, pp and zero",
-            fix="leave those axes out; docs/status.md lists which layouts are built and tested",
+            expected="a config with experts, or a layout without ep",
             where=mesh.where(),
         )
 
@@ -363,5 +432,9 @@ def _split(config: TransformerConfig, stages: int, ranks: int) -> tuple[int, ...
     """A split by the cost of matrix products in blocks and head; looking up an embedding costs almost nothing."""
     head_dim, kv_heads = config.head_dim or config.hidden // config.heads, config.kv_heads or config.heads
     attention = config.hidden * head_dim * 2 * (config.heads + kv_heads)
-    block = attention + config.hidden * config.mlp * (3 if config.gated else 2)
-    return balanced([float(block)] * config.layers, stages, last=float(config.hidden * config.vocab), ranks=ranks)
+    experts, costs = config.experts, []
+    for number in range(config.layers):
+        sparse = experts is not None and experts.in_layer(number)
+        inner = experts.per_token * experts.width + experts.shared if experts is not None and sparse else config.mlp
+        costs.append(float(attention + config.hidden * inner * (3 if config.gated else 2)))
+    return balanced(costs, stages, last=float(config.hidden * config.vocab), ranks=ranks)

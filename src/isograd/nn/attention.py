@@ -24,7 +24,7 @@ from isograd.contract import Shard
 from isograd.errors import ModelError
 from isograd.mesh import Mesh
 from isograd.nn.linear import ColumnLinear, RowLinear
-from isograd.nn.norm import RMSNorm
+from isograd.nn.norm import RMSNorm, WidthNorm
 from isograd.nn.stream import Stream, enter
 from isograd.random import Key
 
@@ -71,7 +71,7 @@ class Attention(nn.Module):
         bias: bool = False,
         out_bias: bool = False,
         rotary: Rotary | None = None,
-        qk_norm: bool = False,
+        qk_norm: str | None = None,
         norm_eps: float = 1e-6,
         dropout: float = 0.0,
         std: float = 0.02,
@@ -79,6 +79,7 @@ class Attention(nn.Module):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
+        """qk_norm: queries and keys are normalised over each "head", over the "width" of all heads, or (None) not."""
         super().__init__()
         tp = mesh.size("tp")
         kv_heads, head_dim = kv_heads or heads, head_dim or hidden // heads
@@ -126,18 +127,29 @@ class Attention(nn.Module):
             dtype=dtype,
             device=device,
         )
-        self.q_norm = self.k_norm = None
-        if qk_norm:
-            self.q_norm = RMSNorm(head_dim, mesh, eps=norm_eps, owes=("tp",), dtype=dtype, device=device)
-            self.k_norm = RMSNorm(head_dim, mesh, eps=norm_eps, owes=("tp",), dtype=dtype, device=device)
+        self.q_norm: RMSNorm | WidthNorm | None = None
+        self.k_norm: RMSNorm | WidthNorm | None = None
+        self.over_width = qk_norm == "width"
+        about: dict[str, Any] = {"eps": norm_eps, "dtype": dtype, "device": device}
+        if qk_norm == "head":
+            self.q_norm = RMSNorm(head_dim, mesh, owes=("tp",), **about)
+            self.k_norm = RMSNorm(head_dim, mesh, owes=("tp",), **about)
+        elif qk_norm == "width":
+            even = Shard.even("tp", 0, heads * head_dim, tp)
+            self.q_norm = WidthNorm(heads * head_dim, mesh, even, over="tp", **about)
+            once = f"tp%{max(1, tp // kv_heads)}"  # one rank of each block of replicas
+            self.k_norm = WidthNorm(kv_heads * head_dim, mesh, shard, over=once, owes=owes, **about)
 
     def forward(self, x: Tensor, stream: Stream, angles: tuple[Tensor, Tensor] | None = None) -> Tensor:
         """The residual stream in and out. `angles`: of the rotary positions, the same for all blocks."""
         x = enter(x, self.mesh)
-        q = self.q(x).unflatten(-1, (self.heads, self.head_dim))  # [T, heads, d]
-        k = self.k(x).unflatten(-1, (self.kv_heads, self.head_dim))
+        q, k = self.q(x), self.k(x)
+        if self.over_width and self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q = q.unflatten(-1, (self.heads, self.head_dim))  # [T, heads, d]
+        k = k.unflatten(-1, (self.kv_heads, self.head_dim))
         v = self.v(x).unflatten(-1, (self.kv_heads, self.head_dim))
-        if self.q_norm is not None and self.k_norm is not None:
+        if not self.over_width and self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rotary is not None and angles is not None:
             q, k = self.rotary.turn(q, *angles), self.rotary.turn(k, *angles)

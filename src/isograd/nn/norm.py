@@ -2,6 +2,8 @@
 
 One device: weight * x / rms(x), and weight * (x - mean) / std + bias.
 
+A norm over the width of all heads (WidthNorm) sums squares over tp; its weight is cut as the heads are.
+
 Under sequence parallelism the parameters of a norm on the residual stream owe tp (Megatron-LM issue 1446 is about
 forgetting it). A norm of query or key heads is shared by heads on different tp ranks and always owes tp: owes=("tp",).
 """
@@ -12,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from isograd.comm import ops
+from isograd.contract import Shard
 from isograd.mesh import Mesh
 from isograd.nn.parameter import Layer, make
 from isograd.nn.stream import stream_owes
@@ -41,6 +45,36 @@ class RMSNorm(Layer):
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         # Half precision: normalise in fp32, round, then scale, as Hugging Face's models do.
         return self.weight * F.rms_norm(x.float(), self.weight.shape, None, self.eps).to(x.dtype)
+
+
+class WidthNorm(Layer):
+    """RMSNorm over all query heads, or all key heads, of which each tp rank has its own: weight * x / rms(x)."""
+
+    def __init__(
+        self,
+        size: int,
+        mesh: Mesh,
+        shard: Shard,
+        *,
+        over: str,
+        owes: tuple[str, ...] = (),
+        eps: float = 1e-6,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        """`shard`, `owes`: as of the heads' weight. `over`: ranks that together hold each head once."""
+        super().__init__()
+        self.mesh, self.size, self.over, self.eps = mesh, size, over, eps
+        self.weight = make(mesh, (size,), shards=(shard,), owes=owes, fill=1.0, dtype=dtype, device=device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [T, this rank's features], normalised over the features of all ranks."""
+        wide = x if x.dtype.itemsize >= 4 else x.float()
+        group = self.mesh.group(self.over)
+        squares = ops.all_reduce(wide.square().sum(-1, keepdim=True), group)
+        squares = ops.copy_in(squares, group)  # each rank uses the sum for features of its own
+        normed = wide * torch.rsqrt(squares / self.size + self.eps)
+        return self.weight * normed.to(x.dtype)
 
 
 class LayerNorm(Layer):

@@ -1,0 +1,176 @@
+"""Training with experts on a layout, and on one device by the dense definition: what test_experts.py compares.
+
+The one device is plain torch. The transformer's layers of experts compute nn/naive.py (every expert on every token),
+the whole step is one graph, and its loss is written down term by term. Neither engine nor routing is in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from isograd.contract import assemble, contracts
+from isograd.engine import Engine
+from isograd.mesh import Mesh
+from isograd.models import Transformer, TransformerConfig
+from isograd.nn import ExpertOptions, MoE, Stream, naive
+
+from . import cases
+
+BASE = ExpertOptions(number=8, per_token=2, width=9, balance_weight=0.3, z_weight=0.02)
+KINDS: dict[str, ExpertOptions] = {
+    "two": BASE,
+    "one, shared": replace(BASE, per_token=1, renormalise=False, shared=11, shared_gate=True),
+    "sigmoid, dense first": replace(
+        BASE, scores="sigmoid", groups=4, chosen_groups=2, scale=1.7, choice_bias=True, choice_bias_rate=0.02,
+        dense_first=1, shared=7,
+    ),
+    "tight": replace(BASE, capacity=0.8, every=2),
+}  # fmt: skip
+RATE = 0.1
+
+
+def config_of(kind: str, scope: str) -> TransformerConfig:
+    return TransformerConfig(
+        vocab=101, hidden=24, layers=4, heads=4, head_dim=6, mlp=20, experts=replace(KINDS[kind], balance=scope)
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one training did. `before`: gradients of every step."""
+
+    before: list[dict[str, Tensor]]
+    parameters: dict[str, Tensor]
+    losses: list[float]
+    norms: list[float]
+    terms: list[dict[str, float]]
+    biases: list[Tensor]
+
+
+def micros_of(step: int, first: int, many: int, of: int) -> list[tuple[Tensor, Tensor]]:
+    """Micro-batches first ... first + many - 1 of a step: uneven labels, the last of all without any."""
+    config = config_of("two", "none")
+    return [cases.micro_batch(config, step, first + i, of)[:2] for i in range(many)]
+
+
+@contextmanager
+def dense(seen: list[tuple[MoE, Tensor, Tensor]]) -> Iterator[None]:
+    """Layers of experts compute the definition; `seen` gets (layer, logits, chosen) of each call."""
+    fast = MoE.forward
+
+    def forward(layer: MoE, x: Tensor, stream: Stream) -> tuple[Tensor, None]:
+        whole = x.view(stream.batch, stream.length, -1)
+        weights = dict(layer.named_parameters())
+        y, logits, chosen = naive.moe(whole, weights, layer.options, F.silu, layer.choice_bias)
+        seen.append((layer, logits, chosen))
+        return y.view_as(x), None
+
+    MoE.forward = forward  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        MoE.forward = fast  # type: ignore[method-assign]
+
+
+@lru_cache
+def one_device(kind: str, scope: str, count: int) -> Run:
+    """`count` micro-batches a step."""
+    config = config_of(kind, scope)
+    options = config.experts
+    assert options is not None
+    model = Transformer(config, Mesh.unbound("1"), dtype=torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
+    done = Run([], {}, [], [], [], [])
+    layers = [module for module in model.modules() if isinstance(module, MoE)]
+    earlier: dict[MoE, Tensor] = {}
+    for step in range(cases.STEPS):
+        seen: list[tuple[MoE, Tensor, Tensor]] = []
+        micros = micros_of(step, 0, count, count)
+        labels = sum(int((wanted != -100).sum()) for _, wanted in micros)
+        optimizer.zero_grad()
+        with dense(seen):
+            parts = [F.cross_entropy(model(t).flatten(0, 1), w.flatten(), reduction="sum") for t, w in micros]
+        terms = {"lm": torch.stack(parts).sum() / labels, "balance": torch.zeros(()), "z": torch.zeros(())}
+        for layer in layers:
+            logits = torch.cat([logits for of, logits, _ in seen if of is layer])  # [sequences, s, experts]
+            chosen = torch.cat([chosen for of, _, chosen in seen if of is layer])
+            often = chosen.flatten(0, 1).sum(0)
+            if scope == "sequence":
+                each = [naive.balance(a, b, options) for a, b in zip(logits, chosen, strict=True)]
+                terms["balance"] = terms["balance"] + torch.stack(each).mean()
+            elif scope == "batch":
+                terms["balance"] = terms["balance"] + naive.balance(logits, chosen, options)
+            else:
+                scores = logits.softmax(-1) if options.scores == "softmax" else logits.sigmoid()
+                share = earlier.get(layer, torch.ones_like(often))
+                mean = (scores / scores.sum(-1, keepdim=True)).flatten(0, 1).mean(0)
+                terms["balance"] = terms["balance"] + options.number * (mean * share / share.sum()).sum()
+            terms["z"] = terms["z"] + naive.z(logits)
+            earlier[layer] = often
+            if layer.choice_bias is not None:
+                layer.choice_bias += options.choice_bias_rate * (often.mean() - often).sign().float()
+        loss = terms["lm"] + options.balance_weight * terms["balance"] + options.z_weight * terms["z"]
+        loss.backward()
+        done.before.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+        done.losses.append(float(loss.detach()))
+        done.terms.append({name: float(term.detach()) for name, term in terms.items()})
+        done.norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), cases.CLIP)))
+        optimizer.step()
+    done.parameters.update({n: p.detach().clone() for n, p in model.named_parameters()})
+    done.biases.extend(layer.choice_bias for layer in layers if layer.choice_bias is not None)
+    return done
+
+
+def train(layout: str, kind: str, scope: str, accumulation: int, recompute: bool) -> Run:
+    """The same on this rank of a world."""
+    mesh, config = Mesh(layout), config_of(kind, scope)
+    model = Transformer(config, mesh, dtype=torch.float64)
+    model.recompute = recompute
+    engine = Engine(model, mesh, cases.sgd, clip=cases.CLIP, bucket_mb=0.01)
+    done, all_of_them = Run([], {}, [], [], [], []), accumulation * mesh.size("dp")
+    for step in range(cases.STEPS):
+        micros: list[Any] = micros_of(step, mesh.index("dp") * accumulation, accumulation, all_of_them)
+        evaluated = engine.evaluate(micros)
+        assert evaluated.weight > 0  # and it counts nothing
+        engine.accumulate(micros)
+        done.before.append({name: g.clone() for name, g in engine.grads()})
+        stats = engine.step()
+        done.losses.append(stats.loss)
+        done.norms.append(stats.grad_norm)
+        done.terms.append({name: mean.mean for name, mean in stats.terms.items()})
+    with torch.no_grad(), engine.full_parameters():
+        done.parameters.update(
+            {r.name: assemble(r.parameter.detach(), r.contract, mesh).clone() for r in contracts(model, mesh)}
+        )
+    layers = [module for module in model.modules() if isinstance(module, MoE)]
+    done.biases.extend(layer.choice_bias for layer in layers if layer.choice_bias is not None)
+    return done
+
+
+def differences(found: Run, truth: Run) -> list[str]:
+    """Everything in which a run is not one device's, in words."""
+    wrong = []
+    pairs = [*zip(found.before, truth.before, strict=True), (found.parameters, truth.parameters)]
+    for number, (ours, theirs) in enumerate(pairs):
+        whole = float(torch.stack([g.norm() for g in theirs.values()]).norm())
+        if not ours.keys() <= theirs.keys():
+            wrong.append(f"only here: {sorted(ours.keys() - theirs.keys())}")
+        for name in ours.keys() & theirs.keys():
+            error = float((ours[name] - theirs[name]).norm())
+            if not error <= cases.TOLERANCE * max(float(theirs[name].norm()), cases.FLOOR * whole):
+                wrong.append(f"{name} in {number}: error {error:.1e} of {float(theirs[name].norm()):.1e}")
+    numbers = [("loss", found.losses, truth.losses), ("norm", found.norms, truth.norms)]
+    for step, (ours_of, theirs_of) in enumerate(zip(found.terms, truth.terms, strict=True)):
+        numbers += [(f"{name} in {step}", [ours_of[name]], [theirs_of[name]]) for name in ours_of]
+    for what, ours_, theirs_ in numbers:
+        if not all(abs(a - b) <= cases.TOLERANCE * abs(b) for a, b in zip(ours_, theirs_, strict=True)):
+            wrong.append(f"{what}: {ours_} instead of {theirs_}")
+    return wrong
