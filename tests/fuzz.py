@@ -44,6 +44,7 @@ from isograd.errors import IsogradError
 from isograd.models import load_config
 from isograd.stored import Stored
 from isograd.train import journal, reading
+from isograd.verify.record import events
 from isograd.verify.record.recording import Recording
 from tests.data import toys
 from tests.verify import recordings
@@ -148,8 +149,8 @@ def _read_shards(folder: Path) -> None:
 
 def _recording(folder: Path) -> str:
     held = {"w": recordings.Held(torch.ones(2, 2), torch.ones(2, 2))}
-    collective = {"k": "collective", "n": 1, "op": "all_reduce", "group": [0], "dtype": "float32", "numel": 4}
-    more = [{**collective, "bytes": 16, "start": 0.5, "covers": ["w"]}, {"k": "end", "n": 1, "seconds": 0.25}]
+    call = events.Collective(n=1, op="all_reduce", group=(0,), dtype="float32", numel=4, bytes=16, covers=("w",))
+    more = [call, events.End(n=1, seconds=0.25)]
     recordings.write(folder / "recorded", [[recordings.Step(held, inputs=[torch.ones(2)], events=more)]])
     return "recorded/rank-0000/events.jsonl"
 

@@ -149,11 +149,12 @@ ARROWS = {
 
 # The verifier's own rooms: what each may import of the others. Files beside them (prove.py, command.py) may import all.
 VERIFY = {
+    "tolerances": set(),
     "record": set(),
-    "watch": {"record"},
-    "tell": {"record"},
-    "judge": {"record", "tell"},
-    "compare": {"judge", "record", "tell"},
+    "watch": {"record", "tolerances"},
+    "tell": {"record", "tolerances"},
+    "judge": {"record", "tell", "tolerances"},
+    "compare": {"judge", "record", "tell", "tolerances"},
     "run": {"compare", "judge", "record", "tell", "watch"},
 }
 
@@ -245,9 +246,18 @@ def test_arrows_point_downwards_only() -> None:
 
 @pytest.mark.parametrize("here", VERIFY)
 def test_a_room_of_the_verifier_knows_only_the_rooms_below_it(here: str) -> None:
-    for path in (SOURCE / "verify" / here).rglob("*.py"):
+    for path in (f for f in FILES if f.relative_to(SOURCE).parts[:2] in (("verify", here), ("verify", f"{here}.py"))):
         known = {name.split(".")[2] for name in imported_modules(path) if name.startswith("isograd.verify.")}
         assert known <= VERIFY[here] | {here}, path
+
+
+@pytest.mark.parametrize("here", ["watch", "judge", "compare"])
+def test_a_limit_between_rounding_and_an_error_is_in_tolerances_py(here: str) -> None:
+    """Not looked at: numbers that keep a division from one by zero, and the steps of the Taylor test (numerics.py)."""
+    for path in (SOURCE / "verify" / here).rglob("*.py"):
+        constants = [n.value for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Constant)]
+        limits = [value for value in constants if isinstance(value, float) and 1e-30 < value < 0.2]
+        assert not limits or path.name == "numerics.py", f"{path}: {limits}"
 
 
 def test_no_two_files_of_the_verifier_import_one_another() -> None:

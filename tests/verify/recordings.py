@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from isograd.verify.record.recording import RankWriter, Recording, write_json
+from isograd.verify.record import events
+from isograd.verify.record.events import Event
+from isograd.verify.record.recording import VERSION, RankWriter, Recording, write_json
 from isograd.verify.record.sketch import digest, sketch
 from isograd.verify.watch.given import described
 
@@ -38,7 +39,7 @@ class Step:
     held: dict[str, Held]
     inputs: list[Tensor | dict[str, Tensor]] = field(default_factory=list)  # per micro-batch; 'x', or by name
     tensors: dict[str, Tensor] = field(default_factory=dict)  # more of the step's file
-    events: list[dict[str, Any]] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
 
 
 def write(home: Path, ranks: list[list[Step]], layout: str = "") -> Recording:
@@ -48,21 +49,20 @@ def write(home: Path, ranks: list[list[Step]], layout: str = "") -> Recording:
         for number, step in enumerate(steps, 1):
             _write_step(writer, number, step)
         writer.close()
-    write_json(home / "recording.json", {"version": 1, "layout": layout})
+    write_json(home / "recording.json", {"version": VERSION, "layout": layout})
     return Recording(home)
 
 
 def _write_step(writer: RankWriter, number: int, step: Step) -> None:
-    place = {"step": number, "micro": 0}
     micros = {m for one in step.held.values() for m in one.parts} or {0}
     for micro, given in enumerate(step.inputs):
         named = given if isinstance(given, dict) else {"x": given}
-        writer.event({"k": "input", **place, "forward": micro})
-        writer.event({"k": "given", **place, "forward": micro, "tensors": described(named)})
+        writer.event(events.Input(number, forward=micro))
+        writer.event(events.Given(number, forward=micro, tensors=described(named)))
     for micro in sorted(micros):
-        writer.event({"k": "backward", **place, "micro": micro, "site": ""})
+        writer.event(events.Backward(number, micro))
     for event in step.events:
-        writer.event({**place, **event})
+        writer.event(replace(event, step=event.step or number))
     tensors, about = dict(step.tensors), {}
     for name, one in step.held.items():
         tensors[f"parameter/{name}"] = one.value
@@ -75,31 +75,31 @@ def _write_step(writer: RankWriter, number: int, step: Step) -> None:
         if one.gradient is not None:
             tensors[f"final/{name}"] = one.gradient
             tensors[f"sum/{name}"] = tensors[f"clipped/{name}"] = sketch(one.gradient)
-        about[name] = _about(one, after)
-    writer.event({"k": "step", **place, "parameters": about, "backwards": number * len(micros), "note": "", "at": 0.0})
+        about[name] = told(one, after)
+    writer.event(events.Step(number, parameters=about, backwards=number * len(micros)))
     # Two names for one tensor are two entries of the file.
     writer.tensors(number, {name: t.clone() for name, t in tensors.items()})
 
 
-def _about(one: Held, after: Tensor) -> dict[str, Any]:
+def told(one: Held, after: Tensor) -> events.Parameter:
     flat, gradient = one.value.reshape(-1), one.gradient
-    return {
-        "shape": list(one.value.shape),
-        "global": list(one.whole or one.value.shape),
-        "box": one.box,
-        "dtensor": False,
-        "dtype": str(one.value.dtype).removeprefix("torch."),
-        "trainable": one.trainable,
-        "owned": one.owned,
-        "gradient": gradient is not None,
-        "gradient_hash": digest(gradient) if gradient is not None else "",
-        "gradient_dtype": str(gradient.dtype).removeprefix("torch.") if gradient is not None else "",
-        "finite": gradient is None or bool(gradient.isfinite().all()),
-        "hash": digest(after),
-        "part_shape": list(one.value.shape),
-        "before": digest(one.value),
-        "constant": bool((flat == flat[:1]).all()),
-    }
+    return events.Parameter(
+        shape=tuple(one.value.shape),
+        whole=tuple(one.whole or one.value.shape),
+        box=None if one.box is None else tuple((start, stop) for start, stop in one.box),
+        dtensor=False,
+        dtype=str(one.value.dtype).removeprefix("torch."),
+        trainable=one.trainable,
+        owned=one.owned,
+        gradient=gradient is not None,
+        gradient_hash=digest(gradient) if gradient is not None else "",
+        gradient_dtype=str(gradient.dtype).removeprefix("torch.") if gradient is not None else "",
+        finite=gradient is None or bool(gradient.isfinite().all()),
+        hash=digest(after),
+        part_shape=tuple(one.value.shape),
+        before=digest(one.value),
+        constant=bool((flat == flat[:1]).all()),
+    )
 
 
 def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:

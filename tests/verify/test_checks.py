@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,6 +20,7 @@ from isograd.corpus.plain import HIDDEN, VOCAB, Mlp, batch, cross_entropy, micro
 from isograd.corpus.sharded import ShardedMlp
 from isograd.verify.judge.analysis import Analysis
 from isograd.verify.judge.checks import CHECKS, check
+from isograd.verify.record.events import Collective, Event
 from isograd.verify.record.recording import Recording, write_json
 from isograd.verify.tell.findings import BUG, INCONCLUSIVE, NOTE, Finding
 from isograd.verify.watch.capture import Capture
@@ -485,20 +485,20 @@ def test_all_checks_together_name_that_bug_alone(watch: Watch, program: Program,
 # -- written by hand -----------------------------------------------------------------------------------------------
 
 
-def by_hand(home: Path, *of_ranks: dict[str, Held], events: list[list[dict[str, Any]]] | None = None) -> Recording:
+def by_hand(home: Path, *of_ranks: dict[str, Held], events: list[list[Event]] | None = None) -> Recording:
     """One step; each rank's parameters, and its events."""
     told = events or [[] for _ in of_ranks]
     ranks = [[Step(dict(held), events=mine)] for held, mine in zip(of_ranks, told, strict=True)]
     return write(home, ranks, f"dp{len(ranks)}")
 
 
-def call(op: str = "all_reduce", numel: int = 5, group: tuple[int, ...] = (0, 1), **more: Any) -> dict[str, Any]:
-    known = {"k": "collective", "op": op, "group": list(group), "dtype": "float32", "numel": numel, "phase": "backward"}
-    return {**known, "site": "train.py:9 in step", "covers": [], "cuts": False, "n": 0, "module": "", **more}
+def call(op: str = "all_reduce", numel: int = 5, group: tuple[int, ...] = (0, 1), dtype: str = "float32") -> Collective:
+    place = {"phase": "backward", "site": "train.py:9 in step"}
+    return Collective(n=0, op=op, group=group, dtype=dtype, numel=numel, **place)
 
 
 A, B = call(numel=5), call("all_gather", 7)
-ORDERS: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]], str]] = {
+ORDERS: dict[str, tuple[list[Event], list[Event], str]] = {
     "alike": ([A, B, A], [A, B, A], ""),
     "none": ([], [], ""),
     "swapped": ([A, B], [B, A], "collective 1 over ranks 0, 1: rank 0 calls all_reduce of 5 x float32 at train.py:9"),

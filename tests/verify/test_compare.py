@@ -16,6 +16,7 @@ from isograd.verify.compare.compare import compare, whole_tensors
 from isograd.verify.compare.same_data import same_data
 from isograd.verify.compare.tensorwise import block_error
 from isograd.verify.judge.analysis import Analysis
+from isograd.verify.record.events import Event, Norm, Result
 from isograd.verify.record.recording import Recording
 from isograd.verify.run.corpus import Bench, every_name
 from isograd.verify.tell.findings import BUG, INCONCLUSIVE, NOTE, PASS, Finding, Subject
@@ -556,19 +557,19 @@ def test_the_update_of_a_gradient_that_is_rounding_alone_is_not_compared(tmp_pat
 # -- loss and norm -------------------------------------------------------------------------------------------------
 
 
-def with_events(ranks: list[list[Step]], *of_ranks: dict[str, Any]) -> list[list[Step]]:
+def with_events(ranks: list[list[Step]], *of_ranks: Event) -> list[list[Step]]:
     for steps, event in zip(ranks, of_ranks, strict=True):
         for step in steps:
             step.events = [*step.events, event]
     return ranks
 
 
-def result(loss: float, weight: float = 30.0) -> dict[str, Any]:
-    return {"k": "result", "loss": loss, "weight": weight}
+def result(loss: float, weight: float = 30.0) -> Result:
+    return Result(loss=loss, weight=weight)
 
 
-def norm(value: float) -> dict[str, Any]:
-    return {"k": "norm", "value": value, "site": "train.py:7 in step"}
+def norm(value: float) -> Norm:
+    return Norm(value=value, site="train.py:7 in step")
 
 
 def true_norm() -> float:

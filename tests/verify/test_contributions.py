@@ -8,13 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from isograd.verify.judge.contributions import TOLERANCE, fit
+from isograd.verify import tolerances
+from isograd.verify.judge.contributions import fit
 from isograd.verify.record.events import Key
 from isograd.verify.record.sketch import WIDTH, sketch
 
 from .recordings import numbers
 
-TIGHT = TOLERANCE["float64"]
+TIGHT = tolerances.FIT["float64"]
 
 
 def parts_of(ranks: int, micros: int, size: int = 1001) -> dict[Key, Tensor]:
@@ -172,7 +173,7 @@ def test_rounding_of_the_gradients_own_precision_stays_uniform(dtype: str, noise
     parts = parts_of(3, 2)
     truth = mixed(parts, dict.fromkeys(parts, 1.0))
     rounded = truth + noise * float(truth.norm()) / WIDTH**0.5 * numbers(WIDTH, seed=77)
-    found = fit(rounded, parts, TOLERANCE[dtype])
+    found = fit(rounded, parts, tolerances.FIT[dtype])
     assert found is not None
     assert found.uniform
     strict = fit(rounded, parts, TIGHT)

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from isograd.verify.record.events import Mean
 from isograd.verify.record.recording import Recording
 from isograd.verify.run.attach import inspect
 from isograd.verify.tell.findings import BUG, PASS, Subject
@@ -98,7 +99,7 @@ def test_micro_batches_that_divide_by_their_own_counts_are_named(tmp_path: Path,
 def test_equal_counts_are_right(tmp_path: Path, name: str) -> None:
     subject = watch(tmp_path, LOSSES[name][0], (4, 4))
     assert (subject.verdict, subject.findings) == (PASS, [])
-    assert Recording(tmp_path).ranks[0].of("mean"), "the means were seen"
+    assert Recording(tmp_path).ranks[0].of(Mean), "the means were seen"
 
 
 def test_a_mean_that_is_weighed_by_its_rows_is_right(tmp_path: Path) -> None:
@@ -176,4 +177,4 @@ def test_means_without_a_gradient_are_not_looked_at(tmp_path: Path) -> None:
         return (x - y).square().sum() / 21
 
     watch(tmp_path, loss, (5, 2))
-    assert [e["term"].split()[0] for e in Recording(tmp_path).ranks[0].of("mean")] == ["div"] * 4
+    assert [e.term.split()[0] for e in Recording(tmp_path).ranks[0].of(Mean)] == ["div"] * 4

@@ -15,8 +15,6 @@ from torch._C import _len_torch_dispatch_stack
 
 from isograd.comm.launch import World
 from isograd.verify.compare.numerics import (
-    HIGH,
-    LOW,
     Associated,
     Noise,
     direction,
@@ -27,9 +25,12 @@ from isograd.verify.compare.numerics import (
 )
 from isograd.verify.prove import one_device
 from isograd.verify.tell.findings import BUG, INCONCLUSIVE, PASS
+from isograd.verify.tolerances import NOISE
 
 from .recordings import numbers
 from .test_prove import by_hand
+
+LOW, HIGH = NOISE
 
 
 def small_net() -> tuple[dict[str, Tensor], Callable[[], Tensor]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,23 +12,14 @@ from torch import Tensor
 from isograd.verify.judge.analysis import Analysis
 from isograd.verify.judge.checks import check
 from isograd.verify.judge.checks.data import own_data
+from isograd.verify.record.events import Collective, Draw, Event
 from isograd.verify.record.recording import Recording
 from isograd.verify.tell.findings import BUG, INCONCLUSIVE, Finding
 
 from .recordings import Held, Step, numbers, write
 
-CALL = {
-    "k": "collective",
-    "dtype": "float64",
-    "numel": 12,
-    "site": "",
-    "covers": [],
-    "cuts": False,
-    "n": 0,
-    "module": "",
-}
-SUMMED = {**CALL, "op": "all_reduce", "group": [0, 1], "phase": "backward"}
-DRAWN = {"k": "random", "module": "drop", "forward": 0, "shape": [3]}
+SUMMED = Collective(n=0, op="all_reduce", group=(0, 1), dtype="float64", numel=12, phase="backward")
+DRAWN = Draw(module="drop", forward=0, shape=(3,), into="x", out="x")
 
 
 def data(rank: int, step: int) -> Tensor:
@@ -78,12 +70,12 @@ def apart(rank: int, step: int) -> Tensor:
     return numbers(4, 3, seed=100 + 10 * rank + step)
 
 
-def masks(rank: int) -> list[dict[str, Any]]:
-    return [SUMMED, {**DRAWN, "into": f"{rank}", "out": f"{rank}"}]
+def masks(rank: int) -> list[Event]:
+    return [SUMMED, replace(DRAWN, into=f"{rank}", out=f"{rank}")]
 
 
 def with_forward(op: str) -> Any:
-    return lambda rank: [*masks(rank), {**CALL, "op": op, "group": [0, 1], "phase": "forward"}]
+    return lambda rank: [*masks(rank), replace(SUMMED, op=op, phase="forward")]
 
 
 def test_other_random_masks_do_not_hide_that_the_data_are_one(tmp_path: Path) -> None:
@@ -93,7 +85,7 @@ def test_other_random_masks_do_not_hide_that_the_data_are_one(tmp_path: Path) ->
 
 def test_equal_draws_on_equal_data_are_no_second_bug(tmp_path: Path) -> None:
     draws = {0: {"into": "x", "out": "a"}, 1: {"into": "x", "out": "b"}}
-    recording = record(tmp_path, added=apart, events=lambda rank: [SUMMED, {**DRAWN, **draws[rank]}])
+    recording = record(tmp_path, added=apart, events=lambda rank: [SUMMED, replace(DRAWN, **draws[rank])])
     assert [f.bug for f in check(recording) if f.verdict == BUG] == ["same-data"]
 
 
@@ -104,7 +96,7 @@ RIGHT: dict[str, dict[str, Any]] = {
     "context parallel: each computes its own part": {"added": apart},
     "context parallel with dropout": {"added": apart, "events": with_forward("all_to_all")},
     "nothing is summed": {"events": lambda rank: []},
-    "a number for the log is summed": {"events": lambda rank: [{**SUMMED, "numel": 1}]},
+    "a number for the log is summed": {"events": lambda rank: [replace(SUMMED, numel=1)]},
 }
 
 

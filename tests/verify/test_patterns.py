@@ -6,7 +6,7 @@ import pytest
 
 from isograd.verify.judge import patterns
 from isograd.verify.judge.patterns import Symptom, read
-from isograd.verify.record.events import USES, Key
+from isograd.verify.record.events import Key, key
 
 
 def grid(*by_rank: tuple[float, ...]) -> dict[Key, float]:
@@ -44,7 +44,7 @@ READ: dict[str, tuple[dict[Key, float], int, Symptom]] = {
     "middle micro-batch lost": (grid((1, 0, 1)), 0, Symptom(patterns.LOST, 1.0, (1,))),
     "others' first micro-batch lost": (grid((1, 1), (0, 1)), 0, Symptom(patterns.LOST, 1.0, (0,))),
     "others' second use lost": (
-        {(0, 0): 1, (0, USES): 1, (1, 0): 1, (1, USES): 0}, 0, Symptom(patterns.USE_LOST, 1.0, (USES,)),
+        {(0, 0): 1, (0, key(0, 1)): 1, (1, 0): 1, (1, key(0, 1)): 0}, 0, Symptom(patterns.USE_LOST, 1.0, (key(0, 1),)),
     ),
     "powers of two": (grid((4, 2, 1), (4, 2, 1)), 0, Symptom(patterns.REREDUCED, 2.0)),
     "powers of two, two micro-batches": (grid((2, 1)), 0, Symptom(patterns.REREDUCED, 2.0)),

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from isograd.verify.compare.placement import Place, place
+from isograd.verify.record.events import Parameter
 
-from .recordings import numbers
+from .recordings import Held, numbers, told
 
 WHOLE = numbers(12, 7)
 
 
-def info(local: Tensor, whole: Tensor, box: list[list[int]] | None = None) -> dict[str, Any]:
-    return {"box": box, "global": list(whole.shape), "shape": list(local.shape)}
+def info(local: Tensor, whole: Tensor, box: list[list[int]] | None = None) -> Parameter:
+    return told(Held(local, None, box=box, whole=tuple(whole.shape)), local)
 
 
 def placed(local: Tensor, whole: Tensor = WHOLE, index: int = 0, holders: int = 2) -> Place | None:
@@ -82,7 +83,7 @@ def test_a_box_is_believed_whatever_the_values() -> None:
 
 def test_a_box_of_another_whole_is_not_believed() -> None:
     local = WHOLE[6:]
-    other = {**info(local, WHOLE, [[0, 6], [0, 7]]), "global": [24, 7]}
+    other = replace(info(local, WHOLE, [[0, 6], [0, 7]]), whole=(24, 7))
     assert place(local, WHOLE, other, 0, 2) == Place(((0, (6, 7, 8, 9, 10, 11)),))
 
 

@@ -7,6 +7,7 @@ import json
 import pickle
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 
 from isograd.errors import VerifyError
 from isograd.verify.record import recording
+from isograd.verify.record.events import Backward, Collective, End
 from isograd.verify.record.recording import RankWriter, Recording, write_json
 
 from .recordings import Held, Step, numbers, write
@@ -31,16 +33,16 @@ def home(tmp_path: Path) -> Path:
 def test_what_was_written_is_read_back(home: Path) -> None:
     found = Recording(home)
     assert found.world == 2
-    assert found.about == {"version": 1, "layout": "dp2"}
+    assert found.about == {"version": recording.VERSION, "layout": "dp2"}
     assert found.steps == [1, 2]
     assert [record.rank for record in found.ranks] == [0, 1]
     assert all(record.about["finished"] for record in found.ranks)
-    assert [event["micro"] for event in found.ranks[1].of("backward")] == [0, 1, 0, 1]
+    assert [event.micro for event in found.ranks[1].of(Backward)] == [0, 1, 0, 1]
     assert torch.equal(found.ranks[1].tensors(2)["final/a.weight"], numbers(5, 3) * 2)
     assert set(found.ranks[0].group(1, "parameter")) == {"a.weight", "a.bias"}
     assert set(found.ranks[0].group(1, "final")) == {"a.weight"}
-    assert found.parameters(1)["a.bias"]["gradient"] is False
-    assert found.parameters(1)["a.weight"]["shape"] == [5, 3]
+    assert found.parameters(1)["a.bias"].gradient is False
+    assert found.parameters(1)["a.weight"].shape == (5, 3)
 
 
 def test_tensors_of_every_kind_come_back_bit_by_bit(tmp_path: Path) -> None:
@@ -64,19 +66,17 @@ def test_tensors_of_every_kind_come_back_bit_by_bit(tmp_path: Path) -> None:
 
 def test_the_end_of_a_collective_is_folded_into_it(tmp_path: Path) -> None:
     writer = RankWriter(tmp_path, 0, 1)
-    for event in ({"k": "collective", "n": 1}, {"k": "collective", "n": 2}, {"k": "end", "n": 1, "seconds": 0.25}):
+    first, second = (Collective(n=n, op="all_reduce", group=(0,)) for n in (1, 2))
+    for event in (first, second, End(n=1, seconds=0.25)):
         writer.event(event)
-    writer.event({"k": "end", "n": 99, "seconds": 1.0})  # of a collective that began before the recording
+    writer.event(End(n=99, seconds=1.0))  # of a collective that began before the recording
     writer.close()
-    assert Recording(tmp_path).ranks[0].events == [
-        {"k": "collective", "n": 1, "seconds": 0.25},
-        {"k": "collective", "n": 2},
-    ]
+    assert Recording(tmp_path).ranks[0].events == [replace(first, seconds=0.25), second]
 
 
 def test_a_rank_that_never_closed_is_read_and_known_as_unfinished(tmp_path: Path) -> None:
     writer = RankWriter(tmp_path, 0, 1)
-    writer.event({"k": "backward", "step": 1, "micro": 0})
+    writer.event(Backward(1, 0))
     found = Recording(tmp_path).ranks[0]
     assert found.about["finished"] is False
     assert len(found.events) == 1
@@ -118,6 +118,13 @@ DAMAGED: dict[str, tuple[Damage, str, str]] = {
     "events that are missing": (lambda h: (h / "rank-0000/events.jsonl").unlink(), "IG715", "events.jsonl"),
     "an event that is no object": (lambda h: append(h / "rank-0000/events.jsonl", "[1]\n"), "IG715", "rank-0000"),
     "an event without its kind": (lambda h: append(h / "rank-0000/events.jsonl", '{"n":1}\n'), "IG715", "line 7"),
+    "an event of an unknown kind": (lambda h: append(h / "rank-0000/events.jsonl", '{"k":"x"}\n'), "IG715", "line 7"),
+    "a field of another type": (
+        lambda h: append(h / "rank-0000/events.jsonl", '{"k":"end","n":"1","seconds":2}\n'), "IG715", "n is '1'",
+    ),
+    "a field that is not known": (
+        lambda h: append(h / "rank-0000/events.jsonl", '{"k":"start","color":1}\n'), "IG715", "unknown ['color']",
+    ),
     "an end of nothing": (lambda h: append(h / "rank-0000/events.jsonl", '{"k":"end"}\n'), "IG715", "rank-0000"),
     "events nested without end": (
         lambda h: append(h / "rank-0000/events.jsonl", "[" * 200_000 + "\n"), "IG715", "rank-0000",
@@ -131,7 +138,8 @@ DAMAGED: dict[str, tuple[Damage, str, str]] = {
         lambda h: (h / "rank-0001/rank.json").write_text('{"version": 1}'), "IG716", "rank-0001",
     ),
     "a rank.json that is missing": (lambda h: (h / "rank-0001/rank.json").unlink(), "IG716", "rank-0001"),
-    "a newer version": (lambda h: change(h / "rank-0001/rank.json", version=2), "IG714", "rank-0001"),
+    "a newer version": (lambda h: change(h / "rank-0001/rank.json", version=3), "IG714", "rank-0001"),
+    "an older version": (lambda h: change(h / "rank-0001/rank.json", version=1), "IG714", "rank-0001"),
     "a version that is no number": (lambda h: change(h / "rank-0000/rank.json", version="x"), "IG716", "rank-0000"),
     "a missing rank": (lambda h: shutil.rmtree(h / "rank-0000"), "IG713", "ranks [1]"),
     "a missing last rank": (lambda h: shutil.rmtree(h / "rank-0001"), "IG713", "ranks [0]"),

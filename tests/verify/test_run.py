@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.flop_counter import FlopCounterMode
 
 from isograd.cli import main
+from isograd.verify.record.events import Backward, Collective, Input, Skipped, Step
 from isograd.verify.record.recording import RankWriter, Recording
 from isograd.verify.run.attach import inspect
 from isograd.verify.run.hang import place, processes
@@ -195,7 +196,7 @@ def test_recomputation_in_backward_is_no_second_forward(tmp_path, reentrant) -> 
 
     assert verdict_and_sentences(watch(tmp_path, program)) == (PASS, [])
     rank = Recording(tmp_path).ranks[0]
-    assert len(rank.of("input")) == len(rank.of("backward")) == 4
+    assert len(rank.of(Input)) == len(rank.of(Backward)) == 4
 
 
 def test_several_optimizers_after_one_backward_are_one_step(tmp_path) -> None:
@@ -209,7 +210,7 @@ def test_several_optimizers_after_one_backward_are_one_step(tmp_path) -> None:
             model.zero_grad()
 
     assert verdict_and_sentences(watch(tmp_path, program)) == (PASS, [])
-    assert len(Recording(tmp_path).ranks[0].of("step")) == 2
+    assert len(Recording(tmp_path).ranks[0].of(Step)) == 2
 
 
 def test_optimizers_that_take_turns_are_judged_each_by_its_own_parameters(tmp_path) -> None:
@@ -256,7 +257,7 @@ def test_steps_that_are_left_out_are_no_lost_micro_batches(tmp_path) -> None:
 
     assert verdict_and_sentences(watch(tmp_path / "scaler", by_scaler)) == (PASS, [])
     assert verdict_and_sentences(watch(tmp_path / "norm", by_norm)) == (PASS, [])
-    assert len(Recording(tmp_path / "norm").ranks[0].of("skipped")) == 1
+    assert len(Recording(tmp_path / "norm").ranks[0].of(Skipped)) == 1
 
 
 @pytest.mark.parametrize("whole", [False, True])
@@ -403,7 +404,7 @@ def test_gradients_are_written_before_activations_use_up_the_limit(tmp_path, par
     assert len(rank.group(1, "final")) == len(rank.group(1, "sum")) == 7
     assert len(rank.group(1, "parameter")) == len(rank.group(1, "after")) == 7 * parameters
     assert len(rank.group(1, "out")) == 1
-    left = rank.of("step")[0]["left_out"]
+    left = rank.of(Step)[0].left_out
     assert left == {"limit": limit, "activations": left["activations"]}
     (note,) = inspect(tmp_path).findings
     assert note.verdict == NOTE
@@ -455,9 +456,8 @@ def test_a_program_that_broke_because_ranks_called_different_collectives_is_told
         for event in recording.ranks[0].events if rank == 0 else []:
             writer.event(event)
         for number, op in enumerate(calls):
-            about = {"n": number, "op": op, "group": [0, 1], "numel": 4, "dtype": "float32", "bytes": 16, "start": 0.1}
-            more = {"site": f"train.py:{10 + rank} in step", "covers": [], "phase": "other", "module": ""}
-            writer.event({"k": "collective", "step": 3, "micro": 0, **about, **more})
+            about = {"n": number, "op": op, "group": (0, 1), "numel": 4, "dtype": "float32", "bytes": 16, "start": 0.1}
+            writer.event(Collective(3, site=f"train.py:{10 + rank} in step", **about))
         writer.close()
     assert [f.bug for f in inspect(tmp_path).findings if f.verdict == BUG] == []
     said = [f.sentence for f in inspect(tmp_path, failed=True).findings if f.bug == "order"]

@@ -29,7 +29,8 @@ from isograd.pipeline.schedule import Action, Timed, build
 from isograd.verify.case import Case
 from isograd.verify.compare.compare import compare
 from isograd.verify.compare.numerics import Associated, Noise
-from isograd.verify.record.recording import Recording, write_json
+from isograd.verify.record.events import LabelWeight, Norm, Pipeline, Result
+from isograd.verify.record.recording import VERSION, Recording, write_json
 from isograd.verify.tell.findings import INCONCLUSIVE, NOTE, Finding, Subject
 from isograd.verify.tell.report import Report
 from isograd.verify.watch.capture import Capture
@@ -79,9 +80,9 @@ def verify(
             world = worlds.setdefault(size, World(size))
             place = home / str(layout).replace(" ", "_")
             reference = references[pieces[str(layout)]]
-            norms = {event["step"]: event["value"] for event in reference.ranks[0].of("norm")}
+            norms = {event.step: event.value for event in reference.ranks[0].of(Norm)}
             world.run(partial(_on_layout, case, str(layout), dtype, str(place), norms), timeout=timeout)
-            write_json(place / "recording.json", {"version": 1, "layout": str(layout)})
+            write_json(place / "recording.json", {"version": VERSION, "layout": str(layout)})
             recording = Recording(place)
             subject = compare(reference, recording, noise=noise)
             _note_even(recording, layout, subject)
@@ -177,7 +178,7 @@ def _sum_of_parts(case: Case, parts: list[object], capture: Capture) -> None:
         if float(weight):
             (loss * (weight / total).to(loss.dtype)).backward()
             value += float(loss.detach().double()) * float(weight)
-    capture.event("result", loss=value / total, weight=total)
+    capture.event(Result(*capture.now, loss=value / total, weight=total))
 
 
 def _on_layout(case: MakeCase | str, layout: str, dtype: torch.dtype, directory: str, norms: dict[int, float]) -> None:
@@ -222,11 +223,12 @@ def _on_layout(case: MakeCase | str, layout: str, dtype: torch.dtype, directory:
                     engine.backward(*made.mean(part))
             else:
                 engine.accumulate(mine)
-                capture.event("pipeline", actions=[[*t.action, t.start, t.end] for t in engine.pipeline.timeline])
+                did = tuple((*t.action, t.start, t.end) for t in engine.pipeline.timeline)
+                capture.event(Pipeline(*capture.now, actions=did))
             number = capture.step
             stats = engine.step()
             if capture.writer is not None:
-                capture.writer.event({"k": "result", "step": number, "loss": stats.loss, "weight": stats.weight})
+                capture.writer.event(Result(number, loss=stats.loss, weight=stats.weight))
 
 
 def pieces_of(case: Case, mesh: Mesh) -> list[object]:
@@ -246,7 +248,7 @@ def _reference(
 ) -> Recording:
     place = home / f"one-device-{data_ranks}-{number}"
     world.run(partial(one_device, case, data_ranks, dtype, str(place)), timeout=timeout)
-    write_json(place / "recording.json", {"version": 1, "layout": "1"})
+    write_json(place / "recording.json", {"version": VERSION, "layout": "1"})
     return Recording(place)
 
 
@@ -302,9 +304,8 @@ def _note_even(recording: Recording, layout: Layout, subject: Subject) -> None:
     counts: dict[tuple[int, int, int], float] = {}
     for record in recording.ranks:
         at = layout.coordinates(record.rank)
-        for e in record.of("weight"):
-            if e["step"] == 1:
-                counts[at["dp"], at["cp"], e["micro"]] = e["count"]
+        for e in record.of(LabelWeight, 1):
+            counts[at["dp"], at["cp"], e.micro] = e.count
     if len(counts) > 1 and len(set(counts.values())) == 1:
         sentence = "every rank and micro-batch has the same number of labels: a mean of means would not show"
         subject.findings.append(Finding(NOTE, "", sentence))
@@ -314,8 +315,8 @@ def _pictured(recording: Recording, layout: Layout) -> dict[str, str]:
     """The schedule of the last step, as the first rank of each pipeline stage ran it while it was watched."""
     if layout.pp == 1:
         return {}
-    ranks = [recording.ranks[rank].of("pipeline")[-1]["actions"] for rank in layout.ranks("pp", 0)]
-    rows = [[Timed(Action(*action), start, end) for *action, start, end in actions] for actions in ranks]
+    ranks = [recording.ranks[rank].of(Pipeline)[-1].actions for rank in layout.ranks("pp", 0)]
+    rows = [[Timed(Action(*did[:3]), *did[3:]) for did in actions] for actions in ranks]
     count = 1 + max(timed.action.micro for row in rows for timed in row)
     schedule = build(layout.schedule, layout.pp, layout.vpp, count)
     return {"text": picture.ascii(schedule, rows, width=100), "svg": picture.svg(schedule, rows)}

@@ -17,15 +17,13 @@ from isograd.comm import raw
 from isograd.comm.launch import World
 from isograd.layout import Layout
 from isograd.mesh import DATA, Mesh
+from isograd.verify import tolerances
 from isograd.verify.case import Case
 from isograd.verify.compare.numerics import direction, scale_of, slope_along
 from isograd.verify.prove import MakeCase, make, name_of, pieces_of
 from isograd.verify.tell.findings import BUG, Finding, Subject, kind
 from isograd.verify.tell.report import Report
 from isograd.verify.tell.wording import finding
-
-FLOOR = 1e-3  # of the largest class's slope: smaller ones drown in the loss's own rounding
-TOLERANCE = 1e-6  # relative; Richardson's rule leaves about 1e-9 in fp64
 
 
 def taylor_test(case: MakeCase | str, layouts: str, timeout: float | None = 600.0) -> Report:
@@ -41,9 +39,9 @@ def taylor_test(case: MakeCase | str, layouts: str, timeout: float | None = 600.
         subject = Subject(str(layout), layout.world_size, compared=True)
         largest = max(abs(promised) for _, promised in measured.values())
         for key, (slope, promised) in measured.items():
-            error = abs(slope - promised) / max(abs(slope), abs(promised), FLOOR * largest, 1e-300)
+            error = abs(slope - promised) / max(abs(slope), abs(promised), tolerances.SLOPE_FLOOR * largest, 1e-300)
             subject.errors[key] = error if math.isfinite(error) else math.nan
-            if not error <= TOLERANCE:
+            if not error <= tolerances.SLOPE:
                 subject.findings.append(_wrong(key, slope, promised))
         report.subjects.append(subject)
     return report

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from isograd.errors import VerifyError
+from isograd.verify import tolerances
 from isograd.verify.compare.diagnose import diagnose
 from isograd.verify.compare.divergence import first_divergence
 from isograd.verify.compare.numerics import Noise
 from isograd.verify.compare.placement import Place, place
 from isograd.verify.compare.same_data import same_data
 from isograd.verify.compare.tensorwise import (
-    FLOOR,
     Tensorwise,
     common_factor,
     compare_sketch,
@@ -30,20 +30,15 @@ from isograd.verify.compare.tensorwise import (
     unrecorded,
 )  # fmt: skip
 from isograd.verify.judge.analysis import Analysis
-from isograd.verify.judge.checks import check, without_consequences
+from isograd.verify.judge.checks import check
 from isograd.verify.judge.checks.gradients import scales
+from isograd.verify.judge.consequences import row, spoilt, without_consequences
+from isograd.verify.record.events import Norm, Result
 from isograd.verify.record.recording import Recording
+from isograd.verify.record.sketch import dtype_name
 from isograd.verify.tell.findings import BUG, INCONCLUSIVE, NOTE, Finding, Subject, listed
 from isograd.verify.tell.report import timeline
 from isograd.verify.tell.wording import axis_over, finding, left_out
-
-# After these every gradient may differ in no pattern.
-SPOILS = (
-    "cut-graph", "norm-dropout-rng", "bias-n-times", "ulysses-permute", "resume-other-rank", "bf16-reduction",
-    "border-labels-lost",
-)  # fmt: skip
-
-ON_PURPOSE = ("cut-graph", "mean-of-means", "norm-dropout-rng")  # a stopped gradient, weighed labels, other masks
 
 
 def compare(
@@ -69,7 +64,7 @@ def compare(
         )
     free = check(candidate, leave_out=(scales,))  # the reference knows which of two scales is the right one
     explained = [f for f in data if f.verdict == BUG]
-    narrow = noise is not None or limit_of(Analysis(candidate, steps[0])) > 1e-8
+    narrow = noise is not None or limit_of(Analysis(candidate, steps[0])) > tolerances.NARROW
     for step in steps[:1] if narrow else steps:  # later weights differ by rounding already
         found = _step(reference, candidate, step, rename or {}, subject, noise)
         explained += [f for f in found if f not in explained]
@@ -85,7 +80,7 @@ def merged(explained: list[Finding], free: list[Finding]) -> list[Finding]:
     told = {f.bug for f in explained if f.verdict == BUG}
     named = {f.bug for f in free if f.verdict == BUG and f.bug}
     kept = [f for f in free if f.verdict != INCONCLUSIVE]
-    with_site = {f.bug: f for f in free if f.bug in ("cut-graph", "bf16-reduction") and f.verdict == BUG}
+    with_site = {f.bug: f for f in free if row(f.bug).knows_line and f.verdict == BUG}
     explained = [
         replace(f, sentence=f"{with_site[f.bug].sentence}; {f.sentence}", axis=with_site[f.bug].axis)
         if f.bug in with_site
@@ -94,16 +89,16 @@ def merged(explained: list[Finding], free: list[Finding]) -> list[Finding]:
     ]
     named -= set(with_site) & told
     out = [f for f in kept if f.bug == "clip-per-rank" or not _told_again(f, explained)]
-    out = [f for f in out if not _consequence(f, explained)]
+    out = [f for f in out if not spoilt(f, explained)]
     extra = []
     for f in explained:
         scale = f.coefficients[:1] == (("reference", 1.0),)  # a clip explains factors, and nothing else
-        named_here = named if scale else named - {"clip-per-rank", "norm-counts-replicas"}
+        named_here = named if scale else {bug for bug in named if not row(bug).factor_only}
         covered = {t for g in out if g.verdict == BUG and g.bug in named_here for t in g.tensors}
         if f.bug in named and any(f.bug == g.bug and (set(f.tensors) & set(g.tensors) or not f.tensors) for g in out):
             continue
         unnamed = f.verdict != NOTE and f.bug == ""
-        if unnamed and (_consequence(f, [*explained, *out]) or (named_here and set(f.tensors) <= covered)):
+        if unnamed and (spoilt(f, [*explained, *out]) or (named_here and set(f.tensors) <= covered)):
             continue
         extra.append(f)
     hurt = tuple(sorted({t for f in explained if f.bug == "" for t in f.tensors}))
@@ -122,17 +117,10 @@ def _told_again(found: Finding, explained: list[Finding]) -> bool:
 def _decided(explained: list[Finding], free: list[Finding]) -> list[Finding]:
     """What is a bug in one program and on purpose in another: gradients that are the reference's say which it is."""
     if all(f.verdict == NOTE for f in explained):
-        return [f for f in free if f.bug not in ON_PURPOSE]
+        return [f for f in free if not row(f.bug).on_purpose]
     if any(f.verdict == BUG and f.bug in ("", "cut-graph") for f in explained):
         return [replace(f, verdict=BUG) if f.bug == "cut-graph" else f for f in free]
     return free
-
-
-def _consequence(found: Finding, others: list[Finding]) -> bool:
-    """A difference that is explained by nothing, or seems to be a missing sum, beside a bug that spoils everything."""
-    return found.bug in ("", "norm-unreduced", "nosync-missing", "replicas-differ") and any(
-        g.verdict == BUG and g.bug in SPOILS for g in others
-    )
 
 
 # -- one step ----------------------------------------------------------------------------------------------------
@@ -182,8 +170,10 @@ def _step(
         if strange and not any(f.bug for f in found if f.verdict == BUG):
             found += first_divergence(reference, candidate)
     found += _losses(reference, candidate, step, subject, limit)
-    found += _norms(reference, candidate, step, bool(wrong), max(1e-5, limit))
-    if not wrong and not any(f.verdict == BUG for f in found) and limit < 1e-2:  # half-precision updates are rounding
+    found += _norms(reference, candidate, step, bool(wrong), max(tolerances.NORM, limit))
+    if (
+        not wrong and not any(f.verdict == BUG for f in found) and limit < tolerances.HALF_UPDATE
+    ):  # half-precision updates are rounding
         found += _updates(analysis, start, whole_tensors(theirs, "after"), names, places)
     of = f" of {len(compared) + len(unplaced)}" if unplaced else ""
     subject.facts["gradients"] = f"{len(compared)}{of} compared by name, step {step} last"
@@ -205,9 +195,7 @@ def _every_tensor(
     left: list[str] = []
     given = {key for record in reference.ranks for key in record.tensors(analysis.step)}
     for name, theirs in names.items():
-        if f"sum/{theirs}" not in given and not any(
-            analysis.about[r][name]["gradient"] for r in analysis.holders(name)
-        ):
+        if f"sum/{theirs}" not in given and not any(analysis.about[r][name].gradient for r in analysis.holders(name)):
             continue
         one: Tensorwise | None = None
         if all(rank in places[name] for rank in analysis.holders(name)):
@@ -232,13 +220,13 @@ def whole_tensors(analysis: Analysis, prefix: str) -> dict[str, Tensor]:
         first = next(iter(infos))
         if parts[first] is None:
             continue
-        if all(i["box"] is None for i in infos.values()) or infos[first]["shape"] == infos[first]["global"]:
+        if all(i.box is None for i in infos.values()) or infos[first].shape == infos[first].whole:
             found[name] = parts[first]  # type: ignore[assignment]
             continue
-        whole = torch.zeros(infos[first]["global"], dtype=parts[first].dtype)  # type: ignore[union-attr]
+        whole = torch.zeros(infos[first].whole, dtype=parts[first].dtype)  # type: ignore[union-attr]
         for rank, info in infos.items():
-            if parts[rank] is not None:
-                whole[tuple(slice(a, b) for a, b in info["box"])] = parts[rank]  # type: ignore[assignment]
+            if parts[rank] is not None and info.box is not None:
+                whole[tuple(slice(a, b) for a, b in info.box)] = parts[rank]  # type: ignore[assignment]
         found[name] = whole
     return found
 
@@ -259,7 +247,7 @@ def match_names(
     for name in analysis.names:
         if name in names or not left:
             continue
-        shape = tuple(analysis.info(name)["global"])
+        shape = analysis.info(name).whole
         fits = next((n for n in left if tuple(theirs[n].shape) == shape), None)
         if fits is not None:
             names[name] = fits
@@ -274,7 +262,7 @@ def match_names(
 
 
 def _missing_names(analysis: Analysis, truth: dict[str, Tensor], names: dict[str, str], found: list[Finding]) -> None:
-    lost = [n for n in analysis.names if n not in names and analysis.info(n)["gradient"]]
+    lost = [n for n in analysis.names if n not in names and analysis.info(n).gradient]
     if lost:
         found.append(
             finding(INCONCLUSIVE, "", f"no counterpart in the reference for {listed(lost)}", tensors=tuple(lost))
@@ -303,10 +291,10 @@ def _places(analysis: Analysis, start: dict[str, Tensor], names: dict[str, str])
                 found[name][rank] = spot
     for name in names:  # a constant bias follows its module's weight, which has values to be found by
         weight = name.rpartition(".")[0] + ".weight"
-        if name != weight and weight in found and analysis.info(name).get("constant"):
+        if name != weight and weight in found and analysis.info(name).constant:
             for rank, spot in found[weight].items():
                 cuts = tuple(c for c in spot.cuts if c[0] == 0)
-                if rank in found[name] and cuts and analysis.about[rank][name]["shape"] == [len(cuts[0][1])]:
+                if rank in found[name] and cuts and analysis.about[rank][name].shape == (len(cuts[0][1]),):
                     found[name][rank] = Place(cuts)
     return found
 
@@ -336,8 +324,8 @@ def _other_weights(
             if not local.numel():  # its weights are elsewhere until they are needed
                 continue
             expected = spot.of(start[theirs]).double()
-            size = max(float(expected.norm()), FLOOR * whole)
-            if local.shape != expected.shape or float((local - expected).norm()) > 1e-4 * size:
+            size = max(float(expected.norm()), tolerances.FLOOR * whole)
+            if local.shape != expected.shape or float((local - expected).norm()) > tolerances.START * size:
                 apart.append(name)
     apart = list(dict.fromkeys(apart))
     swapped = _swapped(analysis, names, places)
@@ -368,9 +356,7 @@ def _swapped(analysis: Analysis, names: dict[str, str], places: dict[str, dict[i
 
 def _losses(reference: Recording, candidate: Recording, step: int, subject: Subject, limit: float) -> list[Finding]:
     """The loss that a program says it optimised."""
-    told = [
-        [(e["loss"], e["weight"]) for e in r.ranks[0].of("result") if e["step"] == step] for r in (candidate, reference)
-    ]
+    told = [[(e.loss, e.weight) for e in r.ranks[0].of(Result, step)] for r in (candidate, reference)]
     if not all(told):
         return []
     (ours, weight), (theirs, expected) = told[0][0], told[1][0]
@@ -389,7 +375,7 @@ def _norms(reference: Recording, candidate: Recording, step: int, wrong: bool, l
     """Equal gradients must give the reference's norm on every rank."""
 
     def reported(recording: Recording) -> dict[int, float]:
-        return {r.rank: e["value"] for r in recording.ranks for e in r.of("norm")[::-1] if e["step"] == step}
+        return {r.rank: e.value for r in recording.ranks for e in r.of(Norm, step)[::-1]}
 
     ours, theirs = reported(candidate), reported(reference)
     if wrong or not ours or 0 not in theirs:
@@ -426,8 +412,8 @@ def _updates(
                 continue
             moved = tensors[f"after/{name}"].double() - tensors[f"parameter/{name}"].double()
             expected = spot.of(after[theirs]).double() - spot.of(before[theirs]).double()
-            rounding = 1e-6 if tensors[f"after/{name}"].dtype == torch.float64 else 1e-2
-            if float((moved - expected).norm()) > rounding * max(float(expected.norm()), 1e-12):
+            rounding = tolerances.UPDATE.get(dtype_name(tensors[f"after/{name}"]), tolerances.UPDATE_OTHER)
+            if float((moved - expected).norm()) > rounding * max(float(expected.norm()), tolerances.NOTHING):
                 apart[name] = float((moved - expected).norm()) / max(float(expected.norm()), 1e-300)
     if not apart:
         return []

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from isograd.verify import tolerances
 from isograd.verify.judge import patterns
 from isograd.verify.judge.analysis import Analysis, Observed
 from isograd.verify.judge.checks.traffic import reductions
@@ -162,10 +163,10 @@ def read_tensor(
     size = float(wanted.norm())
     if not bool(seen.sketch.isfinite().all()):
         return Symptom(UNKNOWN), {}, "not finite"
-    if float(seen.sketch.norm()) <= 1e-12 * size:
+    if float(seen.sketch.norm()) <= tolerances.NOTHING * size:
         return Symptom(patterns.SCALED, 0.0), {}, ""
     factor = float(seen.sketch @ wanted) / max(size**2, 1e-300)
-    if float((seen.sketch - factor * wanted).norm()) <= 30 * tolerance * float(seen.sketch.norm()):
+    if float((seen.sketch - factor * wanted).norm()) <= tolerances.LOOSER * tolerance * float(seen.sketch.norm()):
         return Symptom(patterns.SCALED, factor), {}, ""
     coefficients = _by_contributions(analysis, one.name, seen, wanted, tolerance)
     coefficients = coefficients or _by_reference(reference, step, one.name, seen, tolerance)
@@ -179,7 +180,7 @@ def _worst(analysis: Analysis, one: Tensorwise) -> Observed | None:
     """As the first rank sees it that is wrong by about as much as any."""
     seen = {s.own: s for s in analysis.observed(one.name)}
     errors = {own: max(one.errors.get(r, 0.0) for r in s.ranks) for own, s in seen.items()}
-    return next((seen[own] for own in sorted(seen) if errors[own] >= 0.1 * max(errors.values())), None)
+    return next((seen[own] for own in sorted(seen) if errors[own] >= tolerances.WORST * max(errors.values())), None)
 
 
 def _by_contributions(
@@ -191,14 +192,16 @@ def _by_contributions(
         return None
     mine = analysis.replicas_of(name, seen.own)
     near = parts if analysis.covered(name) else {k: p for k, p in parts.items() if k[0] in mine}
-    loose = 30 * tolerance
+    loose = tolerances.LOOSER * tolerance
     for chosen in (near, parts):
         should, does = fit(wanted, chosen, tolerance, seen.own), fit(seen.sketch, chosen, tolerance, seen.own)
         if should is None or does is None or should.residual > loose or does.residual > loose:
             continue
         if not (should.determined and does.determined):
             continue
-        others = tuple(sorted({k for (k, _), c in does.coefficients.items() if k not in mine and abs(c) > 1e-2}))
+        others = tuple(
+            sorted({k for (k, _), c in does.coefficients.items() if k not in mine and abs(c) > tolerances.COUNTS})
+        )
         if chosen is parts and others and not analysis.covered(name):
             return Symptom(WRONG_SHARDS, 1.0, others, own=seen.own), does.coefficients, ""
         return _ratios(analysis, should, does, seen.own, tolerance)
@@ -212,9 +215,9 @@ def _ratios(
     q = {
         k: does.coefficients[k] / c
         for k, c in should.coefficients.items()
-        if abs(c) > 1e-6 * top and k in does.coefficients
+        if abs(c) > tolerances.SAME * top and k in does.coefficients
     }
-    symptom = patterns.read(q, own, analysis.counts, max(30 * tolerance, 1e-3))
+    symptom = patterns.read(q, own, analysis.counts, max(tolerances.LOOSER * tolerance, tolerances.FACTOR))
     if symptom.kind == patterns.MIXED and does.uniform and not should.uniform:
         symptom = Symptom(patterns.PER_TOKEN)  # equal weights where the truth's differ
     return symptom, q, ""
@@ -233,7 +236,7 @@ def _by_reference(
     if len(parts) < 2:
         return None
     found = fit(seen.sketch, parts, tolerance)
-    if found is None or found.residual > 30 * tolerance or not found.determined:
+    if found is None or found.residual > tolerances.LOOSER * tolerance or not found.determined:
         return None
     return patterns.read(found.coefficients, 0), found.coefficients, ""
 
@@ -245,7 +248,7 @@ def _by_shape(final: Tensor | None, expected: Tensor) -> tuple[Symptom, dict[Key
     mine, theirs = final.double().reshape(final.shape[0], -1), expected.double().reshape(final.shape[0], -1)
     size = float(theirs.norm()) or 1.0
     row_error = (mine - theirs).norm(dim=1)
-    right = row_error <= 1e-6 * size / len(mine) ** 0.5
+    right = row_error <= tolerances.ROW * size / len(mine) ** 0.5
     if bool(right.any()) and not bool(right.all()):
         bad = (~right).nonzero().flatten().tolist()
         rows = (
@@ -256,6 +259,11 @@ def _by_shape(final: Tensor | None, expected: Tensor) -> tuple[Symptom, dict[Key
             {},
             f"right in {int(right.sum())} of {len(mine)} rows, wrong in rows {rows}: cuts disagree",
         )
-    if torch.allclose(mine.flatten().sort().values, theirs.flatten().sort().values, rtol=1e-6, atol=1e-9 * size):
+    if torch.allclose(
+        mine.flatten().sort().values,
+        theirs.flatten().sort().values,
+        rtol=tolerances.PERMUTED,
+        atol=tolerances.PERMUTED_SMALL * size,
+    ):
         return Symptom(PERMUTED), {}, "the right numbers in other places: a permutation"
     return Symptom(UNKNOWN), {}, "differs from the reference in no known pattern"

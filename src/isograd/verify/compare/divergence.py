@@ -14,11 +14,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from isograd.verify import tolerances
+from isograd.verify.record.events import Loss
 from isograd.verify.record.recording import RankRecord, Recording
+from isograd.verify.record.sketch import dtype_name
 from isograd.verify.tell.findings import BUG, INCONCLUSIVE, Finding
 from isograd.verify.tell.wording import axis_over, finding
 
-CLOSE = {torch.float64: 1e-6, torch.float32: 1e-4}  # of the largest row; 5e-2 for half precision
 HALF = 0.5
 LARGEST = 4096  # rows that are looked for
 
@@ -46,7 +48,10 @@ def contained(local: Tensor, whole: Tensor, directions: bool = False, share: flo
         if mine.shape[1] != theirs.shape[1] or max(len(mine), len(theirs)) > LARGEST:
             continue
         scale = theirs.norm(dim=1).max().clamp_min(1e-30)
-        close = torch.cdist(mine, theirs) <= CLOSE.get(local.dtype, 5e-2) * scale
+        close = (
+            torch.cdist(mine, theirs)
+            <= tolerances.ACTIVATION.get(dtype_name(local), tolerances.ACTIVATION_HALF) * scale
+        )
         known = close.any(1)
         if float(known.double().mean()) >= share:
             return Match(True, _in_order(close[known]))
@@ -92,7 +97,7 @@ def same_numbers(local: Tensor, whole: Tensor) -> bool:
     if spots is None:
         return False
     near = torch.minimum((theirs[spots] - mine).abs(), (theirs[spots - 1] - mine).abs())
-    return bool((near <= 1e-9 * theirs.abs().max()).all())
+    return bool((near <= tolerances.NUMBERS * theirs.abs().max()).all())
 
 
 def first_divergence(reference: Recording, candidate: Recording) -> list[Finding]:
@@ -149,7 +154,7 @@ def first_divergence(reference: Recording, candidate: Recording) -> list[Finding
 
 def _classes(record: RankRecord) -> set[int]:
     """Of how many classes cross-entropies had labels."""
-    return {int(event.get("classes", 0)) for event in record.of("loss")}
+    return {event.classes for event in record.of(Loss)}
 
 
 def _columns_moved(made: Tensor, whole: Tensor, classes: set[int]) -> bool:
@@ -182,7 +187,7 @@ def _forward_bug(made: Tensor, whole: Tensor, label: str, tensors: dict[str, Ten
     for name, value in tensors.items():
         if name.startswith(f"parameter/{module}") and name.endswith("bias") and value.shape == extra.shape[1:]:
             for times in range(1, world):
-                if float((extra - times * value.double()).norm()) <= 1e-6 * float(extra.norm()):
+                if float((extra - times * value.double()).norm()) <= tolerances.BIAS * float(extra.norm()):
                     return "bias-n-times"
     return ""
 

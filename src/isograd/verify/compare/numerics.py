@@ -20,9 +20,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from isograd.verify import tolerances
 from isograd.verify.tell.findings import BUG, INCONCLUSIVE, PASS
-
-LOW, HIGH = 3.0, 8.0  # error / noise: one of the ensemble; certainly none of it
 
 
 @dataclass(frozen=True)
@@ -38,14 +37,15 @@ class Noise:
         """Distance from the mean in units of the spread; a tensor without noise is held to the format's own."""
         expected = part(self.mean[name])
         share = (expected.numel() / max(self.mean[name].numel(), 1)) ** 0.5
-        floor = torch.finfo(found.dtype).eps * max(float(expected.norm()) * 0.5, 1e-3 * whole * share)
+        floor = torch.finfo(found.dtype).eps * max(float(expected.norm()) * 0.5, tolerances.NOISE_FLOOR * whole * share)
         spread = float(part(self.variance[name]).sum().sqrt())
         return float((found.double() - expected).norm()) / float(max(spread, floor))
 
 
 def verdict(ratio: float) -> str:
     """The verdict on an error in units of the measured noise."""
-    return PASS if ratio <= LOW else BUG if not ratio <= HIGH else INCONCLUSIVE
+    low, high = tolerances.NOISE
+    return PASS if ratio <= low else BUG if not ratio <= high else INCONCLUSIVE
 
 
 class Associated(TorchDispatchMode):

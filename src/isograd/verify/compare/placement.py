@@ -12,9 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from isograd.verify.record.recording import Event
-
-CLOSE = 1e-6  # relative: the same weight, stored in another precision
+from isograd.verify import tolerances
+from isograd.verify.record.events import Parameter
 
 
 @dataclass(frozen=True)
@@ -30,10 +29,10 @@ class Place:
         return whole
 
 
-def place(local: Tensor, whole: Tensor, info: Event, index: int, holders: int) -> Place | None:
+def place(local: Tensor, whole: Tensor, info: Parameter, index: int, holders: int) -> Place | None:
     """None when it cannot be told. `index` of `holders`: the rank's place among those that hold the name."""
-    if info["box"] is not None and tuple(info["global"]) == tuple(whole.shape):
-        cuts = [(d, tuple(range(a, b))) for d, (a, b) in enumerate(info["box"]) if (a, b) != (0, whole.shape[d])]
+    if info.box is not None and info.whole == tuple(whole.shape):
+        cuts = [(d, tuple(range(a, b))) for d, (a, b) in enumerate(info.box) if (a, b) != (0, whole.shape[d])]
         return Place(tuple(cuts))
     if local.shape == whole.shape:
         return Place()
@@ -66,7 +65,7 @@ def _rows(t: Tensor, dim: int) -> Tensor:
 
 
 def _close(rows: Tensor, others: Tensor) -> Tensor:
-    close: Tensor = (rows - others).norm(dim=-1) <= CLOSE * rows.norm(dim=-1).clamp_min(1e-30)
+    close: Tensor = (rows - others).norm(dim=-1) <= tolerances.STORED * rows.norm(dim=-1).clamp_min(1e-30)
     return close
 
 
@@ -76,7 +75,7 @@ def _match(rows: Tensor, among: Tensor) -> tuple[int, ...] | None:
         return None
     found = []
     for chunk in rows.split(64):
-        near = torch.cdist(chunk, among) <= CLOSE * chunk.norm(dim=1, keepdim=True).clamp_min(1e-30)
+        near = torch.cdist(chunk, among) <= tolerances.STORED * chunk.norm(dim=1, keepdim=True).clamp_min(1e-30)
         if not bool(near.any(1).all()):
             return None
         found += torch.where(near.sum(1) == 1, near.int().argmax(1), -1).tolist()

@@ -9,12 +9,14 @@ Labels that are missing while the tokens are the same, no more of them than sequ
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, field
 
 import torch
 
 from isograd.errors import VerifyError
+from isograd.verify.record.events import Given, LabelWeight
 from isograd.verify.record.recording import Recording
 from isograd.verify.record.sketch import content_hash
 from isograd.verify.tell.findings import BUG, NOTE, Finding, listed
@@ -36,7 +38,7 @@ class Content:
     dtypes: set[str] = field(default_factory=set)
     fillers: set[int] = field(default_factory=set)
 
-    def add(self, hashed: str, count: int, dtype: str, fillers: list[str], rows: int = 0) -> None:
+    def add(self, hashed: str, count: int, dtype: str, fillers: tuple[str, ...] = (), rows: int = 0) -> None:
         """Adds one tensor that a rank was given."""
         self.total = (self.total + int(hashed)) % 2**64
         self.count += count
@@ -51,18 +53,15 @@ def contents(recording: Recording, reached: bool = False) -> dict[str, Content]:
     that a backward has reached."""
     found: dict[str, Content] = {}
     for record in recording.ranks:
-        for event in record.of("given"):
-            counts = event["step"] == 1 and not (reached and event.get("reached") is False)
-            for name, one in event["tensors"].items() if counts else ():
-                if one["shape"]:
-                    size = int(torch.Size(one["shape"]).numel())
-                    found.setdefault(name, Content()).add(
-                        one["hash"], size, one["dtype"], one["fillers"], one["shape"][0]
-                    )
+        for event in record.of(Given, 1):
+            for name, one in event.tensors.items() if event.reached or not reached else ():
+                if one.shape:
+                    size = math.prod(one.shape)
+                    found.setdefault(name, Content()).add(one.hash, size, one.dtype, one.fillers, one.shape[0])
     for record in recording.ranks:
-        for event in record.of("weight"):
-            if event["step"] == 1 and event.get("labels"):
-                found.setdefault(LABELS, Content()).add(event["labels"], int(event["count"]), "int64", [])
+        for weight in record.of(LabelWeight, 1):
+            if weight.labels:
+                found.setdefault(LABELS, Content()).add(weight.labels, int(weight.count), "int64")
     return found
 
 

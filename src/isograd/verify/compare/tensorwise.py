@@ -9,22 +9,17 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
+from isograd.verify import tolerances
 from isograd.verify.compare.numerics import Noise
 from isograd.verify.compare.numerics import verdict as judged
 from isograd.verify.compare.placement import Place
 from isograd.verify.judge.analysis import Analysis
 from isograd.verify.record.recording import Recording
+from isograd.verify.record.sketch import dtype_name
 from isograd.verify.tell.findings import BUG, INCONCLUSIVE, PASS, Finding
 from isograd.verify.tell.wording import finding
-
-# Relative error of a tensor or block: up to the first it is rounding, from the second on a bug (docs/verify.md has the
-# measured null experiment); between them it cannot be told without an ensemble.
-LIMITS = {"float64": (1e-9, 1e-9), "float32": (1e-4, 1e-3), "float16": (3e-2, 2e-1), "bfloat16": (6e-2, 3e-1)}
-FLOOR = 1e-6  # of the whole gradient: tensors whose true gradient is zero are judged on it
-FLOORS = {torch.float32: 1e-4, torch.float16: 3e-3, torch.bfloat16: 3e-2}  # where rounding of the whole is larger
 
 
 @dataclass
@@ -57,9 +52,9 @@ def compare_tensor(
             continue
         expected = places[rank].of(truth)
         final = analysis.recording.ranks[rank].tensors(analysis.step).get(f"final/{name}")
-        kinds.add(analysis.about[rank][name]["gradient_dtype"] or analysis.about[rank][name]["dtype"])
+        kinds.add(analysis.about[rank][name].gradient_dtype or analysis.about[rank][name].dtype)
         if final is None:
-            errors[rank] = 1.0 if float(expected.double().norm()) > 1e-12 * whole else 0.0
+            errors[rank] = 1.0 if float(expected.double().norm()) > tolerances.NOTHING * whole else 0.0
             continue
         if final.shape != expected.shape and final.numel() == truth.numel():
             expected = truth  # an engine gave the whole gradient to every rank
@@ -69,13 +64,13 @@ def compare_tensor(
             ratios.append(noise.ratio(name, final, part, whole))
     if ratios and all(map(math.isfinite, errors.values())):
         return Tensorwise(name, places, errors, judged(max(ratios)))
-    kinds.add(str(truth.dtype).removeprefix("torch."))
+    kinds.add(dtype_name(truth))
     return Tensorwise(name, places, errors, _by_limits(errors, kinds))
 
 
 def _by_limits(errors: dict[int, float], kinds: Iterable[str]) -> str:
     """The verdict on relative errors of tensors that were held in these dtypes: the widest limits among them."""
-    limits = [LIMITS.get(kind, LIMITS["float32"]) for kind in kinds]
+    limits = [tolerances.LIMITS.get(kind, tolerances.LIMITS["float32"]) for kind in kinds]
     low, high = max(low for low, _ in limits), max(high for _, high in limits)
     worst = max((math.inf if math.isnan(e) else e for e in errors.values()), default=math.inf)
     return PASS if worst <= low else BUG if worst > high else INCONCLUSIVE
@@ -83,7 +78,7 @@ def _by_limits(errors: dict[int, float], kinds: Iterable[str]) -> str:
 
 def unrecorded(analysis: Analysis, reference: Recording, name: str, theirs: str) -> bool:
     """Whether a gradient that was there is in neither or only one recording: more than the limit for full tensors."""
-    held = [r for r in analysis.holders(name) if analysis.about[r][name]["gradient"]]
+    held = [r for r in analysis.holders(name) if analysis.about[r][name].gradient]
     missing = any(f"final/{name}" not in analysis.recording.ranks[r].tensors(analysis.step) for r in held)
     tensors = reference.ranks[0].tensors(analysis.step)
     return missing or (f"sum/{theirs}" in tensors and f"final/{theirs}" not in tensors)
@@ -99,14 +94,14 @@ def compare_sketch(
         return None
     size = max(float(truth.norm()), 1e-300)
     errors = {r: float((seen.sketch - truth).norm()) / size for seen in analysis.observed(name) for r in seen.ranks}
-    return Tensorwise(name, places, errors, _by_limits(errors, [analysis.info(name)["gradient_dtype"]]))
+    return Tensorwise(name, places, errors, _by_limits(errors, [analysis.info(name).gradient_dtype]))
 
 
 def block_error(found: Tensor, expected: Tensor, whole: float) -> float:
     """The worst relative error over the tensor and its blocks; NaN when there is one."""
     worst = 0.0
     for mine, theirs in zip(blocks(found.double()), blocks(expected.double()), strict=True):
-        size = max(float(theirs.norm()), FLOORS.get(found.dtype, FLOOR) * whole, 1e-300)
+        size = max(float(theirs.norm()), tolerances.FLOORS.get(dtype_name(found), tolerances.FLOOR) * whole, 1e-300)
         error = float((mine - theirs).norm()) / size
         if math.isnan(error):
             return error
@@ -137,4 +132,5 @@ def common_factor(
 
 def limit_of(analysis: Analysis) -> float:
     """Up to which relative error tensors of this run's dtype are equal."""
-    return max((LIMITS[i["dtype"]][0] for i in analysis.about[0].values() if i["dtype"] in LIMITS), default=1e-9)
+    kinds = {i.dtype for i in analysis.about[0].values()} & tolerances.LIMITS.keys()
+    return max((tolerances.LIMITS[kind][0] for kind in kinds), default=tolerances.LIMITS["float64"][0])

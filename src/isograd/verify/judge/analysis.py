@@ -14,16 +14,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import combinations
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from isograd.verify.judge.contributions import TOLERANCE, Fit, fit
-from isograd.verify.record.events import Key, micro_of
-from isograd.verify.record.recording import Event, Recording
-
-ROUNDING = {"float64": 1e-13, "float32": 1e-7, "float16": 1e-4, "bfloat16": 1e-3}  # of the largest gradient
+from isograd.verify import tolerances
+from isograd.verify.judge.contributions import Fit, fit
+from isograd.verify.record.events import Given, Key, LabelWeight, Parameter, Step, micro_of
+from isograd.verify.record.recording import Recording
 
 
 @dataclass(frozen=True)
@@ -55,13 +53,13 @@ class Analysis:
 
     def __init__(self, recording: Recording, step: int) -> None:
         self.recording, self.step, self.world = recording, step, recording.world
-        self.about: list[dict[str, Event]] = []  # per rank: name -> what the step event says
+        self.about: list[dict[str, Parameter]] = []  # per rank: name -> what the step event says
         self.sums: list[dict[str, Tensor]] = []
         self.parts: dict[str, dict[Key, Tensor]] = defaultdict(dict)
         self._fits: dict[Observed, Fit | None] = {}
         for record in recording.ranks:
-            event = next((e for e in record.of("step") if e["step"] == step), None)
-            self.about.append(dict(event["parameters"]) if event else {})
+            event = next(iter(record.of(Step, step)), None)
+            self.about.append(dict(event.parameters) if event else {})
             self.sums.append(record.group(step, "sum"))
             for key, part in record.group(step, "part").items():
                 micro, _, name = key.partition("/")
@@ -69,7 +67,7 @@ class Analysis:
         self._drop_overflows()
 
     @cached_property
-    def first(self) -> list[dict[str, Event]]:
+    def first(self) -> list[dict[str, Parameter]]:
         """What the ranks told at their first step."""
         return [self.recording.parameters(rank) for rank in range(self.world)]
 
@@ -98,8 +96,8 @@ class Analysis:
 
     def null(self, name: str) -> bool:
         """Whether a gradient is zero, or zero but for rounding."""
-        kinds = {self.about[r][name]["gradient_dtype"] for r in self.holders(name)}
-        share = max((ROUNDING.get(kind, 1e-7) for kind in kinds), default=1e-7)
+        kinds = {self.about[r][name].gradient_dtype for r in self.holders(name)}
+        share = max((tolerances.ROUNDING.get(kind, tolerances.ROUNDING_OTHER) for kind in kinds), default=0.0)
         mine = max((float(sums[name].norm()) for sums in self.sums if name in sums), default=0.0)
         return mine <= share * self.largest
 
@@ -112,7 +110,7 @@ class Analysis:
         """The ranks that hold a part of a parameter."""
         return [rank for rank, about in enumerate(self.about) if name in about]
 
-    def info(self, name: str) -> dict[str, Any]:
+    def info(self, name: str) -> Parameter:
         """What the first holder's step event says of a parameter."""
         return self.about[self.holders(name)[0]][name]
 
@@ -124,12 +122,12 @@ class Analysis:
             holders = self.holders(name)
             infos = [self.about[r][name] for r in holders]
             began = [self.first[r].get(name, self.about[r][name]) for r in holders]
-            if any(i["box"] is not None for i in infos) or not all(i.get("constant") for i in began):
+            if any(i.box is not None for i in infos) or not all(i.constant for i in began):
                 continue
-            if len({tuple(i["shape"]) for i in infos}) == 1 and len({i["hash"] for i in infos}) > 1:
+            if len({tuple(i.shape) for i in infos}) == 1 and len({i.hash for i in infos}) > 1:
                 module = name.rpartition(".")[0]
                 siblings = [n for n in self.names if n.rpartition(".")[0] == module and n != name]
-                if any(len(self.replica_sets(n)) > 1 for n in siblings if not self.info(n).get("constant")):
+                if any(len(self.replica_sets(n)) > 1 for n in siblings if not self.info(n).constant):
                     found.add(name)
         return found
 
@@ -138,7 +136,7 @@ class Analysis:
         sets: dict[str, list[int]] = defaultdict(list)
         for rank in self.holders(name):
             info = self.first[rank].get(name, self.about[rank][name])
-            sets[repr(info["box"]) if info["box"] is not None else info.get("before", "")].append(rank)
+            sets[repr(info.box) if info.box is not None else info.before].append(rank)
         return [tuple(ranks) for ranks in sets.values()]
 
     def replicas_of(self, name: str, rank: int) -> set[int]:
@@ -152,8 +150,8 @@ class Analysis:
 
     def tolerance(self, name: str) -> float:
         """The relative error that rounding leaves in a parameter's gradient, by the widest dtype of its holders."""
-        kinds = {self.about[r][name]["gradient_dtype"] or self.about[r][name]["dtype"] for r in self.holders(name)}
-        return max(TOLERANCE.get(kind, 2e-4) for kind in kinds)
+        kinds = {self.about[r][name].gradient_dtype or self.about[r][name].dtype for r in self.holders(name)}
+        return max(tolerances.FIT.get(kind, tolerances.FIT_OTHER) for kind in kinds)
 
     def observed(self, name: str) -> list[Observed]:
         """The gradient of a parameter, once per distinct value of it; covers put together."""
@@ -166,19 +164,19 @@ class Analysis:
         part_of = {rank: repr(ranks) for ranks in self.replica_sets(name) for rank in ranks}
         for rank in holders:
             about = self.about[rank][name]
-            found[part_of[rank], about["gradient_hash"] or f"rank {rank}"].append(rank)
+            found[part_of[rank], about.gradient_hash or f"rank {rank}"].append(rank)
         return [Observed(name, tuple(ranks), self.sums[ranks[0]][name]) for ranks in found.values()]
 
     def covered(self, name: str) -> bool:
         """Whether ranks hold row shards of a tensor to which each contributed as a whole (FSDP)."""
         infos = [self.about[r][name] for r in self.holders(name)]
-        return any(i["dtensor"] and math.prod(i["part_shape"]) > math.prod(i["shape"]) for i in infos)
+        return any(i.dtensor and math.prod(i.part_shape) > math.prod(i.shape) for i in infos)
 
     def _covers(self, name: str, holders: list[int]) -> list[Observed]:
         """Ranks with different boxes, in order, make up one whole; equal boxes begin another."""
         covers: list[dict[str, int]] = []
         for rank in holders:
-            box = repr(self.about[rank][name]["box"])
+            box = repr(self.about[rank][name].box)
             cover = next((c for c in covers if box not in c), None)
             if cover is None:
                 covers.append({box: rank})
@@ -192,8 +190,9 @@ class Analysis:
 
     def contributions(self, name: str, rank: int | None = None) -> dict[Key, Tensor]:
         """Of every rank whose contribution has the shape that `rank`'s has; the first holder's, when it is not said."""
-        shape = self.about[self.holders(name)[0] if rank is None else rank][name]["part_shape"]
-        return {k: p for k, p in self.parts[name].items() if self.about[k[0]].get(name, {}).get("part_shape") == shape}
+        shape = self.about[self.holders(name)[0] if rank is None else rank][name].part_shape
+        holds = [name in about and about[name].part_shape == shape for about in self.about]
+        return {k: p for k, p in self.parts[name].items() if holds[k[0]]}
 
     def fit(self, seen: Observed) -> Fit | None:
         """What an observed gradient is made of; several checks ask, it is found once."""
@@ -223,10 +222,10 @@ class Analysis:
         """By the place of its call, the one with the most labels first: every call of a cross-entropy."""
         found: dict[str, dict[Key, list[Weighed]]] = defaultdict(lambda: defaultdict(list))
         for record in self.recording.ranks:
-            for event in record.of("weight"):
-                if event["step"] == self.step and event["count"]:
-                    weighed = Weighed(event["count"], event["low"], event["high"])
-                    found[event.get("site", "")][record.rank, event["micro"]].append(weighed)
+            for event in record.of(LabelWeight, self.step):
+                if event.count:
+                    weighed = Weighed(event.count, event.low, event.high)
+                    found[event.site][record.rank, event.micro].append(weighed)
         return dict(sorted(found.items(), key=lambda item: -sum(w.count for calls in item[1].values() for w in calls)))
 
     @cached_property
@@ -245,9 +244,8 @@ class Analysis:
         """What each rank was given in each micro-batch, as a hash of its contents."""
         found: dict[Key, str] = defaultdict(str)
         for record in self.recording.ranks:
-            for event in record.of("given"):
-                if event["step"] == self.step:
-                    # Forward comes before the backward that gives a micro-batch its number.
-                    hashes = (f"{name} {one['hash']}" for name, one in event["tensors"].items())
-                    found[record.rank, event["forward"]] += ",".join(hashes)
+            for event in record.of(Given, self.step):
+                # Forward comes before the backward that gives a micro-batch its number.
+                hashes = (f"{name} {one.hash}" for name, one in event.tensors.items())
+                found[record.rank, event.forward] += ",".join(hashes)
         return dict(found)

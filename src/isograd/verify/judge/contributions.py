@@ -14,11 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from isograd.verify import tolerances
 from isograd.verify.record.events import Key
-
-TOLERANCE = {"float64": 1e-8, "float32": 2e-4, "float16": 2e-2, "bfloat16": 3e-2}
-SAME = 1e-6  # relative difference below which two contributions are one
-NOTHING = 1e-12  # a contribution smaller than this, relative to the largest, is zero
 
 
 @dataclass(frozen=True)
@@ -56,14 +53,16 @@ def fit(gradient: Tensor, parts: dict[Key, Tensor], tolerance: float, own: int |
     if not all(bool(t.isfinite().all()) for t in (gradient, *parts.values())):
         return None
     largest = max((float(p.norm()) for p in parts.values()), default=0.0)
-    keys = [k for k in parts if float(parts[k].norm()) > NOTHING * largest] if largest else []
+    keys = [k for k in parts if float(parts[k].norm()) > tolerances.NOTHING * largest] if largest else []
     if not keys:
         return None
     keys.sort(key=lambda k: (k[0] != own, k))
     classes: dict[Key, list[Key]] = {}
     for key in keys:
         for first, alike in classes.items():
-            if first[0] != key[0] and float((parts[key] - parts[first]).norm()) <= SAME * float(parts[first].norm()):
+            if first[0] != key[0] and float((parts[key] - parts[first]).norm()) <= tolerances.SAME * float(
+                parts[first].norm()
+            ):
                 alike.append(key)
                 break
         else:
@@ -73,7 +72,7 @@ def fit(gradient: Tensor, parts: dict[Key, Tensor], tolerance: float, own: int |
     used = matrix.abs().sum(1) > 0
     matrix, wanted = matrix[used], gradient[used]
     outside = float(gradient[~used].norm())  # nothing that was added reaches these elements
-    size = max(float(gradient.norm()), NOTHING * largest)
+    size = max(float(gradient.norm()), tolerances.NOTHING * largest)
     members = {k: tuple(v) for k, v in classes.items()}
 
     sizes = torch.tensor([float(len(members[k])) for k in firsts], dtype=matrix.dtype)
@@ -96,7 +95,7 @@ def _independent(matrix: Tensor) -> bool:
         return False
     scaled = matrix / matrix.norm(dim=0).clamp_min(1e-300)
     values = torch.linalg.svdvals(scaled)
-    return bool(values[-1] > 1e-4 * values[0])
+    return bool(values[-1] > tolerances.INDEPENDENT * values[0])
 
 
 def _left(difference: Tensor, outside: float) -> float:
@@ -107,10 +106,10 @@ def _tidy(value: float, tolerance: float) -> float:
     """The small fraction a coefficient is near to, else itself: for reading, not for judging."""
     for below in (1, 2, 3, 4, 6, 8, 16):
         whole = round(value * below)
-        if abs(value * below - whole) <= 30 * tolerance * max(1.0, abs(whole)):
+        if abs(value * below - whole) <= tolerances.LOOSER * tolerance * max(1.0, abs(whole)):
             return whole / below
     return value
 
 
 def _near(a: float, b: float) -> bool:
-    return abs(a - b) <= 1e-3 * max(abs(a), abs(b))
+    return abs(a - b) <= tolerances.FACTOR * max(abs(a), abs(b))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable
 
+from isograd.verify import tolerances
 from isograd.verify.judge import patterns
 from isograd.verify.judge.patterns import Symptom
 from isograd.verify.tell.catalogue import TWICE
@@ -68,7 +69,9 @@ def bug_of(
 
 
 def _scaled(factor: float, kinds: str, everything: bool, sizes: Collection[int], of: set[str]) -> str:
-    powers = any(abs(factor - size**power) <= 1e-3 * size**power for size in sizes for power in (1, 2, 3, 4))
+    powers = any(
+        abs(factor - size**power) <= tolerances.FACTOR * size**power for size in sizes for power in (1, 2, 3, 4)
+    )
     of_group = bool(of - {"micro-batches"})
     cases = (  # the first that fits
         (factor == 0, "cut-graph"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
+from isograd.verify import tolerances
 from isograd.verify.record.events import Key, use_of
 
 SCALED, UNREDUCED, OTHER_CUTS, LAST_ONLY, LOST, USE_LOST, REREDUCED, REDIVIDED, PER_TOKEN, MIXED = (
@@ -27,7 +28,9 @@ class Symptom:
     own: int = 0  # the rank whose gradient was read
 
 
-def read(q: dict[Key, float], own: int, counts: dict[Key, float] | None = None, tolerance: float = 1e-3) -> Symptom:
+def read(
+    q: dict[Key, float], own: int, counts: dict[Key, float] | None = None, tolerance: float = tolerances.FACTOR
+) -> Symptom:
     """`q`: each contribution's coefficient relative to what it should be; `counts`: labels behind each, if known."""
     top = max((abs(v) for v in q.values()), default=0.0)
     if top == 0:
@@ -89,7 +92,7 @@ def _base(steps: list[float]) -> int:
     """The whole number by which a series goes down, at every step or only at some (several micro-batches for each call
     of a pipeline's schedule); 0 when there is none."""
     base = round(max(steps))
-    fits = base >= 2 and all(min(abs(s - base) / base, abs(s - 1)) <= 0.01 for s in steps)
+    fits = base >= 2 and all(min(abs(s - base) / base, abs(s - 1)) <= tolerances.BASE for s in steps)
     return base if fits else 0
 
 
@@ -99,4 +102,4 @@ def _follows_counts(q: dict[Key, float], counts: dict[Key, float], tolerance: fl
     if len(products) < 2 or len({round(counts[k], 6) for k in q if counts.get(k)}) < 2:
         return False
     top = max(map(abs, products))
-    return all(abs(p - products[0]) <= 10 * tolerance * top for p in products)
+    return all(abs(p - products[0]) <= tolerances.LOOSE * tolerance * top for p in products)

@@ -2,7 +2,7 @@
 
     DIR/recording.json          version, command, how it ended (written by whoever started the program)
     DIR/rank-0003/rank.json     who this rank is, what it saw of the program; "finished" is false until the end
-    DIR/rank-0003/events.jsonl  one line per event, in order (see capture.py for the kinds)
+    DIR/rank-0003/events.jsonl  one line per event, in order (see events.py for the kinds)
     DIR/rank-0003/steps         how many optimizer steps it has taken, while it runs (see watched.py)
     DIR/rank-0003/step-0001.safetensors   gradients, parameters, sketches and activations of one optimizer step
 
@@ -16,10 +16,10 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -27,8 +27,9 @@ from torch import Tensor
 
 from isograd.errors import IsogradError, VerifyError
 from isograd.outside import FileError, opened, parse_json, read_header, read_json
+from isograd.verify.record.events import Collective, End, Event, Parameter, Step, line, read
 
-VERSION = 1
+VERSION = 2  # 1 had untyped events
 STEPS = "steps"  # eight bytes: the optimizer steps of a rank that is still under way
 MOST_EVENTS = 5_000_000
 LONGEST_LINE = 1 << 24
@@ -36,14 +37,7 @@ LONGEST_JSON = 1 << 28
 MOST_RANKS = 1 << 20
 STEP = re.compile(r"step-(\d{1,9})\.safetensors")
 
-Event = dict[str, Any]
-
-# The types of an event's fields, where they have them: numbers are whole or not, lists are of one type.
-WHOLE = ("n", "step", "micro", "numel", "bytes", "passed", "backwards", "forward", "rank", "world", "classes")
-NUMBERS = ("seconds", "start", "at", "value", "count", "low", "high", "weight", "loss")
-WORDS = ("k", "op", "dtype", "phase", "module", "site", "note", "reduction", "reduce", "labels", "term")
-LISTS = {"group": int, "covers": str, "names": str, "actions": list, "calls": list}
-MAPPINGS = ("parameters", "tensors")  # of names to mappings
+Kind = TypeVar("Kind", bound=Event)
 
 
 def write_json(path: Path, data: Any) -> None:
@@ -65,7 +59,7 @@ class RankWriter:
 
     def event(self, event: Event) -> None:
         """Appends one event; it reaches the file at once."""
-        self._events.write(json.dumps(event, separators=(",", ":")) + "\n")
+        self._events.write(line(event))
 
     def tensors(self, step: int, tensors: dict[str, Tensor]) -> None:
         """Writes the tensors of a step, whole or not at all."""
@@ -104,9 +98,9 @@ class RankRecord:
         """The optimizer steps that were written."""
         return sorted(int(found[1]) for p in self.path.iterdir() if (found := STEP.fullmatch(p.name)))
 
-    def of(self, kind: str) -> list[Event]:
-        """The events of one kind, in order."""
-        return [event for event in self.events if event["k"] == kind]
+    def of(self, kind: type[Kind], step: int | None = None) -> list[Kind]:
+        """The events of one kind, in order; of one optimizer step, or of all."""
+        return [e for e in self.events if isinstance(e, kind) and (step is None or e.step == step)]
 
     def tensors(self, step: int) -> dict[str, Tensor]:
         """'gradient/NAME', 'parameter/NAME', 'after/NAME', 'final/NAME', 'part/MICRO/NAME', ... of one step."""
@@ -158,37 +152,34 @@ class Recording:
         """Steps that every rank recorded."""
         return sorted(set.intersection(*(set(record.steps) for record in self.ranks)))
 
-    def parameters(self, rank: int = 0) -> dict[str, Event]:
+    def parameters(self, rank: int = 0) -> dict[str, Parameter]:
         """What a rank told of its parameters at its first optimizer step: shape, box, trainable, owned."""
-        steps = self.ranks[rank].of("step")
-        return dict(steps[0]["parameters"]) if steps else {}
+        steps = self.ranks[rank].of(Step)
+        return dict(steps[0].parameters) if steps else {}
 
 
 def _read_rank(directory: Path) -> RankRecord:
     about = _read_json(directory / "rank.json", {"version": 1 << 31, "rank": MOST_RANKS, "world": MOST_RANKS})
     version = about["version"]
-    if version > VERSION:
+    if version != VERSION:
         raise VerifyError(
             "IG714",
-            f"{directory.name} of the recording was written by a newer isograd",
+            f"{directory.name} of the recording was written by another version of isograd",
             seen=f"version {version}",
-            expected=f"version {VERSION} or older",
+            expected=f"version {VERSION}",
             fix="read it with the isograd that wrote it, or record again",
         )
     events: list[Event] = []
     path = directory / "events.jsonl"
     try:
         with opened(path) as lines:
-            while line := lines.readline(LONGEST_LINE):
+            while text := lines.readline(LONGEST_LINE):
                 if len(events) >= MOST_EVENTS:
                     raise ValueError(f"more than {MOST_EVENTS} events")
-                event = parse_json(line, path, nan=True) if line.endswith(b"\n") else None
-                if not isinstance(event, dict) or "k" not in event:
-                    raise ValueError("a line is cut short or is no event")
-                _check_types(event)
-                events.append(event)
-        joined = _joined(events)
-    except (FileError, ValueError, KeyError) as error:
+                if not text.endswith(b"\n"):
+                    raise ValueError("a line is cut short")
+                events.append(read(parse_json(text, path, nan=True)))
+    except (FileError, ValueError) as error:
         said = error.brief if isinstance(error, FileError) else repr(error)
         raise VerifyError(
             "IG715",
@@ -197,38 +188,17 @@ def _read_rank(directory: Path) -> RankRecord:
             expected="one JSON object per line",
             fix="the file is truncated or damaged: record again",
         ) from error
-    return RankRecord(directory, about, joined)
-
-
-def _check_types(event: Event) -> None:
-    kinds: tuple[tuple[Any, Any], ...] = ((WHOLE, int), (NUMBERS, (int, float)), (WORDS, str), (MAPPINGS, dict))
-    for names, kind in kinds:
-        for name in names:
-            if name in event and (not isinstance(event[name], kind) or isinstance(event[name], bool)):
-                raise ValueError(f"{name} is {event[name]!r:.80}")
-    for name in WHOLE:
-        if name in event and abs(event[name]) >= 1 << 53:
-            raise ValueError(f"{name} is {event[name]!r:.80}")
-    for name, inside in LISTS.items():
-        if name in event and not (isinstance(event[name], list) and all(type(x) is inside for x in event[name])):
-            raise ValueError(f"{name} is {event[name]!r:.80}")
-    for name in MAPPINGS:
-        if not all(isinstance(value, dict) for value in event.get(name, {}).values()):
-            raise ValueError(f"{name} holds something else than mappings")
+    return RankRecord(directory, about, _joined(events))
 
 
 def _joined(events: list[Event]) -> list[Event]:
-    """A collective's duration is known only after it: fold each 'end' into its collective."""
-    by_number: dict[int, Event] = {}
-    kept = []
-    for event in events:
-        if event["k"] == "end":
-            by_number.get(event["n"], {})["seconds"] = event["seconds"]
-            continue
-        if event["k"] == "collective":
-            by_number[event["n"]] = event
-        kept.append(event)
-    return kept
+    """A collective's duration is known only after it: put each End into its Collective."""
+    took = {event.n: event.seconds for event in events if isinstance(event, End)}
+    return [
+        replace(e, seconds=took[e.n]) if isinstance(e, Collective) and e.n in took else e
+        for e in events
+        if not isinstance(e, End)
+    ]
 
 
 def _read_json(path: Path, needed: dict[str, int] | None = None) -> dict[str, Any]:

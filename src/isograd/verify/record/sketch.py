@@ -67,3 +67,8 @@ def digest(tensor: Tensor) -> str:
     """Equal for equal bytes."""
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return hashlib.blake2b(flat.numpy().data, digest_size=16).hexdigest()
+
+
+def dtype_name(tensor: Tensor) -> str:
+    """'float32': a dtype as recordings write it."""
+    return str(tensor.dtype).removeprefix("torch.")

@@ -18,7 +18,8 @@ from pathlib import Path
 
 from isograd.errors import VerifyError
 from isograd.verify.judge.checks import check
-from isograd.verify.record.recording import RankRecord, Recording, write_json
+from isograd.verify.record.events import Backward, Collective, Lost, OtherWorld, Step
+from isograd.verify.record.recording import VERSION, RankRecord, Recording, write_json
 from isograd.verify.run.hang import crash, wait, watching
 from isograd.verify.tell.findings import INCONCLUSIVE, NOTE, Finding, Subject
 from isograd.verify.tell.report import Report, timeline
@@ -56,7 +57,7 @@ def run(
         )  # fmt: skip
     new = not directory.exists()
     directory.mkdir(parents=True, exist_ok=True)
-    about = {"version": 1, "command": command, "layout": layout, "steps": steps}
+    about = {"version": VERSION, "command": command, "layout": layout, "steps": steps}
     write_json(directory / "recording.json", about)
     path = os.pathsep.join(filter(None, [str(STARTUP), os.environ.get("PYTHONPATH", "")]))
     more = {"ISOGRAD_VERIFY": str(directory.resolve()), "ISOGRAD_VERIFY_STEPS": str(steps), "PYTHONPATH": path}
@@ -139,7 +140,7 @@ def plain_facts(recording: Recording) -> list[Finding]:
         again = sorted({int(path.name.rpartition("-")[2]) for path in earlier})
         said.append(Finding(NOTE, "", f"{spell(again)} started more than once: only the last start was checked"))
     said += left_out(recording)
-    lost = {e["sense"]: (e["why"], r.rank) for r in recording.ranks[::-1] for e in r.of("lost")}
+    lost = {e.sense: (e.why, r.rank) for r in recording.ranks[::-1] for e in r.of(Lost)}
     for sense, (why, rank) in lost.items():
         sentence = f"not judged: {SENSES.get(sense, sense)}: watching them raised an error on rank {rank}: {why}"
         said.append(Finding(INCONCLUSIVE, "", sentence))
@@ -153,16 +154,16 @@ def _obstacles(recording: Recording) -> Iterator[str]:
     if failed:
         yield f"watching ended early on {spell([rank for rank, _ in failed])}, not the program: {failed[0][1]}"
     worlds = {int(r.about["world"]) for r in recording.ranks}
-    worlds |= {int(e["world"]) for r in recording.ranks for e in r.of("world")}
+    worlds |= {e.world for r in recording.ranks for e in r.of(OtherWorld)}
     if len(worlds) > 1:
         sizes = ", ".join(map(str, sorted(worlds, reverse=True)))
         yield f"the world changed its size during the run ({sizes} ranks): only what was before was checked"
     if failed or len(worlds) > 1:
         return
-    steps = [e for r in recording.ranks for e in r.of("step")]
-    taken = [e for e in steps if not e["note"]]
+    steps = [e for r in recording.ranks for e in r.of(Step)]
+    taken = [e for e in steps if not e.note]
     ended = [r.rank for r in recording.ranks if not r.about.get("finished") or not _whole(r)]
-    if not any(r.of("backward") for r in recording.ranks):
+    if not any(r.of(Backward) for r in recording.ranks):
         yield "the program never called backward: there are no gradients to check"
     elif not taken and ended:
         yield f"{spell(ended)} ended before the first optimizer step: there is no whole step to check"
@@ -170,21 +171,21 @@ def _obstacles(recording: Recording) -> Iterator[str]:
         yield "no optimizer stepped: gradients were checked as the last backward left them"
     elif not recording.steps:
         yield "no step was seen whole on all ranks: there is nothing to check"
-    if taken and not any(p["gradient"] for e in taken for p in e["parameters"].values()):
+    if taken and not any(p.gradient for e in taken for p in e.parameters.values()):
         yield "no parameter of a called module had a gradient at the optimizer's step"
 
 
 def _whole(record: RankRecord) -> bool:
     """Whether the last backward of a rank is in a step that was written."""
-    return bool(record.of("step")) or not record.of("backward")
+    return bool(record.of(Step)) or not record.of(Backward)
 
 
 def facts(recording: Recording) -> dict[str, str]:
     """Numbers about a run for the report's head: steps, collectives, gradients, and the cost of watching."""
     first = recording.ranks[0]
-    count = sum(len(r.of("collective")) for r in recording.ranks)
+    count = sum(len(r.of(Collective)) for r in recording.ranks)
     told = {"steps": str(len(recording.steps)), "collectives": str(count)}
-    told["gradients"] = f"{sum(p['gradient'] for p in recording.parameters().values())} by name"
+    told["gradients"] = f"{sum(p.gradient for p in recording.parameters().values())} by name"
     own, seconds = float(first.about.get("own_seconds", 0)), float(first.about.get("watched_seconds", 0))
     if seconds:
         told["overhead"] = f"{own:.2f} s of the {seconds:.2f} s watched on rank 0"

@@ -27,7 +27,7 @@ from isograd.comm.launch import World
 from isograd.corpus import FRAMEWORKS, PROGRAMS
 from isograd.errors import VerifyError, did_you_mean
 from isograd.verify.compare.compare import compare
-from isograd.verify.record.recording import Recording, write_json
+from isograd.verify.record.recording import VERSION, Recording, write_json
 from isograd.verify.run.attach import inspect
 from isograd.verify.tell.findings import BUG, NOTE, Finding, Subject
 from isograd.verify.watch.capture import Capture
@@ -128,7 +128,7 @@ class Bench:
                 partial(record, name, argument, seed, str(place)), timeout=120
             )
             layout = what.module.LAYOUT if size == what.module.WORLD else "1"
-            write_json(place / "recording.json", {"version": 1, "layout": layout})
+            write_json(place / "recording.json", {"version": VERSION, "layout": layout})
         return Recording(place)
 
     def outcome(self, what: Planted, seed: int) -> Outcome:

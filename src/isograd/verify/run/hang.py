@@ -17,7 +17,8 @@ from pathlib import Path
 
 from isograd.errors import VerifyError
 from isograd.verify.judge.checks.traffic import signature
-from isograd.verify.record.recording import STEPS, Event, RankRecord, Recording
+from isograd.verify.record.events import Collective
+from isograd.verify.record.recording import STEPS, RankRecord, Recording
 from isograd.verify.tell.findings import BUG, Finding
 from isograd.verify.tell.wording import finding, spell
 from isograd.verify.watch.claim import alive
@@ -117,7 +118,7 @@ def describe(directory: Path, stall: float, where: dict[Path, str]) -> Finding:
     if not parted:
         last = "; ".join(f"rank {r.rank}: {_last(r)}{at[r.rank]}" for r in recording.ranks)
         return Finding(BUG, "", f"hang: nothing happened for {stall:g} s; {last}")
-    group, number, here = min(parted, key=lambda p: min(e["start"] for e in p[2].values()))
+    group, number, here = min(parted, key=lambda p: min(e.start for e in p[2].values()))
     sentence = f"hang: {_who(here, 'wait', ' in')} (collective {number + 1} over {spell(group)})"
     behind = [r for r in group if r not in here]
     if behind:
@@ -140,32 +141,32 @@ def crash(recording: Recording) -> Finding | None:
     parted = [p for p in _all_parted(recording) if len(p[2]) == len(p[0])]
     if not parted:
         return None
-    group, number, here = min(parted, key=lambda p: min(e["start"] for e in p[2].values()))
+    group, number, here = min(parted, key=lambda p: min(e.start for e in p[2].values()))
     sentence = f"before the program failed: {_who(here, 'call', '')} (collective {number + 1} over {spell(group)})"
     return finding(BUG, "order", sentence, axis=spell(group))
 
 
-def _who(here: dict[int, Event], verb: str, preposition: str) -> str:
+def _who(here: dict[int, Collective], verb: str, preposition: str) -> str:
     """'rank 0 waits in all_reduce of 6 x float64 at train.py:17 in train, rank 1 waits in ...'."""
     by_kind: dict[str, list[int]] = defaultdict(list)
     for rank, event in here.items():
-        by_kind[f"{event['op']} of {event['numel']} x {event['dtype']} at {event['site']}"].append(rank)
+        by_kind[str(event)].append(rank)
     words = [(spell(ranks), verb + "s" * (len(ranks) == 1) + preposition, what) for what, ranks in by_kind.items()]
     return ", ".join(" ".join(word) for word in words)
 
 
-def _all_parted(recording: Recording) -> list[tuple[tuple[int, ...], int, dict[int, Event]]]:
-    by_group: dict[tuple[int, ...], dict[int, list[Event]]] = defaultdict(dict)
+def _all_parted(recording: Recording) -> list[tuple[tuple[int, ...], int, dict[int, Collective]]]:
+    by_group: dict[tuple[int, ...], dict[int, list[Collective]]] = defaultdict(dict)
     for record in recording.ranks:
-        for event in record.of("collective"):
-            if event["op"] not in ("send", "recv") and record.rank in event["group"]:
-                by_group[tuple(event["group"])].setdefault(record.rank, []).append(event)
+        for event in record.of(Collective):
+            if event.op not in ("send", "recv") and record.rank in event.group:
+                by_group[event.group].setdefault(record.rank, []).append(event)
     return [p for group, members in by_group.items() if (p := _parted(group, members)) is not None]
 
 
 def _parted(
-    group: tuple[int, ...], members: dict[int, list[Event]]
-) -> tuple[tuple[int, ...], int, dict[int, Event]] | None:
+    group: tuple[int, ...], members: dict[int, list[Collective]]
+) -> tuple[tuple[int, ...], int, dict[int, Collective]] | None:
     """(group, number, who is there): the first collective of a group in which its members do not meet."""
     calls = {rank: members.get(rank, []) for rank in group}
     for number in range(max(map(len, calls.values()))):
@@ -183,8 +184,8 @@ def _at(record: RankRecord, where: dict[Path, str]) -> str:
 
 
 def _last(record: RankRecord) -> str:
-    events = record.of("collective")
-    return f"last seen in {events[-1]['op']} at {events[-1]['site']}," if events else "no collective yet,"
+    events = record.of(Collective)
+    return f"last seen in {events[-1].op} at {events[-1].site}," if events else "no collective yet,"
 
 
 # -- the end of it -----------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from rich.markup import escape
 from rich.measure import Measurement
 from rich.table import Table
 
+from isograd.verify.record.events import Collective
 from isograd.verify.record.recording import Recording
 from isograd.verify.tell.findings import BUG, EXIT, INCONCLUSIVE, NOTE, PASS, Finding, Subject, listed
 
@@ -152,9 +153,13 @@ def timeline(recording: Recording) -> list[list[dict[str, Any]]]:
     keys = ("op", "bytes", "start", "seconds", "phase", "module", "site", "dtype", "step")
     lanes = []
     for record in recording.ranks:
-        events = record.of("collective")[:MOST_EVENTS]
-        lanes.append([{"group": ",".join(map(str, e["group"])), **{k: e[k] for k in keys if k in e}} for e in events])
+        events = record.of(Collective)[:MOST_EVENTS]
+        lanes.append([{"group": ",".join(map(str, e.group)), **_said(e, keys)} for e in events])
     return lanes
+
+
+def _said(event: Collective, keys: tuple[str, ...]) -> dict[str, Any]:
+    return {k: value for k in keys if (value := getattr(event, k)) is not None}
 
 
 def _finite(value: Any) -> Any:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from isograd.layout import AXES, Layout
-from isograd.verify.record.events import Key, micro_of, use_of
+from isograd.verify import tolerances
+from isograd.verify.record.events import Collective, Key, Step, micro_of, use_of
 from isograd.verify.record.recording import Recording
 from isograd.verify.tell.catalogue import BUGS, TWICE
 from isograd.verify.tell.findings import NOTE, Finding
@@ -29,13 +30,13 @@ def finding(
 def left_out(recording: Recording) -> list[Finding]:
     """What was beyond the limit of a rank's file, as a note: it was judged by sketches, or not at all."""
     for record in recording.ranks:
-        for event in record.of("step"):
-            told = dict(event.get("left_out") or {})
+        for event in record.of(Step):
+            told = dict(event.left_out)
             if told:
-                limit = int(told.pop("limit")) / 2**20
+                limit = told.pop("limit") / 2**20
                 what = ", ".join(f"{count} {kind}" for kind, count in told.items())
                 sentence = (
-                    f"step {event['step']}, rank {record.rank}: {what} were left out of the recording, which holds "
+                    f"step {event.step}, rank {record.rank}: {what} were left out of the recording, which holds "
                     f"{limit:g} MiB per rank and step; gradients are judged by their sketches instead"
                 )
                 return [Finding(NOTE, "", sentence)]
@@ -85,7 +86,7 @@ def labelled(found: dict[Key, float]) -> tuple[tuple[str, float], ...]:
 
 
 def _alike(values: list[float]) -> bool:
-    return spread(values) <= 1e-3
+    return spread(values) <= tolerances.FACTOR
 
 
 def _micro(m: int) -> str:
@@ -95,7 +96,7 @@ def _micro(m: int) -> str:
 
 def group_sizes(recording: Recording) -> set[int]:
     """The sizes of all groups that collectives ran over, and of the world."""
-    return {len(e["group"]) for record in recording.ranks for e in record.of("collective") if len(e["group"]) > 1} | {
+    return {len(e.group) for record in recording.ranks for e in record.of(Collective) if len(e.group) > 1} | {
         recording.world
     }
 
@@ -109,7 +110,7 @@ def meanings(recording: Recording, micros: int, factor: float) -> dict[str, str]
         sizes |= {axis: (layout.size(axis), f"the size of {axis}") for axis in AXES}
         sizes["all ranks"] = (layout.world_size, "the number of ranks")
     else:
-        groups = {tuple(e["group"]) for record in recording.ranks for e in record.of("collective")}
+        groups = {e.group for record in recording.ranks for e in record.of(Collective)}
         for group in sorted(groups | {tuple(range(recording.world))}, reverse=True):  # of equal sizes the first is kept
             sizes = {axis: one for axis, one in sizes.items() if axis == "micro-batches" or one[0] != len(group)}
             sizes[spell(group)] = (len(group), f"the size of the group of {spell(group)}")
@@ -118,11 +119,11 @@ def meanings(recording: Recording, micros: int, factor: float) -> dict[str, str]
         if size < 2 or (axis == "all ranks" and set(found) - {"micro-batches"}):
             continue
         for value, spelled in ((size, words), (1 / size, f"1 / {words}")):
-            if abs(factor - value) <= 1e-3 * value:
+            if abs(factor - value) <= tolerances.FACTOR * value:
                 found[axis] = spelled
     if not found:
         for axis, (size, words) in sizes.items():
-            if size > 1 and axis != "micro-batches" and abs(factor * size**2 - 1) <= 1e-3:
+            if size > 1 and axis != "micro-batches" and abs(factor * size**2 - 1) <= tolerances.FACTOR:
                 return {TWICE: f"1 / {words}, twice"}
     return found
 

@@ -3,23 +3,7 @@
     with Capture(directory, steps=3):
         train()                       # any program: plain, DDP, FSDP2, DTensor, DeepSpeed, isograd
 
-Until the given number of optimizer steps is over it notes, as events in order,
-
-    backward      each call of autograd.backward: one micro-batch
-    collective    see collectives.py; `covers` names the parameters whose gradients share memory with its tensor
-    loss, weight  labels that counted, of how many classes; their hash, and the weight that each label's gradient got
-    reached       collectives without a backward that have a say in what a backward began with, and how (flows.py)
-    input, given  the outermost module is called; what it was given, as hashes of contents by name, when a backward
-                  reaches what it returned
-    logits        under torch's loss_parallel: this rank's part of a sum that must be zero (collectives.py)
-    lost          something that is no longer watched, because watching it raised an error
-    mean          a number that is the mean of many: of how many, and the weight that each one's gradient got
-    norm          what clip_grad_norm_ returned, and where
-    random        a module that drew random numbers: hashes of what went in and came out, and whether a graph was made
-    step          an optimizer step: every parameter's shape, box, hash, owner
-    skipped       backwards whose gradients were thrown away after the norm was looked at: a step left out
-    world         the program joined a world of another size: the watching ends here
-
+Until the given number of optimizer steps is over it notes events in order (record/events.py has every kind),
 and as tensors, per step: `part/MICRO/NAME`, the sketch of what one backward added to a parameter on this rank, before
 any communication; `final/NAME` and `sum/NAME`, the gradient before clip and its sketch; `clipped/NAME`, the sketch of
 what the optimizer received; `parameter/NAME` before and `after/NAME` behind the step; and when `activations` is set,
@@ -41,8 +25,25 @@ from torch import Tensor, nn
 from torch.utils.hooks import unserializable_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from isograd.verify.record.events import key, micro_of
-from isograd.verify.record.sketch import content_hash, digest, sketch
+from isograd.verify.record.events import (
+    Backward,
+    Collective,
+    End,
+    Given,
+    GivenTensor,
+    LabelWeight,
+    Logits,
+    Loss,
+    Mean,
+    Norm,
+    Parameter,
+    Skipped,
+    Step,
+    WholeGradients,
+    key,
+    micro_of,
+)
+from isograd.verify.record.sketch import content_hash, digest, dtype_name, sketch
 from isograd.verify.watch import foreign
 from isograd.verify.watch.collectives import Watch, call_site
 from isograd.verify.watch.given import described
@@ -50,6 +51,7 @@ from isograd.verify.watch.hooks import Hooks
 from isograd.verify.watch.life import Life
 
 LIMIT = 1 << 28  # bytes of full gradients, parameters and activations that a rank writes per step
+Box = tuple[tuple[int, int], ...]
 KINDS = {"final": "gradients", "parameter": "parameters", "after": "parameters"}
 MOST_OUTPUTS = 16  # of a model that are asked whether a backward reaches them
 MOST_MICROS = 512  # backwards without an optimizer step, after which nothing more is expected
@@ -80,8 +82,8 @@ class Capture(Life):
         self.waiting: set[str] = set()  # parameters of an optimizer that did not
         self.held: list[nn.Module | None] = []  # models that may never be stepped: kept until they are
         self.before: dict[str, dict[str, Any]] = {}  # each parameter before the step: its hash, and is it constant
-        self.boxes: dict[str, tuple[list[list[int]], list[int]]] = {}  # (box, whole shape), told by an engine
-        self.part_shapes: dict[str, list[int]] = {}
+        self.boxes: dict[str, tuple[Box, tuple[int, ...]]] = {}  # (box, whole shape), told by an engine
+        self.part_shapes: dict[str, tuple[int, ...]] = {}
         self.storages: dict[int, set[str]] = {}  # memory of a gradient -> names
         self.tensors: dict[str, Tensor] = {}
         self.written = 0
@@ -89,7 +91,9 @@ class Capture(Life):
         self.left_out: Counter[str] = Counter()  # tensors beyond the limit, by their kind
         self.stack: list[str] = []  # modules under way, outermost first
         self.drawn: list[bool] = []
-        self.unreached: dict[int, tuple[int, dict[str, Any]]] = {}  # what calls were given that no backward has reached
+        self.unreached: dict[
+            int, tuple[int, dict[str, GivenTensor]]
+        ] = {}  # what calls were given that no backward has reached
         self.backing = 0  # calls of autograd.backward under way
         self.behind = ""  # the module whose backward is under way
         self.snapped = False
@@ -108,7 +112,7 @@ class Capture(Life):
             return "backward"
         return "step" if self.stepping else "forward" if self.stack else "other"
 
-    def collective(self, op: str, ranks: tuple[int, ...], tensors: list[Tensor], more: dict[str, Any]) -> int:
+    def collective(self, op: str, ranks: tuple[int, ...], tensors: list[Tensor], reduce: str) -> int:
         """Notes a collective, and returns its number."""
         self.numbers += 1
         phase = self.phase()
@@ -118,32 +122,34 @@ class Capture(Life):
             for t in local:
                 covers |= self.storages.get(t.untyped_storage().data_ptr(), set())
         module = self.behind if phase == "backward" else self.stack[-1] if self.stack else ""
-        self.event(
-            "collective",
+        call = Collective(
+            *self.now,
             n=self.numbers,
             op=op,
-            group=list(ranks),
-            dtype=str(local[0].dtype).removeprefix("torch.") if local else "",
+            group=ranks,
+            dtype=dtype_name(local[0]) if local else "",
             numel=sum(t.numel() for t in local),
             bytes=sum(t.numel() * t.element_size() for t in local),
             start=time.time() - self.began,
             phase=phase,
             module=module,
             site=call_site(self.base),
-            covers=sorted(covers),
+            covers=tuple(sorted(covers)),
             passed=self.backwards,
-            **more,
+            reduce=reduce,
         )
+        self.event(call)
         return self.numbers
 
     def ended(self, number: int, seconds: float) -> None:
         """Notes how long a collective took."""
         if self.writer is not None:
-            self.writer.event({"k": "end", "n": number, "seconds": seconds})
+            self.writer.event(End(*self.now, n=number, seconds=seconds))
 
     def token_loss(self, reduction: int, counted: float, classes: int) -> None:
         """Notes a cross-entropy: how many labels counted, of how many classes."""
-        self.event("loss", reduction=("none", "mean", "sum")[reduction], count=counted, classes=classes)
+        kind = ("none", "mean", "sum")[reduction]
+        self.event(Loss(*self.now, reduction=kind, count=counted, classes=classes))
 
     def token_weight(self, reduction: int, count: float, gradient: Tensor, labels: Tensor, site: str) -> None:
         """Notes the lowest and highest weight that a label's gradient got, and the hash of the labels."""
@@ -152,16 +158,17 @@ class Capture(Life):
         low, high = (float(used.min()), float(used.max())) if used.numel() else (0.0, 0.0)
         scale = 1 / count if reduction == 1 and count else 1.0
         hashed = str(content_hash(labels))
-        self.event("weight", count=count, low=low * scale, high=high * scale, labels=hashed, site=site)
+        weight = LabelWeight(*self.now, count=count, low=low * scale, high=high * scale, labels=hashed, site=site)
+        self.event(weight)
 
     def logit_shift(self, shift: float, size: float) -> None:
         """Notes this rank's part of a sum that must be zero over all ranks."""
-        self.event("logits", shift=shift, size=size)
+        self.event(Logits(*self.now, shift=shift, size=size))
 
     def mean(self, term: str, site: str, count: float, gradient: Tensor) -> None:
         """Notes of how many numbers a mean was taken, and the weight that the gradient of each got."""
         if count:
-            self.event("mean", term=term, site=site, count=count, weight=float(gradient) / count)
+            self.event(Mean(*self.now, term=term, site=site, count=count, weight=float(gradient) / count))
 
     def drew(self) -> None:
         """The module under way has drawn random numbers."""
@@ -205,7 +212,7 @@ class Capture(Life):
         about = described(tensors)
         reached = [t for t in outputs if t.requires_grad][:MOST_OUTPUTS]
         if not reached:
-            self.event("given", forward=self.micro + 1, tensors=about)
+            self.event(Given(*self.now, forward=self.micro + 1, tensors=about))
             return
         self.calls += 1
         mark = self.calls
@@ -214,7 +221,7 @@ class Capture(Life):
         def arrives(gradient: Tensor | None) -> None:
             if self.backing and mark in self.unreached:
                 del self.unreached[mark]
-                self.event("given", forward=self.micro, tensors=about)
+                self.event(Given(*self.now, forward=self.micro, tensors=about))
 
         for output in reached:
             output.register_hook(unserializable_hook(self.guarded(arrives, "data")))
@@ -225,7 +232,7 @@ class Capture(Life):
         # Checkpointed modules arrive once per use: later arrivals in one backward are contributions of their own.
         use = next(i for i in count() if f"part/{key(self.micro, i)}/{name}" not in self.tensors)
         self.tensors[f"part/{key(self.micro, use)}/{name}"] = sketch(local)
-        self.part_shapes[name] = list(local.shape)
+        self.part_shapes[name] = tuple(local.shape)
 
     def accumulated(self, name: str, parameter: Tensor) -> None:
         """Notes where in memory a parameter's gradient lies, so that a collective on it is recognised."""
@@ -265,7 +272,7 @@ class Capture(Life):
             self.cleared = self.micro + 1
             if self.snapped:  # the norm was looked at, and the step left out: as after an overflow
                 self.drop_before(self.cleared)
-                self.event("skipped")
+                self.event(Skipped(*self.now))
         if self.micro + 1 >= MOST_MICROS:
             self.leftover()
             self.pause()
@@ -275,7 +282,7 @@ class Capture(Life):
         if self.last_step_at < 0:
             self.held = [root() for _, root in self.roots]
         self.snapped = False
-        self.event("backward", site=call_site(self.base))
+        self.event(Backward(*self.now, site=call_site(self.base)))
 
     def _thrown_away(self) -> bool:
         """Whether no parameter still has what earlier backwards of this step added to it."""
@@ -308,7 +315,7 @@ class Capture(Life):
             self.tensors[f"sum/{name}"] = sketch(part, self._offset(name, parameter, part))
             self.keep(f"final/{name}", part)
         if gradients is not None:
-            self.event("whole", names=sorted(gradients))
+            self.event(WholeGradients(*self.now, names=tuple(sorted(gradients))))
 
     def _offset(self, name: str, parameter: Tensor, part: Tensor) -> int:
         """Where a shard of rows starts in the flat tensor to which this rank contributed as a whole (FSDP), else 0."""
@@ -320,7 +327,7 @@ class Capture(Life):
 
     def norm(self, value: float, site: str) -> None:
         """Notes a gradient norm that the program has computed."""
-        self.event("norm", value=value, site=site)
+        self.event(Norm(*self.now, value=value, site=site))
 
     def before_step(self, owned: list[Tensor]) -> None:
         """An optimizer is about to step. Several that step without a backward in between belong to one step."""
@@ -380,35 +387,35 @@ class Capture(Life):
         self._finish_step("no optimizer stepped after the last backward")
 
     def _finish_step(self, note: str) -> None:
-        about: dict[str, Any] = {}
+        about: dict[str, Parameter] = {}
         for name, parameter in self.learn_names().items():
             part = foreign.local(parameter)
             final = self.tensors.get(f"final/{name}")
             if self.parameters:
                 self.keep(f"after/{name}", part)
-            box, shape = self.boxes.get(name) or (foreign.box_of(parameter), list(foreign.whole_shape(parameter)))
-            about[name] = {
-                "shape": list(part.shape),
-                "global": shape,
-                "box": box,
-                "dtensor": isinstance(parameter, foreign.DTensor),
-                "dtype": str(parameter.dtype).removeprefix("torch."),
-                "trainable": parameter.requires_grad and name not in self.waiting,
-                "owned": name in self.owned or parameter in self.belongs,
-                "gradient": f"sum/{name}" in self.tensors,
-                "gradient_hash": digest(final) if final is not None else "",
-                "gradient_dtype": str(final.dtype).removeprefix("torch.") if final is not None else "",
-                "finite": bool(self.tensors[f"sum/{name}"].isfinite().all()) if f"sum/{name}" in self.tensors else True,
-                "hash": digest(part),
-                "part_shape": self.part_shapes.get(name, list(part.shape)),
+            box, whole = self.boxes.get(name) or (foreign.box_of(parameter), foreign.whole_shape(parameter))
+            about[name] = Parameter(
+                shape=tuple(part.shape),
+                whole=whole,
+                box=box,
+                dtensor=isinstance(parameter, foreign.DTensor),
+                dtype=dtype_name(parameter),
+                trainable=parameter.requires_grad and name not in self.waiting,
+                owned=name in self.owned or parameter in self.belongs,
+                gradient=f"sum/{name}" in self.tensors,
+                gradient_hash=digest(final) if final is not None else "",
+                gradient_dtype=dtype_name(final) if final is not None else "",
+                finite=bool(self.tensors[f"sum/{name}"].isfinite().all()) if f"sum/{name}" in self.tensors else True,
+                hash=digest(part),
+                part_shape=self.part_shapes.get(name, tuple(part.shape)),
                 **self.before.get(name, {}),
-            }
+            )
         for forward, tensors in self.unreached.values():
-            self.event("given", forward=forward, tensors=tensors, reached=False)
+            self.event(Given(*self.now, forward=forward, tensors=tensors, reached=False))
         self.unreached.clear()
         left = {"limit": self.limit, **self.left_out} if self.left_out else {}
         now = time.time() - self.began
-        self.event("step", parameters=about, backwards=self.backwards, note=note, at=now, left_out=left)
+        self.event(Step(*self.now, parameters=about, backwards=self.backwards, note=note, at=now, left_out=left))
         self.out.tensors(self.step, self.tensors)
         self.tensors, self.written = {}, 0
         self.left_out.clear()

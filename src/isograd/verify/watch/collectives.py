@@ -51,7 +51,7 @@ class Listener(Protocol):
     own_seconds: float
     base: str
 
-    def collective(self, op: str, ranks: tuple[int, ...], tensors: list[Tensor], more: dict[str, Any]) -> int:
+    def collective(self, op: str, ranks: tuple[int, ...], tensors: list[Tensor], reduce: str) -> int:
         """A collective is called; returns its number."""
         ...
 
@@ -204,7 +204,7 @@ class Watch(TorchDispatchMode):
 
     def _told(self, func: Any, named: dict[str, Any]) -> tuple[_Call, int]:
         call = _Call(func, named)
-        return call, self.listener.collective(call.op, call.ranks, call.tensors, call.more)
+        return call, self.listener.collective(call.op, call.ranks, call.tensors, call.reduce)
 
     def _loss(self, func: Any, args: Any, kwargs: Any) -> Any:
         result = func(*args, **kwargs)
@@ -251,7 +251,7 @@ class _Call:
         self.ranks = foreign.members(named.get("process_group", named.get("group_name")))
         self.tensors = _flat([v for k, v in named.items() if k not in OUTPUTS]) or _flat(list(named.values()))
         self.cuts = torch.is_grad_enabled() and any(t.requires_grad for t in self.tensors)
-        self.more: dict[str, Any] = {"reduce": named["reduce_op"] if isinstance(named.get("reduce_op"), str) else ""}
+        self.reduce = named["reduce_op"] if isinstance(named.get("reduce_op"), str) else ""
 
 
 def _counted(args: Any, target: int, ignore: int, total: Tensor) -> Tensor:

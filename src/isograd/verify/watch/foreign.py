@@ -70,7 +70,7 @@ def whole_shape(parameter: Tensor) -> tuple[int, ...]:
     return tuple(parameter.shape)  # of a DTensor: the global one
 
 
-def box_of(parameter: Tensor) -> list[list[int]] | None:
+def box_of(parameter: Tensor) -> tuple[tuple[int, int], ...] | None:
     """[start, stop] along each dimension of the global tensor, for what this rank holds; None when nothing says so."""
     if isinstance(parameter, DTensor):
         if any(isinstance(p, Partial) for p in parameter.placements):
@@ -80,11 +80,11 @@ def box_of(parameter: Tensor) -> list[list[int]] | None:
             return None
         shape, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, parameter.placements)
         if math.prod(shape) == 0:
-            return [[0, 0] for _ in shape]
-        return [[start, start + size] for start, size in zip(offset, shape, strict=True)]
+            return tuple((0, 0) for _ in shape)
+        return tuple((start, start + size) for start, size in zip(offset, shape, strict=True))
     contract = getattr(parameter, "_isograd_contract", None)
     if contract is not None and not contract.shards:
-        return [[0, size] for size in contract.shape]
+        return tuple((0, size) for size in contract.shape)
     return None
 
 

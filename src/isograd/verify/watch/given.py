@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from isograd.verify.record.sketch import content_hash, element_hashes
+from isograd.verify.record.events import GivenTensor
+from isograd.verify.record.sketch import content_hash, dtype_name, element_hashes
 from isograd.verify.watch import foreign
 
 MOST_FILLERS = 8
@@ -54,17 +55,17 @@ def _walk(value: Any, path: str, key: str) -> Iterator[tuple[str, str, Tensor]]:
             yield from _walk(inner, f"{path}.{i}", f"{key}.{i}")
 
 
-def described(tensors: dict[str, Tensor]) -> dict[str, dict[str, Any]]:
+def described(tensors: dict[str, Tensor]) -> dict[str, GivenTensor]:
     """By name: the hash of a tensor's contents, its shape and dtype, and the hashes of what may be its padding."""
     about = {}
     for name, tensor in tensors.items():
         local = foreign.local(tensor)
-        about[name] = {
-            "hash": str(content_hash(local)),
-            "shape": list(local.shape),
-            "dtype": str(local.dtype).removeprefix("torch."),
-            "fillers": [str(h) for h in _fillers(local)],
-        }
+        about[name] = GivenTensor(
+            hash=str(content_hash(local)),
+            shape=tuple(local.shape),
+            dtype=dtype_name(local),
+            fillers=tuple(str(h) for h in _fillers(local)),
+        )
     return about
 
 

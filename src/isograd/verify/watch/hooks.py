@@ -25,6 +25,7 @@ from torch.optim.optimizer import (
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from isograd.verify.record.events import Draw, Input, Reached
 from isograd.verify.record.sketch import digest
 from isograd.verify.watch import foreign
 from isograd.verify.watch.collectives import call_site
@@ -125,7 +126,7 @@ class Hooks:
                 return
             c.root(module)
             if c.modules.get(module) is not None and torch.is_grad_enabled():
-                c.event("input", forward=c.micro + 1)
+                c.event(Input(*c.now, forward=c.micro + 1))
             for name, parameter in c.learn_names().items():
                 self._on_parameter(name, parameter)
             c.reserve()
@@ -150,10 +151,12 @@ class Hooks:
         first = next((t for t in _tensors(output)), None)
         given = next((t for t in _tensors(args)), None)
         if drew and first is not None and given is not None:
-            c.event(
-                "random", module=name, into=digest(foreign.local(given)), out=digest(foreign.local(first)),
-                shape=list(first.shape), forward=c.micro + 1, graph=torch.is_grad_enabled(),
-            )  # fmt: skip
+            into, out = digest(foreign.local(given)), digest(foreign.local(first))
+            graph = torch.is_grad_enabled()
+            draw = Draw(
+                *c.now, module=name, into=into, out=out, forward=c.micro + 1, shape=tuple(first.shape), graph=graph
+            )
+            c.event(draw)
         if first is None or not torch.is_tensor(first):
             return
         micro = c.micro + 1  # the backward that will follow
@@ -212,7 +215,7 @@ class Hooks:
         """Collectives without a backward that have a say in what backward begins with."""
         calls = self.capture.watch.flows.of(strided(roots))
         if calls:
-            self.capture.event("reached", calls=list(calls.items()))
+            self.capture.event(Reached(*self.capture.now, calls=tuple(calls.items())))
 
     def _given(self, original: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         result = original(optimizer, *args, **kwargs)
@@ -296,7 +299,7 @@ class Hooks:
             if name not in engine.table.records:  # of another pipeline stage
                 continue
             box = engine.table[name].local(engine.mesh)
-            c.boxes[name] = [list(span) for span in box], list(whole.shape)
+            c.boxes[name] = tuple((a, b) for a, b in box), tuple(whole.shape)
             gradients[name] = whole[tuple(slice(*span) for span in box)]
         with engine.full_parameters():
             self._ask(gradients)

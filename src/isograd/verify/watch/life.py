@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
+from isograd.verify.record.events import Backward, Event, Lost, OtherWorld, Step
 from isograd.verify.record.recording import RankWriter
 from isograd.verify.watch import foreign
 from isograd.verify.watch.claim import claim
@@ -49,7 +50,7 @@ class Life:
         self.directory, self.lenient = directory, lenient
         self.writer: RankWriter | None = None
         self.opened: Callable[[Path], None] = lambda home: None  # told once where this rank writes
-        self.pending: list[dict[str, Any]] = []  # events from before the rank was known
+        self.pending: list[Event] = []  # events from before the rank was known
         self.active = False  # it looks, and notes what it sees
         self.installed = False  # its hooks are in the program
         self.left = False  # its dispatch mode is not
@@ -163,7 +164,7 @@ class Life:
             raise error
         if sense not in self.blinded:
             self.blinded[sense] = spelled(error)
-            self.event("lost", sense=sense, why=self.blinded[sense])
+            self.event(Lost(*self.now, sense=sense, why=self.blinded[sense]))
 
     def fail(self, error: Exception) -> None:
         """An error without whose observation nothing can be judged: the program runs on, unwatched; hooks are removed
@@ -203,7 +204,7 @@ class Life:
             return
         rank, world = foreign.world()
         if (rank, world) != (self.writer.about["rank"], self.writer.about["world"]):
-            self.event("world", rank=rank, world=world)
+            self.event(OtherWorld(*self.now, rank=rank, world=world))
             self.pause()
 
     @property
@@ -224,10 +225,14 @@ class Life:
             self.pending.clear()
         return self.writer
 
-    def event(self, kind: str, **more: Any) -> None:
+    @property
+    def now(self) -> tuple[int, int]:
+        """(step, micro-batch): when an event is seen."""
+        return self.step, max(self.micro, 0)
+
+    def event(self, event: Event) -> None:
         """Writes an event, or keeps it until the rank is known."""
-        event = {"k": kind, "step": self.step, "micro": max(self.micro, 0), **more}
-        if self.writer is None and not foreign.placed() and kind not in ("backward", "step"):
+        if self.writer is None and not foreign.placed() and not isinstance(event, Backward | Step):
             self.pending.append(event)
         else:
             self.out.event(event)

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import unserializable_hook
 
+from isograd.verify import tolerances
+
 LOSSES = (
     "mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "binary_cross_entropy",
     "binary_cross_entropy_with_logits",
@@ -61,7 +63,7 @@ class Means:
             by = args[1] if self._is_sum(given) else None
             if isinstance(by, Tensor):
                 by = None if by.requires_grad or by.numel() != 1 else float(by)
-            whole = by is not None and by >= 1 and abs(by - round(by)) <= 1e-6 * by
+            whole = by is not None and by >= 1 and abs(by - round(by)) <= tolerances.WHOLE * by
             return float(by) if by is not None and whole else None
         place = {"binary_cross_entropy": 3, "binary_cross_entropy_with_logits": 4}.get(name, 2)
         mean = kwargs.get("reduction", args[place] if len(args) > place else 1) == 1

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from isograd.verify.record.events import Start
 from isograd.verify.record.recording import STEPS
 
 _started: list[Any] = []
@@ -82,7 +83,7 @@ def _capture(directory: str) -> Any:
 
     capture.opened = opened
     capture.start()
-    capture.guarded(capture.event)("start")
+    capture.guarded(capture.event)(Start(*capture.now))
     return capture
 
 

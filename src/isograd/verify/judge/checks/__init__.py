@@ -19,6 +19,7 @@ from isograd.verify.judge.checks.mixed import mixed_groups
 from isograd.verify.judge.checks.norms import norms
 from isograd.verify.judge.checks.state import continuity, missing, replicas, steps_together
 from isograd.verify.judge.checks.traffic import dtypes, groups, order, random_draws, replayed_draws
+from isograd.verify.judge.consequences import without_consequences
 from isograd.verify.record.recording import Recording
 from isograd.verify.tell.findings import BUG, INCONCLUSIVE, Finding
 
@@ -62,41 +63,3 @@ def _again(found: Finding, told: Finding) -> bool:
     if not found.bug:
         return found.tensors == told.tensors and (bool(found.tensors) or found.sentence == told.sentence)
     return not found.tensors or not told.tensors or bool(set(found.tensors) & set(told.tensors))
-
-
-# After these, copies, coefficients and later steps mean little.
-ROOTS = ("overflow-alone", "norm-dropout-rng", "resume-other-rank", "cache-rng")
-UNREDUCED = (
-    "nosync-missing",
-    "norm-unreduced",
-    "qknorm-unreduced",
-    "kv-replica-unreduced",
-    "router-unreduced",
-    "wrong-group",
-)
-FOLLOW = (
-    "",
-    "order",
-    "replicas-differ",
-    "clip-per-rank",
-    "norm-counts-replicas",
-    "non-finite",
-    "cut-graph",
-    *UNREDUCED,
-)
-
-
-def without_consequences(found: list[Finding]) -> list[Finding]:
-    """Leave out what only follows from a finding that is told: drifting copies, say, or what a lone step did later."""
-    bugs = [f.bug for f in found if f.verdict == BUG]
-    named = [bug for bug in bugs if bug not in ("replicas-differ", "")]
-    follows: tuple[str, ...] = ("replicas-differ",) if named else ()
-    if any(bug in UNREDUCED for bug in bugs):
-        follows = ("replicas-differ", "clip-per-rank")
-    if "same-data" in bugs:  # ranks that should hold different activations need no equal masks
-        follows = (*follows, "norm-dropout-rng")
-    elif any(bug in ROOTS for bug in bugs):
-        follows = FOLLOW
-    return [
-        f for f in found if not (f.verdict == BUG and f.bug in follows) and not (f.verdict == INCONCLUSIVE and named)
-    ]

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
+from isograd.verify import tolerances
 from isograd.verify.judge.analysis import Analysis
 from isograd.verify.judge.checks.traffic import reductions
-from isograd.verify.judge.contributions import SAME
+from isograd.verify.record.events import Collective, Draw, Given
 from isograd.verify.record.recording import RankRecord
 from isograd.verify.tell.findings import BUG, INCONCLUSIVE, Finding
 from isograd.verify.tell.wording import axis_over, finding, spell
@@ -44,11 +45,11 @@ def own_data(analysis: Analysis) -> Iterator[Finding]:
 def _seen(record: RankRecord, steps: list[int]) -> list[str]:
     """What a rank was given, call by call, in all steps that were seen whole; empty when some of it is not known."""
     found = []
-    for event in record.of("given"):
-        if event["step"] in steps:
-            if not event["tensors"]:
+    for event in record.of(Given):
+        if event.step in steps:
+            if not event.tensors:
                 return []
-            found.append(", ".join(f"{name} {one['hash']} {one['shape']}" for name, one in event["tensors"].items()))
+            found.append(", ".join(f"{name} {one.hash} {one.shape}" for name, one in event.tensors.items()))
     return found
 
 
@@ -58,16 +59,16 @@ def _double(analysis: Analysis, one: int, other: int) -> bool:
     names = [n for n in analysis.names if one in analysis.holders(n) or other in analysis.holders(n)]
     if not all(other in analysis.replicas_of(n, one) or analysis.covered(n) for n in names):
         return False
-    if not any({one, other} <= set(event["group"]) for event in reductions(analysis)):
+    if not any({one, other} <= set(event.group) for event in reductions(analysis)):
         return False
     mine, others = (_parts(analysis, rank) for rank in (one, other))
     if not mine or mine.keys() != others.keys():
         return False
     if not any(part.any() for part in mine.values()):
         return False  # neither adds anything: members of a cp group whose rows have no labels
-    if all(float((mine[k] - others[k]).norm()) <= SAME * float(mine[k].norm()) for k in mine):
+    if all(float((mine[k] - others[k]).norm()) <= tolerances.SAME * float(mine[k].norm()) for k in mine):
         return True
-    return bool(analysis.recording.ranks[one].of("random")) and not _talk(analysis, one, other)
+    return bool(analysis.recording.ranks[one].of(Draw)) and not _talk(analysis, one, other)
 
 
 def _parts(analysis: Analysis, rank: int) -> dict[tuple[str, int], Tensor]:
@@ -78,5 +79,5 @@ def _parts(analysis: Analysis, rank: int) -> dict[tuple[str, int], Tensor]:
 def _talk(analysis: Analysis, one: int, other: int) -> bool:
     """Whether two ranks exchange anything in forward but parameters: each may have computed a part of the batch."""
     gathers = any(analysis.covered(name) for name in analysis.names)
-    events = [e for e in analysis.recording.ranks[one].of("collective") if e["phase"] == "forward"]
-    return any(other in e["group"] and not (gathers and e["op"] == "all_gather") for e in events)
+    events = [e for e in analysis.recording.ranks[one].of(Collective) if e.phase == "forward"]
+    return any(other in e.group and not (gathers and e.op == "all_gather") for e in events)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from isograd.mesh import DATA
+from isograd.verify import tolerances
 from isograd.verify.judge import patterns
 from isograd.verify.judge.analysis import Analysis, Observed
 from isograd.verify.judge.checks.traffic import reduced_in_half, reductions
@@ -67,7 +68,9 @@ def scales(analysis: Analysis) -> Iterator[Finding]:
 
 def _apart(analysis: Analysis, read: _Read) -> list[str]:
     """Tensors that count differently on different ranks."""
-    return [n for n, by_rank in read.scales.items() if spread(by_rank.values()) > 10 * analysis.tolerance(n)]
+    return [
+        n for n, by_rank in read.scales.items() if spread(by_rank.values()) > tolerances.LOOSE * analysis.tolerance(n)
+    ]
 
 
 def _read(analysis: Analysis) -> _Read:
@@ -79,7 +82,7 @@ def _read(analysis: Analysis) -> _Read:
 
 
 def _read_tensor(analysis: Analysis, name: str, read: _Read) -> None:
-    loose = 10 * analysis.tolerance(name)
+    loose = tolerances.LOOSE * analysis.tolerance(name)
     for seen in analysis.observed(name):
         found = analysis.fit(seen)
         if found is None:
@@ -123,13 +126,13 @@ def _summed_in_backward(analysis: Analysis, name: str, found: Fit) -> bool:
     """Whether backward itself summed a gradient of this size over ranks that add the same to this tensor: then these
     are copies of one sum, and not parts that happen to be equal."""
     together = [{rank for rank, _ in members} for members in found.classes.values()]
-    size = math.prod(analysis.info(name)["part_shape"])
+    size = math.prod(analysis.info(name).part_shape)
     return any(
-        event["op"] == "all_reduce"
-        and event["phase"] == "backward"
-        and event["numel"] == size
-        and not event["covers"]
-        and all(set(event["group"]) <= ranks for ranks in together)
+        event.op == "all_reduce"
+        and event.phase == "backward"
+        and event.numel == size
+        and not event.covers
+        and all(set(event.group) <= ranks for ranks in together)
         for event in reductions(analysis, smallest=1)
     )
 
@@ -145,11 +148,11 @@ def _other_shards(analysis: Analysis, name: str, own: int, found: dict[Key, floa
         return ()
     mine = analysis.replicas_of(name, own)
     top = max(map(abs, found.values()))
-    return tuple(sorted({k for (k, _), c in found.items() if k not in mine and abs(c) > 1e-2 * top}))
+    return tuple(sorted({k for (k, _), c in found.items() if k not in mine and abs(c) > tolerances.COUNTS * top}))
 
 
 def _patterned(analysis: Analysis, read: _Read) -> Iterator[Finding]:
-    telling = {n for n in analysis.names if analysis.info(n)["gradient"] and not analysis.null(n)}
+    telling = {n for n in analysis.names if analysis.info(n).gradient and not analysis.null(n)}
     sizes = group_sizes(analysis.recording)
     telling -= read.alike | set(read.undetermined)  # neither tells which contributions are missing
     for (known, kind, value, axis), tensors in read.patterned.items():
@@ -196,7 +199,7 @@ def _per_rank(analysis: Analysis, scales: dict[str, dict[int, float]], apart: li
     for by_rank in scales.values():
         for rank, c in by_rank.items():
             on[rank].append(c)
-    loose = max(10 * analysis.tolerance(name) for name in apart)
+    loose = max(tolerances.LOOSE * analysis.tolerance(name) for name in apart)
     bars = tuple((f"rank {rank}", values[0]) for rank, values in sorted(on.items()))
     whom = f"all {len(scales)} gradients" if len(apart) == len(scales) else f"{classes_of(apart)} ({listed(apart)})"
     sentence = f"step {analysis.step}: {whom}: scaled differently on {axis}"
@@ -217,7 +220,7 @@ def _per_class(analysis: Analysis, read: _Read) -> Iterator[Finding]:
     usual = next(c for c in every if c and round(math.log(abs(c)) * 200) == usual_key)
     odd: dict[float, list[str]] = defaultdict(list)
     for name, c in scales.items():
-        far = max(10 * analysis.tolerance(name), 1e-3) * abs(usual)
+        far = max(tolerances.LOOSE * analysis.tolerance(name), tolerances.FACTOR) * abs(usual)
         if all(abs(possible - usual) > far for possible in read.possible[name]):
             odd[round(c / usual, 3)].append(name)
     unclear: dict[str, float] = {}
@@ -253,10 +256,10 @@ def _unexplained(analysis: Analysis, names: list[str]) -> Iterator[Finding]:
         for seen in analysis.observed(name):
             found = analysis.fit(seen)
             worst = max(worst, found.residual if found else 0.0)
-    if half and worst < 5e-2:
+    if half and worst < tolerances.HALF_SUM:
         return  # the check of dtypes says it
     sentence = (
         f"step {analysis.step}: {listed(names)}: what reached the optimizer is no sum of what backward added "
         f"(left over: {worst:.1e} of it)"
     )
-    yield finding(NOTE if worst < 1e-2 else INCONCLUSIVE, "", sentence, tensors=tuple(names))
+    yield finding(NOTE if worst < tolerances.CHANGED else INCONCLUSIVE, "", sentence, tensors=tuple(names))

@@ -5,16 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import zip_longest
 
+from isograd.verify import tolerances
 from isograd.verify.judge.analysis import Analysis
-from isograd.verify.record.events import CUT, KEPT, OTHERS
-from isograd.verify.record.recording import Event
+from isograd.verify.record.events import CUT, KEPT, OTHERS, Collective, Logits, Reached
 from isograd.verify.tell.findings import BUG, INCONCLUSIVE, Finding, listed
 from isograd.verify.tell.wording import axis_over, finding, spread
-
-SHIFT = (
-    1e-3  # of the gradients of logits: rounding of a right one leaves 1e-6 in fp32; one use too many leaves percents
-)
-SHIFT_HALF = 5e-2
 
 _REACHES = {
     CUT: "has no backward but receives a tensor that needs a gradient",
@@ -31,32 +26,32 @@ _REACHES = {
 
 def graph_cuts(analysis: Analysis) -> Iterator[Finding]:
     """What a collective without a backward returns does not reach the loss."""
-    found: dict[tuple[str, str], Event] = {}
+    found: dict[tuple[str, str], Collective] = {}
     for record in analysis.recording.ranks:
-        calls = {e["n"]: e for e in record.of("collective")}
-        reached = [(n, how) for e in record.of("reached") if e["step"] == analysis.step for n, how in e["calls"]]
+        calls = {e.n: e for e in record.of(Collective)}
+        reached = [(n, how) for e in record.of(Reached, analysis.step) for n, how in e.calls]
         for n, how in reached:
-            found.setdefault((how, calls[n]["site"]), calls[n])
+            found.setdefault((how, calls[n].site), calls[n])
     for how, site in sorted(found):
         event = found[how, site]
-        lost = tuple(n for n in analysis.names if analysis.info(n)["trainable"] and not analysis.info(n)["gradient"])
-        module = f" (module {event['module']})" if event["module"] else ""
-        sentence = f"step {analysis.step}: {event['op']} at {site}{module} {_REACHES[how]}"
+        lost = tuple(n for n in analysis.names if analysis.info(n).trainable and not analysis.info(n).gradient)
+        module = f" (module {event.module})" if event.module else ""
+        sentence = f"step {analysis.step}: {event.op} at {site}{module} {_REACHES[how]}"
         verdict = BUG if how == CUT else INCONCLUSIVE
         if how == CUT:
             sentence += f": {listed(lost)} got none" if lost else ": what flows through it is lost or not summed"
-        axis = axis_over(analysis.recording, tuple(event["group"]))
-        counts = _whole_loss_everywhere(analysis, tuple(event["group"])) if how == OTHERS else None
+        axis = axis_over(analysis.recording, event.group)
+        counts = _whole_loss_everywhere(analysis, event.group) if how == OTHERS else None
         if counts is None:
             yield finding(verdict, "cut-graph", sentence, tensors=lost if how == CUT else (), axis=axis)
             continue
         copied, parts = counts
         should = next(iter(copied.values()))
-        wrong = {n: c / should for n, c in parts.items() if spread((c, should)) > 1e-2}
+        wrong = {n: c / should for n, c in parts.items() if spread((c, should)) > tolerances.COUNTS}
         if wrong:
             factors = " and ".join(sorted({f"{f:.4g}" for f in wrong.values()}))
             sentence = (
-                f"step {analysis.step}: {event['op']} at {site}{module} has no backward; every rank computes all of "
+                f"step {analysis.step}: {event.op} at {site}{module} has no backward; every rank computes all of "
                 f"the loss ({listed(list(copied))} gets the same gradient on {axis}), so what each rank adds to the "
                 f"other tensors must be summed: {listed(list(wrong))} count {factors} times what they should"
             )
@@ -90,19 +85,19 @@ def _whole_loss_everywhere(
 
 def logit_gradients(analysis: Analysis) -> Iterator[Finding]:
     """Under torch's loss_parallel, the gradient of a row of logits sums to zero over the vocabulary."""
-    told = [[e for e in record.of("logits") if e["step"] == analysis.step] for record in analysis.recording.ranks]
-    half = any(i["dtype"] in ("bfloat16", "float16") for about in analysis.about for i in about.values())
+    told = [record.of(Logits, analysis.step) for record in analysis.recording.ranks]
+    half = any(i.dtype in ("bfloat16", "float16") for about in analysis.about for i in about.values())
     for events in zip_longest(*told):
         if None in events:
             return  # some ranks call it more often than others: which calls belong together is not known
-        shift, size = abs(sum(e["shift"] for e in events)), sum(e["size"] for e in events)
-        if shift > (SHIFT_HALF if half else SHIFT) * size:
+        shift, size = abs(sum(e.shift for e in events)), sum(e.size for e in events)
+        if shift > (tolerances.SHIFT_HALF if half else tolerances.SHIFT) * size:
             sentence = (
                 f"step {analysis.step}: inside loss_parallel() the gradient that reaches the logits is no "
                 f"log_softmax's: its rows sum to {shift / size:.2g} of their size instead of 0, so something other "
                 "than cross-entropy uses log_softmax there"
             )
-            names = tuple(n for n in analysis.names if analysis.info(n)["gradient"])
+            names = tuple(n for n in analysis.names if analysis.info(n).gradient)
             axis = axis_over(analysis.recording, analysis.everyone)
             yield finding(BUG, "log-softmax-uncorrected", sentence, tensors=names, axis=axis)
             return

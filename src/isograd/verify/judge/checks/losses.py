@@ -11,9 +11,10 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from isograd.verify import tolerances
 from isograd.verify.judge.analysis import Analysis, Weighed
 from isograd.verify.judge.contributions import Fit
-from isograd.verify.record.events import Key
+from isograd.verify.record.events import Key, Loss, Reached
 from isograd.verify.tell.findings import BUG, INCONCLUSIVE, NOTE, Finding
 from isograd.verify.tell.wording import finding, labelled, meanings, spread
 
@@ -25,7 +26,7 @@ def token_weights(analysis: Analysis) -> Iterator[Finding]:
         return
     name, found = chosen
     share = shares(analysis, found)
-    tolerance = max(10 * analysis.tolerance(name), 1e-3)
+    tolerance = max(tolerances.LOOSE * analysis.tolerance(name), tolerances.FACTOR)
     for number, (site, all_calls) in enumerate(analysis.losses.items()):
         calls = {key: _together(weighed, tolerance) for key, weighed in all_calls.items() if key in share}
         if not calls:
@@ -75,7 +76,7 @@ def _unequal(
     analysis: Analysis, where: str, weights: dict[Key, float], counts: dict[Key, float], tolerance: float
 ) -> Finding:
     """A mean of means where weights follow the counts; else labels may be weighed on purpose."""
-    trainable = tuple(n for n in analysis.names if analysis.info(n)["gradient"])
+    trainable = tuple(n for n in analysis.names if analysis.info(n).gradient)
     follows = own_counts(weights, counts, tolerance)
     low, high = min(weights.values()), max(weights.values())
     over = "ranks" if len({k for k, _ in weights}) > 1 else ""
@@ -109,7 +110,7 @@ def own_counts(weights: dict[Key, float], counts: dict[Key, float], tolerance: f
 
 def _whole(analysis: Analysis, calls: dict[Key, list[Weighed]], share: dict[Key, float]) -> Iterator[Finding]:
     """The gradient is a multiple of the mean over all labels, and there are as many micro-batches, or ranks."""
-    if _summed(analysis) or any(event["calls"] for r in analysis.recording.ranks for event in r.of("reached")):
+    if _summed(analysis) or any(event.calls for r in analysis.recording.ranks for event in r.of(Reached)):
         return  # sums, or a loss that looks at other ranks' rows: its labels are counted on several ranks
     seen: set[tuple[str, int]] = set()
     total = 0.0
@@ -126,13 +127,13 @@ def _whole(analysis: Analysis, calls: dict[Key, list[Weighed]], share: dict[Key,
         f"step {analysis.step}: all gradients are {total:.4g} times the mean over the step's labels, which is "
         f"{' or '.join(of.values())}; a run on one device would decide"
     )
-    trainable = tuple(n for n in analysis.names if analysis.info(n)["gradient"])
+    trainable = tuple(n for n in analysis.names if analysis.info(n).gradient)
     yield finding(INCONCLUSIVE, bug, sentence, tensors=trainable, axis=" or ".join(of))
 
 
 def _summed(analysis: Analysis) -> bool:
     """Whether the program's losses are sums over labels, so that a total other than one means nothing."""
-    kinds = {e["reduction"] for r in analysis.recording.ranks for e in r.of("loss")}
+    kinds = {e.reduction for r in analysis.recording.ranks for e in r.of(Loss)}
     return kinds != {"mean"}
 
 
@@ -147,7 +148,7 @@ def reference_tensor(analysis: Analysis):  # type: ignore[no-untyped-def]
     differ, so that each has a coefficient of its own."""
     second = None
     for name in analysis.names:
-        if len(analysis.replica_sets(name)) > 1 and not analysis.info(name)["dtensor"]:
+        if len(analysis.replica_sets(name)) > 1 and not analysis.info(name).dtensor:
             continue
         for seen in analysis.observed(name)[:1]:
             found = analysis.fit(seen)

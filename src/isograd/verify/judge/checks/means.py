@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
+from isograd.verify import tolerances
 from isograd.verify.judge.analysis import Analysis
 from isograd.verify.judge.checks.losses import own_counts, reference_tensor, shares
-from isograd.verify.record.events import Key
+from isograd.verify.record.events import Key, Mean
 from isograd.verify.tell.findings import BUG, Finding
 from isograd.verify.tell.wording import finding, labelled, spread
 
@@ -18,7 +19,7 @@ def mean_weights(analysis: Analysis) -> Iterator[Finding]:
     if chosen is None:
         return
     name, found = chosen
-    tolerance = max(10 * analysis.tolerance(name), 1e-3)
+    tolerance = max(tolerances.LOOSE * analysis.tolerance(name), tolerances.FACTOR)
     share = shares(analysis, found)
     for site, means in _terms(analysis):
         weights = {key: share[key] * weight for key, (_, weight) in means.items() if key in share}
@@ -38,7 +39,7 @@ def mean_weights(analysis: Analysis) -> Iterator[Finding]:
         )
         mean = sum(weights[k] * counts[k] for k in weights) / sum(counts.values())
         bars = labelled({k: w / mean for k, w in weights.items()})
-        trainable = tuple(n for n in analysis.names if analysis.info(n)["gradient"])
+        trainable = tuple(n for n in analysis.names if analysis.info(n).gradient)
         yield finding(BUG, "mean-of-means", sentence, tensors=trainable, axis=over, coefficients=bars)
 
 
@@ -48,10 +49,9 @@ def _terms(analysis: Analysis) -> Iterator[tuple[str, dict[Key, tuple[float, flo
     terms: dict[str, dict[Key, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
     sites: dict[str, str] = {}
     for record in analysis.recording.ranks:
-        for event in record.of("mean"):
-            if event["step"] == analysis.step:
-                terms[event["term"]][record.rank, event["micro"]].append((event["count"], event["weight"]))
-                sites[event["term"]] = event["site"]
+        for event in record.of(Mean, analysis.step):
+            terms[event.term][record.rank, event.micro].append((event.count, event.weight))
+            sites[event.term] = event.site
     for term, means in terms.items():
         if all(len(found) == 1 for found in means.values()):
             yield sites[term], {key: found[0] for key, found in means.items()}

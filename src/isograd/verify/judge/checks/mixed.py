@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from isograd.verify import tolerances
 from isograd.verify.judge.analysis import Analysis
 from isograd.verify.judge.checks.traffic import reductions
-from isograd.verify.judge.contributions import SAME
 from isograd.verify.tell.findings import INCONCLUSIVE, Finding, listed
 from isograd.verify.tell.wording import axis_over, finding, spell
 
@@ -36,7 +36,7 @@ def mixed_groups(analysis: Analysis) -> Iterator[Finding]:
 
 def _mixed(analysis: Analysis, name: str) -> tuple[Group, Group] | None:
     """(the group over which it is summed, the smaller one of its module's weights), if that may be wrong."""
-    if not analysis.info(name).get("constant") or analysis.info(name)["box"] is not None:
+    if not analysis.info(name).constant or analysis.info(name).box is not None:
         return None
     module = name.rpartition(".")[0]
     siblings = [n for n in analysis.names if n != name and n.rpartition(".")[0] == module]
@@ -55,7 +55,7 @@ def _mixed(analysis: Analysis, name: str) -> tuple[Group, Group] | None:
 
 
 def _groups(analysis: Analysis, name: str) -> list[Group]:
-    return sorted({tuple(event["group"]) for event in reductions(analysis) if name in event["covers"]})
+    return sorted({event.group for event in reductions(analysis) if name in event.covers})
 
 
 def _copied(analysis: Analysis, name: str, inside: Group, over: Group) -> bool:
@@ -63,4 +63,4 @@ def _copied(analysis: Analysis, name: str, inside: Group, over: Group) -> bool:
     parts = analysis.contributions(name)
     mine = [p for (rank, _), p in parts.items() if rank in inside]
     others = [p for (rank, _), p in parts.items() if rank in over and rank not in inside]
-    return any(float((a - b).norm()) <= SAME * float(a.norm()) for a in mine for b in others)
+    return any(float((a - b).norm()) <= tolerances.SAME * float(a.norm()) for a in mine for b in others)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from isograd.verify import tolerances
 from isograd.verify.judge.analysis import Analysis
+from isograd.verify.record.events import Norm
 from isograd.verify.tell.findings import BUG, Finding, listed
 from isograd.verify.tell.wording import axis_over, finding, spread
 
@@ -14,12 +16,12 @@ def norms(analysis: Analysis) -> Iterator[Finding]:
     """All ranks use one norm, it counts every element once, and they clip by one factor."""
     reported = {}
     for record in analysis.recording.ranks:
-        values = [e["value"] for e in record.of("norm") if e["step"] == analysis.step]
+        values = [e.value for e in record.of(Norm, analysis.step)]
         if values:
             reported[record.rank] = values[-1]  # the last one: earlier ones may have led to a step left out
     bars = tuple((f"rank {r}", v) for r, v in reported.items())
-    names = tuple(n for n in analysis.names if analysis.info(n)["gradient"])
-    if len(reported) > 1 and spread(reported.values()) > 1e-5:
+    names = tuple(n for n in analysis.names if analysis.info(n).gradient)
+    if len(reported) > 1 and spread(reported.values()) > tolerances.NORM:
         low, high = min(reported.values()), max(reported.values())
         unequal = tuple(n for n in names if _copies_differ(analysis, n))
         if unequal:
@@ -43,7 +45,7 @@ def norms(analysis: Analysis) -> Iterator[Finding]:
     if reported:
         yield from _norm_is_true(analysis, next(iter(reported.values())), names)
     factors = {r: f for r in range(analysis.world) if (f := _one_factor(analysis, r)) is not None}
-    if len(factors) > 1 and spread(factors.values()) > 1e-3:
+    if len(factors) > 1 and spread(factors.values()) > tolerances.FACTOR:
         bars = tuple((f"rank {r}", f) for r, f in factors.items())
         sentence = f"step {analysis.step}: ranks clip by different factors: {min(factors.values()):.4g} to {max(factors.values()):.4g}"  # noqa: E501
         yield finding(
@@ -60,7 +62,7 @@ def _unlike(values: dict[int, float]) -> tuple[int, ...]:
     """The first rank with each value: along an axis whose ranks agree, nothing is wrong."""
     found: list[int] = []
     for rank, value in values.items():
-        if all(spread((value, values[other])) > 1e-5 for other in found):
+        if all(spread((value, values[other])) > tolerances.NORM for other in found):
             found.append(rank)
     return tuple(found)
 
@@ -88,12 +90,12 @@ def _one_factor(analysis: Analysis, rank: int) -> float | None:
         if square == 0:  # this rank's rows of an embedding, say
             continue
         factor = float(clipped[name] @ whole[name]) / square
-        if float((clipped[name] - factor * whole[name]).norm()) > 10 * analysis.tolerance(name) * float(
+        if float((clipped[name] - factor * whole[name]).norm()) > tolerances.LOOSE * analysis.tolerance(name) * float(
             clipped[name].norm()
         ):
             return None
         factors.append(factor)
-    return factors[0] if factors and spread(factors) <= 1e-2 else None
+    return factors[0] if factors and spread(factors) <= tolerances.ONE_FACTOR else None
 
 
 def true_norm(analysis: Analysis) -> float | None:
@@ -104,7 +106,7 @@ def true_norm(analysis: Analysis) -> float | None:
             return None
         for ranks in analysis.replica_sets(name):
             final = analysis.recording.ranks[ranks[0]].tensors(analysis.step).get(f"final/{name}")
-            if final is None and analysis.about[ranks[0]][name]["gradient"]:
+            if final is None and analysis.about[ranks[0]][name].gradient:
                 return None
             squares += float(final.double().square().sum()) if final is not None else 0.0
     return math.sqrt(squares)
@@ -113,7 +115,7 @@ def true_norm(analysis: Analysis) -> float | None:
 def _norm_is_true(analysis: Analysis, reported: float, names: tuple[str, ...]) -> Iterator[Finding]:
     truth = true_norm(analysis)
     rounding = max((analysis.tolerance(name) for name in names), default=0.0)  # norms are rounded as gradients are
-    if truth is None or not 0 < truth < math.inf or reported <= truth * (1 + max(1e-4, rounding)):
+    if truth is None or not 0 < truth < math.inf or reported <= truth * (1 + max(tolerances.TRUE_NORM, rounding)):
         return
     copies = 0.0
     for name in analysis.names:
@@ -121,7 +123,7 @@ def _norm_is_true(analysis: Analysis, reported: float, names: tuple[str, ...]) -
             final = analysis.recording.ranks[ranks[0]].tensors(analysis.step).get(f"final/{name}")
             copies += len(ranks) * float(final.double().square().sum()) if final is not None else 0.0
     repeated = tuple(n for n in names if any(len(r) > 1 for r in analysis.replica_sets(n)))
-    exact = abs(reported - math.sqrt(copies)) <= 1e-3 * reported
+    exact = abs(reported - math.sqrt(copies)) <= tolerances.FACTOR * reported
     sentence = f"step {analysis.step}: the norm is {reported:.6g} but each element once gives {truth:.6g}" + (
         ": it counts every copy of replicated tensors" if exact else ""
     )

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from isograd.verify.judge.analysis import Analysis
 from isograd.verify.judge.checks.graphs import graph_cuts
-from isograd.verify.record.recording import Event
+from isograd.verify.record.events import Backward, Event, Input, Parameter, Step
 from isograd.verify.tell.findings import BUG, INCONCLUSIVE, NOTE, Finding, listed
 from isograd.verify.tell.wording import axis_over, finding, spell
 
@@ -15,8 +15,8 @@ def steps_together(analysis: Analysis) -> Iterator[Finding]:
     """All ranks step, or none does."""
     if analysis.step != 1:
         return
-    taken = [_steps_by(record.events, "input") for record in analysis.recording.ranks]
-    by_backward = [_steps_by(record.events, "backward") for record in analysis.recording.ranks]
+    taken = [_steps_by(record.events, Input) for record in analysis.recording.ranks]
+    by_backward = [_steps_by(record.events, Backward) for record in analysis.recording.ranks]
     if len({tuple(t) for t in by_backward}) == 1 or not all(t and t[-1] for t in taken):
         taken = by_backward
     common = min((t[-1] for t in taken if t), default=0)
@@ -26,19 +26,19 @@ def steps_together(analysis: Analysis) -> Iterator[Finding]:
         skipped = [(r, sorted(everywhere - set(t))) for r, t in enumerate(within) if everywhere - set(t)]
         rank, at = skipped[0]
         sentence = f"rank {rank} took no optimizer step after micro-batch {at[0]}, while other ranks did"
-        names = tuple(n for n in analysis.names if analysis.info(n)["trainable"])
+        names = tuple(n for n in analysis.names if analysis.info(n).trainable)
         bars = tuple((f"rank {r}", float(len(t))) for r, t in enumerate(within))
         yield finding(
             BUG, "overflow-alone", sentence, tensors=names, axis=spell([r for r, _ in skipped]), coefficients=bars
         )
 
 
-def _steps_by(events: list[Event], kind: str) -> list[int]:
+def _steps_by(events: list[Event], kind: type[Event]) -> list[int]:
     """After how many forwards, or backwards, each step was taken: a micro-batch without labels may have no backward."""
     taken, seen = [], 0
     for event in events:
-        seen += event["k"] == kind
-        if event["k"] == "step" and not event["note"]:
+        seen += isinstance(event, kind)
+        if isinstance(event, Step) and not event.note:
             taken.append(seen)
     return taken
 
@@ -50,9 +50,9 @@ def replicas(analysis: Analysis) -> Iterator[Finding]:
         if name in analysis.unsure:
             continue
         for ranks in analysis.replica_sets(name):
-            if len({analysis.about[r][name]["hash"] for r in ranks}) > 1:
+            if len({analysis.about[r][name].hash for r in ranks}) > 1:
                 apart[name] = ranks
-            if len({analysis.about[r][name].get("before", "") for r in ranks}) > 1:
+            if len({analysis.about[r][name].before for r in ranks}) > 1:
                 apart[name] = ranks
     if apart:
         names = tuple(sorted(apart))
@@ -71,19 +71,20 @@ def replicas(analysis: Analysis) -> Iterator[Finding]:
 
 def continuity(analysis: Analysis) -> Iterator[Finding]:
     """Between two steps nothing but the optimizer changes a parameter; a reload brings back this rank's own part."""
-    before: list[dict[str, Event]] = [
-        next((e["parameters"] for e in r.of("step") if e["step"] == analysis.step - 1), {})
-        for r in analysis.recording.ranks
+    before: list[dict[str, Parameter]] = [
+        next((e.parameters for e in r.of(Step, analysis.step - 1)), {}) for r in analysis.recording.ranks
     ]
     swapped: dict[str, tuple[int, int]] = {}
     changed: list[str] = []
     for name in analysis.names:
         for rank in analysis.holders(name):
-            was, now = before[rank].get(name), analysis.about[rank][name].get("before")
-            if was is None or now is None or was["hash"] == now:
+            was, now = before[rank].get(name), analysis.about[rank][name].before
+            if was is None or not now or was.hash == now:
                 continue
             changed.append(name)
-            owners = [r for r in range(analysis.world) if r != rank and before[r].get(name, {}).get("hash") == now]
+            owners = [
+                r for r in range(analysis.world) if r != rank and name in before[r] and before[r][name].hash == now
+            ]
             if owners:
                 swapped[name] = (rank, owners[0])
     if swapped:
@@ -103,31 +104,29 @@ def continuity(analysis: Analysis) -> Iterator[Finding]:
 
 def missing(analysis: Analysis) -> Iterator[Finding]:
     """Every trainable parameter has a finite gradient, and an optimizer that owns it."""
-    trainable = [n for n in analysis.names if analysis.info(n)["trainable"]]
+    trainable = [n for n in analysis.names if analysis.info(n).trainable]
     infos = {n: [analysis.about[r][n] for r in analysis.holders(n)] for n in trainable}
-    bad = tuple(n for n in trainable if not all(i["finite"] for i in infos[n]))
+    bad = tuple(n for n in trainable if not all(i.finite for i in infos[n]))
     if bad:
         ranks = [
             r
             for r in range(analysis.world)
-            if any(n in analysis.about[r] and not analysis.about[r][n]["finite"] for n in bad)
+            if any(n in analysis.about[r] and not analysis.about[r][n].finite for n in bad)
         ]
         sentence = f"step {analysis.step}: the gradients of {listed(bad)} are not finite on {spell(ranks)}"
         yield finding(BUG, "non-finite", sentence, tensors=bad, axis=spell(ranks))
-    lost = tuple(n for n in trainable if analysis.contributions(n) and not any(i["gradient"] for i in infos[n]))
+    lost = tuple(n for n in trainable if analysis.contributions(n) and not any(i.gradient for i in infos[n]))
     if lost:
         axis = axis_over(analysis.recording, analysis.everyone)
         whom = f"all {len(lost)} gradients" if len(lost) == len(trainable) else listed(lost)
         sentence = f"step {analysis.step}: {whom}: backward made them, but none has reached .grad: nothing was reduced"
         yield finding(BUG, "nosync-missing", sentence, tensors=lost, axis=axis)
-    without = tuple(n for n in trainable if not any(i["gradient"] for i in infos[n]))
+    without = tuple(n for n in trainable if not any(i.gradient for i in infos[n]))
     if without and not lost and len(without) < len(trainable) and not any(True for _ in graph_cuts(analysis)):
         sentence = f"step {analysis.step}: {listed(without)} got no gradient on any rank"
         yield finding(NOTE, "", sentence, tensors=without)
-    stepped = any(e["step"] == analysis.step and not e["note"] for r in analysis.recording.ranks for e in r.of("step"))
-    orphans = tuple(
-        n for n in trainable if any(i["gradient"] for i in infos[n]) and not any(i["owned"] for i in infos[n])
-    )
+    stepped = any(not e.note for r in analysis.recording.ranks for e in r.of(Step, analysis.step))
+    orphans = tuple(n for n in trainable if any(i.gradient for i in infos[n]) and not any(i.owned for i in infos[n]))
     if orphans and stepped:
         sentence = f"step {analysis.step}: {listed(orphans)} get gradients but no optimizer owns them"
         yield finding(BUG, "unowned", sentence, tensors=orphans)

@@ -9,22 +9,22 @@ from itertools import pairwise, zip_longest
 from isograd.layout import Layout
 from isograd.mesh import DATA
 from isograd.verify.judge.analysis import Analysis
-from isograd.verify.record.recording import Event
+from isograd.verify.record.events import Collective, Draw
 from isograd.verify.tell.findings import BUG, NOTE, Finding, listed
 from isograd.verify.tell.wording import axis_over, finding, spell
 
 
-def _collectives(analysis: Analysis, rank: int) -> list[Event]:
-    return [e for e in analysis.recording.ranks[rank].of("collective") if e["step"] == analysis.step]
+def _collectives(analysis: Analysis, rank: int) -> list[Collective]:
+    return analysis.recording.ranks[rank].of(Collective, analysis.step)
 
 
 def order(analysis: Analysis) -> Iterator[Finding]:
     """Members of a group issue the same collectives in the same order."""
-    by_group: dict[tuple[int, ...], dict[int, list[Event]]] = defaultdict(dict)
+    by_group: dict[tuple[int, ...], dict[int, list[Collective]]] = defaultdict(dict)
     for rank in range(analysis.world):
         for event in _collectives(analysis, rank):
-            if event["op"] not in ("send", "recv") and rank in event["group"]:
-                by_group[tuple(event["group"])].setdefault(rank, []).append(event)
+            if event.op not in ("send", "recv") and rank in event.group:
+                by_group[event.group].setdefault(rank, []).append(event)
     for group, members in by_group.items():
         if len(group) < 2:
             continue
@@ -40,14 +40,14 @@ def order(analysis: Analysis) -> Iterator[Finding]:
                     return
 
 
-def signature(event: Event) -> tuple[object, ...]:
+def signature(event: Collective) -> tuple[object, ...]:
     """What members of a group must have in common."""
-    same_size = event["op"] in ("all_reduce", "broadcast", "reduce")
-    return (event["op"], event["dtype"], event["numel"] if same_size else 0)
+    same_size = event.op in ("all_reduce", "broadcast", "reduce")
+    return (event.op, event.dtype, event.numel if same_size else 0)
 
 
-def _spelled(event: Event | None) -> str:
-    return "none" if event is None else f"{event['op']} of {event['numel']} x {event['dtype']} at {event['site']}"
+def _spelled(event: Collective | None) -> str:
+    return "none" if event is None else str(event)
 
 
 def groups(analysis: Analysis) -> Iterator[Finding]:
@@ -55,19 +55,19 @@ def groups(analysis: Analysis) -> Iterator[Finding]:
     odd = {}
     for rank in range(analysis.world):
         for event in _collectives(analysis, rank):
-            g = event["group"]
-            if len(g) > 2 and event["covers"] and len({b - a for a, b in pairwise(g)}) > 1:
+            g = event.group
+            if len(g) > 2 and event.covers and len({b - a for a, b in pairwise(g)}) > 1:
                 odd[tuple(g)] = event
     for group, event in odd.items():
-        where = f"{event['op']} at {event['site']}"
+        where = f"{event.op} at {event.site}"
         sentence = f"step {analysis.step}: {where} runs over {spell(group)}, which is no axis of a mesh"
-        yield finding(NOTE, "wrong-group", sentence, tensors=tuple(event["covers"]), axis=spell(group))
+        yield finding(NOTE, "wrong-group", sentence, tensors=event.covers, axis=spell(group))
 
 
-def reduced_in_half(analysis: Analysis) -> list[Event]:
+def reduced_in_half(analysis: Analysis) -> list[Collective]:
     """Reductions in half precision while gradients are kept in a wider one."""
     wide = any(
-        i["gradient_dtype"] in ("float32", "float64") and i["dtype"] in ("float32", "float64")
+        i.gradient_dtype in ("float32", "float64") and i.dtype in ("float32", "float64")
         for about in analysis.about
         for i in about.values()
     )
@@ -77,20 +77,18 @@ def reduced_in_half(analysis: Analysis) -> list[Event]:
         e
         for rank in range(analysis.world)
         for e in _collectives(analysis, rank)
-        if e["op"] in ("all_reduce", "reduce_scatter", "reduce")
-        and e["dtype"] in ("bfloat16", "float16")
-        and e["phase"] != "forward"
-        and e["numel"] > 1
+        if e.op in ("all_reduce", "reduce_scatter", "reduce")
+        and e.dtype in ("bfloat16", "float16")
+        and e.phase != "forward"
+        and e.numel > 1
     ]
 
 
-def reductions(analysis: Analysis, smallest: int = 2) -> list[Event]:
+def reductions(analysis: Analysis, smallest: int = 2) -> list[Collective]:
     """Collectives of the step that may have summed gradients, of at least so many elements."""
     kinds = ("all_reduce", "reduce_scatter", "reduce", "all_to_all", "send", "recv")
     events = [e for rank in range(analysis.world) for e in _collectives(analysis, rank)]
-    return [
-        e for e in events if e["op"] in kinds and e["phase"] in ("backward", "other", "step") and e["numel"] >= smallest
-    ]
+    return [e for e in events if e.op in kinds and e.phase in ("backward", "other", "step") and e.numel >= smallest]
 
 
 def dtypes(analysis: Analysis) -> Iterator[Finding]:
@@ -98,32 +96,29 @@ def dtypes(analysis: Analysis) -> Iterator[Finding]:
     half = reduced_in_half(analysis)
     if half:
         event = half[0]
-        names = tuple(sorted({n for e in half for n in e["covers"]}))
-        if not all(e["covers"] for e in half):  # packed buffers: which gradients were in them is not known
-            names = tuple(n for n in analysis.names if analysis.info(n)["gradient"])
+        names = tuple(sorted({n for e in half for n in e.covers}))
+        if not all(e.covers for e in half):  # packed buffers: which gradients were in them is not known
+            names = tuple(n for n in analysis.names if analysis.info(n).gradient)
         sentence = (
-            f"step {analysis.step}: {len(half)} reductions of fp32 gradients ran in {event['dtype']}: "
-            f"{event['op']} at {event['site']}"
+            f"step {analysis.step}: {len(half)} reductions of fp32 gradients ran in {event.dtype}: "
+            f"{event.op} at {event.site}"
         )
-        yield finding(
-            BUG, "bf16-reduction", sentence, tensors=names, axis=axis_over(analysis.recording, tuple(event["group"]))
-        )
+        yield finding(BUG, "bf16-reduction", sentence, tensors=names, axis=axis_over(analysis.recording, event.group))
 
 
 def random_draws(analysis: Analysis) -> Iterator[Finding]:
     """Ranks that hold the same activation drop the same elements of it."""
-    draws: dict[tuple[str, int, int], dict[int, Event]] = defaultdict(dict)
+    draws: dict[tuple[str, int, int], dict[int, Draw]] = defaultdict(dict)
     for record in analysis.recording.ranks:
         count: Counter[tuple[str, int]] = Counter()
-        for event in record.of("random"):
-            if event["step"] == analysis.step:
-                key = (event["module"], event["forward"])
-                draws[*key, count[key]][record.rank] = event
-                count[key] += 1
+        for event in record.of(Draw, analysis.step):
+            key = (event.module, event.forward)
+            draws[*key, count[key]][record.rank] = event
+            count[key] += 1
     apart: dict[str, tuple[int, ...]] = {}
     for (module, forward, _), by_rank in draws.items():
         for rank, event in by_rank.items():
-            others = [r for r, e in by_rank.items() if e["into"] == event["into"] and e["out"] != event["out"]]
+            others = [r for r, e in by_rank.items() if e.into == event.into and e.out != event.out]
             twins = [r for r in others if not _data_ranks(analysis, rank, r, forward)]
             if twins:
                 apart[module] = tuple(sorted({rank, *twins}))
@@ -143,14 +138,12 @@ def replayed_draws(analysis: Analysis) -> Iterator[Finding]:
     apart: dict[str, int] = {}
     for record in analysis.recording.ranks:
         cached: dict[tuple[str, str], set[str]] = defaultdict(set)
-        for event in record.of("random"):
-            if event["step"] != analysis.step:
-                continue
-            key = (event["module"], event["into"])
-            if not event.get("graph", True):
-                cached[key].add(event["out"])
-            elif key in cached and event["out"] not in cached[key]:
-                apart.setdefault(event["module"], record.rank)
+        for event in record.of(Draw, analysis.step):
+            key = (event.module, event.into)
+            if not event.graph:
+                cached[key].add(event.out)
+            elif key in cached and event.out not in cached[key]:
+                apart.setdefault(event.module, record.rank)
     if apart:
         names, rank = tuple(sorted(apart)), next(iter(apart.values()))
         sentence = (

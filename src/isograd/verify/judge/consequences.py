@@ -1,0 +1,76 @@
+"""What follows from what: a bug is told, and what it causes is not told beside it.
+
+One row per bug that causes more than drifting copies. A program that was only watched and one that was compared with a
+reference are told apart, because a reference shows more differences: what a cut graph leaves behind looks, compared,
+like a sum that is missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from isograd.verify.tell.findings import BUG, INCONCLUSIVE, Finding
+
+DRIFT = frozenset({"replicas-differ"})
+UNREDUCED = frozenset({
+    "nosync-missing", "norm-unreduced", "qknorm-unreduced", "kv-replica-unreduced", "router-unreduced", "wrong-group",
+})  # fmt: skip
+# "": a symptom that fits no known bug.
+LATER_STEPS = (
+    frozenset({"", "order", "clip-per-rank", "norm-counts-replicas", "non-finite", "cut-graph"}) | DRIFT | UNREDUCED
+)
+NO_PATTERN = frozenset({"", "norm-unreduced", "nosync-missing"}) | DRIFT
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a bug causes, and what a comparison makes of it."""
+
+    hides: frozenset[str] = DRIFT  # of the findings in the same program
+    spoils: frozenset[str] = frozenset()  # of the findings of a comparison: gradients differ in no pattern of their own
+    on_purpose: bool = False  # some programs do so on purpose: gradients equal to the reference's clear it
+    factor_only: bool = False  # it explains a factor between gradients, and no other difference
+    knows_line: bool = False  # the check without a reference knows the line of the program, comparing does not
+
+
+CONSEQUENCES: dict[str, Row] = {
+    "overflow-alone": Row(hides=LATER_STEPS),
+    "resume-other-rank": Row(hides=LATER_STEPS, spoils=NO_PATTERN),
+    "cache-rng": Row(hides=LATER_STEPS),
+    "norm-dropout-rng": Row(hides=LATER_STEPS, spoils=NO_PATTERN, on_purpose=True),
+    "same-data": Row(hides=DRIFT | {"norm-dropout-rng"}),  # such ranks' activations are not to be equal
+    **dict.fromkeys(UNREDUCED, Row(hides=DRIFT | {"clip-per-rank"})),
+    "cut-graph": Row(spoils=NO_PATTERN, on_purpose=True, knows_line=True),
+    "bf16-reduction": Row(spoils=NO_PATTERN, knows_line=True),
+    "bias-n-times": Row(spoils=NO_PATTERN),
+    "ulysses-permute": Row(spoils=NO_PATTERN),
+    "border-labels-lost": Row(spoils=NO_PATTERN),
+    "mean-of-means": Row(on_purpose=True),
+    "clip-per-rank": Row(factor_only=True),
+    "norm-counts-replicas": Row(factor_only=True),
+    "replicas-differ": Row(hides=frozenset()),
+    "": Row(hides=frozenset()),
+}
+
+
+def row(bug: str) -> Row:
+    """The row of a bug; of one that has none, copies drift and that is all."""
+    return CONSEQUENCES.get(bug, Row())
+
+
+def without_consequences(found: list[Finding]) -> list[Finding]:
+    """Leave out what only follows from a finding that is told: drifting copies, say, or what a lone step did later.
+    What is left out hides nothing. Beside a named bug nothing is open."""
+    bugs = {f.bug for f in found if f.verdict == BUG}
+    causes = {bug for bug in bugs if not any(bug in row(other).hides for other in bugs)}
+    hidden = frozenset[str]().union(*(row(bug).hides for bug in causes))
+    named = any(bug and bug != "replicas-differ" for bug in bugs)
+    return [
+        f for f in found if not (f.verdict == BUG and f.bug in hidden) and not (f.verdict == INCONCLUSIVE and named)
+    ]
+
+
+def spoilt(found: Finding, others: Iterable[Finding]) -> bool:
+    """Whether a finding of a comparison is explained by a bug beside it that leaves no gradient as it should be."""
+    return any(other.verdict == BUG and found.bug in row(other.bug).spoils for other in others)
