@@ -52,6 +52,10 @@ def test_every_documented_bug_is_in_the_corpus_or_waits_for_its_feature() -> Non
     assert held - DOCUMENTED == {
         "unowned",
         "same-data",
+        "dead-model",
+        "adapter-unreduced",
+        "copies-begin-apart",
+        "rates-differ",
         "border-labels-lost",
     }  # found by checks of their own, and no bugs of frameworks
 

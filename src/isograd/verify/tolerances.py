@@ -43,6 +43,10 @@ ONE_FACTOR = 1e-2  # all tensors of a rank were clipped by one factor
 # one use of log_softmax too many leaves 14 % (docs/log.md).
 SHIFT, SHIFT_HALF = 1e-3, 5e-2
 
+# -- a model that does not learn (judge/checks/dead.py) -----------------------------------------------------------
+
+CHANCE = 1e-2  # of ln(classes): a cross-entropy of zero logits is that number, to 4e-3 in bf16
+
 # -- means (watch/means.py) --------------------------------------------------------------------------------------
 
 WHOLE = 1e-6  # a divisor is a whole number: counts reach it in fp32 with an error of 6e-8

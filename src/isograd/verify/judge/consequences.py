@@ -15,6 +15,7 @@ from isograd.verify.tell.findings import BUG, INCONCLUSIVE, Finding
 DRIFT = frozenset({"replicas-differ"})
 UNREDUCED = frozenset({
     "nosync-missing", "norm-unreduced", "qknorm-unreduced", "kv-replica-unreduced", "router-unreduced", "wrong-group",
+    "adapter-unreduced",
 })  # fmt: skip
 # "": a symptom that fits no known bug.
 LATER_STEPS = (
@@ -30,6 +31,7 @@ class Row:
     hides: frozenset[str] = DRIFT  # of the findings in the same program
     spoils: frozenset[str] = frozenset()  # of the findings of a comparison: gradients differ in no pattern of their own
     on_purpose: bool = False  # some programs do so on purpose: gradients equal to the reference's clear it
+    its_tensors: bool = False  # whatever else is found of its own tensors follows from it
     factor_only: bool = False  # it explains a factor between gradients, and no other difference
     knows_line: bool = False  # the check without a reference knows the line of the program, comparing does not
 
@@ -41,6 +43,7 @@ CONSEQUENCES: dict[str, Row] = {
     "norm-dropout-rng": Row(hides=LATER_STEPS, spoils=NO_PATTERN, on_purpose=True),
     "same-data": Row(hides=DRIFT | {"norm-dropout-rng"}),  # such ranks' activations are not to be equal
     **dict.fromkeys(UNREDUCED, Row(hides=DRIFT | {"clip-per-rank"})),
+    "copies-begin-apart": Row(its_tensors=True),  # a gradient of one rank's own counts n times an average's
     "cut-graph": Row(spoils=NO_PATTERN, on_purpose=True, knows_line=True),
     "bf16-reduction": Row(spoils=NO_PATTERN, knows_line=True),
     "bias-n-times": Row(spoils=NO_PATTERN),
@@ -66,9 +69,13 @@ def without_consequences(found: list[Finding]) -> list[Finding]:
     causes = {bug for bug in bugs if not any(bug in row(other).hides for other in bugs)}
     hidden = frozenset[str]().union(*(row(bug).hides for bug in causes))
     named = any(bug and bug != "replicas-differ" for bug in bugs)
-    return [
-        f for f in found if not (f.verdict == BUG and f.bug in hidden) and not (f.verdict == INCONCLUSIVE and named)
-    ]
+    whole = [f for f in found if f.verdict == BUG and f.bug in causes and row(f.bug).its_tensors]
+    told = [f for f in found if f.verdict != BUG or not (f.bug in hidden or _of_its_tensors(f, whole))]
+    return [f for f in told if f.verdict != INCONCLUSIVE or not named]
+
+
+def _of_its_tensors(found: Finding, causes: list[Finding]) -> bool:
+    return any(found.bug != one.bug and found.tensors and set(found.tensors) <= set(one.tensors) for one in causes)
 
 
 def spoilt(found: Finding, others: Iterable[Finding]) -> bool:

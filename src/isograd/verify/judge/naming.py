@@ -11,6 +11,7 @@ from isograd.verify.judge.patterns import Symptom
 from isograd.verify.tell.catalogue import TWICE
 
 _CLASSES = (
+    ("adapters", r"lora_|(^|[._])(adapters?|ia3)([._]|$)"),
     ("q/k norms", r"(^|[._])(q|k|query|key|qk)_?(norm|ln|layernorm)"),
     ("routers", r"router|(^|\.)gate\.(weight|bias)$"),
     ("experts", r"expert"),
@@ -43,10 +44,11 @@ def bug_of(
     """
     kinds = classes_of(names)
     if symptom.kind == patterns.UNREDUCED:
-        if everything and kinds not in ("norms", "q/k norms"):
+        if everything and kinds not in ("norms", "q/k norms", "adapters"):
             return "nosync-missing"
         by_class = {
             "q/k norms": "qknorm-unreduced",
+            "adapters": "adapter-unreduced",
             "routers": "router-unreduced",
             "keys and values": "kv-replica-unreduced",
             "norms": "norm-unreduced",

@@ -8,6 +8,7 @@ and makes the event, or raises a ValueError: a judge never meets a wrong type.
 from __future__ import annotations
 
 import json
+import math
 import types
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from functools import cache
@@ -57,6 +58,7 @@ class Parameter:
     part_shape: tuple[int, ...]  # of what a backward added on this rank
     before: str = ""  # the hash before the step; '' when it was not seen
     constant: bool = False  # every element was one value before the step
+    rate: float | None = None  # the learning rate with which its optimizer stepped; None: not known
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,6 +139,7 @@ class Loss(Event):
     reduction: str
     count: float
     classes: int = 0
+    value: float = math.nan  # mean over its labels
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -157,7 +157,22 @@ BUGS: dict[str, Bug] = {
         "data ranks read the same samples: a sampler that does not know of ranks, or the same seed on all of them",
         "the sampler of the data loader: DistributedSampler(data), or rows[rank::world]",
     ),
-    "data-differ": Bug("the two runs saw different data", "the seed, the order and the sharding of the data"),
+    "adapter-unreduced": Bug(
+        "adapters that were put into a model after it was wrapped: the wrapper knows the parameters of that moment",
+        "the order: first adapters, then DistributedDataParallel or fully_shard, then the optimizer",
+    ),
+    "copies-begin-apart": Bug(
+        "a module that each rank made from its own random state, outside of what the wrapper broadcasts and reduces",
+        "where the module is made: inside the wrapped model, or wrapped and broadcast like it",
+    ),
+    "rates-differ": Bug(
+        "a schedule that counts this rank's own samples or looks at its own loss, or is stepped on some ranks only",
+        "what the schedule is given: it must be the same number on all ranks",
+    ),
+    "dead-model": Bug(
+        "weights that are all zero: made on the meta device and never filled, or a file whose names did not fit",
+        "what loading returns (missing and unexpected names); the mean and spread of each weight before the first step",
+    ),
 }
 
 TWICE = "twice"  # among the meanings of a factor (wording.meanings): the square of a group's size divides

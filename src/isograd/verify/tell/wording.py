@@ -22,8 +22,7 @@ def finding(
     coefficients: tuple[tuple[str, float], ...] = (),
 ) -> Finding:
     """A finding of a bug of the catalogue ('' for none), with what usually causes it and where to look."""
-    known = BUGS.get(bug)
-    cause, look = (known.cause, known.look) if known else ("", "")
+    cause, look = (BUGS[bug].cause, BUGS[bug].look) if bug else ("", "")
     return Finding(verdict, bug, sentence, tensors, axis, coefficients, cause, look)
 
 

@@ -79,6 +79,7 @@ class Capture(Life):
         self.roots: list[tuple[str, weakref.ref[nn.Module]]] = []
         self.modules: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self.owned: set[str] = set()  # by the optimizers that stepped in this step
+        self.rates: dict[str, float | None] = {}  # learning rates in this step
         self.waiting: set[str] = set()  # parameters of an optimizer that did not
         self.held: list[nn.Module | None] = []  # models that may never be stepped: kept until they are
         self.before: dict[str, dict[str, Any]] = {}  # each parameter before the step: its hash, and is it constant
@@ -146,10 +147,10 @@ class Capture(Life):
         if self.writer is not None:
             self.writer.event(End(*self.now, n=number, seconds=seconds))
 
-    def token_loss(self, reduction: int, counted: float, classes: int) -> None:
-        """Notes a cross-entropy: how many labels counted, of how many classes."""
+    def token_loss(self, reduction: int, counted: float, classes: int, value: float) -> None:
+        """Notes a cross-entropy: how many labels counted, of how many classes, and its mean over them."""
         kind = ("none", "mean", "sum")[reduction]
-        self.event(Loss(*self.now, reduction=kind, count=counted, classes=classes))
+        self.event(Loss(*self.now, reduction=kind, count=counted, classes=classes, value=value))
 
     def token_weight(self, reduction: int, count: float, gradient: Tensor, labels: Tensor, site: str) -> None:
         """Notes the lowest and highest weight that a label's gradient got, and the hash of the labels."""
@@ -329,11 +330,13 @@ class Capture(Life):
         """Notes a gradient norm that the program has computed."""
         self.event(Norm(*self.now, value=value, site=site))
 
-    def before_step(self, owned: list[Tensor]) -> None:
-        """An optimizer is about to step. Several that step without a backward in between belong to one step."""
+    def before_step(self, owned: list[Tensor], rates: list[float | None]) -> None:
+        """An optimizer is about to step these parameters, each with a learning rate. Several that step without a
+        backward in between belong to one step."""
         self.held.clear()
         self.owned |= {self.names[id(p)] for p in owned if id(p) in self.names}
         self.unnamed(owned)
+        self.rates |= {self.names[id(p)]: rate for p, rate in zip(owned, rates, strict=True) if id(p) in self.names}
         if self.last_step_at == self.backwards and self.last_step_at >= 0:
             return
         clipped = self.snapped  # else the gradients are as the snapshot has just seen them
@@ -408,6 +411,7 @@ class Capture(Life):
                 finite=bool(self.tensors[f"sum/{name}"].isfinite().all()) if f"sum/{name}" in self.tensors else True,
                 hash=digest(part),
                 part_shape=self.part_shapes.get(name, tuple(part.shape)),
+                rate=self.rates.get(name),
                 **self.before.get(name, {}),
             )
         for forward, tensors in self.unreached.values():
@@ -421,6 +425,7 @@ class Capture(Life):
         self.left_out.clear()
         self.storages.clear()
         self.owned.clear()
+        self.rates.clear()
         self.waiting.clear()
         self.watch.flows.clear()
         self.step, self.micro, self.snapped, self.cleared = self.step + 1, -1, False, 0

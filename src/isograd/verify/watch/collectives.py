@@ -63,7 +63,7 @@ class Listener(Protocol):
         """Something is no longer watched."""
         ...
 
-    def token_loss(self, reduction: int, count: float, classes: int) -> None:
+    def token_loss(self, reduction: int, count: float, classes: int, value: float) -> None:
         """A cross-entropy was computed."""
         ...
 
@@ -213,7 +213,10 @@ class Watch(TorchDispatchMode):
 
     def _labels(self, args: Any, result: Any) -> None:
         counted = float(_counted(args, 1, 4, result[1]))
-        self.listener.token_loss(int(args[3]), counted, args[0].shape[1] if args[0].dim() > 1 else 1)
+        classes = args[0].shape[1] if args[0].dim() > 1 else 1
+        total = float(result[0].detach().double().sum())  # of the mean: itself
+        value = total if int(args[3]) == 1 or not counted else total / counted
+        self.listener.token_loss(int(args[3]), counted, classes, value)
         self.sites[result[1].data_ptr()] = call_site(self.listener.base)
 
     def _loss_backward(self, func: Any, args: Any, kwargs: Any) -> Any:
