@@ -40,6 +40,7 @@ MEDIUM = {
     "train/test_peers": "",
     "engine/test_accumulation": "any_interleaving",
     "engine/test_experts": "experts_train",
+    "engine/test_experts_mutants": "",
     "engine/test_ledger": "a_random_sequence_gives_the_gradient_of_its_definition_or_is_refused[4",
     "engine/test_data_parallel": "weighed_backwards_give_the_gradient_of_one_device_whichever_sync[4",
     "engine/test_first": "no_rank_ever",
