@@ -30,7 +30,20 @@ CASES = pairwise(
 )
 
 
-@pytest.mark.parametrize(("layout", "zero", "kind", "scope", "accumulation", "recompute"), CASES)
+LARGE = (
+    ("dp2 cp2 ring tp2 sp ep4", 1, "two", "sequence", 1, False),
+    ("dp4 tp2 ep8", 3, "one, shared", "batch", 1, True),
+    ("dp2 pp2 tp2 sp ep2", 2, "sigmoid, dense first", "lagged", 4, False),
+    ("dp2 tp4 ep2", 1, "tight", "sequence", 1, True),
+    ("dp4 cp2 ulysses ep4", 0, "sigmoid, dense first", "batch", 1, False),
+    ("pp2 vpp2 zb dp2 cp2 ring ep4", 0, "one, shared", "sequence", 4, True),
+)  # of eight ranks
+
+
+@pytest.mark.parametrize(
+    ("layout", "zero", "kind", "scope", "accumulation", "recompute"),
+    [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in LARGE)],
+)
 def test_experts_train_as_on_one_device(
     worlds, layout: str, zero: int, kind: str, scope: str, accumulation: int, recompute: bool
 ) -> None:
@@ -43,3 +56,13 @@ def test_experts_train_as_on_one_device(
         assert not sparse.differences(found, truth)
         assert all(any(torch.equal(bias, other) for other in truth.biases) for bias in found.biases)
     assert sum(len(found.biases) for found in results) >= len(truth.biases)
+
+
+@pytest.mark.parametrize("layout", ["dp2 tp2 sp ep2", "dp4 ep2"])
+def test_experts_have_the_same_bits_at_every_zero_stage(worlds, layout: str) -> None:
+    runs = [worlds(4).run(sparse.train, f"{layout} zero{n}", "one, shared", "sequence", 2, False) for n in range(4)]
+    for results in runs:
+        for found, first in zip(results, runs[0], strict=True):
+            for ours, theirs in zip([*found.before, found.parameters], [*first.before, first.parameters], strict=True):
+                assert not [name for name in theirs if not torch.equal(ours[name], theirs[name])]
+            assert (found.losses, found.norms, found.terms) == (first.losses, first.norms, first.terms)
