@@ -30,10 +30,10 @@ def micro_batch(step: int, index: int) -> Micro:
 
 
 class Several(nn.Module):
-    """Returns Terms; `balance` is absent where it has no weight, `lm` is a mean over no row there: NaN."""
+    """Returns Terms; `balance` is absent where it has no weight, `lm` and `kl` are NaN there, as torch's means are."""
 
     def __init__(self, finite: bool = False) -> None:
-        """finite: `lm` is 0 over no row."""
+        """finite: no term is NaN."""
         super().__init__()
         self.finite = finite
         self.toy = toys.Toy()
@@ -43,10 +43,11 @@ class Several(nn.Module):
     def forward(self, x: Tensor, y: Tensor, weights: Tensor) -> Terms:
         inside = x if len(x) else x.new_ones(1, 13)
         routed = torch.softmax(self.router(inside), -1)
+        none = 1.0 if self.finite else weights[2] / weights[2]  # a mean over nothing: NaN, and so is its gradient
         values = {
             "lm": self.toy(x).sum() if self.finite and not len(x) else toys.loss_of(self.toy, x, y),
             "balance": (routed.mean(0).square().sum() + self.toy.gain) * 3,
-            "kl": F.softplus(self.toy.twice(torch.tanh(self.toy.first(inside)))).mean() * routed.amax(),
+            "kl": F.softplus(self.toy.twice(torch.tanh(self.toy.first(inside)))).mean() * routed.amax() * none,
             "never": routed.prod(),
             "shown": routed.sum().detach() + len(x),
         }

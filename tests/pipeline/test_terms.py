@@ -99,7 +99,8 @@ def on_stages(layout: str, own: bool) -> list[str]:
     for what, got in (("step", stats), ("evaluation", found)):
         if abs(got.loss - loss) > 1e-12 or got.terms.keys() != means.keys():
             wrong.append(f"loss of the {what}: {got.loss} for {loss}")
-        wrong += [f"{n} of the {what}" for n, mean in means.items() if not abs(got.terms[n].mean - mean) < 1e-12]
+        seen = {name: term.mean for name, term in got.terms.items()}
+        wrong += [f"{n} of the {what}" for n, mean in means.items() if not abs(seen.get(n, 0) - mean) < 1e-12]
     return wrong
 
 

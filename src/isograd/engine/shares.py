@@ -169,13 +169,16 @@ class Shares:
             share = coefficient * self._share(name)
             if coefficient:
                 losses.append(mean * share)
-            if _has_gradient(terms[name]):
-                if _is_zero(weight) and not bool(value.isfinite()):  # its gradient would be NaN as well
-                    left_out.append(value)
-                else:
-                    roots.append(value)
-                    seeds.append(count * share)
+            if _has_gradient(terms[name]) and self._left_out(terms[name]):
+                left_out.append(value)
+            elif _has_gradient(terms[name]):
+                roots.append(value)
+                seeds.append(count * share)
         return roots, seeds, left_out, torch.stack(losses).sum()
+
+    def _left_out(self, term: Term) -> bool:
+        """A mean over nothing is NaN in torch, and so is its gradient, whatever it is multiplied with."""
+        return _is_zero(term.weight) and not bool(term.value.isfinite())
 
     def _share(self, name: str) -> float:
         weight = self.weights[name]
