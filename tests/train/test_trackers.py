@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
+import sqlite3
 import sys
-from contextlib import ExitStack
+import time
+from contextlib import ExitStack, closing
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -107,7 +110,19 @@ def test_wandb_itself_writes_an_offline_run(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setitem(os.environ, "WANDB_MODE", "offline")
     send(config(wandb="project"), tmp_path / "a")
     (written,) = (tmp_path / "a" / "wandb").glob("offline-run-*/*.wandb")
-    assert b"evaluation/loss" in written.read_bytes()
+    end = time.monotonic() + 60
+    while b"evaluation/loss" not in written.read_bytes():  # a process of wandb's own writes it, also after `finish`
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+def test_trackio_itself_writes_a_database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(os.environ, "TRACKIO_DIR", str(tmp_path / "store"))  # read when trackio is imported
+    pytest.importorskip("trackio")
+    send(config(trackio="project"), tmp_path / "a")
+    with closing(sqlite3.connect(tmp_path / "store" / "project.db")) as database:
+        sent = {step: json.loads(metrics) for step, metrics in database.execute("select step, metrics from metrics")}
+    assert sent[3]["evaluation/loss"] == 2.5
 
 
 def test_mlflow_itself_writes_an_offline_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -220,7 +220,7 @@ class _Run:
         return Outcome(code, step, why, self.skipped, self.losses)
 
     def _compare(self, step: int) -> None:
-        """Before the optimizer writes: at ZeRO 1 and 2, and in half precision, its step overwrites every copy."""
+        """Before the optimizer writes: at ZeRO 1 and 2 its step overwrites every copy."""
         every = self.config.safety.replicas_every
         saves = step == self.config.steps or _due(step, self.config.checkpoint.every)
         if every and (saves or step % every == 0):

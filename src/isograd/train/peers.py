@@ -43,8 +43,8 @@ def same_config(text: str, mesh: Mesh) -> None:
 def equal_copies(engine: Engine, step: int) -> None:
     """Refuse to continue when ranks hold different bits of a parameter of which they hold copies.
 
-    Called in a step, before the optimizer writes: what it writes makes the copies equal again at ZeRO 1 and 2, where
-    they come from the owners of the rows, and in half precision, where they come from the fp32 masters.
+    Called in a step, before the optimizer writes: at ZeRO 1 and 2 what it writes makes the copies equal again, since
+    all of them come from the owners of the rows.
     """
     mesh = engine.mesh
     copied = {record.name: _copied_over(record.contract, mesh) for record in engine.table}
