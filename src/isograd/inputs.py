@@ -1,12 +1,13 @@
 """What a model was given in the running step, as this rank saw it: wrong ids, and a digest of the inputs' contents.
 
-Two mistakes in a batch would train silently, and only one rank may have made them:
+Three mistakes would train silently, or with a NaN that names nobody, and only one rank may have made them:
 
 - A label or token id outside the vocabulary. Layers count them (`WrongInputs.find`) and make the loss NaN.
+- Scores of experts that are NaN, in which no choice means anything. Layers count the tokens (`WrongScores.find`).
 - Ranks of one tp group given different batches (data indexed by `mesh.rank`). Under tp every call of the model adds the
   contents of its tensors to a digest, in order; the digests of a tp group must be equal at the step.
 
-Both stay on the device, and nothing waits for it: `columns` travel in the step's one gather, and `check` is given what
+All stay on the device, and nothing waits for it: `columns` travel in the step's one gather, and `check` is given what
 all ranks sent. So all ranks refuse together, and the error names the ranks that had the wrong input.
 """
 
@@ -67,6 +68,27 @@ class WrongInputs:
         return f"{many} {self.kind} {ends} ({right})"
 
 
+class WrongScores:
+    """Counts the tokens whose scores for the experts of one layer are NaN, as WrongInputs counts ids."""
+
+    def __init__(self, layer: str) -> None:
+        self.layer = layer
+        self.evaluating = False
+        self.seen: Tensor | None = None  # int64 [how many]
+
+    @uncompiled
+    def find(self, scores: Tensor) -> None:
+        """scores [T, experts]."""
+        if scores.numel() and (self.evaluating or torch.is_grad_enabled()):
+            many = scores.detach().isnan().any(-1).sum()[None]
+            self.seen = many if self.seen is None else self.seen + many
+
+    def in_words(self) -> str | None:
+        """'3 tokens in blocks.2.mlp', or None. Waits for the device."""
+        many = 0 if self.seen is None else int(self.seen)
+        return f"{many} tokens in {self.layer}" if many else None
+
+
 def outside(ids: Tensor, vocab: int, ignored: int | None = None) -> Tensor:
     """Which ids are neither in the vocabulary nor the ignored one."""
     wrong = (ids < 0) | (ids >= vocab)
@@ -78,7 +100,8 @@ class Inputs:
 
     def __init__(self, model: nn.Module, mesh: Mesh) -> None:
         self.mesh = mesh
-        self._layers = [w for module in model.modules() for w in vars(module).values() if isinstance(w, WrongInputs)]
+        kinds = WrongInputs | WrongScores
+        self._layers = [w for module in model.modules() for w in vars(module).values() if isinstance(w, kinds)]
         self._evaluating = False
         self._digest: Tensor | None = None
         self._take_over(model)
@@ -132,7 +155,7 @@ class Inputs:
             layer.evaluating = evaluating
 
     def columns(self) -> Tensor:
-        """float64 [2] on the mesh's device: the digest, and how many ids were wrong. Exact."""
+        """float64 [2] on the mesh's device: the digest, and how many ids and scores were wrong. Exact."""
         zero = torch.zeros((), dtype=torch.int64, device=self.mesh.device)
         digest = zero if self._digest is None else self._digest & _EXACT
         wrong = [layer.seen[0].to(zero.device) for layer in self._layers if layer.seen is not None]
@@ -156,9 +179,14 @@ class Inputs:
             )
 
     def _refuse_wrong(self) -> None:
-        mine = [words for layer in self._layers if (words := layer.in_words())]
-        notes = gather_notes([self.mesh.where(), mine], self.mesh.group("world"), self.mesh.device)
-        found = [f"{where} was given {' and '.join(words)}" for where, words in notes if words]
+        mine: tuple[list[str], list[str]] = ([], [])
+        for layer in self._layers:
+            words = layer.in_words()
+            mine[isinstance(layer, WrongScores)].extend([words] if words else [])
+        notes = gather_notes([self.mesh.where(), *mine], self.mesh.group("world"), self.mesh.device)
+        found = [f"{where} was given {' and '.join(ids)}" for where, ids, _ in notes if ids]
+        if not found:
+            self._refuse_scores([(where, scores) for where, _, scores in notes if scores])
         raise ModelError(
             "IG417",
             "the model was given token ids or labels outside its vocabulary",
@@ -166,6 +194,18 @@ class Inputs:
             expected="ids from 0 to vocabulary - 1; as a label also the ignore index, where there is no target",
             fix="tokenise with the model's own vocabulary; if another label marks positions without a target, such as "
             "-1, give it to the model: Transformer(..., ignore_index=-1)",
+            where=self.mesh.where(),
+        )
+
+    def _refuse_scores(self, found: list[tuple[str, list[str]]]) -> None:
+        shown = [f"{where}: {', '.join(scores[:4])}" for where, scores in found]
+        raise ModelError(
+            "IG455",
+            "the scores of experts are NaN: no choice of experts means anything",
+            seen="; ".join(shown[:4]) + (f"; and {len(shown) - 4} more ranks" if len(shown) > 4 else ""),
+            expected="scores that are numbers",
+            fix="the first of these layers is the place to look: its router's weight, or what came before it, is not "
+            "finite; no rank has stepped, so a checkpoint of the step before is good",
             where=self.mesh.where(),
         )
 

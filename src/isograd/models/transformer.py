@@ -88,7 +88,8 @@ class Block(nn.Module):
         }  # fmt: skip
         self.mlp: MLP | MoE
         if config.experts is not None and config.experts.in_layer(number):
-            self.mlp = MoE(config.hidden, config.experts, mesh, key=key.fold("mlp"), **about)
+            name = f"blocks.{number}.mlp"
+            self.mlp = MoE(config.hidden, config.experts, mesh, key=key.fold("mlp"), name=name, **about)
         else:
             self.mlp = MLP(config.hidden, config.mlp, mesh, key=key.fold("mlp"), bias=config.mlp_bias, **about)
 

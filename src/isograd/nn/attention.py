@@ -153,7 +153,7 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rotary is not None and angles is not None:
             q, k = self.rotary.turn(q, *angles), self.rotary.turn(k, *angles)
-        q, k, v = (t.view(stream.batch, stream.length, -1, self.head_dim) for t in (q, k, v))
+        q, k, v = (t.view(stream.batch, stream.length, *t.shape[1:]) for t in (q, k, v))
         if stream.places is None or stream.places.cp == 1:
             y = self._whole(q, k, v, stream)
         else:

@@ -30,7 +30,7 @@ from isograd.comm import ops, raw
 from isograd.comm.raw import even_sizes
 from isograd.errors import ModelError
 from isograd.mesh import Mesh
-from isograd.nn.routing import ExpertOptions, Route
+from isograd.nn.routing import Route
 from isograd.nn.stream import Stream
 from isograd.sequence import Places
 
@@ -107,11 +107,11 @@ def _load(route: Route, here: Rows, layer: MoE) -> Tensor:
     """E N_i / (k T) of each row's scope, [T, experts] or [experts]: 1 for an expert with an even share."""
     options = layer.options
     if options.balance == "sequence":
-        return relative(route.counts, options)[here.sequence]
+        return relative(route.counts)[here.sequence]
     if options.balance == "lagged":
         assert layer.counts_before is not None
         before = layer.counts_before
-        return torch.where(before.any(), relative(before, options), 1.0)
+        return torch.where(before.any(), relative(before), 1.0)
     if layer.load.known is None:
         raise ModelError(
             "IG454",
@@ -122,9 +122,9 @@ def _load(route: Route, here: Rows, layer: MoE) -> Tensor:
             "takes the counts of the step before, or 'sequence'",
             where=here.mesh.where(),
         )
-    return relative(layer.load.known, options)
+    return relative(layer.load.known)
 
 
-def relative(counts: Tensor, options: ExpertOptions) -> Tensor:
+def relative(counts: Tensor) -> Tensor:
     """int64 [..., experts] -> E N_i / (k T) in fp64, where k T is the sum of the counts."""
-    return counts.double() * options.number / counts.sum(-1, keepdim=True).clamp(min=1)
+    return counts.double() * counts.shape[-1] / counts.sum(-1, keepdim=True).clamp(min=1)

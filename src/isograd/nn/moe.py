@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from isograd.comm import ops, raw
+from isograd.inputs import WrongScores
 from isograd.mesh import Mesh
 from isograd.nn import balance, routing
 from isograd.nn.experts import Experts, from_slots, reorder, to_slots
@@ -58,6 +59,7 @@ class MoE(nn.Module):
         mesh: Mesh,
         *,
         key: Key,
+        name: str = "a layer of experts",
         activation: str = "silu",
         gated: bool = True,
         std: float = 0.02,
@@ -65,6 +67,7 @@ class MoE(nn.Module):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
+        """`name`: of this layer in the model, for messages."""
         super().__init__()
         routing.refuse_cut(options, mesh.layout.ep, mesh.where())
         self.mesh, self.options = mesh, options
@@ -83,6 +86,7 @@ class MoE(nn.Module):
         if options.shared_gate:
             owes = stream_owes(mesh)
             self.shared_gate = Router(hidden, 1, mesh, key=key.fold("shared gate"), owes=owes, **made)
+        self.wrong = WrongScores(name)
         self.load = Tally(options.number, ahead=options.balance == "batch", use=self._committed)
         # Buffers have values from the start: only parameters may be without memory.
         place = mesh.device
@@ -113,6 +117,7 @@ class MoE(nn.Module):
         memory = stream.remembered
         route = None if memory is None else memory.route
         if route is None:
+            self.wrong.find(scores)
             route = self._route(scores.detach(), here)
             self.load.add(route.indices[here.real].flatten().bincount(minlength=self.options.number), self.training)
             if memory is not None:
@@ -158,6 +163,10 @@ class MoE(nn.Module):
         if sent is not None:
             slots = ops.exchange_rows(reorder(slots, sent.by_sender), group, sent.into, sent.out)
         return from_slots(slots, weights, route.order)
+
+    def relative_load(self) -> Tensor | None:
+        """How often each expert was chosen in the step before, over an even share; equal on all ranks of a stage."""
+        return None if self.load.last is None else balance.relative(self.load.last)
 
     def _committed(self, counts: Tensor) -> None:
         """At the end of a step, with how often each expert was chosen in it, anywhere."""

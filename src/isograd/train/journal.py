@@ -10,7 +10,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -139,6 +139,7 @@ def sentence(entry: dict[str, Any], columns: int = WIDE) -> str:
         "mfu": f"mfu {entry['mfu']:.1%}" if entry.get("mfu") is not None else "",
         "memory": f"mem {entry['memory_gb']:.2f} GB",
         "data": f"data {entry['data_wait']:.0%}",
+        "experts": spread(entry.get("load", {})),
         "eta": f"ETA {clock(entry['eta_s'])}",
         "skipped": "SKIPPED" if entry.get("skipped") else "",
     }
@@ -146,6 +147,7 @@ def sentence(entry: dict[str, Any], columns: int = WIDE) -> str:
         "speed": whole,
         "norm": f"norm {entry['grad_norm']:.3f}",
         "data": "",
+        "experts": "",
         "memory": "",
         "lr": "",
         "mfu": "",
@@ -155,6 +157,12 @@ def sentence(entry: dict[str, Any], columns: int = WIDE) -> str:
         if len("  ".join(filter(None, parts.values()))) > columns:
             parts[name] = short
     return "  ".join(filter(None, parts.values()))
+
+
+def spread(load: Mapping[str, Sequence[float]]) -> str:
+    """'experts 0.31-2.20': the load of the least and of the most loaded expert, over an even share."""
+    every = [share for layer in load.values() for share in layer]
+    return f"experts {min(every):.2f}-{max(every):.2f}" if every else ""
 
 
 def plain(entry: dict[str, Any]) -> None:

@@ -21,6 +21,7 @@ from isograd.errors import ConfigError
 from isograd.mesh import Mesh
 from isograd.models import Transformer, TransformerConfig, load_config, preset
 from isograd.models.families import HuggingFace
+from isograd.nn.experts import Experts
 from isograd.train.config import Config, Model
 from isograd.train.job import DTYPES, Beat, Evaluated, engine_of, rows_of
 
@@ -156,9 +157,14 @@ def flops_per_token(c: TransformerConfig, length: int) -> float:
 
 
 def parameters(c: TransformerConfig) -> int:
-    """How many a model of this config has, its input embedding left out: a lookup is no product."""
+    """How many a token is multiplied with: not the input embedding, where it is looked up, nor the experts that it does
+    not go to."""
     model = Transformer(c, Mesh.unbound("dp1"), device="meta")
     count = sum(p.numel() for p in model.parameters())
+    for layer in model.modules():
+        if isinstance(layer, Experts) and c.experts is not None:
+            idle = 1 - c.experts.per_token / c.experts.number
+            count -= int(idle * sum(p.numel() for p in layer.parameters()))
     return count - (0 if c.tied else c.vocab * c.hidden)
 
 

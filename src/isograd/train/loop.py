@@ -25,7 +25,7 @@ from isograd.comm import raw
 from isograd.engine import Stats
 from isograd.errors import TrainError
 from isograd.mesh import Mesh
-from isograd.train import curves, journal, peers
+from isograd.train import curves, journal, load, peers
 from isograd.train.config import Config
 from isograd.train.devices import peak_flops
 from isograd.train.early import refuse_earlier_run
@@ -260,6 +260,7 @@ class _Run:
         mine = torch.tensor([memory(self.mesh.device), self.waited], dtype=torch.float64, device=self.mesh.device)
         worst = raw.all_max(mine, self.mesh.group("world")).tolist()
         self.waited = 0.0
+        shares = load.load_of(self.job.model, self.mesh)
         if self.log is None:
             return
         speed = steps * self.job.per_step / seconds
@@ -270,7 +271,7 @@ class _Run:
             step=step, steps=self.config.steps, loss=stats.loss, grad_norm=stats.grad_norm, lr=rate,
             unit=self.job.unit, weight=stats.weight, per_s=speed, per_s_rank=speed / ranks, mfu=usage,
             memory_gb=worst[0] / 2**30, data_wait=min(1.0, worst[1] / seconds), eta_s=left, skipped=stats.skipped,
-            seconds_per_step=seconds / steps,
+            seconds_per_step=seconds / steps, **({"load": shares} if shares else {}),
         )  # fmt: skip
 
     def _finish(self, step: int) -> Outcome:
@@ -288,6 +289,9 @@ class _Run:
             drawn = curves.draw({name: self.config.folder / "metrics.jsonl"}, picture, name)
             self._event("picture", f"loss curve: {picture}" if drawn else
                         "no loss curve: pip install 'isograd[plot]' for one", step)  # fmt: skip
+            heat = self.config.folder / "experts.png"
+            if load.draw(self.config.folder / "metrics.jsonl", heat):
+                self._event("picture", f"load of the experts: {heat}", step)
         return self._outcome(0, step, "")
 
 

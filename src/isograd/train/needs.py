@@ -126,7 +126,13 @@ def _of_a_block(c: TransformerConfig, layout: Layout, size: int, wide: int) -> t
     kept = size * 2 * stream + size * 2 * c.hidden  # inputs of both norms; their outputs, which enter tp whole
     kept += wide * 2 * stream if c.norm == "rms" else 0  # normalised, before the weight
     kept += size * (2 * inner + 2 * keys)  # queries and result, keys and values
-    kept += size * (4 if c.gated else 2) * c.mlp / layout.tp
+    inside = 4 if c.gated else 2
+    dense = inside * c.mlp / layout.tp
+    sparse = 0.0
+    if c.experts is not None:  # each slot keeps its input, its inner features and its output
+        sparse = c.experts.per_token / layout.tp * (2 * c.hidden + inside * c.experts.width)
+        sparse += inside * c.experts.shared / layout.tp
+    kept += size * max(dense, sparse)
     return kept, size * stream
 
 
