@@ -490,3 +490,51 @@ def nothing_on_a_device() -> None:
 def test_a_mean_over_nothing_whose_weight_is_not_looked_at_adds_nothing(worlds) -> None:
     """A18: on a GPU such a loss made the step be skipped."""
     worlds(1).run(nothing_on_a_device)
+
+
+def handlers_that_discard(zero: int | None, way: str) -> tuple[list[str], list[str]]:
+    """A step fails on rank 1; every rank's handler discards, twice. (errors, names of gradients that are wrong)"""
+    rank, errors, wrong = raw.world()[0], [], []
+    if zero is None:
+        model: nn.Module = DataParallel(toys.Toy())
+        engine = None
+    else:
+        model, engine = engine_of(zero)
+    for step in range(4):
+        x, y = toys.micro_batch(rank, 2)
+        try:
+            if step == 1 and rank == 1 and way == "data":
+                raise ZeroDivisionError
+            loss = toys.loss_of(model, x, y)
+            if step == 1 and rank == 1:
+                loss.register_hook(fails)
+            if engine is not None:
+                engine.backward(loss, weight=len(x))
+                found = {name: gradient.clone() for name, gradient in engine.grads()}
+                engine.discard()
+            else:
+                assert isinstance(model, DataParallel)
+                model.weigh(loss, len(x)).backward()
+                found = {name: p.grad for name, p in model.module.named_parameters() if p.grad is not None}
+                model.zero_grad()
+            expected = truth(2)
+            wrong += [f"{step} {name}" for name, g in found.items() if (g - expected[name]).norm() > 1e-9]
+        except Exception as error:
+            errors.append(f"{step} {type(error).__name__}")
+            front = engine if engine is not None else model
+            assert isinstance(front, Engine | DataParallel)
+            front.discard()
+            front.discard()
+    return errors, wrong
+
+
+def fails(*_: object) -> None:
+    raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("zero, way", [(1, "data"), (1, "backward"), (3, "data"), (3, "backward"), (None, "backward")])
+def test_a_handler_that_discards_on_every_rank_loses_one_step(worlds, zero: int | None, way: str) -> None:
+    """A refusal has dropped the step already: a second gather would meet the next step of the rank that failed."""
+    first, second = worlds(2).run(handlers_that_discard, zero, way)
+    assert second == (["1 ZeroDivisionError"], [])
+    assert first == (["1 EngineError"], [])

@@ -39,6 +39,7 @@ from torch.utils import _pytree as tree
 from isograd.comm import raw
 from isograd.contract import contracts
 from isograd.engine import start, totals
+from isograd.engine.dropped import is_dropped, mark, mark_handled
 from isograd.engine.first import FirstValues
 from isograd.engine.fit import refuse_unfit
 from isograd.engine.ledger import Leave, Ledger
@@ -188,7 +189,9 @@ class DataParallel(nn.Module):
         """Drop what the backwards since the last reduction have gathered; every rank calls it. `.grad` is as before."""
         self._running = self._reached = False
         self._weight, self._factor = None, 1.0
-        self._meet(Status.DISCARDS)
+        if not is_dropped(self._ledger):
+            self._meet(Status.DISCARDS)
+            mark_handled(self._ledger)
 
     def together(self, batches: Iterable[Batch]) -> Iterator[Batch | None]:
         """The batches, and then None as long as another rank has some."""
@@ -280,7 +283,7 @@ class DataParallel(nn.Module):
                 start.check_weights(table.more[:, 1], table.more[:, 0], self.mesh)
         except EngineError as refusal:
             self._drop()
-            raise wrong or refusal from None
+            raise mark(wrong or refusal, self._ledger) from None
         if quiet:
             self._drop()
         return table

@@ -31,6 +31,7 @@ from isograd.contract import contracts
 from isograd.engine import batches, evaluation, matrices, norm, start, totals
 from isograd.engine.batches import call
 from isograd.engine.blame import Blame, blame
+from isograd.engine.dropped import is_dropped, mark, mark_handled
 from isograd.engine.evaluation import Evaluation
 from isograd.engine.first import FirstValues
 from isograd.engine.fit import refuse_unfit
@@ -139,7 +140,6 @@ class Engine:
         self._counted = norm.counted(self.plan.slots, mesh)
         self._overlap, self._keeps_local = overlap, accumulate == "local"
         self._sync = True
-        self._dropped = 0  # steps that all ranks have dropped together
         self._widest = start.most_slots(self.plan, mesh)
         self.blame: Blame | None = None  # of the last step, when it was skipped
         self._inputs = Inputs(model, mesh)
@@ -197,8 +197,9 @@ class Engine:
         table = self._meet(Status.BEGINS, announces=announces, wrong=wrong)
         try:
             shares.agree(table.loss, self._of_terms(table), announces, exact)
-        except EngineError:
+        except EngineError as error:
             self._drop()
+            mark(error, self.ledger)
             raise
         ledger.flights.clear()  # a rank that waited long in this gather has raised the flag of the step before
 
@@ -221,9 +222,12 @@ class Engine:
     def discard(self) -> None:
         """Drop all that this step has gathered, on every rank: after a backward that failed, or for a bad batch.
 
-        Every rank calls it. A rank that calls `step` or `grads` instead raises IG558, and its step is dropped, too.
+        Every rank calls it. A rank that calls `step` or `grads` instead raises IG558, and its step is dropped, too. While
+        an exception is handled whose step is dropped already, `discard` returns at once.
         """
-        self._meet(Status.DISCARDS)
+        if not is_dropped(self.ledger):
+            self._meet(Status.DISCARDS)
+            mark_handled(self.ledger)
 
     def train_step(self, batch: Any, micro_batches: int | None = None) -> Stats:
         """Forward, backward and step of a whole batch of this data rank, cut by rows; a list is taken as it is.
@@ -233,14 +237,13 @@ class Engine:
         like the model, which returns {name: weight} (None: no terms); without it, by a pass without gradients.
         """
         self._refuse_failed()
-        dropped = self._dropped
         try:
             self.accumulate(batch, micro_batches)
         except Exception as error:
             # Ranks of dp all come to the gather of this step, or all have been in that of `begin`, which dropped it.
             # Ranks of other axes may wait for this one inside a layer.
             alone = self.mesh.size("dp") == self.mesh.layout.world_size and self.mesh.size("ep") == 1
-            if alone and self._dropped == dropped:
+            if alone and not is_dropped(self.ledger):
                 self.ledger.fail(error)
                 self.discard()
             raise
@@ -454,7 +457,7 @@ class Engine:
                 self._refuse_no_weight(table)
         except IsogradError as refusal:
             self._drop()
-            raise wrong or refusal from None
+            raise mark(wrong or refusal, self.ledger) from None
         if quiet:
             self._drop()
         return table
@@ -477,7 +480,6 @@ class Engine:
 
     def _drop(self) -> None:
         """All ranks together: nothing of this step is left."""
-        self._dropped += 1
         self.ledger.abandon()
         self._tallies.end(committed=False)
         self._inputs.clear()

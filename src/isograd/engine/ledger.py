@@ -95,6 +95,7 @@ class Ledger:
         self.failure: str | None = None  # why the state is FAILED
         self.told = Contributions()
         self.shares = Shares(mesh)  # of the terms of a step that has several
+        self.ended = 0  # steps that were taken or dropped
         self.passes = 0  # backwards of this step whose buckets left, which every owner must run equally often
         self.local: dict[Slot, Tensor] = {}  # my own gradients, not reduced
         self.paid: dict[Slot, Tensor] = {}  # my rows, all debts settled
@@ -413,7 +414,7 @@ class Ledger:
         self.shares.clear()
         self.used, self._withheld, self._unsent = set(), set(), []
         self._tree = Tree()
-        self.state, self.failure = State.OPEN, None
+        self.state, self.failure, self.ended = State.OPEN, None, self.ended + 1
 
     def abandon(self) -> None:
         """All ranks together: drop the step. What is on its way lands first, and nothing of it is kept."""
