@@ -47,6 +47,7 @@ MEDIUM = {
     "engine/test_matrices": "muon_steps_each_experts",
     "engine/test_units": "compiled synced_and_unsynced",
     "engine/test_engine": "a_compiled_module",
+    "comm/test_imagined": "the_record_of",
     "comm/test_launch": "functions_of_a_notebook ranks_die a_hang",
     "verify/test_html": "",  # in chromium
 }

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import torch
 
-from isograd.comm import raw
+from isograd.comm import imagined, raw
 from isograd.comm.raw import Group
 from isograd.errors import LayoutError
 from isograd.layout import Layout
@@ -50,7 +50,22 @@ class Mesh:
         mesh._setup(Layout.parse(layout) if isinstance(layout, str) else layout, rank, bound=False)
         return mesh
 
+    @classmethod
+    def imagine(cls, layout: Layout | str, rank: int = 0, world: imagined.World | None = None) -> Mesh:
+        """One rank of a world without processes, of any size: programs run on it unchanged, and messages go nowhere.
+
+        Data that would arrive are zeros; where ranks compare or count something, all others agree with this one.
+        `raw.recording` shows what is sent. world: an `imagined.World`, the same for ranks of different pipeline stages,
+        which are imagined in the order of their stages: it tells each what the others said.
+        """
+        mesh = cls.unbound(layout, rank)
+        of_stage = mesh.layout.world_size // mesh.layout.pp
+        mesh._member = imagined.Member(world or imagined.World(), rank, of_stage)
+        mesh.bound = True
+        return mesh
+
     def _setup(self, layout: Layout, rank: int, *, bound: bool) -> None:
+        self._member: imagined.Member | None = None
         self.layout = layout
         self.rank = rank
         self.bound = bound
@@ -80,7 +95,7 @@ class Mesh:
         if key not in self._groups:
             ranks = self.ranks(axes)
             if self.bound:
-                self._groups[key] = raw.new_group(axes, ranks, self.rank, purpose)
+                self._groups[key] = raw.new_group(axes, ranks, self.rank, purpose, self._member)
             else:
                 self._groups[key] = Group(axes, ranks, ranks.index(self.rank))
         return self._groups[key]

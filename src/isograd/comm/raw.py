@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -27,12 +27,16 @@ import torch.distributed as dist
 import torch.distributed.nn.functional  # its defaults hold the world that is there when it is first imported: none
 from torch.distributed import distributed_c10d
 
+from isograd.comm import imagined
 from isograd.comm.handle import Handle as Handle  # noqa: PLC0414  (other rooms import it from here)
+from isograd.comm.record import Record
 from isograd.errors import CommError
 
 # torch 2.13 renamed both and warns at the old names.
 _gather_equal = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_equal = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+Tensors = Sequence[Sequence[torch.Tensor]]  # for each member of a group
 
 SMALL_BYTES = 1 << 16  # below this an all-reduce is one exchange of whole tensors: one latency instead of two
 
@@ -45,6 +49,7 @@ class Group:
     ranks: tuple[int, ...]
     index: int
     handle: Any = field(default=None, repr=False)  # torch ProcessGroup; None for a group of one or an unbound mesh
+    purpose: str = ""  # groups of different purposes have connections of their own
 
     def __deepcopy__(self, memo: object) -> Group:
         """The same group: a copied model talks to the same ranks, and connections cannot be copied."""
@@ -133,14 +138,19 @@ _made: dict[tuple[str, tuple[int, ...]], Any] = {}
 _given: WeakSet[Group] = WeakSet()  # every group that was given away
 
 
-def new_group(axes: str, ranks: tuple[int, ...], rank: int, purpose: str = "") -> Group:
+def new_group(
+    axes: str, ranks: tuple[int, ...], rank: int, purpose: str = "", member: imagined.Member | None = None
+) -> Group:
     """The group of `ranks`. Only its members call this, in the same order on each of them.
 
     Groups of the same ranks and the same purpose share their connections. Messages of different purposes never meet:
-    ranks may send and wait for them in different orders.
+    ranks may send and wait for them in different orders. `member`: of an imagined world.
     """
-    group = Group(axes, ranks, ranks.index(rank))
+    group = Group(axes, ranks, ranks.index(rank), purpose=purpose)
     if len(ranks) == 1:
+        return group
+    if member is not None:
+        group.handle = imagined.Line(member, axes, ranks, purpose)
         return group
     key = purpose, ranks
     if (purpose or len(ranks) < dist.get_world_size()) and key not in _made:
@@ -169,8 +179,9 @@ _ranges: Counter[tuple[int, ...]] = Counter()  # how many ranges of tags the gro
 
 def reserve_tags(group: Group) -> int:
     """The first of TAGS tags that nothing else uses on this group. Its members reserve them in the same order."""
-    _ranges[group.ranks] += 1
-    return (1 << 30) + _ranges[group.ranks] % 1023 * TAGS
+    ranges = group.handle.member.tags if isinstance(group.handle, imagined.Line) else _ranges
+    ranges[group.ranks] += 1
+    return (1 << 30) + ranges[group.ranks] % 1023 * TAGS
 
 
 _serials: Counter[tuple[int, ...]] = Counter()
@@ -195,10 +206,12 @@ def flag_raised(name: str) -> bool:
 
 def native(group: Group) -> bool:
     """Whether this group's backend has collectives worth using as they are (NCCL), or `exchange` is better (gloo)."""
-    return group.handle is not None and "nccl" in dist.get_backend(group.handle)
+    if group.handle is None or isinstance(group.handle, imagined.Line):
+        return False
+    return "nccl" in dist.get_backend(group.handle)
 
 
-def _handle(group: Group) -> Any:
+def _handle(group: Group, control: bool = False) -> Any:
     if group.handle is None:
         raise CommError(
             "IG201",
@@ -207,25 +220,47 @@ def _handle(group: Group) -> Any:
             expected="a mesh made by Mesh(layout) inside a running world",
             fix="use isograd.launch(fn, nproc) or torchrun; Mesh.unbound is for looking only",
         )
+    if isinstance(group.handle, imagined.Line):
+        group.handle.control = control
     return group.handle
+
+
+# -- a record of messages ----------------------------------------------------------------------------------------
+
+_record: Record | None = None
+
+
+@contextmanager
+def recording(look: Callable[[torch.Tensor], Any] | None = None) -> Iterator[Record]:
+    """Note every message that this process starts in here. `look`: what to note about each tensor beside its size."""
+    global _record  # noqa: PLW0603  (as a profiler: switched on for a while by whoever looks at a program)
+    before, _record = _record, Record(look)
+    try:
+        yield _record
+    finally:
+        _record = before
+
+
+def _noted(handle: Handle, group: Group, out: Tensors, into: Tensors, tag: int, control: bool) -> Handle:
+    """The handle; when somebody records, its messages are noted, and when it is waited for."""
+    return handle if _record is None else handle.and_then(_record.note(group, out, into, tag, control))
 
 
 # -- the one primitive of gloo -----------------------------------------------------------------------------------
 
 
-def exchange(
-    out: Sequence[Sequence[torch.Tensor]], into: Sequence[Sequence[torch.Tensor]], group: Group, tag: int = 0
-) -> Handle:
+def exchange(out: Tensors, into: Tensors, group: Group, tag: int = 0, *, control: bool = False) -> Handle:
     """Send the tensors out[i] to member i while filling into[i] with what member i sends here. My own entry is skipped.
 
     Tensors are contiguous; empty ones are not sent. On gloo, messages with different tags never meet, and messages with
     one tag are received in the order in which they were sent. NCCL has no tags: there the order is all that counts.
+    `control`: values by which ranks decide something, rather than data; only records and imagined worlds look at it.
     """
-    pg = _handle(group)
+    pg = _handle(group, control)
     if native(group):
-        return _exchange_nccl(out, into, group)
+        return _noted(_exchange_nccl(out, into, group), group, out, into, tag, control)
     if any(t.is_cuda for pieces in (*out, *into) for t in pieces):
-        return _exchange_staged(out, into, group, tag)
+        return _exchange_staged(out, into, group, tag, control)
     works: list[Any] = []
     members: list[int] = []
     # Receives are posted first so that nothing that arrives waits in a kernel buffer.
@@ -237,12 +272,10 @@ def exchange(
         peer = (group.index + step) % group.size
         works += [pg.send([t], peer, tag) for t in out[peer] if t.numel()]
         members += [peer] * (len(works) - len(members))
-    return Handle(works, keep=(out, into), members=members, group=group)
+    return _noted(Handle(works, keep=(out, into), members=members, group=group), group, out, into, tag, control)
 
 
-def _exchange_nccl(
-    out: Sequence[Sequence[torch.Tensor]], into: Sequence[Sequence[torch.Tensor]], group: Group
-) -> Handle:
+def _exchange_nccl(out: Tensors, into: Tensors, group: Group) -> Handle:
     ops = []
     for peer in range(group.size):
         if peer != group.index:
@@ -251,13 +284,11 @@ def _exchange_nccl(
     return Handle(dist.batch_isend_irecv(ops) if ops else (), keep=(out, into))
 
 
-def _exchange_staged(
-    out: Sequence[Sequence[torch.Tensor]], into: Sequence[Sequence[torch.Tensor]], group: Group, tag: int
-) -> Handle:
+def _exchange_staged(out: Tensors, into: Tensors, group: Group, tag: int, control: bool) -> Handle:
     """gloo sends host memory only: ranks that share a card pass through it."""
     host_out = [[t.cpu() for t in pieces] if i != group.index else [] for i, pieces in enumerate(out)]
     host_in = [[torch.empty_like(t, device="cpu") for t in p] if i != group.index else [] for i, p in enumerate(into)]
-    inner = exchange(host_out, host_in, group, tag)
+    inner = exchange(host_out, host_in, group, tag, control=control)
 
     def finish() -> None:
         for host, target in zip(host_in, into, strict=True):
@@ -270,22 +301,28 @@ def _exchange_staged(
 # -- one neighbour -----------------------------------------------------------------------------------------------
 
 
-def send_start(tensors: Sequence[torch.Tensor], group: Group, peer: int, tag: int = 0) -> Handle:
+def send_start(
+    tensors: Sequence[torch.Tensor], group: Group, peer: int, tag: int = 0, *, control: bool = False
+) -> Handle:
     """Start sending contiguous tensors to member `peer`. Messages between two members arrive in the order sent."""
-    return _to_one(tensors, group, peer, tag, sending=True)
+    return _to_one(tensors, group, peer, tag, control, sending=True)
 
 
-def receive_start(tensors: Sequence[torch.Tensor], group: Group, peer: int, tag: int = 0) -> Handle:
+def receive_start(
+    tensors: Sequence[torch.Tensor], group: Group, peer: int, tag: int = 0, *, control: bool = False
+) -> Handle:
     """Start filling tensors with the messages of member `peer`."""
-    return _to_one(tensors, group, peer, tag, sending=False)
+    return _to_one(tensors, group, peer, tag, control, sending=False)
 
 
-def _to_one(tensors: Sequence[torch.Tensor], group: Group, peer: int, tag: int, *, sending: bool) -> Handle:
-    pg = _handle(group)
+def _to_one(
+    tensors: Sequence[torch.Tensor], group: Group, peer: int, tag: int, control: bool, *, sending: bool
+) -> Handle:
+    pg = _handle(group, control)
     tensors = [t for t in tensors if t.numel()]
     if not native(group) and any(t.is_cuda for t in tensors):  # gloo sends host memory only
         host = [t.cpu() if sending else torch.empty_like(t, device="cpu") for t in tensors]
-        inner = _to_one(host, group, peer, tag, sending=sending)
+        inner = _to_one(host, group, peer, tag, control, sending=sending)
 
         def finish() -> None:
             inner.wait()
@@ -295,7 +332,11 @@ def _to_one(tensors: Sequence[torch.Tensor], group: Group, peer: int, tag: int, 
         return Handle(then=finish, keep=(host, tensors))
     move = pg.send if sending else pg.recv
     works = [move([t], peer, tag) for t in tensors]
-    return Handle(works, keep=tensors, members=[peer] * len(works), group=group)
+    handle = Handle(works, keep=tensors, members=[peer] * len(works), group=group)
+    messages = [list(tensors) if i == peer else [] for i in range(group.size)] if _record is not None else []
+    none: Tensors = [[]] * group.size
+    out, into = (messages, none) if sending else (none, messages)
+    return _noted(handle, group, out, into, tag, control)
 
 
 # -- collectives, built on it or native --------------------------------------------------------------------------
@@ -307,8 +348,8 @@ def even_sizes(total: int, parts: int) -> tuple[int, ...]:
     return tuple(base + (i < extra) for i in range(parts))
 
 
-def all_reduce(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """A new tensor: the sum over the group, in rank order, the same bits on every member."""
+def all_reduce(x: torch.Tensor, group: Group, *, control: bool = False) -> torch.Tensor:
+    """A new tensor: the sum over the group, in rank order, the same bits on every member. `control`: as in exchange."""
     if group.size == 1:
         return x
     if native(group):
@@ -316,7 +357,7 @@ def all_reduce(x: torch.Tensor, group: Group) -> torch.Tensor:
         dist.all_reduce(total, group=group.handle)
         return total
     if group.size == 2 or x.numel() * x.element_size() <= SMALL_BYTES:
-        return _add_up(_gather_whole(x, group), group.index)
+        return _add_up(_gather_whole(x, group, control), group.index)
     flat = x.contiguous().view(-1)
     sizes = even_sizes(flat.numel(), group.size)
     mine = reduce_scatter(flat, group, sizes)
@@ -340,24 +381,24 @@ def all_max(x: torch.Tensor, group: Group) -> torch.Tensor:
         top = x.contiguous().clone()
         dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group.handle)
         return top
-    return torch.stack(_gather_whole(x, group)).amax(0)
+    return torch.stack(_gather_whole(x, group, control=True)).amax(0)
 
 
-def gather_list(x: torch.Tensor, group: Group) -> list[torch.Tensor]:
-    """Every member's tensor (all of one shape), in rank order."""
+def gather_list(x: torch.Tensor, group: Group, *, control: bool = True) -> list[torch.Tensor]:
+    """Every member's tensor (all of one shape), in rank order. `control`: as in exchange."""
     if group.size == 1:
         return [x]
     if native(group):
         flat = x.new_empty(group.size * x.numel())
         _gather_equal(flat, x.contiguous().view(-1), group=group.handle)
         return list(flat.view(group.size, *x.shape))
-    return _gather_whole(x, group)
+    return _gather_whole(x, group, control)
 
 
-def _gather_whole(x: torch.Tensor, group: Group) -> list[torch.Tensor]:
+def _gather_whole(x: torch.Tensor, group: Group, control: bool) -> list[torch.Tensor]:
     x = x.contiguous()
     pieces = [x if i == group.index else torch.empty_like(x) for i in range(group.size)]
-    exchange([[x]] * group.size, [[p] for p in pieces], group).wait()
+    exchange([[x]] * group.size, [[p] for p in pieces], group, control=control).wait()
     return pieces
 
 
@@ -430,10 +471,22 @@ def shift(x: torch.Tensor, group: Group, by: int) -> torch.Tensor:
 def broadcast_(x: torch.Tensor, group: Group, source: int = 0) -> None:
     """Overwrite x with the x of member `source`."""
     if group.size > 1:
-        dist.broadcast(x, group.ranks[source], group=_handle(group))
+        pg = _handle(group)
+        if not isinstance(pg, imagined.Line):
+            dist.broadcast(x, group.ranks[source], group=pg)
+        if _record is not None:
+            _note_broadcast(x, group, source)
+
+
+def _note_broadcast(x: torch.Tensor, group: Group, source: int) -> None:
+    everyone: Tensors = [[] if i == source else [x] for i in range(group.size)]
+    nobody: Tensors = [[]] * group.size
+    from_source: Tensors = [[x] if i == source else [] for i in range(group.size)]
+    out, into = (everyone, nobody) if group.index == source else (nobody, from_source)
+    _noted(Handle(), group, out, into, 0, control=False).wait()
 
 
 def barrier(group: Group) -> None:
     """Wait until every member has come here."""
-    if group.size > 1:
+    if group.size > 1 and not isinstance(_handle(group), imagined.Line):
         dist.barrier(group=_handle(group))

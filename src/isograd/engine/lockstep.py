@@ -156,12 +156,13 @@ class Lockstep:
 
     def _expect(self, member: int) -> None:
         memory = torch.empty(NOTE, dtype=torch.uint8)
-        self._inbox[member].append((memory, raw.receive_start([memory], self.group, member, self._notes_tag)))
+        handle = raw.receive_start([memory], self.group, member, self._notes_tag, control=True)
+        self._inbox[member].append((memory, handle))
 
     def _send(self, note: bytes) -> None:
         message = torch.frombuffer(bytearray(note), dtype=torch.uint8)
         for member in self._others:
-            self._sent.append(raw.send_start([message], self.group, member, self._notes_tag))
+            self._sent.append(raw.send_start([message], self.group, member, self._notes_tag, control=True))
 
     def _tidy(self) -> None:
         """Release notes that have arrived: a member that sent this note has asked for all of mine before it."""

@@ -196,6 +196,6 @@ def used_anywhere(table: Table, plan: Plan, mesh: Mesh) -> Tensor:
     for axes in sorted({axes for slot in plan.slots for axes in slot.contract.ties}):
         tied = sorted((s.name, i) for i, s in enumerate(plan.slots) if axes in s.contract.ties)
         places = [i for _, i in tied]
-        counts = raw.all_reduce(mine[places].to(mesh.device, torch.float64), mesh.group(axes))
+        counts = raw.all_reduce(mine[places].to(mesh.device, torch.float64), mesh.group(axes), control=True)
         mine[places] = counts.cpu() > 0
     return mine

@@ -78,7 +78,7 @@ class Rows:
         joined = raw.all_gather(per_row, self.mesh.group("tp"), self.sizes).unflatten(
             0, (self.batch, self.places.local)
         )
-        parts = raw.gather_list(joined, self.mesh.group("cp"))
+        parts = raw.gather_list(joined, self.mesh.group("cp"), control=False)
         return self.places.unshard(torch.cat(parts, 1))
 
     def mine(self, whole: Tensor) -> Tensor:

@@ -172,7 +172,7 @@ def _combine(top: Tensor, exps: Tensor, label_logit: Tensor, group: Group) -> tu
     """Combine (largest logit, sum of exponentials, label's logit) of all vocabulary slices, in rank order."""
     if group.size == 1:
         return top, exps, label_logit
-    parts = raw.gather_list(torch.stack((top, exps, label_logit)), group)
+    parts = raw.gather_list(torch.stack((top, exps, label_logit)), group, control=False)
     highest = torch.stack([p[0] for p in parts]).amax(0)
     denominator, logit = torch.zeros_like(exps), torch.zeros_like(label_logit)
     for part_top, part_sum, part_logit in parts:

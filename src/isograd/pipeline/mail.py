@@ -123,9 +123,9 @@ class Mail:
             self._introduce(action, form, needing)
         self._send([t.detach().contiguous() for t in tensors], needing)
 
-    def _send(self, payload: list[Tensor], needing: Action) -> None:
+    def _send(self, payload: list[Tensor], needing: Action, control: bool = False) -> None:
         peer = self.schedule.rank_of(needing.stage)
-        handle = raw.send_start(payload, self.ways.of(self.group.index, peer), peer)
+        handle = raw.send_start(payload, self.ways.of(self.group.index, peer), peer, control=control)
         self._lines[peer].sending.append((self._places[peer][needing], handle))
 
     def _introduce(self, action: Action, form: Form, needing: Action) -> None:
@@ -142,7 +142,7 @@ class Mail:
                     where=f"pp{self.group.index}",
                 )
             header = torch.tensor(form.numbers() + [0] * (HEADER - len(form.numbers())), device=self.device)
-            self._send([header], needing)
+            self._send([header], needing, control=True)
             self.known[key] = form
         elif self.known[key] != form:
             raise PipelineError(
@@ -200,7 +200,7 @@ class Mail:
         form = self._form(action)
         if form is None:
             header = torch.empty(HEADER, dtype=torch.int64, device=self.device)
-            raw.receive_start([header], self.ways.of(peer, self.group.index), peer).wait()
+            raw.receive_start([header], self.ways.of(peer, self.group.index), peer, control=True).wait()
             form = Form.read(header.tolist())
             self.known[action.stage, self.shapes[action.micro]] = form
         tensors = form.empty(self.device)

@@ -1,0 +1,143 @@
+"""What a rank sends and receives, in the order in which its program asks for it.
+
+    with raw.recording() as record:
+        engine.train_step(batch)
+    for entry in record.entries: ...
+
+raw.py notes every message here, in a running world and in an imagined one (imagined.py) in the same way: the record of
+an imagined rank equals that of a running one, message for message. Outside of `recording` nothing is noted.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import torch
+
+if TYPE_CHECKING:
+    from isograd.comm.raw import Group
+
+_PACKAGE = str(Path(__file__).parents[1])
+_COMM = str(Path(__file__).parent)
+_RAW, _OPS, _HERE = (str(Path(__file__).with_name(f"{name}.py")) for name in ("raw", "ops", "record"))
+
+
+T = TypeVar("T")
+
+
+class Message(NamedTuple):
+    """One tensor on its way between two ranks."""
+
+    numel: int
+    dtype: torch.dtype
+    content: Any = None  # what the `look` of `recording` says about the tensor
+
+    @property
+    def bytes(self) -> int:
+        """The bytes on the wire."""
+        return self.numel * self.dtype.itemsize
+
+
+Messages = tuple[Message, ...]
+
+
+class Entry(NamedTuple):
+    """One call that starts messages."""
+
+    operation: str  # the functions of raw.py, outermost first: "all_reduce/reduce_scatter"
+    site: str  # who called, outside of comm: "engine/totals.py:gather"
+    phase: str  # "backward" inside autograd, else the phase of the record
+    control: bool  # what ranks exchange to decide something, rather than data
+    axes: str
+    purpose: str  # of the group: connections of its own
+    ranks: tuple[int, ...]  # the group's members
+    place: int  # of this rank among them
+    tag: int
+    sent: tuple[Messages, ...]  # to each member
+    received: tuple[Messages, ...]  # from each member
+
+    @property
+    def rank(self) -> int:
+        """The global rank that this record is of."""
+        return self.ranks[self.place]
+
+    @property
+    def bytes(self) -> int:
+        """The bytes that leave this rank."""
+        return sum(message.bytes for messages in self.sent for message in messages)
+
+    def __str__(self) -> str:
+        return f"{self.operation} over {self.axes!r} in {self.site}"
+
+
+class Record:
+    """The entries of one rank, and the order in which it starts them and waits for them."""
+
+    def __init__(self, look: Callable[[torch.Tensor], Any] | None = None) -> None:
+        self.entries: list[Entry] = []
+        self.events: list[tuple[str, int]] = []  # ("starts" or "waits", place in entries)
+        self.phase = ""  # set by whoever runs the program
+        self._look = look
+        self._same = dict[Any, Any]()  # equal tuples are kept once
+
+    def note(
+        self,
+        group: Group,
+        out: Sequence[Sequence[torch.Tensor]],
+        into: Sequence[Sequence[torch.Tensor]],
+        tag: int,
+        control: bool,
+    ) -> Callable[[], None]:
+        """Add an entry. Returns what is to be called when the rank has waited for its messages."""
+        operation, site = _caller()
+        phase = "backward" if torch._C._current_graph_task_id() != -1 else self.phase
+        sent, received = (
+            tuple(() if i == group.index else self._messages(pieces) for i, pieces in enumerate(side))
+            for side in (out, into)
+        )
+        place = len(self.entries)
+        self.entries.append(
+            Entry(
+                *(operation, site, phase, control, group.axes, group.purpose),
+                *(group.ranks, group.index, tag, self._once(sent), self._once(received)),
+            )
+        )
+        self.events.append(("starts", place))
+        return lambda: self.events.append(("waits", place))
+
+    def _messages(self, pieces: Sequence[torch.Tensor]) -> Messages:
+        look = self._look
+        return self._once(
+            tuple(Message(t.numel(), t.dtype, None if look is None else look(t)) for t in pieces if t.numel())
+        )
+
+    def _once(self, value: T) -> T:
+        same: T = self._same.setdefault(value, value)
+        return same
+
+
+def _caller() -> tuple[str, str]:
+    """(operation, site) of the message that is being noted: the frames of raw.py, and the first one outside of comm."""
+    frame, steps, pair = sys._getframe(1), list[str](), ""
+    while frame is not None:
+        code = frame.f_code
+        file = code.co_filename
+        if file == _RAW:
+            steps.append(code.co_name)
+        elif file == _OPS:
+            name = code.co_qualname.partition(".")[0]  # of a lambda in `all_gather`: all_gather
+            pair = pair if name.startswith("_") else name
+        elif file.startswith(_PACKAGE) and not file.startswith(_COMM):
+            place = f"{file[len(_PACKAGE) + 1 :].replace(chr(92), '/')}:{code.co_name}"
+            return _operation(steps), place + (f" ({pair})" if pair else "")
+        frame = frame.f_back  # type: ignore[assignment]
+    return _operation(steps), pair
+
+
+def _operation(steps: list[str]) -> str:
+    """Outermost first, without the helpers of raw.py."""
+    named = [step for step in reversed(steps) if not step.startswith("_")]
+    return "/".join([step for step in named if step != "exchange"] or named[:1])

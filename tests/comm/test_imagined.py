@@ -1,0 +1,109 @@
+"""An imagined rank sends and receives what a running rank does, message for message."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import isograd as ig
+from isograd.comm import imagined, raw
+from isograd.comm.notes import gather_notes
+from isograd.comm.record import Entry
+from isograd.errors import CommError, IsogradError
+from isograd.layout import Layout
+from isograd.mesh import Mesh
+
+TWO = ("dp2", "dp2 zero1", "dp2 zero3", "tp2", "tp2 sp", "cp2 ulysses", "cp2 ring", "pp2", "pp2 vpp2", "pp2 zb")
+FOUR = ("dp2 tp2 zero1", "dp2 pp2 zero2")
+
+
+def program(mesh: Mesh) -> None:
+    """A model, an engine and one step. Its first values, and the tokens of data ranks, differ from rank to rank."""
+    config = ig.models.TransformerConfig(vocab=101, hidden=24, layers=4, heads=4, kv_heads=2, mlp=40)
+    model = ig.models.Transformer(config, mesh)
+    engine = ig.Engine(model, mesh, lambda ps: torch.optim.AdamW(ps, lr=1e-3), clip=1.0, bucket_mb=0.01)
+    tokens = torch.randint(0, 101, (4, 16), generator=torch.Generator().manual_seed(mesh.index("dp")))
+    engine.train_step((tokens, tokens), 2)
+
+
+def running(layouts: tuple[str, ...]) -> dict[str, list[Entry]]:
+    """What this rank of a running world records of each layout."""
+    found = {}
+    for layout in layouts:
+        with raw.recording() as record:
+            program(Mesh(layout))
+        found[layout] = record.entries
+    return found
+
+
+def imagined_ranks(layout: str) -> list[list[Entry]]:
+    """What imagined ranks record, after rounds in which the stages of a pipeline have told each other enough."""
+    world = imagined.World()
+    for last in (False, True):
+        records = []
+        for rank in range(Layout.parse(layout).world_size):
+            with raw.recording() as record:
+                try:
+                    program(Mesh.imagine(layout, rank, world))
+                except IsogradError:
+                    assert not last
+            records.append(record.entries)
+    return records
+
+
+def comparable(record: list[Entry]) -> list[Entry]:
+    """By connections: when a bucket of gradients leaves between other messages depends on time, the order of buckets
+    does not. Tags are numbers that a process counts up."""
+    tags: dict[int, int] = {}
+    ordered = sorted(record, key=lambda entry: entry.purpose)
+    timeless = [entry._replace(phase="") if entry.purpose == "gradients" else entry for entry in ordered]
+    return [entry._replace(tag=tags.setdefault(entry.tag, len(tags))) for entry in timeless]
+
+
+@pytest.mark.parametrize(("ranks", "layouts"), [(2, TWO), (4, FOUR)], ids=["2 ranks", "dp2 tp2 and dp2 pp2: 4 ranks"])
+def test_the_record_of_an_imagined_rank_is_that_of_a_running_one(worlds, ranks: int, layouts: tuple[str, ...]) -> None:
+    real = worlds(ranks).run(running, layouts)
+    for layout in layouts:
+        for rank, record in enumerate(imagined_ranks(layout)):
+            assert len(record) > 10
+            assert comparable(record) == comparable(real[rank][layout]), f"{layout}, rank {rank}"
+
+
+def test_a_record_names_the_call_its_site_its_phase_and_whether_ranks_decide_by_it() -> None:
+    with raw.recording() as record:
+        program(Mesh.imagine("tp2 sp"))
+    found = {(e.operation, e.site, e.phase, e.control) for e in record.entries}
+    assert ("all_gather", "nn/stream.py:enter (all_gather)", "", False) in found
+    assert ("reduce_scatter", "engine/ledger.py:run_backward (all_gather)", "backward", False) in found
+    assert ("gather_list", "engine/norm.py:global_norm", "", True) in found
+    assert [kind for kind, place in record.events if place == 0] == ["starts", "waits"]
+
+
+def test_nothing_is_noted_outside_of_recording() -> None:
+    with raw.recording() as record:
+        pass
+    raw.all_reduce(torch.ones(3), Mesh.imagine("tp2").group("tp"))
+    assert not record.entries
+
+
+def test_data_arrive_as_zeros_and_control_as_agreement_in_a_world_of_16384() -> None:
+    mesh = Mesh.imagine("dp128 tp8 pp16", 8191)
+    world = mesh.group("world")
+    assert gather_notes("aye", world, mesh.device) == ["aye"] * 16384
+    assert raw.all_reduce(torch.ones(3), mesh.group("tp")).tolist() == [1.0] * 3
+    assert raw.all_max(torch.tensor(5), world) == 5
+
+
+def test_stages_tell_each_other_what_they_said() -> None:
+    world = imagined.World()
+    for said in (7, 8):
+        for rank in (0, 1):
+            mesh = Mesh.imagine("pp2", rank, world)
+            found = [int(n) for n in raw.gather_list(torch.tensor(said + rank), mesh.group("pp"))]
+    assert found == [8, 9]
+
+
+def test_a_word_that_nobody_has_said_is_an_error() -> None:
+    group = Mesh.imagine("pp2", 1).group("pp")
+    with pytest.raises(CommError, match="IG206"):
+        raw.receive_start([torch.zeros(2)], group, 0, control=True).wait()
