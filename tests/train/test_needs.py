@@ -133,7 +133,7 @@ def test_too_many_ranks_and_too_much_memory_are_refused_unless_forced(tmp_path, 
     assert main(["new", "llama-8b"]) == 0
     assert main(["train", "llama-8b.yaml"]) == 2
     said = capsys.readouterr()
-    assert "IG652: layout 'dp16 tp4 sp zero1' needs 64 ranks, and this machine is good for 8" in said.err
+    assert "IG652: layout 'dp16 tp4 sp zero1' needs 64 ranks, and this machine can run 8" in said.err
     assert "GB a rank" in said.out
     assert main(["new", "llama-1b"]) == 0
     for words in (["train"], ["compare", "--layouts", "dp8 zero1; dp4 zero1"]):

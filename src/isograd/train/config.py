@@ -215,7 +215,7 @@ class Config(Part):
         try:
             return str(Layout.parse(text))
         except LayoutError as error:
-            raise ValueError(f"{error.what}" + (f"; {error.fix}" if error.fix else "")) from error
+            raise ValueError(error.what) from error
 
     @model_validator(mode="after")
     def _fits(self) -> Config:

@@ -82,7 +82,7 @@ class Opening:
         if ranks > most:
             few = "one rank for each GPU" if self.machine.gpu else f"at most {PER_CORE} ranks for each CPU core"
             return ConfigError(
-                "IG652", f"layout {self.config.layout!r} needs {ranks} ranks, and this machine is good for {most}",
+                "IG652", f"layout {self.config.layout!r} needs {ranks} ranks, and this machine can run {most}",
                 seen=self.machine.describe(), expected=few,
                 fix="another --layout; or --emit torchrun|slurm|k8s for machines that have them; or --force",
             )  # fmt: skip
