@@ -85,6 +85,17 @@ def _merged(table: Iterable[Record]) -> list[tuple[str, Record]]:
     rows = []
     for (pattern, *_), members in groups.items():
         numbers = [n for n, _ in members if n is not None]
-        span = f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else str(*numbers)
+        span = _spans(numbers)
         rows.append((pattern.replace("#", "{" + span + "}" if len(numbers) > 1 else span, 1), members[0][1]))
     return rows
+
+
+def _spans(numbers: list[int]) -> str:
+    """'0-7'; '1,3,5' where layers take turns; '0,2,4-7'."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)

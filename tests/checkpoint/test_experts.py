@@ -5,11 +5,14 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
+import pytest
 import torch
 
 from isograd.checkpoint import Keeper
 from isograd.checkpoint.read import Reader
 from isograd.mesh import DATA
+from tests.checkpoint import toys
+from tests.checkpoint.test_resume import assert_same_run, world_of
 from tests.engine import folded
 
 CHAIN = (("dp2 ep2 zero1", 2), ("dp4 ep4 zero3", 4), ("tp2", 2), ("1", 1), ("dp2 tp2 ep2 zero2", 4), ("dp2 tp2 ep4", 4))
@@ -44,3 +47,16 @@ def test_experts_go_on_under_another_ep(worlds, tmp_path: Path) -> None:
         assert float((saved - value).norm()) <= 1e-9 * float(value.norm()), name
     assert reader.read("optimizer/exp_avg/blocks.0.experts.weight").shape == (folded.EXPERTS, 16, 16)
     reader.close()
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("dp2 ep2 zero1", "dp4 ep4 zero3"), ("dp2 tp2 sp ep4 zero2", "tp2"), ("pp2 dp2 ep2 zero1", "dp2 ep2 zero3")],
+)
+def test_a_transformer_with_experts_goes_on_under_another_layout(
+    worlds, tmp_path: Path, before: str, after: str
+) -> None:
+    """The counts of the step before and the bias of the choice go with it."""
+    truth = worlds(world_of(before)).run(partial(toys.save_then_go_on, tmp_path, before, model="experts"))[0]
+    for found in worlds(world_of(after)).run(partial(toys.resume, tmp_path, after, model="experts")):
+        assert_same_run(found, truth)

@@ -14,6 +14,7 @@ from isograd.checkpoint import Keeper
 from isograd.engine import Engine
 from isograd.mesh import Mesh
 from isograd.models import Transformer, TransformerConfig
+from isograd.nn import ExpertOptions
 
 ROWS, LENGTH = 8, 7
 CONFIGS = {
@@ -21,6 +22,12 @@ CONFIGS = {
     # 3 blocks: pp2 holds 1 and 2; a vocabulary and an mlp that nothing divides; kv heads fewer than tp4
     "qwen": TransformerConfig(
         vocab=101, hidden=24, layers=3, heads=8, kv_heads=2, head_dim=6, mlp=41, qk_norm=True, tied=True
+    ),
+    "experts": TransformerConfig(
+        vocab=97, hidden=16, layers=3, heads=4, mlp=12,
+        experts=ExpertOptions(
+            number=4, per_token=2, width=6, scores="sigmoid", choice_bias=True, balance="lagged", dense_first=1
+        ),
     ),
     "gpt2": TransformerConfig(
         vocab=97, hidden=24, layers=2, heads=8, mlp=37, norm="layer", activation="gelu_tanh", gated=False,

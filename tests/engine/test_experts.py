@@ -153,4 +153,11 @@ def test_the_table_says_who_sums_an_experts_gradient() -> None:
     assert describe_sum(table["whole"], mesh) == "dp: 1, 3, 5, 7"
     alone = Mesh.unbound("dp2 tp2 ep4")
     assert describe_sum(contracts(Parts(alone), alone)["experts"], alone) == "nothing to sum"
-    assert "ep" in str(table)
+    assert "dim 0 over ep" in str(table)
+
+
+def test_layers_that_take_turns_are_not_told_as_all_layers() -> None:
+    model = nn.ModuleDict({"blocks": nn.ModuleList(nn.Linear(2, 2, bias=i in (0, 2, 4, 5)) for i in range(6))})
+    text = str(contracts(model, Mesh.unbound("dp2")))
+    assert "blocks.{0-5}.weight" in text
+    assert "blocks.{0,2,4-5}.bias" in text
