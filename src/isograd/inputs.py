@@ -4,8 +4,9 @@ Three mistakes would train silently, or with a NaN that names nobody, and only o
 
 - A label or token id outside the vocabulary. Layers count them (`WrongInputs.find`) and make the loss NaN.
 - Scores of experts that are NaN, in which no choice means anything. Layers count the tokens (`WrongScores.find`).
-- Ranks of one tp group given different batches (data indexed by `mesh.rank`). Under tp every call of the model adds the
-  contents of its tensors to a digest, in order; the digests of a tp group must be equal at the step.
+- Ranks of one tp group given different batches (data indexed by `mesh.rank`), or ranks of one cp group, where the model
+  takes its part of the batch itself (`cuts_batches`). There, every call of the model adds the contents of its tensors
+  to a digest, in order; the digests of a group must be equal at the step.
 
 All stay on the device, and nothing waits for it: `columns` travel in the step's one gather, and `check` is given what
 all ranks sent. So all ranks refuse together, and the error names the ranks that had the wrong input.
@@ -105,7 +106,9 @@ class Inputs:
         self._evaluating = False
         self._digest: Tensor | None = None
         self._take_over(model)
-        if mesh.size("tp") > 1:
+        # The ranks that must be given equal tensors.
+        self._peers = "cp tp" if getattr(model, "cuts_batches", False) else "tp"
+        if mesh.size(self._peers) > 1:
             model.register_forward_pre_hook(self._called, with_kwargs=True)
         self.clear()
 
@@ -165,18 +168,18 @@ class Inputs:
         """`table`: row i holds the columns of rank i; on the CPU, and equal on all ranks, which all raise or none."""
         if bool(table[:, 1].any()):
             self._refuse_wrong()
-        digests = table[:, 0].view(-1, self.mesh.size("tp"))  # tp is innermost: each row is a tp group
-        unlike = (digests != digests[:, :1]).any(1).nonzero().flatten().tolist()
-        if unlike:
-            peers = list(self.mesh.layout.ranks("tp", unlike[0] * digests.shape[1]))
-            raise EngineError(
-                "IG516",
-                "ranks of one tp group were given different batches",
-                seen=f"tensors of unlike contents were given to the model on ranks {peers}",
-                expected="the same sequences on every rank of a tp or cp group: only dp ranks see different ones",
-                fix="index the data by mesh.index('dp'), not by the global rank",
-                where=self.mesh.where(),
-            )
+        layout = self.mesh.layout
+        for peers in dict.fromkeys(layout.ranks(self._peers, rank) for rank in range(layout.world_size)):
+            digests = table[list(peers), 0]
+            if bool((digests != digests[0]).any()):
+                raise EngineError(
+                    "IG516",
+                    f"ranks of one {self._peers.replace(' ', ' and ')} group were given different batches",
+                    seen=f"tensors of unlike contents were given to the model on ranks {list(peers)}",
+                    expected="the same sequences on every rank of a tp or cp group: only dp ranks see different ones",
+                    fix="index the data by mesh.index('dp'), not by the global rank",
+                    where=self.mesh.where(),
+                )
 
     def _refuse_wrong(self) -> None:
         mine: tuple[list[str], list[str]] = ([], [])

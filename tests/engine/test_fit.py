@@ -60,3 +60,30 @@ def complex_on_one_rank() -> str:
 
 def test_all_ranks_refuse_what_one_rank_has(worlds) -> None:
     assert worlds(2).run(complex_on_one_rank) == ["IG541 complex: ['phase']"] * 2
+
+
+def takes_away(parameter: torch.Tensor) -> None:
+    parameter.grad = None
+
+
+@pytest.mark.parametrize(
+    "hold", [lambda m: Engine(m, Mesh("1"), toys.sgd), DataParallel], ids=["Engine", "DataParallel"]
+)
+def test_hooks_for_accumulated_gradients_are_refused_by_name(hold: Callable[[nn.Module], object]) -> None:
+    """Before ours, such a hook changes what is summed; after ours, it finds None where a gradient should be."""
+    model = nn.Linear(2, 2)
+    hook = model.bias.register_post_accumulate_grad_hook(takes_away)
+    with pytest.raises(EngineError, match=r"IG545.*\n.*'bias'"):
+        hold(model)
+    hook.remove()
+    hold(model)
+    hold(model)  # the hook of the engine before is no hook of the program
+
+
+def test_a_hook_for_accumulated_gradients_that_comes_later_is_refused_at_the_step() -> None:
+    model = nn.Linear(2, 2)
+    engine = Engine(model, Mesh("1"), toys.sgd)
+    model.bias.register_post_accumulate_grad_hook(takes_away)
+    engine.backward(model(torch.ones(3, 2)).square().mean(), weight=3)
+    with pytest.raises(EngineError, match=r"IG517.*\n.*'bias'"):
+        engine.step()

@@ -222,8 +222,8 @@ class Engine:
     def discard(self) -> None:
         """Drop all that this step has gathered, on every rank: after a backward that failed, or for a bad batch.
 
-        Every rank calls it. A rank that calls `step` or `grads` instead raises IG558, and its step is dropped, too. While
-        an exception is handled whose step is dropped already, `discard` returns at once.
+        Every rank calls it. A rank that calls `step` or `grads` instead raises IG558, and its step is dropped, too.
+        While an exception is handled whose step is dropped already, `discard` returns at once.
         """
         if not is_dropped(self.ledger):
             self._meet(Status.DISCARDS)

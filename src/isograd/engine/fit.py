@@ -6,6 +6,7 @@ from torch import nn
 
 from isograd.comm.notes import gather_notes
 from isograd.contract import Table
+from isograd.engine.start import hooks_of
 from isograd.errors import EngineError
 from isograd.mesh import Mesh
 
@@ -18,8 +19,19 @@ def refuse_unfit(model: nn.Module, table: Table, mesh: Mesh) -> None:
         for name, module in model.named_modules()
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad
     ]
-    notes = gather_notes([complex_ones, sparse], mesh.group("world"), mesh.device)
-    complex_ones, sparse = (list(dict.fromkeys(name for note in notes for name in note[kind])) for kind in (0, 1))
+    hooked = [r.name for r in table if hooks_of(r.parameter)]
+    notes = gather_notes([complex_ones, sparse, hooked], mesh.group("world"), mesh.device)
+    complex_ones, sparse, hooked = (list(dict.fromkeys(n for note in notes for n in note[kind])) for kind in range(3))
+    if hooked:
+        raise EngineError(
+            "IG545",
+            "a parameter has a hook of its own for accumulated gradients",
+            seen=f"register_post_accumulate_grad_hook on {hooked[:8]}",
+            expected="gradients that nobody changes or takes away before they are summed over ranks",
+            fix="remove the hook; look at gradients with engine.grads() between backward and step, and let the "
+            "optimizer step in engine.step()",
+            where=mesh.where(),
+        )
     if complex_ones:
         raise EngineError(
             "IG541",

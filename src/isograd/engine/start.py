@@ -21,6 +21,8 @@ from isograd.errors import EngineError
 from isograd.mesh import DATA, Mesh
 from isograd.pipeline.run import Chunk, Pipeline
 
+_OURS = "_isograd_hook"  # marks the function that tells an engine of a gradient
+
 
 def refuse_unbuilt(mesh: Mesh) -> None:
     """Layouts that this version can describe but not yet run."""
@@ -269,6 +271,12 @@ def needed_elsewhere(loss: Tensor, mesh: Mesh) -> EngineError:
     )
 
 
+def hooks_of(parameter: nn.Parameter) -> int:
+    """How many functions of the program are called when a gradient has been accumulated into `.grad`."""
+    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    return sum(not hasattr(hook, _OURS) for hook in hooks.values())
+
+
 def replace_hook(
     parameter: nn.Parameter,
     arrived: Callable[[Tensor], None],
@@ -278,6 +286,7 @@ def replace_hook(
     before it is added to `.grad`, `arrived` after that."""
     for handle in getattr(parameter, "_isograd_hooks", ()):
         handle.remove()
+    setattr(arrived, _OURS, True)
     handles = [parameter.register_post_accumulate_grad_hook(arrived)]
     handles += [parameter.register_hook(entering)] if entering is not None else []
     parameter._isograd_hooks = Handles(handles)  # type: ignore[attr-defined]
@@ -350,7 +359,7 @@ class Watch:
 
     def _look(self, parameter: nn.Parameter) -> tuple[object, ...]:
         place = 0 if self._moving else parameter.data_ptr()
-        return id(parameter), place, parameter.requires_grad, parameter.dtype
+        return id(parameter), place, parameter.requires_grad, parameter.dtype, hooks_of(parameter)
 
     def problem(self, mesh: Mesh) -> EngineError | None:
         """The error if the model is no longer the one the Engine was made for; None if it is."""
@@ -360,7 +369,8 @@ class Watch:
             return EngineError(
                 "IG517",
                 "the model was changed after the Engine was made",
-                seen=f"added, removed, moved, cast, frozen or unfrozen: {changed[:8]}",
+                seen="added, removed, moved, cast, frozen, unfrozen or given a hook for accumulated gradients: "
+                f"{changed[:8]}",
                 expected="the parameters the engine shards and reduces, in the same memory",
                 fix="change the model first (to(dtype), freeze, add layers), then make a new Engine",
                 where=mesh.where(),

@@ -109,6 +109,8 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """A decoder, whole or this rank's stages of it, under any layout."""
 
+    cuts_batches = True  # each rank of a cp group is given the whole batch, of which the model takes its part
+
     def __init__(
         self,
         config: TransformerConfig,
