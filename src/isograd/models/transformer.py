@@ -93,17 +93,15 @@ class Block(nn.Module):
         else:
             self.mlp = MLP(config.hidden, config.mlp, mesh, key=key.fold("mlp"), bias=config.mlp_bias, **about)
 
-    def forward(self, x: Tensor, stream: Stream, angles: Angles) -> tuple[Tensor, Tensor | None]:
-        """The residual stream in and out, and the sums of the losses of experts (MoE.forward)."""
+    def forward(self, x: Tensor, stream: Stream, angles: Angles) -> Tensor | tuple[Tensor, Tensor | None]:
+        """The residual stream in and out; of a block with experts, also the sums of their losses (MoE.forward)."""
         attended = stream.dropout(self.attention(self.norm1(x), stream, angles), self.drop, self.mesh, "attention out")
         base = x if self.parallel else x + attended
-        normed, sums = self.norm2(base), None
-        if isinstance(self.mlp, MoE):
-            fed, sums = self.mlp(normed, stream)
-        else:
-            fed = self.mlp(normed)
+        normed, has_experts = self.norm2(base), isinstance(self.mlp, MoE)
+        fed, sums = self.mlp(normed, stream) if has_experts else (self.mlp(normed), None)
         fed = stream.dropout(fed, self.drop, self.mesh, "mlp out")
-        return base + attended + fed if self.parallel else base + fed, sums
+        out = base + attended + fed if self.parallel else base + fed
+        return (out, sums) if has_experts else out
 
 
 class Transformer(nn.Module):
@@ -289,9 +287,10 @@ class Transformer(nn.Module):
             if self.recompute and torch.is_grad_enabled():
                 here = replace(here, remembered=Remembered())
                 with save_on_cpu(pin_memory=x.is_cuda) if self.recompute == "offload" else nullcontext():
-                    x, sums = checkpoint(block, x, here, angles, use_reentrant=False, preserve_rng_state=False)
+                    out = checkpoint(block, x, here, angles, use_reentrant=False, preserve_rng_state=False)
             else:
-                x, sums = block(x, here, angles)
+                out = block(x, here, angles)
+            x, sums = out if isinstance(out, tuple) else (out, None)
             found += [] if sums is None else [sums]
         return x, found
 
