@@ -53,7 +53,7 @@ def _build_options(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=0.01,
         metavar="SHARE",
-        help="share of documents set apart, chosen by a hash of their text (default 0.01)",
+        help="share of documents that are held out, chosen by a hash of their text (default 0.01)",
     )
     add("--end-of-document", default="auto", metavar="ID", help="a token id, 'none', or 'auto' (default)")
     add(

@@ -109,7 +109,7 @@ class Writer:
         return self._hash.hexdigest()
 
     def discard(self) -> None:
-        """Throw away what was not kept. On a full disk closing fails once more, which is no news then."""
+        """Throw away what was not kept. An error at closing is dropped: on a full disk it is not the first."""
         with suppress(OSError):
             self._file.close()
         self._temporary.unlink(missing_ok=True)

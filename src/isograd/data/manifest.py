@@ -3,7 +3,7 @@
     manifest.json          this record
     train-00000.bin        tokens of a shard: raw little-endian uint16, or uint32 above 65,536 tokens in the vocabulary
     train-00000.ends       where each of its documents ends: raw little-endian uint64, counted from the shard's start
-    validation-00000.bin   the same for the documents set apart
+    validation-00000.bin   the same for the held-out documents
     tokenizer.json         a copy of the tokenizer, unless it is the built-in one of bytes
 
 The shards of a split, in order of their numbers, are one stream of whole documents. File names follow from (split,

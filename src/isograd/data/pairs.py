@@ -96,7 +96,7 @@ class Pairs:
         return self._read(places)
 
     def held(self, rows: range) -> list[Pair]:
-        """Some of the pairs set apart, in the order of the file."""
+        """Some of the held-out pairs, in the order of the file."""
         return self._read([self._held[row] for row in rows])
 
     def _read(self, places: Sequence[int]) -> list[Pair]:

@@ -1,4 +1,4 @@
-"""One shard: documents of its parts, tokenised, dealt out to the splits, written, and recorded.
+"""One shard: documents of its parts, tokenised, assigned to the splits, written, and recorded.
 
 A document goes to validation by a hash of its text: the same text is always on the same side, wherever it stands and
 however often, so nothing that is validated was trained on. The record is written after the files it speaks of; what

@@ -39,7 +39,7 @@ exit codes:
   75  asked to stop (SIGTERM, SIGUSR1, Ctrl-C or a file STOP in the run's
       folder), and saved
   6   a gradient was not finite
-  7   no progress: a rank fell silent
+  7   no progress: a rank fell silent, or a connection was lost
   1   anything else"""
 
 

@@ -103,7 +103,7 @@ class PairsOf(Part):
     both: bool = Field(default=True, description="whether answers find their queries, too")
     pooling: Literal["mean", "first"] = Field(default="mean", description="how hidden states become one vector")
     dropout: bool = Field(default=False, description="keep the model's dropout; it draws per rank")
-    held_out: Share = Field(default=0.1, description="share of the pairs set apart")
+    held_out: Share = Field(default=0.1, description="share of the pairs that are held out")
     evaluate: Positive = Field(default=2000, description="held-out pairs of an evaluation at most")
     seed: Seed = Field(default=0, description="of the order, which is a function of seed and step alone")
 
@@ -179,7 +179,7 @@ class Safety(Part):
     )
     stall_s: Rate = Field(
         default=600.0,
-        description="a rank that is still for this long is named, and the run ends; ten times that for the first step",
+        description="without progress for this long the run ends and names the rank; ten times that for the first step",
     )
     replicas_every: Annotated[int, Field(ge=0)] = Field(
         default=100, description="steps between checks of copies; 0: never"

@@ -1,4 +1,4 @@
-"""What people look at while a run goes on: one line a step, and the same numbers in metrics.jsonl.
+"""What people look at during a run: one line per step, and the same numbers in metrics.jsonl.
 
 metrics.jsonl is always written, one object a line. A resumed run continues it from the step it resumed at: lines of
 steps that will be done again are dropped, so that a curve has one value at each step.

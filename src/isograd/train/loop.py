@@ -1,7 +1,7 @@
 """The loop of a run, on one rank: train, evaluate, save, show, and end cleanly.
 
     0    done                        75   asked to stop (signal or STOP file): saved, --resume auto continues
-    6    NaN or Inf, not saved        7   a rank fell silent (stall.py)
+    6    NaN or Inf, not saved        7   no progress: a silent rank or a lost connection (stall.py)
 
 One small exchange a step tells all ranks whether anyone was asked to stop, so that they end after the same step.
 """

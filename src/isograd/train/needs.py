@@ -97,7 +97,7 @@ def _states(
     due = wide * owned if owned < mine else 0
     whole = wide * mine  # a backward makes all of it; with more micro-batches than one it is kept
     if layout.zero > 0 and owned < mine and config.micro_batches == 1 and layout.pp == 1:
-        whole = min(whole, BUCKETS + wide * gathered)  # buckets leave while backward goes on
+        whole = min(whole, BUCKETS + wide * gathered)  # buckets leave during backward
     return parameters, whole + due, masters + moments
 
 

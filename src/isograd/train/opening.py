@@ -1,4 +1,4 @@
-"""What `isograd train` says before it starts: what is trained, where, and the memory needed beside what there is.
+"""What `isograd train` says before it starts: what is trained, where, and the memory needed and the memory there is.
 
     isograd 0.1.0 trains runs/quickstart
       model    quickstart, 792k parameters in fp32
