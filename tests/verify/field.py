@@ -18,6 +18,7 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
+import isograd
 from isograd.verify.watch.capture import Capture
 
 Program = Callable[..., None]
@@ -132,6 +133,62 @@ def masked_terms() -> None:
         chosen = -logps.sum() / mask.sum()
         (-logps).mean().item()
         return ((policy * mask).sum() / mask.sum().clamp(min=1.0)) + preference + 0.1 * chosen.neg().neg()
+
+    train(model, loss)
+
+
+class Fused(torch.autograd.Function):
+    """The sum of a cross-entropy over valid labels, with its backward, as fused kernels have it: torch sees no loss."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor) -> Tensor:
+        valid = labels != -100
+        chosen = torch.zeros_like(logits).scatter(1, labels.clamp(min=0)[:, None], 1.0) * valid[:, None]
+        ctx.save_for_backward(logits.softmax(-1) * valid[:, None] - chosen)
+        return -(logits.log_softmax(-1) * chosen).sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.saved_tensors[0] * gradient, None
+
+
+def fused(weighed: bool, own_count: bool) -> None:
+    """A loss that only its program can count. `weighed`: it says so in one line. `own_count`: a mean of means."""
+    model = DistributedDataParallel(seeded(lambda: nn.Linear(3, 5)))
+    rank, world = dist.get_rank(), dist.get_world_size()
+
+    def loss(step: int) -> Tensor:
+        labels = torch.arange(7) % 5
+        labels[: 2 + 3 * rank] = -100
+        count = (labels != -100).sum().double()
+        total = Fused.apply(model(rows(7, 3, seed=step)), labels)
+        if weighed:
+            total = isograd.verify.weigh(total, count, reduction="sum")
+        everyone = count.clone()
+        dist.all_reduce(everyone)
+        scale = 1.7 / count if own_count else 1.7 * world / everyone  # no whole number divides
+        return total * scale
+
+    train(model, loss)
+
+
+def by_hand(own_count: bool, form: str) -> None:
+    """log_softmax and gather, a mask, and a division in one of the ways in which programs write it."""
+    model = DistributedDataParallel(seeded(lambda: nn.Linear(3, 5)))
+    rank, world = dist.get_rank(), dist.get_world_size()
+
+    def loss(step: int) -> Tensor:
+        labels = torch.arange(7) % 5
+        mask = (torch.arange(7) >= 2 + 3 * rank).double()
+        chosen = F.log_softmax(model(rows(7, 3, seed=step)), -1).gather(1, labels[:, None])[:, 0]
+        everyone = mask.sum()
+        dist.all_reduce(everyone)
+        total, count = -(chosen * mask).sum(), mask.sum() if own_count else everyone / world
+        if form == "times the inverse":
+            return total * (1 / float(count)) if own_count else total * (1 / float(everyone)) * world
+        if form == "cast":
+            return (total.float() / (count if own_count else everyone)).double() * (1 if own_count else world)
+        return total / count if own_count else total / everyone * world
 
     train(model, loss)
 

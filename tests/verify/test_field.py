@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import isograd
 from isograd.comm.launch import World
 from isograd.verify.compare.compare import compare
 from isograd.verify.judge import checks
@@ -43,6 +45,39 @@ RIGHT: dict[str, tuple[Any, ...]] = {
 def test_a_right_program_of_the_field_passes(worlds: Worlds, tmp_path: Path, name: str) -> None:
     said = [f for f in watched(worlds, tmp_path, *RIGHT[name]).findings if f.verdict != NOTE]
     assert said == []
+
+
+@pytest.mark.parametrize("own_count", [False, True])
+def test_a_loss_that_nobody_can_count_is_judged_where_its_program_counts_it(
+    worlds: Worlds, tmp_path: Path, own_count: bool
+) -> None:
+    subject = watched(worlds, tmp_path, field.fused, True, own_count)
+    assert bugs(subject) == (["mean-of-means"] if own_count else [])
+    assert not [f for f in subject.findings if "verify.weigh" in f.sentence]
+    if own_count:
+        assert "each divides by its own number of labels: 5, 2" in only(subject).sentence
+
+
+def test_the_report_tells_where_to_count_a_loss_that_nobody_can_count(worlds: Worlds, tmp_path: Path) -> None:
+    (said,) = watched(worlds, tmp_path, field.fused, False, True).findings
+    assert (said.verdict, said.sentence.partition(" to have ")[2].partition(" before ")[0]) == (
+        NOTE,
+        "them judged, put 'loss = isograd.verify.weigh(loss, number_of_labels)'",
+    )
+    assert re.search(r"before \S*field\.py:\d+ in train$", said.sentence)
+
+
+@pytest.mark.parametrize("own_count", [False, True])
+@pytest.mark.parametrize("form", ["divided", "times the inverse", "cast"])
+def test_a_mask_whose_sum_divides_counts_the_labels(worlds: Worlds, tmp_path: Path, form: str, own_count: bool) -> None:
+    assert bugs(watched(worlds, tmp_path, field.by_hand, own_count, form)) == (["mean-of-means"] if own_count else [])
+
+
+def test_weigh_does_nothing_outside_of_the_verifier_and_refuses_other_reductions() -> None:
+    loss = torch.tensor(2.0, requires_grad=True)
+    assert isograd.verify.weigh(loss, 3) is loss
+    with pytest.raises(ValueError, match="'mean' or 'sum'"):
+        isograd.verify.weigh(loss, 3, reduction="none")
 
 
 def test_a_missing_sum_of_a_closure_is_named(worlds: Worlds, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from isograd.verify.tell.findings import Finding as Finding
     from isograd.verify.tell.findings import Subject as Subject
     from isograd.verify.tell.report import Report as Report
+    from isograd.verify.watch.weighing import weigh as weigh
 
 _HOMES = {
     "Case": "isograd.verify.case",
@@ -31,6 +32,7 @@ _HOMES = {
     "assert_same_gradients": "isograd.verify.prove",
     "verify": "isograd.verify.prove",
     "taylor": "isograd.verify.compare.numerics",
+    "weigh": "isograd.verify.watch.weighing",
 }
 
 

@@ -56,6 +56,8 @@ def _report_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="FILE", help="write the report as JSON ('-' for the terminal)")
     parser.add_argument("--svg", metavar="FILE", help="write what the terminal shows as a picture")
     parser.add_argument("--html", metavar="FILE", help="write the report as one self-contained page")
+    parser.add_argument("--junit", metavar="FILE", help="write the report as JUnit XML, for test reports in CI")
+    parser.add_argument("--sarif", metavar="FILE", help="write the report as SARIF, for code scanning in CI")
 
 
 def _prove_options(parser: argparse.ArgumentParser) -> None:
@@ -125,6 +127,15 @@ def _tell(report: Report, options: argparse.Namespace) -> int:
         from isograd.verify.tell.html import page
 
         Path(options.html).write_text(page(report))
+    if options.junit:
+        from isograd.verify.tell.outputs import junit
+
+        Path(options.junit).write_text(junit(report))
+    if options.sarif:
+        from isograd.verify.tell.outputs import sarif
+
+        programs = [word for word in getattr(options, "command", []) if word.endswith(".py")]
+        Path(options.sarif).write_text(sarif(report, programs[0] if programs else ""))
     return report.exit_code
 
 

@@ -96,6 +96,7 @@ class Backward(Event):
 
     kind: ClassVar[str] = "backward"
     site: str = ""
+    loss: str = ""  # the line before it where many numbers with a graph last became one
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -162,6 +162,23 @@ class Capture(Life):
         weight = LabelWeight(*self.now, count=count, low=low * scale, high=high * scale, labels=hashed, site=site)
         self.event(weight)
 
+    def weighed(self, loss: Tensor, n: Tensor | float, reduction: str) -> None:
+        """The program says that a loss is over n labels (weighing.py): noted as if torch's own had computed it."""
+        count, site = float(n), call_site(self.base)
+        if not loss.requires_grad or not torch.is_grad_enabled():
+            return
+        value = float(loss.detach().double().sum())
+        mean = value if reduction == "mean" or not count else value / count
+        self.event(Loss(*self.now, reduction=reduction, count=count, value=mean))
+
+        def arrives(gradient: Tensor | None) -> None:
+            if gradient is not None and count:
+                weights = gradient.detach().double() / (count if reduction == "mean" else 1.0)
+                low, high = float(weights.min()), float(weights.max())
+                self.event(LabelWeight(*self.now, count=count, low=low, high=high, site=site))
+
+        loss.register_hook(unserializable_hook(self.guarded(arrives, "labels")))
+
     def logit_shift(self, shift: float, size: float) -> None:
         """Notes this rank's part of a sum that must be zero over all ranks."""
         self.event(Logits(*self.now, shift=shift, size=size))
@@ -283,7 +300,8 @@ class Capture(Life):
         if self.last_step_at < 0:
             self.held = [root() for _, root in self.roots]
         self.snapped = False
-        self.event(Backward(*self.now, site=call_site(self.base)))
+        self.event(Backward(*self.now, site=call_site(self.base), loss=self.watch.reduced))
+        self.watch.reduced = ""
 
     def _thrown_away(self) -> bool:
         """Whether no parameter still has what earlier backwards of this step added to it."""

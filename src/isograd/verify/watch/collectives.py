@@ -100,6 +100,7 @@ class Watch(TorchDispatchMode):
         self.flows = Flows()
         self.means = Means(listener.mean, lambda: call_site(listener.base))
         self.sites: dict[int, str] = {}  # where a loss was called, by the memory of its total, which backward gets
+        self.reduced = ""  # where many numbers with a graph last became one: the loss, most likely
         self.open: tuple[int, float] | None = None  # the collective last issued: it ends when the next operator runs
 
     def enter_below(self) -> None:
@@ -151,9 +152,17 @@ class Watch(TorchDispatchMode):
             self._try("means", self.means.settle, self.listener.guarded)
         known = handler is not None and not foreign.imagined(args)
         result = handler(func, args, kwargs) if known else func(*args, **kwargs)  # type: ignore[misc]
+        if type(result) is Tensor and result.dim() == 0 and result.is_floating_point():
+            self._try("losses", self._number, args)
         if self.flows.marks and func.namespace != "c10d":
             self._try("flows", self.flows.carry, func, args, kwargs, result)
         return result
+
+    def _number(self, args: Any) -> None:
+        """An operator made one number."""
+        many = any(type(t) is Tensor and t.requires_grad and t.dim() for t in args)
+        if many and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+            self.reduced = call_site(self.listener.base)
 
     def _try(self, sense: str, what: Callable[..., Any], *args: Any) -> Any:
         """An error costs this sense, not the program and not the other senses."""

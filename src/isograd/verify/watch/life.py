@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 UNWATCHED = 12  # steps timed after the watched ones
 
-_living: weakref.WeakSet[Life] = weakref.WeakSet()
+living: weakref.WeakSet[Life] = weakref.WeakSet()  # captures of this process; weighing.py asks
 
 
 def _forked() -> None:
-    for capture in list(_living):
+    for capture in list(living):
         capture.abandon()
 
 
@@ -81,7 +81,7 @@ class Life:
     def start(self) -> None:
         """Puts hooks and the dispatch mode into the program."""
         self.active = self.installed = True
-        _living.add(self)
+        living.add(self)
         self.left = False
         self.pid = os.getpid()
         # A dispatch mode and torch.compile exclude each other, and what was not compiled once never will be: compiling

@@ -25,7 +25,7 @@ LOSSES = (
     "mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "binary_cross_entropy",
     "binary_cross_entropy_with_logits",
 )  # fmt: skip
-SEEN = ("mean", "sum", "neg", "div", *LOSSES)  # the other losses of torch are made of these
+SEEN = ("mean", "sum", "neg", "_to_copy", "div", "mul", *LOSSES)  # the other losses of torch are made of these
 MOST_SUMS = 16
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__))
 
@@ -47,7 +47,7 @@ class Means:
             return
         if not isinstance(given, Tensor) or not (given.requires_grad or self._is_sum(given)):
             return
-        if name in ("sum", "neg"):
+        if name in ("sum", "neg", "_to_copy"):
             if name == "sum" or self._is_sum(given):  # minus a mean is no second mean
                 self.sums = [*self.sums[1 - MOST_SUMS :], weakref.ref(result)]
             return
@@ -59,10 +59,12 @@ class Means:
         """Of how many a number is the mean; None when it is no mean."""
         if name == "mean":
             return float(given.numel())
-        if name == "div":
+        if name in ("div", "mul"):
             by = args[1] if self._is_sum(given) else None
             if isinstance(by, Tensor):
                 by = None if by.requires_grad or by.numel() != 1 else float(by)
+            if name == "mul" and by:
+                by = 1 / by
             whole = by is not None and by >= 1 and abs(by - round(by)) <= tolerances.WHOLE * by
             return float(by) if by is not None and whole else None
         place = {"binary_cross_entropy": 3, "binary_cross_entropy_with_logits": 4}.get(name, 2)

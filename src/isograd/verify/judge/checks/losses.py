@@ -14,7 +14,7 @@ from typing import Any
 from isograd.verify import tolerances
 from isograd.verify.judge.analysis import Analysis, Weighed
 from isograd.verify.judge.contributions import Fit
-from isograd.verify.record.events import Key, Loss, Reached
+from isograd.verify.record.events import Backward, Key, LabelWeight, Loss, Mean, Reached
 from isograd.verify.tell.findings import BUG, INCONCLUSIVE, NOTE, Finding
 from isograd.verify.tell.wording import finding, labelled, meanings, spread
 
@@ -23,6 +23,7 @@ def token_weights(analysis: Analysis) -> Iterator[Finding]:
     """Every valid label's gradient has the same weight, over all ranks and micro-batches of the step."""
     chosen = reference_tensor(analysis) if analysis.losses else None
     if chosen is None:
+        yield from _uncounted(analysis)
         return
     name, found = chosen
     share = shares(analysis, found)
@@ -37,6 +38,22 @@ def token_weights(analysis: Analysis) -> Iterator[Finding]:
             return
         if number == 0:
             yield from _whole(analysis, calls, share)
+
+
+def _uncounted(analysis: Analysis) -> Iterator[Finding]:
+    """A note where a mean of means would not show: several micro-batches or ranks, and nothing in the loss counted."""
+    ranks = analysis.recording.ranks
+    if analysis.step != analysis.recording.steps[0] or any(r.of(LabelWeight) or r.of(Mean) for r in ranks):
+        return
+    backwards = [event for record in ranks for event in record.of(Backward, analysis.step)]
+    places = [f"after {e.loss}" if e.loss else f"before {e.site}" for e in backwards if e.loss or e.site]
+    parts = {key for name in analysis.names for key in analysis.parts[name]}
+    if len(parts) > 1 and places:
+        sentence = (
+            "the labels of the loss could not be counted, so a mean of means would not show; to have them judged, put "
+            f"'loss = isograd.verify.weigh(loss, number_of_labels)' {places[0]}"
+        )
+        yield finding(NOTE, "", sentence)
 
 
 def shares(analysis: Analysis, found: Fit) -> dict[Key, float]:
