@@ -104,6 +104,13 @@ def policy_gradient() -> None:
     train(model, loss)
 
 
+def dropped(own_seed: bool) -> None:
+    """Dropout on data ranks. One seed on all of them, and they drop the same elements of different rows."""
+    model = DistributedDataParallel(seeded(lambda: nn.Sequential(nn.Linear(3, 30), nn.Dropout(0.3), nn.Linear(30, 1))))
+    torch.manual_seed(7 + (dist.get_rank() if own_seed else 0))
+    train(model, lambda step: model(rows(5, 3, seed=step)).square().mean())
+
+
 class Heads(nn.Module):
     def __init__(self) -> None:
         super().__init__()

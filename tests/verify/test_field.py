@@ -73,6 +73,14 @@ def test_a_mask_whose_sum_divides_counts_the_labels(worlds: Worlds, tmp_path: Pa
     assert bugs(watched(worlds, tmp_path, field.by_hand, own_count, form)) == (["mean-of-means"] if own_count else [])
 
 
+@pytest.mark.parametrize("own_seed", [False, True])
+def test_equal_masks_on_data_ranks_are_noted(worlds: Worlds, tmp_path: Path, own_seed: bool) -> None:
+    subject = watched(worlds, tmp_path, field.dropped, own_seed)
+    said = [(f.verdict, f.bug, f.axis, f.tensors) for f in subject.findings]
+    assert said == ([] if own_seed else [(NOTE, "same-masks", "ranks 0, 1", ("1",))])
+    assert subject.verdict == PASS
+
+
 def test_weigh_does_nothing_outside_of_the_verifier_and_refuses_other_reductions() -> None:
     loss = torch.tensor(2.0, requires_grad=True)
     assert isograd.verify.weigh(loss, 3) is loss

@@ -212,6 +212,7 @@ class Draw(Event):
     forward: int
     shape: tuple[int, ...] = ()
     graph: bool = True
+    mask: str = ""  # the hash of which elements became zero; '' when none or all did, or some were before
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -165,6 +165,10 @@ BUGS: dict[str, Bug] = {
         "a module that each rank made from its own random state, outside of what the wrapper broadcasts and reduces",
         "where the module is made: inside the wrapped model, or wrapped and broadcast like it",
     ),
+    "same-masks": Bug(
+        "one seed on all ranks, and random states that are taken from it alone",
+        "where the seed is set: add the rank to it for dropout, and only there",
+    ),
     "rates-differ": Bug(
         "a schedule that counts this rank's own samples or looks at its own loss, or is stepped on some ranks only",
         "what the schedule is given: it must be the same number on all ranks",

@@ -153,10 +153,9 @@ class Hooks:
         if drew and first is not None and given is not None:
             into, out = digest(foreign.local(given)), digest(foreign.local(first))
             graph = torch.is_grad_enabled()
-            draw = Draw(
-                *c.now, module=name, into=into, out=out, forward=c.micro + 1, shape=tuple(first.shape), graph=graph
-            )
-            c.event(draw)
+            shape, mask = tuple(first.shape), _mask(foreign.local(given), foreign.local(first))
+            about = {"forward": c.micro + 1, "shape": shape, "graph": graph, "mask": mask}
+            c.event(Draw(*c.now, module=name, into=into, out=out, **about))
         if first is None or not torch.is_tensor(first):
             return
         micro = c.micro + 1  # the backward that will follow
@@ -348,6 +347,14 @@ def _rates(optimizer: Optimizer) -> list[float | None]:
     """The learning rate of each parameter that `_owned` lists."""
     known = [float(g["lr"]) if isinstance(g.get("lr"), float | int | Tensor) else None for g in optimizer.param_groups]
     return [rate for rate, group in zip(known, optimizer.param_groups, strict=True) for _ in group["params"]]
+
+
+def _mask(given: Tensor, made: Tensor) -> str:
+    """The hash of the elements that a dropout has made zero; '' of a module that is none."""
+    if given.shape != made.shape or not bool(given.all()):
+        return ""
+    dropped = made == 0
+    return digest(dropped) if bool(dropped.any()) and not bool(dropped.all()) else ""
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -20,7 +20,7 @@ from isograd.verify.judge.checks.means import mean_weights
 from isograd.verify.judge.checks.mixed import mixed_groups
 from isograd.verify.judge.checks.norms import norms
 from isograd.verify.judge.checks.state import continuity, missing, replicas, steps_together
-from isograd.verify.judge.checks.traffic import dtypes, groups, order, random_draws, replayed_draws
+from isograd.verify.judge.checks.traffic import dtypes, groups, order, random_draws, replayed_draws, shared_draws
 from isograd.verify.judge.consequences import without_consequences
 from isograd.verify.record.recording import Recording
 from isograd.verify.tell.findings import BUG, INCONCLUSIVE, Finding
@@ -30,7 +30,7 @@ Check = Callable[[Analysis], Iterator[Finding]]
 CHECKS: tuple[Check, ...] = (
     steps_together, coefficients, scales, token_weights, mean_weights, graph_cuts, logit_gradients, continuity,
     replicas, missing, norms, dtypes, order, groups, mixed_groups, own_data, random_draws, replayed_draws, alive,
-    copies, rates,
+    copies, rates, shared_draws,
 )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from itertools import pairwise, zip_longest
@@ -12,6 +13,8 @@ from isograd.verify.judge.analysis import Analysis
 from isograd.verify.record.events import Collective, Draw
 from isograd.verify.tell.findings import BUG, NOTE, Finding, listed
 from isograd.verify.tell.wording import axis_over, finding, spell
+
+FEWEST = 64  # elements of an activation: with fewer, two masks may be equal by chance
 
 
 def _collectives(analysis: Analysis, rank: int) -> list[Collective]:
@@ -131,6 +134,27 @@ def random_draws(analysis: Analysis) -> Iterator[Finding]:
         yield finding(
             BUG, "norm-dropout-rng", sentence, tensors=tuple(apart), axis=axis_over(analysis.recording, ranks)
         )
+
+
+def shared_draws(analysis: Analysis) -> Iterator[Finding]:
+    """Ranks that hold different activations drop different elements of them."""
+    masks: dict[tuple[str, int, str], dict[int, Draw]] = defaultdict(dict)
+    for record in analysis.recording.ranks:
+        for event in record.of(Draw, analysis.step):
+            if event.mask and math.prod(event.shape) >= FEWEST:
+                masks[event.module, event.forward, event.mask].setdefault(record.rank, event)
+    shared: dict[str, tuple[int, ...]] = {}
+    for (module, _, _), by_rank in masks.items():
+        if len({event.into for event in by_rank.values()}) > 1:
+            shared.setdefault(module, tuple(sorted(by_rank)))
+    if shared:
+        ranks = next(iter(shared.values()))
+        sentence = (
+            f"step {analysis.step}: {listed(tuple(shared))}: {spell(ranks)} drop the same elements of different "
+            "activations: their random states are equal, so the noise of dropout is not averaged over them"
+        )
+        axis = axis_over(analysis.recording, ranks)
+        yield finding(NOTE, "same-masks", sentence, tensors=tuple(shared), axis=axis)
 
 
 def replayed_draws(analysis: Analysis) -> Iterator[Finding]:
