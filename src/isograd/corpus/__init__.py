@@ -17,7 +17,7 @@ PROGRAMS = (
     "gather-backward-sum", "cut-graph", "clip-per-rank", "norm-counts-replicas", "overflow-alone", "bf16-reduction",
     "shared-module", "norm-dropout-rng", "resume-other-rank", "ulysses-scale", "ulysses-permute", "pp-scale",
     "tie-after-scatter", "same-data", "border-labels-lost", "temperature-scale", "cache-rng", "loss-labels-shifted",
-    "dead-model", "adapter-unreduced", "copies-begin-apart", "rates-differ",
+    "dead-model", "adapter-unreduced", "copies-begin-apart", "rates-differ", "averages-differ",
 )  # fmt: skip
 
 FRAMEWORKS = (

@@ -237,6 +237,14 @@ class Step(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Average(Event):
+    """torch's AveragedModel was updated: the hash of each average, by the name of its parameter in the model."""
+
+    kind: ClassVar[str] = "average"
+    hashes: dict[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Skipped(Event):
     """Gradients were thrown away after their norm was looked at: a step left out."""
 

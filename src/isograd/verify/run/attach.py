@@ -29,7 +29,8 @@ from isograd.verify.tell.wording import left_out, spell
 SENSES = {
     "activations": "activations", "collectives": "collectives", "data": "the data that models were given",
     "flows": "collectives that cut the graph", "labels": "the labels of losses", "logits": "the gradient of logits",
-    "means": "means in the loss", "losses": "the line of the loss", "norms": "the norms that clip",
+    "means": "means in the loss", "losses": "the line of the loss",
+    "averages": "averages of parameters", "norms": "the norms that clip",
 }  # fmt: skip
 
 STARTUP = Path(__file__).parents[1] / "watch" / "startup"

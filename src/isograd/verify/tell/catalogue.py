@@ -169,6 +169,10 @@ BUGS: dict[str, Bug] = {
         "one seed on all ranks, and random states that are taken from it alone",
         "where the seed is set: add the rank to it for dropout, and only there",
     ),
+    "averages-differ": Bug(
+        "a decay that counts this rank's own samples, or updates that ranks make at different times",
+        "what the average's decay is given, and conditions around its update: both the same on all ranks",
+    ),
     "rates-differ": Bug(
         "a schedule that counts this rank's own samples or looks at its own loss, or is stepped on some ranks only",
         "what the schedule is given: it must be the same number on all ranks",

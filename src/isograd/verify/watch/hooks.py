@@ -25,7 +25,7 @@ from torch.optim.optimizer import (
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from isograd.verify.record.events import Draw, Input, Reached
+from isograd.verify.record.events import Average, Draw, Input, Reached
 from isograd.verify.record.sketch import digest
 from isograd.verify.watch import foreign
 from isograd.verify.watch.collectives import call_site
@@ -71,6 +71,9 @@ class Hooks:
             self._wrap(home, "clip_grad_norm_", self._clip)
             self._wrap(home, "clip_grad_value_", self._clip_values)
         self._wrap(torch.nn.utils, "clip_grads_with_norm_", self._clip_with)
+        averaging = sys.modules.get("torch.optim.swa_utils")
+        if averaging is not None:
+            self._wrap(averaging.AveragedModel, "update_parameters", self._averaged)
         engine = sys.modules.get("isograd.engine.engine")
         if engine is not None:
             self._wrap(engine.Engine, "step", self._isograd_step)
@@ -154,8 +157,10 @@ class Hooks:
             into, out = digest(foreign.local(given)), digest(foreign.local(first))
             graph = torch.is_grad_enabled()
             shape, mask = tuple(first.shape), _mask(foreign.local(given), foreign.local(first))
-            about = {"forward": c.micro + 1, "shape": shape, "graph": graph, "mask": mask}
-            c.event(Draw(*c.now, module=name, into=into, out=out, **about))
+            about = Draw(
+                *c.now, module=name, into=into, out=out, forward=c.micro + 1, shape=shape, graph=graph, mask=mask
+            )
+            c.event(about)
         if first is None or not torch.is_tensor(first):
             return
         micro = c.micro + 1  # the backward that will follow
@@ -220,6 +225,18 @@ class Hooks:
         result = original(optimizer, *args, **kwargs)
         self.capture.guarded(self.capture.entrusted)(optimizer, _owned(optimizer))
         return result
+
+    def _averaged(self, original: Any, averaged: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        result = original(averaged, *args, **kwargs)
+        self.capture.guarded(self._average, "averages")(averaged)
+        return result
+
+    def _average(self, averaged: nn.Module) -> None:
+        inner: Any = averaged.module
+        while foreign.shell(inner):
+            inner = next(iter(inner.children()))
+        hashes = {foreign.plain_name(name): digest(foreign.local(p)) for name, p in inner.named_parameters()}
+        self.capture.event(Average(*self.capture.now, hashes=hashes))
 
     def _clip(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         guarded = self.capture.guarded

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 from isograd.errors import VerifyError
 from isograd.verify.judge.analysis import Analysis
-from isograd.verify.judge.checks.copies import copies, rates
+from isograd.verify.judge.checks.copies import averages, copies, rates
 from isograd.verify.judge.checks.data import own_data
 from isograd.verify.judge.checks.dead import alive
 from isograd.verify.judge.checks.gradients import coefficients, scales
@@ -30,7 +30,7 @@ Check = Callable[[Analysis], Iterator[Finding]]
 CHECKS: tuple[Check, ...] = (
     steps_together, coefficients, scales, token_weights, mean_weights, graph_cuts, logit_gradients, continuity,
     replicas, missing, norms, dtypes, order, groups, mixed_groups, own_data, random_draws, replayed_draws, alive,
-    copies, rates, shared_draws,
+    copies, rates, averages, shared_draws,
 )  # fmt: skip
 
 

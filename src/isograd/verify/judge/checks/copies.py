@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from isograd.verify.judge.analysis import Analysis
-from isograd.verify.record.events import Collective
+from isograd.verify.record.events import Average, Collective
 from isograd.verify.tell.findings import BUG, Finding, listed
 from isograd.verify.tell.wording import axis_over, finding, spell
 
@@ -27,6 +27,27 @@ def rates(analysis: Analysis) -> Iterator[Finding]:
         axis = axis_over(analysis.recording, tuple(sorted(ranks[0] for ranks in by_rate.values())))
         bars = tuple((f"rank {rank}", rate) for rank, rate in known.items())
         yield finding(BUG, "rates-differ", sentence, tensors=names, axis=axis, coefficients=bars)
+
+
+def averages(analysis: Analysis) -> Iterator[Finding]:
+    """Averages of copies are copies."""
+    told = [record.of(Average, analysis.step) for record in analysis.recording.ranks]
+    apart: dict[str, tuple[int, ...]] = {}
+    for events in zip(*told, strict=False):  # the first update of each rank, the second, ...
+        for name in analysis.names:
+            for ranks in analysis.replica_sets(name):
+                held = {events[rank].hashes[name] for rank in ranks if name in events[rank].hashes}
+                before = {analysis.about[rank][name].before for rank in ranks}
+                if len(held) > 1 and len(before) == 1:
+                    apart[name] = ranks
+    if apart:
+        ranks = max(apart.values(), key=len)
+        axis = axis_over(analysis.recording, ranks)
+        sentence = (
+            f"step {analysis.step}: the averages of {listed(tuple(apart))} differ between {axis}, where the parameters "
+            "were copies before the step"
+        )
+        yield finding(BUG, "averages-differ", sentence, tensors=tuple(apart), axis=axis)
 
 
 def copies(analysis: Analysis) -> Iterator[Finding]:
