@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from isograd.layout import Layout
+from isograd.mesh import DATA
 from isograd.verify.judge.analysis import Analysis
+from isograd.verify.judge.checks.traffic import reductions
 from isograd.verify.record.events import Average, Collective
 from isograd.verify.tell.findings import BUG, Finding, listed
 from isograd.verify.tell.wording import axis_over, finding, spell
@@ -65,7 +68,10 @@ def copies(analysis: Analysis) -> Iterator[Finding]:
         if differ and all(info.trainable and info.box is None for info in infos) and not _summed(analysis, name, ranks):
             apart.setdefault(ranks, []).append(name)
     for ranks, names in apart.items():
-        if _exchange(analysis, ranks) or not any(_shared(analysis, name, ranks) for name in analysis.names):
+        summed = any(set(ranks) <= set(event.group) for event in reductions(analysis))
+        if not summed or not _data_ranks(analysis, ranks) or _exchange(analysis, ranks):
+            continue
+        if not any(_shared(analysis, name, ranks) for name in analysis.names):
             continue
         axis = axis_over(analysis.recording, ranks)
         sentence = (
@@ -73,6 +79,12 @@ def copies(analysis: Analysis) -> Iterator[Finding]:
             "gradient is its own, while other tensors are copies whose gradients are summed over them"
         )
         yield finding(BUG, "copies-begin-apart", sentence, tensors=tuple(names), axis=axis)
+
+
+def _data_ranks(analysis: Analysis, ranks: tuple[int, ...]) -> bool:
+    """Whether the layout, where one is given, says that these ranks differ along data axes alone."""
+    text = str(analysis.recording.about.get("layout", ""))
+    return not text or set(ranks) <= set(Layout.parse(text).ranks(DATA, ranks[0]))
 
 
 def _summed(analysis: Analysis, name: str, ranks: tuple[int, ...]) -> bool:

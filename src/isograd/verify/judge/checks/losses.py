@@ -47,7 +47,7 @@ def _uncounted(analysis: Analysis) -> Iterator[Finding]:
         return
     backwards = [event for record in ranks for event in record.of(Backward, analysis.step)]
     places = [f"after {e.loss}" if e.loss else f"before {e.site}" for e in backwards if e.loss or e.site]
-    parts = {key for name in analysis.names for key in analysis.parts[name]}
+    parts = {analysis.data.get(key, str(key)) for name in analysis.names for key in analysis.parts[name]}
     if len(parts) > 1 and places:
         sentence = (
             "the labels of the loss could not be counted, so a mean of means would not show; to have them judged, put "
