@@ -82,5 +82,7 @@ def check(steps: Any, parts: dict[str, list[tuple[Tensor, float]]]) -> None:
     for (name, share), (value, weight) in zip(SHARES.items(), everyone.tolist(), strict=True):
         seen = stats.terms[name]
         assert seen.weight == weight and (abs(seen.mean - value / weight) < 1e-11 if weight else math.isnan(seen.mean))
-        loss += share * value / weight if weight else 0.0
+        part = share * value / weight if weight else 0.0
+        assert abs(seen.part - part) < 1e-11
+        loss += part
     assert abs(stats.loss - loss) < 1e-11

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from isograd.comm import raw
 from isograd.engine import Engine
@@ -45,6 +45,28 @@ def a_rank_without_data() -> list[str]:
 
 def test_a_rank_without_any_backward_announces_nothing_and_steps(worlds) -> None:
     assert worlds(3).run(a_rank_without_data) == [[]] * 3
+
+
+def example_of_the_theory() -> list[float]:
+    """3 tokens and 1 token, one sequence each; each number is a multiple of the one parameter, which is 1."""
+    model = nn.Linear(1, 1, bias=False).double()
+    nn.init.ones_(model.weight)
+    engine = Engine(model, Mesh("dp2"), toys.sgd)
+    tokens, lm, balance = [(3, 2.0, 1.0), (1, 6.0, 3.0)][engine.mesh.rank]
+    found = []
+    for several_weights in (True, False):
+        one = model(torch.ones(1, dtype=torch.float64)).sum()
+        if several_weights:
+            engine.backward(Terms(lm=(one * lm, tokens), balance=(one * balance, 1)))
+        else:
+            engine.backward(one * (lm + balance), weight=tokens)
+        found.append(float(next(g for _, g in engine.grads())))
+        engine.discard()
+    return found
+
+
+def test_one_divisor_is_wrong_by_the_numbers_of_the_theory(worlds) -> None:
+    assert worlds(2).run(example_of_the_theory) == [[5.0, 4.5]] * 2
 
 
 # -- layers that are cut

@@ -9,7 +9,6 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-import torch
 
 from isograd.engine import Engine, LossScale
 from isograd.engine.ledger import Ledger
@@ -176,12 +175,3 @@ def test_a_broken_scale_of_a_term_is_seen(worlds, name: str) -> None:
 @pytest.mark.parametrize("name", OF_STAGES)
 def test_a_broken_term_of_a_stage_is_seen(worlds, name: str) -> None:
     assert any(worlds(2).run(partial(outcome_of_stages, name))), f"{name}: survives"
-
-
-def test_a_scale_of_one_term_is_no_scale_of_another() -> None:
-    """The numbers of docs/theory.md: 3 tokens of 4 and 1 sequence of 2 on one rank."""
-    lm, balance = torch.tensor([2.0, 6.0]), torch.tensor([1.0, 3.0])  # means of the two ranks
-    tokens, sequences = torch.tensor([3.0, 1.0]), torch.tensor([1.0, 1.0])
-    right = (lm * tokens).sum() / 4 + (balance * sequences).sum() / 2
-    one_divisor = ((lm + balance) * tokens).sum() / 4
-    assert (float(right), float(one_divisor)) == (5.0, 4.5)

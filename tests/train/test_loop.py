@@ -16,6 +16,8 @@ import yaml
 
 from isograd.errors import LaunchError
 from isograd.mesh import Mesh
+from isograd.nn.loss import Head
+from isograd.terms import Terms
 from isograd.train import journal, loop
 from isograd.train.config import Config
 from isograd.train.language import Language
@@ -266,3 +268,36 @@ def test_pairs_go_on_under_another_layout(worlds, encoder: Path, tmp_path: Path)
 def test_pairs_on_a_layout_that_cuts_the_model_are_refused(worlds, encoder: Path, tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match="IG640"):
         worlds(2).run(loop.run, pairs_of(tmp_path, encoder, layout="tp2"), QUIET)
+
+
+class TwoMeans(Head):
+    """The loss of all labels, and that of the even ones."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor, chunk: int | None = None) -> Terms:  # type: ignore[override]
+        even = torch.where(labels % 2 == 0, labels, self.ignore_index)
+        return Terms(lm=super().forward(x, labels, chunk), even=(*super().forward(x, even, chunk), 0.5))
+
+
+def with_two_means(config: Config) -> None:
+    def before(step: int, job: Any) -> None:
+        job.model.head.__class__ = TwoMeans
+
+    loop.run(config, replace(QUIET, before_step=before))
+
+
+def test_the_log_shows_every_term_of_a_loss(worlds, text: Path, tmp_path: Path) -> None:
+    quick = {"steps": 2, "evaluate": {"batches": 2, "first": False}}
+    worlds(1).run(with_two_means, config_of(tmp_path / "one", text, **quick))
+    worlds(2).run(with_two_means, config_of(tmp_path / "two", text, layout="dp2 zero1", **quick))
+    one, two = (list(journal.read(tmp_path / name / "metrics.jsonl")) for name in ("one", "two"))
+    compared = 0
+    for ours, theirs in zip(two, one, strict=True):
+        for name in ("loss", "loss/lm", "loss/even", "weight/even", "weight"):
+            if name in theirs:
+                assert abs(ours[name] - theirs[name]) <= 1e-9 * theirs[name], (name, ours, theirs)
+                compared += 1
+    assert compared == 2 * 5 + 4  # two steps, and one evaluation without the weight of `even`
+    steps = [line for line in two if "event" not in line]
+    assert abs(steps[0]["loss"] - steps[0]["loss/lm"] - 0.5 * steps[0]["loss/even"]) < 1e-9
+    assert f"lm {steps[0]['loss/lm']:.4f}  even {steps[0]['loss/even']:.4f}" in journal.sentence(steps[0])
+    assert "loss/even" in journal.sentence(next(line for line in two if line.get("event") == "evaluation"))

@@ -61,7 +61,16 @@ def of_terms(notes: Iterable[Mapping[str, Sequence[float]]]) -> Evaluation:
     for note in notes:
         for name, numbers in note.items():
             sums[name] = [a + b for a, b in zip(sums.get(name, [0.0] * 3), numbers, strict=True)]
-    there = {name: (weight, part / weight) for name, (weight, _, part) in sums.items() if weight > 0}
-    loss = sum(part for _, part in there.values()) if there else math.nan
-    weight = next(iter(there.values()))[0] if there else 0.0
-    return Evaluation(loss, weight, {name: mean_of(value, weight) for name, (weight, value, _) in sums.items()})
+    means = {name: mean_of(*numbers) for name, numbers in sums.items()}
+    there = [term for term in means.values() if term.weight > 0]
+    return Evaluation(sum(t.part for t in there) if there else math.nan, there[0].weight if there else 0.0, means)
+
+
+def together(found: Sequence[Evaluation]) -> Evaluation:
+    """Several evaluations as one."""
+    found = [one for one in found if one.weight]
+    if any(one.terms for one in found):
+        weighed = [{n: (t.weight, t.mean * t.weight, t.part * t.weight) for n, t in e.terms.items()} for e in found]
+        return of_terms([{n: numbers for n, numbers in each.items() if numbers[0]} for each in weighed])
+    weight = sum(one.weight for one in found)
+    return Evaluation(sum(one.loss * one.weight for one in found) / weight if weight else math.nan, weight)

@@ -45,6 +45,7 @@ class Mean:
 
     mean: float  # over the things of all ranks and micro-batches; NaN over none
     weight: float  # their number
+    part: float  # of the loss: coefficient * mean; 0 over none
 
 
 class Shares:
@@ -63,6 +64,7 @@ class Shares:
         self.alone = False  # one backward announced its own weights: the step takes no other
         self._came: dict[str, list[Tensor]] = {}
         self._values: dict[str, list[Tensor]] = {}  # weighted
+        self._parts: dict[str, list[Tensor]] = {}  # the same times the coefficient
 
     @property
     def weight(self) -> float:
@@ -79,7 +81,7 @@ class Shares:
     def message(self, weights: Mapping[str, float]) -> tuple[Tensor, Tensor]:
         """What `begin` sends in the place of the loss, and in that of `columns`."""
         known = [weights.get(name, 0.0) for name in self.names]
-        return _print_of(weights), torch.tensor(known + [0.0] * len(known), dtype=torch.float64)
+        return _print_of(weights), torch.tensor(known + [0.0] * 2 * len(known), dtype=torch.float64)
 
     def agree(self, prints: Tensor, columns: Tensor, mine: Mapping[str, float], exact: bool) -> None:
         """The names, and every rank's weights. prints, columns: of `message`, a row per rank. All ranks raise alike.
@@ -168,6 +170,7 @@ class Shares:
             self._values.setdefault(name, []).append(mean)
             share = coefficient * self._share(name)
             if coefficient:
+                self._parts.setdefault(name, []).append(mean * coefficient)
                 losses.append(mean * share)
             if _has_gradient(terms[name]) and self._left_out(terms[name]):
                 left_out.append(value)
@@ -187,8 +190,8 @@ class Shares:
     # -- 3. the step
 
     def columns(self) -> Tensor:
-        """What the other ranks must know at the step: the weight of each term that came, and its weighted sum."""
-        device, kinds = self.mesh.device, (self._came, self._values)
+        """What the other ranks must know at the step: the weights that came, weighted values, and parts of the loss."""
+        device, kinds = self.mesh.device, (self._came, self._values, self._parts)
         sums = [total(kind[n]).to(device) if n in kind else _zero(device) for kind in kinds for n in self.names]
         return torch.stack(sums) if sums else torch.zeros(0, dtype=torch.float64, device=device)
 
@@ -222,9 +225,10 @@ class Shares:
 
     def means(self, columns: Tensor) -> dict[str, Mean]:
         """columns: of the ranks whose things are different ones."""
-        sums = columns[:, len(self.names) :]
+        sums = columns.reshape(len(columns), 3, len(self.names))[:, 1:]
         return {
-            name: mean_of(float(total(list(sums[:, i]))), self.weights[name]) for i, name in enumerate(self.weights)
+            name: mean_of(weight, *(float(total(list(sums[:, kind, i]))) for kind in (0, 1)))
+            for i, (name, weight) in enumerate(self.weights.items())
         }
 
     # -- refusals
@@ -311,9 +315,9 @@ def weighted(loss: Tensor, weight: Tensor) -> Tensor:
     return torch.where(weight == 0, torch.zeros_like(loss), loss * weight)
 
 
-def mean_of(value: float, weight: float) -> Mean:
-    """The mean of things whose values add up to `value`."""
-    return Mean(value / weight if weight > 0 else math.nan, weight)
+def mean_of(weight: float, value: float, part: float) -> Mean:
+    """The mean of things whose values, and parts of the loss, add up to these numbers."""
+    return Mean(value / weight, weight, part / weight) if weight > 0 else Mean(math.nan, weight, 0.0)
 
 
 def _print_of(names: Iterable[str]) -> Tensor:

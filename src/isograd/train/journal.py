@@ -13,10 +13,13 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from isograd import inside, outside, screen
 from isograd.errors import TrainError
+
+if TYPE_CHECKING:
+    from isograd.engine import Mean
 
 MAX_LINE = 1 << 16
 WIDE = 10_000  # columns where nothing limits a line: a file, a pipe
@@ -120,6 +123,12 @@ def clock(seconds: float) -> str:
     return f"{hours}:{rest // 60:02d}:{rest % 60:02d}" if hours else f"{rest // 60}:{rest % 60:02d}"
 
 
+def of_terms(terms: Mapping[str, Mean]) -> dict[str, float]:
+    """The numbers of a step of several terms: 'loss/balance' is the mean of one, 'weight/balance' what it is over."""
+    means = {f"loss/{name}": term.mean for name, term in terms.items()}
+    return means | {f"weight/{name}": term.weight for name, term in terms.items()}
+
+
 def sentence(entry: dict[str, Any], columns: int = WIDE) -> str:
     """A line of the journal in words; of a step, as many of its numbers as fit. metrics.jsonl has all of them."""
     if entry.get("event") == "evaluation":
@@ -133,6 +142,7 @@ def sentence(entry: dict[str, Any], columns: int = WIDE) -> str:
     parts = {
         "step": f"step {entry['step']:>5}/{entry['steps']}",
         "loss": f"loss {entry['loss']:.4f}",
+        "terms": "  ".join(f"{name[5:]} {value:.4f}" for name, value in entry.items() if name.startswith("loss/")),
         "norm": f"grad norm {entry['grad_norm']:.3f}",
         "lr": f"lr {entry['lr']:.2e}",
         "speed": f"{whole} ({human(entry['per_s_rank'])} per rank)",

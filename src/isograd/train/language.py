@@ -6,7 +6,6 @@ stopped resumes where it was, under any other layout.
 
 from __future__ import annotations
 
-import math
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from isograd import random
 from isograd.data import Mixture, Source, build, manifest, read_tokenizer
+from isograd.engine.evaluation import together
 from isograd.errors import ConfigError
 from isograd.mesh import Mesh
 from isograd.models import Transformer, TransformerConfig, load_config, preset
@@ -120,14 +120,13 @@ class Language:
         if self.held_out is None:
             return None
         self.model.eval()
-        total = weight = 0.0
+        found = []
         for step in range(self.config.evaluate.batches):
             beat(f"evaluating, batch {step + 1}")
-            found = self.engine.evaluate(self._rows(self.held_out, step), self.config.micro_batches)
-            if found.weight:
-                total, weight = total + found.loss * found.weight, weight + found.weight
+            found.append(self.engine.evaluate(self._rows(self.held_out, step), self.config.micro_batches))
         self.model.train()
-        return Evaluated(total / weight if weight else math.nan, weight)
+        every = together(found)
+        return Evaluated(every.loss, every.weight, {f"loss/{name}": term.mean for name, term in every.terms.items()})
 
     def finish(self, sample: int) -> str | None:
         """A sample of the model's writing."""

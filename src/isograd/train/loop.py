@@ -271,7 +271,7 @@ class _Run:
             step=step, steps=self.config.steps, loss=stats.loss, grad_norm=stats.grad_norm, lr=rate,
             unit=self.job.unit, weight=stats.weight, per_s=speed, per_s_rank=speed / ranks, mfu=usage,
             memory_gb=worst[0] / 2**30, data_wait=min(1.0, worst[1] / seconds), eta_s=left, skipped=stats.skipped,
-            seconds_per_step=seconds / steps, **({"load": shares} if shares else {}),
+            seconds_per_step=seconds / steps, **journal.of_terms(stats.terms), **({"load": shares} if shares else {}),
         )  # fmt: skip
 
     def _finish(self, step: int) -> Outcome:
