@@ -273,7 +273,7 @@ def _totals_with(change: Callable[[Any, Any], Any]) -> Any:
     from isograd.engine.engine import Engine
 
     original = Engine._totals
-    return _patched(Engine, "_totals", lambda self: change(self, original(self)))
+    return _patched(Engine, "_totals", lambda self, whole=False: change(self, original(self, whole)))
 
 
 def _mean_of_means() -> Any:
@@ -381,8 +381,8 @@ def _shared_use_lost() -> Any:
     original = Transformer._body
 
     def body(self: Any, *args: Any) -> Any:
-        x = original(self, *args)
-        return _without_head_gradient(self, x) if self.config.tied and self.head is not None else x
+        x, sums = original(self, *args)
+        return (_without_head_gradient(self, x) if self.config.tied and self.head is not None else x), sums
 
     return _patched(Transformer, "_body", body)
 
