@@ -164,12 +164,16 @@ class Watchdog:
             )
         pairs = [f"rank {a}{self._on(a)} and rank {b}{self._on(b)}" for a, b in lost]
         between = f" between {_spell(pairs)}" if pairs else ""
-        seen = f"connection lost{between}: each waits for the other's message, "
-        seen += "at the same place in the program" if same else "at different places in the program"
-        other = "" if same else ", and the stacks below for a collective that only one of them has called"
+        places = (
+            "the same place in the program" if same else "different places: or they have called different collectives"
+        )
         hosts = sorted(set(self.hosts))
         network = f"the network between {_spell(hosts)}" if len(hosts) > 1 else f"the network of {hosts[0]}"
-        return seen, f"check {network}{other}; the same command then resumes from the last checkpoint"
+        return (
+            f"connection lost{between}: each waits for the other's message, at {places}",
+            f"check {network}{'' if same else ', then the stacks below'}; "
+            "the same command then resumes from the last checkpoint",
+        )
 
     def _not_joined(self, missing: Sequence[int]) -> tuple[str, str]:
         meet = ":".join(os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT") if name in os.environ)
