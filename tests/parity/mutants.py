@@ -28,11 +28,11 @@ from isograd.comm.raw import Group
 from isograd.contract import Contract
 from isograd.mesh import Mesh
 
-from . import cut_sequences, piped
+from . import cut_sequences, piped, sparse_mutants
 from .regrouped import MESH, Landed, regrouped
 
 SOURCE = Path(isograd.__file__).parent
-SEARCHED = ("engine", "nn", "sequence", "pipeline", "contract.py", "comm/ops.py")
+SEARCHED = ("engine", "nn", "sequence", "pipeline", "contract.py", "tallies.py", "comm/ops.py")
 
 PLAIN = (
     "raw.even_sizes",
@@ -57,6 +57,7 @@ EXEMPT = {
     "engine/naive.py:gradients:raw.all_reduce": "the definition itself: tests/engine/test_ledger.py compares with it",
     "engine/whole.py:gradients:raw.broadcast_": "gathers what tests look at; a wrong one fails every pp case",
     "engine/whole.py:_names_of_stages:raw.gather_list": "names of what tests look at; a wrong one fails every pp case",
+    "nn/moe.py:_route:raw.all_to_all": "numbers of rows: a wrong one ends the transport; the rows have mutants",
     "pipeline/costs.py:measure:raw.broadcast_": "measured times, equal on all ranks: they choose a split, not a number",
     "pipeline/mail.py:_send:raw.send_start": "mutated where it is received: pipeline/mail.py:_post:raw.receive_start",
     "engine/start.py:equal_replicas:raw.broadcast_": "makes data replicas equal at start; tested there too",
@@ -204,6 +205,10 @@ def ways(site: Site) -> dict[str, Callable[[Broken], Broken]]:
         found["one member only"] = lambda f: lambda *a, **k: [f(*a, **k)[0]] * _group_of(a).size
     if kind in ("all_gather", "reduce_scatter"):
         found["reordered"] = lambda f: lambda *a, **k: f(*a, **k).roll(1, 0)
+    if site.file == "nn/balance.py":
+        del found["doubled"]  # the same: counts are used as shares, and experts under doubled numbers stay apart
+    if site.file == "nn/balance.py" and kind == "all_gather":
+        found["regrouped"] = regrouped("uneven all_gather")
     return found
 
 
@@ -424,6 +429,7 @@ NAMED: dict[str, Callable[[], Any]] = {
     "layer: one use of a tied weight lost": _shared_use_lost,
     **cut_sequences.NAMED,
     **piped.NAMED,
+    **sparse_mutants.NAMED,
 }
 
 FORGOTTEN = (
@@ -437,8 +443,10 @@ FORGOTTEN = (
     "k_norm",
     "k.weight",
     "v.weight",
+    "router.weight",
+    "shared_gate.weight",
 )
-INVENTED = ("norm1", "norm.weight", "q.weight", "embed.weight", "out.weight", "out.bias")
+INVENTED = ("norm1", "norm.weight", "q.weight", "embed.weight", "out.weight", "out.bias", "shared_gate.weight")
 
 
 def names() -> list[str]:

@@ -17,7 +17,7 @@ from isograd.mesh import Mesh
 
 Broken = Callable[..., Any]
 
-OTHER = {"tp": "dp cp", "dp cp": "tp"}
+OTHER = {"tp": "dp cp", "dp cp": "tp", "ep": "edp", "edp": "ep"}
 
 
 MESH: list[Mesh] = []  # the mesh of the case that runs in this rank
@@ -38,6 +38,10 @@ def regrouped(kind: str) -> Callable[[Broken], Broken]:
         return lambda f: _rows_of_others
     if kind == "exchange":
         return lambda f: _messages_of_others
+    if kind == "uneven all_gather":
+        return lambda f: _joined_of_others
+    if kind == "exchange_rows":
+        return lambda f: lambda x, group, *counts: _values_of_others(f(x, group, *counts), group)
     return lambda f: lambda *a, **k: f(*[_other_group(x) if isinstance(x, Group) else x for x in a], **k)
 
 
@@ -57,6 +61,20 @@ def _of_others(x: torch.Tensor, group: Group) -> list[torch.Tensor]:
 def _rows_of_others(slots: Any, gradients: Any, group: Group, **_: Any) -> Any:
     sums = [sum(_of_others(g, group)) for g in gradients]
     return Landed([slot.rows(g).clone() for slot, g in zip(slots, sums, strict=True)])
+
+
+def _joined_of_others(x: torch.Tensor, group: Group, sizes: tuple[int, ...]) -> torch.Tensor:
+    """Members of the wrong group have other numbers of rows: cut, or filled up with zeros."""
+    padded = x.new_zeros(max(sizes), *x.shape[1:])
+    padded[: len(x)] = x
+    others = raw.gather_list(padded, _other_group(group))
+    return torch.cat([others[i % len(others)][:size] for i, size in enumerate(sizes)])
+
+
+def _values_of_others(y: torch.Tensor, group: Group) -> torch.Tensor:
+    """With the gradient of y: what the next member of the wrong group has in its place."""
+    others = _of_others(y, group)
+    return y + (others[(_other_group(group).index + 1) % len(others)] - y).detach()
 
 
 def _messages_of_others(out: Any, into: Any, group: Group, *_: Any) -> raw.Handle:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from isograd.contract import assemble, contracts
 from isograd.engine import Engine
+from isograd.layout import Layout
 from isograd.mesh import Mesh
 from isograd.models import Transformer, TransformerConfig
 from isograd.nn import ExpertOptions, MoE, Stream, naive
@@ -39,7 +40,8 @@ RATE = 0.1
 
 def config_of(kind: str, scope: str) -> TransformerConfig:
     return TransformerConfig(
-        vocab=101, hidden=24, layers=4, heads=4, head_dim=6, mlp=20, experts=replace(KINDS[kind], balance=scope)
+        vocab=101, hidden=24, layers=4, heads=4, head_dim=6, mlp=20, experts=replace(KINDS[kind], balance=scope),
+        qk_norm=kind == "two", qk_norm_over="width" if kind == "two" else "head",
     )  # fmt: skip
 
 
@@ -53,6 +55,40 @@ class Run:
     norms: list[float]
     terms: list[dict[str, float]]
     biases: list[Tensor]
+    loads: dict[str, Tensor]  # of the last step: how often each expert of a layer was chosen, anywhere
+
+
+@dataclass(frozen=True)
+class Case:
+    """A case of test_experts.py."""
+
+    layout: str
+    zero: int
+    kind: str
+    scope: str
+    accumulation: int
+    recompute: bool
+
+    def __str__(self) -> str:
+        return f"{self.layout}-{self.zero}-{self.kind}-{self.scope}-{self.accumulation}-{self.recompute}"
+
+    def run(self) -> Run:
+        """On this rank of a world."""
+        layout = str(Layout.parse(f"{self.layout} zero{self.zero}" if self.zero else self.layout))
+        return train(layout, self.kind, self.scope, self.accumulation, self.recompute)
+
+    def wrong(self, results: list[Run]) -> list[str]:
+        """All that is wrong with the ranks' results."""
+        truth = one_device(self.kind, self.scope, self.accumulation * Layout.parse(self.layout).dp)
+        wrong = [line for found in results for line in differences(found, truth)]
+        lost = truth.parameters.keys() - {name for found in results for name in found.parameters}
+        wrong += [f"nobody holds {sorted(lost)}"] if lost else []
+        unknown = truth.loads.keys() - {name for found in results for name in found.loads}
+        wrong += [f"nobody knows the load of {sorted(unknown)}"] if unknown else []
+        for found in results:
+            if not all(any(torch.equal(bias, other) for other in truth.biases) for bias in found.biases):
+                wrong.append("the bias of a layer's choice")
+        return wrong
 
 
 def micros_of(step: int, first: int, many: int, of: int) -> list[tuple[Tensor, Tensor]]:
@@ -88,7 +124,7 @@ def one_device(kind: str, scope: str, count: int) -> Run:
     assert options is not None
     model = Transformer(config, Mesh.unbound("1"), dtype=torch.float64)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
-    done = Run([], {}, [], [], [], [])
+    done = Run([], {}, [], [], [], [], {})
     layers = [module for module in model.modules() if isinstance(module, MoE)]
     earlier: dict[MoE, Tensor] = {}
     for step in range(cases.STEPS):
@@ -125,6 +161,7 @@ def one_device(kind: str, scope: str, count: int) -> Run:
         done.norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), cases.CLIP)))
         optimizer.step()
     done.parameters.update({n: p.detach().clone() for n, p in model.named_parameters()})
+    done.loads.update({n: earlier[layer] for n, layer in model.named_modules() if isinstance(layer, MoE)})
     done.biases.extend(layer.choice_bias for layer in layers if layer.choice_bias is not None)
     return done
 
@@ -135,7 +172,7 @@ def train(layout: str, kind: str, scope: str, accumulation: int, recompute: bool
     model = Transformer(config, mesh, dtype=torch.float64)
     model.recompute = recompute
     engine = Engine(model, mesh, cases.sgd, clip=cases.CLIP, bucket_mb=0.01)
-    done, all_of_them = Run([], {}, [], [], [], []), accumulation * mesh.size("dp")
+    done, all_of_them = Run([], {}, [], [], [], [], {}), accumulation * mesh.size("dp")
     for step in range(cases.STEPS):
         micros: list[Any] = micros_of(step, mesh.index("dp") * accumulation, accumulation, all_of_them)
         evaluated = engine.evaluate(micros)
@@ -150,8 +187,9 @@ def train(layout: str, kind: str, scope: str, accumulation: int, recompute: bool
         done.parameters.update(
             {r.name: assemble(r.parameter.detach(), r.contract, mesh).clone() for r in contracts(model, mesh)}
         )
-    layers = [module for module in model.modules() if isinstance(module, MoE)]
-    done.biases.extend(layer.choice_bias for layer in layers if layer.choice_bias is not None)
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
+    done.biases.extend(layer.choice_bias for layer in layers.values() if layer.choice_bias is not None)
+    done.loads.update({name: layer.load.last for name, layer in layers.items() if layer.load.last is not None})
     return done
 
 
@@ -163,7 +201,7 @@ def differences(found: Run, truth: Run) -> list[str]:
         whole = float(torch.stack([g.norm() for g in theirs.values()]).norm())
         if not ours.keys() <= theirs.keys():
             wrong.append(f"only here: {sorted(ours.keys() - theirs.keys())}")
-        for name in ours.keys() & theirs.keys():
+        for name in sorted(ours.keys() & theirs.keys()):
             error = float((ours[name] - theirs[name]).norm())
             if not error <= cases.TOLERANCE * max(float(theirs[name].norm()), cases.FLOOR * whole):
                 wrong.append(f"{name} in {number}: error {error:.1e} of {float(theirs[name].norm()):.1e}")
@@ -173,4 +211,7 @@ def differences(found: Run, truth: Run) -> list[str]:
     for what, ours_, theirs_ in numbers:
         if not all(abs(a - b) <= cases.TOLERANCE * abs(b) for a, b in zip(ours_, theirs_, strict=True)):
             wrong.append(f"{what}: {ours_} instead of {theirs_}")
+    for name, load in found.loads.items():
+        if not torch.equal(load, truth.loads[name]):
+            wrong.append(f"load of {name}: {load.tolist()} instead of {truth.loads[name].tolist()}")
     return wrong

@@ -18,7 +18,7 @@ import pytest
 from isograd.comm.launch import World
 from isograd.errors import IsogradError, LaunchError
 
-from . import mutants
+from . import mutants, sparse
 from .cases import Case, Text, Trained
 
 TABLE = Path(__file__).parents[2] / "docs" / "mutants.md"
@@ -49,11 +49,26 @@ KILLERS_OF_PP = (
 )
 
 
+# And those with experts, which test_experts.py runs without a mutant.
+KILLERS_OF_EXPERTS = (
+    sparse.Case("dp2 tp2 ep2", 1, "one, shared", "lagged", 1, False),
+    sparse.Case("dp2 tp2 sp ep4", 1, "two", "sequence", 1, False),
+    sparse.Case("dp2 cp2 ring ep2", 0, "tight", "sequence", 1, False),
+    sparse.Case("dp2 tp2 ep2", 3, "tight", "sequence", 1, False),
+    sparse.Case("dp2 tp2 ep2", 2, "sigmoid, dense first", "sequence", 1, False),
+    sparse.Case("dp2 tp2 sp ep4", 2, "one, shared", "sequence", 1, False),
+    sparse.Case("dp2 tp2 ep2", 0, "two", "batch", 4, True),
+)
+OF_EXPERTS = ("nn/moe.py", "nn/balance.py", "nn/norm.py", "tallies.py", "comm/ops.py:move:raw.exchange", "experts: ")
+
+
 # And what only ZeRO 3 runs.
 KILLERS_OF_ZERO3 = (Case("dp2 tp2 sp zero3", "llama", 3),)
 
 
-def killers(name: str) -> tuple[Case, ...]:
+def killers(name: str) -> tuple[Case | sparse.Case, ...]:
+    if name.startswith(OF_EXPERTS) or "router" in name or "shared_gate" in name:
+        return KILLERS_OF_EXPERTS
     if name.startswith("engine/units.py"):
         return KILLERS_OF_ZERO3
     if name.startswith(("pipeline", "engine/engine.py:evaluate")):
@@ -64,7 +79,7 @@ def killers(name: str) -> tuple[Case, ...]:
 CONSEQUENCES = ("IG805",)  # refusals that only tell that another rank has ended, for whatever reason
 
 
-def run_mutated(name: str | None, case: Case) -> Trained | str:
+def run_mutated(name: str | None, case: Case | sparse.Case) -> Trained | sparse.Run | str:
     """The case in this rank with the defect. An error of isograd's own is an answer, too; any other ends the world."""
     with nullcontext() if name is None else mutants.mutated(name):
         try:
@@ -75,7 +90,9 @@ def run_mutated(name: str | None, case: Case) -> Trained | str:
             return f"{error.code}: {error.what}"
 
 
-def test_name(case: Case) -> str:
+def test_name(case: Case | sparse.Case) -> str:
+    if isinstance(case, sparse.Case):
+        return f"test_experts_train_as_on_one_device[{case}]"
     if case.reproducible:
         return f"test_reproducible_trains_as_one_device_does[{case.layout}-{case.model}]"
     if case in KILLERS_OF_CP:
@@ -104,7 +121,7 @@ def killed_by(world: World, name: str) -> tuple[str, str] | None:
         if refusals:
             world.close(kill=True)  # what the ranks did not receive must not reach the next case
             return test_name(case), refusals[0][:90]
-        wrong = case.wrong([r for r in results if isinstance(r, Trained)])
+        wrong = case.wrong(results)
         if wrong:
             return test_name(case), wrong[0][:90]
     return None
@@ -117,7 +134,9 @@ def written_table() -> dict[str, str]:
     return {row[0].strip("`"): row[1].strip("`") for row in rows}
 
 
-@pytest.mark.parametrize("name", mutants.names())
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (killers(n) is KILLERS_OF_EXPERTS)) for n in mutants.names()]
+)
 def test_no_mutant_survives(worlds, name: str) -> None:
     death = killed_by(worlds(4), name)
     assert death is not None, f"{name} survives: the parity grid has a hole"
@@ -142,8 +161,9 @@ def write_table(words: list[str]) -> None:
         "# Mutants: isograd broken on purpose",
         "",
         "Each row is one defect planted in isograd (tests/parity/mutants.py) and the first parity test",
-        "(tests/parity/test_grid.py, test_pipelines.py, test_zero3.py) that fails under it. `make test-all` plants",
-        "them all again and holds this table to what it sees. Ranks that hang or crash kill no mutant.",
+        "(tests/parity/test_grid.py, test_pipelines.py, test_zero3.py, test_experts.py) that fails under it.",
+        "`make test-all` plants them all again and holds this table to what it sees. Ranks that hang or crash kill no",
+        "mutant.",
         "Written by `python -m tests.parity.test_mutants`.",
         "",
         "| mutant | killed by | how |",
