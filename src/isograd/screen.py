@@ -35,7 +35,7 @@ def fold(text: str, columns: int) -> str:
 def _folded(line: str, columns: int) -> list[str]:
     if len(line) <= columns:
         return [line]
-    column = re.match(r"\s*\S+(?: \S+)*?\s{2,}(?=\S)", line)  # 'label   text': text goes on under itself
+    column = re.match(r"\s*\S+(?: \S+)*?\s{2,}(?=\S)", line)  # 'label   text': text continues under itself
     indent = len(column[0]) if column else len(line) - len(line.lstrip())
     indent = indent if indent <= columns // 2 else 2
     return textwrap.wrap(

@@ -126,7 +126,7 @@ def refuse_failed(table: Table, ledger: Ledger, problem: str | None, quiet: bool
             f"the step is refused on all ranks: rank {', '.join(map(str, failed))} failed in it",
             seen="; ".join(f"rank {rank}: {reason}" for rank, reason in failed.items()),
             expected="every backward of a step to end well on every rank",
-            fix="nothing of the step is left, on any rank: go on with the next batch, or stop",
+            fix="nothing of the step is left, on any rank: continue with the next batch, or stop",
             where=mesh.where(),
         )
     ranks = (table.status == Status.DISCARDS).nonzero().flatten().tolist()
@@ -135,7 +135,7 @@ def refuse_failed(table: Table, ledger: Ledger, problem: str | None, quiet: bool
         "the step was discarded by another rank",
         seen=f"engine.discard() on ranks {ranks}, engine.step() or engine.grads() here",
         expected="all ranks to discard a step, or none",
-        fix="nothing of the step is left, on any rank: go on with the next batch",
+        fix="nothing of the step is left, on any rank: continue with the next batch",
         where=mesh.where(),
     )
 
