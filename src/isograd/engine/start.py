@@ -21,7 +21,7 @@ from isograd.errors import EngineError
 from isograd.mesh import DATA, Mesh
 from isograd.pipeline.run import Chunk, Pipeline
 
-_OURS = "_isograd_hook"  # marks the function that tells an engine of a gradient
+_OURS = "_isograd_hook"  # marks functions of isograd, which change no gradient: an engine's, the verifier's
 
 
 def refuse_unbuilt(mesh: Mesh) -> None:

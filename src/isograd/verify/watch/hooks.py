@@ -199,6 +199,7 @@ class Hooks:
 
         if parameter.is_leaf:
             arrival, accumulation = (unserializable_hook(c.guarded(hook)) for hook in (arrives, accumulated))
+            accumulation._isograd_hook = True  # an Engine refuses others, which may change a gradient (engine/start.py)
             self.on_parameters.append(parameter.register_hook(arrival))
             self.on_parameters.append(parameter.register_post_accumulate_grad_hook(accumulation))
 
