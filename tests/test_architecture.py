@@ -27,7 +27,7 @@ ARROWS = {
     "mesh": {"comm", "errors", "layout"},
     "random": {"errors"},
     "terms": {"errors"},
-    "inputs": {"comm", "errors", "mesh"},
+    "inputs": {"comm", "errors", "mesh", "random"},
     "tallies": {"comm", "mesh"},
     "contract": {"comm", "errors", "mesh", "explain"},
     "explain": {"contract"},

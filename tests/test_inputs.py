@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from isograd.errors import IsogradError
 from isograd.inputs import Inputs, WrongInputs
 from isograd.mesh import Mesh
 from isograd.models import Transformer, preset
+from isograd.random import key
 from tests.engine import toys
 
 CONFIG = preset("tiny-llama")
@@ -206,6 +208,40 @@ def test_ranks_of_other_tp_groups_refuse_too(worlds) -> None:
     found = worlds(4).run(one_group_unlike)
     assert found == [("IG516", found[0][1])] * 4
     assert "[2, 3]" in found[0][1]
+
+
+def unlike_beside_the_batch(layout: str, what: str) -> tuple[str, str]:
+    """What else tp and cp ranks must have in common: the key of dropout, the mode, the loss."""
+    mesh = Mesh(layout)
+    model = Transformer(replace(CONFIG, dropout=0.1), mesh, dtype=torch.float64)
+    engine = Engine(model, mesh, toys.sgd)
+    odd = mesh.rank == 1
+    tokens, labels = batch()
+    if what == "mode" and odd:
+        model.eval()
+    drop = {"key": key(3, int(what == "key" and odd)), "samples": torch.arange(len(tokens))}
+    loss, weight = model(tokens, labels, **drop)
+    engine.backward(loss * (2 if what == "loss" and odd else 1), weight)
+    return refused(engine.step)
+
+
+@pytest.mark.parametrize(
+    ("layout", "what", "code"),
+    [
+        ("tp2", "nothing", ""),
+        ("tp2 sp", "key", "IG516"),
+        ("tp2", "mode", "IG516"),
+        ("tp2", "loss", "IG547"),
+        ("cp2", "nothing", ""),
+        ("cp2", "key", "IG516"),
+        ("cp2", "mode", "IG516"),
+    ],
+)
+def test_a_tp_or_cp_group_computes_one_thing(worlds, layout: str, what: str, code: str) -> None:
+    first, second = worlds(2).run(unlike_beside_the_batch, layout, what)
+    assert first == second
+    assert first[0] == code
+    assert not code or "[0, 1]" in first[1]
 
 
 def micro_batches_of_stages() -> tuple[str, str]:

@@ -117,3 +117,8 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
     """' (did you mean x?)', or nothing when no choice is near."""
     choice = nearest(word, choices)
     return f" (did you mean {choice!r}?)" if choice else ""
+
+
+def headline(error: BaseException) -> str:
+    """The kind of an exception and its first line."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"

@@ -5,8 +5,9 @@ Three mistakes would train silently, or with a NaN that names nobody, and only o
 - A label or token id outside the vocabulary. Layers count them (`WrongInputs.find`) and make the loss NaN.
 - Scores of experts that are NaN, in which no choice means anything. Layers count the tokens (`WrongScores.find`).
 - Ranks of one tp group given different batches (data indexed by `mesh.rank`), or ranks of one cp group, where the model
-  takes its part of the batch itself (`cuts_batches`). There, every call of the model adds the contents of its tensors
-  to a digest, in order; the digests of a group must be equal at the step.
+  takes its part of the batch itself (`cuts_batches`). There, every call of the model adds the contents of its
+  arguments (tensors, numbers, the key of dropout) and whether it is training to a digest, in order; the digests of a
+  group must be equal at the step.
 
 All stay on the device, and nothing waits for it: `columns` travel in the step's one gather, and `check` is given what
 all ranks sent. So all ranks refuse together, and the error names the ranks that had the wrong input.
@@ -17,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +28,7 @@ from isograd.comm.notes import gather_notes
 from isograd.comm.ops import uncompiled
 from isograd.errors import EngineError, ModelError
 from isograd.mesh import Mesh
+from isograd.random import Key
 
 _EXACT = (1 << 52) - 1  # the bits of a digest that a float64 carries exactly
 _NEXT = 6364136223846793005  # odd: each call of the model moves what the calls before it left in the digest
@@ -121,16 +124,17 @@ class Inputs:
 
     @uncompiled
     @torch.no_grad()
-    def _add(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _add(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """What a stage of a pipeline was passed by another stage is no input: under sp it differs between tp ranks."""
         given = {name: value for name, value in kwargs.items() if "stage" not in kwargs or name != "passed"}
-        for place, tensor in enumerate(_tensors((args, given))):
-            content = fingerprint(tensor).to(self.mesh.device) + place
+        for place, value in enumerate(_leaves((args, given, model.training))):
+            content = fingerprint(value) if isinstance(value, Tensor) else torch.tensor(crc32(repr(value).encode()))
+            content = content.to(self.mesh.device) + place
             self._digest = content if self._digest is None else self._digest * _NEXT + content
 
-    def _called(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _called(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._evaluating or torch.is_grad_enabled():
-            self._add(args, kwargs)
+            self._add(model, args, kwargs)
 
     def clear(self) -> None:
         """A new step begins."""
@@ -175,7 +179,7 @@ class Inputs:
                 raise EngineError(
                     "IG516",
                     f"ranks of one {self._peers.replace(' ', ' and ')} group were given different batches",
-                    seen=f"tensors of unlike contents were given to the model on ranks {list(peers)}",
+                    seen=f"ranks {list(peers)}: unlike arguments of the model, or unlike modes (train, eval)",
                     expected="the same sequences on every rank of a tp or cp group: only dp ranks see different ones",
                     fix="index the data by mesh.index('dp'), not by the global rank",
                     where=self.mesh.where(),
@@ -213,13 +217,13 @@ class Inputs:
         )
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """All tensors in nested arguments, in one order."""
-    if isinstance(value, Tensor):
+def _leaves(value: Any) -> Iterator[Tensor | Key | float | str]:
+    """All tensors, numbers, words and random keys in nested arguments, in one order."""
+    if isinstance(value, Tensor | Key | int | float | str):
         yield value
     elif isinstance(value, Mapping):
         for name in value:
-            yield from _tensors(value[name])
+            yield from _leaves(value[name])
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from _tensors(item)
+            yield from _leaves(item)

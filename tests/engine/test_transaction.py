@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.nn.functional import all_gather
 from torch.nn.parallel import DistributedDataParallel
 
+from isograd.checkpoint import Keeper
 from isograd.comm import raw
 from isograd.engine import DataParallel, Engine
 from isograd.errors import IsogradError
@@ -538,3 +540,114 @@ def test_a_handler_that_discards_on_every_rank_loses_one_step(worlds, zero: int 
     first, second = worlds(2).run(handlers_that_discard, zero, way)
     assert second == (["1 ZeroDivisionError"], [])
     assert first == (["1 EngineError"], [])
+
+
+# -- what an optimizer, a half step or a window leaves behind ------------------------------------------------------
+
+
+class Breaks(torch.optim.SGD):
+    """Raises once, on one rank, after it has changed its first tensor."""
+
+    armed = False
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        if self.armed:
+            self.armed = False
+            with torch.no_grad():
+                self.param_groups[0]["params"][0].add_(1.0)
+            raise MemoryError("half way")
+        super().step()
+
+
+def optimizer_that_raises(zero: int, folder: str) -> list[str]:
+    model = toys.Toy()
+    mesh = Mesh(f"dp2 zero{zero}")
+    engine = Engine(model, mesh, lambda ps: Breaks(ps, lr=0.1), bucket_mb=1e-4)
+    said = []
+    with Keeper(folder, engine) as keeper:
+        one_backward(model, engine)
+        engine.step()
+        keeper.save(1)
+        keeper.wait()
+        one_backward(model, engine)
+        right = {name: gradient.clone() for name, gradient in engine.grads()}
+        engine.optimizer.armed = mesh.rank == 1  # type: ignore[attr-defined]
+        try:
+            engine.step()
+        except MemoryError:
+            said.append("MemoryError")
+            engine.discard()
+        else:
+            said.append("")
+            engine.discard()
+        for _ in range(2):
+            one_backward(model, engine)
+            said.append(refusal(engine.step)[:45])
+        said.append(refusal(lambda: keeper.save(2))[:5])
+        keeper.load()
+        one_backward(model, engine)
+        errors = [float((gradient - right[name]).norm()) for name, gradient in engine.grads()]
+        said.append(f"{max(errors) <= 1e-12} {engine.step().skipped}")
+    return said
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_an_optimizer_that_raises_spoils_the_engine_until_a_checkpoint_is_loaded(
+    worlds, zero: int, tmp_path: Path
+) -> None:
+    """It may have changed half of the parameters, while the other rank has stepped: no copy is right."""
+    first, second = worlds(2).run(optimizer_that_raises, zero, str(tmp_path))
+    refused = ["IG559: the optimizer of rank 1 raised in an ea"[:45]] * 2
+    assert first == ["", *refused, "IG933", "True False"]
+    assert second == ["MemoryError", *refused, "IG933", "True False"]
+
+
+def half_a_step_before_a_load(zero: int, folder: str) -> list[bool]:
+    model, engine = engine_of(zero)
+    with Keeper(folder, engine) as keeper:
+        keeper.save(0)
+        keeper.wait()
+        one_backward(model, engine, 0)
+        keeper.load()
+        one_backward(model, engine)
+        expected = truth(2)
+        return [float((g - expected[name]).norm()) <= 1e-9 for name, g in engine.grads()]
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_a_load_drops_what_a_step_under_way_has_gathered(worlds, zero: int, tmp_path: Path) -> None:
+    assert all(all(right) for right in worlds(2).run(half_a_step_before_a_load, zero, str(tmp_path)))
+
+
+def cleared_before_the_others_hear(to_none: bool) -> list[str]:
+    """Micro-batch 1 is reduced; the backward of micro-batch 2 raises on rank 1; both ranks clear, and train on."""
+    model = DataParallel(toys.Toy())
+    optimizer = toys.sgd(list(model.parameters()))
+    rank = raw.world()[0]
+
+    def backward(index: int, fail: bool = False) -> None:
+        x, y = toys.micro_batch(rank, index)
+        loss = toys.loss_of(model, x, y)
+        if fail and rank:
+            model.module.out.weight.register_hook(fails)  # type: ignore[union-attr]
+        model.weigh(loss, len(x)).backward()
+
+    backward(0)
+    with pytest.raises((ZeroDivisionError, IsogradError)):
+        backward(1, fail=True)
+    if rank:
+        model.module.out.weight._backward_hooks.clear()  # type: ignore[union-attr]
+    optimizer.zero_grad(set_to_none=to_none)
+    backward(2)
+    expected = truth(2)
+    return [
+        name
+        for name, p in model.module.named_parameters()
+        if float(((0 if p.grad is None else p.grad) - expected[name]).norm()) > 1e-9
+    ]
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_gradients_cleared_after_a_failed_backward_do_not_come_back(worlds, to_none: bool) -> None:
+    """The rank that failed clears before it hears of the others, which clear afterwards: one rank kept the old sum."""
+    assert worlds(2).run(cleared_before_the_others_hear, to_none) == [[], []]

@@ -149,7 +149,8 @@ class Keeper:
                 "IG933",
                 "the ranks are not at the same place between two steps",
                 seen="; ".join(
-                    f"rank {rank}: step {at}" + ("" if between else ", with gradients under way")
+                    f"rank {rank}: step {at}"
+                    + ("" if between else ", with gradients under way, or a step failed half way")
                     for rank, (at, between) in enumerate(said)
                     if [at, between] != [step, True] or rank == self.mesh.rank
                 ),

@@ -40,8 +40,12 @@ class Loaded:
 
 
 def load(engine: Engine, folder: Path, source: str | Path, beat: Callable[[str], None]) -> Loaded | None:
-    """Load the newest good checkpoint, or the given one; `beat` is called for each tensor that this rank reads."""
+    """Load the newest good checkpoint, or the given one; `beat` is called for each tensor that this rank reads.
+
+    What a step under way has gathered is dropped: it belongs to the parameters that are replaced.
+    """
     mesh = engine.mesh
+    engine.discard()
     mine = _together(engine, lambda: _choices(folder, source))
     choices = [Path(name) for name in told([str(place) for place in mine], mesh)[0]]  # as rank 0 sees them
     damaged = []

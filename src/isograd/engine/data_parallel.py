@@ -186,7 +186,7 @@ class DataParallel(nn.Module):
             self._synchronize()
 
     def discard(self) -> None:
-        """Drop what the backwards since the last reduction have gathered; every rank calls it. `.grad` is as before."""
+        """Drop what all backwards since the last `zero_grad` have gathered; every rank calls it. `.grad` is None."""
         self._running = self._reached = False
         self._weight, self._factor = None, 1.0
         if not is_dropped(self._ledger):
@@ -289,9 +289,9 @@ class DataParallel(nn.Module):
         return table
 
     def _drop(self) -> None:
-        """All ranks together: nothing of this window is left, and `.grad` is as it was before."""
+        """All ranks together: nothing is left that was gathered since gradients were last cleared."""
         self._ledger.abandon()
-        self._window.restore()
+        self._window.drop()
 
     @torch.no_grad()
     def _synchronize(self) -> None:

@@ -44,7 +44,7 @@ from isograd.engine.tree import total
 from isograd.engine.units import Units, homes, repeated_blocks
 from isograd.engine.whole import gradients as whole_gradients
 from isograd.engine.zero import Factory, Optimized
-from isograd.errors import EngineError, IsogradError
+from isograd.errors import EngineError, IsogradError, headline
 from isograd.inputs import Inputs
 from isograd.mesh import DATA, Mesh
 from isograd.pipeline import Pipeline
@@ -329,15 +329,7 @@ class Engine:
 
     def step(self) -> Stats:
         """Settle every gradient, clip, step the optimizer. All ranks step or none does."""
-        if not self._sync:
-            raise EngineError(
-                "IG511",
-                "step() was called inside no_sync()",
-                seen="no_sync is still open",
-                expected="step() after the with-block",
-                fix="move engine.step() out of 'with engine.no_sync():'",
-                where=self.mesh.where(),
-            )
+        start.refuse_in_no_sync(self._sync, self.mesh)
         totals = self._settle(whole=True)
         scale = 1.0 / (totals.weight * totals.loss_scale)
         find_norm = norm.reproducible_norm if self.reproducible else norm.global_norm
@@ -346,13 +338,21 @@ class Engine:
         self.blame = blame(self.ledger.paid, totals.losses, self.ledger.flights.total, self.mesh) if skipped else None
         if not skipped:
             factor = min(1.0, self.clip / (grad_norm + 1e-6)) if self.clip is not None else 1.0
-            self._optimized.step(self.ledger, scale * factor, totals.unused)
+            try:
+                self._optimized.step(self.ledger, scale * factor, totals.unused)
+            except BaseException as error:
+                self._end(committed=False)
+                self.ledger.spoiled = headline(error)
+                raise
         if self.loss_scale:
             self.loss_scale.update(overflow=skipped)
-        self._tallies.end(committed=not skipped)
-        self.ledger.clear()
-        self._inputs.clear()
+        self._end(committed=not skipped)
         return Stats(totals.loss, grad_norm, totals.weight, skipped, totals.loss_scale, totals.terms)
+
+    def _end(self, committed: bool) -> None:
+        self.ledger.clear()
+        self._tallies.end(committed=committed)
+        self._inputs.clear()
 
     def held(self, name: str) -> Tensor:
         """What this rank keeps of a parameter between steps: at ZeRO 3 its rows, else all that its contract says."""
@@ -431,9 +431,9 @@ class Engine:
         ledger, shares = self.ledger, self.ledger.shares
         ledger.must_be(State.OPEN, State.SETTLED, State.FAILED)
         wrong = wrong or self._watch.problem(self.mesh)
-        problem = ledger.failure if wrong is None else str(wrong).splitlines()[0]
+        problem = ledger.spoiled or (ledger.failure if wrong is None else str(wrong).splitlines()[0])
         if status is not Status.DISCARDS and problem is not None:
-            status = Status.FAILED
+            status = Status.SPOILED if ledger.spoiled else Status.FAILED
         self._meet_units("comes to engine.begin, step, grads or discard", again=status is Status.DISCARDS)
         if announces is None:
             losses = ledger.told.losses

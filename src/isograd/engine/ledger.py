@@ -43,7 +43,7 @@ from isograd.engine.transport import Pieces
 from isograd.engine.tree import Tree
 from isograd.engine.units import Units
 from isograd.engine.withheld import Withheld
-from isograd.errors import EngineError
+from isograd.errors import EngineError, headline
 from isograd.mesh import Mesh
 from isograd.terms import Terms
 
@@ -93,6 +93,7 @@ class Ledger:
         self.keep_full, self.loss_scale = keep_full, loss_scale
         self.state = State.OPEN
         self.failure: str | None = None  # why the state is FAILED
+        self.spoiled: str | None = None  # why no step can be right until a checkpoint is loaded
         self.told = Contributions()
         self.shares = Shares(mesh)  # of the terms of a step that has several
         self.ended = 0  # steps that were taken or dropped
@@ -141,7 +142,7 @@ class Ledger:
     def fail(self, reason: BaseException | str) -> None:
         """The step cannot be finished; ranks are told at its gather."""
         if isinstance(reason, BaseException):
-            reason = f"{type(reason).__name__}: {(str(reason).splitlines() or [''])[0][:200]}"
+            reason = headline(reason)
         self.state, self.failure = State.FAILED, self.failure or reason
 
     def of_loss(self, loss: Tensor, weight: Tensor | float, *, last: bool = True) -> None:

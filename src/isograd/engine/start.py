@@ -271,6 +271,19 @@ def needed_elsewhere(loss: Tensor, mesh: Mesh) -> EngineError:
     )
 
 
+def refuse_in_no_sync(syncing: bool, mesh: Mesh) -> None:
+    """A step whose gradients are not to be reduced."""
+    if not syncing:
+        raise EngineError(
+            "IG511",
+            "step() was called inside no_sync()",
+            seen="no_sync is still open",
+            expected="step() after the with-block",
+            fix="move engine.step() out of 'with engine.no_sync():'",
+            where=mesh.where(),
+        )
+
+
 def hooks_of(parameter: nn.Parameter) -> int:
     """How many functions of the program are called when a gradient has been accumulated into `.grad`."""
     hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}

@@ -420,7 +420,7 @@ def take_generators(found: Iterable[Part], mesh: Mesh) -> None:
 
 def is_between_steps(engine: Engine) -> bool:
     """Whether nothing of a step is under way: a gradient is not part of what is kept."""
-    return engine.ledger.empty
+    return engine.ledger.empty and engine.ledger.spoiled is None
 
 
 @torch.no_grad()
@@ -433,3 +433,4 @@ def settle(engine: Engine) -> None:
             master.copy_(rows)
     if engine._units is not None:
         engine._units.stepped()
+    engine.ledger.spoiled = None

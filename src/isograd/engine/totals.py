@@ -33,6 +33,7 @@ class Status(IntEnum):
     FAILED = 1  # a backward failed, or something that only this rank can see is wrong
     DISCARDS = 2  # this rank drops the step
     BEGINS = 3  # not at its end: it announces the weights of its terms
+    SPOILED = 4  # the optimizer raised in an earlier step: no step is right until a checkpoint is loaded
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,7 @@ class Table:
 
 
 HEAD = 5  # columns of every table
+SAME_LOSS = 1e-3  # relative: ranks of a tp group compute one loss from the same numbers; devices of two kinds may round
 BITS = 48
 
 
@@ -120,6 +122,17 @@ def refuse_failed(table: Table, ledger: Ledger, problem: str | None, quiet: bool
     failed = {rank: reason for rank, reason in enumerate(reasons) if reason is not None}
     if quiet:
         return
+    spoiled = (table.status == Status.SPOILED).nonzero().flatten().tolist()
+    if spoiled:
+        raise EngineError(
+            "IG559",
+            f"the optimizer of rank {', '.join(map(str, spoiled))} raised in an earlier step",
+            seen="; ".join(f"rank {rank}: {failed[rank]}" for rank in spoiled),
+            expected="optimizers that step on every rank, or on none: what raised may have changed half of the "
+            "parameters, and those of other ranks have changed",
+            fix="Keeper.load on all ranks, which brings back parameters and optimizer of the last checkpoint; or end",
+            where=mesh.where(),
+        )
     if failed:
         raise EngineError(
             "IG550",
@@ -173,6 +186,16 @@ def refuse_wrong(table: Table, mesh: Mesh) -> None:
                 seen=f"weights {weights.tolist()} on ranks {list(peers)}",
                 expected="the same sequences on every rank of a tp or cp group: only dp ranks see different ones",
                 fix="index the data by mesh.index('dp'), not by the global rank",
+                where=mesh.where(),
+            )
+        losses = table.loss[list(peers)]
+        if bool(((losses - losses[0]).abs() > SAME_LOSS * losses.abs().max()).any()):
+            raise EngineError(
+                "IG547",
+                "ranks of one tp group have different losses of one batch",
+                seen=f"sums of losses {losses.tolist()} on ranks {list(peers)}",
+                expected="the whole loss on every rank of a tp group, computed in the same way",
+                fix="scale, mask or add to the loss alike on all ranks of a tp group",
                 where=mesh.where(),
             )
     for stage in dict.fromkeys(layout.ranks(STAGE, rank) for rank in world):

@@ -33,7 +33,7 @@ from isograd.engine.kept import Kept, keep
 from isograd.engine.lockstep import MEETING, Lockstep, Posted
 from isograd.engine.plan import Slot
 from isograd.engine.transport import gather_rows
-from isograd.errors import EngineError
+from isograd.errors import EngineError, headline
 from isograd.mesh import DATA, STAGE, Mesh
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -132,7 +132,7 @@ class Units:
             return
         error = _raised(self._outer)
         if error is not None:
-            self.abort(f"failed in forward: {_headline(error)}")
+            self.abort(f"failed in forward: {headline(error)}")
             return
         self._in_forward = False
         graph = differentiable(output)
@@ -225,7 +225,7 @@ class Units:
         """Give everything back. In an `except` or a `finally`, the same as `abort`."""
         error = _raised(self._outer)
         if error is not None:
-            self.abort(f"failed in backward: {_headline(error)}")
+            self.abort(f"failed in backward: {headline(error)}")
             return
         self._in_backward = False
         self._recomputed.clear()
@@ -418,10 +418,6 @@ def _raised(outer: BaseException | None) -> BaseException | None:
     if "modified by an inplace operation" in str(now):
         now.add_note(LATE_READ)
     return now
-
-
-def _headline(error: BaseException) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def differentiable(output: Any) -> list[Tensor]:

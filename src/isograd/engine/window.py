@@ -1,9 +1,10 @@
 """What `.grad` means to `ig.DataParallel` between two reductions, and what users have done to it meanwhile.
 
 The backwards between two reductions are a window. Within it `.grad` shows this rank's own sum, weighted and not reduced
-(the ledger's `local`); what `.grad` was when the window began waits in `before`, and a failed window is left by putting
-it back. Users clear `.grad` by `zero_grad`, to None or to zero in place, and different optimizers may clear different
-parameters; so what was cleared is found out per parameter, when the next backward begins.
+(the ledger's `local`); what `.grad` was when the window began waits in `before`. A window that fails drops both: all
+that was gathered since gradients were last cleared, as Engine.discard does. Users clear `.grad` by `zero_grad`, to None
+or to zero in place, and different optimizers may clear different parameters; so what was cleared is found out per
+parameter, when the next backward begins.
 """
 
 from __future__ import annotations
@@ -130,10 +131,15 @@ class Window:
         """After a backward that was not reduced."""
         self._leave(dict(self.ledger.local), own=True)
 
-    def restore(self) -> None:
-        """The window failed or is discarded: `.grad` is what it was before."""
-        self._leave(dict(self.before), own=False)
+    def drop(self) -> None:
+        """The window failed or is discarded: `.grad` is None on every rank, whatever was reduced into it before.
+
+        It cannot be put back. Ranks hear of a failure at different times, and a program that catches it and calls
+        `zero_grad` does so before that on the rank that failed, where it would come back, and after it on the others.
+        """
+        self._leave({}, own=False)
         self.before, self.backwards, self._torn = {}, 0, False
+        self.totals, self.weighed, self.plain = dict.fromkeys(self.slots, 0.0), False, False
 
     def _leave(self, gradients: dict[Slot, Tensor] | dict[Slot, Tensor | None], own: bool) -> None:
         self._left, self._own = {}, own

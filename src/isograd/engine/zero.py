@@ -165,11 +165,11 @@ class Optimized:
         self._stepping = True
         try:
             self.optimizer.step()
-        finally:
+        finally:  # when it raises, too: the other ranks wait for this one's rows
             self._stepping = False
-        for master in self.masters.values():
-            master.grad = None
-        self._write_back()
+            for master in self.masters.values():
+                master.grad = None
+            self._write_back()
 
     @torch.no_grad()
     def take_edits(self) -> None:
