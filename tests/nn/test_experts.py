@@ -17,7 +17,7 @@ from isograd import random
 from isograd.comm import raw
 from isograd.comm.raw import even_sizes
 from isograd.contract import assemble, contracts
-from isograd.errors import ConfigError, ModelError
+from isograd.errors import ModelError
 from isograd.layout import Layout
 from isograd.mesh import Mesh
 from isograd.nn import ExpertOptions, MoE, Stream, naive, routing
@@ -192,7 +192,7 @@ def test_an_expert_that_nobody_chooses_has_a_gradient_of_zeros() -> None:
     ],
 )
 def test_options_that_cannot_be_right_are_refused_by_name(changes: dict, code: str, words: str) -> None:
-    with pytest.raises(ConfigError, match=f"{code}(.|\n)*{words}"):
+    with pytest.raises(ModelError, match=f"{code}(.|\n)*{words}"):
         replace(PLAIN, **changes)
 
 

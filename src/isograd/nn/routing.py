@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from isograd.errors import ConfigError, ModelError, did_you_mean
+from isograd.errors import ModelError, did_you_mean
 
 SCORES = ("softmax", "sigmoid")
 SCOPES = ("none", "sequence", "batch", "lagged")
@@ -75,16 +75,16 @@ class ExpertOptions:
         if self.capacity is not None and not self.capacity > 0:
             problems.append(f"capacity must be positive, not {self.capacity}")
         if problems:
-            raise ConfigError("IG450", "invalid experts: " + "; ".join(problems), fix="fix every point above")
+            raise ModelError("IG450", "invalid experts: " + "; ".join(problems), fix="fix every point above")
         if self.per_token == 1 and self.renormalise:
-            raise ConfigError(
+            raise ModelError(
                 "IG451",
                 "with one expert per token, renormalised weights are all 1, and the router learns nothing",
                 seen="per_token 1, renormalise true",
                 expected="renormalise false for per_token 1: the weight is the score itself",
             )
         if self.capacity_scope != "sequence":
-            raise ConfigError(
+            raise ModelError(
                 "IG452",
                 f"the capacity of experts per {self.capacity_scope} would change with the layout",
                 seen=f"capacity_scope {self.capacity_scope!r}: which tokens are together in one depends on dp, cp, tp "
