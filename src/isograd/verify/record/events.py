@@ -97,6 +97,7 @@ class Backward(Event):
     kind: ClassVar[str] = "backward"
     site: str = ""
     loss: str = ""  # the line before it where many numbers with a graph last became one
+    summed: bool = False  # it begins with a sum that nothing has divided
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -283,7 +283,7 @@ class Capture(Life):
             part = foreign.local(parameter)
             self.reserved += copies * part.numel() * part.element_size()
 
-    def backward_begins(self) -> None:
+    def backward_begins(self, roots: list[Tensor]) -> None:
         """A call of autograd.backward begins: one more micro-batch."""
         self.settle()
         if self.micro >= 0 and self._thrown_away():
@@ -300,7 +300,8 @@ class Capture(Life):
         if self.last_step_at < 0:
             self.held = [root() for _, root in self.roots]
         self.snapped = False
-        self.event(Backward(*self.now, site=call_site(self.base), loss=self.watch.reduced))
+        summed = bool(roots) and all(map(self.watch.means.is_sum, roots))
+        self.event(Backward(*self.now, site=call_site(self.base), loss=self.watch.reduced, summed=summed))
         self.watch.reduced = ""
 
     def _thrown_away(self) -> bool:

@@ -206,10 +206,11 @@ class Hooks:
     # -- backward and step ---------------------------------------------------------------------------------------
 
     def _backward(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        roots = _tensors(args[0] if args else kwargs.get("tensors"))
         if torch._C._current_graph_task_id() == -1:  # recomputation calls backward inside backward: the same one
-            self.capture.guarded(self.capture.backward_begins)()
+            self.capture.guarded(self.capture.backward_begins)(roots)
             self.capture.guarded(self.capture.watch.means.settle, "means")(self.capture.guarded)
-        self.capture.guarded(self._reached, "flows")(_tensors(args[0] if args else kwargs.get("tensors")))
+        self.capture.guarded(self._reached, "flows")(roots)
         self.capture.backing += 1
         try:
             return original(*args, **kwargs)

@@ -45,10 +45,10 @@ class Means:
         given = args[0] if args else None
         if torch._C._current_graph_task_id() != -1 or not torch.is_grad_enabled() or not _number(result):
             return
-        if not isinstance(given, Tensor) or not (given.requires_grad or self._is_sum(given)):
+        if not isinstance(given, Tensor) or not (given.requires_grad or self.is_sum(given)):
             return
         if name in ("sum", "neg", "_to_copy"):
-            if name == "sum" or self._is_sum(given):  # minus a mean is no second mean
+            if name == "sum" or self.is_sum(given):  # minus a mean is no second mean
                 self.sums = [*self.sums[1 - MOST_SUMS :], weakref.ref(result)]
             return
         count = self._count(name, given, args, kwargs)
@@ -60,7 +60,7 @@ class Means:
         if name == "mean":
             return float(given.numel())
         if name in ("div", "mul"):
-            by = args[1] if self._is_sum(given) else None
+            by = args[1] if self.is_sum(given) else None
             if isinstance(by, Tensor):
                 by = None if by.requires_grad or by.numel() != 1 else float(by)
             if name == "mul" and by:
@@ -71,7 +71,8 @@ class Means:
         mean = kwargs.get("reduction", args[place] if len(args) > place else 1) == 1
         return float(max(given.numel(), args[1].numel())) if mean else None
 
-    def _is_sum(self, tensor: Tensor) -> bool:
+    def is_sum(self, tensor: Tensor) -> bool:
+        """Whether a tensor is a sum, or minus one, that nothing has divided yet."""
         return tensor.dim() == 0 and any(known() is tensor for known in self.sums)
 
     def settle(self, guarded: Callable[..., Callable[..., None]]) -> None:

@@ -46,7 +46,9 @@ def _uncounted(analysis: Analysis) -> Iterator[Finding]:
     if analysis.step != analysis.recording.steps[0] or any(r.of(LabelWeight) or r.of(Mean) for r in ranks):
         return
     backwards = [event for record in ranks for event in record.of(Backward, analysis.step)]
-    places = [f"after {e.loss}" if e.loss else f"before {e.site}" for e in backwards if e.loss or e.site]
+    places = [
+        f"after {e.loss}" if e.loss else f"before {e.site}" for e in backwards if (e.loss or e.site) and not e.summed
+    ]
     parts = {analysis.data.get(key, str(key)) for name in analysis.names for key in analysis.parts[name]}
     if len(parts) > 1 and places:
         sentence = (
