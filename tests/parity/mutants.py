@@ -366,7 +366,7 @@ def _step_scaled(way: str) -> Any:
 def _not_gathered() -> Any:
     from isograd.engine import zero
 
-    return _patched(zero, "_gather", lambda work, group: None)
+    return _patched(zero, "_gather", lambda work: None)
 
 
 def _bias_on_every_rank() -> Any:
