@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from isograd.engine import Engine
-from isograd.errors import ConfigError, ModelError
+from isograd.engine import DataParallel, Engine
+from isograd.errors import ConfigError, EngineError, ModelError
 from isograd.mesh import Mesh
 from isograd.models import Transformer, TransformerConfig
 from isograd.models.families import HuggingFace, to_hf
@@ -147,6 +147,11 @@ def test_a_data_rank_without_any_sequence_takes_part(worlds) -> None:
     for found in worlds(2).run(no_rows, "dp2 ep2"):
         for name, gradient in truth.items():
             assert float((found[name] - gradient).norm()) <= 1e-12 * max(1.0, float(gradient.norm())), name
+
+
+def test_data_parallel_refuses_experts_by_name() -> None:
+    with pytest.raises(EngineError, match=r"IG569(.|\n)*2 layers that count"):
+        DataParallel(Transformer(CONFIG, Mesh("1")))
 
 
 def test_weights_with_another_number_of_experts_are_refused_by_name() -> None:

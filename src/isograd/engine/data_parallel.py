@@ -83,6 +83,7 @@ class DataParallel(nn.Module):
         self.module, self.broadcast_buffers = module, broadcast_buffers
         table = contracts(module, mesh)
         start.refuse_cut(table, mesh)
+        start.refuse_counting(module, mesh)
         refuse_unfit(module, table, mesh)
         self._plan = make_plan(table, mesh, int((bucket_cap_mb or 16.0) * 2**20))
         start.check_plan(self._plan, mesh)

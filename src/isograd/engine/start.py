@@ -20,6 +20,7 @@ from isograd.engine.plan import Plan, check_same
 from isograd.errors import EngineError
 from isograd.mesh import DATA, Mesh
 from isograd.pipeline.run import Chunk, Pipeline
+from isograd.tallies import Tallies
 
 _OURS = "_isograd_hook"  # marks functions of isograd, which change no gradient: an engine's, the verifier's
 
@@ -329,6 +330,20 @@ def refuse_cut(table: Table, mesh: Mesh) -> None:
             seen=f"cut: {cut[:4]}{' ...' if len(cut) > 4 else ''}",
             expected="a model that is whole on every rank",
             fix="ig.Engine(model, mesh, ...), which knows tp and ep; or build the model on a mesh of dp ranks",
+            where=mesh.where(),
+        )
+
+
+def refuse_counting(model: nn.Module, mesh: Mesh) -> None:
+    """DataParallel does not see when a step begins and whether it is taken."""
+    layers = len(Tallies(model, mesh).members)
+    if layers:
+        raise EngineError(
+            "IG569",
+            "DataParallel was given a model with experts",
+            seen=f"{layers} layers that count over a step which tokens their experts get",
+            expected="a model without experts: their counts are used once, when a step is taken",
+            fix="ig.Engine(model, mesh, ...), which also divides each term of the loss by its own weight",
             where=mesh.where(),
         )
 
