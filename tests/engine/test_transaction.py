@@ -651,3 +651,32 @@ def cleared_before_the_others_hear(to_none: bool) -> list[str]:
 def test_gradients_cleared_after_a_failed_backward_do_not_come_back(worlds, to_none: bool) -> None:
     """The rank that failed clears before it hears of the others, which clear afterwards: one rank kept the old sum."""
     assert worlds(2).run(cleared_before_the_others_hear, to_none) == [[], []]
+
+
+def one_rank_with_its_own_rate(layout: str) -> tuple[str, str]:
+    model = toys.Toy()
+    engine = Engine(model, Mesh(layout), lambda ps: torch.optim.AdamW(ps, lr=torch.tensor(0.1)))
+    said = []
+    for step in range(2):
+        if step and engine.mesh.rank == 1:
+            engine.optimizer.param_groups[0]["lr"] = torch.tensor(0.05)
+        one_backward(model, engine)
+        said.append(refusal(engine.step)[:5])
+    return said[0], said[1]
+
+
+@pytest.mark.parametrize("layout", ["dp2 zero0", "dp2 zero1"])
+def test_unlike_learning_rates_are_refused_before_they_part_the_copies(worlds, layout: str) -> None:
+    assert worlds(2).run(one_rank_with_its_own_rate, layout) == [("", "IG548")] * 2
+
+
+def hook_before_the_step(zero: int) -> str:
+    model, engine = engine_of(zero)
+    engine.optimizer.register_step_pre_hook(lambda *_: None)
+    one_backward(model, engine)
+    return refusal(engine.step)[:5]
+
+
+def test_hooks_before_the_step_are_refused_where_they_would_see_rows(worlds) -> None:
+    assert worlds(2).run(hook_before_the_step, 1) == ["IG546"] * 2
+    assert worlds(2).run(hook_before_the_step, 0) == [""] * 2

@@ -430,7 +430,7 @@ class Engine:
         ranks; all but those that discard raise. announces: what `begin` was given. wrong: found here already."""
         ledger, shares = self.ledger, self.ledger.shares
         ledger.must_be(State.OPEN, State.SETTLED, State.FAILED)
-        wrong = wrong or self._watch.problem(self.mesh)
+        wrong = wrong or self._watch.problem(self.mesh) or self._optimized.problem(self.mesh)
         problem = ledger.spoiled or (ledger.failure if wrong is None else str(wrong).splitlines()[0])
         if status is not Status.DISCARDS and problem is not None:
             status = Status.SPOILED if ledger.spoiled else Status.FAILED
@@ -443,7 +443,8 @@ class Engine:
             own, columns = shares.message(announces)
         given = self._inputs.columns()
         more = torch.cat((given, columns.to(given.device)))
-        table = totals.gather(ledger, status, own, more, self._widest, self._device)
+        settings = self._optimized.settings()
+        table = totals.gather(ledger, status, own, more, self._widest, self._device, settings)
         quiet = status is Status.DISCARDS
         try:
             totals.refuse_failed(table, ledger, problem, quiet)

@@ -58,19 +58,28 @@ class Table:
     pending: Tensor
     status: Tensor
     passes: Tensor
+    settings: Tensor  # a digest of what the optimizer's groups are set to
     more: Tensor  # [ranks, further columns]
     used: Tensor  # bool [ranks, parameters]; stages of a pipeline have different ones
 
 
-HEAD = 5  # columns of every table
+HEAD = 6  # columns of every table
 SAME_LOSS = 1e-3  # relative: ranks of a tp group compute one loss from the same numbers; devices of two kinds may round
 BITS = 48
 
 
-def gather(ledger: Ledger, status: Status, loss: Tensor, more: Tensor, width: int, device: torch.device) -> Table:
+def gather(
+    ledger: Ledger,
+    status: Status,
+    loss: Tensor,
+    more: Tensor,
+    width: int,
+    device: torch.device,
+    settings: int = 0,
+) -> Table:
     """`width`: of the widest stage's list of parameters, so that all rows have one length."""
     told = ledger.told
-    known = [float(ledger.pending()), float(status), float(ledger.passes)]
+    known = [float(ledger.pending()), float(status), float(ledger.passes), float(settings)]
     head = torch.cat(
         [
             torch.as_tensor(told.weight, dtype=torch.float64, device=device).reshape(1),
@@ -87,10 +96,9 @@ def gather(ledger: Ledger, status: Status, loss: Tensor, more: Tensor, width: in
         rows = torch.stack(raw.gather_list(torch.cat((head, used)), ledger.mesh.group("world"))).cpu()
     finally:
         waiting.cancel()
-    weight, losses, pending, states, passes = rows[:, :HEAD].unbind(1)
-    return Table(
-        weight, losses, pending, states, passes, rows[:, HEAD : len(head)], unpacked(rows[:, len(head) :], width)
-    )
+    weight, losses, pending, states, passes, digests = rows[:, :HEAD].unbind(1)
+    further, bits = rows[:, HEAD : len(head)], unpacked(rows[:, len(head) :], width)
+    return Table(weight, losses, pending, states, passes, digests, further, bits)
 
 
 def _raise(flags: Sequence[str]) -> None:
@@ -199,6 +207,17 @@ def refuse_wrong(table: Table, mesh: Mesh) -> None:
                 where=mesh.where(),
             )
     for stage in dict.fromkeys(layout.ranks(STAGE, rank) for rank in world):
+        settings = table.settings[list(stage)]
+        if bool((settings != settings[0]).any()):
+            unlike = [r for r, own in zip(stage, settings.tolist(), strict=True) if own != settings[0]]
+            raise EngineError(
+                "IG548",
+                "the optimizers of ranks that train one model are set differently",
+                seen=f"lr, decay or another number of a group on ranks {unlike} is not that of rank {stage[0]}",
+                expected="equal groups on all ranks, which step copies or rows of the same parameters",
+                fix="drive schedules by what all ranks share: stats.loss of engine.step(), not a rank's own loss",
+                where=mesh.where(),
+            )
         passes = table.passes[list(stage)]
         if bool((passes != passes[0]).any()):
             raise EngineError(

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,7 @@ from isograd.engine.plan import Bucket, Plan, Slot
 from isograd.engine.transport import gather_rows
 from isograd.engine.units import Units
 from isograd.errors import EngineError
+from isograd.mesh import Mesh
 
 
 class Shards(list[nn.Parameter]):
@@ -83,6 +85,15 @@ class Shards(list[nn.Parameter]):
         return [{"params": found[pattern], **options} for pattern, options in patterns.items()]
 
 
+def _plain(value: object) -> object:
+    """A number, a word or several; None for what has no value that can be compared without waiting for a device."""
+    if isinstance(value, Tensor):
+        return value.item() if value.numel() == 1 and value.device.type == "cpu" else None
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value if isinstance(value, int | float | str) else None
+
+
 def _apart(master: Tensor, rows: Tensor) -> bool:
     """Whether a master has memory of its own: it is wider than the parameter, or lies on the host."""
     return master.dtype != rows.dtype or master.device != rows.device
@@ -106,8 +117,27 @@ class Optimized:
         matrices.refuse_pieces(self.optimizer, slots, by_rows=stage > 0)
         elementwise.refuse(self.optimizer, slots, by_rows=stage > 0)
         self._stepping = False
-        for one in (self.optimizer, *getattr(self.optimizer, "optimizers", ())):
+        self._by_rows = stage > 0 and any(slot.cut_by_rows for slot in plan.slots)
+        for one in self._members:
             one.register_step_pre_hook(self._refuse_by_hand)
+
+    @property
+    def _members(self) -> tuple[torch.optim.Optimizer, ...]:
+        """The optimizer, and those that it joins."""
+        return self.optimizer, *getattr(self.optimizer, "optimizers", ())
+
+    def problem(self, mesh: Mesh) -> EngineError | None:
+        """The error if a hook of the program's would take rows for whole gradients."""
+        if not self._by_rows or all(len(one._optimizer_step_pre_hooks) == 1 for one in self._members):
+            return None
+        return EngineError(
+            "IG546",
+            "a hook before the optimizer's step would be given rows of gradients",
+            seen="register_step_pre_hook on an optimizer whose gradients are row shards",
+            expected="whole gradients for what clips, normalises or looks at them",
+            fix="Engine(..., clip=...) clips; engine.grads() shows whole gradients; remove the hook, or use zero0",
+            where=mesh.where(),
+        )
 
     def _refuse_by_hand(self, *_: object) -> None:
         """Gradients are the engine's until its step: called alone, the optimizer would step with none."""
@@ -170,6 +200,11 @@ class Optimized:
             for master in self.masters.values():
                 master.grad = None
             self._write_back()
+
+    def settings(self) -> int:
+        """A digest of the numbers that each parameter group is set to, which all ranks of a stage have in common."""
+        plain = [{n: _plain(v) for n, v in group.items() if n != "params"} for group in self.optimizer.param_groups]
+        return crc32(repr(plain).encode())
 
     @torch.no_grad()
     def take_edits(self) -> None:
