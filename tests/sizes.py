@@ -46,6 +46,7 @@ MEDIUM = {
     "engine/test_first": "no_rank_ever",
     "engine/test_matrices": "muon_steps_each_experts",
     "engine/test_units": "compiled synced_and_unsynced",
+    "engine/test_terms": "each_term_is_divided_by_its_own_weight[3",
     "engine/test_engine": "a_compiled_module",
     "comm/test_imagined": "the_record_of",
     "comm/test_launch": "functions_of_a_notebook ranks_die a_hang",

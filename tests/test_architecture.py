@@ -62,6 +62,7 @@ ARROWS = {
         "mesh",
         "outside",
         "pipeline",
+        "terms",
         "scratch",
         "screen",
     },

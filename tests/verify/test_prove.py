@@ -27,6 +27,7 @@ from isograd.corpus.sharded import ShardedMlp
 from isograd.errors import LaunchError, LayoutError, VerifyError
 from isograd.mesh import Mesh
 from isograd.models import TransformerConfig
+from isograd.terms import Terms
 from isograd.verify import prove, slopes
 from isograd.verify.case import Case
 from isograd.verify.compare.compare import compare
@@ -156,6 +157,17 @@ def forgets_labels(mesh: Mesh) -> Case:
     return Case(case.model, case.batch, loss=lambda model, part: model(**part)[0])
 
 
+def two_terms(mesh: Mesh) -> Case:
+    """The mean over all labels, and one over some of them, which not every part has."""
+    case = tiny(mesh)
+
+    def loss(model: nn.Module, part: dict[str, Tensor]) -> Terms:
+        some = torch.where(part["labels"] % 5 == 0, part["labels"], -100)
+        return Terms(lm=model(**part), some=(*model(**{**part, "labels": some}), 0.5))
+
+    return Case(case.model, case.batch, loss=loss)
+
+
 def no_case(mesh: Mesh) -> Any:
     return nn.Linear(5, 3)
 
@@ -186,6 +198,12 @@ def test_a_right_case_passes_under_every_layout_and_says_how_nearly() -> None:
     assert data["title"] == "gradients of tiny under 3 layouts against one device, float64"
     assert [s["verdict"] for s in data["subjects"]] == [PASS] * 3
     assert "3 PASS, 0 BUG, 0 INCONCLUSIVE" in str(report)
+
+
+def test_a_loss_of_several_terms_passes() -> None:
+    report = verify(two_terms, "dp2 zero1; tp2 sp")
+    assert report.ok, str(report)
+    assert slopes.taylor_test(two_terms, "dp2 zero1").ok
 
 
 def test_layouts_may_be_a_list_and_one_device_is_a_layout_too() -> None:

@@ -25,8 +25,9 @@ from torch.utils import _pytree as tree
 from isograd.engine.batches import call
 from isograd.errors import VerifyError
 from isograd.mesh import Mesh
+from isograd.terms import Terms
 
-Loss = Callable[[nn.Module, Any], "Tensor | tuple[Tensor, Tensor | int | float]"]
+Loss = Callable[[nn.Module, Any], "Tensor | tuple[Tensor, Tensor | int | float] | Terms"]
 
 
 @dataclass
@@ -93,9 +94,16 @@ class Case:
             for a, b in ends
         ]
 
-    def mean(self, part: Any) -> tuple[Tensor, Tensor]:
-        """(mean loss of a part, its weight)."""
+    def terms(self, part: Any) -> Terms:
+        """The same of a loss with one weight: a single term."""
+        result = self.mean(part)
+        return result if isinstance(result, Terms) else Terms(loss=result)
+
+    def mean(self, part: Any) -> tuple[Tensor, Tensor] | Terms:
+        """(mean loss of a part, its weight), or the terms of its loss."""
         result = call(self.model, part) if self.loss is None else self.loss(self.model, part)
+        if isinstance(result, Terms):
+            return result
         if isinstance(result, tuple):
             return result[0], torch.as_tensor(result[1], dtype=torch.float64)
         rows = next(t.shape[0] for t in tree.tree_leaves(part) if isinstance(t, Tensor) and t.dim())

@@ -11,10 +11,12 @@ import runpy
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from functools import partial
+from functools import partial, reduce
+from operator import add
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -26,6 +28,7 @@ from isograd.layout import Layout
 from isograd.mesh import Mesh
 from isograd.pipeline import picture
 from isograd.pipeline.schedule import Action, Timed, build
+from isograd.terms import Terms
 from isograd.verify.case import Case
 from isograd.verify.compare.compare import compare
 from isograd.verify.compare.numerics import Associated, Noise
@@ -34,6 +37,9 @@ from isograd.verify.record.recording import VERSION, Recording, write_json
 from isograd.verify.tell.findings import INCONCLUSIVE, NOTE, Finding, Subject
 from isograd.verify.tell.report import Report
 from isograd.verify.watch.capture import Capture
+
+if TYPE_CHECKING:
+    from isograd.engine import Engine
 
 MakeCase = Callable[[Mesh], Case]
 # Members of the ensemble: parts that the batch is cut into, and terms into which every matrix product's sum is split.
@@ -170,15 +176,51 @@ def _train(made: Case, gradients: Callable[[], None], clip: Callable[[list[Tenso
 def _sum_of_parts(case: Case, parts: list[object], capture: Capture) -> None:
     with torch.no_grad():
         capture.active = False
-        total = sum(float(case.mean(part)[1]) for part in parts)
+        totals = sum_weights(case.terms(part) for part in parts)
         capture.active = True
-    value = 0.0
+    sums = dict.fromkeys(totals, 0.0)  # of coefficient * value * weight
     for part in parts:
-        loss, weight = case.mean(part)
-        if float(weight):
-            (loss * (weight / total).to(loss.dtype)).backward()
-            value += float(loss.detach().double()) * float(weight)
-    capture.event(Result(*capture.now, loss=value / total, weight=total))
+        terms = {name: term for name, term in case.terms(part).items() if float(term.weight)}
+        shares = [
+            t.value * torch.tensor(t.coefficient * float(t.weight) / totals[n], dtype=torch.float64).to(t.value.dtype)
+            for n, t in terms.items()
+            if t.coefficient
+        ]
+        if shares:
+            reduce(add, shares).backward()
+        for name, (value, weight, coefficient) in terms.items():
+            sums[name] += float(value.detach().double()) * float(weight) * coefficient
+    there = {name: total for name, total in totals.items() if total}
+    loss = sum(sums[name] / total for name, total in there.items())
+    capture.event(Result(*capture.now, loss=loss, weight=next(iter(there.values()))))
+
+
+def sum_weights(results: Iterable[Terms]) -> dict[str, float]:
+    """{name: weight} of several parts."""
+    totals: dict[str, float] = {}
+    for terms in results:
+        for name, term in terms.items():
+            totals[name] = totals.get(name, 0.0) + float(term.weight)
+    return totals
+
+
+def backwards(engine: Engine, case: Case, parts: Sequence[object], capture: Capture | None = None) -> None:
+    """The backwards of one step through isograd's engine, outside of pipelines. The weights of a loss of several terms
+    are counted before, by a pass without gradients, which `capture` does not see."""
+    for number, part in enumerate(parts):
+        result = case.mean(part)
+        if not isinstance(result, Terms):
+            engine.backward(*result)
+            continue
+        if not number:
+            if capture is not None:
+                capture.active = False
+            with torch.no_grad(), torch.random.fork_rng([]):
+                weights = sum_weights([result, *(case.terms(other) for other in parts[1:])])
+            if capture is not None:
+                capture.active = True
+            engine.begin(**weights)
+        engine.backward(result)
 
 
 def _on_layout(case: MakeCase | str, layout: str, dtype: torch.dtype, directory: str, norms: dict[int, float]) -> None:
@@ -219,8 +261,7 @@ def _on_layout(case: MakeCase | str, layout: str, dtype: torch.dtype, directory:
     with Capture(directory, steps=made.steps, activations=True) as capture:
         for _ in range(made.steps):
             if engine.pipeline is None:
-                for part in mine:
-                    engine.backward(*made.mean(part))
+                backwards(engine, made, mine, capture)
             else:
                 engine.accumulate(mine)
                 did = tuple((*t.action, t.start, t.end) for t in engine.pipeline.timeline)

@@ -20,7 +20,7 @@ from isograd.mesh import DATA, Mesh
 from isograd.verify import tolerances
 from isograd.verify.case import Case
 from isograd.verify.compare.numerics import direction, scale_of, slope_along
-from isograd.verify.prove import MakeCase, make, name_of, pieces_of
+from isograd.verify.prove import MakeCase, backwards, make, name_of, pieces_of
 from isograd.verify.tell.findings import BUG, Finding, Subject, kind
 from isograd.verify.tell.report import Report
 from isograd.verify.tell.wording import finding
@@ -62,8 +62,7 @@ def _measure(case: MakeCase | str, layout: str) -> dict[str, tuple[float, float]
     mesh = Mesh(layout)
     made = make(case, mesh, torch.float64)
     engine = Engine(made.model, mesh, made.optimizer)
-    for part in pieces_of(made, mesh):
-        engine.backward(*made.mean(part))
+    backwards(engine, made, pieces_of(made, mesh))
     gradients = {name: g.clone() for name, g in engine.grads()}
     parameters = {r.name: r.parameter for r in engine.table if r.parameter.requires_grad}
     measured = {}
@@ -88,11 +87,13 @@ def _everywhere(value: float, mesh: Mesh) -> float:
 
 
 def _loss(case: Case, mesh: Mesh) -> float:
-    """The step's loss: summed over all parts and data ranks, divided by all weights."""
-    total = torch.zeros(2, dtype=torch.float64, device=mesh.device)
+    """The step's loss: each term summed over all parts and data ranks, divided by its weight."""
+    sums: dict[str, Tensor] = {}
     for part in pieces_of(case, mesh):
-        mean, weight = case.mean(part)
-        if float(weight):
-            total += torch.stack([mean.detach().double() * weight, weight.double()]).to(mesh.device)
-    total = raw.all_reduce(total, mesh.group(DATA))
-    return float(total[0] / total[1])
+        for name, (mean, weight, coefficient) in case.terms(part).items():
+            found = sums.setdefault(name, torch.zeros(2, dtype=torch.float64, device=mesh.device))
+            if float(weight):
+                value = coefficient * float(mean.detach().double()) * float(weight)
+                found += torch.tensor([value, float(weight)], dtype=torch.float64, device=mesh.device)
+    total = raw.all_reduce(torch.stack([sums[name] for name in sorted(sums)]), mesh.group(DATA))
+    return float(sum(value / weight for value, weight in total.tolist() if weight))
