@@ -45,7 +45,8 @@ def load(engine: Engine, folder: Path, source: str | Path, beat: Callable[[str],
     What a step under way has gathered is dropped: it belongs to the parameters that are replaced.
     """
     mesh = engine.mesh
-    engine.discard()
+    if not all(told(engine.ledger.empty, mesh)):
+        state.drop_step(engine)
     mine = _together(engine, lambda: _choices(folder, source))
     choices = [Path(name) for name in told([str(place) for place in mine], mesh)[0]]  # as rank 0 sees them
     damaged = []

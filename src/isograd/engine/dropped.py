@@ -34,7 +34,10 @@ def mark_handled(ledger: Ledger) -> None:
 
 
 def is_dropped(ledger: Ledger) -> bool:
-    """Whether the program is handling the refusal of a step after which nothing has happened here."""
+    """Whether the program is handling the refusal of a step after which nothing has happened here. There is nothing to
+    drop, either, when no step is taken any more, which all ranks know or learn at their next step."""
+    if ledger.spoiled is not None and ledger.empty:
+        return True
     error = sys.exception()
     while error is not None:
         if getattr(error, _MARK, None) == (ledger, ledger.ended):

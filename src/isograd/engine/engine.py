@@ -342,7 +342,7 @@ class Engine:
                 self._optimized.step(self.ledger, scale * factor, totals.unused)
             except BaseException as error:
                 self._end(committed=False)
-                self.ledger.spoiled = headline(error)
+                self.ledger.spoiled = headline(mark(error, self.ledger))
                 raise
         if self.loss_scale:
             self.loss_scale.update(overflow=skipped)

@@ -423,6 +423,11 @@ def is_between_steps(engine: Engine) -> bool:
     return engine.ledger.empty and engine.ledger.spoiled is None
 
 
+def drop_step(engine: Engine) -> None:
+    """All ranks together: nothing of the step under way is left."""
+    engine._drop()
+
+
 @torch.no_grad()
 def settle(engine: Engine) -> None:
     """After tensors were read into parts: make equal again what this rank keeps twice."""

@@ -132,9 +132,10 @@ def refuse_failed(table: Table, ledger: Ledger, problem: str | None, quiet: bool
         return
     spoiled = (table.status == Status.SPOILED).nonzero().flatten().tolist()
     if spoiled:
+        ledger.spoiled = ledger.spoiled or f"learned of it from rank {spoiled[0]}"
         raise EngineError(
             "IG559",
-            f"the optimizer of rank {', '.join(map(str, spoiled))} raised in an earlier step",
+            "an optimizer raised in an earlier step",
             seen="; ".join(f"rank {rank}: {failed[rank]}" for rank in spoiled),
             expected="optimizers that step on every rank, or on none: what raised may have changed half of the "
             "parameters, and those of other ranks have changed",
