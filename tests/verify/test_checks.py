@@ -482,7 +482,7 @@ ELSEWHERE = {
 
 def test_every_check_is_planted() -> None:
     assert set(ELSEWHERE.values()) <= set(PROGRAMS)
-    assert {name for name, _, _, _ in TABLE} | {*ELSEWHERE, "shared_draws"} == set(CHECK)
+    assert {name for name, _, _, _ in TABLE} | {*ELSEWHERE, "shared_draws", "counted"} == set(CHECK)
 
 
 @pytest.mark.parametrize(

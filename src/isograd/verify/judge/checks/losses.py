@@ -23,7 +23,6 @@ def token_weights(analysis: Analysis) -> Iterator[Finding]:
     """Every valid label's gradient has the same weight, over all ranks and micro-batches of the step."""
     chosen = reference_tensor(analysis) if analysis.losses else None
     if chosen is None:
-        yield from _uncounted(analysis)
         return
     name, found = chosen
     share = shares(analysis, found)
@@ -40,8 +39,8 @@ def token_weights(analysis: Analysis) -> Iterator[Finding]:
             yield from _whole(analysis, calls, share)
 
 
-def _uncounted(analysis: Analysis) -> Iterator[Finding]:
-    """A note where a mean of means would not show: several micro-batches or ranks, and nothing in the loss counted."""
+def counted(analysis: Analysis) -> Iterator[Finding]:
+    """The labels of the loss are counted; where they are not, a note tells where the program can count them itself."""
     ranks = analysis.recording.ranks
     if analysis.step != analysis.recording.steps[0] or any(r.of(LabelWeight) or r.of(Mean) for r in ranks):
         return
