@@ -18,7 +18,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -38,7 +37,7 @@ from isograd.engine.fit import refuse_unfit
 from isograd.engine.ledger import Leave, Ledger, State
 from isograd.engine.plan import make_plan, slot_of
 from isograd.engine.precision import LossScale
-from isograd.engine.shares import Mean
+from isograd.engine.stats import Stats
 from isograd.engine.totals import Status, Table, Totals, used_anywhere
 from isograd.engine.tree import total
 from isograd.engine.units import Units, homes, repeated_blocks
@@ -51,18 +50,6 @@ from isograd.pipeline import Pipeline
 from isograd.stored import Stored, Weights
 from isograd.tallies import Tallies
 from isograd.terms import Terms
-
-
-@dataclass(frozen=True)
-class Stats:
-    """What one step did; equal on all ranks."""
-
-    loss: float  # sum of weighted losses / global weight: the number that was optimized
-    grad_norm: float  # of the mean gradient, before clipping
-    weight: float  # global: all tokens (rows, ...) of the step; of several terms, the first one's that has any
-    skipped: bool  # the norm was not finite: no rank stepped
-    loss_scale: float
-    terms: Mapping[str, Mean] = field(default_factory=dict)  # of a step of several; `loss` is their weighted sum
 
 
 class Engine:
