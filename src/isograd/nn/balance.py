@@ -107,6 +107,7 @@ def _load(route: Route, here: Rows, layer: MoE) -> Tensor:
     """E N_i / (k T) of each row's scope, [T, experts] or [experts]: 1 for an expert with an even share."""
     options = layer.options
     if options.balance == "sequence":
+        assert route.counts is not None
         return relative(route.counts)[here.sequence]
     if options.balance == "lagged":
         assert layer.counts_before is not None

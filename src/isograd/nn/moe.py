@@ -135,7 +135,8 @@ class MoE(nn.Module):
         options, k = self.options, self.options.per_token
         indices = routing.choose(scores, options, self.choice_bias)
         kept = here.real[:, None].expand(-1, k)
-        counts = here.counts(indices, options.number)
+        wants_counts = options.balance == "sequence" and self.training
+        counts = here.counts(indices, options.number) if wants_counts else None
         slots = options.slots_of(here.length)
         if slots is not None:
             kept = kept & here.mine(routing.within_capacity(here.whole(indices), slots))

@@ -121,7 +121,7 @@ class Route:
     indices: Tensor  # int64 [T, k]: the experts of each token, in the order of falling scores
     order: Tensor  # int64 [slots]: token * k + place, by expert; slots that are dropped are not there
     ends: list[int]  # where the slots of each expert here end
-    counts: Tensor  # int64 [sequences, experts]: how often whole sequences chose each expert
+    counts: Tensor | None  # int64 [sequences, experts]: how often whole sequences chose each expert, if it is used
     sent: Sent | None = None  # None: all experts are here
 
 
