@@ -1,7 +1,7 @@
 """The engine's plan, made once: which rows of which parameter each rank owns, and which travel together.
 
-The owners of a parameter's rows are the ranks that hold copies of it: its contract's data axes. Those of routed experts
-are other ranks than those of everything else, so no bucket holds both.
+The owners of a parameter's rows are the ranks that hold copies of it: its contract's data axes. Where those of routed
+experts are other ranks than those of everything else, no bucket holds both.
 
 A row cut is a pure function of the parameter's name, its local shape and the number of owners. Members that must add
 shards to each other (tp replicas, ties between stages) therefore hold the same rows by construction; the plan's
