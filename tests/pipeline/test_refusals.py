@@ -283,13 +283,24 @@ def step_with(layout: str, middle: str) -> None:
 def fail_in_turn(directory: str) -> list[str]:
     """Each failure in a world of its own, in the same processes: who leaves must have left."""
     rank, said = int(os.environ["RANK"]), []
-    for number, (layout, middle) in enumerate(FAILURES):
+
+    def join_anew(number: int) -> None:
         raw.leave()
         place = os.path.join(directory, str(number))
         os.makedirs(place, exist_ok=True)
         raw.join(rank, 4, place)
+
+    for number, (layout, middle) in enumerate(FAILURES):
+        join_anew(number)
         said.append(told(step_with, layout, middle))
+    join_anew(len(FAILURES))
+    group = Mesh("dp4").group("dp")
+    raw.leave()
+    said.append(told(raw.all_reduce, torch.ones(1), group))
     return said
+
+
+AFTERWARDS = "afterwards"
 
 
 @pytest.fixture(scope="module")
@@ -298,7 +309,7 @@ def failures(worlds, tmp_path_factory) -> dict[tuple[str, str], list[str]]:
     world = worlds(4)
     said = world.run(fail_in_turn, str(tmp_path_factory.mktemp("failures")), timeout=LIMIT)
     world.close(kill=True)  # the next test gets a world that nobody has left
-    return {case: [rank[number] for rank in said] for number, case in enumerate(FAILURES)}
+    return {case: [rank[number] for rank in said] for number, case in enumerate([*FAILURES, ("dp4", AFTERWARDS)])}
 
 
 @pytest.mark.parametrize(("layout", "middle"), [case for case in FAILURES if "dp" not in case[0]])
@@ -312,6 +323,10 @@ def test_a_failing_stage_is_told_by_all_and_hangs_nobody(failures, layout: str, 
             done = "RuntimeError" in text and "Connection" in text  # it had done its part, and waited in engine.step
             assert waited or (done and rank > at_fault[0]), (rank, text)
             assert done or f"rank {rank} (pp{rank})" in text
+
+
+def test_a_collective_after_the_connections_were_closed_says_that_the_run_is_over(failures) -> None:
+    assert all("IG207" in text and "resume" in text for text in failures["dp4", AFTERWARDS])
 
 
 def test_the_other_data_ranks_of_a_failing_pipeline_do_not_hang(failures) -> None:

@@ -95,6 +95,7 @@ def leave() -> None:
     """Close the connections, which ends the waits of other ranks. They stay open while anything refers to them."""
     for group in _given:
         group.handle = None
+        _left.add(group)
     _made.clear()
     _ranges.clear()
     if dist.is_initialized():
@@ -136,6 +137,7 @@ def device() -> torch.device:
 # Process groups of the running world, by members: each costs sockets and threads, and meshes come and go.
 _made: dict[tuple[str, tuple[int, ...]], Any] = {}
 _given: WeakSet[Group] = WeakSet()  # every group that was given away
+_left: WeakSet[Group] = WeakSet()  # those whose connections were closed
 
 
 def new_group(
@@ -212,6 +214,14 @@ def native(group: Group) -> bool:
 
 
 def _handle(group: Group, control: bool = False) -> Any:
+    if group in _left:
+        raise CommError(
+            "IG207",
+            f"a collective over {group.axes!r} was called after this rank had left its world",
+            seen="a stage of a pipeline failed here or elsewhere, and closed the connections of its rank",
+            expected="the end of this run: the other stages cannot know where this one stopped",
+            fix="end the processes, and resume from the last checkpoint",
+        )
     if group.handle is None:
         raise CommError(
             "IG201",

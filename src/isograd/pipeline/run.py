@@ -204,12 +204,8 @@ class _Step:
         if action.kind == "B":
             del self.held[action[1:]]
         else:
-            held.inputs, held.outputs, held.loss, held.terms = (
-                [],
-                [],
-                None,
-                None,
-            )  # W needs what was noted, and no graph
+            held.inputs, held.outputs = [], []  # W needs what was noted, and no graph
+            held.loss = held.terms = None
 
     def _weights(self, action: Action, _: list[Tensor]) -> None:
         assert self._autograd is not None
