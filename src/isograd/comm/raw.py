@@ -217,9 +217,7 @@ def _handle(group: Group, control: bool = False) -> Any:
     if group in _left:
         raise CommError(
             "IG207",
-            f"a collective over {group.axes!r} was called after this rank had left its world",
-            seen="a stage of a pipeline failed here or elsewhere, and closed the connections of its rank",
-            expected="the end of this run: the other stages cannot know where this one stopped",
+            f"a collective over {group.axes!r} after a stage of a pipeline failed and closed this rank's connections",
             fix="end the processes, and resume from the last checkpoint",
         )
     if group.handle is None:
