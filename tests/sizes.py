@@ -33,6 +33,7 @@ MEDIUM = {
     "checkpoint/test_hugging": "every_family a_model_of_transformers",
     "checkpoint/test_command": "diff inspect convert",
     "checkpoint/test_damage": "damage_that_one_rank",
+    "plan/test_rehearse": "",
     "pipeline/test_refusals": "real_processes a_failing_stage fewer_micro",
     "sequence/test_hugging": "the_verifier_proves and_so_it_has",
     "train/test_command": "",

@@ -26,7 +26,7 @@ from isograd.errors import ConfigError, IsogradError, LaunchError, did_you_mean
 if TYPE_CHECKING:
     from isograd.verify.tell.report import Report
 
-COMMANDS = ("new", "recipes", "train", "compare", "config", "data", "ckpt", "explain", "verify")
+COMMANDS = ("new", "recipes", "train", "compare", "config", "data", "ckpt", "explain", "rehearse", "verify")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -83,6 +83,10 @@ def _command_of(first: list[str]) -> Callable[[list[str], type[_Parser]], int] |
         from isograd.checkpoint.command import main as ckpt
 
         return ckpt
+    if first[:1] == ["rehearse"]:
+        from isograd.train.rehearse import rehearse
+
+        return rehearse
     if first[:1] in (["train"], ["compare"], ["config"]):
         from isograd.train import command
 
@@ -135,6 +139,7 @@ def _parser() -> _Parser:
     )
     listed.set_defaults(run=_recipes, parser=listed)
     commands.add_parser("train", help="train by a config: see 'isograd train --help'")
+    commands.add_parser("rehearse", help="one step on imagined ranks of any layout, and what they send")
     commands.add_parser("compare", help="the same run under several layouts: losses, speed, memory, bytes")
     commands.add_parser("config", help="show a config's values and their origins, or the schema")
     commands.add_parser("data", help="text into token shards; inspect, verify: see 'isograd data --help'")

@@ -67,6 +67,10 @@ class LaunchError(CommError):
         return self.cause.exit_code if self.cause is not None else 1
 
 
+class PlanError(IsogradError):
+    """IG27x: a program that cannot be rehearsed, or whose rehearsal found it wrong."""
+
+
 class ContractError(IsogradError):
     """IG3xx: a parameter whose debts are not declared, or declared wrongly."""
 

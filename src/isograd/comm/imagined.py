@@ -3,9 +3,9 @@
 Messages go nowhere. What this rank would receive is answered here:
 
     data      zeros. Only their shapes matter to a program that does not decide by them.
-    control   (raw.py marks it: notes, counts, fingerprints, totals) what the sender said, if it has been imagined
-              before in the same `World`; else what another rank of its pipeline stage said; else what this rank says to
-              it, as in a world in which all ranks agree.
+    control   (raw.py marks it: notes, counts, fingerprints, totals) what this rank says to the sender, as in a world in
+              which all ranks agree. Of a sender of another pipeline stage: what it said, if it has been imagined before
+              in the same `World`; else what another rank of its stage said; else what this rank says.
 
 Ranks of a pipeline say different things (how many parameters they hold, what they pass on), so they are imagined one
 after the other in one `World`, which remembers what each stage said. The first ranks of a round hear guesses of what
@@ -88,7 +88,8 @@ class Line:
         count = me.number("from", rank, self.axes, self.purpose, tag)
         (tensor,) = tensors
         names = self.axes, self.purpose, tag, count
-        keys = (rank, here, *names), (~there, here, *names), (me.rank, there, *names)
+        mine = (me.rank, there, *names)
+        keys = (mine,) if here == there else ((rank, here, *names), (~there, here, *names), mine)
         return _Promised(tensor, keys, self, rank)
 
 
@@ -107,9 +108,9 @@ ARRIVED = Arrived()
 
 
 class _Promised(Arrived):
-    """A control message, which arrives when it is waited for. `keys`: the sender's, its stage's, this rank's words."""
+    """A control message, which arrives when it is waited for. `keys`: whose words, the best first."""
 
-    def __init__(self, into: torch.Tensor, keys: tuple[Key, Key, Key], line: Line, sender: int) -> None:
+    def __init__(self, into: torch.Tensor, keys: tuple[Key, ...], line: Line, sender: int) -> None:
         self._into, self._keys, self._line, self._sender = into, keys, line, sender
 
     def wait(self) -> None:

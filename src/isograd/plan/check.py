@@ -1,0 +1,165 @@
+"""Whether records of ranks fit together: every check is made from what was recorded, and compared with contracts.
+
+messages    what one rank sends to another is what that one receives from it, in the same order, in the same call
+waits       no ranks wait for each other in a circle, when each does what its record says in that order
+debts       every gradient goes to each owner of its rows once, and is summed once over each group that it owes
+norm        each element of a gradient is counted on the rank that stands for its replicas
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from isograd.comm.record import Entry, Message
+from isograd.plan.rehearse import Rank
+
+GRADIENTS = "gradients"  # the purpose of the connections on which gradients go to the owners of their rows
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that does not fit, named."""
+
+    kind: str  # "messages", "waits", "debts" or "norm"
+    what: str
+
+
+Stream = tuple[str, str, int, int, int]  # axes, purpose, tag; the sender and the receiver
+Sent = tuple[Message, Entry, int]  # with the place of the entry
+
+
+def check(ranks: Sequence[Rank]) -> list[Finding]:
+    """What does not fit together in the records of these ranks; the first finding of each pair of ranks."""
+    sent, received = _streams(ranks)
+    found = [*_messages(sent, received), *(f for rank in ranks for f in (*_debts(rank), *_norm(rank)))]
+    return found or list(_waits(ranks, sent, received))
+
+
+def _streams(ranks: Sequence[Rank]) -> tuple[dict[Stream, list[Sent]], dict[Stream, list[Sent]]]:
+    """The messages between the ranks that were imagined, in the order in which each end asks for them."""
+    sent: dict[Stream, list[Sent]] = {}
+    received: dict[Stream, list[Sent]] = {}
+    known = [rank.rank for rank in ranks]
+    places: dict[int, list[tuple[int, int]]] = {}  # of the known ranks among the members of a group
+    for rank in ranks:
+        for number, entry in enumerate(rank.entries):
+            key = id(entry.ranks)
+            if key not in places:
+                members = {member: i for i, member in enumerate(entry.ranks)}
+                places[key] = [(members[r], r) for r in known if r in members]
+            for i, peer in places[key]:
+                name = entry.axes, entry.purpose, entry.tag
+                for message in entry.sent[i]:
+                    sent.setdefault((*name, rank.rank, peer), []).append((message, entry, number))
+                for message in entry.received[i]:
+                    received.setdefault((*name, peer, rank.rank), []).append((message, entry, number))
+    return sent, received
+
+
+def _messages(sent: dict[Stream, list[Sent]], received: dict[Stream, list[Sent]]) -> Iterator[Finding]:
+    told = set()
+    for stream in dict.fromkeys([*sent, *received]):
+        axes, _, _, source, target = stream
+        out, into = sent.get(stream, []), received.get(stream, [])
+        for number in range(max(len(out), len(into))):
+            a, b = (side[number] if number < len(side) else None for side in (out, into))
+            if a and b and a[0][:2] == b[0][:2] and _same_call(a[1], b[1]):
+                continue
+            if (source, target) not in told:
+                told.add((source, target))
+                what = f"message {number} over {axes!r} from rank {source} to rank {target}: "
+                yield Finding("messages", what + f"sent is {_said(a)}; received is {_said(b)}")
+            break
+
+
+def _same_call(a: Entry, b: Entry) -> bool:
+    """The same collective on both ends; sends and receives have different names."""
+    paired = {"send_start", "receive_start"}
+    return {a.operation, b.operation} <= paired or (a.operation, a.site) == (b.operation, b.site)
+
+
+def _said(one: Sent | None) -> str:
+    if one is None:
+        return "nothing"
+    (numel, dtype, _), entry, _ = one
+    return f"{numel} elements of {str(dtype)[6:]} by {entry.operation} in {entry.site}"
+
+
+def _debts(rank: Rank) -> Iterator[Finding]:
+    away: dict[str, Counter[int]] = {name: Counter() for name in rank.debts}  # elements, by the rank they go to
+    sums: dict[str, Counter[tuple[int, ...]]] = {name: Counter() for name in rank.debts}
+    for entry in rank.entries:
+        if entry.control:
+            continue
+        adds = entry.operation.startswith("all_reduce") and not entry.operation.endswith("all_gather")
+        here: set[str] = set()
+        for peer, messages in zip(entry.ranks, entry.sent, strict=True):
+            for message in messages:
+                for name, size in message.content or ():
+                    if name in away and entry.purpose == GRADIENTS:
+                        away[name][peer] += size
+                    elif name in away and adds:
+                        here.add(name)
+        for name in here:
+            sums[name][entry.ranks] += 1
+    for name, debt in rank.debts.items():
+        wrong = sorted(set(away[name]) - set(debt.data))
+        total, due = sum(away[name].values()), debt.elements - debt.own
+        if wrong or total != due:
+            what = f"goes to ranks {wrong[:8]}, which hold no copy" if wrong else _times(total, due)
+            yield Finding("debts", f"rank {rank.rank}: the gradient of {name!r} {what} over the data axes")
+        beyond = debt.beyond if debt.own else ()  # a rank that owns no row has nothing to sum
+        if sums[name] != Counter(beyond):
+            seen = ", ".join(f"{n} times over ranks {_short(g)}" for g, n in sums[name].items()) or "over no group"
+            owed = ", ".join(f"once over {_short(g)}" for g in beyond) or "over none"
+            yield Finding("debts", f"rank {rank.rank}: the gradient of {name!r} is summed {seen}; it owes {owed}")
+
+
+def _times(total: int, due: int) -> str:
+    if not total:
+        return "is never sent to the owners of its rows"
+    return f"is sent {total / due:g} times" if due else f"is sent ({total} elements) and has no other owner"
+
+
+def _short(group: Sequence[int]) -> str:
+    return str(list(group)) if len(group) <= 6 else f"[{group[0]}, {group[1]}, ... {group[-1]}]"
+
+
+def _norm(rank: Rank) -> Iterator[Finding]:
+    for name, debt in rank.debts.items():
+        due, seen = debt.own if debt.counted else 0, rank.normed.get(name, 0)
+        if due != seen:
+            yield Finding("norm", f"rank {rank.rank}: of {name!r} {seen} elements are in the norm, {due} should be")
+
+
+def _waits(
+    ranks: Sequence[Rank], sent: dict[Stream, list[Sent]], received: dict[Stream, list[Sent]]
+) -> Iterator[Finding]:
+    """Each rank does what its record says, in that order. A message is there when both ends have asked for it."""
+    other: dict[tuple[int, int], set[tuple[int, int]]] = {}  # (rank, entry) -> entries of others it meets
+    for stream, out in sent.items():
+        for (_, _, a), (_, _, b) in zip(out, received.get(stream, []), strict=False):
+            source, target = stream[3:]
+            other.setdefault((source, a), set()).add((target, b))
+            other.setdefault((target, b), set()).add((source, a))
+    at = {rank.rank: 0 for rank in ranks}
+    started: set[tuple[int, int]] = set()
+    moved = True
+    while moved:
+        moved = False
+        for rank in ranks:
+            while at[rank.rank] < len(rank.events):
+                kind, place = rank.events[at[rank.rank]]
+                if kind == "starts":
+                    started.add((rank.rank, place))
+                elif not other.get((rank.rank, place), set()) <= started:
+                    break
+                at[rank.rank] += 1
+                moved = True
+    for rank in ranks:
+        if at[rank.rank] < len(rank.events):
+            place = rank.events[at[rank.rank]][1]
+            missing = sorted({r for r, _ in other[rank.rank, place] - started})
+            yield Finding("waits", f"rank {rank.rank} waits for ranks {missing} in {rank.entries[place]}, forever")

@@ -1,0 +1,147 @@
+"""`isograd rehearse CONFIG`: one step of a run's program on imagined ranks, before anybody spends a cluster on it.
+
+isograd rehearse llama-70b.yaml --layout "dp128 tp8 sp pp16 zero1"
+
+Nothing is read but the config: tokens are zeros, and values have no memory. See docs/rehearse.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from isograd.errors import ConfigError, PlanError
+from isograd.layout import Layout
+
+if TYPE_CHECKING:
+    from isograd.engine import Engine
+    from isograd.mesh import Mesh
+    from isograd.plan.rehearse import Build, Rank
+    from isograd.train.config import Config
+
+SHOWN = 12  # findings
+
+
+def rehearse(words: list[str], kind: type[argparse.ArgumentParser]) -> int:
+    """`isograd rehearse`: run the program of each kind of rank, and check what they send; the exit code."""
+    parser = kind(
+        prog="isograd rehearse", allow_abbrev=False,
+        description="Run one step of a run's program on imagined ranks, without their memory, and check that every "
+        "message has its other end, that no ranks wait in a circle, and that every gradient is summed once over its "
+        "ranks.",
+    )  # fmt: skip
+    parser.add_argument("config", help="a config of 'isograd train'")
+    parser.add_argument("--layout", help="in place of the config's, for example 'dp128 tp8 sp pp16 zero1'")
+    parser.add_argument("--world", type=int, metavar="N", help="the number of ranks, to check the layout against")
+    parser.add_argument("--micro-batches", type=int, metavar="N", help="in place of the config's")
+    options = parser.parse_args(words)
+    config, layout = _read(options)
+    from isograd.plan.check import check
+    from isograd.plan.rehearse import rehearse as run
+
+    began = time.monotonic()
+    ranks = run(_build(config, layout, options.micro_batches or config.micro_batches), layout)
+    print(table(ranks, layout))
+    findings = check(ranks)
+    took = f"{time.monotonic() - began:.0f} s"
+    if not findings:
+        print(f"\nfits together: {len(ranks)} of {layout.world_size} ranks were imagined, in {took}")
+        return 0
+    lines = [f"{finding.kind}: {finding.what}" for finding in findings[:SHOWN]]
+    more = len(findings) - SHOWN
+    raise PlanError(
+        "IG271", "this program does not fit together",
+        seen="\n            ".join(lines + ([f"and {more} more"] if more > 0 else [])),
+        expected="both ends of every message, no circle of waits, every debt paid once, every element in the norm once",
+    )  # fmt: skip
+
+
+def _read(options: argparse.Namespace) -> tuple[Config, Layout]:
+    from isograd.train.reading import load
+
+    dotted = ["--layout", options.layout] if options.layout else []
+    layout = Layout.parse(options.layout) if options.layout else None
+    if layout is not None:  # a batch that does not divide is the config's mistake, not this layout's
+        dotted += _batch(options.config, layout)
+    config = load(options.config, dotted).config
+    layout = layout or Layout.parse(config.layout)
+    if options.world is not None and options.world != layout.world_size:
+        fits = "; ".join(str(fit) for fit in layout.fits(options.world))
+        raise ConfigError(
+            "IG600", f"layout {str(layout)!r} needs {layout.world_size} ranks", seen=f"--world {options.world}",
+            expected=f"--world {layout.world_size}", fix=f"one of these fits {options.world}: {fits}" if fits else None,
+        )  # fmt: skip
+    if options.micro_batches is not None and options.micro_batches < 1:
+        raise ConfigError("IG600", "--micro-batches must be at least 1", seen=options.micro_batches)
+    if config.data is None:
+        raise PlanError(
+            "IG270", "pairs cannot be rehearsed", seen="`pairs` in the config", expected="a language model: `data`"
+        )
+    return config, layout
+
+
+def _batch(path: str, layout: Layout) -> list[str]:
+    """--batch, where the config's batch is too small for this many data ranks: one sequence for each micro-batch."""
+    from isograd.train.reading import load
+
+    config = load(path).config
+    rows, rest = divmod(config.batch, layout.dp)
+    if not rest and rows >= config.micro_batches:
+        return []
+    batch = layout.dp * config.micro_batches
+    print(f"batch {config.batch} does not fit {str(layout)!r}: rehearsed with batch {batch}", file=sys.stderr)
+    return ["--batch", str(batch)]
+
+
+def _build(config: Config, layout: Layout, micro_batches: int) -> Build:
+    import torch
+
+    from isograd import random
+    from isograd.models import Transformer
+    from isograd.plan.rehearse import without_memory
+    from isograd.train.job import DTYPES, engine_of
+    from isograd.train.language import model_config
+
+    assert config.data is not None
+    described, length, rows = model_config(config.model), config.data.length, config.batch // layout.dp
+
+    def build(mesh: Mesh) -> tuple[Engine, Any, int]:
+        model = Transformer(described, mesh, dtype=DTYPES[config.model.dtype], device="meta")
+        model.recompute = config.model.recompute
+        engine = engine_of(config, without_memory(model), mesh)
+        tokens = torch.zeros(rows, length, dtype=torch.int64)
+        batch = {"tokens": tokens, "labels": tokens, "samples": torch.arange(rows), "key": random.key(0, "dropout", 0)}
+        return engine, batch, micro_batches
+
+    return build
+
+
+def table(ranks: list[Rank], layout: Layout) -> str:
+    """Per kind of rank: messages, bytes by axes, and what a rank holds."""
+    from isograd.plan.rehearse import kinds
+
+    lines = [f"{layout!s}: {layout.world_size} ranks"]
+    for number, kind in enumerate(kinds(ranks), 1):
+        one = kind[0]
+        sent: dict[str, int] = {}
+        for entry in one.entries:
+            sent[entry.axes] = sent.get(entry.axes, 0) + entry.bytes
+        messages = sum(len(pieces) for entry in one.entries for pieces in entry.sent)
+        held = f"parameters {_size(one.parameters)}, gradients {_size(one.gradients)}, states {_size(one.states)}"
+        moved = ", ".join(f"{axes} {_size(count)}" for axes, count in sorted(sent.items()) if count)
+        lines += [
+            f"\nkind {number}: {one.where}" + (f" and {len(kind) - 1} more" if len(kind) > 1 else ""),
+            f"  holds     {held}",
+            f"  sends     {messages} messages: {moved}",
+        ]
+    return "\n".join(lines)
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "KB", "MB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} GB"

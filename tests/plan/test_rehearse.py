@@ -1,0 +1,132 @@
+"""A rehearsal passes a right program, and names what is planted in a wrong one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from isograd.comm import raw
+from isograd.engine import Engine
+from isograd.engine.ledger import Ledger
+from isograd.errors import PlanError
+from isograd.layout import Layout
+from isograd.mesh import Mesh
+from isograd.models import Transformer, TransformerConfig
+from isograd.plan.check import check
+from isograd.plan.rehearse import Rank, kinds, rehearse, without_memory
+from isograd.plan.shapes import shapes
+from tests.comm.test_imagined import comparable, imagined_ranks
+
+CONFIG = TransformerConfig(vocab=102, hidden=96, layers=2, heads=4, kv_heads=2, mlp=200, qk_norm=True, tied=True)
+
+
+def build(mesh: Mesh) -> tuple[Engine, Any, int]:
+    """Activations and matrices of this model are large for SIZE, norms are not."""
+    model = without_memory(Transformer(CONFIG, mesh, device="meta"))
+    engine = Engine(model, mesh, lambda ps: torch.optim.AdamW(ps, fused=True), clip=1.0, bucket_mb=0.025)
+    tokens = torch.zeros(4, 32, dtype=torch.int64)
+    return engine, (tokens, tokens), 2 if mesh.size("pp") > 1 else 1
+
+
+SIZE = 8000  # more than a bucket of small parameters has
+
+
+def step(layout: str) -> list[Rank]:
+    return rehearse(build, Layout.parse(layout), large=SIZE)
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer")
+@pytest.mark.parametrize("layout", ["tp2 sp"])
+def test_a_rank_without_memory_sends_what_one_with_memory_does(layout: str) -> None:
+    whole = imagined_ranks(layout)
+    with shapes(200):
+        hollow = imagined_ranks(layout)
+    assert [comparable(record) for record in hollow] == [comparable(record) for record in whole]
+
+
+@pytest.mark.parametrize("layout", ["dp3", "dp2 tp2 sp zero1", "cp2 ulysses tp2 zero2", "dp2 pp2 zero1"])
+def test_a_right_program_passes(layout: str) -> None:
+    ranks = step(layout)
+    assert check(ranks) == []
+    assert all(rank.debts and rank.parameters and rank.states for rank in ranks)
+
+
+def test_kinds_are_ranks_with_equal_programs() -> None:
+    ranks = step("pp2")
+    assert [[rank.rank for rank in kind] for kind in kinds([*ranks, ranks[0]])] == [[0, 0], [1]]
+
+
+def test_zero3_is_refused() -> None:
+    with pytest.raises(PlanError, match="IG270"):
+        step("dp2 zero3")
+
+
+def test_a_missing_reduction_is_named(monkeypatch) -> None:
+    pay = Ledger._pay
+    monkeypatch.setattr(Ledger, "_pay", lambda self, axes, slots, due: pay(self, axes, slots[1:], due))
+    found = check(step("tp2 sp"))
+    assert {f.kind for f in found} == {"debts"}
+    assert "the gradient of 'blocks.0.attention" in found[0].what
+    assert "over no group; it owes once over [0, 1]" in found[0].what
+
+
+def test_a_doubled_reduction_is_named(monkeypatch) -> None:
+    pay = Ledger._pay
+
+    def twice(self: Ledger, axes: str, slots: Any, due: Any) -> None:
+        pay(self, axes, slots, due)
+        pay(self, axes, slots[:1], due)
+
+    monkeypatch.setattr(Ledger, "_pay", twice)
+    found = check(step("tp2 sp"))
+    assert "summed 2 times over ranks [0, 1]; it owes once over [0, 1]" in found[0].what
+
+
+def test_a_wrong_group_is_named(monkeypatch) -> None:
+    pay = Ledger._pay
+    monkeypatch.setattr(Ledger, "_pay", lambda self, axes, slots, due: pay(self, "dp cp", slots, due))
+    found = [f.what for f in check(step("dp2 tp2 sp")) if f.kind == "debts"]
+    assert found[0].startswith("rank 0: the gradient of 'blocks.0")
+    assert found[0].endswith("is summed 1 times over ranks [0, 2]; it owes once over [0, 1]")
+
+
+def test_a_swapped_order_is_named(monkeypatch) -> None:
+    """Rank 1 sums the two halves of what it owes in another order."""
+    pay = Ledger._pay
+
+    def halves(self: Ledger, axes: str, slots: Any, due: Any) -> None:
+        parts = [slots[:3], slots[3:]]
+        for part in parts if self.mesh.rank == 0 else parts[::-1]:
+            pay(self, axes, part, due)
+
+    monkeypatch.setattr(Ledger, "_pay", halves)
+    (finding, *_) = check(step("tp2 sp"))
+    assert finding.kind == "messages"
+    assert "from rank 0 to rank 1" in finding.what
+    assert "all_reduce in engine/ledger.py:_pay" in finding.what
+
+
+def test_ranks_that_wait_for_each_other_in_a_circle_are_named(monkeypatch) -> None:
+    """Both ranks first wait for the other's message, and then send their own."""
+
+    def program(mesh: Mesh) -> tuple[Engine, Any, int]:
+        made = build(mesh)
+        group, peer, x = mesh.group("dp"), 1 - mesh.index("dp"), torch.zeros(3)
+        raw.receive_start([torch.zeros(3)], group, peer).wait()
+        raw.send_start([x], group, peer).wait()
+        return made
+
+    found = check(rehearse(program, Layout.parse("dp2")))
+    assert [f.kind for f in found] == ["waits", "waits"]
+    assert "rank 0 waits for ranks [1] in receive_start over 'dp'" in found[0].what
+
+
+def test_a_norm_that_counts_a_replica_is_named(monkeypatch) -> None:
+    from isograd.engine import norm
+
+    monkeypatch.setattr(norm, "counted", lambda slots, mesh: list(slots))
+    found = check(step("tp2 sp"))
+    assert {f.kind for f in found} == {"norm"}
+    assert found[0].what.startswith("rank 1: of 'blocks.0")
