@@ -102,7 +102,7 @@ class Flights:
         self._with_block = 0
 
     def launch(self, bucket: Bucket, gradients: Pieces) -> None:
-        """Send a bucket's gradients to the owners of their rows; `sums` notes a NaN in them."""
+        """Send a bucket's gradients to the owners of their rows; `total` notes a NaN in them."""
         self.sent.append(bucket)
         self._in_pass += 1
         self._with_block += 1
