@@ -173,7 +173,9 @@ class Inputs:
         if bool(table[:, 1].any()):
             self._refuse_wrong()
         layout = self.mesh.layout
-        for peers in dict.fromkeys(layout.ranks(self._peers, rank) for rank in range(layout.world_size)):
+        size = self.mesh.size(self._peers)
+        firsts = range(0, layout.world_size, size) if size > 1 else ()  # tp is innermost, and cp lies around it
+        for peers in (layout.ranks(self._peers, rank) for rank in firsts):
             digests = table[list(peers), 0]
             if bool((digests != digests[0]).any()):
                 raise EngineError(
