@@ -33,6 +33,9 @@ LAYOUTS = {
     "smollm": "dp2 pp2",
     "mistral": "cp2 ulysses tp2",
     "qwen3": "tp4 sp",
+    "mixtral": "dp4 ep2 zero3",
+    "qwen3-moe": "dp2 tp2 sp ep4 zero1",
+    "olmoe": "pp2 tp2",
 }
 SHARD = 30e-6  # of 30 kB
 
