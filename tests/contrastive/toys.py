@@ -59,7 +59,7 @@ class Decoder(Transformer):
         places, rank = places_for(LENGTH, len(tokens), self.mesh), self.mesh.index("cp")
         stream = self._stream(places, tokens, KEY, samples, None)
         x = stream.dropout(self.embed(places.shard(tokens, rank).reshape(-1)), self.config.dropout, self.mesh, "embed")
-        x = self.norm(self._body(x, stream, self.parts[0]))
+        x = self.norm(self._body(x, stream, self.parts[0])[0])
         weights = places.shard(torch.ones(tokens.shape) / LENGTH, rank)
         return pool(x, weights, self.mesh)
 
