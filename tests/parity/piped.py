@@ -208,8 +208,8 @@ def message_ways() -> dict[str, Callable[[Broken], Broken]]:
     """Of what is received from a neighbour: (tensors, group, peer, tag) -> a handle. Headers are left as they are."""
 
     def landed(f: Broken, change: Callable[[torch.Tensor], torch.Tensor]) -> Broken:
-        def broken(tensors: Any, group: Group, peer: int, *tag: int) -> Handle:
-            handle = f(tensors, group, peer, *tag)
+        def broken(tensors: Any, group: Group, peer: int, *tag: int, **more: Any) -> Handle:
+            handle = f(tensors, group, peer, *tag, **more)
 
             def finish() -> None:
                 handle.wait()

@@ -31,7 +31,7 @@ def _other_group(group: Group) -> Group:
 def regrouped(kind: str) -> Callable[[Broken], Broken]:
     """The same call over the wrong group."""
     if kind == "gather_list":
-        return lambda f: lambda x, group: _repeated(f(x, _other_group(group)), group.size)
+        return lambda f: lambda x, group, **more: _repeated(f(x, _other_group(group), **more), group.size)
     if kind == "all_reduce":
         return lambda f: lambda x, group: sum(_of_others(x, group))
     if kind == "reduce_rows":
