@@ -5,6 +5,7 @@ Each test names the row of the list of failures (A1 ... A19) that it closes.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -680,3 +681,12 @@ def hook_before_the_step(zero: int) -> str:
 def test_hooks_before_the_step_are_refused_where_they_would_see_rows(worlds) -> None:
     assert worlds(2).run(hook_before_the_step, 1) == ["IG546"] * 2
     assert worlds(2).run(hook_before_the_step, 0) == [""] * 2
+
+
+def test_a_refusal_holds_no_model() -> None:
+    """It says which step was dropped by numbers, and crosses processes as any error does."""
+    engine = Engine(torch.nn.Linear(64, 64), Mesh("1"), toys.sgd)
+    with pytest.raises(IsogradError) as caught:
+        engine.step()
+    assert len(pickle.dumps(caught.value)) < 4000
+    engine.discard()

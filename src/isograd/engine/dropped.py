@@ -22,7 +22,7 @@ E = TypeVar("E", bound=BaseException)
 def mark(error: E, ledger: Ledger) -> E:
     """All ranks have just dropped the step in which this rank has this error."""
     with suppress(AttributeError):  # an exception class with __slots__
-        setattr(error, _MARK, (ledger, ledger.ended))
+        setattr(error, _MARK, _step_before(ledger))
     return error
 
 
@@ -40,7 +40,12 @@ def is_dropped(ledger: Ledger) -> bool:
         return True
     error = sys.exception()
     while error is not None:
-        if getattr(error, _MARK, None) == (ledger, ledger.ended):
+        if getattr(error, _MARK, None) == _step_before(ledger):
             return ledger.empty
         error = error.__context__
     return False
+
+
+def _step_before(ledger: Ledger) -> tuple[int, int]:
+    """Names the step that has ended last. Numbers only: an exception must not hold a model, and may be pickled."""
+    return id(ledger), ledger.ended
