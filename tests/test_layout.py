@@ -240,3 +240,10 @@ def test_a_picture_shows_both_foldings() -> None:
         ["edp1", "4", "5", "6", "7"],
     ]
     assert "edp           [0, 4]" in grid[3]
+
+
+@pytest.mark.parametrize("text", ["dp2 cp2 tp2", "pp2 dp2 cp2 tp2", "dp2 tp2 ep4", "dp3"])
+@pytest.mark.parametrize("axes", ["tp", "pp", "cp tp", "dp cp", "ep", "edp"])
+def test_groups_are_those_of_all_ranks_each_once(text: str, axes: str) -> None:
+    layout = Layout.parse(text)
+    assert list(layout.groups(axes)) == list(dict.fromkeys(layout.ranks(axes, r) for r in range(layout.world_size)))

@@ -172,10 +172,7 @@ class Inputs:
         """`table`: row i holds the columns of rank i; on the CPU, and equal on all ranks, which all raise or none."""
         if bool(table[:, 1].any()):
             self._refuse_wrong()
-        layout = self.mesh.layout
-        size = self.mesh.size(self._peers)
-        firsts = range(0, layout.world_size, size) if size > 1 else ()  # tp is innermost, and cp lies around it
-        for peers in (layout.ranks(self._peers, rank) for rank in firsts):
+        for peers in self.mesh.layout.groups(self._peers) if self.mesh.size(self._peers) > 1 else ():
             digests = table[list(peers), 0]
             if bool((digests != digests[0]).any()):
                 raise EngineError(

@@ -25,6 +25,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
+from functools import cache
 
 from isograd.errors import LayoutError, did_you_mean
 
@@ -218,6 +219,10 @@ class Layout:
             rank = rank * int(getattr(self, axis)) + spot[axis]
         return rank
 
+    def groups(self, axes: str) -> tuple[tuple[int, ...], ...]:
+        """The groups along `axes` (see `ranks`) that the ranks of the world form, in the order of their first ranks."""
+        return _groups(self, axes)
+
     def ranks(self, axes: str, rank: int) -> tuple[int, ...]:
         """The global ranks, in order, of the group through `rank` along `axes`.
 
@@ -351,3 +356,15 @@ def _unknown_axes(axes: str) -> LayoutError:
         expected="'pp', 'dp', 'cp', 'tp', several of them ('dp cp'), a block ('tp/2'), a stride ('cp%2'), some members "
         "of which this rank is one ('pp:0+3'), 'ep' or 'edp', or 'world'",
     )
+
+
+@cache
+def _groups(layout: Layout, axes: str) -> tuple[tuple[int, ...], ...]:
+    """Each group is made once: at 16,384 ranks, steps cannot afford one for each rank."""
+    found: list[tuple[int, ...]] = []
+    seen: set[int] = set()
+    for rank in range(layout.world_size):
+        if rank not in seen:
+            found.append(layout.ranks(axes, rank))
+            seen.update(found[-1])
+    return tuple(found)

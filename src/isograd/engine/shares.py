@@ -294,7 +294,7 @@ class Shares:
     def _refuse_unequal(self, announced: Tensor) -> None:
         layout = self.mesh.layout
         for axis in ("tp", "pp"):
-            for peers in dict.fromkeys(layout.ranks(axis, rank) for rank in range(layout.world_size)):
+            for peers in layout.groups(axis):
                 rows = announced[list(peers)]
                 if bool((rows != rows[0]).any()):
                     raise EngineError(

@@ -186,7 +186,7 @@ def refuse_wrong(table: Table, mesh: Mesh) -> None:
             expected="the number of tokens (rows, ...) the loss is the mean of; 0 for a rank without any",
             where=mesh.where(),
         )
-    for peers in (layout.ranks("tp", rank) for rank in world[:: layout.tp]):  # tp is innermost
+    for peers in layout.groups("tp"):
         weights = table.weight[list(peers)]
         if bool((weights != weights[0]).any()):
             raise EngineError(
@@ -207,7 +207,7 @@ def refuse_wrong(table: Table, mesh: Mesh) -> None:
                 fix="scale, mask or add to the loss alike on all ranks of a tp group",
                 where=mesh.where(),
             )
-    for stage in (layout.ranks(STAGE, rank) for rank in world[:: layout.world_size // layout.pp]):  # pp is outermost
+    for stage in layout.groups(STAGE):
         settings = table.settings[list(stage)]
         if bool((settings != settings[0]).any()):
             unlike = [r for r, own in zip(stage, settings.tolist(), strict=True) if own != settings[0]]
