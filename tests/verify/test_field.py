@@ -21,7 +21,7 @@ from isograd.verify.record.recording import Recording
 from isograd.verify.run.attach import inspect
 from isograd.verify.tell.findings import BUG, INCONCLUSIVE, NOTE, PASS, Finding, Subject
 from isograd.verify.watch.capture import Capture
-from tests.verify import field
+from tests.verify import field, loops
 from tests.verify.recordings import Held, Step, numbers, write
 
 Worlds = Callable[[int], World]
@@ -111,6 +111,20 @@ def test_scale_grads_over_two_calls_of_a_schedule_has_an_id_and_a_cause(worlds: 
     assert found.bug == "accum-redivided"
     assert [c for _, c in found.coefficients] == pytest.approx([0.25, 0.25, 0.5, 0.5])
     assert "scale_grads" in found.look
+
+
+@pytest.mark.parametrize("which", ["", "1."])
+@pytest.mark.parametrize("accumulate", [2, 3])
+def test_sums_in_hooks_behind_every_accumulation_are_named(
+    worlds: Worlds, tmp_path: Path, which: str, accumulate: int
+) -> None:
+    found = only(watched(worlds, tmp_path, loops.reduced_in_hooks, which, accumulate))
+    assert (found.bug, found.axis) == ("accum-rereduced", "micro-batches")
+    assert set(found.tensors) == {n for n, _ in loops.network().named_parameters() if which in n}
+
+
+def test_sums_in_hooks_of_what_a_micro_batch_adds_pass(worlds: Worlds, tmp_path: Path) -> None:
+    assert bugs(watched(worlds, tmp_path, loops.reduced_in_hooks, "", 3, False)) == []
 
 
 @pytest.mark.parametrize("scale", [True, False])

@@ -79,6 +79,9 @@ def _run_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=3, metavar="N", help="optimizer steps to watch (default 3)")
     parser.add_argument("--stall", type=float, default=300.0, metavar="S", help="seconds of silence that are a hang")
     parser.add_argument("--layout", default="", help="names the axes in what is said, for example 'dp2 tp2'")
+    parser.add_argument(
+        "--beside-one", action="store_true", help="run it once more in a world of one, on the same data, and compare"
+    )
     parser.add_argument("--activations", action="store_true", help="record step 1's activations for compare")
     _report_options(parser)
     parser.add_argument("command", nargs=argparse.REMAINDER, help="-- COMMAND ...")
@@ -171,16 +174,24 @@ def _run(options: argparse.Namespace) -> int:
     import tempfile
 
     from isograd import scratch
+    from isograd.verify.run import beside
     from isograd.verify.run.attach import run
 
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     if options.steps < 1:
         raise ConfigError("IG622", "--steps must be at least 1", seen=options.steps)
+    one = options.beside_one
+    if one:
+        beside.alone(command)  # refused before anything runs
     with tempfile.TemporaryDirectory(prefix="record-", dir=scratch.home()) as place:
         home = Path(options.record) if options.record else Path(place) / "recording"
         report, own = run(
-            command, home, options.steps, options.stall, options.layout, options.activations, bool(options.record)
-        )
+            command, home, options.steps, options.stall, options.layout, options.activations,
+            parameters=one or bool(options.record), calls=one,
+        )  # fmt: skip
+        if one and not own and (home / "rank-0000").is_dir():
+            _say("once more, in a world of one")
+            report.subjects = [beside.judged(home, command, subject, options.stall) for subject in report.subjects]
         verdict = _tell(report, options)
         if options.record:
             _say(f"recorded in {options.record}")

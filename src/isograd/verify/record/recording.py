@@ -105,7 +105,7 @@ class RankRecord:
     def tensors(self, step: int) -> dict[str, Tensor]:
         """'gradient/NAME', 'parameter/NAME', 'after/NAME', 'final/NAME', 'part/MICRO/NAME', ... of one step."""
         if step not in self._steps:
-            self._steps[step] = _load(self.path / f"step-{step:04d}.safetensors")
+            self._steps[step] = load(self.path / f"step-{step:04d}.safetensors")
         return self._steps[step]
 
     def group(self, step: int, prefix: str) -> dict[str, Tensor]:
@@ -221,7 +221,8 @@ def _read_json(path: Path, needed: dict[str, int] | None = None) -> dict[str, An
     return data
 
 
-def _load(path: Path) -> dict[str, Tensor]:
+def load(path: Path) -> dict[str, Tensor]:
+    """The tensors of one file of a recording."""
     try:
         names = read_header(path)
         with safe_open(path, framework="pt") as file:

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from isograd.errors import VerifyError
 from isograd.verify.judge.checks import check
@@ -44,9 +45,10 @@ def run(
     layout: str = "",
     activations: bool = False,
     parameters: bool = True,
+    calls: bool = False,
 ) -> tuple[Report, int]:
     """(report, the program's own exit code; 0 when it was stopped because it hung). `parameters`: record them, too,
-    for a comparison."""
+    for a comparison. `calls`: and what the calls of the model were made with."""
     if not command:
         raise VerifyError(
             "IG701", "no command to watch", fix="isograd verify run -- torchrun --nproc-per-node 2 train.py"
@@ -58,14 +60,12 @@ def run(
         )  # fmt: skip
     new = not directory.exists()
     directory.mkdir(parents=True, exist_ok=True)
-    about = {"version": VERSION, "command": command, "layout": layout, "steps": steps}
-    write_json(directory / "recording.json", about)
-    path = os.pathsep.join(filter(None, [str(STARTUP), os.environ.get("PYTHONPATH", "")]))
-    more = {"ISOGRAD_VERIFY": str(directory.resolve()), "ISOGRAD_VERIFY_STEPS": str(steps), "PYTHONPATH": path}
-    more["ISOGRAD_VERIFY_ACTIVATIONS"] = "1" if activations else "0"
-    more["ISOGRAD_VERIFY_PARAMETERS"] = "1" if parameters else "0"
+    about = {"layout": layout, "steps": steps}
+    switches = {"ACTIVATIONS": activations, "PARAMETERS": parameters, "CALLS": calls}
+    more = {f"ISOGRAD_VERIFY_{name}": str(int(on)) for name, on in switches.items()}
+    more["ISOGRAD_VERIFY_STEPS"] = str(steps)
     try:
-        process = subprocess.Popen(command, env=os.environ | more)
+        hang, own = begin(command, directory, stall, more, about)
     except OSError as error:
         (directory / "recording.json").unlink()
         if new:
@@ -73,12 +73,24 @@ def run(
         raise VerifyError(
             "IG703", f"cannot start {command[0]!r}", seen=error, fix="check the command behind '--'"
         ) from error
+    subject = inspect(directory, hang, command, failed=own != 0)
+    return Report(f"isograd verify run -- {' '.join(command)}", [subject]), 0 if hang else own
+
+
+def begin(
+    command: list[str], directory: Path, stall: float, more: dict[str, str], about: dict[str, Any]
+) -> tuple[Finding | None, int]:
+    """Starts a command whose processes are watched, and waits for its end: (what hung, its exit code)."""
+    write_json(directory / "recording.json", {"version": VERSION, "command": command, **about})
+    path = os.pathsep.join(filter(None, [str(STARTUP), os.environ.get("PYTHONPATH", "")]))
+    more = {"ISOGRAD_VERIFY": str(directory.resolve()), "PYTHONPATH": path, **more}
+    process = subprocess.Popen(command, env=os.environ | more)
     with _passed_on(process):
         hang = wait(process, directory, stall)
     own = process.returncode if process.returncode >= 0 else 128 - process.returncode  # as a shell tells a signal
-    write_json(directory / "recording.json", about | {"exit_code": own, "stalled": hang is not None})
-    subject = inspect(directory, hang, command, failed=own != 0)
-    return Report(f"isograd verify run -- {' '.join(command)}", [subject]), 0 if hang else own
+    ended = {"exit_code": own, "stalled": hang is not None}
+    write_json(directory / "recording.json", {"version": VERSION, "command": command, **about, **ended})
+    return hang, own
 
 
 @contextmanager

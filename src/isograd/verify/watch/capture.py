@@ -101,6 +101,7 @@ class Capture(Life):
         self.cleared = 0  # the first micro-batch since the program threw gradients away without a step
         self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()  # as they were made
         self.belongs = WeakTensorKeyDictionary()  # parameters that some optimizer was given
+        self.beside = False  # another run is to be compared with this one, call by call (calls.py, feed.py)
         self.unsettled = False  # an optimizer has stepped, and another one may before the next forward
         self.watch = Watch(self)
         self.hooks = Hooks(self)
@@ -239,6 +240,8 @@ class Capture(Life):
         def arrives(gradient: Tensor | None) -> None:
             if self.backing and mark in self.unreached:
                 del self.unreached[mark]
+                if self.beside and gradient is not None:
+                    self.tensors[f"begun/{self.micro}/{mark}"] = sketch(foreign.local(gradient))
                 self.event(Given(*self.now, forward=self.micro, tensors=about))
 
         for output in reached:

@@ -65,21 +65,21 @@ class Hooks:
                 self._let_go()
 
         self.after = register_optimizer_step_post_hook(after_step)
-        self._wrap(torch.autograd, "backward", self._backward)
-        self._wrap(Optimizer, "add_param_group", self._given)
+        self.wrap(torch.autograd, "backward", self._backward)
+        self.wrap(Optimizer, "add_param_group", self._given)
         for home in (torch.nn.utils, torch.nn.utils.clip_grad):
-            self._wrap(home, "clip_grad_norm_", self._clip)
-            self._wrap(home, "clip_grad_value_", self._clip_values)
-        self._wrap(torch.nn.utils, "clip_grads_with_norm_", self._clip_with)
+            self.wrap(home, "clip_grad_norm_", self._clip)
+            self.wrap(home, "clip_grad_value_", self._clip_values)
+        self.wrap(torch.nn.utils, "clip_grads_with_norm_", self._clip_with)
         averaging = sys.modules.get("torch.optim.swa_utils")
         if averaging is not None:
-            self._wrap(averaging.AveragedModel, "update_parameters", self._averaged)
+            self.wrap(averaging.AveragedModel, "update_parameters", self._averaged)
         engine = sys.modules.get("isograd.engine.engine")
         if engine is not None:
-            self._wrap(engine.Engine, "step", self._isograd_step)
+            self.wrap(engine.Engine, "step", self._isograd_step)
         deepspeed = sys.modules.get("deepspeed.runtime.engine")
         if deepspeed is not None:
-            self._wrap(deepspeed.DeepSpeedEngine, "step", self._deepspeed_step)
+            self.wrap(deepspeed.DeepSpeedEngine, "step", self._deepspeed_step)
 
     def remove(self) -> None:
         """All but the hook behind optimizer steps, which times some more of them, and from which this is called."""
@@ -102,7 +102,8 @@ class Hooks:
         if self.after is not None:
             self.after.remove()
 
-    def _wrap(self, home: Any, name: str, around: Callable[..., Any]) -> None:
+    def wrap(self, home: Any, name: str, around: Callable[..., Any]) -> None:
+        """While the capture looks, `around` is called in place of a function, with the function first."""
         original = getattr(home, name)
         self.wrapped.append((home, name, original))
 

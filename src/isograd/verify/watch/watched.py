@@ -84,6 +84,14 @@ def _capture(directory: str) -> Any:
     capture.opened = opened
     capture.start()
     capture.guarded(capture.event)(Start(*capture.now))
+    if os.environ.get("ISOGRAD_VERIFY_FEED"):
+        from isograd.verify.watch.feed import Feed
+
+        Feed(capture, Path(os.environ["ISOGRAD_VERIFY_FEED"]))
+    elif os.environ.get("ISOGRAD_VERIFY_CALLS") == "1":
+        from isograd.verify.watch.calls import Calls
+
+        Calls(capture)
     return capture
 
 

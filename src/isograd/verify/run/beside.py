@@ -1,0 +1,140 @@
+"""isograd verify run --beside-one: the same program once more as a world of one, on the data of all ranks.
+
+    isograd verify run --beside-one -- torchrun --nproc-per-node 2 train.py
+
+The first run keeps what the calls of its model were made with. The second run is the same command with one rank. Where
+its own first step saw the same data, that step is the reference. Else the calls of all ranks are replayed through the
+program's own loop, one after the other (watch/feed.py), and their gradients put together (compare/combined.py). A
+program that is too short for that is started again until all calls are done. All of it is kept beside the recording:
+`alone-0` and so on, and `one`, the reference.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from isograd.errors import VerifyError
+from isograd.verify.compare.combined import Again, NoReference, combine, distinct, saw_the_same
+from isograd.verify.compare.compare import compare
+from isograd.verify.record.events import Backward, Lost, Step
+from isograd.verify.record.recording import Recording, write_json
+from isograd.verify.run.attach import begin, facts, plain_facts
+from isograd.verify.tell.findings import INCONCLUSIVE, Finding, Subject
+
+MOST_STARTS = 16
+RANKS = re.compile(r"--(?:nproc[-_]per[-_]node|num[-_]processes|num[-_]gpus)(=.*)?")
+MPI = re.compile(r"--?np?(=.*)?")
+MORE_STEPS = "let the program take more steps, or record a run on one device with the same data and compare the two"
+
+
+def alone(command: list[str]) -> list[str]:
+    """The command with one rank, as far as it says how many it starts."""
+    words, changed = list(command), False
+    program = next((i for i, word in enumerate(words) if word.endswith(".py")), len(words))
+    by_mpi = any(Path(word).name in ("mpirun", "mpiexec", "srun") for word in words[:program])
+    for i, word in enumerate(words[:program]):
+        option = RANKS.fullmatch(word) or (MPI.fullmatch(word) if by_mpi else None)
+        if option and option[1]:
+            words[i], changed = f"{word.partition('=')[0]}=1", True
+        elif option and i + 1 < program:
+            words[i + 1], changed = "1", True
+    if not changed:
+        raise VerifyError(
+            "IG704", "where the command says how many ranks it starts is not known", seen=" ".join(command),
+            expected="torchrun --nproc-per-node N, accelerate launch --num_processes N, mpirun -np N and the like",
+            fix="record a run on one device and one on many, on the same data, and use 'isograd verify compare'",
+        )  # fmt: skip
+    return words
+
+
+def judged(directory: Path, command: list[str], subject: Subject, stall: float) -> Subject:
+    """What the first run's recording shows beside one device. `subject`: what it shows by itself."""
+    try:
+        candidate = Recording(directory)
+        reference = _reference(candidate, alone(command), stall)
+        beside = compare(reference, candidate)
+    except NoReference as error:
+        return _not_compared(subject, error.why, error.fix)
+    except VerifyError as error:
+        fix = "make inputs and labels before the model is called, as local variables of the functions around the call"
+        return _not_compared(subject, error.what, fix if error.code == "IG722" else str(error.fix or ""))
+    beside.name, beside.facts = subject.name, facts(candidate) | beside.facts
+    beside.findings += plain_facts(candidate)
+    return beside
+
+
+def _not_compared(subject: Subject, why: str, fix: str) -> Subject:
+    said = Finding(INCONCLUSIVE, "", f"not compared with one device: {why}", look=fix)
+    subject.findings = [said, *subject.findings]
+    return subject
+
+
+def _reference(candidate: Recording, command: list[str], stall: float) -> Recording:
+    if candidate.world == 1:
+        raise NoReference("the run itself is a world of one", "start it with several ranks")
+    queue = _backwards(candidate)
+    first: Recording | None = None
+    again: list[Again] = []
+    for start in range(MOST_STARTS):
+        left = queue[len(again) :]
+        one = _start(candidate.path, f"alone-{start}", command, left, first is None, stall)
+        own = one.ranks[0]
+        steps = [e.step for e in own.of(Step) if not e.note]
+        if first is None:
+            if not steps or steps[0] != 1:
+                raise NoReference("in a world of one no optimizer steps", MORE_STEPS)
+            if saw_the_same(one, candidate):
+                for path in own.path.glob("step-*"):  # what was fed after the first step is no step of one device
+                    if path.name != "step-0001.safetensors":
+                        path.unlink()
+                return one
+            first, steps = one, steps[1:]
+        again += [Again(*where, own, step) for where, step in zip(left, steps, strict=False)]
+        if len(again) == len(queue):
+            combine(candidate, first, again, candidate.path / "one")
+            return Recording(candidate.path / "one")
+        if start and not steps:
+            break
+    needed = f"{len(queue)} backwards are to be done again, and the program did {len(again)} of them in a world of one"
+    raise NoReference(needed, MORE_STEPS)
+
+
+def _backwards(candidate: Recording) -> list[tuple[int, int]]:
+    """(rank, micro-batch) of every backward of the first step whose data are not another rank's, too."""
+    found = []
+    for rank in distinct(candidate):
+        record = candidate.ranks[rank]
+        if any(e.sense == "calls" for e in record.of(Lost)):
+            raise NoReference(f"the calls of the model on rank {rank} could not be kept", "see the findings below")
+        micros = [e.micro for e in record.of(Backward, 1)]
+        called = {int(path.name.split("-")[1]) for path in record.path.glob("call-*.safetensors")}
+        if not set(micros) <= called:
+            raise NoReference(
+                f"rank {rank} calls backward without a call of the whole model before it (a pipeline, or two backwards "
+                "through one graph)",
+                "record both runs on the same data, and compare them with 'isograd verify compare'",
+            )
+        found += [(rank, micro) for micro in micros]
+    return found
+
+
+def _start(
+    home: Path, name: str, command: list[str], backwards: list[tuple[int, int]], natural: bool, stall: float
+) -> Recording:
+    write_json(home / "feed.json", {"backwards": backwards, "natural": natural})
+    place = home / name
+    place.mkdir()
+    more = {"ISOGRAD_VERIFY_FEED": str((home / "feed.json").resolve()), "ISOGRAD_VERIFY_PARAMETERS": "1"}
+    hang, code = begin(command, place, stall, more, {})
+    if hang is not None:
+        raise NoReference(f"the program hung in a world of one: {hang.sentence}", "start it with one rank by itself")
+    try:
+        found = Recording(place)
+    except VerifyError as error:
+        why = f"the program does not train in a world of one (exit code {code}): {error.what}"
+        raise NoReference(why, "see its own output; start it with one rank by itself") from error
+    failed = found.ranks[0].about.get("failed")
+    if failed:
+        raise NoReference(str(failed).removeprefix("RuntimeError: "), "see docs/verify.md, beside one device")
+    return found

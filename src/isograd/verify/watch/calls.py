@@ -1,0 +1,115 @@
+"""What the calls of a model were made with in the first step, kept so that another run can be given it.
+
+A batch is more than what the model is given: labels stand beside it, in variables of the functions that led to the
+call. Kept are the tensors among the model's arguments, those in local variables of the program's functions (in lists
+and dicts, too), and the state of the random generators. `found` walks them in one order, arguments first, so that a
+tensor that several names stand for has the same name in both runs.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from isograd.verify.watch import foreign
+
+if TYPE_CHECKING:
+    from isograd.verify.watch.capture import Capture
+
+LIMIT = 1 << 28  # bytes of one call
+DEEPEST, LONGEST = 4, 64  # containers within containers, and members of one, that are looked at
+MOST_FRAMES = 64
+OURS = (os.path.dirname(os.path.abspath(torch.__file__)), os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+
+def file_of(micro: int, call: int) -> str:
+    """The file of one call: which micro-batch of the step, and which call of the model in it."""
+    return f"call-{micro:04d}-{call:04d}.safetensors"
+
+
+def outermost(capture: Capture, module: nn.Module) -> bool:
+    """Whether a call of this module is a forward pass of a model that learns, and not of a part of one."""
+    if capture.stack or not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
+        return False
+    return any(p.requires_grad for p in module.parameters())
+
+
+def found(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Tensor]:
+    """By name, each tensor once: arguments, then variables of the function that called, then of those around it."""
+    tensors: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for place, values in (("argument", {**{str(i): a for i, a in enumerate(args)}, **kwargs}), *_variables()):
+        simple = {k: v for k, v in values.items() if isinstance(v, Tensor)}
+        for name, value in [*simple.items(), *((k, v) for k, v in values.items() if k not in simple)]:
+            for path, tensor in _walk(value, f"{place}/{name}", 0):
+                if id(tensor) not in seen:
+                    seen.add(id(tensor))
+                    tensors.setdefault(path, tensor)
+    return tensors
+
+
+def _variables() -> Iterator[tuple[str, dict[str, Any]]]:
+    frame = sys._getframe(1)
+    for _ in range(MOST_FRAMES):
+        if frame is None:
+            return
+        if not frame.f_code.co_filename.startswith(OURS):
+            yield frame.f_code.co_name, dict(frame.f_locals)
+        frame = frame.f_back  # type: ignore[assignment]
+
+
+def _walk(value: Any, path: str, depth: int) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        plain = value.layout is torch.strided and not value.is_nested and not isinstance(value, foreign.DTensor)
+        if plain and value.dim() and value.numel() and not value.requires_grad:  # single numbers are counts, not data
+            yield path, value
+    elif depth < DEEPEST and isinstance(value, Mapping):
+        for name, inner in list(value.items())[:LONGEST]:
+            yield from _walk(inner, f"{path}.{name}", depth + 1)
+    elif depth < DEEPEST and isinstance(value, (list, tuple)):
+        for i, inner in enumerate(value[:LONGEST]):
+            yield from _walk(inner, f"{path}.{i}", depth + 1)
+
+
+class Calls:
+    """Writes each call of the first step into a file of its own."""
+
+    def __init__(self, capture: Capture) -> None:
+        self.capture = capture
+        self.last = (-1, -1)  # micro-batch and number of the last call
+        capture.beside = True
+        capture.hooks.wrap(nn.Module, "__call__", self._called)
+
+    def _called(self, original: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if outermost(self.capture, module):
+            self.capture.guarded(self._keep, "calls")(args, kwargs)
+        return original(module, *args, **kwargs)
+
+    def _keep(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.capture.settle()
+        if self.capture.step > 1:
+            return
+        micro = self.capture.micro + 1
+        self.last = micro, self.last[1] + 1 if self.last[0] == micro else 0
+        kept, size = generators(), 0
+        for name, tensor in found(args, kwargs).items():
+            size += tensor.numel() * tensor.element_size()
+            if size <= LIMIT:
+                kept[name] = tensor.detach().cpu().clone().contiguous()
+            elif name.startswith("argument/"):
+                raise ValueError(f"the tensors of one call of the model are larger than {LIMIT} bytes")
+        save_file(kept, self.capture.out.path / file_of(*self.last))
+
+
+def generators() -> dict[str, Tensor]:
+    """The state of torch's random generators, for masks of dropout."""
+    states = {"generator/cpu": torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states["generator/cuda"] = torch.cuda.get_rng_state()
+    return states

@@ -1,0 +1,122 @@
+"""Gives a program, run as a world of one, the data of an earlier run of it: each call of its model gets what a call of
+some rank was made with (calls.py), and each backward is recorded by itself, as an optimizer step of its own.
+
+The program goes through its own loop with its own loss. Its first step is left as it is, to see how much a label weighs
+on one device; then calls are fed. Optimizers find no gradients, so weights stay those of the first step. After the last
+call the process ends: what follows would train on nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from isograd.outside import CONFIG, read_json
+from isograd.verify.record.recording import load
+from isograd.verify.watch import foreign
+from isograd.verify.watch.calls import file_of, found, outermost
+
+if TYPE_CHECKING:
+    from isograd.verify.watch.capture import Capture
+
+
+def leave(capture: Capture) -> None:
+    """Ends the process. Nothing else of it runs: a program may write its results when it ends."""
+    capture.stop()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+class Feed:
+    """`file`: a JSON object of what to feed, see run/beside.py. `done`: called after the last backward."""
+
+    def __init__(self, capture: Capture, file: Path, done: Callable[[Capture], None] = leave) -> None:
+        self.capture, self.done = capture, done
+        about = read_json(file, CONFIG)
+        self.home = file.parent
+        self.queue = [(int(rank), int(micro)) for rank, micro in about["backwards"]]
+        self.natural = bool(about["natural"])  # the first step is the program's own
+        self.fed = self.call = 0  # backwards that are over; calls of the model in this one
+        self.withheld: list[tuple[Tensor, Tensor]] = []
+        capture.beside, capture.most_steps = True, len(self.queue) + 2
+        capture.hooks.wrap(nn.Module, "__call__", self._called)
+        capture.hooks.wrap(torch.autograd, "backward", self._backward)
+        capture.hooks.handles += [
+            register_optimizer_step_pre_hook(self._withhold),
+            register_optimizer_step_post_hook(self._give_back),
+        ]
+
+    def _called(self, original: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if outermost(self.capture, module):
+            self.capture.guarded(self._replace)(args, kwargs)
+            if self.capture.failure:
+                self.done(self.capture)
+        return original(module, *args, **kwargs)
+
+    def _replace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Gives the tensors of a call, and of the variables around it, the contents that they had in the other run."""
+        self.capture.settle()
+        if foreign.world()[1] != 1:
+            raise RuntimeError(f"the program started {foreign.world()[1]} ranks where one was asked for")
+        if self.natural and self.capture.step == 1:
+            return
+        self.natural = False
+        rank, micro = self.queue[self.fed]
+        path = self.home / f"rank-{rank:04d}" / file_of(micro, self.call)
+        self.call += 1
+        if not path.exists():
+            raise RuntimeError(
+                f"the model is called {self.call} times before a backward, and less often on rank {rank}"
+            )
+        kept = load(path)
+        for name, tensor in found(args, kwargs).items():
+            if name in kept and kept[name].dtype == tensor.dtype:
+                tensor.data = kept.pop(name).to(tensor.device)
+        left = [name.partition("/")[2] for name in kept if name.startswith("argument/")]
+        if left:
+            raise RuntimeError(f"the model is called with other arguments on one device: no {', '.join(left[:3])}")
+        torch.set_rng_state(kept["generator/cpu"])
+        if "generator/cuda" in kept and torch.cuda.is_available():
+            torch.cuda.set_rng_state(kept["generator/cuda"])
+
+    def _backward(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        if self.call and torch._C._current_graph_task_id() == -1:
+            self.capture.guarded(self._over)()
+            if self.fed == len(self.queue) or self.capture.failure:
+                self.done(self.capture)
+        return result
+
+    def _over(self) -> None:
+        """One backward is one step of the recording, and what it added is taken away again."""
+        c = self.capture
+        c.parameters = False
+        owned = list(dict.fromkeys(p for o in c.optimizers for g in o.param_groups for p in g["params"]))
+        c.before_step(owned, [None] * len(owned))
+        c.after_step()
+        c.settle()
+        for parameter in (*owned, *c.learn_names().values()):
+            if parameter.grad is not None:
+                parameter.grad.detach().zero_()  # not None: a program may look at it
+        self.fed, self.call = self.fed + 1, 0
+
+    def _withhold(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Behind the capture's own hook: an optimizer without gradients changes nothing."""
+        self.capture.parameters = False  # after the step nothing is new
+        self.withheld = [(p, p.grad) for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
+        for parameter, _ in self.withheld:
+            parameter.grad = None
+
+    def _give_back(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for parameter, gradient in self.withheld:
+            parameter.grad = gradient.detach().zero_()
+        self.withheld = []

@@ -1,0 +1,141 @@
+"""verify run --beside-one: what watching alone cannot see, found on the data of the run itself."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from isograd.comm.launch import World
+from isograd.errors import VerifyError
+from isograd.verify.record.recording import write_json
+from isograd.verify.run import beside
+from isograd.verify.run.attach import inspect
+from isograd.verify.tell.findings import BUG, INCONCLUSIVE, NOTE, PASS, Subject
+from isograd.verify.watch.calls import Calls
+from isograd.verify.watch.capture import Capture
+from isograd.verify.watch.feed import Feed
+from tests.verify import loops
+
+Worlds = Callable[[int], World]
+
+
+class Done(Exception):
+    """Where the process of a program would end."""
+
+
+def first_run(program: Callable[..., None], directory: str, *args: Any) -> None:
+    with Capture(directory, steps=2, lenient=True) as capture:
+        Calls(capture)
+        program(*args)
+
+
+def second_run(program: Callable[..., None], directory: str, file: str, *args: Any) -> None:
+    def done(capture: Capture) -> None:
+        raise Done
+
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with Capture(directory, steps=2, lenient=True) as capture:
+        Feed(capture, Path(file), done)
+        with contextlib.suppress(Done):
+            program(*args)
+
+
+@pytest.fixture
+def judged(worlds: Worlds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Subject]:
+    """What --beside-one says of a program: its two runs are calls in worlds that are there already."""
+    count = 0
+
+    def judge(program: Callable[..., None], *args: Any) -> Subject:
+        nonlocal count
+        count += 1
+        home = tmp_path / str(count)
+        home.mkdir()
+        worlds(2).run(partial(first_run, program, str(home), *args))
+
+        def begin(command: list[str], place: Path, stall: float, more: dict[str, str], about: Any) -> tuple[None, int]:
+            worlds(1).run(partial(second_run, program, str(place), more["ISOGRAD_VERIFY_FEED"], *args))
+            write_json(place / "recording.json", {})
+            return None, 0
+
+        monkeypatch.setattr(beside, "begin", begin)
+        return beside.judged(home, ["torchrun", "--nproc-per-node=2", "train.py"], inspect(home), 60.0)
+
+    return judge
+
+
+def said(subject: Subject) -> list[tuple[str, str]]:
+    return [(f.verdict, f.bug) for f in subject.findings if f.verdict != NOTE]
+
+
+def test_a_right_loop_passes_beside_one_device_whatever_its_loss_divides_by(judged: Any) -> None:
+    for args in (("", 1), ("", 2), ("", 1, 2), ("", 1, 3, True, "mean"), ("", 2, 3, True, "square")):
+        subject = judged(loops.ddp, *args)
+        assert (subject.verdict, said(subject)) == (PASS, []), subject.findings
+        assert subject.facts["gradients"] == "9 compared by name, step 1 last"
+        assert max(subject.errors.values()) < 1e-9
+
+
+def test_a_program_that_is_too_short_for_all_calls_is_started_again(judged: Any, tmp_path: Path) -> None:
+    subject = judged(loops.ddp, "", 1, 1)
+    assert said(subject) == [], subject.findings
+    assert [p.name for p in sorted((tmp_path / "1").glob("alone-*"))] == ["alone-0", "alone-1", "alone-2"]
+
+
+@pytest.mark.parametrize(
+    ("args", "bug", "sentence"),
+    [
+        (("factor",), "ulysses-scale", "all 9 gradients: 2 times what they should be"),
+        (("permuted",), "", "the right numbers in other places: a permutation"),
+        (("", 1, 3, False, "mean"), "mean-of-means", "contributions are weighted by 1 / their own number of labels"),
+    ],
+)
+def test_what_watching_alone_cannot_tell_is_found(judged: Any, args: tuple[Any, ...], bug: str, sentence: str) -> None:
+    subject = judged(loops.ddp, *args)
+    (found,) = [f for f in subject.findings if f.verdict == BUG]
+    assert (found.bug, sentence in found.sentence) == (bug, True), found
+    assert not [f for f in subject.findings if f.verdict == INCONCLUSIVE]
+
+
+@pytest.mark.parametrize("wrong", [True, False])
+def test_a_wrong_adjoint_is_found_beside_a_first_step_of_one_device_on_the_same_data(judged: Any, wrong: bool) -> None:
+    subject = judged(loops.cut_in_two, wrong)
+    assert subject.verdict == (BUG if wrong else PASS), subject.findings
+    assert subject.facts["gradients"] == "9 compared by name, step 1 last"
+
+
+@pytest.mark.parametrize(
+    ("args", "why", "fix"),
+    [
+        (
+            ("", 1, 3, True, "half"),
+            "all labels of a step together weigh 0.5 on one device",
+            "different numbers of labels",
+        ),
+        (("", 1, 3, False, "late"), "backward begins otherwise on one device", "before the model is called"),
+    ],
+)
+def test_a_program_that_cannot_be_driven_is_told_what_to_change(
+    judged: Any, args: tuple[Any, ...], why: str, fix: str
+) -> None:
+    subject = judged(loops.ddp, *args)
+    assert subject.findings[0].sentence.startswith(f"not compared with one device: {why}"), subject.findings
+    assert fix in subject.findings[0].look
+    assert subject.verdict != PASS
+
+
+def test_the_command_with_one_rank() -> None:
+    one = ["python", "-m", "torch.distributed.run", "--nproc-per-node", "1", "train.py", "--num-processes", "8"]
+    assert beside.alone([*one[:4], "4", *one[5:]]) == one
+    assert beside.alone(["mpirun", "-np", "4", "train.py"]) == ["mpirun", "-np", "1", "train.py"]
+    assert beside.alone(["nice", "-n", "8", "torchrun", "--nproc_per_node=2", "a.py"])[2:] == [
+        "8", "torchrun", "--nproc_per_node=1", "a.py",
+    ]  # fmt: skip
+    with pytest.raises(VerifyError, match="IG704"):
+        beside.alone(["python", "train.py", "--num-processes", "2"])
