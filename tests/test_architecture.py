@@ -51,6 +51,8 @@ ARROWS = {
         "terms",
         "yamls",
     },
+    # engine: the proof at start trains one step; its parameters on the meta device are the Engine's
+    "hugging": {"comm", "contract", "engine", "errors", "inputs", "mesh", "outside", "random", "sequence", "stored"},
     # engine: what trains a case that brings no step of its own
     "verify": {
         "comm",
@@ -136,6 +138,7 @@ ARROWS = {
         "data",
         "engine",
         "errors",
+        "hugging",
         "layout",
         "mesh",
         "models",

@@ -36,6 +36,7 @@ _MODULES = (
     "data",
     "engine",
     "errors",
+    "hugging",
     "models",
     "nn",
     "pipeline",
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from isograd import data as data
     from isograd import engine as engine
     from isograd import errors as errors
+    from isograd import hugging as hugging
     from isograd import models as models
     from isograd import nn as nn
     from isograd import pipeline as pipeline

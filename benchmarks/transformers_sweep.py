@@ -1,0 +1,159 @@
+"""Every architecture of transformers with a tensor plan and a causal loss, proven under each layout or refused.
+
+    python -m benchmarks.transformers_sweep                                 # all; writes docs/transformers.md
+    python -m benchmarks.transformers_sweep --only llama qwen3 --layouts tp2
+    python -m benchmarks.transformers_sweep --table                         # writes the page again from the state file
+
+The proof is the one at the start of `ig.hugging.load` (src/isograd/hugging/proof.py): a small random model in fp64, two
+micro-batches with uneven labels, every gradient compared by name with one device's.
+
+Each result is written to the state file at once, and a second start goes on with what is missing. The two ranks are
+started anew after every few architectures, so memory stays bounded. A run that hangs is ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from isograd.comm.launch import World
+from isograd.errors import IsogradError
+
+LAYOUTS = ("tp2", "tp2 zero1", "dp2 zero3")
+STATE = Path("transformers_sweep.json")
+PAGE = Path("docs/transformers.md")
+FRESH = 8  # architectures until the ranks are started anew
+HEAD = """# Which models of transformers train under which layout
+
+Written by `python -m benchmarks.transformers_sweep` with transformers {version}; not by hand. Each architecture that
+has a tensor plan and a causal language model is made small (random weights, fp64) and trains one step of two
+micro-batches with uneven labels, under the layout and on one device. Every gradient is compared by name.
+
+- **proven**: every gradient differs from one device's by less than 1e-9 of its norm.
+- **refused**: `ig.hugging.load` raises the error named, before anything is trained.
+- **not run**: the small copy made for the proof does not run, on one device or under the layout, so nothing is known.
+  `ig.hugging.load` refuses such a model, too (IG469).
+- **wrong**: gradients differ. `ig.hugging.load` refuses the model (IG468).
+
+{summary}
+
+| architecture | {layouts} |
+|---|{rules}|
+"""
+
+
+def attempt(kind: str, layout: str) -> dict[str, Any]:
+    """One cell, on one rank."""
+    import warnings
+
+    import transformers
+
+    from isograd.hugging.proof import compare
+    from isograd.mesh import Mesh
+
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    config = transformers.CONFIG_MAPPING[kind]()
+    try:
+        proof = compare(config, Mesh(layout))
+    except IsogradError as error:
+        said = f"{error.what}: {error.seen}"
+        outcome = "not run" if error.code == "IG469" else "refused"
+        return {"outcome": outcome, "code": error.code, "why": re.sub(r"0x\w+", "", said)[:240]}
+    wrong = [f"{name} ({found:.0e})" for name, found in proof.wrong.items()]
+    if wrong:
+        return {"outcome": "wrong", "why": f"{len(wrong)} of {len(proof.errors)}: {', '.join(wrong[:3])}"}
+    return {"outcome": "proven", "parameters": len(proof.errors), "worst": max(proof.errors.values())}
+
+
+def architectures() -> list[str]:
+    """Those with a tensor plan and a causal language model, by their model_type."""
+    from transformers import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    kinds = sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) & set(CONFIG_MAPPING))
+    return [kind for kind in kinds if getattr(CONFIG_MAPPING[kind], "base_model_tp_plan", None)]
+
+
+def sweep(kinds: list[str], layouts: list[str], state: Path, patience: float) -> None:
+    """Fill the cells that are missing."""
+    cells = json.loads(state.read_text()) if state.exists() else {}
+    world, since = World(2), 0
+    for kind in kinds:
+        missing = [layout for layout in layouts if f"{kind} | {layout}" not in cells]
+        since += bool(missing)
+        if since > FRESH:
+            world.close()
+            world, since = World(2), 0
+        for layout in missing:
+            try:
+                found = world.run(attempt, kind, layout, timeout=patience)[0]
+            except Exception as error:
+                first = str(getattr(error, "cause", None) or error).splitlines()
+                found = {"outcome": "not run", "why": f"{type(error).__name__}: {' '.join(first)[:240]}"}
+            cells[f"{kind} | {layout}"] = found
+            state.write_text(json.dumps(cells, indent=1))
+            print(f"{kind:24} {layout:10} {found['outcome']:8} {found.get('why', '')[:150]}", flush=True)
+    world.close()
+
+
+def page(state: Path, layouts: list[str]) -> str:
+    """The table, with the reasons below it."""
+    import transformers
+
+    cells = json.loads(state.read_text())
+    kinds = sorted({name.split(" | ")[0] for name in cells})
+    counts = {
+        layout: Counter(cells[f"{kind} | {layout}"]["outcome"] for kind in kinds if f"{kind} | {layout}" in cells)
+        for layout in layouts
+    }
+    summary = "\n".join(
+        f"- `{layout}`: " + ", ".join(f"{number} {outcome}" for outcome, number in count.most_common())
+        for layout, count in counts.items()
+    )
+    reasons: dict[str, int] = {}
+    rows = []
+    for kind in kinds:
+        row = [f"`{kind}`"]
+        for layout in layouts:
+            cell = cells.get(f"{kind} | {layout}")
+            if cell is None:
+                row.append("")
+            elif cell["outcome"] == "proven":
+                row.append("proven")
+            else:
+                why = cell["why"].replace("|", "\\|").replace("\n", " ")
+                text = f"{cell['code']}: {why}" if cell.get("code") else why
+                row.append(f"{cell['outcome']} ({reasons.setdefault(text, len(reasons) + 1)})")
+        rows.append(f"| {' | '.join(row)} |")
+    head = HEAD.format(
+        version=transformers.__version__,
+        summary=summary,
+        layouts=" | ".join(f"`{layout}`" for layout in layouts),
+        rules="|".join("---" for _ in layouts),
+    )
+    notes = "\n".join(f"{number}. {text}" for text, number in reasons.items())
+    return f"{head}{chr(10).join(rows)}\n\n## Reasons\n\n{notes or 'None.'}\n"
+
+
+def main() -> None:
+    """See the head of this file."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--only", nargs="*", default=None, help="architectures, by their model_type")
+    parser.add_argument("--layouts", nargs="*", default=list(LAYOUTS))
+    parser.add_argument("--state", type=Path, default=STATE)
+    parser.add_argument("--page", type=Path, default=PAGE)
+    parser.add_argument("--patience", type=float, default=240.0, help="seconds for one cell")
+    parser.add_argument("--table", action="store_true", help="only write the page")
+    options = parser.parse_args()
+    if not options.table:
+        sweep(options.only or architectures(), options.layouts, options.state, options.patience)
+    options.page.write_text(page(options.state, options.layouts))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,13 @@
+"""Models of transformers, their classes as they are, under every layout that their own tensor plan allows.
+
+model = ig.hugging.load("folder", mesh)                   # or a config: random weights, equal under every layout
+engine = ig.Engine(model, mesh, ...)
+part = ig.hugging.shard(batch, mesh)
+engine.backward(model(**part.inputs).loss, weight=part.weight)
+"""
+
+from isograd.hugging.load import load
+from isograd.hugging.proof import Proof, prove
+from isograd.sequence.hugging import Part, shard
+
+__all__ = ["Part", "Proof", "load", "prove", "shard"]

@@ -1,0 +1,318 @@
+"""Cuts a model of transformers over tp by its own tensor plan: its parameters, with contracts, and hooks around them.
+
+    style                            parameters                    hooks (styles.py)
+    colwise                          dim 0 cut                     Entrance
+    colwise_gather_output            dim 0 cut                     Entrance, Gather
+    rowwise                          dim 1 cut, bias whole         Sum
+    rowwise_split_input              dim 1 cut, bias whole         Slice, Sum
+    embedding_rowwise                dim 0 cut                     VocabRows
+    embedding_colwise                dim 1 cut                     Gather
+    replicated_with_grad_allreduce   whole, owes tp
+    moe_tp_experts                   dim 0 cut: whole experts      ExpertRange
+    mla_kv_a_proj                    whole                         SharedTail
+    all_reduce                                                     Total
+
+Key and value heads fewer than tp ranks are replicas with a debt ("tp/2"). What has no entry is whole, and computed on
+every rank from equal values, so that it owes nothing. All of this happens on the meta device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from isograd.contract import Shard, contract_of, declare, mark_as, marks_of
+from isograd.errors import ModelError
+from isograd.hugging import styles
+from isograd.hugging.plan import CUTS, EXPERTS, read_plan, without_split_ties
+from isograd.inputs import WrongInputs
+from isograd.mesh import Mesh
+
+QUERY_HEADS = ("num_heads", "num_attention_heads", "n_heads", "num_query_heads")
+KEY_HEADS = ("num_key_value_heads", "num_kv_heads")
+OF_ATTENTION = ("head_dim", "head_size", "num_key_value_groups", "qk_head_dim", *QUERY_HEADS)
+
+
+def cut(model: nn.Module, mesh: Mesh) -> None:
+    """Cut a model whose parameters are on the meta device. With one tp rank it stays as it is."""
+    if mesh.size("tp") == 1:
+        return
+    _refuse_dropout(model, mesh)
+    plan = without_split_ties(model, read_plan(model, mesh), mesh)
+    cutter = _Cutter(model, mesh)
+    modules, parameters = dict(model.named_modules()), dict(model.named_parameters(remove_duplicate=False))
+    for name, style in plan.items():
+        if name in parameters:
+            cutter.bare(name, style)
+        elif style != "replicated_with_grad_allreduce":
+            cutter.module(name, modules[name], style)
+        else:
+            for module in modules[name].modules():
+                for leaf in module._parameters:
+                    cutter.replace(module, leaf, None, owes=("tp",))
+    for module in modules.values():
+        if own := [p for p in module.parameters(recurse=False) if contract_of(p) is not None]:
+            module._isograd_marks = Marks(own)
+
+
+class Marks:
+    """Keeps the contracts of a module's parameters in a deep copy of it, where torch drops them."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self.parameters = list(parameters)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Marks:
+        import copy
+
+        copies = [copy.deepcopy(parameter, memo) for parameter in self.parameters]
+        for parameter, made in zip(self.parameters, copies, strict=True):
+            mark_as(made, marks_of(parameter))
+        return Marks(copies)
+
+
+@dataclass(frozen=True)
+class _Heads:
+    """How many heads an attention has on one device, and how wide they are."""
+
+    count: int
+    width: int | None
+
+
+class _Cutter:
+    def __init__(self, model: nn.Module, mesh: Mesh) -> None:
+        self.model, self.mesh, self.tp = model, mesh, mesh.size("tp")
+        self.made: dict[int, nn.Parameter] = {}  # by the id of the whole parameter, which lives as long as `old`
+        self.old: list[nn.Parameter] = []
+        self.entrances: dict[str, styles.Entrance] = {}
+        self.heads: dict[str, _Heads | None] = {}
+
+    def replace(self, module: nn.Module, leaf: str, shard: Shard | None, owes: tuple[str, ...] = ()) -> None:
+        """Put this rank's part in the place of a whole parameter."""
+        old = module._parameters.get(leaf)
+        if old is None:
+            return
+        if id(old) not in self.made:
+            shape = list(old.shape)
+            if shard is not None:
+                start, stop = shard.ranges[self.mesh.index("tp")]
+                shape[shard.dim] = stop - start
+            part = nn.Parameter(torch.empty(shape, dtype=old.dtype, device="meta"), requires_grad=old.requires_grad)
+            shards = () if shard is None else (shard,)
+            declare(part, self.mesh, shape=tuple(old.shape), shards=shards, owes=owes)
+            self.made[id(old)] = part
+            self.old.append(old)
+        module._parameters[leaf] = self.made[id(old)]
+
+    def bare(self, name: str, style: str) -> None:
+        """A parameter that no module of its own computes with, such as the sinks of an attention."""
+        home, _, leaf = name.rpartition(".")
+        module = self.model.get_submodule(home)
+        parameter = module._parameters[leaf]
+        assert parameter is not None
+        if style not in ("colwise", "rowwise", "replicated_with_grad_allreduce") or parameter.dim() > 2:
+            raise self._unsupported(name, style, f"a parameter {tuple(parameter.shape)}")
+        if style == "replicated_with_grad_allreduce":
+            self.replace(module, leaf, None, owes=("tp",))
+        elif style == "colwise":
+            self.replace(module, leaf, self._even(name, parameter.shape[0], whole_heads=self._attention(home)))
+        elif parameter.dim() == 2:
+            self.replace(module, leaf, self._even(name, parameter.shape[1], dim=1))
+
+    def module(self, name: str, module: Any, style: str) -> None:
+        """Cut its parameters and register its hooks."""
+        mesh = self.mesh
+        if style == EXPERTS:
+            self._experts(name, module)
+        elif style == "all_reduce":
+            module.register_forward_hook(styles.Total(mesh).after)
+        elif style == "mla_kv_a_proj":
+            config = getattr(self.model, "config", None)
+            tail = getattr(config, "qk_rope_head_dim", None)
+            if not isinstance(tail, int):
+                raise self._unsupported(name, style, f"{type(config).__name__} without qk_rope_head_dim")
+            module.register_forward_hook(styles.SharedTail(mesh, tail).after)
+        elif style in ("embedding_rowwise", "embedding_colwise"):
+            if not isinstance(module, nn.Embedding) or module.max_norm is not None:
+                raise self._unsupported(name, style, f"a {type(module).__name__}")
+            self._embedding(name, module, style)
+        elif not isinstance(module, nn.Linear):
+            raise self._unsupported(name, style, f"a {type(module).__name__}")
+        elif CUTS[style] == 0:
+            self._columns(name, module, gather=style != "colwise")
+        else:
+            self._rows(name, module, split=style != "rowwise")
+
+    def _columns(self, name: str, module: nn.Linear, gather: bool) -> None:
+        parent = name.rpartition(".")[0]
+        heads = None if gather else self._attention(parent)
+        shard, owes = self._of_heads(name, module.out_features, heads)
+        for leaf in ("weight", "bias"):
+            self.replace(module, leaf, shard, owes)
+        self._enter(name, module)
+        if gather:
+            module.register_forward_hook(styles.Gather(self.mesh, _sizes(shard)).after)
+        else:
+            module.out_features = _sizes(shard)[self.mesh.index("tp")]
+
+    def _rows(self, name: str, module: nn.Linear, split: bool) -> None:
+        heads = None if split else self._attention(name.rpartition(".")[0])
+        shard = self._even(name, module.in_features, dim=1, whole_heads=heads)
+        self.replace(module, "weight", shard)
+        if split:
+            module.register_forward_pre_hook(styles.Slice(self.mesh, _sizes(shard)).before, with_kwargs=True)
+        summed = styles.Sum(self.mesh)
+        module.register_forward_pre_hook(summed.before)
+        module.register_forward_hook(summed.after, always_call=True)
+        module.in_features = _sizes(shard)[self.mesh.index("tp")]
+
+    def _enter(self, name: str, module: nn.Module) -> None:
+        parent = name.rpartition(".")[0]
+        if parent not in self.entrances:
+            self.entrances[parent] = styles.Entrance(self.mesh)
+            above = self.model.get_submodule(parent)
+            above.register_forward_hook(self.entrances[parent].forget, always_call=True)
+        module.register_forward_pre_hook(self.entrances[parent].before, with_kwargs=True)
+
+    def _embedding(self, name: str, module: Any, style: str) -> None:
+        if style == "embedding_colwise":
+            shard = self._even(name, module.embedding_dim, dim=1)
+            self.replace(module, "weight", shard)
+            module.register_forward_hook(styles.Gather(self.mesh, _sizes(shard)).after)
+            return
+        shard = self._even(name, module.num_embeddings)
+        first, stop = shard.ranges[self.mesh.index("tp")]
+        self.replace(module, "weight", shard)
+        module.wrong = WrongInputs("token ids", module.num_embeddings)
+        pad = module.padding_idx
+        module.padding_idx = pad - first if pad is not None and first <= pad < stop else None
+        module.num_embeddings = stop - first
+        hooks = styles.VocabRows(self.mesh, first, stop - first)
+        module.register_forward_pre_hook(hooks.before, with_kwargs=True)
+        module.register_forward_hook(hooks.after)
+
+    def _experts(self, name: str, module: Any) -> None:
+        number = getattr(module, "num_experts", None)
+        own = dict(module.named_parameters(recurse=False))
+        odd = [leaf for leaf, p in own.items() if p.shape[0] != number]
+        inner = [leaf for leaf, _ in module.named_parameters() if leaf not in own]
+        if not isinstance(number, int) or not own or odd or inner or not hasattr(module, "_is_expert_parallel"):
+            raise self._unsupported(
+                name, EXPERTS, f"a {type(module).__name__} whose parameters are not one stack of experts: {odd + inner}"
+            )
+        if number % self.tp:
+            raise self._indivisible(f"the {number} experts of {name}", "a tp that divides the number of experts")
+        for leaf in own:
+            self.replace(module, leaf, Shard.even("tp", 0, number, self.tp))
+        module.num_experts = number // self.tp
+        module._is_expert_parallel = True
+        hooks = styles.ExpertRange(self.mesh, module.num_experts)
+        module.register_forward_pre_hook(hooks.before, with_kwargs=True)
+        module.register_forward_hook(hooks.after, always_call=True)
+
+    # -- heads -------------------------------------------------------------------------------------------------------
+
+    def _attention(self, name: str) -> _Heads | None:
+        """The heads of a module that is an attention. The first time, its own counts become this rank's."""
+        if name in self.heads:
+            return self.heads[name]
+        module: Any = self.model.get_submodule(name)
+        config = getattr(module, "config", None) or getattr(self.model, "config", None)
+        self.heads[name] = None
+        if not any(isinstance(getattr(module, attribute, None), int) for attribute in OF_ATTENTION):
+            return None
+        count = _number(module, QUERY_HEADS) or _number(config, QUERY_HEADS)
+        if count is None:
+            return None
+        if count % self.tp:
+            raise self._indivisible(f"the {count} heads of {name}", "a tp that divides the number of heads")
+        heads = self.heads[name] = _Heads(count, _number(module, ("head_dim", "head_size")))
+        for attribute in QUERY_HEADS:
+            if isinstance(getattr(module, attribute, None), int):
+                setattr(module, attribute, count // self.tp)
+        groups = getattr(module, "num_key_value_groups", None)
+        of_keys = count // groups if isinstance(groups, int) and groups else None
+        for attribute in KEY_HEADS:
+            if isinstance(found := getattr(module, attribute, None), int):
+                of_keys = found
+                setattr(module, attribute, max(1, found // self.tp))
+        if of_keys and isinstance(groups, int):
+            module.num_key_value_groups = (count // self.tp) // max(1, of_keys // self.tp)
+        return heads
+
+    def _of_heads(self, name: str, length: int, heads: _Heads | None) -> tuple[Shard, tuple[str, ...]]:
+        """The rows of whole heads. Heads fewer than ranks are held by several, which owe one another their sums."""
+        tp, width = self.tp, heads.width if heads else None
+        if width is None or length % width or (length // width) % tp == 0:
+            return self._even(name, length, whole_heads=heads), ()
+        number = length // width
+        if tp % number:
+            raise self._indivisible(f"the {number} heads of {name}", "a tp that divides them, or is a multiple of them")
+        copies = tp // number
+        ranges = tuple((rank // copies * width, (rank // copies + 1) * width) for rank in range(tp))
+        return Shard("tp", 0, ranges), (f"tp/{copies}",)
+
+    def _even(self, name: str, length: int, dim: int = 0, whole_heads: _Heads | None = None) -> Shard:
+        if length < self.tp or (whole_heads is not None and length % self.tp):
+            raise self._indivisible(f"{name} of {length}", f"a multiple of {self.tp}")
+        return Shard.even("tp", dim, length, self.tp)
+
+    # -- refusals ----------------------------------------------------------------------------------------------------
+
+    def _indivisible(self, what: str, expected: str) -> ModelError:
+        return ModelError(
+            "IG465",
+            f"{what} cannot be cut over tp{self.tp}",
+            seen=str(self.mesh.layout),
+            expected=expected,
+            fix="another tp; dp and zero3 cut any model",
+            where=self.mesh.where(),
+        )
+
+    def _unsupported(self, name: str, style: str, seen: str) -> ModelError:
+        return ModelError(
+            "IG464",
+            f"the style {style!r} is not supported for {name}",
+            seen=seen,
+            expected="linear layers, embeddings, and layers of experts in transformers' own form",
+            fix="leave tp out: dp, cp and zero0 to zero3 need no plan",
+            where=self.mesh.where(),
+        )
+
+
+def _number(holder: Any, names: Iterable[str]) -> int | None:
+    return next((n for name in names if isinstance(n := getattr(holder, name, None), int) and n > 0), None)
+
+
+def _sizes(shard: Shard) -> tuple[int, ...]:
+    return tuple(stop - start for start, stop in shard.ranges)
+
+
+def _refuse_dropout(model: nn.Module, mesh: Mesh) -> None:
+    """Ranks of a tp group would draw different masks for the same features, and equal ones for different heads."""
+    found = [
+        f"{name or type(module).__name__}.{attribute}={value}"
+        for name, module in model.named_modules()
+        for attribute, value in vars(module).items()
+        if isinstance(value, float)
+        and value > 0
+        and ("dropout" in attribute or (attribute == "p" and "Dropout" in type(module).__name__))
+    ]
+    if found:
+        raise ModelError(
+            "IG466",
+            "a model with dropout is not cut over tp: ranks of a tp group would draw unlike masks",
+            seen=f"{found[:4]}{' ...' if len(found) > 4 else ''}",
+            expected="dropout 0",
+            fix="set the dropouts of the config to 0, as models are trained today; or leave tp out",
+            where=mesh.where(),
+        )
+
+
+def whole_shape(parameter: Tensor) -> tuple[int, ...]:
+    """The shape of a parameter on one device."""
+    contract = contract_of(parameter)
+    return tuple(parameter.shape) if contract is None else contract.shape

@@ -1,0 +1,197 @@
+"""ig.hugging.load: a model of transformers, its class as it is, cut for one mesh and proven before it is loaded.
+
+1. The config is read and checked. Code from the folder is never run, pickled and quantised weights are refused.
+2. The proof (proof.py): a small copy of the class trains one step under this layout and on one device.
+3. The class is built with its parameters on the meta device and cut by its own tensor plan (cut.py).
+4. Each rank reads its box of each tensor (values.py). At ZeRO 3 the Engine reads this rank's rows, and no more.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from isograd.comm.notes import gather_notes
+from isograd.contract import contract_of, start_of
+from isograd.engine import empty_parameters
+from isograd.engine.first import become
+from isograd.errors import ModelError, headline
+from isograd.hugging.cut import cut
+from isograd.hugging.values import Folder, Random, give_starts
+from isograd.mesh import Mesh
+from isograd.outside import CONFIG, read_json
+from isograd.sequence.hugging import attach
+from isograd.stored import Stored
+
+T = TypeVar("T")
+
+
+def load(source: Any, mesh: Mesh, *, prove: bool = True, dtype: torch.dtype | None = None, seed: int = 0) -> nn.Module:
+    """A causal language model of transformers on this mesh; all ranks call it.
+
+    source: a folder with config.json and safetensors; or a config of transformers, which gives random weights that are
+    equal under every layout. prove: first train a small copy for one step, and refuse the model if a gradient is not
+    one device's. dtype: of the parameters; left out, the config's. seed: of random weights.
+    """
+    refuse_layout(mesh)
+    config = agreed(lambda: _config_of(source, mesh), mesh)
+    dtype = dtype or getattr(config, "dtype", None) or torch.float32
+    if prove:
+        from isograd.hugging.proof import prove as proven
+
+        proof = proven(config, mesh)
+        if mesh.rank == 0:
+            print(f"isograd: {proof}", file=sys.stderr)
+    folder = Path(source) if isinstance(source, str | Path) else None
+    model: nn.Module = agreed(lambda: build(config, mesh, dtype, folder=folder, seed=seed), mesh)
+    return model
+
+
+def build(
+    config: Any, mesh: Mesh, dtype: torch.dtype, *, folder: Path | None = None, seed: int = 0, noise: float = 0.0
+) -> Any:
+    """The model of a config on this mesh, with values from a folder or random ones; nothing is proven."""
+    model = _empty(config, dtype, mesh)
+    source = Random(_empty(config, dtype, mesh), seed, noise)
+    values: Random | Folder = source if folder is None else Folder(Stored(folder), model, mesh.where())
+    cut(model, mesh)
+    give_starts(model, values)
+    _fill_buffers(model, values)
+    if mesh.layout.zero != 3 or mesh.size("cp") > 1:
+        _fill(model, mesh)
+    model.to(mesh.device) if mesh.device.type != "cpu" and mesh.layout.zero != 3 else None
+    return attach(model, mesh) if mesh.size("cp") > 1 else model
+
+
+def _empty(config: Any, dtype: torch.dtype, mesh: Mesh) -> Any:
+    """The library's class for a config, with parameters on the meta device and buffers with values."""
+    import copy
+
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ModelError(
+            "IG461",
+            f"transformers has no causal language model for {type(config).__name__}",
+            seen=getattr(config, "model_type", type(config).__name__),
+            expected="a config of AutoModelForCausalLM",
+            fix="for a model of another kind: under dp and zero, ig.Engine takes any module",
+            where=mesh.where(),
+        )
+    library: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    with empty_parameters():
+        model = library._from_config(copy.deepcopy(config), dtype=dtype)
+    return model.train()
+
+
+@torch.no_grad()
+def _fill(model: nn.Module, mesh: Mesh) -> None:
+    """Give each parameter the values of this rank's box."""
+    for parameter in list(model.parameters()):
+        contract, start = contract_of(parameter), start_of(parameter)
+        assert start is not None
+        box = [(0, size) for size in parameter.shape] if contract is None else list(contract.local(mesh))
+        become(parameter, start(box, mesh.device))
+
+
+@torch.no_grad()
+def _fill_buffers(model: nn.Module, values: Random | Folder) -> None:
+    if isinstance(values, Folder):
+        kept = model.state_dict(keep_vars=True)
+        for name, buffer in model.named_buffers():
+            if name in kept:
+                buffer.copy_(values.read(name, [(0, size) for size in buffer.shape]))
+
+
+def refuse_layout(mesh: Mesh) -> None:
+    """Refuse the axes over which a model of transformers is not cut."""
+    axes = [f"pp{mesh.size('pp')}"] * (mesh.size("pp") > 1) + [f"ep{mesh.layout.ep}"] * (mesh.layout.ep > 1)
+    axes += ["sp"] * bool(mesh.layout.sp) + ["cp with tp"] * (mesh.size("cp") > 1 and mesh.size("tp") > 1)
+    if axes:
+        raise ModelError(
+            "IG460",
+            f"a model of transformers is not cut over {', '.join(axes)}",
+            seen=str(mesh.layout),
+            expected="dp, tp and zero0 to zero3; or dp, cp and zero",
+            fix="leave those axes out, or load the weights into isograd's Transformer (isograd.models.families)",
+            where=mesh.where(),
+        )
+
+
+def agreed(do: Callable[[], T], mesh: Mesh) -> T:
+    """The result of `do`, which does not communicate. Where one rank raises, all do."""
+    error: Exception | None = None
+    try:
+        found = do()
+    except Exception as caught:
+        error = caught
+    said = gather_notes(None if error is None else headline(error), mesh.group("world"), mesh.device)
+    if error is not None:
+        raise error
+    other = next(((rank, words) for rank, words in enumerate(said) if words is not None), None)
+    if other is not None:
+        raise ModelError(
+            "IG461",
+            f"rank {other[0]} could not load the model",
+            seen=other[1],
+            expected="the same folder on every rank",
+            where=mesh.where(),
+        )
+    return found
+
+
+def _config_of(source: Any, mesh: Mesh) -> Any:
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    config = source
+    if isinstance(source, str | Path):
+        folder = Path(source)
+        if not (folder / "config.json").is_file():
+            raise ModelError(
+                "IG461",
+                f"{folder} is no folder of a model",
+                seen=sorted(p.name for p in folder.iterdir())[:10] if folder.is_dir() else "no such folder",
+                expected="config.json and *.safetensors",
+                fix="download it first: huggingface_hub.snapshot_download(name)",
+                where=mesh.where(),
+            )
+        raw = read_json(folder / "config.json", CONFIG, nan=True, follow=True)
+        kind = raw.get("model_type") if isinstance(raw, dict) else None
+        if kind not in CONFIG_MAPPING:
+            custom = isinstance(raw, dict) and "auto_map" in raw
+            raise ModelError(
+                "IG461",
+                f"{folder} needs code of its own (trust_remote_code), which is not run"
+                if custom
+                else f"transformers has no architecture {kind!r}",
+                seen=f"model_type {kind!r}" + (f", auto_map {raw['auto_map']}" if custom else ""),
+                expected="an architecture of the installed transformers",
+                fix="a newer transformers may have it",
+                where=mesh.where(),
+            )
+        config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
+        Stored(folder)  # refuses pickled weights, before anything is built
+    quantised = getattr(config, "quantization_config", None)
+    if quantised:
+        raise ModelError(
+            "IG462",
+            "quantised weights are not trained",
+            seen=f"quantization_config {quantised}",
+            expected="weights in float32, bfloat16 or float16",
+            fix="the folder of the model before it was quantised",
+            where=mesh.where(),
+        )
+    if not hasattr(config, "model_type"):
+        raise ModelError(
+            "IG461",
+            f"{type(config).__name__} is neither a folder nor a config of transformers",
+            seen=type(config).__name__,
+            expected="a path, or a config such as LlamaConfig(...)",
+            where=mesh.where(),
+        )
+    return config

@@ -1,0 +1,105 @@
+"""The tensor plan of a model of transformers, name by name, and what in it cannot be used.
+
+A plan is the class's own (`base_model_tp_plan` of its config, and `_tp_plan` of its head), in patterns in which `*` is
+the number of a layer. A pattern for a module also stands for the module's own parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+from isograd.errors import ModelError, did_you_mean
+from isograd.mesh import Mesh
+
+# The dimension of a matrix that each style cuts.
+CUTS = {
+    "colwise": 0, "colwise_gather_output": 0, "colwise_rep": 0, "embedding_rowwise": 0, "embedding_colwise": 1,
+    "rowwise": 1, "rowwise_split_input": 1, "rowwise_rep": 1,
+}  # fmt: skip
+# Styles whose module takes and gives whole tensors: it may stay whole without anything else changing.
+CLOSED = ("colwise_gather_output", "colwise_rep", "rowwise_split_input", "rowwise_rep", "embedding_rowwise",
+          "embedding_colwise")  # fmt: skip
+EXPERTS = "moe_tp_experts"
+OF_EXPERTS = ("packed_colwise", "packed_rowwise", "colwise", "rowwise", "grouped_gemm")  # of its parameters
+OTHERS = ("replicated_with_grad_allreduce", "all_reduce", "mla_kv_a_proj", EXPERTS, "local_params", "replicate")
+KNOWN = (*CUTS, *OTHERS)
+
+
+def pattern_of(name: str) -> str:
+    """'model.layers.3.mlp' -> 'model.layers.*.mlp'."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def read_plan(model: Any, mesh: Mesh) -> dict[str, str]:
+    """{module or parameter: style}; a style without effect is left out."""
+    plan: dict[str, str] = dict(getattr(model, "tp_plan", None) or {})
+    name = type(model).__name__
+    if not plan:
+        raise ModelError(
+            "IG463",
+            f"{name} has no tensor plan: nothing says how it is cut over tp",
+            seen=f"tp{mesh.size('tp')}, and neither base_model_tp_plan in {type(model.config).__name__} nor _tp_plan",
+            expected="an architecture for which transformers ships a plan",
+            fix="leave tp out: dp, cp and zero0 to zero3 need no plan",
+            where=mesh.where(),
+        )
+    parameters = {n for n, _ in model.named_parameters(remove_duplicate=False)}
+    names = [n for n, _ in model.named_modules() if n] + sorted(parameters)
+    found = {n: plan[pattern_of(n)] for n in names if pattern_of(n) in plan}
+    experts = {n for n, style in found.items() if style == EXPERTS}
+    found = {n: style for n, style in found.items() if not _belongs(n, experts, parameters)}
+    unknown = {n: style for n, style in found.items() if style not in KNOWN}
+    if unknown:
+        where, style = next(iter(unknown.items()))
+        raise ModelError(
+            "IG464",
+            f"the tensor plan of {name} has a style that is not supported: {style!r}",
+            seen=f"{where}: {style}{did_you_mean(style, KNOWN)}",
+            expected=f"one of {', '.join(KNOWN)}",
+            fix="leave tp out: dp, cp and zero0 to zero3 need no plan",
+            where=mesh.where(),
+        )
+    if not any(style in CUTS or style == EXPERTS for style in found.values()):
+        raise ModelError(
+            "IG463",
+            f"the tensor plan of {name} names no module of it",
+            seen=f"{sorted(plan)[:6]}",
+            expected=f"names such as {[pattern_of(n) for n in sorted(parameters)[:3]]}",
+            fix="leave tp out: dp, cp and zero0 to zero3 need no plan",
+            where=mesh.where(),
+        )
+    return {n: style for n, style in found.items() if style not in ("local_params", "replicate")}
+
+
+def _belongs(name: str, experts: Iterable[str], parameters: set[str]) -> bool:
+    """Whether it is a parameter of a layer of experts, which is cut as a whole."""
+    return name in parameters and name.rpartition(".")[0] in experts
+
+
+def without_split_ties(model: nn.Module, plan: dict[str, str], mesh: Mesh) -> dict[str, str]:
+    """Modules that share a parameter cut it in the same way, or not at all."""
+    users: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        users.setdefault(id(parameter), []).append(name)
+    plan = dict(plan)
+    for names in users.values():
+        homes = {name: name.rpartition(".")[0] for name in names}
+        styles = {name: plan.get(name, plan.get(home)) for name, home in homes.items()}
+        if len({None if style is None else CUTS.get(style) for style in styles.values()}) == 1:
+            continue
+        open_ones = [f"{name}: {style}" for name, style in styles.items() if style in CUTS and style not in CLOSED]
+        if open_ones:
+            raise ModelError(
+                "IG464",
+                "modules that share a parameter cut it differently",
+                seen=", ".join(f"{name}: {style or 'whole'}" for name, style in styles.items()),
+                expected="one way to cut it, or a style that takes and gives whole tensors",
+                where=mesh.where(),
+            )
+        for name, home in homes.items():
+            plan.pop(name, None)
+            plan.pop(home, None)
+    return plan

@@ -1,0 +1,171 @@
+"""The proof at start: a small copy of the class trains one step under the layout and on one device, in fp64.
+
+Every rank builds the copy (small.py) twice: cut for the mesh, and whole. Under the layout, each data rank has two
+micro-batches with uneven numbers of labels, and the Engine sums. On one device, the same batches run one after another
+through the whole model, plain torch. Every gradient is compared by name. Parameters get noise on top of their initial
+values, so that no norm is 1 and no bias 0. The library's casts to fp32 are casts to fp64 here (wide.py).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isograd.comm.notes import gather_notes
+from isograd.engine import Engine
+from isograd.errors import IsogradError, ModelError, headline
+from isograd.hugging.load import agreed, build, refuse_layout
+from isograd.hugging.small import small
+from isograd.mesh import Mesh
+from isograd.sequence.hugging import IGNORE, shard
+
+LIMIT = 1e-9  # of the norm of a gradient
+FLOOR = 1e-6  # of the norm of all: a gradient that is truly zero is judged on this
+ROWS, LENGTH, MICROS = 2, 11, 2
+NOISE = 0.05
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What was compared, and how far the gradients of the layout are from one device's."""
+
+    model: str
+    layout: str
+    errors: dict[str, float]  # by the name of the parameter, relative
+    seconds: float
+
+    @property
+    def wrong(self) -> dict[str, float]:
+        """Those above the limit, the worst first."""
+        found = {name: error for name, error in self.errors.items() if not error <= LIMIT}
+        return dict(sorted(found.items(), key=lambda item: -_rank(item[1])))
+
+    def __str__(self) -> str:
+        worst = max(self.errors.values(), default=0.0)
+        return (
+            f"{self.model} under {self.layout!r}: {len(self.errors)} gradients of a small copy are one device's "
+            f"(largest difference {worst:.0e}, {self.seconds:.1f} s)"
+        )
+
+
+def prove(config: Any, mesh: Mesh) -> Proof:
+    """Prove the class of a config under this layout; all ranks call it, and all refuse a model that fails."""
+    proof = compare(config, mesh)
+    if proof.wrong:
+        listed = [f"{name} ({error:.1e})" for name, error in list(proof.wrong.items())[:8]]
+        raise ModelError(
+            "IG468",
+            f"{proof.model} would not train right under {proof.layout!r}: gradients differ from one device's",
+            seen=f"{len(proof.wrong)} of {len(proof.errors)} parameters, relative: {', '.join(listed)}",
+            expected=f"at most {LIMIT} in fp64",
+            fix="its tensor plan does not say all that must be summed: leave tp out (dp and zero need no plan)",
+            where=mesh.where(),
+        )
+    return proof
+
+
+def compare(config: Any, mesh: Mesh) -> Proof:
+    """The errors of every gradient, whatever they are."""
+    refuse_layout(mesh)
+    began = time.perf_counter()
+    tiny = agreed(lambda: small(config, mesh.size("tp")), mesh)
+    tiny._experts_implementation = "eager"  # the class's own; grouped products of matrices have no fp64
+    with _undisturbed():
+        model = _tried("cannot be cut", lambda: build(tiny, mesh, torch.float64, noise=NOISE), mesh)
+        truth = _tried("does not run on one device", lambda: _one_device(tiny, mesh), mesh)
+        found = _tried("does not run under the layout", lambda: _under_layout(model, mesh, tiny.vocab_size), mesh)
+    floor = FLOOR * float(torch.stack([g.norm() for g in truth.values()]).norm())
+    names = dict.fromkeys((*truth, *found))
+    errors = {name: _error(found.get(name), truth.get(name), floor) for name in names}
+    everywhere = gather_notes(errors, mesh.group("world"), mesh.device)
+    worst = {name: max((e[name] for e in everywhere), key=_rank) for name in names}
+    return Proof(type(model).__name__, str(mesh.layout), worst, time.perf_counter() - began)
+
+
+def _rank(error: float) -> float:
+    """NaN is the worst of all."""
+    return float("inf") if math.isnan(error) else error
+
+
+def _error(found: Tensor | None, true: Tensor | None, floor: float) -> float:
+    """A parameter that gets no gradient on one side has none, or zeros, on the other."""
+    if true is None or found is None:
+        other = found if true is None else true
+        return 0.0 if other is None or not bool(other.any()) else float("inf")
+    return float((found - true).norm()) / max(float(true.norm()), floor)
+
+
+def _batch(data_rank: int, number: int, vocab: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(100 * data_rank + number)
+    tokens = torch.randint(3, vocab, (ROWS, LENGTH), generator=generator)
+    labels = tokens.clone()
+    labels[0, : 2 + (3 * data_rank + 2 * number) % 7] = IGNORE
+    return {"input_ids": tokens, "labels": labels}
+
+
+def _one_device(config: Any, mesh: Mesh) -> dict[str, Tensor]:
+    alone = Mesh.unbound("1")
+    alone.device = mesh.device
+    model = build(config, alone, torch.float64, noise=NOISE)
+    batches = [_batch(rank, n, config.vocab_size) for rank in range(mesh.size("dp")) for n in range(MICROS)]
+    parts = [shard(batch, alone) for batch in batches]
+    total = sum(int(part.weight) for part in parts)
+    from isograd.hugging.wide import Wide
+
+    for part in parts:
+        with Wide():
+            loss = model(**part.inputs).loss
+        (loss * part.weight / total).backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def _under_layout(model: Any, mesh: Mesh, vocab: int) -> dict[str, Tensor]:
+    from isograd.hugging.wide import Wide
+
+    engine = Engine(model, mesh, lambda parameters: torch.optim.SGD(parameters, lr=0.0))
+    for number in range(MICROS):
+        part = shard(_batch(mesh.index("dp"), number, vocab), mesh)
+        with Wide():
+            loss = model(**part.inputs).loss
+        engine.backward(loss, weight=part.weight)
+    return {name: gradient.clone() for name, gradient in engine.grads()}
+
+
+def _tried(what: str, do: Any, mesh: Mesh) -> Any:
+    """A small copy that fails is refused with what the library said."""
+
+    def attempt() -> Any:
+        try:
+            return do()
+        except IsogradError:
+            raise
+        except Exception as error:
+            raise ModelError(
+                "IG469",
+                f"the small copy for the proof {what}",
+                seen=headline(error),
+                expected="a forward with input_ids, position_ids and labels, and its backward",
+                fix="load(..., prove=False) leaves the proof out; ig.verify proves a model of your own making",
+                where=mesh.where(),
+            ) from error
+
+    return agreed(attempt, mesh)
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """The program's random numbers and default dtype stay as they are."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(before)

@@ -1,0 +1,114 @@
+"""A small copy of a config: the same architecture and options, in a size that trains a step in a second.
+
+Kept: windows, scaled rotary positions, caps, biases, ties, norms, activations, one layer of each kind, and whether key
+and value heads are fewer than the query heads or than the tp ranks. Changed: widths, depth, numbers of heads and of
+experts, the vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+HEAD, VOCAB, WINDOW, POSITIONS = 16, 67, 5, 64
+LAYERS = 4
+# Sizes by field: a config has some of them. A field that is 0 or None stays so.
+SIZES = {
+    "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24, "shared_intermediate_size": 24,
+    "intermediate_size_mlp": 40, "moe_shared_expert_intermediate_size": 24, "expert_ffn_hidden_size": 24,
+    "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12,
+    "rotary_dim": 8, "n_shared_experts": 1, "num_shared_experts": 1, "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": VOCAB, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 8, "index_head_dim": 16, "index_n_heads": 2, "index_topk": 4,
+    "mamba_d_state": 8, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_num_heads": 8,
+    "mamba_head_dim": 16, "ssm_state_size": 8, "attention_chunk_size": 4, "sliding_window": WINDOW,
+}  # fmt: skip
+INNER = ("intermediate_size", "ffn_hidden_size", "n_inner", "ffn_dim")
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts", "moe_topk_experts")
+POSITION_FIELDS = ("max_position_embeddings", "n_positions")
+TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id", "sep_token_id")
+NEVER = ("architectures", "_name_or_path", "transformers_version", "dtype", "torch_dtype", "model_type", "auto_map",
+         "quantization_config")  # fmt: skip
+
+
+def small(config: Any, tp: int) -> Any:
+    """A config of the same class, whose model can be cut over tp exactly if the given one can."""
+    values = {name: value for name, value in config.to_dict().items() if name not in NEVER}
+    for name, size in SIZES.items():
+        if isinstance(values.get(name), int) and values[name] > 0:
+            values[name] = min(values[name], size)
+    values |= _heads(values, config, tp)
+    values |= {name: 42 if tp == 2 else 14 * tp for name in INNER if isinstance(values.get(name), int)}
+    number = next((values[name] for name in EXPERTS if isinstance(values.get(name), int) and values[name] > 0), 0)
+    few = 2 * tp if number % tp == 0 else 2 * tp + 1
+    values |= {name: min(few, number) for name in EXPERTS if isinstance(values.get(name), int) and values[name] > 0}
+    values |= {name: 2 for name in CHOSEN if isinstance(values.get(name), int) and values[name] > 2}
+    if number:
+        values |= {name: 1 for name in ("n_group", "topk_group") if isinstance(values.get(name), int)}
+    values["vocab_size"] = VOCAB
+    values |= {name: 1 if isinstance(values[name], int) else None for name in TOKENS if name in values}
+    values |= _layers(values)
+    values |= _no_dropout(values)
+    return type(config)(**values)
+
+
+def _heads(values: dict[str, Any], config: Any, tp: int) -> dict[str, Any]:
+    """As many heads as show a wrong cut: several on each rank, and groups of more than one where they were so."""
+    heads = getattr(config, "num_attention_heads", None)
+    if not isinstance(heads, int):
+        return {}
+    keys = getattr(config, "num_key_value_heads", None)
+    found = {"hidden_size": 0}
+    if not isinstance(keys, int) or keys == 0:
+        fewer_keys = keys
+        count = 2 * tp if heads % tp == 0 else 2 * tp + 1
+    else:
+        group = heads // keys
+        fewer_keys = (2 * tp if keys > tp else tp) if keys % tp == 0 else keys if keys < tp else 2 * tp + 1
+        count = fewer_keys * min(group, 2) if fewer_keys >= tp else fewer_keys * min(group, max(2, tp // fewer_keys))
+    width = HEAD
+    found["hidden_size"] = count * width
+    names = {"num_attention_heads": count, "num_key_value_heads": fewer_keys}
+    for name in ("global_head_dim", "head_dim"):
+        if isinstance(values.get(name), int):
+            names[name] = width
+    if isinstance(values.get("num_global_key_value_heads"), int):
+        names["num_global_key_value_heads"] = fewer_keys
+    if config.to_dict().get("qk_rope_head_dim") and "head_dim" in names:  # the width that is rotated
+        names["head_dim"] = values["qk_rope_head_dim"]
+    if isinstance(values.get("query_pre_attn_scalar"), int):
+        names["query_pre_attn_scalar"] = width
+    return {name: value for name, value in {**found, **names}.items() if name in values or hasattr(config, name)}
+
+
+def _layers(values: dict[str, Any]) -> dict[str, Any]:
+    """One layer of each kind, and at least two in all, in the order of the model."""
+    depth = values.get("num_hidden_layers")
+    if not isinstance(depth, int):
+        return {}
+    lists = {n: v for n, v in values.items() if isinstance(v, list) and len(v) == depth and depth > 1}
+    kinds = list(zip(*lists.values(), strict=True)) if lists else [()] * depth
+    chosen: list[int] = []
+    for number, kind in enumerate(kinds):
+        if str(kind) not in [str(kinds[other]) for other in chosen] and len(chosen) < LAYERS:
+            chosen.append(number)
+    for number in range(depth):
+        if len(chosen) < 2 and number not in chosen:
+            chosen.append(number)
+    chosen.sort()
+    found: dict[str, Any] = {name: [value[number] for number in chosen] for name, value in lists.items()}
+    found["num_hidden_layers"] = len(chosen)
+    if isinstance(values.get("first_k_dense_replace"), int):
+        found["first_k_dense_replace"] = min(values["first_k_dense_replace"], 1)
+    if isinstance(values.get("num_kv_shared_layers"), int):
+        found["num_kv_shared_layers"] = 0
+    return found
+
+
+def _no_dropout(values: dict[str, Any]) -> dict[str, Any]:
+    """One device and a layout draw unlike masks. A model with dropout is refused under tp before this."""
+    return {
+        name: 0.0
+        for name, value in values.items()
+        if isinstance(value, float) and value > 0 and ("dropout" in name or name.endswith("_pdrop"))
+    }

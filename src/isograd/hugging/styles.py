@@ -1,0 +1,195 @@
+"""What a module of a tensor plan does under tp: hooks before and after its forward, made of the pairs of comm/ops.
+
+    Entrance      I -> R   before a projection whose outputs are cut. Projections of one module that read the same
+                           tensor (q, k, v; gate, up) share one, so that backward sums its gradient once.
+    Sum           P -> I   after a projection whose inputs are cut. Its bias is added once, after the sum.
+    Gather        V -> I   after a projection whose outputs are cut, but used whole.
+    Slice         I -> V   before a projection whose inputs are cut, but come whole.
+    VocabRows     P -> I   around an embedding of which each rank holds some tokens' rows.
+    ExpertRange            around experts that are dealt out over tp: each rank computes its experts for all tokens.
+    SharedTail    I -> R   after a projection whose last features enter the cut heads directly (MLA's rotary key).
+
+The library's forward runs between the two, on this rank's part of the parameters. A hook holds no module, so that a
+deep copy of a model has hooks of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from isograd.comm import ops
+from isograd.mesh import Mesh
+
+Called = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def _replaced(args: tuple[Any, ...], kwargs: Mapping[str, Any], value: Tensor) -> Called:
+    """The same call with another first argument."""
+    if args:
+        return (value, *args[1:]), dict(kwargs)
+    first = next(iter(kwargs))
+    return (), {**kwargs, first: value}
+
+
+def _first(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+    value: Tensor = args[0] if args else next(iter(kwargs.values()))
+    return value
+
+
+@dataclass(eq=False)
+class Entrance:
+    """Copies a tensor into the cut region once for all modules below one parent that are given it."""
+
+    mesh: Mesh
+    seen: Tensor | None = None
+    entered: Tensor | None = None
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Called:
+        """Of a projection: replaces its input by the tensor that its siblings were given, too."""
+        x = _first(args, kwargs)
+        if self.entered is None or x is not self.seen:
+            self.seen, self.entered = x, ops.copy_in(x, self.mesh.group("tp"))
+        return _replaced(args, kwargs, self.entered)
+
+    def forget(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Of the parent: when its forward is over, no tensor is kept."""
+        self.seen = self.entered = None
+
+
+@dataclass(eq=False)
+class Sum:
+    """Sums the partial outputs of a projection; the bias waits outside of it, as it is to be added once."""
+
+    mesh: Mesh
+    bias: nn.Parameter | None = None
+
+    def before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Take the bias out of the module for the time of its forward."""
+        self.bias = module._parameters.get("bias")
+        if self.bias is not None:
+            module._parameters["bias"] = None
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        """Called after a forward that raised, too, with None."""
+        bias, self.bias = self.bias, None
+        if bias is not None:
+            module._parameters["bias"] = bias
+        if output is None:
+            return None
+        whole = ops.all_reduce(output, self.mesh.group("tp"))
+        return whole if bias is None else whole + bias
+
+
+@dataclass(frozen=True, eq=False)
+class Gather:
+    """Joins the outputs of all ranks; every rank then computes the same with them."""
+
+    mesh: Mesh
+    sizes: tuple[int, ...]
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        """output [..., mine] -> [..., all]."""
+        return ops.gather_for_identical_use(output, self.mesh.group("tp"), -1, self.sizes)
+
+
+@dataclass(frozen=True, eq=False)
+class Slice:
+    """Takes this rank's features of an input that all ranks hold."""
+
+    mesh: Mesh
+    sizes: tuple[int, ...]
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Called:
+        """input [..., all] -> [..., mine]."""
+        mine = ops.slice(_first(args, kwargs), self.mesh.group("tp"), -1, self.sizes)
+        return _replaced(args, kwargs, mine)
+
+
+@dataclass(eq=False)
+class VocabRows:
+    """Looks up the tokens whose rows this rank holds; others are zeros here, and the sum over tp has all."""
+
+    mesh: Mesh
+    first: int
+    rows: int
+    here: Tensor | None = None
+    wrong: Tensor | None = None
+
+    def before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Called:
+        """Token ids become rows of this rank's part."""
+        ids = _first(args, kwargs)
+        self.wrong = module.wrong.find(ids)
+        row = ids - self.first
+        self.here = (row >= 0) & (row < self.rows)
+        return _replaced(args, kwargs, torch.where(self.here, row, 0))
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        """A token outside the vocabulary becomes NaN and is counted: an Engine refuses the step on all ranks."""
+        assert self.here is not None
+        assert self.wrong is not None
+        elsewhere = torch.where(self.wrong, torch.nan, 0.0).to(output.dtype)[..., None]
+        mine = torch.where(self.here[..., None], output, elsewhere)
+        self.here = self.wrong = None
+        return ops.all_reduce(mine, self.mesh.group("tp"))
+
+
+@dataclass(eq=False)
+class ExpertRange:
+    """Runs the experts of this rank for all tokens, and sums what all ranks' experts gave.
+
+    transformers' experts leave out a choice whose number is that of the experts here. The scores of such choices are
+    zeros, so the router's gradient is a sum over ranks as well, which their copy_in completes.
+    """
+
+    mesh: Mesh
+    here: int  # how many experts this rank holds
+    entered: tuple[Tensor, ...] = ()
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Called:
+        """(tokens [T, hidden], numbers [T, k], scores [T, k]) -> the same for the experts here."""
+        x, numbers, scores = (*args, *kwargs.values())[:3]
+        group = self.mesh.group("tp")
+        x, scores = ops.copy_in(x, group), ops.copy_in(scores, group)
+        self.entered = x, scores
+        mine = numbers - group.index * self.here
+        elsewhere = (mine < 0) | (mine >= self.here)
+        given = x, mine.masked_fill(elsewhere, self.here), scores.masked_fill(elsewhere, 0.0)
+        return (*given[: len(args)], *args[3:]), dict(zip(kwargs, given[len(args) :], strict=False))
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        """A rank whose experts no token chose still answers the others in backward: its output depends on the input."""
+        entered, self.entered = self.entered, ()
+        if output is None:
+            return None
+        for tensor in entered:
+            output = output + tensor[:0].sum().to(output.dtype)
+        return ops.all_reduce(output, self.mesh.group("tp"))
+
+
+@dataclass(frozen=True, eq=False)
+class SharedTail:
+    """The last features of an output are used by cut heads; the others pass through a projection that enters them."""
+
+    mesh: Mesh
+    tail: int
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        """output [..., n + tail]: the tail's gradient is summed over tp."""
+        first, tail = output.split([output.shape[-1] - self.tail, self.tail], dim=-1)
+        return torch.cat((first, ops.copy_in(tail, self.mesh.group("tp"))), dim=-1)
+
+
+@dataclass(frozen=True, eq=False)
+class Total:
+    """Sums the partial outputs of a module of any kind."""
+
+    mesh: Mesh
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        """P -> I."""
+        return ops.all_reduce(output, self.mesh.group("tp"))
