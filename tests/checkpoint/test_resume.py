@@ -255,7 +255,10 @@ WRONG: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"model": "gpt2"},
         ("IG937", "vocab is 101 there and 97 here", "model/blocks.0.norm1.bias is not in the"),
     ),
-    "dtype": ({"dtype": torch.float32}, ("IG937", "model/embed.weight is F64 [101, 24] there and F32 [101, 24] here")),
+    "dtype": (
+        {"dtype": torch.float32},
+        ("IG937", "parameters are F64 there and F32 here", "model/embed.weight is F64 [101, 24] there and F32"),
+    ),
     "optimizer": ({"optimizer": toys.sgd}, ("IG938", "embed.weight was stepped by AdamW and is by SGD here")),
 }
 

@@ -178,8 +178,13 @@ def test_ranks_with_different_configs_are_refused_with_the_lines_that_differ(
 def test_other_data_and_old_checkpoints_are_refused(worlds, text: Path, tmp_path: Path) -> None:
     config = config_of(tmp_path, text, layout="dp2")
     worlds(2).run(loop.run, config, replace(QUIET, until=2))
-    with pytest.raises(LaunchError, match="IG986"):
+    with pytest.raises(LaunchError, match="IG986") as caught:
         worlds(2).run(loop.run, config.model_copy(update={"batch": 4}), QUIET)
+    assert f"batch was {config.batch} and is 4" in str(caught.value)
+    with pytest.raises(LaunchError, match="IG937") as caught:
+        model = config.model.model_copy(update={"options": {**config.model.options, "rope_theta": 500.0}})
+        worlds(2).run(loop.run, config.model_copy(update={"model": model}), QUIET)
+    assert "rope_theta is 10000.0 there and 500.0 here" in str(caught.value)
     with pytest.raises(LaunchError, match="IG985"):
         worlds(2).run(loop.run, config, replace(QUIET, resume="never"))
     narrow = config_of(tmp_path / "narrow", text, model={"preset": "tiny-llama"})

@@ -26,6 +26,9 @@ from isograd.engine import Engine, state
 from isograd.errors import CheckpointError, IsogradError, did_you_mean
 
 SHOWN = 8
+# Options of isograd's models that a run may change when it resumes. All others decide what the model computes.
+FREE = {"dropout", "attention_dropout", "init_std", "max_positions", "sliding_window"}
+FREE_OF_EXPERTS = {"choice_bias_rate", "balance", "balance_weight", "z_weight"}
 
 
 @dataclass(frozen=True)
@@ -150,15 +153,16 @@ def _refuse_other_model(engine: Engine, manifest: Manifest, place: Path) -> None
         if there.get(key, (dtype, shape)) != (dtype, shape)
     ]
     wrong += [f"{key} is not in this model{did_you_mean(key, everywhere)}" for key in saved if key not in everywhere]
+    unlike = _unlike(manifest.model, describe(engine.model))
     error = CheckpointError(
         "IG937",
         f"{place.name} is a checkpoint of another model",
-        seen=_listed([*_unlike(manifest.model, describe(engine.model)), _listed(wrong)]),
-        expected="the same names, global shapes and dtypes",
+        seen=_listed([*_cast(there, here), *unlike[: SHOWN // 2], *([_listed(wrong)] if wrong else [])]),
+        expected="the same options, and the same names, global shapes and dtypes",
         fix="build the model with the config that was saved: 'isograd ckpt inspect' shows what it is of",
         where=engine.mesh.where(),
     )
-    raise_alike(error if wrong else None, engine.mesh)
+    raise_alike(error if wrong or unlike else None, engine.mesh)
 
 
 def _refuse_other_optimizer(engine: Engine, manifest: Manifest, place: Path) -> None:
@@ -183,10 +187,27 @@ def _refuse_other_optimizer(engine: Engine, manifest: Manifest, place: Path) -> 
 
 
 def _unlike(there: dict[str, Any] | None, here: dict[str, Any] | None) -> list[str]:
-    """In what the configs differ: what the tensors' differences come from."""
-    before, now = (found["config"] if found else {} for found in (there, here))
+    """The options in which two models of isograd differ, and so compute different things, even with equal shapes."""
+    if there is None or here is None or not there["kind"] == here["kind"] == "isograd":
+        return []
+    before, now = _options(there["config"]), _options(here["config"])
     names = [name for name in before if name in now and before[name] != now[name]]
-    return [f"{name} is {before[name]!r} there and {now[name]!r} here" for name in names[: SHOWN // 2]]
+    return [f"{name} is {before[name]!r} there and {now[name]!r} here" for name in names]
+
+
+def _options(config: dict[str, Any]) -> dict[str, Any]:
+    found = {name: value for name, value in config.items() if name not in FREE and name != "experts"}
+    experts = config.get("experts") or {}
+    return found | {f"experts.{name}": value for name, value in experts.items() if name not in FREE_OF_EXPERTS}
+
+
+def _cast(there: dict[str, Any], here: dict[str, Any]) -> list[str]:
+    """When parameters have another dtype: their masters are in the one and not in the other."""
+    before, now = (
+        ", ".join(sorted({str(dtype) for key, (dtype, _) in found.items() if key.startswith("model/")}))
+        for found in (there, here)
+    )
+    return [f"parameters are {before} there and {now} here"] if before != now else []
 
 
 def _of_all_stages(mine: Iterable[str], engine: Engine) -> set[str]:

@@ -176,12 +176,15 @@ def _taken(folder: Path, seen: str, fix: str) -> DataError:
 def _manifest(recipe: Recipe, records: Sequence[Record]) -> Manifest:
     shards = [shard for record in records for shard in record.shards]
     if not any(shard.split == "train" for shard in shards):
+        held = sum(shard.documents for shard in shards)
         raise DataError(
             "IG923",
             "there is nothing to train on",
-            seen=f"{sum(shard.documents for shard in shards)} documents for validation, none for training",
+            seen=f"{held} documents for validation, none for training" if held else "no document with text",
             expected="documents with text",
-            fix="build into a new folder: smaller --validation, or smaller documents (--documents blank)",
+            fix="build into a new folder: smaller --validation, or smaller documents (--documents blank)"
+            if held
+            else "give inputs that hold text; into a new folder",
         )
     ordered = sorted(shards, key=lambda shard: (shard.split, shard.number))
     return Manifest(recipe, tuple(ordered), sum(record.empty for record in records))

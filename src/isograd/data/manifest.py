@@ -146,10 +146,12 @@ def read(folder: Path) -> Manifest:
         raise DataError(
             "IG900",
             f"{folder} holds no tokens" + (": its build is not finished" if begun else ""),
-            seen=f"no {NAME}" if os.path.isdir(folder) else "no such folder",
+            seen=f"no {NAME}" if os.path.isdir(folder) else "a file" if os.path.exists(folder) else "no such folder",
             expected=f"a folder with {NAME}, as isograd data build makes it",
             fix="give the same isograd data build command again: it resumes where it stopped"
             if begun
+            else f"isograd data build TOKENS {folder}, and give the folder TOKENS here"
+            if os.path.isfile(folder)
             else f"isograd data build {folder} INPUT...",
         )
     try:

@@ -299,7 +299,8 @@ class Ledger:
     def collect(self, slot: Slot, gradient: Tensor) -> None:
         """Add to this rank's own sum."""
         self.used.add(slot)
-        gradient = gradient.to(slot.dtype)
+        if gradient.dtype != slot.dtype:
+            gradient = gradient.to(slot.dtype)
         if self._factor is not None:
             gradient = gradient * self._factor.to(gradient)
         if self._no_loss is not None:

@@ -76,7 +76,9 @@ def reduce_rows(
     if raw.native(group) and not tree:
         return _reduce_packed(slots, gradients, group)
     own = [slot.rows(g) for slot, g in zip(slots, gradients, strict=True)]
-    out = [_outgoing([s.rows(g, o) for s, g in zip(slots, gradients, strict=True)]) for o in range(group.size)]
+    out: list[Pieces] = [[] for _ in range(group.size)]
+    for owner in (o for o in range(group.size) if o != group.index):
+        out[owner] = _outgoing([s.rows(g, owner) for s, g in zip(slots, gradients, strict=True)])
     members: list[Pieces] = []
     into: list[Pieces] = []
     for member in range(group.size):

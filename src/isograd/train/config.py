@@ -232,6 +232,8 @@ class Config(Part):
                 f"batch {self.batch} over dp {layout.dp} is {self.batch / layout.dp:g} sequences per data rank, "
                 f"to be cut into {self.micro_batches} micro-batches: make batch a multiple of dp that is large enough"
             )
+        if self.optimizer.min_lr > self.optimizer.lr:
+            raise ValueError(f"optimizer.min_lr {self.optimizer.min_lr:g} is above optimizer.lr {self.optimizer.lr:g}")
         if self.optimizer.warmup > self.steps:
             raise ValueError(f"optimizer.warmup {self.optimizer.warmup} is longer than the run's {self.steps} steps")
         return self

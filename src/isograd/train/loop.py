@@ -11,6 +11,7 @@ from __future__ import annotations
 import resource
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -117,16 +118,20 @@ class _Run:
             return 0
         groups = self.job.engine.optimizer.param_groups
         ours = [{name: value for name, value in group.items() if name != "params"} for group in groups]
-        found = self.keeper.load(self.orders.resume)
+        with warnings.catch_warnings():  # of damage, which the log tells, too
+            warnings.filterwarnings("ignore", message="loaded step-")
+            found = self.keeper.load(self.orders.resume)
         if found is None:
             return 0
         for group, values in zip(groups, ours, strict=True):
             group.update(values)  # decay rates and such are the config's, not the checkpoint's
         if found.extra.get("data") not in (None, self.job.fingerprint):
             raise TrainError(
-                "IG986", "the checkpoint was trained on other data, or in another order", seen=str(found.path),
+                "IG986", "the checkpoint was trained on other data, or in another order",
+                seen="; ".join([str(found.path), *changed(found.extra.get("config"), self.config)]),
                 expected="the same sources, length, batch and seed, so that no sample is seen twice or never",
-                fix="restore 'data' and 'batch' of the config, or start a new run from the checkpoint's weights",
+                fix="restore these values; or export the checkpoint (isograd ckpt convert) and start a new run "
+                "from its weights (model.path)",
                 where=self.mesh.where(),
             )  # fmt: skip
         self.passed_over = found.passed_over
@@ -297,6 +302,22 @@ class _Run:
 
 def _due(step: int, every: int | None) -> bool:
     return every is not None and step % every == 0
+
+
+def changed(before: object, now: Config) -> list[str]:
+    """Which options decide a run's samples, and differ from those of the run that was saved."""
+    if not isinstance(before, dict):
+        return []
+    ours = now.model_dump(mode="json")
+    found = []
+    for name in ("data", "pairs", "batch"):
+        old, new = before.get(name), ours[name]
+        if isinstance(old, dict) and isinstance(new, dict):
+            keys = [key for key in new if old.get(key) != new[key]]
+            found += [f"{name}.{key} was {old.get(key)!r} and is {new[key]!r}" for key in keys]
+        elif old != new:
+            found.append(f"{name} was {old!r} and is {new!r}")
+    return found or ["the options are the same: what the files hold has changed"]
 
 
 def memory(device: torch.device) -> float:
