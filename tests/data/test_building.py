@@ -303,7 +303,7 @@ def test_all_documents_for_validation_leave_nothing_to_train_on(tmp_path: Path) 
 def test_a_file_of_blank_lines_has_nothing_to_train_on_and_a_file_of_text_is_not_taken_for_tokens(
     tmp_path: Path,
 ) -> None:
-    (tmp_path / "blank.txt").write_text("\n\n  \n")
+    (tmp_path / "blank.txt").write_text("\n\n\n")
     with pytest.raises(DataError, match="no document with text"):
         build(tmp_path / "out", [tmp_path / "blank.txt"], **LINES)
     with pytest.raises(DataError, match=r"seen: +a file") as caught:
