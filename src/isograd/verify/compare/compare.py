@@ -41,6 +41,9 @@ from isograd.verify.tell.findings import BUG, INCONCLUSIVE, NOTE, Finding, Subje
 from isograd.verify.tell.report import timeline
 from isograd.verify.tell.wording import axis_over, finding, left_out
 
+UNPLACED = "which part each rank holds cannot be told, or it was too large to record"
+NOT_THERE, NOT_HERE = "the reference has no such tensor", "only the reference has such a tensor"
+
 
 def compare(
     reference: Recording,
@@ -157,7 +160,8 @@ def _step(
     if noise is not None and not wrong:
         found += common_factor(analysis, noise, names, places)
     unclear = tuple(t.name for t in compared if t.verdict == INCONCLUSIVE)
-    subject.uncompared = tuple(dict.fromkeys([*subject.uncompared, *unplaced]))
+    left = dict.fromkeys(unplaced, UNPLACED) | _without_counterpart(analysis, truth, names)
+    subject.uncompared |= left
     if unclear:
         sentence = (
             f"step {step}: {listed(unclear)}: the error is more than rounding usually leaves and less than a bug does"
@@ -177,9 +181,8 @@ def _step(
         not wrong and not any(f.verdict == BUG for f in found) and limit < tolerances.HALF_UPDATE
     ):  # half-precision updates are rounding
         found += _updates(analysis, start, whole_tensors(theirs, "after"), names, places)
-    of = f" of {len(compared) + len(unplaced)}" if unplaced else ""
+    of = f" of {len(compared) + len(left)}" if left else ""
     subject.facts["gradients"] = f"{len(compared)}{of} compared by name, step {step} last"
-    _missing_names(analysis, truth, names, found)
     return found
 
 
@@ -263,16 +266,9 @@ def match_names(
     return names
 
 
-def _missing_names(analysis: Analysis, truth: dict[str, Tensor], names: dict[str, str], found: list[Finding]) -> None:
-    lost = [n for n in analysis.names if n not in names and analysis.info(n).gradient]
-    if lost:
-        found.append(
-            finding(INCONCLUSIVE, "", f"no counterpart in the reference for {listed(lost)}", tensors=tuple(lost))
-        )
-    absent = [n for n in truth if n not in names.values()]
-    if absent:
-        sentence = f"the candidate has no gradient for {listed(absent)}, which the reference has"
-        found.append(finding(INCONCLUSIVE, "", sentence, tensors=tuple(absent)))
+def _without_counterpart(analysis: Analysis, truth: dict[str, Tensor], names: dict[str, str]) -> dict[str, str]:
+    ours = [n for n in analysis.names if n not in names and analysis.info(n).gradient]
+    return dict.fromkeys(ours, NOT_THERE) | {n: NOT_HERE for n in truth if n not in names.values()}
 
 
 def _places(analysis: Analysis, start: dict[str, Tensor], names: dict[str, str]) -> dict[str, dict[int, Place]]:

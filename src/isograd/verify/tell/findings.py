@@ -44,7 +44,7 @@ class Subject:
         default_factory=list
     )  # per rank: op, group, bytes, start, seconds, ...
     facts: dict[str, str] = field(default_factory=dict)  # "loss" -> "equal to 3e-16", "overhead" -> "12 %"
-    uncompared: tuple[str, ...] = ()  # gradients that could not be compared with the reference's
+    uncompared: dict[str, str] = field(default_factory=dict)  # gradients without a comparison -> why
     schedule: dict[str, str] = field(default_factory=dict)  # of a pipeline, as measured: "text" and "svg"
 
     @property
@@ -57,12 +57,12 @@ class Subject:
         """The first line of a comparison that is not whole: how many gradients it is about, and which it is not."""
         if not self.uncompared:
             return []
-        count = len(self.errors)
-        sentence = (
-            f"only {count} of {count + len(self.uncompared)} gradients were compared; not compared: "
-            f"{listed(self.uncompared)}: which part each rank holds cannot be told, or it was too large to record"
-        )
-        return [Finding(INCONCLUSIVE, "", sentence, tensors=self.uncompared)]
+        whys = dict.fromkeys(self.uncompared.values())
+        named = [f"{listed([n for n, w in self.uncompared.items() if w == why])}: {why}" for why in whys]
+        total = len(self.errors.keys() | self.uncompared.keys())
+        count = total - len(self.uncompared)
+        sentence = f"only {count} of {total} gradients were compared; not compared: {'; '.join(named)}"
+        return [Finding(INCONCLUSIVE, "", sentence, tensors=tuple(self.uncompared))]
 
     def verdict_of(self, tensor: str) -> str:
         """The verdict of the findings that name a tensor."""

@@ -55,7 +55,7 @@ def start(directory: str) -> None:
         return
     try:
         capture = _capture(directory)
-    except Exception as error:  # a torch too old or too new for us, say: the program goes on without
+    except Exception as error:  # a torch too old or too new for us, say: the program runs on without
         _started.append(_Nobody())
         print(f"isograd verify: cannot watch this process: {type(error).__name__}: {error}", file=sys.stderr)
         return
