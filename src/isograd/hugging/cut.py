@@ -34,6 +34,7 @@ from isograd.mesh import Mesh
 
 QUERY_HEADS = ("num_heads", "num_attention_heads", "n_heads", "num_query_heads")
 KEY_HEADS = ("num_key_value_heads", "num_kv_heads")
+OF_KEYS = ("k_proj", "v_proj", ".key", ".value")  # the ends of the names of projections to key and value heads
 OF_ATTENTION = ("head_dim", "head_size", "num_key_value_groups", "qk_head_dim", *QUERY_HEADS)
 
 
@@ -43,7 +44,7 @@ def cut(model: nn.Module, mesh: Mesh) -> None:
         return
     _refuse_dropout(model, mesh)
     plan = without_split_ties(model, read_plan(model, mesh), mesh)
-    cutter = _Cutter(model, mesh)
+    cutter = _Cutter(model, mesh, plan)
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters(remove_duplicate=False))
     for name, style in plan.items():
         if name in parameters:
@@ -76,15 +77,15 @@ class Marks:
 
 @dataclass(frozen=True)
 class _Heads:
-    """How many heads an attention has on one device, and how wide they are."""
+    """How many heads an attention has on one device."""
 
     count: int
-    width: int | None
+    keys: int  # key and value heads
 
 
 class _Cutter:
-    def __init__(self, model: nn.Module, mesh: Mesh) -> None:
-        self.model, self.mesh, self.tp = model, mesh, mesh.size("tp")
+    def __init__(self, model: nn.Module, mesh: Mesh, plan: dict[str, str]) -> None:
+        self.model, self.mesh, self.tp, self.plan = model, mesh, mesh.size("tp"), plan
         self.made: dict[int, nn.Parameter] = {}  # by the id of the whole parameter, which lives as long as `old`
         self.old: list[nn.Parameter] = []
         self.entrances: dict[str, styles.Entrance] = {}
@@ -113,22 +114,28 @@ class _Cutter:
         module = self.model.get_submodule(home)
         parameter = module._parameters[leaf]
         assert parameter is not None
-        if style not in ("colwise", "rowwise", "replicated_with_grad_allreduce") or parameter.dim() > 2:
-            raise self._unsupported(name, style, f"a parameter {tuple(parameter.shape)}")
         if style == "replicated_with_grad_allreduce":
             self.replace(module, leaf, None, owes=("tp",))
-        elif style == "colwise":
-            self.replace(module, leaf, self._even(name, parameter.shape[0], whole_heads=self._attention(home)))
-        elif parameter.dim() == 2:
-            self.replace(module, leaf, self._even(name, parameter.shape[1], dim=1))
+        elif style == "colwise":  # of a stack of matrices, each one's outputs
+            dim = max(0, parameter.dim() - 2)
+            heads = self._attention(home) if dim == 0 else None
+            self.replace(module, leaf, self._even(name, parameter.shape[dim], dim, heads))
+        elif style == "rowwise":
+            if parameter.dim() > 1:
+                self.replace(module, leaf, self._even(name, parameter.shape[-1], parameter.dim() - 1))
+        else:
+            raise self._unsupported(name, style, f"a parameter {tuple(parameter.shape)}")
 
     def module(self, name: str, module: Any, style: str) -> None:
         """Cut its parameters and register its hooks."""
-        mesh = self.mesh
+        mesh, own = self.mesh, list(module.named_parameters(recurse=False))
         if style == EXPERTS:
             self._experts(name, module)
         elif style == "all_reduce":
-            module.register_forward_hook(styles.Total(mesh).after)
+            hooks = styles.Total(mesh)
+            if any(f"{name}.{leaf}" in self.plan for leaf, _ in own):
+                module.register_forward_pre_hook(hooks.before, with_kwargs=True)
+            module.register_forward_hook(hooks.after)
         elif style == "mla_kv_a_proj":
             config = getattr(self.model, "config", None)
             tail = getattr(config, "qk_rope_head_dim", None)
@@ -220,7 +227,7 @@ class _Cutter:
         if name in self.heads:
             return self.heads[name]
         module: Any = self.model.get_submodule(name)
-        config = getattr(module, "config", None) or getattr(self.model, "config", None)
+        config = getattr(module, "config", None) or self.model.config
         self.heads[name] = None
         if not any(isinstance(getattr(module, attribute, None), int) for attribute in OF_ATTENTION):
             return None
@@ -229,30 +236,30 @@ class _Cutter:
             return None
         if count % self.tp:
             raise self._indivisible(f"the {count} heads of {name}", "a tp that divides the number of heads")
-        heads = self.heads[name] = _Heads(count, _number(module, ("head_dim", "head_size")))
-        for attribute in QUERY_HEADS:
+        groups = _number(module, ("num_key_value_groups",))
+        keys = _number(module, KEY_HEADS) or (count // groups if groups else _number(config, KEY_HEADS)) or count
+        if keys % self.tp and self.tp % keys:
+            what = f"the {keys} key and value heads of {name}"
+            raise self._indivisible(what, "a tp that divides them, or is a multiple of them")
+        heads = self.heads[name] = _Heads(count, keys)
+        here, keys_here = count // self.tp, max(1, keys // self.tp)
+        known = {**dict.fromkeys(QUERY_HEADS, here), **dict.fromkeys(KEY_HEADS, keys_here)}
+        for attribute, mine in {**known, "num_key_value_groups": here // keys_here}.items():
             if isinstance(getattr(module, attribute, None), int):
-                setattr(module, attribute, count // self.tp)
-        groups = getattr(module, "num_key_value_groups", None)
-        of_keys = count // groups if isinstance(groups, int) and groups else None
-        for attribute in KEY_HEADS:
-            if isinstance(found := getattr(module, attribute, None), int):
-                of_keys = found
-                setattr(module, attribute, max(1, found // self.tp))
-        if of_keys and isinstance(groups, int):
-            module.num_key_value_groups = (count // self.tp) // max(1, of_keys // self.tp)
+                setattr(module, attribute, mine)
         return heads
 
     def _of_heads(self, name: str, length: int, heads: _Heads | None) -> tuple[Shard, tuple[str, ...]]:
         """The rows of whole heads. Heads fewer than ranks are held by several, which owe one another their sums."""
-        tp, width = self.tp, heads.width if heads else None
-        if width is None or length % width or (length // width) % tp == 0:
-            return self._even(name, length, whole_heads=heads), ()
-        number = length // width
-        if tp % number:
-            raise self._indivisible(f"the {number} heads of {name}", "a tp that divides them, or is a multiple of them")
-        copies = tp // number
-        ranges = tuple((rank // copies * width, (rank // copies + 1) * width) for rank in range(tp))
+        if heads is None:
+            return self._even(name, length), ()
+        number = heads.keys if name.endswith(OF_KEYS) else heads.count
+        if length % number:
+            raise self._indivisible(f"{name} of {length}", f"a multiple of its {number} heads")
+        if number % self.tp == 0:
+            return self._even(name, length), ()
+        copies, width = self.tp // number, length // number
+        ranges = tuple((rank // copies * width, (rank // copies + 1) * width) for rank in range(self.tp))
         return Shard("tp", 0, ranges), (f"tp/{copies}",)
 
     def _even(self, name: str, length: int, dim: int = 0, whole_heads: _Heads | None = None) -> Shard:
@@ -284,7 +291,14 @@ class _Cutter:
 
 
 def _number(holder: Any, names: Iterable[str]) -> int | None:
-    return next((n for name in names if isinstance(n := getattr(holder, name, None), int) and n > 0), None)
+    for name in names:
+        try:
+            found = getattr(holder, name, None)
+        except Exception:  # a config whose layers differ refuses to be asked for the number of all
+            continue
+        if isinstance(found, int) and found > 0:
+            return found
+    return None
 
 
 def _sizes(shard: Shard) -> tuple[int, ...]:

@@ -23,6 +23,7 @@ from isograd.engine import Engine
 from isograd.errors import IsogradError, ModelError, headline
 from isograd.hugging.load import agreed, build, refuse_layout
 from isograd.hugging.small import small
+from isograd.hugging.wide import Wide
 from isograd.mesh import Mesh
 from isograd.sequence.hugging import IGNORE, shard
 
@@ -75,10 +76,10 @@ def compare(config: Any, mesh: Mesh) -> Proof:
     """The errors of every gradient, whatever they are."""
     refuse_layout(mesh)
     began = time.perf_counter()
-    tiny = agreed(lambda: small(config, mesh.size("tp")), mesh)
+    tiny = _tried("cannot be made", lambda: small(config, mesh.size("tp")), mesh)
     tiny._experts_implementation = "eager"  # the class's own; grouped products of matrices have no fp64
     with _undisturbed():
-        model = _tried("cannot be cut", lambda: build(tiny, mesh, torch.float64, noise=NOISE), mesh)
+        model = _tried("cannot be cut", lambda: _built(tiny, mesh), mesh)
         truth = _tried("does not run on one device", lambda: _one_device(tiny, mesh), mesh)
         found = _tried("does not run under the layout", lambda: _under_layout(model, mesh, tiny.vocab_size), mesh)
     floor = FLOOR * float(torch.stack([g.norm() for g in truth.values()]).norm())
@@ -110,15 +111,19 @@ def _batch(data_rank: int, number: int, vocab: int) -> dict[str, Tensor]:
     return {"input_ids": tokens, "labels": labels}
 
 
+def _built(config: Any, mesh: Mesh) -> Any:
+    """Also in fp64 where a class makes a parameter in fp32."""
+    with Wide():
+        return build(config, mesh, torch.float64, noise=NOISE)
+
+
 def _one_device(config: Any, mesh: Mesh) -> dict[str, Tensor]:
     alone = Mesh.unbound("1")
     alone.device = mesh.device
-    model = build(config, alone, torch.float64, noise=NOISE)
+    model = _built(config, alone)
     batches = [_batch(rank, n, config.vocab_size) for rank in range(mesh.size("dp")) for n in range(MICROS)]
     parts = [shard(batch, alone) for batch in batches]
     total = sum(int(part.weight) for part in parts)
-    from isograd.hugging.wide import Wide
-
     for part in parts:
         with Wide():
             loss = model(**part.inputs).loss
@@ -127,8 +132,6 @@ def _one_device(config: Any, mesh: Mesh) -> dict[str, Tensor]:
 
 
 def _under_layout(model: Any, mesh: Mesh, vocab: int) -> dict[str, Tensor]:
-    from isograd.hugging.wide import Wide
-
     engine = Engine(model, mesh, lambda parameters: torch.optim.SGD(parameters, lr=0.0))
     for number in range(MICROS):
         part = shard(_batch(mesh.index("dp"), number, vocab), mesh)

@@ -18,13 +18,15 @@ SIZES = {
     "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12,
     "rotary_dim": 8, "n_shared_experts": 1, "num_shared_experts": 1, "hidden_size_per_layer_input": 8,
     "vocab_size_per_layer_input": VOCAB, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8, "linear_value_head_dim": 8, "index_head_dim": 16, "index_n_heads": 2, "index_topk": 4,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "linear_head_dim": 8, "linear_num_heads": 4, "index_head_dim": 16, "index_n_heads": 2, "index_topk": 4,
     "mamba_d_state": 8, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_num_heads": 8,
     "mamba_head_dim": 16, "ssm_state_size": 8, "attention_chunk_size": 4, "sliding_window": WINDOW,
 }  # fmt: skip
 INNER = ("intermediate_size", "ffn_hidden_size", "n_inner", "ffn_dim")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts", "moe_topk_experts")
+CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts", "moe_topk_experts")
+GROUPS = ("n_group", "num_expert_group", "topk_group")  # of experts
 POSITION_FIELDS = ("max_position_embeddings", "n_positions")
 TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id", "sep_token_id")
 NEVER = ("architectures", "_name_or_path", "transformers_version", "dtype", "torch_dtype", "model_type", "auto_map",
@@ -34,6 +36,7 @@ NEVER = ("architectures", "_name_or_path", "transformers_version", "dtype", "tor
 def small(config: Any, tp: int) -> Any:
     """A config of the same class, whose model can be cut over tp exactly if the given one can."""
     values = {name: value for name, value in config.to_dict().items() if name not in NEVER}
+    given = dict(values)
     for name, size in SIZES.items():
         if isinstance(values.get(name), int) and values[name] > 0:
             values[name] = min(values[name], size)
@@ -44,20 +47,20 @@ def small(config: Any, tp: int) -> Any:
     values |= {name: min(few, number) for name in EXPERTS if isinstance(values.get(name), int) and values[name] > 0}
     values |= {name: 2 for name in CHOSEN if isinstance(values.get(name), int) and values[name] > 2}
     if number:
-        values |= {name: 1 for name in ("n_group", "topk_group") if isinstance(values.get(name), int)}
+        values |= {name: 1 for name in GROUPS if isinstance(values.get(name), int)}
     values["vocab_size"] = VOCAB
     values |= {name: 1 if isinstance(values[name], int) else None for name in TOKENS if name in values}
-    values |= _layers(values)
+    values |= _layers(values, given)
     values |= _no_dropout(values)
     return type(config)(**values)
 
 
 def _heads(values: dict[str, Any], config: Any, tp: int) -> dict[str, Any]:
     """As many heads as show a wrong cut: several on each rank, and groups of more than one where they were so."""
-    heads = getattr(config, "num_attention_heads", None)
+    heads = _of(config, values, "num_attention_heads")
     if not isinstance(heads, int):
         return {}
-    keys = getattr(config, "num_key_value_heads", None)
+    keys = _of(config, values, "num_key_value_heads")
     found = {"hidden_size": 0}
     if not isinstance(keys, int) or keys == 0:
         fewer_keys = keys
@@ -74,20 +77,29 @@ def _heads(values: dict[str, Any], config: Any, tp: int) -> dict[str, Any]:
             names[name] = width
     if isinstance(values.get("num_global_key_value_heads"), int):
         names["num_global_key_value_heads"] = fewer_keys
-    if config.to_dict().get("qk_rope_head_dim") and "head_dim" in names:  # the width that is rotated
-        names["head_dim"] = values["qk_rope_head_dim"]
+    if isinstance(rotated := values.get("qk_rope_head_dim"), int):
+        if "head_dim" in names and config.head_dim == config.qk_rope_head_dim:
+            names["head_dim"] = rotated
+        if isinstance(values.get("qk_head_dim"), int):
+            names["qk_head_dim"] = rotated + values["qk_nope_head_dim"]
     if isinstance(values.get("query_pre_attn_scalar"), int):
         names["query_pre_attn_scalar"] = width
-    return {name: value for name, value in {**found, **names}.items() if name in values or hasattr(config, name)}
+    return {n: size for n, size in {**found, **names}.items() if n in values or _of(config, values, n) is not None}
 
 
-def _layers(values: dict[str, Any]) -> dict[str, Any]:
+def _of(config: Any, values: dict[str, Any], name: str) -> Any:
+    """A field, also under a name that the config translates."""
+    return values[name] if name in values else getattr(config, name, None)
+
+
+def _layers(values: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     """One layer of each kind, and at least two in all, in the order of the model."""
     depth = values.get("num_hidden_layers")
     if not isinstance(depth, int):
         return {}
     lists = {n: v for n, v in values.items() if isinstance(v, list) and len(v) == depth and depth > 1}
-    kinds = list(zip(*lists.values(), strict=True)) if lists else [()] * depth
+    own = {int(number): fields for number, fields in (values.get("per_layer_config") or {}).items()}
+    kinds = [(own.get(n), *(value[n] for value in lists.values())) for n in range(depth)]
     chosen: list[int] = []
     for number, kind in enumerate(kinds):
         if str(kind) not in [str(kinds[other]) for other in chosen] and len(chosen) < LAYERS:
@@ -98,11 +110,24 @@ def _layers(values: dict[str, Any]) -> dict[str, Any]:
     chosen.sort()
     found: dict[str, Any] = {name: [value[number] for number in chosen] for name, value in lists.items()}
     found["num_hidden_layers"] = len(chosen)
+    if own:
+        found["per_layer_config"] = {
+            place: {name: _layers_own(name, size, values, given) for name, size in own[number].items()}
+            for place, number in enumerate(chosen)
+            if number in own
+        }
     if isinstance(values.get("first_k_dense_replace"), int):
         found["first_k_dense_replace"] = min(values["first_k_dense_replace"], 1)
     if isinstance(values.get("num_kv_shared_layers"), int):
         found["num_kv_shared_layers"] = 0
     return found
+
+
+def _layers_own(name: str, size: Any, values: dict[str, Any], given: dict[str, Any]) -> Any:
+    """A size of one layer: it stays other than that of the model, but for numbers of heads."""
+    if not isinstance(size, int) or name not in values or values[name] == given[name]:
+        return size
+    return values[name] if "heads" in name else 2 * values[name]
 
 
 def _no_dropout(values: dict[str, Any]) -> dict[str, Any]:

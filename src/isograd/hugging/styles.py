@@ -186,9 +186,19 @@ class SharedTail:
 
 @dataclass(frozen=True, eq=False)
 class Total:
-    """Sums the partial outputs of a module of any kind."""
+    """Sums the partial outputs of a module of any kind. What enters one that has cut parameters of its own is copied
+    in, whichever argument it is."""
 
     mesh: Mesh
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Called:
+        """I -> R, of each tensor that may have a gradient."""
+        return tuple(map(self._enter, args)), {name: self._enter(value) for name, value in kwargs.items()}
+
+    def _enter(self, value: Any) -> Any:
+        if not (isinstance(value, Tensor) and value.is_floating_point()):
+            return value
+        return ops.copy_in(value, self.mesh.group("tp"))
 
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         """P -> I."""
