@@ -88,7 +88,8 @@ ARROWS = {
         "outside",
         "stored",
     },
-    "contrastive": {"comm", "contract", "engine", "errors", "mesh", "random", "terms"},
+    # nn: encoders with experts
+    "contrastive": {"comm", "contract", "engine", "errors", "mesh", "nn", "random", "tallies", "terms"},
     "train": {
         "__version__",
         "screen",

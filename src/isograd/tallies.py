@@ -72,6 +72,16 @@ class Tallies:
             tally.mine = tally.known = None
 
     @contextmanager
+    def ignoring(self) -> Iterator[None]:
+        """The forwards in here count for nothing: their rows stand in for rows that are not there."""
+        before = [tally.mine for tally in self.members]
+        try:
+            yield
+        finally:
+            for tally, mine in zip(self.members, before, strict=True):
+                tally.mine = mine
+
+    @contextmanager
     def counting(self) -> Iterator[None]:
         """The forwards in here count for `known`, and for nothing else. All ranks together."""
         before = [tally.mine for tally in self.members]

@@ -19,6 +19,7 @@ from isograd import random
 from isograd.contrastive import InfoNCE, OfAll, SigLIP, naive, pool
 from isograd.mesh import Mesh
 from isograd.models import Transformer, TransformerConfig
+from isograd.nn import ExpertOptions
 from isograd.sequence.attend import places_for
 
 Make = Callable[[Mesh], nn.Module]
@@ -49,8 +50,10 @@ class Encoder(nn.Module):
 class Decoder(Transformer):
     """isograd's own layers: its tokens may be cut over cp, its weights over tp; the mean over a row's tokens."""
 
-    def __init__(self, seed: int, mesh: Mesh, dropout: float = 0.0) -> None:
-        config = TransformerConfig(vocab=VOCAB, hidden=16, layers=2, heads=4, head_dim=4, mlp=11, dropout=dropout)
+    def __init__(self, seed: int, mesh: Mesh, dropout: float = 0.0, experts: ExpertOptions | None = None) -> None:
+        config = TransformerConfig(
+            vocab=VOCAB, hidden=16, layers=2, heads=4, head_dim=4, mlp=11, dropout=dropout, experts=experts
+        )
         super().__init__(config, mesh, seed=seed)
 
     def forward(self, tokens: Tensor, samples: Tensor) -> Tensor:  # type: ignore[override]

@@ -15,8 +15,8 @@ A step's backward has four parts (Gao et al. 2021, arXiv 2101.06983):
 4. The engine sees one backward: each gradient is reduced once, for any number of chunks and towers, at any ZeRO stage.
 
 All data ranks call `backward` together. A rank may have no rows (inputs of length 0): its encoder then runs once, and
-its result is not used. At ZeRO 3 a forward is a collective, so ranks with fewer chunks run such extra forwards until
-all ranks are done.
+its result is not used. At ZeRO 3, and where experts are cut over ep, a forward is a collective, so ranks with fewer
+chunks run such extra forwards until all ranks are done. Layers of experts do not count them.
 
 Messages of a step, beside those of the encoder's own layers and of the engine's one reduction: one gather of counts;
 those of the loss (for each direction a gather of columns, one of their ids and one of their guides, if given, and a
@@ -54,6 +54,8 @@ from isograd.engine import Engine
 from isograd.engine.ledger import Ledger
 from isograd.errors import ContrastiveError
 from isograd.mesh import DATA
+from isograd.nn import MoE
+from isograd.tallies import Tallies
 from isograd.terms import Terms
 
 
@@ -111,6 +113,7 @@ class GradCache:
             self.encode = list(self.encode)
         self.chunk = chunk
         self._first = True
+        self._tallies = Tallies(engine.model, engine.mesh)
         self._refuse()
 
     def backward(
@@ -203,7 +206,7 @@ class GradCache:
         shares = [
             [even_sizes(n, mesh.size("cp"))[spot["cp"]] for n in rows] for spot, rows in zip(spots, table, strict=True)
         ]
-        alike = mesh.layout.zero == 3  # a forward is a collective there
+        alike = mesh.layout.zero == 3 or mesh.layout.ep > 1  # a forward is a collective there
         chunks = [
             max(1, -(-(max(rows[i] for rows in table) if alike else t.rows) // self.chunk)) for i, t in enumerate(work)
         ]
@@ -284,7 +287,7 @@ class GradCache:
         for number, inputs in self._parts(tower):
             set_random_state(tower.states[number], device)
             trace, tracing = self._tracing(tower, number)
-            with tracing:
+            with tracing, nullcontext() if rows_of(inputs) else self._tallies.ignoring():
                 vectors = encoded(tower.encode, inputs)
             if int(fingerprint(vectors)) != tower.prints[number]:
                 raise self._drew_differently(first_unlike(tower.traces[number], trace), bool(trace), number)
@@ -320,6 +323,7 @@ class GradCache:
                 where=self.engine.mesh.where(),
             )
         _refuse_batch_norm(self.engine.model)
+        _refuse_balance(self.engine)
 
     def _drew_differently(self, module: str | None, watched: bool, number: int) -> ContrastiveError:
         who = f"module {module!r} drew other random numbers" if module else "the difference is in no single module"
@@ -352,4 +356,18 @@ def _refuse_batch_norm(model: nn.Module) -> None:
             seen=f"{len(found)} batch norm module(s) in training mode",
             expected="an encoder whose vectors do not depend on which rows share a chunk",
             fix="use layer, group or RMS norm, or put these modules into eval mode",
+        )
+
+
+def _refuse_balance(engine: Engine) -> None:
+    layers = [(name, module.options) for name, module in engine.model.named_modules() if isinstance(module, MoE)]
+    losing = [name for name, options in layers if options.balance != "none" or options.z_weight]
+    if losing:
+        raise ContrastiveError(
+            "IG971",
+            f"GradCache would leave out the balance loss of experts: {', '.join(losing[:6])}",
+            seen=f"{len(losing)} layers of experts with a balance loss or a z-loss",
+            expected="experts whose load a loss does not even: the encoder of a chunk returns vectors alone",
+            fix="balance 'none' and z_weight 0; choice_bias evens the load without a loss",
+            where=engine.mesh.where(),
         )
