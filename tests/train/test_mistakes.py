@@ -33,7 +33,7 @@ MISTAKES = {
     ),
     "a value of another type": ("steps: 4", "steps: four", ["train", "run.yaml"], ["run.yaml:10: steps", "'four'"]),
     "a layout that is none": (
-        "", "", ["train", "run.yaml", "--layout", "dp2 tp"], ["command line: layout", "'tp' needs a number", "tp2"],
+        "", "", ["train", "run.yaml", "--layout", "dp2 tp"], ["command line: --layout: ", "'tp' needs a number", "tp2"],
     ),
     "a batch that cannot be cut": (
         "batch: 4", "batch: 5", ["train", "run.yaml"], ["run.yaml", "batch 5 over dp 2", "multiple of dp"],

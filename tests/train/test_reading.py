@@ -68,8 +68,8 @@ def test_all_mistakes_are_told_at_once_with_line_and_nearest_name(tmp_path: Path
     assert f"{file}:10: 'optimizer.lr' is missing: the highest learning rate" in told
     assert f"{file}:12: steps: Input should be a valid integer, not 'five'" in told
     assert f"{file}:9: data.length: Input should be greater than 0, not 0" in told
-    assert "command line: unknown key 'optimizer.clpi' (did you mean 'clip'?)" in told
-    assert "command line: unknown key 'nprocs' (did you mean 'nproc'?)" in told
+    assert "command line: --optimizer.clpi: unknown key 'optimizer.clpi' (did you mean 'clip'?)" in told
+    assert "command line: --nprocs: unknown key 'nprocs' (did you mean 'nproc'?)" in told
 
 
 @pytest.mark.parametrize(
@@ -109,6 +109,30 @@ def test_a_missing_file_and_an_option_without_a_value_are_told(tmp_path: Path) -
         reading.load(tmp_path / "none.yaml")
     assert "no option with a value" in problems(write(tmp_path), "--steps")[0]
     assert "inside a plain value" in problems(write(tmp_path), "--steps.x", "1")[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--optimzer.lr", "1"], "command line: --optimzer.lr: unknown key 'optimzer' (did you mean 'optimizer'?)"),
+        (["--steps", "6", "--batch", "1"], "command line: --batch: batch 1 over dp 2"),
+        (["--optimizer.warmup", "9"], "command line: --optimizer.warmup: optimizer.warmup 9 is longer"),
+        (["--model.path=x"], "command line: --model.path: model: give preset or path, not both"),
+        (["--model", "3"], "command line: --model: Input should be"),
+        (["--steps", "6", "--steps=7"], "command line: --steps is given twice"),
+        (["--layout", " "], "command line: --layout: give a layout"),
+        (["--run="], "command line: --run: give the path of a folder"),
+    ],
+)
+def test_a_mistake_on_the_command_line_is_not_blamed_on_the_file(tmp_path: Path, options: list[str], said: str) -> None:
+    [found] = problems(write(tmp_path), *options)
+    assert found.strip().startswith(said)
+
+
+def test_fields_of_the_file_that_contradict_each_other_are_blamed_on_the_file(tmp_path: Path) -> None:
+    file = write(tmp_path, SMALL.replace("batch: 4", "batch: 3"))
+    [found] = problems(file, "--steps", "6")
+    assert found.strip().startswith(f"{file}: batch 3 over dp 2")
 
 
 def test_a_written_config_reads_back_to_itself(tmp_path: Path) -> None:

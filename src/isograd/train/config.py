@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 VERSION: Literal[1] = 1  # of the schema; reading.py migrates older ones
 
@@ -186,6 +187,11 @@ class Safety(Part):
     )
 
 
+def _contradiction(text: str, *fields: str) -> PydanticCustomError:
+    """Fields that contradict each other; reading.py says which of them the command line has set."""
+    return PydanticCustomError("contradiction", text, {"fields": fields})
+
+
 class Config(Part):
     """A whole run."""
 
@@ -206,12 +212,21 @@ class Config(Part):
     reproducible: bool = Field(default=False, description="the same bits for every ZeRO stage and split; slower")
     threads: Positive = Field(default=1, description="of each local rank, on CPUs")
 
+    @field_validator("run")
+    @classmethod
+    def _run(cls, text: str) -> str:
+        if not text.strip():
+            raise ValueError("give the path of a folder")
+        return text
+
     @field_validator("layout")
     @classmethod
     def _layout(cls, text: str) -> str:
         from isograd.errors import LayoutError
         from isograd.layout import Layout
 
+        if not text.strip():
+            raise ValueError("give a layout; that of one rank is dp1")
         try:
             return str(Layout.parse(text))
         except LayoutError as error:
@@ -222,20 +237,29 @@ class Config(Part):
         from isograd.layout import Layout
 
         if (self.data is None) == (self.pairs is None):
-            raise ValueError("give data or pairs, one of them")
+            raise _contradiction("give data or pairs, one of them", "data", "pairs")
         if self.pairs is not None and self.micro_batches > 1:
-            raise ValueError("pairs have no micro_batches: every row is every other's negative; set pairs.chunk")
+            raise _contradiction(
+                "pairs have no micro_batches: every row is every other's negative; set pairs.chunk", "micro_batches"
+            )
         layout = Layout.parse(self.layout)
         rows, rest = divmod(self.batch, layout.dp)
         if rest or rows < self.micro_batches:
-            raise ValueError(
+            raise _contradiction(
                 f"batch {self.batch} over dp {layout.dp} is {self.batch / layout.dp:g} sequences per data rank, "
-                f"to be cut into {self.micro_batches} micro-batches: make batch a multiple of dp that is large enough"
-            )
+                f"to be cut into {self.micro_batches} micro-batches: make batch a multiple of dp that is large enough",
+                "batch", "layout", "micro_batches",
+            )  # fmt: skip
         if self.optimizer.min_lr > self.optimizer.lr:
-            raise ValueError(f"optimizer.min_lr {self.optimizer.min_lr:g} is above optimizer.lr {self.optimizer.lr:g}")
+            raise _contradiction(
+                f"optimizer.min_lr {self.optimizer.min_lr:g} is above optimizer.lr {self.optimizer.lr:g}",
+                "optimizer.min_lr", "optimizer.lr",
+            )  # fmt: skip
         if self.optimizer.warmup > self.steps:
-            raise ValueError(f"optimizer.warmup {self.optimizer.warmup} is longer than the run's {self.steps} steps")
+            raise _contradiction(
+                f"optimizer.warmup {self.optimizer.warmup} is longer than the run's {self.steps} steps",
+                "optimizer.warmup", "steps",
+            )  # fmt: skip
         return self
 
     @property

@@ -21,6 +21,8 @@ from isograd.outside import CONFIG, FileError, read_text
 from isograd.train.config import VERSION, Config
 from isograd.yamls import Place
 
+COMMAND_LINE = "command line"  # the origin of a value that an option sets
+
 
 @dataclass(frozen=True)
 class Loaded:
@@ -95,12 +97,15 @@ def _put(values: dict[str, Any], origins: dict[Place, str], options: Sequence[st
         text = text if equals else words.pop(0)
         try:
             place: Place = tuple(int(part) if part.isdecimal() else part for part in name[2:].split("."))
+            if origins.get(place) == COMMAND_LINE:
+                problems.append(f"{COMMAND_LINE}: {name[:80]} is given twice")
+                continue
             value = yamls.parse(text)
             _set(values, place, text if value is None and text != "null" else value)
         except (yaml.YAMLError, RecursionError, ValueError, TypeError, IndexError) as error:
             problems.append(f"command line: {word[:80]!r} cannot be set: {yamls.why(error)}")
             continue
-        origins[place] = "command line"
+        origins[place] = COMMAND_LINE
     return problems
 
 
@@ -149,18 +154,33 @@ def _spell(found: Any, origins: dict[Place, str], path: str, others: Sequence[st
     place: Place = tuple(part for part in loc if not _is_branch(part))
     if found["type"] == "extra_forbidden":
         place = loc  # the name of an unknown key may look like the name of a branch
-    known = place
-    while known and known not in origins:
-        known = known[:-1]
-    where = origins.get(known, path)
+    where, option = _blamed(place, tuple(found.get("ctx", {}).get("fields", ())), origins, path)
     if found["type"] == "extra_forbidden":
-        fields = names_at(place[:-1]) + list(others if where == "command line" and len(place) == 1 else ())
+        fields = names_at(place[:-1]) + list(others if option and len(place) == 1 else ())
         return f"{where}: unknown key {dotted(place)!r}{did_you_mean(str(place[-1]), fields)}"
     if found["type"] == "missing":
         return f"{where}: {dotted(place)!r} is missing: {description(place)}"
     text = str(found["msg"]).removeprefix("Value error, ")
     given = "" if isinstance(found["input"], dict | BaseModel) else f", not {found['input']!r}"
-    return f"{where}: {dotted(place)}: {text}{given}".replace(": : ", ": ")
+    name = "" if option == dotted(place) else dotted(place)
+    return f"{where}: {name}: {text}{given}".replace(": : ", ": ")
+
+
+def _blamed(place: Place, fields: Sequence[str], origins: dict[Place, str], path: str) -> tuple[str, str]:
+    """(where the mistake at a place stands, the option that made it; empty: none did).
+
+    fields: those that contradict each other, of a mistake at no single place. Values inside the place that come from
+    the command line are blamed before the line of the file at which the place begins.
+    """
+    places: list[Place] = [tuple(field.split(".")) for field in fields] or [place]
+    inside = [known for known in origins if any(known[: len(one)] == one for one in places if one)]
+    options = [dotted(known) for known in inside if origins[known] == COMMAND_LINE]
+    above = next((place[:n] for n in range(len(place), 0, -1) if place[:n] in origins), ())
+    if not options and origins.get(above) == COMMAND_LINE:
+        options = [dotted(above)]
+    if options:
+        return f"{COMMAND_LINE}: " + ", ".join(f"--{option}" for option in options), options[0]
+    return origins.get(above, path), ""
 
 
 def _short(problem: str) -> str:
