@@ -1,6 +1,7 @@
 """The documentation says what the code does: pages run, names exist, links lead somewhere, the site builds.
 
-A page in docs/how-to runs as a reader would run it. Two comments, which a rendered page does not show, mark its blocks:
+A page in docs/how-to, and docs/verify.md, runs as a reader would run it. Two comments, which a rendered page does not
+show, mark its blocks:
 
     <!-- file: NAME -->     the block below is written to the file NAME
     <!-- run -->            lines that begin with "$ " are commands; the lines after a command are what it prints
@@ -34,9 +35,9 @@ import pytest
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 SOURCE = ROOT / "src" / "isograd"
-PAGES = sorted(p for p in (DOCS / "how-to").glob("*.md") if p.stem != "index")
+PAGES = [*sorted(p for p in (DOCS / "how-to").glob("*.md") if p.stem != "index"), DOCS / "verify.md"]
 # Pages that start worlds of their own or programs: each command is a process. The others run in this one.
-SLOW = {"export", "install", "pretrain", "prove", "resume", "watch"}
+SLOW = {"export", "install", "pretrain", "prove", "resume", "verify", "watch"}
 
 BLOCK = re.compile(r"<!-- (file|run)(?:: (.+?))? -->\n```\w*\n(.*?)\n```", re.DOTALL)
 NUMBER = r"(?:\d*\.\d+(?:e[-+]?\d+)?|\d+e[-+]?\d+)"
@@ -97,6 +98,11 @@ def test_a_page_agrees_only_with_what_it_shows(shown: str, printed: str, equal: 
 def test_a_page_runs_and_prints_what_it_shows(page: Path, tmp_path: Path, monkeypatch, worlds) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "100")
+    if page.stem == "verify":  # its first case is shown on another page, and its first program is in the repository
+        case = re.search(r"`my_case.py`:\n\n```python\n(.*?)\n```", (DOCS / "prove-your-own.md").read_text(), re.DOTALL)
+        assert case is not None
+        (tmp_path / "my_case.py").write_text(case[1])
+        (tmp_path / "examples").symlink_to(ROOT / "examples")
     run = as_a_process if page.stem in SLOW else Here(worlds, monkeypatch)
     blocks = BLOCK.findall(page.read_text())
     assert any(kind == "run" for kind, *_ in blocks)

@@ -331,7 +331,7 @@ TABLE: list[Row] = [
     ("graph_cuts", data_parallel, "gathered with the own rows put back",
      Said(INCONCLUSIVE, "cut-graph", "dp", r"^$", "right if every rank computes all of the loss")),
     ("graph_cuts", data_parallel, "summed in place on the way",
-     Said(INCONCLUSIVE, "cut-graph", "dp", r"^$", "right if all ranks go on alike with the result")),
+     Said(INCONCLUSIVE, "cut-graph", "dp", r"^$", "right if all ranks use the result in the same way")),
     ("logit_gradients", vocabulary_parallel, "label smoothing by hand",
      Said(BUG, "log-softmax-uncorrected", "tp", EVERYTHING, "something other than cross-entropy uses log_softmax")),
     ("continuity", data_parallel, "changed between the steps",
@@ -555,7 +555,7 @@ def test_three_numbers_cannot_tell_four_contributions_apart_and_it_is_said(tmp_p
     wrong = by_hand(tmp_path, *shared("scale", 2, 3, lambda parts: parts[0] + 2 * parts[3]))
     (found,) = found_by("coefficients", wrong)
     assert (found.verdict, found.tensors) == (INCONCLUSIVE, ("scale",))
-    assert "scale is too small to tell its contributions apart, and they do not all count alike" in found.sentence
+    assert "scale is too small to tell its contributions apart, and they do not all count equally" in found.sentence
 
 
 def test_what_is_no_sum_of_contributions_is_said_to_be_none(tmp_path: Path) -> None:

@@ -118,7 +118,7 @@ def _agreed(
             "the two runs saw different data in their first step",
             seen=f"{listed(names)}: hashes {a.total:016x} of {a.count} elements and {b.total:016x} of {b.count}",
             expected="the same elements, however they are spread over ranks and micro-batches",
-            fix="use the same seed, order and batch; pad alike; --ignore-data compares anyway",
+            fix="use the same seed, order and batch; pad in the same way; --ignore-data compares anyway",
         )
     return notes(said)
 

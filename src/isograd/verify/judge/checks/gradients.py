@@ -1,4 +1,4 @@
-"""Checks of the gradient itself: every contribution counts, all alike, in every tensor."""
+"""Checks of the gradient itself: every contribution counts equally, in every tensor."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class _Read:
 
 
 def coefficients(analysis: Analysis) -> Iterator[Finding]:
-    """Every contribution counts, all alike, on all ranks: each owed axis reduced once, no micro-batch lost."""
+    """Every contribution counts equally, on all ranks: each owed axis reduced once, no micro-batch lost."""
     read = _read(analysis)
     yield from _patterned(analysis, read)
     if not read.patterned:
@@ -52,7 +52,7 @@ def coefficients(analysis: Analysis) -> Iterator[Finding]:
         for name in read.undetermined:  # else other tensors of the same run tell which pattern it is
             sentence = (
                 f"step {analysis.step}: {name} is too small to tell its contributions apart, and they do not all "
-                "count alike"
+                "count equally"
             )
             yield finding(INCONCLUSIVE, "", sentence, tensors=(name,))
     if read.unexplained:

@@ -14,8 +14,8 @@ from isograd.verify.tell.wording import axis_over, finding, spread
 _REACHES = {
     CUT: "has no backward but receives a tensor that needs a gradient",
     KEPT: (
-        "changes a tensor in place on its way to the loss, and backward passes it by: right if all ranks go on alike "
-        "with the result, wrong if not"
+        "changes a tensor in place on its way to the loss, and backward passes it by: right if all ranks use the "
+        "result in the same way, wrong if not"
     ),
     OTHERS: (
         "has no backward, and what other ranks gave reaches the loss: right if every rank computes all of the loss, "

@@ -67,7 +67,7 @@ def shares(analysis: Analysis, found: Fit) -> dict[Key, float]:
 
 
 def _together(calls: list[Weighed], tolerance: float) -> list[Weighed]:
-    """Calls of one micro-batch whose labels weigh alike (a loss in chunks) are one call."""
+    """Calls of one micro-batch whose labels have one weight (a loss in chunks) are one call."""
     low, high = min(w.low for w in calls), max(w.high for w in calls)
     return [Weighed(sum(w.count for w in calls), low, high)] if spread((low, high)) <= tolerance else calls
 
