@@ -49,7 +49,8 @@ def hooked(model: nn.Module, wrong: str) -> DistributedDataParallel:
 
 
 def ddp(wrong: str = "", accumulate: int = 1, steps: int = 3, even: bool = False, loss: str = "counted") -> None:
-    """The usual loop: labels are counted over all ranks and micro-batches (`counted`), or only here ("mean")."""
+    """The usual loop: labels are counted over all ranks and micro-batches ("counted"), or only here ("mean"), and the
+    other losses below."""
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(rank)
     model = network()
@@ -65,6 +66,13 @@ def ddp(wrong: str = "", accumulate: int = 1, steps: int = 3, even: bool = False
             logits = net(tokens).flatten(0, 1)
             if loss == "counted":
                 value = F.cross_entropy(logits, labels.flatten(), reduction="sum") * world / count
+            elif loss == "sum":  # divided after backward, below
+                value = F.cross_entropy(logits, labels.flatten(), reduction="sum") * world
+            elif loss == "balanced":  # with a term that is no mean over labels: each rank counts as one
+                value = F.cross_entropy(logits, labels.flatten(), reduction="sum") * world / count
+                value = value + (logits.softmax(-1).mean(0).square().sum() / accumulate)
+            elif loss == "means":  # several terms, each divided here
+                value = F.cross_entropy(logits, labels.flatten()) + logits.softmax(-1).mean(0).square().sum()
             elif loss == "mean":
                 value = F.cross_entropy(logits, labels.flatten()) / accumulate
             elif loss == "square":
@@ -74,6 +82,8 @@ def ddp(wrong: str = "", accumulate: int = 1, steps: int = 3, even: bool = False
             else:  # labels that the program makes after the model was called
                 value = F.cross_entropy(logits, batch(rank, step, even)[1].flatten())
             value.backward()
+        for parameter in net.parameters() if loss == "sum" else ():
+            parameter.grad /= count
         nn.utils.clip_grad_norm_(net.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()

@@ -75,7 +75,15 @@ def said(subject: Subject) -> list[tuple[str, str]]:
 
 
 def test_a_right_loop_passes_beside_one_device_whatever_its_loss_divides_by(judged: Any) -> None:
-    for args in (("", 1), ("", 2), ("", 1, 2), ("", 1, 3, True, "mean"), ("", 2, 3, True, "square")):
+    for args in (
+        ("", 1),
+        ("", 2),
+        ("", 1, 2),
+        ("", 1, 3, True, "mean"),
+        ("", 2, 3, True, "square"),
+        ("", 2, 3, False, "sum"),
+        ("", 2, 3, True, "balanced"),
+    ):
         subject = judged(loops.ddp, *args)
         assert (subject.verdict, said(subject)) == (PASS, []), subject.findings
         assert subject.facts["gradients"] == "9 compared by name, step 1 last"
@@ -118,6 +126,8 @@ def test_a_wrong_adjoint_is_found_beside_a_first_step_of_one_device_on_the_same_
             "all labels of a step together weigh 0.5 on one device",
             "different numbers of labels",
         ),
+        (("", 1, 3, False, "balanced"), "backward begins otherwise on one device", "before the model is called"),
+        (("", 1, 3, False, "means"), "the loss has terms whose numbers of elements vary differently", "same data"),
         (("", 1, 3, False, "late"), "backward begins otherwise on one device", "before the model is called"),
     ],
 )

@@ -21,11 +21,27 @@ from isograd.errors import VerifyError
 from isograd.verify import tolerances
 from isograd.verify.compare.same_data import contents, same_data
 from isograd.verify.judge.analysis import Analysis
-from isograd.verify.record.events import Backward, Given, LabelWeight, Mean, Parameter, Step, key, micro_of, use_of
+from isograd.verify.record.events import (
+    Backward,
+    Given,
+    LabelWeight,
+    Loss,
+    Mean,
+    Parameter,
+    Step,
+    key,
+    micro_of,
+    use_of,
+)
 from isograd.verify.record.recording import RankRecord, RankWriter, Recording
 from isograd.verify.record.sketch import dtype_name
 from isograd.verify.tell.findings import listed
 
+SEVERAL = (
+    "the loss has terms whose numbers of elements vary differently from rank to rank, or are not known: no one factor "
+    "makes them those of one device"
+)
+SAME_DATA = "record both runs on the same data, and compare them with 'isograd verify compare'"
 WEIGH = "put 'loss = isograd.verify.weigh(loss, number_of_labels)' behind the line of the loss"
 Terms = dict[str, list[tuple[float, float]]]  # a place in the program -> (labels, weight of each) of each call there
 
@@ -142,7 +158,7 @@ def weights_stayed(alone: Recording, again: list[Again]) -> None:
             raise NoReference(
                 f"the weights of {listed(moved)} changed while data were replayed: something else than a step of a "
                 "torch optimizer without a closure changes them",
-                "record both runs on the same data, and compare them with 'isograd verify compare'",
+                SAME_DATA,
             )
 
 
@@ -177,14 +193,46 @@ def _begun(record: RankRecord, step: int, micro: int) -> list[Tensor]:
 def _shares(alone: Recording, again: list[Again]) -> list[float]:
     """For each backward: the factor with which its gradient is a part of the gradient of one device."""
     factor = _own_factor(alone)
-    first: NoReference | None = None
-    for terms_of in (_labels, _means):
-        try:
-            return _by_terms(terms_of(alone.ranks[0], 1), [terms_of(o.record, o.step) for o in again], factor)
-        except NoReference as error:
-            first = first or error
-    assert first is not None
-    raise first
+    labels, means = (
+        (terms_of(alone.ranks[0], 1), [terms_of(one.record, one.step) for one in again])
+        for terms_of in (_labels, _means)
+    )
+    try:
+        shares = _by_terms(*labels, factor)
+        counted = True
+    except NoReference as error:
+        if not means[0]:
+            raise
+        first, counted = error, False
+    if not counted:
+        shares = _by_terms(*means, factor)
+    elif _uneven(means[1]) and not all(map(_near, shares, _by_terms(*means, factor))):
+        raise NoReference(SEVERAL, SAME_DATA)
+    if not all(_near(shares[0], share) for share in shares):  # else terms that nobody counts have equal parts, too
+        if not counted:
+            raise NoReference(f"{first.why}, and its means are over different numbers of elements", WEIGH)
+        for one in again:
+            _is_all_of_the_loss(one)
+    return shares
+
+
+def _uneven(again: list[Terms]) -> bool:
+    """Whether some term's numbers of elements differ between backwards."""
+    counts = [{term: [n for n, _ in calls] for term, calls in terms.items()} for terms in again]
+    return any(one != counts[0] for one in counts)
+
+
+def _is_all_of_the_loss(one: Again) -> None:
+    """The counted terms add up to the number with which backward began: no other term is scaled by their counts."""
+    root = float(one.record.tensors(one.step)["loss"])
+    weights = [w for calls in _labels(one.record, one.step).values() for _, w in calls]
+    counted = sum(event.count * event.value for event in one.record.of(Loss, one.step)) * weights[0]
+    if not _near(root, counted):
+        raise NoReference(SEVERAL, SAME_DATA)
+
+
+def _near(a: float, b: float) -> bool:
+    return abs(a - b) <= tolerances.FACTOR * max(abs(a), abs(b))
 
 
 def _own_factor(alone: Recording) -> float:
@@ -232,11 +280,7 @@ def _by_terms(alone: Terms, again: list[Terms], factor: float) -> list[float]:
     for terms in again:
         found = [wanted[site] / weight for site, calls in terms.items() for _, weight in calls]
         if max(found) - min(found) > tolerances.FACTOR * max(map(abs, found)):
-            raise NoReference(
-                "the loss has several terms whose numbers of elements vary differently from rank to rank: no one "
-                "factor makes them those of one device",
-                "compare with a run on one device that is given the same data",
-            )
+            raise NoReference(SEVERAL, SAME_DATA)
         shares.append(found[0])
     return shares
 
@@ -246,7 +290,7 @@ def _sites(again: list[Terms]) -> Iterator[str]:
 
 
 def _wanted(alone: list[tuple[float, float]], again: list[list[tuple[float, float]]], factor: float) -> float:
-    """The weight that a label of the whole step has on one device, before the program's own factor."""
+    """The weight that a label of the whole step has in the gradient of one device."""
     if not alone:
         raise NoReference("a term of the loss has no part in the first step on one device", WEIGH)
 
@@ -256,11 +300,11 @@ def _wanted(alone: list[tuple[float, float]], again: list[list[tuple[float, floa
     replayed = [call for calls in again for call in calls]
     weights, counts = [w for _, w in (*alone, *replayed)], [n for n, _ in (*alone, *replayed)]
     whole = sum(n * w for n, w in alone) * factor  # of all labels of a step together
-    per_label = whole / factor / sum(n for n, _ in replayed)
+    per_label = whole / sum(n for n, _ in replayed)
     if abs(whole - 1) <= tolerances.FACTOR:
         return per_label
     if equal(weights) and (not equal(counts) or abs(weights[0] * factor - 1) <= tolerances.FACTOR):
-        return weights[0]  # a sum, or one divided by a number of the program's own
+        return weights[0] * factor  # a sum, or one divided by a number of the program's own
     if not equal(counts) and equal([n * w for n, w in replayed]):
         return per_label
     raise NoReference(

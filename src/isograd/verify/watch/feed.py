@@ -91,14 +91,16 @@ class Feed:
     def _backward(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
         if self.call and torch._C._current_graph_task_id() == -1:
-            self.capture.guarded(self._over)()
+            self.capture.guarded(self._over)(args[0] if args else kwargs.get("tensors"))
             if self.fed == len(self.queue) or self.capture.failure:
                 self.done(self.capture)
         return result
 
-    def _over(self) -> None:
+    def _over(self, roots: Any) -> None:
         """One backward is one step of the recording, and what it added is taken away again."""
         c = self.capture
+        roots = [roots] if isinstance(roots, Tensor) else list(roots)
+        c.tensors["loss"] = torch.stack([root.detach().double().sum().cpu() for root in roots]).sum()
         c.parameters = False
         owned = list(dict.fromkeys(p for o in c.optimizers for g in o.param_groups for p in g["params"]))
         c.before_step(owned, [None] * len(owned))
