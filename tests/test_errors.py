@@ -29,7 +29,8 @@ RANGES = {
     "DataError": range(900, 930),
     "CheckpointError": range(930, 960),
     "ContrastiveError": range(960, 980),
-    "TrainError": range(980, 1000),
+    "TrainError": range(980, 990),
+    "ChatError": range(990, 1000),
 }
 
 

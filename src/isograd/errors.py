@@ -91,6 +91,10 @@ class DataError(IsogradError):
     """IG90x to IG92x: text, token shards and batches."""
 
 
+class ChatError(DataError):
+    """IG99x: conversations, and the chat templates that render them."""
+
+
 class CheckpointError(IsogradError):
     """IG93x to IG95x: a checkpoint that cannot be written, trusted or fitted."""
 

@@ -20,7 +20,7 @@ from isograd.data.files import settle, write_whole, writing
 from isograd.data.manifest import LARGEST, NAME, TOKENIZER, Documents, Manifest, Recipe, SpecialTokens, encode, read
 from isograd.data.shards import Record, done
 from isograd.data.texts import changed, cut, find_inputs
-from isograd.data.tokenizer import find_tokenizer
+from isograd.data.tokenizer import find_tokenizer, of_chats
 from isograd.data.tokens import check_sizes
 from isograd.data.workers import Job, work
 from isograd.errors import DataError
@@ -31,7 +31,7 @@ SHARD = 16 << 20  # bytes of text in a shard, more if there would be too many sh
 MOST = 4096  # unless shard_bytes says otherwise; then
 SHARDS = 1 << 16  # at the very most
 RECORD = re.compile(r"building-\d+\.json")
-SHARD_FILE = re.compile(r"(train|validation)-\d+\.(bin|ends)")
+SHARD_FILE = re.compile(r"(train|validation)-\d+\.(bin|ends|counted)")
 TEMPORARY = re.compile(r"(building|manifest|tokenizer|train|validation).*\.\d+\.tmp")
 
 Progress = Callable[[int, int, int], None]  # bytes done, bytes in all, tokens so far
@@ -47,6 +47,7 @@ def build(
     validation: float = 0.01,
     end_of_document: str = "auto",
     special_tokens: SpecialTokens = "refuse",
+    chat: bool = False,
     shard_bytes: int | None = None,
     workers: int = 1,
     progress: Progress = lambda done, total, tokens: None,
@@ -56,15 +57,21 @@ def build(
     special_tokens: what to do with text that spells a special token of the tokenizer: "refuse" it, "keep" it as the
     token's id, or encode it as ordinary "text".
 
+    chat: inputs are conversations, and `tokenizer` is a folder with a chat template (data/chats.py).
+
     workers > 1 starts processes: guard a script with `if __name__ == "__main__"`, as for any use of multiprocessing.
     """
-    _check(inputs, documents, validation, special_tokens, shard_bytes, workers)
+    _check(inputs, documents, validation, special_tokens, shard_bytes, workers, chat)
     folder = Path(out)
-    tools = find_tokenizer(tokenizer, end_of_document, special_tokens)
-    found = find_inputs([str(path) for path in inputs], folder)
+    template = None
+    if chat:
+        tools, template = of_chats(tokenizer, special_tokens)
+    else:
+        tools = find_tokenizer(tokenizer, end_of_document, special_tokens)
+    found = find_inputs([str(path) for path in inputs], folder, chat)
     size = shard_bytes or max(SHARD, -(-sum(one.bytes for one in found) // MOST))
     special = special_tokens if tools.special else "text"  # a choice that makes no difference is not recorded
-    recipe = Recipe(tools.vocabulary, documents, text_key, float(validation), size, found, special)
+    recipe = Recipe(tools.vocabulary, documents, text_key, float(validation), size, found, special, template)
     with _alone(folder):
         if not _begin(folder, recipe):
             return read(folder)
@@ -251,8 +258,10 @@ def _check(
     special_tokens: str,
     shard_bytes: int | None,
     workers: int,
+    chat: bool,
 ) -> None:
     wrong = [] if inputs else ["no inputs"]
+    wrong += ["special_tokens 'text' for conversations"] if chat and special_tokens == "text" else []
     if documents not in ("file", "line", "blank"):
         wrong.append(f"documents {documents!r}")
     if special_tokens not in ("refuse", "keep", "text"):

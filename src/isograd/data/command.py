@@ -20,7 +20,7 @@ EXAMPLES = """examples:
   isograd data build tokens/ books/                                 each file a document, tokens are bytes
   isograd data build tokens/ web.jsonl --tokenizer my_model/        a tokenizer.json; the text under "text"
   isograd data build tokens/ bible.txt --documents blank --validation 0.05
-  isograd data build tokens/ chats.jsonl --tokenizer my_model/ --special-tokens keep
+  isograd data build tokens/ chats.jsonl --tokenizer my_model/ --chat      {"messages": [...]}, by its chat template
   isograd data inspect tokens/ --length 64
   isograd data verify tokens/
 
@@ -64,6 +64,12 @@ def _build_options(parser: argparse.ArgumentParser) -> None:
         "(chats that a template has rendered), or encode it as ordinary text",
     )
     add(
+        "--chat",
+        action="store_true",
+        help='inputs are conversations, {"messages": [...], "tools": [...]}; the chat template in the folder '
+        "--tokenizer renders them, and the assistant's tokens are the labels",
+    )
+    add(
         "--shard-bytes",
         type=_count,
         metavar="N",
@@ -104,7 +110,8 @@ def _build(options: argparse.Namespace) -> int:
         manifest = build(
             options.out, options.inputs, tokenizer=options.tokenizer, documents=options.documents,
             text_key=options.text_key, validation=options.validation, end_of_document=options.end_of_document,
-            special_tokens=options.special_tokens, shard_bytes=options.shard_bytes, workers=options.workers,
+            special_tokens=options.special_tokens, chat=options.chat, shard_bytes=options.shard_bytes,
+            workers=options.workers,
             progress=lambda done, total, tokens: show(done, total, f"{tokens:,} tokens"),
         )  # fmt: skip
     counts = {split: sum(shard.tokens for shard in manifest.of(split)) for split in SPLITS}

@@ -4,6 +4,7 @@
     train-00000.bin        tokens of a shard: raw little-endian uint16, or uint32 above 65,536 tokens in the vocabulary
     train-00000.ends       where each of its documents ends: raw little-endian uint64, counted from the shard's start
     validation-00000.bin   the same for the held-out documents
+    train-00000.counted    of conversations: a byte for each token, 1 if the assistant writes it
     tokenizer.json         a copy of the tokenizer, unless it is the built-in one of bytes
 
 The shards of a split, in order of their numbers, are one stream of whole documents. File names follow from (split,
@@ -39,9 +40,9 @@ Hash = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 STRICT: dict[str, Any] = {"extra": "forbid", "strict": True}
 
 
-def file_names(split: Split, number: int) -> tuple[str, str]:
-    """The names of a shard's two files: its tokens, and where its documents end."""
-    return f"{split}-{number:05d}.bin", f"{split}-{number:05d}.ends"
+def file_names(split: Split, number: int) -> tuple[str, str, str]:
+    """The names of a shard's files: its tokens, where its documents end, and which tokens count."""
+    return f"{split}-{number:05d}.bin", f"{split}-{number:05d}.ends", f"{split}-{number:05d}.counted"
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ class Shard:
     documents: Some
     tokens_sha256: Hash
     ends_sha256: Hash
+    counted_sha256: Hash | None = None  # of conversations alone
     __pydantic_config__: ClassVar = STRICT
 
     @property
@@ -65,6 +67,11 @@ class Shard:
     def ends_file(self) -> str:
         """The name of the file of document ends."""
         return file_names(self.split, self.number)[1]
+
+    @property
+    def counted_file(self) -> str:
+        """The name of the file that says which tokens count."""
+        return file_names(self.split, self.number)[2]
 
 
 @dataclass(frozen=True)
@@ -104,6 +111,7 @@ class Recipe:
     shard_bytes: Some
     inputs: tuple[Input, ...]
     special_tokens: SpecialTokens = "text"  # of manifests that were written before the field existed
+    template: Hash | None = None  # of the chat template; None: documents are text
     __pydantic_config__: ClassVar = STRICT
 
 
@@ -126,7 +134,8 @@ class Manifest:
         """Bytes and sha256 of every file by name."""
         width = int(self.recipe.vocabulary.dtype[-1])
         found = {s.tokens_file: (s.tokens * width, s.tokens_sha256) for s in self.shards}
-        return found | {s.ends_file: (s.documents * 8, s.ends_sha256) for s in self.shards}
+        found |= {s.ends_file: (s.documents * 8, s.ends_sha256) for s in self.shards}
+        return found | {s.counted_file: (s.tokens, s.counted_sha256) for s in self.shards if s.counted_sha256}
 
     def encode(self) -> bytes:
         """The bytes of manifest.json."""

@@ -8,6 +8,9 @@ end to end, so that over an epoch of a source every token but the first is a lab
 filled up with tokens that do not count. Which window: sample step * batch + row falls to a source and is its j-th
 (Blend); that source's epoch j // windows shuffles its windows, and the sample is number j % windows of them (shuffled).
 
+With packing 'whole' a window is made of whole documents instead (packs.py), and filled up behind them. Of conversations
+only the tokens that the assistant writes are labels.
+
 Under cp, tp and pp all ranks of a group ask for the same rows; under dp each asks for its own. Nothing else differs
 between layouts, and nothing is tokenised here.
 """
@@ -23,8 +26,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from isograd.data.manifest import read
+from isograd.data.manifest import Shard, read
 from isograd.data.order import Blend, shuffled
+from isograd.data.packs import Packs
 from isograd.data.tokenizer import load_tokenizer
 from isograd.data.tokens import Numbers, Tokens
 from isograd.errors import DataError
@@ -46,6 +50,7 @@ class Source:
 
 class Mixture:
     """packing: 'documents' gives the model the numbers of documents, and no label leads from one into the next;
+    'whole' does the same with windows of whole documents, and leaves out those that are longer than a window;
     'stream' is the plain stream, in which a model sees the documents before its own."""
 
     def __init__(
@@ -64,7 +69,8 @@ class Mixture:
         self._blend = Blend([source.weight for source in sources])
         self._tokens = [Tokens(source.path, split) for source in sources]
         _same_vocabulary(self._tokens)
-        self._windows = [_windows(tokens, length) for tokens in self._tokens]
+        self._packs = [Packs(tokens, length) for tokens in self._tokens] if packing == "whole" else []
+        self._windows = [len(p) for p in self._packs] or [_windows(tokens, length) for tokens in self._tokens]
 
     @property
     def vocab(self) -> int:
@@ -80,7 +86,7 @@ class Mixture:
     def fingerprint(self) -> str:
         """A hash of all that decides any sample: equal fingerprints, equal batches."""
         shards = [
-            [self.split, *((s.tokens, s.tokens_sha256, s.ends_sha256) for s in tokens.shards)]
+            [self.split, *((s.tokens, s.tokens_sha256, s.ends_sha256, *_counted(s)) for s in tokens.shards)]
             for tokens in self._tokens
         ]
         options = [ORDER, self.length, self.batch, self.seed, self.packing, self._blend.parts]
@@ -103,30 +109,56 @@ class Mixture:
         labels = np.full(shape, IGNORE, np.int64)
         samples = np.array([step * self.batch + row for row in rows], np.int64)
         for row, sample in enumerate(samples.tolist()):
-            source, start = self.place(sample)
-            self._fill(self._tokens[source], start, tokens[row], labels[row], documents[row])
+            source, window = self._window(sample)
+            fill = self._fill_whole if self._packs else self._fill
+            fill(source, window, tokens[row], labels[row], documents[row])
         found = {"tokens": tokens, "labels": labels, "samples": samples}
-        if self.packing == "documents":
+        if self.packing != "stream":
             found["documents"] = documents
         return {name: torch.from_numpy(array) for name, array in found.items()}
 
     def place(self, sample: int) -> tuple[int, int]:
-        """(source, first token in its stream) of a sample."""
+        """(source, first token in its stream) of a sample; not with packing 'whole'."""
+        source, window = self._window(sample)
+        return source, window * self.length
+
+    def _window(self, sample: int) -> tuple[int, int]:
+        """(source, number of the window in it) of a sample."""
         source, number = self._blend.at(sample)
         epoch, index = divmod(number, self._windows[source])
         key = blake2b(f"{self.seed} {source} {self.split} {epoch}".encode(), digest_size=16).digest()
-        return source, shuffled(index, self._windows[source], key) * self.length
+        return source, shuffled(index, self._windows[source], key)
 
-    def _fill(self, source: Tokens, start: int, tokens: Numbers, labels: Numbers, documents: Numbers) -> None:
+    def _fill(self, number: int, window: int, tokens: Numbers, labels: Numbers, documents: Numbers) -> None:
+        source, start = self._tokens[number], window * self.length
         stop = min(start + self.length + 1, source.tokens)
         stream = source.read(start, stop)
         tokens[: stop - start] = stream[: self.length]
-        labels[: stop - start - 1] = stream[1:]
+        labels[: stop - start - 1] = np.where(source.counted(start, stop), stream, IGNORE)[1:]
         if self.packing == "documents":
             ends = source.ends(start, stop) - start
             labels[ends[ends <= self.length] - 1] = IGNORE  # what follows belongs to another text
             np.add.at(documents, ends[ends < self.length], 1)
             np.cumsum(documents, out=documents)
+
+    def _fill_whole(self, number: int, window: int, tokens: Numbers, labels: Numbers, documents: Numbers) -> None:
+        source, at = self._tokens[number], 0
+        for first, last in self._packs[number].documents(window):
+            stream, to = source.read(first, last), at + last - first
+            tokens[at:to] = stream
+            labels[at : to - 1] = np.where(source.counted(first, last), stream, IGNORE)[1:]
+            documents[to:] += 1
+            at = to
+
+    @property
+    def left_out(self) -> str:
+        """The documents that no window holds, in words; empty: none."""
+        packs = [(source.path, p) for source, p in zip(self.sources, self._packs, strict=False) if p.left_out]
+        return "; ".join(
+            f"{path}: {p.left_out:,} of {p.number:,} documents are longer than a sequence of {self.length} tokens and "
+            f"are left out (the longest has {p.longest:,})"
+            for path, p in packs
+        )
 
     def describe(self) -> str:
         """For people: what is read, and how often an epoch of the mixture goes through each source."""
@@ -143,7 +175,11 @@ class Mixture:
                 f"  {source.path}: {share:.2%} of samples, {tokens.tokens:,} tokens in {tokens.documents:,} documents, "
                 f"{windows:,} windows, {share * drawn / windows:.2f} times an epoch"
             )
-        return "\n".join(lines)
+        return "\n".join([*lines, *([f"  {self.left_out}"] if self.left_out else [])])
+
+
+def _counted(shard: Shard) -> list[str]:
+    return [shard.counted_sha256] if shard.counted_sha256 else []
 
 
 def _windows(tokens: Tokens, length: int) -> int:
@@ -162,7 +198,7 @@ def _check(sources: Sequence[Source], length: int, batch: int, split: str, packi
     wrong += [f"{name} {value}" for name, value in (("length", length), ("batch", batch)) if value < 1]
     if split not in ("train", "validation"):
         wrong.append(f"split {split!r}")
-    if packing not in ("documents", "stream"):
+    if packing not in ("documents", "whole", "stream"):
         wrong.append(f"packing {packing!r}")
     if wrong:
         raise DataError(
@@ -170,7 +206,7 @@ def _check(sources: Sequence[Source], length: int, batch: int, split: str, packi
             "a mixture that cannot be read",
             seen="; ".join(wrong),
             expected="sources; length and batch of at least 1; split 'train' or 'validation'; "
-            "packing 'documents' or 'stream'",
+            "packing 'documents', 'whole' or 'stream'",
         )
 
 

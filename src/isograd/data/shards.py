@@ -47,6 +47,7 @@ def done(folder: Path, number: int, recipe: Recipe) -> Record | None:
         found = read_typed(Record, record_of(folder, number), LARGEST)
         sizes = {folder / s.tokens_file: s.tokens * width for s in found.shards}
         sizes |= {folder / s.ends_file: s.documents * 8 for s in found.shards}
+        sizes |= {folder / s.counted_file: s.tokens for s in found.shards if s.counted_sha256}
         whole = all(path.stat().st_size == size for path, size in sizes.items())
     except (OSError, FileError):
         return None
@@ -58,15 +59,15 @@ def make(folder: Path, number: int, parts: list[Part], recipe: Recipe, tokenizer
     sides: dict[Split, _Side] = {}
     empty = 0
     try:
-        for texts in _batches(recipe, parts, tokenizer):
-            for text, ids in zip(texts, tokenizer.encode(texts), strict=True):
+        for batch in _tokenized(recipe, parts, tokenizer):
+            for text, ids, counted in batch:
                 if not len(ids):
                     empty += 1
                     continue
                 split = split_of(text, recipe.validation)
                 if split not in sides:
                     sides[split] = _Side(folder, split, number, recipe)
-                sides[split].add(ids)
+                sides[split].add(ids, counted)
             for side in sides.values():
                 side.flush()
         shards = tuple(sides[split].keep() for split in sorted(sides))
@@ -83,6 +84,36 @@ def split_of(text: str, validation: float) -> Split:
     """The split of a document: a function of its text alone."""
     place = int.from_bytes(blake2b(text.encode(), digest_size=8, person=b"isograd split").digest())
     return "validation" if place < int(validation * 2**64) else "train"
+
+
+Document = tuple[str, Ids, Ids | None]  # its text, its tokens, and which of them count; None: all
+
+
+def _tokenized(recipe: Recipe, parts: list[Part], tokenizer: Tokenizer) -> Iterator[list[Document]]:
+    """Documents, some together."""
+    if tokenizer.chat is None:
+        for texts in _batches(recipe, parts, tokenizer):
+            yield [(text, ids, None) for text, ids in zip(texts, tokenizer.encode(texts), strict=True)]
+        return
+    held, size = list[Document](), 0
+    for part in parts:
+        for index, text in enumerate(read(recipe, part)):
+            try:
+                held.append((text, *tokenizer.chat(text)))
+            except DataError as error:
+                error.where = _place(recipe, part, index)
+                raise
+            size += len(text)
+            if size >= TOGETHER:
+                yield held
+                held, size = [], 0
+    yield held
+
+
+def _place(recipe: Recipe, part: Part, index: int) -> str:
+    """The file of document `index` of a part, and its number there, counted by reading what is before it."""
+    before = sum(1 for _ in read(recipe, replace(part, start=0, stop=part.start))) if part.start else 0
+    return f"{recipe.inputs[part.input].path}, document {before + index + 1}"
 
 
 def _batches(recipe: Recipe, parts: list[Part], tokenizer: Tokenizer) -> Iterator[list[str]]:
@@ -103,13 +134,11 @@ def _batches(recipe: Recipe, parts: list[Part], tokenizer: Tokenizer) -> Iterato
 
 
 def _spells(recipe: Recipe, part: Part, index: int, found: Match[str]) -> DataError:
-    """The refusal of document `index` of a part; its number in the file is counted by reading what is before it."""
-    before = sum(1 for _ in read(recipe, replace(part, start=0, stop=part.start))) if part.start else 0
+    """The refusal of document `index` of a part."""
     around = found.string[max(0, found.start() - 20) : found.end() + 20]
     return DataError(
         "IG929",
-        f"{recipe.inputs[part.input].path}, document {before + index + 1}: "
-        f"the text spells the special token {found[0]!r}",
+        f"{_place(recipe, part, index)}: the text spells the special token {found[0]!r}",
         seen=repr(around),
         expected="text without special tokens, or a decision what they are",
         fix="--special-tokens keep: they become their ids, as chats need that a template has rendered; "
@@ -125,14 +154,17 @@ class _Side:
         self.dtype = np.dtype(recipe.vocabulary.dtype)
         end = recipe.vocabulary.end_of_document
         self.end = np.array([] if end is None else [end], self.dtype)
-        tokens, ends = file_names(split, number)
+        tokens, ends, counted = file_names(split, number)
         self.tokens, self.ends = Writer(folder / tokens), Writer(folder / ends)
+        self.counted = Writer(folder / counted) if recipe.template else None
         self.held: list[Ids] = []
+        self.held_counted: list[Ids] = []
         self.lengths: list[int] = []
         self.count = self.documents = 0
 
-    def add(self, ids: Ids) -> None:
+    def add(self, ids: Ids, counted: Ids | None) -> None:
         self.held += [ids, self.end]
+        self.held_counted += [] if counted is None else [counted]
         self.lengths.append(len(ids) + len(self.end))
 
     def flush(self) -> None:
@@ -140,12 +172,17 @@ class _Side:
             ends = self.count + np.cumsum(self.lengths)
             self.tokens.write(np.concatenate(self.held, dtype=self.dtype, casting="unsafe").tobytes())
             self.ends.write(ends.astype("<u8").tobytes())
+            if self.counted is not None:
+                self.counted.write(np.concatenate(self.held_counted).tobytes())
             self.count, self.documents = int(ends[-1]), self.documents + len(ends)
-            self.held, self.lengths = [], []
+            self.held, self.held_counted, self.lengths = [], [], []
 
     def keep(self) -> Shard:
-        return Shard(self.split, self.number, self.count, self.documents, self.tokens.keep(), self.ends.keep())
+        counted = None if self.counted is None else self.counted.keep()
+        return Shard(self.split, self.number, self.count, self.documents, self.tokens.keep(), self.ends.keep(), counted)
 
     def discard(self) -> None:
         self.tokens.discard()
         self.ends.discard()
+        if self.counted is not None:
+            self.counted.discard()

@@ -35,8 +35,9 @@ class Part:
     weight: int
 
 
-def find_inputs(given: list[str], out: Path) -> tuple[Input, ...]:
-    """The files named, and all files in folders named, in the order of their names. None twice, none of the output."""
+def find_inputs(given: list[str], out: Path, chats: bool = False) -> tuple[Input, ...]:
+    """The files named, and all files in folders named, in the order of their names. None twice, none of the output.
+    chats: only files that can hold conversations."""
     files: list[Path] = []
     for name in given:
         path = Path(name)
@@ -55,6 +56,8 @@ def find_inputs(given: list[str], out: Path) -> tuple[Input, ...]:
         met.add(path.resolve())
         if path.suffix in PACKED:
             raise _no_input(path, f"a packed file ({path.suffix})", "unpack it first")
+        if chats and path.suffix not in (*JSON_LINES, ".parquet"):
+            raise _no_input(path, f"a file {path.suffix!r}", "conversations stand in .jsonl or .parquet files")
         try:
             state = path.stat()
         except OSError as error:
@@ -119,11 +122,15 @@ def read(recipe: Recipe, part: Part) -> Iterator[str]:
     if not path.is_file() or path.stat().st_size != one.bytes or path.stat().st_mtime_ns != one.modified_ns:
         raise changed(one.path)
     if path.suffix == ".parquet":
-        yield from _rows(path, part, recipe.text_key)
+        yield from _conversations(path, part) if recipe.template else _rows(path, part, recipe.text_key)
         return
     with _opened(path) as file:
         lines = _lines(file, part)
-        if path.suffix in JSON_LINES:
+        if recipe.template:
+            for start, line in lines:
+                if line.strip():
+                    yield _utf8(path, start, line)
+        elif path.suffix in JSON_LINES:
             for start, line in lines:
                 if line.strip():
                     yield _field(path, start, line, recipe.text_key)
@@ -206,6 +213,8 @@ def _field(path: Path, start: int, line: bytes, key: str) -> str:
         raise _no_field(path, start, f"no JSON: {error}", key) from error
     if not isinstance(found, dict):
         raise _no_field(path, start, f"{type(found).__name__} instead of an object", key)
+    if key not in found and "messages" in found:
+        raise _no_field(path, start, "a conversation: 'messages'", key, "isograd data build --chat, or task: chat")
     if key not in found:
         raise _no_field(path, start, f"keys: {', '.join(map(repr, list(found)[:10]))}", key)
     return _string(found[key], lambda seen: _no_field(path, start, seen, key))
@@ -224,13 +233,13 @@ def _string(value: Any, refusal: Any) -> str:
     return value
 
 
-def _no_field(path: Path, start: int, seen: str, key: str) -> DataError:
+def _no_field(path: Path, start: int, seen: str, key: str, fix: str | None = None) -> DataError:
     return DataError(
         "IG913",
         f"{path}, line {_line(path, start)}: no text there",
         seen=seen,
         expected=f"an object with the text under {key!r}",
-        fix="fix or remove the line, or name the key: --text-key KEY",
+        fix=fix or "fix or remove the line, or name the key: --text-key KEY",
     )
 
 
@@ -248,17 +257,31 @@ def _parquet(path: Path) -> Any:
 
 
 def _rows(path: Path, part: Part, key: str) -> Iterator[str]:
+    for row in _read_rows(path, part, key):
+        yield _string(row[key], lambda seen: _no_parquet(path, seen, f"text in column {key!r}"))
+
+
+def _conversations(path: Path, part: Part) -> Iterator[str]:
+    """Rows as JSON. Every row of a parquet file has the fields of all rows: those without a value are left out."""
+    for row in _read_rows(path, part, "messages", "tools"):
+        yield json.dumps(_filled(row), ensure_ascii=False, default=str)
+
+
+def _filled(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _filled(one) for key, one in value.items() if one is not None}
+    return [_filled(one) for one in value] if isinstance(value, list) else value
+
+
+def _read_rows(path: Path, part: Part, key: str, *more: str) -> Iterator[dict[str, Any]]:
     with _parquet(path) as file:
         columns = file.schema_arrow.names
         if key not in columns:
             raise _no_parquet(path, f"columns: {', '.join(columns[:10])}", f"a column {key!r}")
-        groups = list(range(part.start, part.stop))
+        groups, wanted = list(range(part.start, part.stop)), [key, *(name for name in more if name in columns)]
         try:
-            for batch in file.iter_batches(ROWS, groups, [key]):
-                for value in batch.column(0).to_pylist():
-                    yield _string(value, lambda seen: _no_parquet(path, seen, f"text in column {key!r}"))
-        except DataError:
-            raise
+            for batch in file.iter_batches(ROWS, groups, wanted):
+                yield from batch.to_pylist()
         except Exception as error:  # pyarrow raises several kinds
             raise _no_parquet(path, str(error), "a parquet file") from error
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,6 +44,8 @@ class Tokenizer:
     encode: Callable[[list[str]], list[Ids]]
     decode: Callable[[Sequence[int]], str]
     special: re.Pattern[str] | None = None  # finds special tokens that a text spells; None: there are none
+    chat: Callable[[str], tuple[Ids, Ids]] | None = None  # of conversations: tokens, and which of them count
+    folder: str = ""  # of the chat template
 
 
 def load_tokenizer(folder: Path, vocabulary: Vocabulary) -> Tokenizer:
@@ -71,7 +73,7 @@ def find_tokenizer(name: str, end_of_document: str = "auto", special_tokens: Spe
     given = Path(name)
     path = given / TOKENIZER if given.is_dir() else given
     text = _text(path)
-    loaded = _load(text, path)
+    loaded = load_json(text, path)
     ids = loaded.get_vocab(with_added_tokens=True)
     size = max(ids.values(), default=0) + 1
     if end_of_document == "auto":
@@ -86,7 +88,7 @@ def find_tokenizer(name: str, end_of_document: str = "auto", special_tokens: Spe
 
 def of_json(text: str, vocabulary: Vocabulary, special_tokens: SpecialTokens = "text") -> Tokenizer:
     """A tokenizer.json's text as a Tokenizer. Special tokens in a text become their ids with "keep" alone."""
-    loaded = _load(text, Path(TOKENIZER))
+    loaded = load_json(text, Path(TOKENIZER))
     loaded.encode_special_tokens = special_tokens != "keep"
 
     def encode(texts: list[str]) -> list[Ids]:
@@ -96,15 +98,29 @@ def of_json(text: str, vocabulary: Vocabulary, special_tokens: SpecialTokens = "
     def decode(ids: Sequence[int]) -> str:
         return loaded.decode(list(ids), skip_special_tokens=False)
 
-    return Tokenizer(vocabulary, text, encode, decode, _special(loaded))
+    return Tokenizer(vocabulary, text, encode, decode, special_pattern(loaded))
 
 
-def again(text: str | None, vocabulary: Vocabulary, special_tokens: SpecialTokens) -> Tokenizer:
+def of_chats(folder: str | Path, special_tokens: SpecialTokens = "refuse") -> tuple[Tokenizer, str]:
+    """A folder's tokenizer for conversations, and the sha256 of its chat template."""
+    from isograd.data.chats import opened
+
+    chats = opened(str(folder), special_tokens == "keep")
+    size = max(chats.tokenizer.get_vocab(with_added_tokens=True).values(), default=0) + 1
+    vocabulary = Vocabulary(chats.folder.resolve().name, sha256(chats.json.encode()).hexdigest(), size, None)
+    made = replace(of_json(chats.json, vocabulary, "keep"), chat=chats, folder=str(folder))
+    return made, sha256(chats.template.encode()).hexdigest()
+
+
+def again(text: str | None, vocabulary: Vocabulary, special_tokens: SpecialTokens, folder: str) -> Tokenizer:
     """The same tokenizer in another process."""
+    if folder:
+        return of_chats(folder, special_tokens)[0]
     return _of_bytes(vocabulary) if text is None else of_json(text, vocabulary, special_tokens)
 
 
-def _special(loaded: Loaded) -> re.Pattern[str] | None:
+def special_pattern(loaded: Loaded) -> re.Pattern[str] | None:
+    """Finds the special tokens that a text spells."""
     spellings = {token.content for token in loaded.get_added_tokens_decoder().values() if token.special}
     longest_first = sorted(spellings - {""}, key=lambda spelling: (-len(spelling), spelling))
     return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
@@ -120,7 +136,8 @@ def _of_bytes(vocabulary: Vocabulary) -> Tokenizer:
     return Tokenizer(vocabulary, None, encode, decode)
 
 
-def _load(text: str, path: Path) -> Loaded:
+def load_json(text: str, path: Path) -> Loaded:
+    """The tokenizer of a tokenizer.json, which adds, cuts and pads nothing."""
     try:
         from tokenizers import Tokenizer as Loaded
     except ImportError as error:

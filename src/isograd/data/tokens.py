@@ -46,6 +46,7 @@ class Tokens:
         self.manifest = read(self.folder)
         self.shards = self.manifest.of(split)
         names = [name for shard in self.shards for name in (shard.tokens_file, shard.ends_file)]
+        names += [shard.counted_file for shard in self.shards if shard.counted_sha256]
         check_sizes(self.folder, self.manifest, names)
         self._tokens_files = [str(self.folder / shard.tokens_file) for shard in self.shards]
         self._ends_files = [str(self.folder / shard.ends_file) for shard in self.shards]
@@ -88,6 +89,15 @@ class Tokens:
         if len(found) and found.max() >= self.vocab:
             raise damaged(self.folder, f"token {found.max()} between places {start} and {stop} of {self.split}")
         return found
+
+    def counted(self, start: int, stop: int) -> NDArray[np.bool_]:
+        """Which tokens from start to stop count as labels: of conversations, those that the assistant writes."""
+        parts = [np.ones(0, np.bool_)]
+        for number, a, b in self._parts(start, stop):
+            shard = self.shards[number]
+            raw = self._places.read(str(self.folder / shard.counted_file), a, b - a) if shard.counted_sha256 else None
+            parts.append(np.ones(b - a, np.bool_) if raw is None else np.frombuffer(raw, np.bool_))
+        return np.concatenate(parts)
 
     def ends(self, start: int, stop: int) -> Numbers:
         """The places in (start, stop] at which a document has just ended."""

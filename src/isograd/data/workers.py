@@ -39,7 +39,9 @@ def work(
     try:
         for _ in range(min(workers, len(jobs))):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, folder, recipe, tokenizer.json), daemon=True)
+            process = context.Process(
+                target=_serve, args=(theirs, folder, recipe, tokenizer.json, tokenizer.folder), daemon=True
+            )
             process.start()
             theirs.close()  # so that its end closes when the worker ends
             started.append((process, ours))
@@ -75,10 +77,10 @@ def _answer(ready: Connection) -> Record:
     return answer
 
 
-def _serve(pipe: Connection, folder: Path, recipe: Recipe, tokenizer: str | None) -> None:
+def _serve(pipe: Connection, folder: Path, recipe: Recipe, tokenizer: str | None, chats: str) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a worker is one core; there are as many as were asked for
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal tells every process; the one that builds decides
-    tools = again(tokenizer, recipe.vocabulary, recipe.special_tokens)
+    tools = again(tokenizer, recipe.vocabulary, recipe.special_tokens, chats)
     with suppress(EOFError, ConnectionError):
         while True:
             number, parts = pipe.recv()

@@ -233,6 +233,11 @@ def _start(loaded: Loaded, options: argparse.Namespace) -> int:
     _refuse(_opened(config, options.resume, out), options.force)
     refuse_data(config)
     refuse_early(config, options.resume)
+    if config.task == "chat":  # a conversation that cannot be learned from is refused before any rank starts
+        from isograd.train.job import prepare
+
+        prepare(config)
+        refuse_data(config)
     from isograd.comm.launch import World
 
     orders = Orders(options.resume, show, options.until, (PASSED_ON, signal.SIGTERM))  # a group may be sent it

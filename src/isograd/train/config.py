@@ -67,9 +67,11 @@ class Model(Part):
 class Text(Part):
     """One of `data.sources`: a folder of token shards, or a built-in text."""
 
-    path: str | None = Field(default=None, description="a folder made by `isograd data build`")
-    builtin: Literal["stdlib"] | None = Field(
-        default=None, description="stdlib: the source text of Python's own modules"
+    path: str | None = Field(
+        default=None, description="a folder made by `isograd data build`; of task chat, also a file of conversations"
+    )
+    builtin: Literal["stdlib", "sums"] | None = Field(
+        default=None, description="stdlib: the source text of Python's own modules; sums: conversations about sums"
     )
     weight: Rate = Field(default=1.0, description="share of the samples, relative to the other sources")
 
@@ -85,10 +87,15 @@ class Data(Part):
 
     sources: list[Text] = Field(min_length=1, description="where tokens come from, blended by weight")
     length: Positive = Field(description="tokens of a sequence")
-    packing: Literal["documents", "stream"] = Field(
-        default="documents",
-        description="documents: texts packed into a sequence do not see each other; stream: they do",
+    packing: Literal["documents", "whole", "stream"] | None = Field(
+        default=None,
+        description="documents: texts packed into a sequence do not see each other; whole: nor is one cut; stream: "
+        "they see each other; null: whole for task chat, else documents",
     )
+    tokenizer: str | None = Field(
+        default=None, description="of task chat: a folder with a tokenizer and its chat template; null: model.path"
+    )
+    held_out: Share = Field(default=0.05, description="share of the conversations, or built-in texts, held out")
     seed: Seed = Field(default=0, description="of the order, which is a function of seed and step alone")
 
 
@@ -197,6 +204,9 @@ class Config(Part):
 
     version: Literal[1] = Field(default=VERSION, description="of this schema")
     run: str = Field(description="the folder of the run: checkpoints, metrics, pictures")
+    task: Literal["language", "chat"] = Field(
+        default="language", description="chat: `data` are conversations, of which the assistant's tokens are labels"
+    )
     layout: str = Field(default="dp1", description="for example 'dp2 tp2 sp zero1'")
     model: Model
     data: Data | None = Field(default=None, description="tokens for a language model")
@@ -238,6 +248,15 @@ class Config(Part):
 
         if (self.data is None) == (self.pairs is None):
             raise _contradiction("give data or pairs, one of them", "data", "pairs")
+        if self.task == "chat" and (self.data is None or self.packing == "stream"):
+            raise _contradiction("task chat has data, of packing whole or documents", "task", "data.packing")
+        if self.task != "chat" and self.data is not None and self.data.tokenizer is not None:
+            raise _contradiction("data.tokenizer belongs to task chat", "task", "data.tokenizer")
+        builtin = {text.builtin for text in self.data.sources} if self.data is not None else set()
+        if ("stdlib" if self.task == "chat" else "sums") in builtin:
+            raise _contradiction(
+                "builtin stdlib is text, and builtin sums are conversations for task chat", "task", "data.sources"
+            )
         if self.pairs is not None and self.micro_batches > 1:
             raise _contradiction(
                 "pairs have no micro_batches: every row is every other's negative; set pairs.chunk", "micro_batches"
@@ -261,6 +280,11 @@ class Config(Part):
                 "optimizer.warmup", "steps",
             )  # fmt: skip
         return self
+
+    @property
+    def packing(self) -> Literal["documents", "whole", "stream"]:
+        """How texts are packed into sequences."""
+        return (self.data and self.data.packing) or ("whole" if self.task == "chat" else "documents")
 
     @property
     def folder(self) -> Path:

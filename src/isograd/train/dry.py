@@ -9,7 +9,7 @@ import tempfile
 
 from isograd import scratch
 from isograd.comm.launch import World
-from isograd.train import language
+from isograd.train import texts
 from isograd.train.config import Config
 from isograd.train.job import prepare
 from isograd.train.loop import Orders, Outcome, run
@@ -29,7 +29,7 @@ def dry_run(opening: Opening, *, force: bool = False) -> int:
     with tempfile.TemporaryDirectory(prefix="dry-", dir=scratch.home()) as folder:
         one = _one_step(config, folder)
         prepare(one)
-        data = language.mixture(one, "train") if config.data else None
+        data = texts.mixture(one, "train") if config.data else None
         if data is not None:
             print(f"data: {data.describe()}")
         with World(opening.layout.world_size, threads=config.threads) as world:

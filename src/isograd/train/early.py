@@ -12,7 +12,7 @@ from isograd.checkpoint import folder as checkpoints
 from isograd.checkpoint.read import open_whole
 from isograd.data import read_tokenizer
 from isograd.errors import TrainError
-from isograd.train import journal, language
+from isograd.train import journal, texts
 from isograd.train.config import Config
 
 
@@ -23,8 +23,8 @@ def refuse_early(config: Config, resume: str) -> None:
         refuse_earlier_run(config.folder)
     elif resume != "auto":
         open_whole(Path(resume))
-    if config.data is not None and config.log.sample and all(source.path for source in config.data.sources):
-        mixture = language.mixture(config, "train")
+    if config.data is not None and config.log.sample and texts.is_ready(config):
+        mixture = texts.mixture(config, "train")
         assert mixture is not None
         read_tokenizer(mixture)  # whose package may be missing: said now, not after the last step
 

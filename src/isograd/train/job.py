@@ -84,7 +84,7 @@ def rows_of(config: Config, mesh: Mesh) -> range:
 
 
 def make_job(config: Config, mesh: Mesh) -> Job:
-    """The task that a config asks for: token sequences, or pairs of texts."""
+    """The task that a config asks for: token sequences (of texts or conversations), or pairs of texts."""
     if config.pairs is not None:
         from isograd.train.pairs import PairsJob
 
@@ -97,6 +97,6 @@ def make_job(config: Config, mesh: Mesh) -> Job:
 def prepare(config: Config) -> None:
     """What one process makes before the others read it."""
     if config.data is not None:
-        from isograd.train import language
+        from isograd.train import texts
 
-        language.prepare(config)
+        texts.prepare(config)

@@ -6,22 +6,22 @@ stopped resumes where it was, under any other layout.
 
 from __future__ import annotations
 
-import sysconfig
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from isograd import random
-from isograd.data import Mixture, Source, build, manifest, read_tokenizer
+from isograd.data import Mixture, read_tokenizer
 from isograd.engine.evaluation import together
 from isograd.errors import ConfigError
 from isograd.mesh import Mesh
 from isograd.models import Transformer, TransformerConfig, load_config, preset
 from isograd.models.families import HuggingFace
 from isograd.nn.experts import Experts
+from isograd.nn.loss import IGNORE
+from isograd.train import texts
 from isograd.train.config import Config, Model
 from isograd.train.job import DTYPES, Beat, Evaluated, engine_of, rows_of
 
@@ -31,31 +31,6 @@ def model_config(model: Model) -> TransformerConfig:
     named = load_config(model.path) if model.path else preset(model.preset) if model.preset else None
     base = vars(named) if named else {}
     return TransformerConfig.from_dict({**base, **model.options}, "model")
-
-
-def built(config: Config) -> Path:
-    """Where token shards of builtin texts lie."""
-    return config.folder / "data"
-
-
-def prepare(config: Config) -> None:
-    """Make what is not there yet: token shards of builtin texts. One process does."""
-    wanted = config.data is not None and any(text.builtin for text in config.data.sources)
-    if wanted and not (built(config) / manifest.NAME).exists():
-        files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
-        build(built(config), files, validation=0.05)
-
-
-def mixture(config: Config, split: str) -> Mixture | None:
-    """None where nothing is held out."""
-    data = config.data
-    assert data is not None
-    sources = [Source(text.path or str(built(config)), text.weight) for text in data.sources]
-    if split == "validation":
-        sources = [source for source in sources if manifest.read(Path(source.path)).of(split)]
-        if not sources:
-            return None
-    return Mixture(sources, length=data.length, batch=config.batch, seed=data.seed, split=split, packing=data.packing)
 
 
 def refuse_vocabulary(data: Mixture, described: TransformerConfig) -> None:
@@ -77,17 +52,15 @@ class Language:
         assert config.data is not None
         self.config, self.mesh, self.length, self.seed = config, mesh, config.data.length, config.data.seed
         self.per_step = config.batch * self.length
-        data = mixture(config, "train")
+        data = texts.mixture(config, "train")
         assert data is not None
-        self.data, self.held_out = data, mixture(config, "validation")
-        self.lacks = (
-            ""
-            if self.held_out
-            else (
-                "no evaluation, and no held-out loss: no document of the data was assigned to validation; "
-                "build it with a larger --validation, or from more documents"
-            )
-        )
+        self.data, self.held_out = data, texts.mixture(config, "validation")
+        lacks = [data.left_out] if data.left_out else []
+        if self.held_out is None:
+            more = "--data.held_out" if config.task == "chat" else "--validation"
+            lacks.append("no evaluation, and no held-out loss: no document of the data was assigned to validation; "
+                         f"build it with a larger {more}, or from more documents")  # fmt: skip
+        self.lacks = "; ".join(lacks)
         self.decode = read_tokenizer(data) if config.log.sample else None  # its package may be missing: said here
         described = model_config(config.model)
         refuse_vocabulary(data, described)
@@ -142,11 +115,18 @@ class Language:
         """What the model writes after the beginning of held-out text; None under pipelines, which are not called."""
         if self.mesh.layout.pp > 1:
             return None
-        prompt = (self.held_out or self.data).rows(0, range(1))["tokens"][:, :32].to(self.mesh.device)
+        row = (self.held_out or self.data).rows(0, range(1))
+        start = first_answer(row["labels"][0]) if self.config.task == "chat" else 32
+        prompt = row["tokens"][:, :start].to(self.mesh.device)
         written = generate(self.model, prompt, tokens, self.length)
         assert self.decode is not None
         decode = self.decode
         return f"{decode(prompt[0].tolist())}▮{decode(written)}"
+
+
+def first_answer(labels: Tensor) -> int:
+    """The place of the first token that is a label: the last token before it is the first that has a label."""
+    return int((labels != IGNORE).nonzero()[0]) + 1
 
 
 def flops_per_token(c: TransformerConfig, length: int) -> float:

@@ -22,6 +22,7 @@ import torch
 
 from isograd import inside
 from isograd.checkpoint import Keeper, NotFinite
+from isograd.checkpoint.agree import all_or_none
 from isograd.comm import raw
 from isograd.engine import Stats
 from isograd.errors import TrainError
@@ -79,9 +80,7 @@ def run(config: Config, orders: Orders) -> Outcome:
         wish = Wish(config.folder, looks=mesh.rank == 0, signals=orders.signals)
         stack.callback(wish.close)
         dog.beat("preparing data")
-        if mesh.rank == 0:
-            prepare(config)
-        raw.barrier(mesh.group("world"))
+        all_or_none(lambda: prepare(config) if mesh.rank == 0 else None, "preparing data", mesh)
         dog.beat("building the model")
         outcome = _Run(config, mesh, orders, dog, wish, stack).go()
         if mesh.rank == 0:

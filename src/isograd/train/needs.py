@@ -109,7 +109,7 @@ def _activations(config: Config, c: TransformerConfig, layout: Layout, index: in
     rows = math.ceil(config.batch / layout.dp / config.micro_batches)
     tokens = rows * math.ceil(data.length / layout.cp)
     block, entry = _of_a_block(c, layout, size, wide)
-    masks = rows * data.length**2 * size if data.packing == "documents" and layout.ring == 1 else 0
+    masks = rows * data.length**2 * size if config.packing != "stream" and layout.ring == 1 else 0
     last = index == layout.pp - 1
     head = 3 * tokens * c.hidden * wide + 3 * min(tokens, CHUNK) * c.vocab / layout.tp * wide if last else 0
     if config.model.recompute:

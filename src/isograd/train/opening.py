@@ -21,7 +21,7 @@ from pathlib import Path
 from isograd import __version__, screen
 from isograd.errors import ConfigError
 from isograd.layout import Layout
-from isograd.train import language
+from isograd.train import language, texts
 from isograd.train.config import Config
 from isograd.train.devices import PER_CORE, Machine
 from isograd.train.journal import human
@@ -108,9 +108,9 @@ def opening(config: Config, machine: Machine) -> Opening:
 
 def refuse_data(config: Config) -> None:
     """Raise what the ranks would raise later: token shards that are missing, or have ids that the model lacks."""
-    if config.data is None or any(source.builtin for source in config.data.sources):
-        return  # builtin text is made when the run starts
-    data = language.mixture(config, "train")
+    if config.data is None or not texts.is_ready(config):
+        return  # the rest is built when the run starts
+    data = texts.mixture(config, "train")
     assert data is not None
     language.refuse_vocabulary(data, language.model_config(config.model))
 
@@ -149,7 +149,9 @@ def _data(config: Config) -> str:
     if config.pairs is not None:
         return config.pairs.path
     assert config.data is not None
-    return ", ".join(source.path or "Python's standard library" for source in config.data.sources)
+    names = {"stdlib": "Python's standard library", "sums": "built-in sums", None: ""}
+    found = ", ".join(source.path or names[source.builtin] for source in config.data.sources)
+    return f"conversations: {found}" if config.task == "chat" else found
 
 
 def _folder(config: Config, resume: str) -> str:

@@ -1,0 +1,258 @@
+"""Conversations as tokens, and which of the tokens the assistant writes: only these are labels.
+
+    chats = Chats(folder)                                        # a tokenizer with a chat template
+    ids, counted = chats('{"messages": [...], "tools": [...]}')
+
+The tokenizer's own template renders a conversation. Where the assistant's words lie in the rendered text is found in
+one of two ways:
+
+    markers     the template has {% generation %}: it says so itself
+    prefixes    an answer begins where the conversation before it ends, rendered with the prompt for an answer; it ends
+                where the conversation that ends with the answer does, without white space behind its last special token
+
+Then the text before each place is tokenized alone, as when a model is asked. These must be the first tokens of the
+whole. Where this does not hold, or a special token is not one token, the conversation is refused: training on it would
+teach something else, and nothing would show it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from isograd.data.tokenizer import Ids, load_json, special_pattern
+from isograd.errors import ChatError, DataError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Loaded
+
+Span = tuple[int, int]
+MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
+# The usual spelling of tokens that a template writes; DeepSeek's bars are wide ones.
+LIKE_A_TOKEN = re.compile(r"<[|\uff5c][^<>|\uff5c\n]{1,64}[|\uff5c]>")
+MARK = "add {% generation %} and {% endgeneration %} around the assistant's words in the chat template"
+
+
+class Chats:
+    """Turns conversations into tokens by the template of one tokenizer."""
+
+    def __init__(self, folder: str | Path, *, typed: bool = False) -> None:
+        """typed: special tokens that a message itself spells become ids, too; else they are refused."""
+        self.folder, self.typed = Path(folder), typed
+        theirs = _open(self.folder)
+        self.template, self.values = _template(theirs, self.folder), dict(theirs.special_tokens_map)
+        self.json: str = theirs.backend_tokenizer.to_str()
+        self.tokenizer: Loaded = load_json(self.json, self.folder)
+        added = self.tokenizer.get_added_tokens_decoder()
+        self.special = {number for number, token in added.items() if token.special}
+        self.spelled = special_pattern(self.tokenizer) or re.compile("(?!)")
+        self.marks = bool(MARKER.search(self.template))
+
+    def __call__(self, text: str) -> tuple[Ids, Ids]:
+        """(tokens, 1 for each that the assistant writes and else 0) of a conversation, given as JSON."""
+        messages, tools = conversation(text)
+        said = list(_strings([messages, tools]))
+        if not self.typed:
+            self._refuse_typed(said)
+        rendered, spans = self._rendered(messages, tools)
+        try:
+            rendered.encode()
+        except UnicodeEncodeError as error:
+            raise _no_chat(f"{rendered[error.start]!r}, half of a surrogate pair") from error
+        texts = [rendered, *(rendered[:place] for span in spans for place in span)]
+        ids, *starts = (e.ids for e in self.tokenizer.encode_batch_fast(texts, add_special_tokens=False))
+        self._refuse_split(rendered, ids, said)
+        counted = np.zeros(len(ids), np.uint8)
+        for number, (begin, end) in enumerate(zip(starts[::2], starts[1::2], strict=True)):
+            words = rendered[slice(*spans[number])]
+            if ids[: len(begin)] != begin or ids[: len(end)] != end or len(end) <= len(begin):
+                raise _unsure(
+                    f"the tokens of the text before {words[:60]!r} are others when the answer follows, or when text "
+                    "follows the answer", "begin and end each answer with a special token in the template",
+                )  # fmt: skip
+            if end[-1] not in self.special:
+                raise ChatError(
+                    "IG993", "an answer does not end with a special token: the model would not learn to stop",
+                    seen=f"it ends with {words[-40:]!r}, tokens {self.tokenizer.encode(words[-12:]).tokens[-4:]}",
+                    expected="a template that ends each answer with a special token of this tokenizer",
+                    fix="the tokenizer that belongs to the template; or put the end of the answer inside "
+                    "{% generation %}",
+                )  # fmt: skip
+            counted[len(begin) : len(end)] = 1
+        return np.array(ids, np.uint32), counted
+
+    # -- the places of answers
+
+    def _rendered(self, messages: list[Any], tools: Any) -> tuple[str, list[Span]]:
+        """The text of a conversation, and where its answers lie."""
+        if not any(message["role"] == "assistant" for message in messages):
+            raise _no_chat("no message of the role 'assistant'")
+        text, spans = self._render(messages, tools)
+        spans = spans if self.marks else [self._span(text, messages, tools, i) for i in _answers(messages)]
+        if not any(end > start for start, end in spans):
+            raise _unsure("the template marks nothing of this conversation as generated", MARK)
+        return text, [(start, end) for start, end in spans if end > start]
+
+    def _span(self, text: str, messages: list[Any], tools: Any, number: int) -> Span:
+        """Where the answer that is message `number` lies, from rendering with and without it."""
+        if number == 0:
+            raise _unsure("the conversation begins with the assistant", MARK)
+        before, _ = self._render(messages[:number], tools, ask=True)
+        through, _ = self._render(messages[: number + 1], tools)
+        if not text.startswith(through) or not through.startswith(before):
+            raise _unsure(f"the template renders message {number + 1} differently when it is the last one", MARK)
+        words, content = text[len(before) : len(through)], messages[number].get("content")
+        asks = before != self._render(messages[:number], tools)[0]
+        if not asks and isinstance(content, str) and not words.lstrip().startswith(content.strip()):
+            raise _unsure(f"the template has no prompt for an answer, and writes {words[:40]!r} before one", MARK)
+        last = list(self.spelled.finditer(words))
+        if last and not words[last[-1].end() :].strip():
+            words = words[: last[-1].end()]
+        return len(before), len(before) + len(words)
+
+    def _render(self, messages: list[Any], tools: Any, *, ask: bool = False) -> tuple[str, list[Span]]:
+        from jinja2 import TemplateError
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        try:
+            found: Any = render_jinja_template(
+                [messages], tools=tools, chat_template=self.template, add_generation_prompt=ask,
+                return_assistant_tokens_mask=self.marks, **self.values,
+            )  # fmt: skip
+            texts, spans = found
+        except (TemplateError, TypeError, KeyError, ValueError) as error:
+            raise _no_chat(f"the template refuses it: {error}") from error
+        return str(texts[0]), [(int(start), int(end)) for start, end in spans[0]] if self.marks else []
+
+    # -- special tokens
+
+    def _refuse_typed(self, said: Sequence[str]) -> None:
+        for text in said:
+            if found := self.spelled.search(text):
+                raise DataError(
+                    "IG929", f"a message spells the special token {found[0]!r}",
+                    seen=repr(text[max(0, found.start() - 20) : found.end() + 20]),
+                    expected="messages in which only the template writes special tokens: nobody should end a turn, or "
+                    "speak as the system, by typing it", fix="change the message; or --special-tokens keep",
+                )  # fmt: skip
+
+    def _refuse_split(self, text: str, ids: Sequence[int], said: Sequence[str]) -> None:
+        """Each special token that is spelled is one token, and so is all that looks like one."""
+        there = Counter(self.tokenizer.id_to_token(i) for i in ids if i in self.special)
+        apart = Counter(self.spelled.findall(text))
+        split = [spelling for spelling in apart if apart[spelling] != there[spelling]]
+        looks = set(LIKE_A_TOKEN.findall(text))
+        split += [s for s in looks if self.tokenizer.token_to_id(s) is None and not any(s in one for one in said)]
+        if split:
+            pieces = self.tokenizer.encode(split[0], add_special_tokens=False).tokens
+            raise ChatError(
+                "IG993", f"the template writes {split[0]!r}, which is not one token of this tokenizer",
+                seen=f"{len(pieces)} tokens: {pieces[:12]}", expected="one token of its own",
+                fix="the tokenizer that belongs to the template, or tokenizer.add_special_tokens and a model with "
+                "rows for them",
+            )  # fmt: skip
+
+
+def conversation(text: str) -> tuple[list[Any], Any]:
+    """The messages and the tools of a line, checked as far as every template needs it."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise _no_chat(f"no JSON: {error}") from error
+    messages = found.get("messages") if isinstance(found, dict) else None
+    if not isinstance(messages, list) or not messages:
+        keys = ", ".join(map(repr, list(found)[:10])) if isinstance(found, dict) else type(found).__name__
+        raise _no_chat(f"no list of messages under 'messages': {keys}")
+    for number, message in enumerate(messages, 1):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise _no_chat(f"message {number} has no 'role'")
+        if not isinstance(message.get("content"), str | list | None):
+            raise _no_chat(f"message {number}: its content is {type(message['content']).__name__}")
+    messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
+    tools = found.get("tools") or None
+    if isinstance(tools, str):  # in parquet, where every row would have the fields of every tool
+        try:
+            tools = json.loads(tools)
+        except ValueError as error:
+            raise _no_chat(f"'tools' is text, and no JSON: {error}") from error
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise _no_chat("'tools' is no list of objects")
+    return messages, tools
+
+
+def _answers(messages: Sequence[Any]) -> list[int]:
+    return [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Every text in a JSON value, keys too."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for key, one in value.items():
+            yield key
+            yield from _strings(one)
+    elif isinstance(value, list):
+        for one in value:
+            yield from _strings(one)
+
+
+@lru_cache(maxsize=1)
+def opened(folder: str, typed: bool) -> Chats:
+    """The Chats of a folder; of several sources, once."""
+    return Chats(folder, typed=typed)
+
+
+def _open(folder: Path) -> Any:
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise DataError(
+            "IG914", "conversations need the transformers package", seen=error, fix="pip install 'isograd[hf]'"
+        ) from error
+    try:
+        if not folder.is_dir():
+            raise OSError(f"no folder {folder}")
+        found = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # transformers raises several kinds
+        raise _no_tokenizer(folder, str(error)[:500]) from error
+    if not getattr(found, "is_fast", False):
+        raise _no_tokenizer(folder, "a tokenizer without a tokenizer.json")
+    return found
+
+
+def _template(theirs: Any, folder: Path) -> str:
+    try:
+        return str(theirs.get_chat_template())
+    except ValueError as error:
+        raise _no_tokenizer(folder, f"no chat template: {str(error)[:200]}") from error
+
+
+def _no_tokenizer(folder: Path, seen: str) -> ChatError:
+    return ChatError(
+        "IG991", f"{folder} has no tokenizer with a chat template", seen=seen,
+        expected="a folder with tokenizer.json, tokenizer_config.json and a chat template",
+        fix="name it: --data.tokenizer FOLDER (isograd data build: --tokenizer FOLDER)",
+    )  # fmt: skip
+
+
+def _no_chat(seen: str) -> ChatError:
+    return ChatError(
+        "IG990", "no conversation to learn from", seen=seen[:500],
+        expected='{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}, and '
+        'perhaps "tools"', fix="fix or remove the line",
+    )  # fmt: skip
+
+
+def _unsure(seen: str, fix: str) -> ChatError:
+    return ChatError(
+        "IG992", "it is not certain which tokens the assistant writes", seen=seen,
+        expected="a template whose text of an answer can be told from the text before and behind it", fix=fix,
+    )  # fmt: skip

@@ -1,0 +1,64 @@
+"""Built-in conversations about sums, and a tokenizer of bytes with a chat template: what recipes/chat.yaml trains on.
+
+Nothing is downloaded. The tokenizer is a folder as transformers writes it, so it goes with an exported model.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from isograd.data.files import write_whole
+
+START, STOP, END = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
+MOST = 20
+TEMPLATE = """{%- for message in messages %}
+{{- '<|im_start|>' + message['role'] + '\\n' }}
+{%- if message['role'] == 'assistant' %}
+{%- generation %}{{- message['content'] + '<|im_end|>' }}{%- endgeneration %}
+{%- else %}
+{{- message['content'] + '<|im_end|>' }}
+{%- endif %}
+{{- '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+
+
+def conversations(file: Path) -> Path:
+    """Every sum of two numbers below MOST, some of them with a second question."""
+    lines = []
+    for a in range(MOST):
+        for b in range(MOST):
+            chat = [("user", f"What is {a} plus {b}?"), ("assistant", f"{a} plus {b} is {a + b}.")]
+            chat += [("user", "And one more?"), ("assistant", f"{a + b + 1}.")] * ((a + b) % 3 == 0)
+            chat = [("system", "Answer briefly.")] * (a % 4 == 0) + chat
+            lines.append(json.dumps({"messages": [{"role": role, "content": text} for role, text in chat]}) + "\n")
+    return _written(file, "".join(lines))
+
+
+def tokenizer(folder: Path) -> Path:
+    """One token for each byte, and three special ones; ids 0 to 258."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    made = Tokenizer(
+        models.BPE(vocab={c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, merges=[])
+    )
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens([AddedToken(token, special=True) for token in (END, START, STOP)])
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": STOP, "pad_token": END, "chat_template": TEMPLATE,
+        "clean_up_tokenization_spaces": False,
+    }  # fmt: skip
+    _written(folder / "tokenizer.json", made.to_str(pretty=True))
+    _written(folder / "tokenizer_config.json", json.dumps(config, indent=1))
+    return folder
+
+
+def _written(file: Path, text: str) -> Path:
+    """A file that holds the text already keeps its date, by which a build knows its inputs."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if not file.exists() or file.read_text(encoding="utf-8") != text:
+        write_whole(file, text.encode())
+    return file

@@ -1,0 +1,74 @@
+"""Where a run's tokens come from: folders that were built before, built-in texts, or files of conversations.
+
+What is not built yet is built into the run's own folder, by one process, before the ranks read it: token shards of a
+built-in text in `data`, those of source number 0, 1, ... of task chat in `data/0`, `data/1`, ...
+"""
+
+from __future__ import annotations
+
+import sysconfig
+from pathlib import Path
+
+from isograd.data import Mixture, Source, build, manifest, sums
+from isograd.errors import ConfigError
+from isograd.train.config import Config, Text
+
+
+def place(config: Config, number: int, text: Text) -> Path:
+    """The folder of a source's token shards."""
+    if text.path and (config.task != "chat" or _is_built(Path(text.path))):
+        return Path(text.path)
+    return config.folder / "data" / str(number) if config.task == "chat" else config.folder / "data"
+
+
+def _is_built(path: Path) -> bool:
+    return (path / manifest.NAME).exists() or (path / "building.json").exists()
+
+
+def prepare(config: Config) -> None:
+    """Build what is not there yet. One process does."""
+    assert config.data is not None
+    for number, text in enumerate(config.data.sources):
+        to = place(config, number, text)
+        if text.path and to == Path(text.path):
+            continue
+        if config.task == "chat":
+            made = [sums.conversations(config.folder / "sums.jsonl")] if text.builtin else [Path(str(text.path))]
+            build(to, made, tokenizer=str(tokenizer(config)), validation=config.data.held_out, chat=True)
+        elif not (to / manifest.NAME).exists():
+            files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+            build(to, files, validation=config.data.held_out)
+
+
+def tokenizer(config: Config) -> Path:
+    """The folder with the tokenizer and the chat template of task chat."""
+    assert config.data is not None
+    named = config.data.tokenizer or config.model.path
+    if named is None and any(text.builtin for text in config.data.sources):
+        return sums.tokenizer(config.folder / "tokenizer")
+    if named is None:
+        raise ConfigError(
+            "IG642", "conversations need a tokenizer with a chat template", expected="a Hugging Face folder",
+            seen="neither data.tokenizer nor model.path", fix="--data.tokenizer FOLDER, or --model.path FOLDER",
+        )  # fmt: skip
+    return Path(named)
+
+
+def mixture(config: Config, split: str) -> Mixture | None:
+    """None where nothing is held out."""
+    data = config.data
+    assert data is not None
+    sources = [Source(place(config, number, text), text.weight) for number, text in enumerate(data.sources)]
+    if split == "validation":
+        sources = [source for source in sources if manifest.read(Path(source.path)).of(split)]
+        if not sources:
+            return None
+    return Mixture(sources, length=data.length, batch=config.batch, seed=data.seed, split=split, packing=config.packing)
+
+
+def is_ready(config: Config) -> bool:
+    """Whether nothing is to be built when the run starts."""
+    assert config.data is not None
+    given = [text for text in config.data.sources if text.path and config.task != "chat"]
+    made = [place(config, number, text) for number, text in enumerate(config.data.sources) if text not in given]
+    return all((folder / manifest.NAME).exists() for folder in made)

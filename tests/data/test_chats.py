@@ -1,0 +1,245 @@
+"""Conversations as tokens: only what the assistant writes counts, special tokens stay whole, and what is not certain is
+refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from isograd.cli import main
+from isograd.data import Mixture, Source, build, sums
+from isograd.data.chats import Chats
+from isograd.data.manifest import read
+from isograd.data.packs import pack
+from isograd.data.tokens import Tokens
+from isograd.errors import DataError
+from tests.data.toys import content
+
+pytest.importorskip("transformers")
+
+TOOLS = "{%- if tools %}{{- '<|im_start|>tools\\n' + (tools | tojson) + '<|im_end|>\\n' }}{%- endif %}\n"
+MARKED = TOOLS + sums.TEMPLATE
+PLAIN = MARKED.replace("{%- generation %}", "").replace("{%- endgeneration %}", "")
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"a": {"type": "integer"}}}}
+CHAT: dict[str, Any] = {
+    "messages": [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "a fish, é?"},
+        {"role": "assistant", "content": "yes 🐟\n"},
+        {"role": "tool", "content": "42"},
+        {"role": "assistant", "content": "because"},
+    ],
+    "tools": [TOOL],
+}
+ANSWERS = ["yes 🐟\n<|im_end|>", "because<|im_end|>"]
+
+
+def tokenizer(folder: Path, template: str = MARKED, special: bool = True) -> Path:
+    sums.tokenizer(folder)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config["chat_template"] = template
+    if not special:  # as of a base model that never saw the template
+        made = json.loads((folder / "tokenizer.json").read_text())
+        made["added_tokens"] = [t for t in made["added_tokens"] if t["content"] == sums.END]
+        (folder / "tokenizer.json").write_text(json.dumps(made))
+        config["eos_token"] = sums.END
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def chat(*turns: tuple[str, str]) -> str:
+    return json.dumps({"messages": [{"role": role, "content": text} for role, text in turns]})
+
+
+def counted(chats: Chats, text: str) -> list[str]:
+    """The runs of tokens that count, as text."""
+    ids, marks = chats(text)
+    runs, run = [], list[int]()
+    for token, mark in [*zip(ids.tolist(), marks.tolist(), strict=True), (0, 0)]:
+        if mark:
+            run.append(token)
+        elif run:
+            runs.append(chats.tokenizer.decode(run, skip_special_tokens=False))
+            run = []
+    return runs
+
+
+@pytest.mark.parametrize("template", [MARKED, PLAIN], ids=["markers", "prefixes"])
+def test_the_answers_count_with_their_ends_and_nothing_else_does(tmp_path: Path, template: str) -> None:
+    chats = Chats(tokenizer(tmp_path, template))
+    assert counted(chats, json.dumps(CHAT)) == ANSWERS
+    ids, _ = chats(json.dumps(CHAT))
+    text = chats.tokenizer.decode(ids.tolist(), skip_special_tokens=False)
+    assert text.startswith('<|im_start|>tools\n[{"type": "function"') and text.count("<|im_start|>") == 6
+    assert (ids == chats.tokenizer.token_to_id(sums.START)).sum() == 6  # each of them one token
+    assert (ids == chats.tokenizer.token_to_id(sums.STOP)).sum() == 6
+
+
+def test_tokens_and_marks_are_those_of_transformers(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    theirs = AutoTokenizer.from_pretrained(str(tokenizer(tmp_path)), local_files_only=True)
+    found: Any = theirs.apply_chat_template(
+        CHAT["messages"], tools=[TOOL], return_dict=True, return_assistant_tokens_mask=True
+    )
+    ids, marks = Chats(tmp_path)(json.dumps(CHAT))
+    assert (ids.tolist(), marks.tolist()) == (found["input_ids"], found["assistant_masks"])
+
+
+@pytest.mark.parametrize("template", [MARKED, PLAIN], ids=["markers", "prefixes"])
+def test_a_tokenizer_that_splits_what_the_template_writes_is_refused(tmp_path: Path, template: str) -> None:
+    chats = Chats(tokenizer(tmp_path, template, special=False))
+    with pytest.raises(DataError, match=r"IG993: the template writes '<\|im_(start|end)\|>'") as caught:
+        chats(json.dumps(CHAT))
+    assert "tokens: ['<', '|', 'i', 'm'" in str(caught.value)
+
+
+REWRITES = PLAIN.replace(
+    "message['role'] == 'assistant' %}", "message['role'] == 'assistant' %}{{- '' if loop.last else 'old ' }}"
+)
+ASKS_NOTHING = PLAIN.replace("{%- if add_generation_prompt %}", "{%- if false %}")
+NO_END = PLAIN.replace("{{- message['content'] + '<|im_end|>' }}", "{{- message['content'] }}")
+SPACE = "{%- for m in messages %}{{- m['role'] + ': ' + m['content'] + '<|im_end|>' }}{%- endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "text", "says"),
+    [
+        (REWRITES, json.dumps(CHAT), "IG992.*\n.*renders message 3 differently when it is the last one"),
+        (ASKS_NOTHING, json.dumps(CHAT), r"IG992.*\n.*no prompt for an answer, and writes '<\|im_start\|>assistant"),
+        (PLAIN, chat(("assistant", "hello"), ("user", "hi")), "IG992.*\n.*begins with the assistant"),
+        (NO_END, chat(("user", "hi"), ("assistant", "hello")), "IG993: an answer does not end with a special token"),
+        (MARKED, chat(("user", "hi")), "IG990.*\n.*no message of the role 'assistant'"),
+        (MARKED, '{"text": "hi"}', "IG990.*\n.*no list of messages under 'messages': 'text'"),
+        (MARKED, '{"messages": [{"content": "hi"}]}', "IG990.*\n.*message 1 has no 'role'"),
+        (MARKED, '{"messages": [{"role": "user", "content": 3}]}', "IG990.*\n.*its content is int"),
+        (MARKED, chat(("user", "hi"), ("assistant", "\ud800")), "IG990.*\n.*half of a surrogate pair"),
+        (MARKED, "{", "IG990.*\n.*no JSON"),
+        (MARKED, chat(("user", "hi<|im_end|>"), ("assistant", "yes")), r"IG929: a message spells .*'<\|im_end\|>'"),
+        ("{{ raise_exception('roles must alternate') }}", json.dumps(CHAT), "IG990.*\n.*roles must alternate"),
+    ],
+)  # fmt: skip
+def test_what_is_not_certain_is_refused_by_name(tmp_path: Path, template: str, text: str, says: str) -> None:
+    with pytest.raises(DataError, match=says):
+        Chats(tokenizer(tmp_path, template))(text)
+
+
+def test_a_token_across_the_beginning_of_an_answer_is_refused(tmp_path: Path) -> None:
+    """The question alone ends with a space, which is part of the answer's first token when both are tokenized."""
+    folder = tokenizer(tmp_path, SPACE.replace("+ m['content']", "+ m['content']"))
+    made = json.loads((folder / "tokenizer.json").read_text())
+    made["model"]["vocab"]["Ġy"] = 300
+    made["model"]["merges"] = [["Ġ", "y"]]
+    (folder / "tokenizer.json").write_text(json.dumps(made))
+    template = (
+        "{%- for m in messages %}{{- m['role'] + ': ' }}{%- if m['role'] == 'assistant' %}{%- generation %}"
+        "{{- m['content'] + '<|im_end|>' }}{%- endgeneration %}{%- else %}{{- m['content'] + '<|im_end|>' }}"
+        "{%- endif %}{%- endfor %}"
+    )
+    config = json.loads((folder / "tokenizer_config.json").read_text()) | {"chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    assert counted(Chats(folder), chat(("user", "yes"), ("assistant", "no"))) == ["no<|im_end|>"]
+    with pytest.raises(DataError, match=r"IG992.*\n.*before 'yes<\|im_end\|>' are others"):
+        Chats(folder)(chat(("user", "hi"), ("assistant", "yes")))
+
+
+def test_a_special_token_that_a_message_spells_may_be_kept(tmp_path: Path) -> None:
+    chats = Chats(tokenizer(tmp_path), typed=True)
+    assert counted(chats, chat(("user", "hi<|im_end|>"), ("assistant", "yes"))) == ["yes<|im_end|>"]
+
+
+def test_json_lines_parquet_and_workers_build_the_same_bytes(tmp_path: Path) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    folder = tokenizer(tmp_path / "tokenizer")
+    lines = [json.dumps({**CHAT, "messages": CHAT["messages"][: 3 + 2 * (i % 2)]}) for i in range(12)]
+    jsonl, columns = tmp_path / "chats.jsonl", tmp_path / "chats.parquet"
+    jsonl.write_text("\n".join(lines) + "\n")
+    rows = [{**json.loads(line), "tools": json.dumps([TOOL])} for line in lines]
+    parquet.write_table(arrow.Table.from_pylist(rows), columns)
+    for name, source, more in (("a", jsonl, {}), ("b", jsonl, {"workers": 2}), ("c", columns, {})):
+        build(tmp_path / name, [source], tokenizer=str(folder), chat=True, validation=0, shard_bytes=2000, **more)
+    found = content(tmp_path / "a")
+    assert found == content(tmp_path / "b") and len(read(tmp_path / "a").shards) > 1
+    streams = [Tokens(tmp_path / name) for name in "ac"]
+    assert streams[0].read(0, streams[0].tokens).tolist() == streams[1].read(0, streams[1].tokens).tolist()
+    both = [s.counted(0, s.tokens) for s in streams]
+    assert both[0].sum() > 0 and (both[0] == both[1]).all()
+
+
+def test_a_refusal_names_the_file_and_the_line_and_text_is_not_taken_for_conversations(tmp_path: Path, capsys) -> None:
+    folder = tokenizer(tmp_path / "tokenizer")
+    lines = [chat(("user", "hi"), ("assistant", "yes"))] * 3 + [chat(("user", "hi"))]
+    (tmp_path / "chats.jsonl").write_text("\n".join(lines))
+    words = ["data", "build", str(tmp_path / "out"), str(tmp_path / "chats.jsonl"), "--tokenizer", str(folder)]
+    assert main([*words, "--chat", "--workers", "1"]) == 2
+    assert f"{tmp_path}/chats.jsonl, document 4" in capsys.readouterr().err
+    assert main([*words, "--workers", "1"]) == 2
+    assert "isograd data build --chat" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    home = tmp_path_factory.mktemp("sums")
+    source, folder = sums.conversations(home / "sums.jsonl"), sums.tokenizer(home / "tokenizer")
+    build(home / "tokens", [source], tokenizer=str(folder), chat=True, validation=0.1)
+    return home / "tokens"
+
+
+def test_windows_hold_whole_conversations_each_once_an_epoch_and_labels_are_answers(built: Path) -> None:
+    mixture = Mixture([Source(built)], length=150, batch=4, packing="whole")
+    stream = Tokens(built)
+    ends = stream.ends(0, stream.tokens).tolist()
+    every = sorted(tuple(stream.read(a, b).tolist()) for a, b in zip([0, *ends], ends, strict=False) if b - a <= 150)
+    seen, labels = [], 0
+    windows = -(-len(mixture._packs[0]) // 4) * 4
+    for step in range(windows // 4):
+        rows = mixture.rows(step, range(4))
+        for row in range(4):
+            if step * 4 + row >= len(mixture._packs[0]):
+                continue
+            numbers, tokens = rows["documents"][row], rows["tokens"][row]
+            parts = [tokens[numbers == n].tolist() for n in range(int(numbers.max()) + 1)]
+            text = [part for part in parts if any(part)]  # what fills a window up is 0
+            seen += [tuple(part) for part in text]
+            labels += int((rows["labels"][row] != -100).sum())
+            for place in (rows["labels"][row] != -100).nonzero().flatten().tolist():
+                assert numbers[place] == numbers[place + 1] and rows["labels"][row, place] == tokens[place + 1]
+    assert sorted(seen) == every
+    assert labels == int(stream.counted(0, stream.tokens).sum())
+
+
+def test_a_conversation_longer_than_a_window_is_left_out_and_counted(built: Path) -> None:
+    mixture = Mixture([Source(built)], length=90, batch=4, packing="whole")
+    assert "documents are longer than a sequence of 90 tokens and are left out" in mixture.left_out
+    assert mixture.left_out in mixture.describe()
+    with pytest.raises(DataError, match=r"IG905.*fits into a sequence"):
+        Mixture([Source(built)], length=20, batch=4, packing="whole")
+
+
+def test_packing_puts_each_document_into_one_window_that_has_room() -> None:
+    import random
+
+    draw = random.Random(0)
+    lengths = [draw.randint(1, 40) for _ in range(500)]
+    windows = pack(lengths, 32)
+    assert sorted(d for window in windows for d in window) == [d for d, size in enumerate(lengths) if size <= 32]
+    assert all(sum(lengths[d] for d in window) <= 32 for window in windows)
+    used = sum(size for size in lengths if size <= 32)
+    assert len(windows) <= used / 32 * 1.05 + 1
+
+
+def test_the_fingerprint_depends_on_which_tokens_count(tmp_path: Path, built: Path) -> None:
+    manifest = json.loads((built / "manifest.json").read_text())
+    other = tmp_path / "other"
+    other.mkdir()
+    for file in built.iterdir():
+        (other / file.name).write_bytes(file.read_bytes())
+    manifest["shards"][0]["counted_sha256"] = "0" * 64
+    (other / "manifest.json").write_text(json.dumps(manifest))
+    prints = {Mixture([Source(f)], length=150, batch=4, packing="whole").fingerprint for f in (built, other)}
+    assert len(prints) == 2
