@@ -90,6 +90,7 @@ ARROWS = {
     },
     # nn: encoders with experts
     "contrastive": {"comm", "contract", "engine", "errors", "mesh", "nn", "random", "tallies", "terms"},
+    "losses": {"comm", "errors", "mesh"},
     "train": {
         "__version__",
         "screen",
@@ -141,6 +142,7 @@ ARROWS = {
         "errors",
         "hugging",
         "layout",
+        "losses",
         "mesh",
         "models",
         "nn",

@@ -37,6 +37,7 @@ _MODULES = (
     "engine",
     "errors",
     "hugging",
+    "losses",
     "models",
     "nn",
     "pipeline",
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     from isograd import engine as engine
     from isograd import errors as errors
     from isograd import hugging as hugging
+    from isograd import losses as losses
     from isograd import models as models
     from isograd import nn as nn
     from isograd import pipeline as pipeline

@@ -1,0 +1,76 @@
+"""Losses of reinforcement learning, one for each token; share.py says what their mean is over.
+
+PPO, GRPO   clip(logp - old, advantages)                         DAPO   clip(logp - old, advantages, high=0.28)
+GSPO        clip(sequence_log_ratio(logp, old, ...), advantages, 3e-4, 4e-4), mean over sequences
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from isograd.losses.sequences import sequence_means
+from isograd.mesh import Mesh
+
+
+def clip(
+    log_ratio: Tensor, advantages: Tensor, low: float = 0.2, high: float = 0.2, dual: float | None = None
+) -> Tensor:
+    """PPO's loss of each token: -min(ratio * A, clamp(ratio, 1 - low, 1 + high) * A), where ratio = exp(log_ratio).
+
+    advantages: of each token, or anything that broadcasts to them. dual: with a negative advantage, at most -dual * A.
+    """
+    ratio = log_ratio.exp()
+    loss = -torch.minimum(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
+    return loss if dual is None else torch.where(advantages < 0, torch.minimum(loss, -dual * advantages), loss)
+
+
+def sequence_log_ratio(
+    logp: Tensor, old: Tensor, mask: Tensor, sequences: Tensor, number: int, mesh: Mesh | None = None
+) -> Tensor:
+    """GSPO's log ratio at each token: the mean of logp - old over its sequence, whose gradient goes to the token.
+
+    The mean over a sequence's tokens of a function of it has the gradient of that function of the sequence's mean.
+    """
+    with torch.no_grad():
+        means = sequence_means(logp - old, mask, sequences, number, mesh)
+    return logp - logp.detach() + means[sequences.clamp(min=0)]
+
+
+def kl(logp: Tensor, reference: Tensor, kind: Literal["k1", "k2", "k3"] = "k3") -> Tensor:
+    """Schulman's estimates of KL(policy || reference) at tokens that the policy drew: k1 (unbiased), k2, and k3
+    (unbiased and never negative)."""
+    log_ratio = reference - logp
+    if kind == "k1":
+        return -log_ratio
+    return log_ratio.square() / 2 if kind == "k2" else log_ratio.exp() - 1 - log_ratio
+
+
+def entropy(logits: Tensor) -> Tensor:
+    """Of the distribution at each token. logits [..., vocab]. A bonus has a negative coefficient in `ig.Terms`."""
+    log_probs = logits.log_softmax(-1)
+    return -(log_probs.exp() * log_probs).sum(-1)
+
+
+def value(values: Tensor, returns: Tensor, old: Tensor | None = None, limit: float = 0.2) -> Tensor:
+    """Half the squared error; with the old values, PPO's larger one of it and of values kept within `limit` of them."""
+    error = (values - returns).square()
+    if old is not None:
+        error = torch.maximum(error, (old + (values - old).clamp(-limit, limit) - returns).square())
+    return error / 2
+
+
+def group_advantages(rewards: Tensor, prompts: Tensor, *, scale: bool = True, eps: float = 1e-6) -> Tensor:
+    """GRPO's: a reward [n] minus the mean of its prompt's rewards, over their standard deviation (scale; not of one).
+
+    rewards, prompts: of all completions of the step, gathered before they are dealt to ranks: a group is not cut.
+    """
+    number = int(prompts.max()) + 1 if len(prompts) else 0
+    sums = rewards.new_zeros(2, number).index_add(1, prompts, torch.stack((torch.ones_like(rewards), rewards)))
+    apart = rewards - (sums[1] / sums[0].clamp(min=1))[prompts]
+    if not scale:
+        return apart
+    squares = rewards.new_zeros(number).index_add(0, prompts, apart.square())
+    return apart / ((squares / (sums[0] - 1).clamp(min=1)).sqrt()[prompts] + eps)

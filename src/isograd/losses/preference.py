@@ -1,0 +1,64 @@
+"""Losses of preferences, one for each pair (or, of KTO, each completion), from log probabilities of whole answers.
+
+    chosen = sequence_sums(logp, mask, sequences, number, mesh)[0::2]      # rows in pairs: chosen, rejected
+    loss, pairs = mean_of_sequences(dpo(chosen, rejected, ref_chosen, ref_rejected), mesh)
+
+DPO, IPO and KTO take the sum over an answer's tokens, SimPO and ORPO the mean. Both answers of a pair are in one
+micro-batch. ORPO is a term beside the language model's loss of the chosen answer:
+ig.Terms(lm=mean(-logp, share), odds=(*mean_of_sequences(orpo(...)), 0.1)).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def dpo(
+    chosen: Tensor, rejected: Tensor, reference_chosen: Tensor, reference_rejected: Tensor,
+    beta: float = 0.1, smoothing: float = 0.0,
+) -> Tensor:  # fmt: skip
+    """-log sigmoid(beta * margin over the reference); smoothing: the share of labels taken to be wrong."""
+    margin = beta * ((chosen - rejected) - (reference_chosen - reference_rejected))
+    return -(1 - smoothing) * F.logsigmoid(margin) - smoothing * F.logsigmoid(-margin)
+
+
+def ipo(
+    chosen: Tensor, rejected: Tensor, reference_chosen: Tensor, reference_rejected: Tensor, beta: float = 0.1
+) -> Tensor:
+    """(margin over the reference - 1 / (2 beta)) squared. TRL takes means over tokens here, the paper sums."""
+    margin = (chosen - rejected) - (reference_chosen - reference_rejected)
+    return (margin - 1 / (2 * beta)).square()
+
+
+def simpo(chosen: Tensor, rejected: Tensor, beta: float = 2.0, margin: float = 1.0) -> Tensor:
+    """-log sigmoid(beta * difference - margin), of means over tokens; there is no reference."""
+    return -F.logsigmoid(beta * (chosen - rejected) - margin)
+
+
+def orpo(chosen: Tensor, rejected: Tensor) -> Tensor:
+    """-log sigmoid(log of the ratio of odds), of means over tokens, which are below 0."""
+    odds = (chosen - rejected) - (_log_of_rest(chosen) - _log_of_rest(rejected))
+    return -F.logsigmoid(odds)
+
+
+def kto(
+    logp: Tensor, reference: Tensor, desirable: Tensor, baseline: Tensor | float,
+    beta: float = 0.1, weights: tuple[float, float] = (1.0, 1.0),
+) -> Tensor:  # fmt: skip
+    """1 - sigmoid(beta * (reward - baseline)) of desirable answers, the mirror image of the others.
+
+    baseline: an estimate of the KL to the reference over the whole step, the same on all ranks; it has no gradient.
+    weights: of (desirable, undesirable) answers.
+    """
+    apart = beta * (logp - reference - baseline)
+    return torch.where(desirable, weights[0] * torch.sigmoid(-apart), weights[1] * torch.sigmoid(apart))
+
+
+def _log_of_rest(logp: Tensor) -> Tensor:
+    """log(1 - exp(logp)), exact near both ends (Maechler's log1mexp)."""
+    near = logp > -0.6931471805599453
+    safe = torch.where(near, logp, torch.full_like(logp, -0.1))
+    far = torch.where(near, torch.full_like(logp, -1.0), logp)
+    return torch.where(near, (-safe.expm1()).log(), (-far.exp()).log1p())
