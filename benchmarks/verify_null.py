@@ -11,7 +11,7 @@ tensor of it that is not called BUG is a miss, and every other one that is calle
 In fp64 a tensor is judged by its largest relative error over ranks and blocks, limit 1e-9. In fp32 and bf16 it is
 judged by its distance from the fp64 truth in units of the noise of re-associated one-device runs: PASS to 3, BUG from 8
 (numerics.py). Two recordings have no such ensemble: `verify compare` judges them by relative errors alone, with the
-limits of tensorwise.py, so how many right tensors exceed those is counted, too. And there the one factor by which all
+limits of tolerances.py, so how many right tensors exceed those is counted, too. And there the one factor by which all
 gradients together differ is judged by its own noise: it finds a scale that drowns in each tensor's rounding.
 """
 
@@ -38,7 +38,7 @@ from isograd.comm.launch import World
 from isograd.contract import contracts
 from isograd.mesh import Mesh
 from isograd.models import Transformer, TransformerConfig
-from isograd.verify import prove
+from isograd.verify import prove, tolerances
 from isograd.verify.case import Case
 from isograd.verify.compare import numerics, tensorwise
 from isograd.verify.tell.findings import BUG, INCONCLUSIVE, PASS, kind
@@ -167,7 +167,7 @@ def right(outcome: Outcome, model: str, seed: int, layouts: tuple[str, ...], dty
     for subject in report.subjects:
         outcome.subjects[subject.verdict] += 1
         outcome.errors += subject.errors.values()
-        low, high = tensorwise.LIMITS[outcome.dtype]
+        low, high = tolerances.LIMITS[outcome.dtype]
         outcome.beyond.update(kind(name) for name, error in subject.errors.items() if error > high)
         outcome.between.update(kind(name) for name, error in subject.errors.items() if low < error <= high)
         outcome.tensors.update(subject.verdict_of(name) for name in subject.errors)
@@ -237,7 +237,7 @@ def null_row(o: Outcome) -> dict[str, str]:
 
 
 def relative_row(o: Outcome) -> dict[str, str]:
-    low, high = tensorwise.LIMITS[o.dtype]
+    low, high = tolerances.LIMITS[o.dtype]
     return {
         "dtype": o.dtype,
         **{name: f"{q:.1e}" for name, q in zip(SPREAD, quantiles(o.errors), strict=True)},

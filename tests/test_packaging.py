@@ -81,7 +81,7 @@ VERBS = {
     "data": ("build", "inspect", "verify"),
     "ckpt": ("inspect", "verify", "diff", "convert"),
     "config": ("show", "schema"),
-    "verify": ("run", "compare", "bugs"),
+    "verify": ("run", "compare", "bisect", "bugs"),
 }
 HELPED = [["--help"], *([c, "--help"] for c in COMMANDS), *([c, v, "--help"] for c, vs in VERBS.items() for v in vs)]
 

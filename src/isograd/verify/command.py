@@ -5,6 +5,7 @@ isograd verify CASE.py:case --layouts "tp2 sp; dp2 zero2"  your case
 isograd verify run.yaml                                   the layout of a run
 isograd verify run -- torchrun --nproc-per-node 2 train.py any program, unmodified
 isograd verify compare REFERENCE CANDIDATE                 two recordings
+isograd verify bisect REFERENCE CANDIDATE ...              which of several recordings is the first wrong one
 isograd verify bugs                                        the corpus: every bug, and what is said of it
 """
 
@@ -23,10 +24,11 @@ from isograd.errors import ConfigError, VerifyError
 if TYPE_CHECKING:
     from isograd.verify.tell.report import Report
 
-VERBS = ("run", "compare", "bugs")
+VERBS = ("run", "compare", "bisect", "bugs")
 PROVE_EXAMPLES = """verbs:
   isograd verify run -- COMMAND           watch any program that trains, unmodified
   isograd verify compare REF CAND         compare two recordings
+  isograd verify bisect REF CAND ...      find the first wrong one of several recordings
   isograd verify bugs                     plant every known bug and show what is said of it
 
 exit codes: 0 all pass, 3 a bug, 4 inconclusive, 2 wrong usage"""
@@ -42,13 +44,20 @@ def parser_for(verb: str, kind: Parser) -> argparse.ArgumentParser:
         "": "Prove that layouts give the gradients of one device, in fp64, parameter by parameter.",
         "run": "Watch a program that trains, without editing it, and check what needs no reference.",
         "compare": "Compare two recordings of 'verify run --record' (or of ig.verify(keep=...)) and diagnose.",
+        "bisect": "Find the first wrong one of several recordings, of revisions in their order.",
         "bugs": "Plant every bug of the corpus, and run its clean twin; print what is said of each.",
     }[verb]
     parser = kind(
         prog=shown, description=about, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=PROVE_EXAMPLES if not verb else None,
     )  # fmt: skip
-    {"": _prove_options, "run": _run_options, "compare": _compare_options, "bugs": _bugs_options}[verb](parser)
+    {
+        "": _prove_options,
+        "run": _run_options,
+        "compare": _compare_options,
+        "bisect": _bisect_options,
+        "bugs": _bugs_options,
+    }[verb](parser)
     return parser
 
 
@@ -95,6 +104,13 @@ def _compare_options(parser: argparse.ArgumentParser) -> None:
     _report_options(parser)
 
 
+def _bisect_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("reference", help="a recording that is right: one device, or another layout")
+    parser.add_argument("candidates", nargs="+", help="recordings of revisions, the oldest first")
+    parser.add_argument("--ignore-data", action="store_true", help="compare although the data differ")
+    _report_options(parser)
+
+
 def _bugs_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("names", nargs="*", help="ids (default: all)")
     parser.add_argument("--seeds", type=int, default=1, metavar="N", help="weights and data to try (default 1)")
@@ -111,7 +127,7 @@ def main(words: list[str], kind: Parser, builtin: Builtin) -> int:
     options, extra = parser.parse_known_args(rest)
     if extra:
         parser.refuse(extra)  # type: ignore[attr-defined]
-    return {"": lambda o: _prove(o, builtin), "compare": _compare, "bugs": _bugs}[verb](options)
+    return {"": lambda o: _prove(o, builtin), "compare": _compare, "bisect": _bisect, "bugs": _bugs}[verb](options)
 
 
 def _tell(report: Report, options: argparse.Namespace) -> int:
@@ -219,6 +235,26 @@ def _compare(options: argparse.Namespace) -> int:
     with consistent(reference, candidate):
         subject = compare(reference, candidate, rename, options.ignore_data)
     return _tell(Report(f"{options.candidate} against {options.reference}", [subject]), options)
+
+
+def _bisect(options: argparse.Namespace) -> int:
+    from isograd.verify.compare.bisect import bisect
+    from isograd.verify.compare.compare import compare
+    from isograd.verify.record.recording import Recording, consistent
+    from isograd.verify.tell.findings import Subject
+    from isograd.verify.tell.report import Report
+
+    reference = Recording(options.reference)
+
+    def judge(path: Path) -> Subject:
+        _say(f"compares {path}")
+        candidate = Recording(path)
+        with consistent(reference, candidate):
+            return compare(reference, candidate, ignore_data=options.ignore_data)
+
+    subject = bisect([Path(c) for c in options.candidates], judge)
+    title = f"{len(options.candidates)} recordings against {options.reference}"
+    return _tell(Report(title, [subject]), options)
 
 
 def _bugs(options: argparse.Namespace) -> int:
