@@ -21,6 +21,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from torch.distributed import distributed_c10d
 
 from isograd import scratch
 from isograd.comm.launch import World
@@ -99,8 +100,14 @@ def record(name: str, argument: bool | str, seed: int, directory: str) -> None:
     """One rank's run of a program, watched. A world of one has no process group of its own: it gets one."""
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    before = set(distributed_c10d._world.pg_map)
     with Capture(directory, steps=2, activations=True):
         module(name).train(argument, seed)
+    dist.barrier()  # nobody still reads from a group that is closed
+    for group in (
+        set(distributed_c10d._world.pg_map) - before
+    ):  # else each keeps three threads awake until the world ends
+        dist.destroy_process_group(group)
 
 
 class Bench:
