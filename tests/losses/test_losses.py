@@ -18,6 +18,7 @@ from isograd import losses
 from isograd.errors import EngineError
 from isograd.losses import naive
 from isograd.mesh import Mesh
+from isograd.models import Transformer, TransformerConfig
 
 ROWS, LENGTH, VOCAB, PROMPTS = 6, 8, 11, 3
 # Of each row: the lengths of its sequences, and how many tokens of each count; the rest is padding.
@@ -311,6 +312,38 @@ def test_terms_of_different_means_add_up(worlds, layout: str) -> None:
     for found in worlds(2).run(together, layout):
         assert found[0] == pytest.approx(loss, rel=1e-9)
         assert apart(found[1], expected) < 1e-9
+
+
+def of_transformer(layout: str) -> tuple[float, dict[str, Tensor]]:
+    """GSPO, a KL and DPO in one step, from the logits of whole rows, which every cp and tp rank has."""
+    mesh, b = Mesh(layout), batch()
+    config = TransformerConfig(vocab=VOCAB, hidden=8, layers=1, heads=2, mlp=12)
+    model = Transformer(config, mesh, dtype=torch.float64)
+    engine = ig.Engine(model, mesh, lambda ps: torch.optim.SGD(ps, lr=0.1))
+    logp = log_probs(model(b["y"].roll(1, 1), documents=b["documents"]), b["y"])
+    share, number = losses.of_sequences(b["mask"], b["documents"]), losses.numbered(b["mask"], b["documents"])
+    ratio = losses.sequence_log_ratio(logp, b["old"], b["mask"], number, int(number.max()) + 1)
+    answers, known = (
+        losses.sequence_sums(t, b["answered"], losses.numbered(b["mask"]), ROWS) for t in (logp, b["reference"])
+    )
+    pairs = losses.dpo(answers[0::2], answers[1::2], known[0::2], known[1::2])
+    engine.backward(
+        ig.Terms(
+            policy=losses.mean(losses.clip(ratio, advantage(b)), share),
+            kl=(*losses.mean(losses.kl(logp, b["reference"], "k2"), share), 0.05),
+            pairs=losses.mean_of_sequences(pairs),
+        )
+    )
+    grads = {name: g.clone() for name, g in engine.grads()}
+    return engine.step().loss, grads
+
+
+def test_a_loss_of_the_logits_of_a_transformer_has_one_gradient_under_tp_and_cp(worlds) -> None:
+    expected = worlds(1).run(of_transformer, "dp1")[0]
+    for layout in ("tp2 sp", "cp2 ring", "cp2 ulysses zero2"):
+        for loss, gradients in worlds(2).run(of_transformer, layout):
+            assert loss == pytest.approx(expected[0], rel=1e-9), layout
+            assert apart(gradients, expected[1]) < 1e-9, layout
 
 
 def test_a_mean_of_local_means_is_not_the_definition(definitions) -> None:

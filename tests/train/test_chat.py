@@ -19,6 +19,7 @@ from isograd.mesh import Mesh
 from isograd.models import Transformer, TransformerConfig
 from isograd.train import journal, loop, texts
 from isograd.train.config import Config
+from isograd.train.language import first_answer
 from isograd.train.loop import Orders
 from isograd.verify import Case
 
@@ -107,6 +108,11 @@ def test_gradients_of_packed_conversations_are_those_of_one_device(tmp_path: Pat
         partial(conversations, folder=tmp_path / "tokens"), ["dp2 zero3", "tp2 sp", "cp2 ring", "pp2"]
     )
     assert report.ok, str(report)
+
+
+def test_a_sample_begins_after_the_first_question_and_ends_with_the_answer() -> None:
+    assert first_answer(torch.tensor([-100, -100, 7, 8, 9, -100, 5])) == (3, 9)
+    assert first_answer(torch.tensor([-100, 7, 8])) == (2, 8)
 
 
 def prepares(config: Config) -> str:

@@ -116,17 +116,22 @@ class Language:
         if self.mesh.layout.pp > 1:
             return None
         row = (self.held_out or self.data).rows(0, range(1))
-        start = first_answer(row["labels"][0]) if self.config.task == "chat" else 32
+        chat = self.config.task == "chat"
+        start, stop = first_answer(row["labels"][0]) if chat else (32, IGNORE)
         prompt = row["tokens"][:, :start].to(self.mesh.device)
         written = generate(self.model, prompt, tokens, self.length)
+        written = written[: written.index(stop) + 1] if stop in written else written
         assert self.decode is not None
         decode = self.decode
         return f"{decode(prompt[0].tolist())}▮{decode(written)}"
 
 
-def first_answer(labels: Tensor) -> int:
-    """The place of the first token that is a label: the last token before it is the first that has a label."""
-    return int((labels != IGNORE).nonzero()[0]) + 1
+def first_answer(labels: Tensor) -> tuple[int, int]:
+    """(the place of the first token that is a label, the last token of its answer)."""
+    counts = (labels != IGNORE).tolist()
+    first = counts.index(True)
+    length = [*counts[first:], False].index(False)
+    return first + 1, int(labels[first + length - 1])
 
 
 def flops_per_token(c: TransformerConfig, length: int) -> float:
