@@ -169,17 +169,19 @@ def same_beginnings(candidate: Recording, again: list[Again]) -> None:
         theirs = _begun(candidate.ranks[one.rank], 1, one.micro)
         ours = _begun(one.record, one.step, 0)
         limit = max(tolerances.LIMITS.get(a.gradient_dtype, (0.0, 0.0))[1] for a in one.about.parameters.values())
-        for a, b in zip(theirs, ours, strict=False):
-            if not bool(a.any()) and not bool(b.any()):
-                continue
-            apart = float((a / max(float(a.norm()), 1e-300) - b / max(float(b.norm()), 1e-300)).norm())
-            if not apart <= max(limit, tolerances.SAME):
-                raise NoReference(
-                    f"backward begins otherwise on one device with the data of rank {one.rank}, micro-batch {one.micro}"
-                    ": its loss sees what other ranks computed, or labels that are made after the model was called",
-                    "make inputs and labels before the model is called, as local variables of the functions around the "
-                    "call; where the loss joins ranks, record both runs on the same data and use 'verify compare'",
-                )
+        equal = [_apart(a, b) <= max(limit, tolerances.SAME) for a, b in zip(theirs, ours, strict=False)]
+        if not equal or not all(equal) or len(theirs) != len(ours):
+            raise NoReference(
+                f"backward begins otherwise on one device with the data of rank {one.rank}, micro-batch {one.micro}: "
+                "its loss sees what other ranks computed, or labels that are made after the model was called",
+                "make inputs and labels before the model is called, as local variables of the functions around the "
+                "call; where the loss joins ranks, record both runs on the same data and use 'verify compare'",
+            )
+
+
+def _apart(a: Tensor, b: Tensor) -> float:
+    """How far apart two vectors point; 0 where both are zero."""
+    return float((a / max(float(a.norm()), 1e-300) - b / max(float(b.norm()), 1e-300)).norm())
 
 
 def _begun(record: RankRecord, step: int, micro: int) -> list[Tensor]:

@@ -28,7 +28,8 @@ from isograd.verify.tell.wording import left_out, spell
 
 # What is lost when watching it raises an error (Life.lose), in words.
 SENSES = {
-    "activations": "activations", "collectives": "collectives", "data": "the data that models were given",
+    "activations": "activations", "calls": "the calls of the model", "collectives": "collectives",
+    "data": "the data that models were given",
     "flows": "collectives that cut the graph", "labels": "the labels of losses", "logits": "the gradient of logits",
     "means": "means in the loss", "losses": "the line of the loss",
     "averages": "averages of parameters", "norms": "the norms that clip",
