@@ -89,6 +89,12 @@ def ddp(wrong: str = "", accumulate: int = 1, steps: int = 3, even: bool = False
         optimizer.zero_grad()
 
 
+def without_step() -> None:
+    """Gradients, and an update that nobody sees."""
+    tokens, labels = batch(dist.get_rank(), 0)
+    F.cross_entropy(DistributedDataParallel(network())(tokens).flatten(0, 1), labels.flatten()).backward()
+
+
 class SumsTwice(torch.autograd.Function):
     """The adjoint of a sum over ranks of copies is the identity; this one sums once more."""
 

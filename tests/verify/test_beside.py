@@ -118,6 +118,12 @@ def test_a_wrong_adjoint_is_found_beside_a_first_step_of_one_device_on_the_same_
     assert subject.facts["gradients"] == "9 compared by name, step 1 last"
 
 
+def test_a_run_without_a_step_is_not_started_again(judged: Any, tmp_path: Path) -> None:
+    subject = judged(loops.without_step)
+    assert subject.findings[0].sentence == "not compared with one device: no optimizer was seen to step"
+    assert not list((tmp_path / "1").glob("alone-*"))
+
+
 @pytest.mark.parametrize(
     ("args", "why", "fix"),
     [

@@ -15,7 +15,7 @@ import re
 from pathlib import Path
 
 from isograd.errors import VerifyError
-from isograd.verify.compare.combined import Again, NoReference, combine, distinct, saw_the_same
+from isograd.verify.compare.combined import SAME_DATA, Again, NoReference, combine, distinct, saw_the_same
 from isograd.verify.compare.compare import compare
 from isograd.verify.record.events import Backward, Lost, Step
 from isograd.verify.record.recording import Recording, write_json
@@ -73,6 +73,8 @@ def _not_compared(subject: Subject, why: str, fix: str) -> Subject:
 def _reference(candidate: Recording, command: list[str], stall: float) -> Recording:
     if candidate.world == 1:
         raise NoReference("the run itself is a world of one", "start it with several ranks")
+    if not all(e.note == "" for r in candidate.ranks for e in r.of(Step, 1)) or not candidate.steps:
+        raise NoReference("no optimizer was seen to step", SAME_DATA)
     queue = _backwards(candidate)
     first: Recording | None = None
     again: list[Again] = []
@@ -113,7 +115,7 @@ def _backwards(candidate: Recording) -> list[tuple[int, int]]:
             raise NoReference(
                 f"rank {rank} calls backward without a call of the whole model before it (a pipeline, or two backwards "
                 "through one graph)",
-                "record both runs on the same data, and compare them with 'isograd verify compare'",
+                SAME_DATA,
             )
         found += [(rank, micro) for micro in micros]
     return found
