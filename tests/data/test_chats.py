@@ -110,6 +110,7 @@ SPACE = "{%- for m in messages %}{{- m['role'] + ': ' + m['content'] + '<|im_end
     [
         (REWRITES, json.dumps(CHAT), "IG992.*\n.*renders message 3 differently when it is the last one"),
         (ASKS_NOTHING, json.dumps(CHAT), r"IG992.*\n.*no prompt for an answer, and writes '<\|im_start\|>assistant"),
+        (ASKS_NOTHING, chat(("user", "hi"), ("assistant", "")), "IG992.*\n.*no prompt for an answer"),
         (PLAIN, chat(("assistant", "hello"), ("user", "hi")), "IG992.*\n.*begins with the assistant"),
         (NO_END, chat(("user", "hi"), ("assistant", "hello")), "IG993: an answer does not end with a special token"),
         (MARKED, chat(("user", "hi")), "IG990.*\n.*no message of the role 'assistant'"),

@@ -110,7 +110,8 @@ class Chats:
             raise _unsure(f"the template renders message {number + 1} differently when it is the last one", MARK)
         words, content = text[len(before) : len(through)], messages[number].get("content")
         asks = before != self._render(messages[:number], tools)[0]
-        if not asks and isinstance(content, str) and not words.lstrip().startswith(content.strip()):
+        said = content.strip() if isinstance(content, str) else ""
+        if not asks and not (said and words.lstrip().startswith(said)):
             raise _unsure(f"the template has no prompt for an answer, and writes {words[:40]!r} before one", MARK)
         last = list(self.spelled.finditer(words))
         if last and not words[last[-1].end() :].strip():
