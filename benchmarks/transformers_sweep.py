@@ -157,7 +157,7 @@ def main() -> None:
     parser.add_argument("--layouts", nargs="*", default=list(LAYOUTS))
     parser.add_argument("--state", type=Path, default=STATE)
     parser.add_argument("--page", type=Path, default=PAGE)
-    parser.add_argument("--patience", type=float, default=240.0, help="seconds for one cell")
+    parser.add_argument("--patience", type=float, default=120.0, help="seconds for one cell")
     parser.add_argument("--table", action="store_true", help="only write the page")
     options = parser.parse_args()
     if not options.table:

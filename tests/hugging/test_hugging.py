@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 import isograd as ig
+from isograd.checkpoint import export_hf
 from isograd.contract import assemble, contracts
 from isograd.engine import Engine
 from isograd.errors import ModelError
@@ -38,15 +39,22 @@ MODELS: dict[str, dict[str, Any]] = {
     "gemma2": {"sliding_window": 4, "num_key_value_heads": 1, "query_pre_attn_scalar": 8},
     "phi3": {},
     "olmo2": {},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12},
     "gpt_neox": {"attention_bias": True, "rotary_pct": 0.5},
 }  # fmt: skip
-MORE = ["mistral", "gemma", "gemma3_text", "smollm3", "starcoder2", "cohere2", "glm", "granite"]
+LATENT = {"q_lora_rank": 12, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6,
+          "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "n_group": 1, "topk_group": 1,
+          "num_key_value_heads": 4, "head_dim": 4, "first_k_dense_replace": 1}  # fmt: skip
+MORE = ["deepseek_v3", "mistral", "gemma", "gemma3_text", "smollm3", "starcoder2", "cohere2", "glm", "granite"]
 
 
 def config_of(kind: str, **more: Any) -> Any:
     from transformers import AutoConfig
 
-    return AutoConfig.for_model(kind, **{**SIZES, **MODELS.get(kind, {}), **more})
+    special = LATENT if kind == "deepseek_v3" else MODELS.get(kind, {})
+    config = AutoConfig.for_model(kind, **{**SIZES, **special, **more})
+    config._experts_implementation = "eager"  # grouped products of matrices have no fp64
+    return config
 
 
 def batch(step: int, data_rank: int, number: int) -> dict[str, Tensor]:
@@ -95,9 +103,9 @@ def whole(engine: Engine) -> dict[str, Tensor]:
         return {r.name: assemble(r.parameter.detach(), r.contract, engine.mesh).clone() for r in engine.table}
 
 
-def trained(kind: str, layout: str, **more: Any) -> list[str]:
+def trained(kind: str, layout: str) -> list[str]:
     """The names of gradients and parameters that are not one device's, on this rank."""
-    config, mesh = config_of(kind, **more), Mesh(layout)
+    config, mesh = config_of(kind), Mesh(layout)
     model: Any = build(config, mesh, torch.float64, noise=0.1)
     engine, found = Engine(model, mesh, sgd), []
     start = whole(engine)
@@ -124,6 +132,26 @@ def distance(found: Tensor, expected: Tensor, floor: float) -> float:
 def test_gradients_and_parameters_are_one_devices(worlds, kind: str) -> None:
     layout = "tp2 zero1" if kind in ("qwen2", "phi3") else "tp2"
     assert worlds(2).run(trained, kind, layout) == [[], []]
+
+
+def recomputed() -> list[str]:
+    """The names of gradients that change when forwards are run again in backward."""
+    found = []
+    for recompute in (False, True):
+        mesh = Mesh("tp2")
+        model: Any = build(config_of("qwen3"), mesh, torch.float32, noise=0.1)
+        if recompute:
+            model.gradient_checkpointing_enable()
+        engine = Engine(model, mesh, sgd)
+        for number in range(MICROS):
+            part = ig.hugging.shard(batch(0, 0, number), mesh)
+            engine.backward(model(**part.inputs).loss, weight=part.weight)
+        found.append({name: gradient.clone() for name, gradient in engine.grads()})
+    return [name for name, gradient in found[0].items() if not torch.equal(gradient, found[1][name])]
+
+
+def test_a_recomputed_forward_gives_the_same_gradients(worlds) -> None:
+    assert worlds(2).run(recomputed) == [[], []]
 
 
 @pytest.mark.parametrize("layout", ["dp2 zero3", "dp2 tp2", "dp2 tp2 zero3", "tp4"])
@@ -169,8 +197,8 @@ def test_the_proof_names_what_a_missing_sum_makes_wrong(worlds) -> None:
         assert all(f"layers.{i}.self_attn.q_norm.weight" in found["q_norm"] for i in range(2))
 
 
-def read_from(folder: str) -> tuple[float, int, str]:
-    """(loss, elements read, whether a token outside the vocabulary is refused)."""
+def read_from(folder: str, out: str) -> tuple[float, int, str]:
+    """(loss, elements read, the refusal of a token outside the vocabulary). Writes the folder `out`."""
     mesh, read, before = Mesh("tp2"), [0], Stored.read
 
     def counting(self: Stored, name: str, shape: Any, box: Any) -> Tensor:
@@ -185,7 +213,8 @@ def read_from(folder: str) -> tuple[float, int, str]:
         Stored.read = before  # type: ignore[method-assign]
     engine = Engine(model, mesh, sgd)
     given = batch(0, 0, 0)
-    loss = float(model(**given).loss)
+    loss = float(model(**given).loss.detach())
+    export_hf(engine, out)
     given["input_ids"][0, 0] = VOCAB + 3
     engine.backward(model(**given).loss, weight=1)
     try:
@@ -195,16 +224,18 @@ def read_from(folder: str) -> tuple[float, int, str]:
     return loss, read[0], "accepted"
 
 
-def test_each_rank_reads_its_boxes_of_a_folder(worlds, tmp_path: Path) -> None:
+def test_each_rank_reads_its_boxes_of_a_folder_and_the_whole_is_written_again(worlds, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(3)
     model = AutoModelForCausalLM.from_config(config_of("llama")).train()
-    model.save_pretrained(tmp_path)
-    expected = float(model(**batch(0, 0, 0)).loss)
+    model.save_pretrained(tmp_path / "in")
+    expected = float(model(**batch(0, 0, 0)).loss.detach())
     total = sum(p.numel() for p in model.parameters())
     norms = sum(p.numel() for p in model.parameters() if p.dim() == 1)
-    results = worlds(2).run(read_from, str(tmp_path))
+    results = worlds(2).run(read_from, str(tmp_path / "in"), str(tmp_path / "out"))
+    written = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    assert all(torch.equal(written[name], tensor) for name, tensor in model.state_dict().items())
     assert sum(read for _, read, _ in results) == total + norms
     for loss, _, refusal in results:
         assert abs(loss - expected) < 1e-5

@@ -64,7 +64,9 @@ def build(
     _fill_buffers(model, values)
     if mesh.layout.zero != 3 or mesh.size("cp") > 1:
         _fill(model, mesh)
-    model.to(mesh.device) if mesh.device.type != "cpu" and mesh.layout.zero != 3 else None
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else buffer.to(mesh.device)
     return attach(model, mesh) if mesh.size("cp") > 1 else model
 
 

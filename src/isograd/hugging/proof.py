@@ -124,10 +124,20 @@ def _one_device(config: Any, mesh: Mesh) -> dict[str, Tensor]:
     batches = [_batch(rank, n, config.vocab_size) for rank in range(mesh.size("dp")) for n in range(MICROS)]
     parts = [shard(batch, alone) for batch in batches]
     total = sum(int(part.weight) for part in parts)
+    before = torch.random.get_rng_state()
     for part in parts:
         with Wide():
             loss = model(**part.inputs).loss
         (loss * part.weight / total).backward()
+    if not torch.equal(before, torch.random.get_rng_state()):
+        raise ModelError(
+            "IG466",
+            f"{type(model).__name__} draws random numbers in its forward: two runs of a step differ",
+            seen="the state of torch's random numbers changed, with every dropout at 0",
+            expected="a forward that is a function of its input",
+            fix="turn the noise off in the config; under dp and zero, load(..., prove=False) leaves the proof out",
+            where=mesh.where(),
+        )
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
