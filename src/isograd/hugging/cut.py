@@ -193,6 +193,9 @@ class _Cutter:
         shard = self._even(name, module.num_embeddings)
         first, stop = shard.ranges[self.mesh.index("tp")]
         self.replace(module, "weight", shard)
+        for inner in module.modules():  # such as a norm: it is given this rank's tokens only
+            for leaf in inner._parameters if inner is not module else ():
+                self.replace(inner, leaf, None, owes=("tp",))
         module.wrong = WrongInputs("token ids", module.num_embeddings)
         pad = module.padding_idx
         module.padding_idx = pad - first if pad is not None and first <= pad < stop else None

@@ -27,6 +27,14 @@ OF_EXPERTS = ("packed_colwise", "packed_rowwise", "colwise", "rowwise", "grouped
 OTHERS = ("replicated_with_grad_allreduce", "all_reduce", "mla_kv_a_proj", EXPERTS, "local_params", "replicate")
 KNOWN = (*CUTS, *OTHERS)
 
+# What the plans of transformers 5.23 leave out or cut wrongly, found by the proof. None: whole.
+CORRECTED: dict[str, dict[str, str | None]] = {
+    # Parameters of the activation between two cut projections.
+    "apertus": {"model.layers.*.mlp.act_fn": "replicated_with_grad_allreduce"},
+    # The activation uses the mean and the deviation of all inner features.
+    "gemma3n_text": {f"model.layers.*.mlp.{name}_proj": None for name in ("gate", "up", "down")},
+}
+
 
 def pattern_of(name: str) -> str:
     """'model.layers.3.mlp' -> 'model.layers.*.mlp'."""
@@ -36,6 +44,8 @@ def pattern_of(name: str) -> str:
 def read_plan(model: Any, mesh: Mesh) -> dict[str, str]:
     """{module or parameter: style}; a style without effect is left out."""
     plan: dict[str, str] = dict(getattr(model, "tp_plan", None) or {})
+    corrected = CORRECTED.get(model.config.model_type, {}) if plan else {}
+    plan = {n: style for n, style in {**plan, **corrected}.items() if style is not None}
     name = type(model).__name__
     if not plan:
         raise ModelError(
