@@ -44,7 +44,8 @@ Written by `python -m benchmarks.transformers_sweep` with transformers {version}
 has a tensor plan and a causal language model is made small (random weights, fp64) and trains one step of two
 micro-batches with uneven labels, under the layout and on one device. Every gradient is compared by name.
 
-- **proven**: every gradient differs from one device's by less than 1e-9 of its norm.
+- **proven**: every gradient differs from one device's by less than 1e-9 of its norm. Beside it, the share of the small
+  copy's parameters that a tp rank holds: half where everything is cut.
 - **refused**: `ig.hugging.load` raises the error named, before anything is trained.
 - **not run**: the small copy made for the proof does not run, on one device or under the layout, so nothing is known.
   `ig.hugging.load` refuses such a model, too (IG469).
@@ -78,7 +79,7 @@ def attempt(kind: str, layout: str) -> dict[str, Any]:
     wrong = [f"{name} ({found:.0e})" for name, found in proof.wrong.items()]
     if wrong:
         return {"outcome": "wrong", "why": f"{len(wrong)} of {len(proof.errors)}: {', '.join(wrong[:3])}"}
-    return {"outcome": "proven", "parameters": len(proof.errors), "worst": max(proof.errors.values())}
+    return {"outcome": "proven", "worst": max(proof.errors.values()), "held": proof.held}
 
 
 def architectures() -> list[str]:
@@ -105,7 +106,8 @@ def sweep(kinds: list[str], layouts: list[str], state: Path, patience: float) ->
                 found = world.run(attempt, kind, layout, timeout=patience)[0]
             except Exception as error:
                 lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-                found = {"outcome": "not run", "why": f"{type(error).__name__}: {lines[-1][:240] if lines else ''}"}
+                said = error.what if isinstance(error, IsogradError) else lines[-1]
+                found = {"outcome": "not run", "why": f"{type(error).__name__}: {said[:240]}"}
             cells[f"{kind} | {layout}"] = found
             state.write_text(json.dumps(cells, indent=1))
             print(f"{kind:24} {layout:10} {found['outcome']:8} {found.get('why', '')[:150]}", flush=True)
@@ -135,7 +137,7 @@ def page(state: Path, layouts: list[str]) -> str:
             if cell is None:
                 row.append("")
             elif cell["outcome"] == "proven":
-                row.append("proven")
+                row.append(f"proven, {cell['held']:.0%}" if cell.get("held", 1.0) < 1.0 else "proven")
             else:
                 why = cell["why"].replace("|", "\\|").replace("\n", " ")
                 text = f"{cell['code']}: {why}" if cell.get("code") else why

@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from isograd.comm.notes import gather_notes
+from isograd.contract import contracts
 from isograd.engine import Engine
 from isograd.errors import IsogradError, ModelError, headline
 from isograd.hugging.load import agreed, build, refuse_layout
@@ -40,6 +41,7 @@ class Proof:
     model: str
     layout: str
     errors: dict[str, float]  # by the name of the parameter, relative
+    held: float  # the share of the small copy's parameters that a tp rank holds
     seconds: float
 
     @property
@@ -80,6 +82,7 @@ def compare(config: Any, mesh: Mesh) -> Proof:
     tiny._experts_implementation = "eager"  # the class's own; grouped products of matrices have no fp64
     with _undisturbed():
         model = _tried("cannot be cut", lambda: _built(tiny, mesh), mesh)
+        held = share_held(model, mesh)
         truth = _tried("does not run on one device", lambda: _one_device(tiny, mesh), mesh)
         found = _tried("does not run under the layout", lambda: _under_layout(model, mesh, tiny.vocab_size), mesh)
     floor = FLOOR * float(torch.stack([g.norm() for g in truth.values()]).norm())
@@ -87,7 +90,14 @@ def compare(config: Any, mesh: Mesh) -> Proof:
     errors = {name: _error(found.get(name), truth.get(name), floor) for name in names}
     everywhere = gather_notes(errors, mesh.group("world"), mesh.device)
     worst = {name: max((e[name] for e in everywhere), key=_rank) for name in names}
-    return Proof(type(model).__name__, str(mesh.layout), worst, time.perf_counter() - began)
+    return Proof(type(model).__name__, str(mesh.layout), worst, held, time.perf_counter() - began)
+
+
+def share_held(model: nn.Module, mesh: Mesh) -> float:
+    """1 / tp where every parameter is cut; 1 where none is."""
+    table = contracts(model, mesh)
+    here = sum(math.prod(stop - start for start, stop in record.contract.local(mesh)) for record in table)
+    return here / sum(math.prod(record.contract.shape) for record in table)
 
 
 def _rank(error: float) -> float:
