@@ -26,7 +26,10 @@ from isograd.errors import ConfigError, IsogradError, LaunchError, did_you_mean
 if TYPE_CHECKING:
     from isograd.verify.tell.report import Report
 
-COMMANDS = ("new", "recipes", "train", "compare", "config", "data", "ckpt", "explain", "rehearse", "verify")
+COMMANDS = (
+    "new", "recipes", "train", "compare", "config", "data", "ckpt", "explain", "plan", "machine",
+    "rehearse", "verify",
+)  # fmt: skip
 
 
 class _Parser(argparse.ArgumentParser):
@@ -87,6 +90,10 @@ def _command_of(first: list[str]) -> Callable[[list[str], type[_Parser]], int] |
         from isograd.train.rehearse import rehearse
 
         return rehearse
+    if first[:1] in (["plan"], ["machine"]):
+        from isograd.train import plan
+
+        return plan.plan if first[0] == "plan" else plan.machine
     if first[:1] in (["train"], ["compare"], ["config"]):
         from isograd.train import command
 
@@ -140,6 +147,8 @@ def _parser() -> _Parser:
     listed.set_defaults(run=_recipes, parser=listed)
     commands.add_parser("train", help="train by a config: see 'isograd train --help'")
     commands.add_parser("rehearse", help="one step on imagined ranks of any layout, and what they send")
+    commands.add_parser("plan", help="the best layouts of a config on many devices: memory, time, checkpoints")
+    commands.add_parser("machine", help="the devices that plans know, and a description of this computer")
     commands.add_parser("compare", help="the same run under several layouts: losses, speed, memory, bytes")
     commands.add_parser("config", help="show a config's values and their origins, or the schema")
     commands.add_parser("data", help="text into token shards; inspect, verify: see 'isograd data --help'")

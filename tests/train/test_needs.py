@@ -16,6 +16,7 @@ from isograd.engine import Engine
 from isograd.layout import Layout
 from isograd.mesh import Mesh
 from isograd.models import Transformer
+from isograd.plan.memory import activations, held_layers
 from isograd.train import language, needs
 from isograd.train.config import Config
 from isograd.train.devices import Machine, this_machine
@@ -37,6 +38,10 @@ def config(layout: str = "dp1", options: dict[str, Any] = LLAMA, **more: Any) ->
         inner, _, leaf = place.rpartition("__")
         (values[inner] if inner else values)[leaf] = value
     return Config.model_validate(values)
+
+
+def with_layers(run: Config, options: dict[str, Any], layers: int) -> Config:
+    return run.model_copy(update={"model": run.model.model_copy(update={"options": {**options, "layers": layers}})})
 
 
 def saved_bytes(run: Config, model: Transformer) -> int:
@@ -67,15 +72,13 @@ def test_activations_by_formula_are_what_autograd_saves(options: dict[str, Any],
     described = config(options=options, model__dtype=dtype, data__packing=packing)
     saved = {}
     for layers in (2, 4):
-        here = described.model_copy(
-            update={"model": described.model.model_copy(update={"options": {**options, "layers": layers}})}
-        )
+        here = with_layers(described, options, layers)
         model = Transformer(
             language.model_config(here.model), Mesh("dp1"), dtype=torch.bfloat16 if dtype == "bf16" else None
         )
         saved[layers] = saved_bytes(here, model)
     deep, shallow = (
-        needs._activations(described, language.model_config(described.model), Layout(), 0, layers) for layers in (4, 2)
+        activations(needs.work_of(with_layers(described, options, layers)), Layout(), 0) for layers in (4, 2)
     )
     assert deep - shallow == pytest.approx(saved[4] - saved[2], rel=0.05)
 
@@ -105,8 +108,9 @@ def test_stages_of_a_pipeline_hold_as_many_micro_batches_as_their_schedule_says(
     flat = [n.activations for n in needs.needs(config("pp2", deep, micro_batches=8))]
     gpipe = [n.activations for n in needs.needs(config("pp2 gpipe", deep, micro_batches=8))]
     assert gpipe[0] > 2.5 * flat[0]  # eight micro-batches in flight, not two
-    assert needs._held_layers(Layout.parse("pp2"), 4, 8) == [4.0, 2.0]
-    assert needs._held_layers(Layout.parse("pp2 gpipe"), 4, 8) == [16.0, 16.0]
+    work = needs.work_of(config("pp2", deep, micro_batches=8))
+    for layout, layers in {"pp2": [4.0, 2.0], "pp2 gpipe": [16.0, 16.0]}.items():
+        assert [held_layers(work, Layout.parse(layout), index) for index in (0, 1)] == layers
 
 
 def test_a_layout_is_drawn_in_one_line() -> None:

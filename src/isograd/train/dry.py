@@ -21,6 +21,7 @@ def dry_run(opening: Opening, *, force: bool = False) -> int:
     config = opening.config
     problem = opening.problem()
     if problem is not None and not force:
+        print(memory_table(opening))
         print(f"step: not taken on this machine. {problem}", flush=True)
     refuse_data(config)
     if problem is not None and not force:
@@ -40,6 +41,16 @@ def dry_run(opening: Opening, *, force: bool = False) -> int:
     print(f"step: taken, loss {outcome.losses[0]:.4f}, saved, evaluated")
     print("dry run passed; nothing was kept")
     return 0
+
+
+def memory_table(opening: Opening) -> str:
+    """What a rank of each pipeline stage needs, in GB."""
+    names = ("parameters", "gradients", "optimizer", "activations", "total")
+    lines = ["memory of a rank, GB" + "".join(f"{name:>13}" for name in names)]
+    for number, stage in enumerate(opening.stages):
+        values = "".join(f"{getattr(stage, name) / 1e9:13.2f}" for name in names)
+        lines.append(f"  {f'pipeline stage {number}':<18}" + values)
+    return "\n".join(lines)
 
 
 def _one_step(config: Config, folder: str) -> Config:

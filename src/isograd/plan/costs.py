@@ -1,0 +1,200 @@
+"""How long things take on a machine: matrix products, attention, operations on elements, messages, the optimizer.
+
+A product takes its arithmetic at the machine's sustained rate, plus the reading and writing of its matrices, plus the
+start of an operator. Small or thin matrices are slow by the second and third term: no table of sizes is needed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+from isograd.layout import Layout
+from isograd.plan import moves
+from isograd.plan.machine import Machine
+from isograd.plan.moves import Move
+from isograd.plan.work import Work, held
+
+_PART = {"dp cp": "dp", "edp": "dp"}  # of a step: the others are called as their axis
+SCORES = {"F": 5, "B": 8}  # how often attention that is not fused reads or writes a matrix of scores
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds of compute, and of messages by axes."""
+
+    compute: float
+    messages: dict[str, float]
+
+    @property
+    def total(self) -> float:
+        """Seconds, if nothing is hidden."""
+        return self.compute + sum(self.messages.values())
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What the parts of a step take on one rank of a layout on a machine."""
+
+    work: Work
+    layout: Layout
+    machine: Machine
+
+    # -- compute
+
+    @cached_property
+    def _peaks(self) -> tuple[float, float, float]:
+        """Products per second, of matrices and of attention, and bytes per second."""
+        dtype = self.work.products or self.work.dtype
+        rates = self.machine.rates
+        plain = self.work.dtype
+        return (
+            self.machine.peak(dtype) * rates.matmul[dtype],
+            self.machine.peak(plain) * (rates.attention if plain != "fp32" else rates.matmul[plain]),
+            self.machine.memory_gb_s * 1e9 * rates.memory,
+        )
+
+    def product(self, m: float, n: float, k: float) -> float:
+        """Seconds of [m, k] times [k, n]."""
+        rate, _, memory = self._peaks
+        moved = (m * k + k * n + m * n) * self.work.size
+        return 2 * m * n * k / rate + moved / memory + self.machine.rates.operator_us * 1e-6
+
+    def elements(self, bytes: float, operators: int = 1) -> float:
+        """Seconds of operations on elements that must read and write so many bytes."""
+        return bytes * self.work.habits.passes / self._peaks[2] + operators * self.machine.rates.operator_us * 1e-6
+
+    def block(self, sparse: bool) -> dict[str, float]:
+        """Compute of one block for one micro-batch: F, B, and the part of F that recomputing repeats, R."""
+        work, layout, c = self.work, self.layout, self.work.model
+        tokens, d, size = work.tokens(layout), work.head_dim, work.size
+        heads, kv = c.heads / layout.tp, max(1, (c.kv_heads or c.heads) / layout.tp)
+        hidden, stream = c.hidden, tokens * c.hidden * size / (layout.tp if layout.sp else 1)
+        products: list[tuple[float, float, float]] = [
+            (tokens, heads * d, hidden),
+            (tokens, 2 * kv * d, hidden),
+            (tokens, hidden, heads * d),
+        ]
+        inside = 0.0  # bytes of the inner features that the activation reads and writes
+        if sparse and c.experts is not None:
+            here = max(1.0, c.experts.number / layout.ep)
+            slots = tokens / layout.tp * c.experts.per_token
+            each = slots / here
+            products += [(each, c.experts.width, hidden)] * int((work.matrices - 1) * here)
+            products += [(each, hidden, c.experts.width)] * int(here)
+            products += [(tokens / layout.tp, c.experts.number, hidden)]
+            inside = (slots * (work.matrices * c.experts.width + 6 * hidden)) * size  # slots are made and added up
+            inner = c.experts.shared / layout.tp
+        else:
+            inner = c.mlp / layout.tp
+        if inner:
+            products += [(tokens, inner, hidden)] * (work.matrices - 1) + [(tokens, hidden, inner)]
+            inside += tokens * inner * work.matrices * size
+        matrices = sum(self.product(*shape) for shape in products)
+        attention = self._attention(tokens, heads, kv)
+        around = 2 * tokens * (heads + kv) * d * size  # rotary positions, or the bias of queries and keys
+        between = self.elements(2 * 5 * stream + around + inside, 16)  # norms read and write, sums read two
+        backward = 2 * matrices + attention["B"] + 2 * between
+        again = {"none": 0.0, "selective": attention["F"], "full": matrices + attention["F"] + between}
+        if work.recompute == "selective" and work.habits.fused_attention:
+            again["selective"] = work.habits.selective * matrices + between  # fused attention keeps no scores
+        return {"F": matrices + attention["F"] + between, "B": backward, "R": again[work.recompute]}
+
+    def _attention(self, tokens: float, heads: float, kv: float) -> dict[str, float]:
+        """Of all heads of this rank. A causal mask leaves half of the products, and attention that takes a mask or has
+        its scores in memory does all of them."""
+        work, layout = self.work, self.layout
+        keys = work.length
+        flops = 4 * tokens * keys * heads * work.head_dim
+        rate, start = self._peaks[1], self.machine.rates.operator_us * 1e-6
+        if work.habits.fused_attention:
+            share = 1.0 if work.masked else 0.5
+            steps = layout.ring
+            return {"F": flops * share / rate + steps * start, "B": 2.5 * flops * share / rate + 2 * steps * start}
+        scores = tokens * keys * heads * work.size / self._peaks[2]
+        return {
+            "F": flops / self._peaks[0] + SCORES["F"] * scores + 5 * start,
+            "B": 2 * flops / self._peaks[0] + SCORES["B"] * scores + 8 * start,
+        }
+
+    def head(self) -> float:
+        """Logits, their loss and both gradients: all in the forward."""
+        work, tokens = self.work, self.work.tokens(self.layout)
+        vocab = work.model.vocab / self.layout.tp
+        logits = self.elements(tokens * vocab * work.wide * 3, 12)
+        return 3 * self.product(tokens, vocab, work.model.hidden) + logits
+
+    def embedding(self) -> float:
+        """Rows are read and written."""
+        return self.elements(2 * self.work.tokens(self.layout) * self.work.model.hidden * self.work.size, 4)
+
+    def optimizer(self, index: int) -> float:
+        """AdamW on this rank's rows: its moments, masters and gradients are read, all but the gradients written; the
+        norm reads gradients before, and the scale reads and writes them."""
+        mine, data = held(self.work, self.layout, index), self.layout.dp * self.layout.cp
+        rows = mine.all if self.layout.zero == 0 else mine.dense / data + mine.routed / self.layout.edp
+        wide = self.work.wide
+        return rows * (6 * wide + 4 * wide + self.work.size) / self._peaks[2]
+
+    # -- messages
+
+    def move(self, one: Move) -> float:
+        """Seconds of one message or collective."""
+        members, stride = self._group(one.axes)
+        if one.axes == "pp":
+            link, here = self.machine.link(2, stride)
+        else:
+            link, here = self.machine.link(members, stride)
+        inside, share = self.machine.inside, self.machine.rates.links
+        latency = link.latency_us * 1e-6 * max(1.0, math.log2(members))
+        if link is inside:
+            return one.bytes / (inside.gb_s * 1e9 * share) + latency
+        if one.kind == "collective":  # a ring through the nodes enters each once, by as many links as members are there
+            speed = min(inside.gb_s, link.gb_s * here)
+            return one.bytes / (speed * 1e9 * share) + latency
+        away = 1.0 if one.kind == "send" else (members - here) / max(1, members - 1)
+        return one.bytes * away / (link.gb_s * 1e9 * share) + latency
+
+    def _group(self, axes: str) -> tuple[int, int]:
+        """(members, the distance of neighbours in ranks) of the group along some axes."""
+        layout = self.layout
+        whole = layout.tp * layout.cp
+        if axes.startswith("cp/"):
+            return layout.ulysses, layout.tp
+        if axes.startswith("cp%"):
+            return layout.ring, layout.tp * layout.ulysses
+        if axes.startswith("tp/"):
+            return int(axes[3:]), 1
+        if axes.startswith("pp"):
+            return 2, whole * layout.dp
+        found = {
+            "tp": (layout.tp, 1), "dp cp": (layout.dp * layout.cp, layout.tp), "ep": (layout.ep, 1),
+            "edp": (layout.edp, layout.ep),
+        }  # fmt: skip
+        return found[axes]
+
+    def messages(self, several: Iterable[Move]) -> dict[str, float]:
+        """Seconds by parts of a step."""
+        found: dict[str, float] = {}
+        for one in several:
+            axes = _PART.get(one.axes) or one.axes[:2]
+            hidden = self.work.habits.hides_tp if axes == "tp" else 0.0
+            found[axes] = found.get(axes, 0.0) + self.move(one) * (1 - hidden)
+        return found
+
+    def of_block(self, sparse: bool) -> dict[str, Cost]:
+        """F and B of one block, with its messages; what is run again is part of B."""
+        compute = self.block(sparse)
+        made = moves.block(self.work, self.layout, sparse, self.layout.cp - 1)
+        back = made["B"] + (made["R"] if self.work.recompute == "full" else [])
+        forward = Cost(compute["F"], self.messages(made["F"]))
+        return {"F": forward, "B": Cost(compute["B"] + compute["R"], self.messages(back))}
+
+    def of_ends(self, first: bool, last: bool) -> dict[str, Cost]:
+        """F and B of embedding and head."""
+        made = moves.ends(self.work, self.layout, first, last)
+        compute = (self.embedding() if first else 0.0) + (self.head() if last else 0.0)
+        back = self.embedding() if first else 0.0
+        return {"F": Cost(compute, self.messages(made["F"])), "B": Cost(back, self.messages(made["B"]))}

@@ -1,0 +1,170 @@
+"""A machine as data: what its devices compute, hold and send, and what share of that programs get.
+
+machines/*.yaml describe devices that can be rented today. `isograd machine measure` writes the same for this computer
+(plan/measure.py). Numbers that makers state and rates that were fitted or measured stand in different fields, so that a
+reader sees which is which.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from isograd import yamls
+from isograd.errors import PlanError, did_you_mean
+from isograd.outside import CONFIG, FileError, read_text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """How fast one device sends to others on one level, in one direction."""
+
+    gb_s: float
+    latency_us: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """What share of the stated numbers programs get; fitted on published runs, or measured."""
+
+    matmul: Mapping[str, float]  # of the peak, by dtype, in the limit of large matrices
+    attention: float  # of the peak of 16-bit products, for fused attention
+    memory: float  # of the memory's bandwidth, in operations on elements
+    links: float  # of a link's bandwidth
+    operator_us: float  # from the start of one operator to the next, where a device has almost nothing to do
+    spread: float  # half of the width of the interval that holds 90 of 100 runs: exp(+-spread) times the prediction
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Equal devices, `devices` of them in a node."""
+
+    name: str
+    about: str
+    memory_gb: float  # of one device
+    reserved_gb: float  # of those, what a program cannot use: driver, libraries, communication, gaps
+    memory_gb_s: float  # bandwidth of the memory
+    tflops: Mapping[str, float]  # dense products of one device, by dtype
+    devices: int  # of a node
+    inside: Link  # between devices of a node
+    between: Link | None = None  # between nodes; None: there is one node
+    rates: Rates
+
+    def peak(self, dtype: str) -> float:
+        """Products and additions of one device per second, by its maker."""
+        if dtype not in self.tflops:
+            raise PlanError(
+                "IG273", f"{self.name} is not described for products in {dtype}", seen=", ".join(self.tflops),
+                expected=f"`tflops: {{{dtype}: ...}}` in its description",
+            )  # fmt: skip
+        return self.tflops[dtype] * 1e12
+
+    def link(self, members: int, stride: int) -> tuple[Link, int]:
+        """The slowest link that a group uses whose `members` are `stride` ranks apart, and how many of its members
+        share a node."""
+        here = max(1, min(members, self.devices // stride))
+        if here == members:
+            return self.inside, here
+        if self.between is None:
+            raise PlanError(
+                "IG273", f"{self.name} has no link between nodes, and a group of this layout needs one",
+                seen=f"{members} ranks, {stride} apart, on nodes of {self.devices}",
+                expected=f"at most {self.devices} ranks, or `between: {{gb_s: ..., latency_us: ...}}`",
+            )  # fmt: skip
+        return self.between, here
+
+
+def names() -> list[str]:
+    """The machines that come with isograd."""
+    found = (files("isograd") / "plan" / "machines").iterdir()
+    return sorted(file.name.removesuffix(".yaml") for file in found if file.name.endswith(".yaml"))
+
+
+def load(source: str) -> Machine:
+    """A machine of machines/ by its name, or a file of the same fields."""
+    if source in names():
+        text = (files("isograd") / "plan" / "machines" / f"{source}.yaml").read_text(encoding="utf-8")
+    elif source.endswith((".yaml", ".yml")):
+        try:
+            text = read_text(Path(source), CONFIG, follow=True)
+        except FileError as error:
+            raise _refused(source, error.brief) from error
+    else:
+        raise PlanError(
+            "IG272", f"no machine is called {source!r}{did_you_mean(source, names())}",
+            expected=f"{', '.join(names())}, or a YAML file",
+            fix="isograd machine measure FILE.yaml writes one for this computer",
+        )  # fmt: skip
+    try:
+        values = yamls.parse(text)
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        raise _refused(source, yamls.why(error)) from error
+    return from_dict(values, source)
+
+
+def from_dict(values: Any, origin: str) -> Machine:
+    """A machine from the fields of a file; unknown, missing and impossible ones are refused, all at once."""
+    problems: list[str] = []
+    made = _made(Machine, values, "", problems)
+    if problems or made is None:
+        raise _refused(origin, "; ".join(problems))
+    return made
+
+
+Kind = TypeVar("Kind")
+
+
+def _made(kind: type[Kind], values: Any, place: str, problems: list[str]) -> Kind | None:
+    if not isinstance(values, dict):
+        problems.append(f"{place or 'the file'} is no mapping")
+        return None
+    fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    before = len(problems)
+    problems += [f"unknown key {place}{key}{did_you_mean(str(key), fields)}" for key in values if key not in fields]
+    needed = [name for name, field in fields.items() if field.default is dataclasses.MISSING]
+    problems += [f"{place}{name} is missing" for name in needed if name not in values]
+    read: dict[str, Any] = {}
+    for name, value in values.items():
+        if name not in fields:
+            continue
+        inner: dict[str, type[Any]] = {"inside": Link, "between": Link, "rates": Rates}
+        if name in inner and value is not None:
+            read[name] = _made(inner[name], value, f"{place}{name}.", problems)
+        elif name in ("tflops", "matmul"):
+            rates = value if isinstance(value, dict) else {}
+            problems += [] if rates else [f"{place}{name} is no mapping of dtypes"]
+            problems += [f"{place}{name}.{d} {n!r} is no positive number" for d, n in rates.items() if not _positive(n)]
+            read[name] = rates
+        elif name in ("name", "about"):
+            read[name] = str(value)
+        else:
+            least = name in ("reserved_gb", "latency_us", "operator_us", "spread") and value == 0
+            problems += [] if least or _positive(value) else [f"{place}{name} {value!r} is no positive number"]
+            read[name] = value
+    if isinstance(read.get("devices"), float):
+        problems.append("devices is a whole number")
+    return kind(**read) if len(problems) == before else None
+
+
+def _positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+
+
+def _refused(source: str, seen: str) -> PlanError:
+    return PlanError(
+        "IG272", f"{source} does not describe a machine", seen=seen,
+        expected="the fields of isograd's own: isograd machine show h100",
+    )  # fmt: skip
+
+
+def text(machine: Machine) -> str:
+    """The file that `load` reads back as this machine."""
+    values = {name: value for name, value in dataclasses.asdict(machine).items() if value is not None}
+    return str(yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=100))

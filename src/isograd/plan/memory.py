@@ -1,0 +1,137 @@
+"""Bytes that a rank needs at its peak, by formula, from a Work and a Layout.
+
+    states         parameters, masters, gradient sums and the optimizer's state, in the bytes that the engine keeps
+    activations    what a forward keeps for its backward, times the micro-batches a pipeline has in flight
+
+Activations are counted by the tensors that isograd's Transformer saves. tests/plan/test_memory.py compares this with
+`train/needs.py`, which counts parameters on a model and is compared with autograd and with the peak of a process.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from isograd.layout import Layout
+from isograd.models.config import TransformerConfig
+from isograd.plan.work import Habits, Work, held, layers_of, of_block, of_ends
+
+CHUNK = 1024  # tokens whose logits exist at a time: nn/loss.py
+BUCKETS = 3 * 16 * 2**20  # gradients on their way: two buckets and what arrives of them
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank at its peak."""
+
+    parameters: float
+    gradients: float
+    optimizer: float  # its state, and master weights
+    activations: float
+
+    @property
+    def total(self) -> float:
+        """Everything at once: a bound, as activations fall while gradients grow."""
+        return self.parameters + self.gradients + self.optimizer + self.activations
+
+
+def memory(work: Work, layout: Layout) -> Memory:
+    """Of the rank that needs most: the first or the last pipeline stage."""
+    return max((of_stage(work, layout, index) for index in {0, layout.pp - 1}), key=lambda found: found.total)
+
+
+def of_stage(work: Work, layout: Layout, index: int) -> Memory:
+    """Of the ranks of one pipeline index."""
+    mine, data = held(work, layout, index), layout.dp * layout.cp
+    owned = mine.dense / data + mine.routed / layout.edp
+    largest = max(of_block(work, layout, sparse).all for sparse in {work.has_experts(n) for n in (0, -1)})
+    gathered = of_ends(work, layout, index == 0, index == layout.pp - 1).all + 2 * largest
+    muon = mine.matrices if work.muon else 0
+    parameters, gradients, optimizer = states(layout, work.size, work.micro_batches, mine.all, owned, gathered, muon)
+    if work.habits != Habits():  # another program's sums of gradients
+        rows = mine.all if work.habits.keeps_gradients else owned + largest
+        gradients = (work.habits.kept_bytes or work.habits.gradient_bytes) * rows
+    return Memory(parameters, gradients, optimizer, activations(work, layout, index))
+
+
+def states(
+    layout: Layout, narrow: int, micro_batches: int, mine: float, owned: float, gathered: float, muon: float
+) -> tuple[float, float, float]:
+    """Bytes of parameters, gradients, optimizer. `narrow`: bytes of an element of a parameter. `mine`: elements of this
+    rank's part, of which it owns the rows of `owned`. `gathered`: parameters that are whole at once at ZeRO 3. `muon`:
+    elements of matrices that Muon steps, which has one moment."""
+    wide = max(narrow, 4)
+    rows = mine if layout.zero == 0 else owned
+    parameters = narrow * (mine if layout.zero < 3 else rows + gathered)
+    masters = wide * rows if narrow < wide else 0
+    moments = wide * (2 * rows - muon * (rows / mine))
+    due = wide * owned if owned < mine else 0
+    whole = wide * mine  # a backward makes all of it; with more micro-batches than one it is kept
+    if layout.zero > 0 and owned < mine and micro_batches == 1 and layout.pp == 1:
+        whole = min(whole, BUCKETS + wide * gathered)  # buckets leave during backward
+    return parameters, whole + due, masters + moments
+
+
+def activations(work: Work, layout: Layout, index: int) -> float:
+    """Bytes that forwards in flight keep, one block's gradients, and the head's logits on the last stage."""
+    c, tokens = work.model, work.tokens(layout)
+    rows = tokens / -(-work.length // layout.cp)
+    block, entry = of_a_block(work, layout)
+    block *= work.habits.saved
+    if not work.habits.fused_attention:  # scores, probabilities and the mask of their dropout
+        block += (2 * work.size + 1) * c.heads * work.length / layout.tp
+    if work.recompute == "selective":
+        block *= 1 - work.habits.selective
+    logits = 3.0 * min(tokens, CHUNK) * work.wide  # with their probabilities and gradients
+    if not work.habits.chunks_logits:
+        logits = float(tokens * (work.size + work.wide))  # of all tokens, and wide once, in place
+    masks = rows * work.length**2 * work.size if work.masked and layout.ring == 1 else 0.0
+    last = index == layout.pp - 1
+    head = 3 * tokens * c.hidden * work.wide + logits * c.vocab / layout.tp if last else 0
+    layers = held_layers(work, layout, index)
+    if work.recompute == "full":
+        return tokens * layers * entry + 2 * (tokens * block + masks) + head
+    return (layers + 1) * (tokens * block + masks) + head  # one more: the gradients of the block in backward
+
+
+def of_a_block(work: Work, layout: Layout) -> tuple[float, float]:
+    """Bytes per token that a block of the Transformer saves, and that its input takes."""
+    c, size, wide = work.model, work.size, work.wide
+    inner = c.heads * work.head_dim / layout.tp
+    keys = max(1, (c.kv_heads or c.heads) / layout.tp) * work.head_dim
+    stream = c.hidden / (layout.tp if layout.sp else 1)  # the residual stream is cut over tp by sp
+    kept = size * 2 * stream + size * 2 * c.hidden  # inputs of both norms; their outputs, which enter tp whole
+    kept += wide * 2 * stream if c.norm == "rms" else 0  # normalised, before the weight
+    kept += size * (2 * inner + 2 * keys)  # queries and result, keys and values
+    return kept + size * max(_dense(c, layout), _sparse(c, layout)), size * stream
+
+
+def _dense(c: TransformerConfig, layout: Layout) -> float:
+    return (4 if c.gated else 2) * c.mlp / layout.tp
+
+
+def _sparse(c: TransformerConfig, layout: Layout) -> float:
+    """Each slot keeps its input, its inner features and its output."""
+    if c.experts is None:
+        return 0.0
+    inside = 4 if c.gated else 2
+    routed = c.experts.per_token / layout.tp * (2 * c.hidden + inside * c.experts.width)
+    return routed + inside * c.experts.shared / layout.tp
+
+
+def held_layers(work: Work, layout: Layout, index: int) -> float:
+    """The most block activations that a pipeline rank holds at once, counted in layers."""
+    own = [sum(stage) for stage in layers_of(work, layout, index)]
+    if layout.pp == 1:
+        return float(sum(own))
+    return max(1, most_in_flight(layout, work.micro_batches, index)) * work.model.layers / (layout.pp * layout.vpp)
+
+
+def most_in_flight(layout: Layout, micro_batches: int, index: int) -> int:
+    """The forwards of which a rank has not finished the backward, at most: pipeline/schedule.py, without its order."""
+    ahead = layout.pp - index
+    if layout.schedule == "zb":
+        ahead, index = layout.pp, 0
+    if layout.vpp > 1:
+        ahead = (layout.pp - index - 1) * 2 + (layout.vpp - 1) * layout.pp + 1
+    every = micro_batches * layout.vpp
+    return every if layout.schedule == "gpipe" else min(every, ahead)

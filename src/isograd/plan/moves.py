@@ -1,0 +1,185 @@
+"""Which bytes leave a rank in a step, by axes, as the engine sends them: in closed form.
+
+A Move is one message or collective, with the bytes that leave this rank in it. costs.py gives it a time. The sums over
+a step equal the record of an imagined rank, byte for byte, where rows and heads divide evenly
+(tests/plan/test_moves.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from isograd.layout import Layout
+from isograd.plan.work import Held, Work, held, layers_of, of_block, of_ends
+
+SMALL_BYTES = 1 << 16  # comm/raw.py: a smaller all-reduce is one exchange of whole tensors
+
+
+class Move(NamedTuple):
+    """One message or collective of a rank."""
+
+    axes: str
+    kind: str  # "collective"; "exchange": to all others at once; "send": to one
+    bytes: float  # that leave this rank
+
+
+def reduced(axes: str, members: int, bytes: float) -> list[Move]:
+    """An all-reduce: of small tensors in one exchange, else a reduce-scatter and a gather."""
+    if members == 1 or not bytes:
+        return []
+    if members == 2 or bytes <= SMALL_BYTES:
+        return [Move(axes, "collective", (members - 1) * bytes)]
+    return [Move(axes, "collective", (members - 1) / members * bytes)] * 2
+
+
+def cut(axes: str, members: int, bytes: float) -> list[Move]:
+    """A gather of parts that make `bytes`, or a reduce-scatter of as much."""
+    return [Move(axes, "collective", (members - 1) / members * bytes)] if members > 1 and bytes else []
+
+
+def block(work: Work, layout: Layout, sparse: bool, cp_index: int) -> dict[str, list[Move]]:
+    """What one block sends for one micro-batch in forward F, backward B, and when a forward is run again R."""
+    tokens, hidden = work.tokens(layout), work.model.hidden
+    whole = float(tokens * hidden * work.size)
+    enter, leave = _enter(layout, whole), _leave(layout, whole)
+    around = _attention(work, layout, tokens, cp_index)
+    routed = _routed(work, layout, tokens) if sparse else []
+    return {
+        "F": [*(enter["F"] + leave["F"]) * 2, *around["F"], *routed],
+        "B": [*(enter["B"] + leave["B"]) * 2, *around["B"], *routed],
+        "R": [*enter["F"] * 2, *leave["F"], *around["F"], *routed],
+    }
+
+
+def _enter(layout: Layout, whole: float) -> dict[str, list[Move]]:
+    if layout.sp:
+        return {"F": cut("tp", layout.tp, whole), "B": cut("tp", layout.tp, whole)}
+    return {"F": [], "B": reduced("tp", layout.tp, whole)}
+
+
+def _leave(layout: Layout, whole: float) -> dict[str, list[Move]]:
+    if layout.sp:
+        return {"F": cut("tp", layout.tp, whole), "B": cut("tp", layout.tp, whole)}
+    return {"F": reduced("tp", layout.tp, whole), "B": []}
+
+
+def _attention(work: Work, layout: Layout, tokens: int, index: int) -> dict[str, list[Move]]:
+    """Ulysses: two all-to-alls each way. A ring: keys and values, and in backward also their gradients, which are
+    wide. Under a causal mask, later members are sent half a block."""
+    found: dict[str, list[Move]] = {"F": [], "B": []}
+    u, r, d = layout.ulysses, layout.ring, work.head_dim
+    heads = work.model.heads / layout.tp
+    kv = max(1.0, (work.model.kv_heads or work.model.heads) / layout.tp)
+    if u > 1:
+        packed = (u - 1) / u * tokens * d * work.size
+        both = [Move(f"cp/{u}", "exchange", packed * n) for n in (heads + 2 * max(kv, u), heads)]
+        found = {"F": both, "B": both}
+    if r > 1:
+        keys = tokens * u * 2 * max(1.0, kv / u) * d * work.size
+        place = index // u
+        there, back = place + 0.5 * (r - 1 - place), 0.5 * place + (r - 1 - place)
+        out = [Move(f"cp%{u}", "send", keys * there / (r - 1))] * (r - 1)
+        home = [Move(f"cp%{u}", "send", keys * work.wide / work.size * back / (r - 1))] * (r - 1)
+        found = {"F": found["F"] + out, "B": found["B"] + out + home}
+    return found
+
+
+def _routed(work: Work, layout: Layout, tokens: int) -> list[Move]:
+    """To the experts and back, if every expert gets as many tokens as every other. Each tp rank sends its own part."""
+    experts, n = work.model.experts, layout.ep
+    if experts is None or n == 1:
+        return []
+    slots = tokens / layout.tp * experts.per_token * work.model.hidden * work.size
+    return [Move("ep", "exchange", (n - 1) / n * slots)] * 2
+
+
+def ends(work: Work, layout: Layout, first: bool, last: bool) -> dict[str, list[Move]]:
+    """What embedding and head send for one micro-batch."""
+    tokens = work.tokens(layout)
+    whole = float(tokens * work.model.hidden * work.size)
+    found: dict[str, list[Move]] = {"F": [], "B": []}
+    if first:
+        found = {way: found[way] + moves for way, moves in _leave(layout, whole).items()}
+    if last:
+        found = {way: found[way] + moves for way, moves in _enter(layout, whole).items()}
+        if layout.tp > 1:  # three numbers of each token, for one softmax over all slices of the vocabulary
+            found["F"] = [*found["F"], Move("tp", "exchange", 12.0 * tokens * (layout.tp - 1))]
+    return found
+
+
+def passed(work: Work, layout: Layout) -> Move:
+    """The stream of one micro-batch, to the next stage or back."""
+    whole = float(work.tokens(layout) * work.model.hidden * work.size)
+    return Move("pp", "send", whole / (layout.tp if layout.sp else 1))
+
+
+def gradients(work: Work, layout: Layout, mine: Held) -> list[Move]:
+    """Once in a step: each owner gets its rows of all gradients."""
+    data, wide = layout.dp * layout.cp, max(work.habits.gradient_bytes, work.wide if work.dtype == "fp64" else 0)
+    return cut("dp cp", data, mine.dense * wide) + cut("edp", layout.edp, mine.routed * wide)
+
+
+def debts(work: Work, layout: Layout, mine: Held, index: int) -> list[Move]:
+    """Sums over other axes than those of data, on each owner's rows."""
+    data, wide = layout.dp * layout.cp, work.wide
+    found = reduced("tp", layout.tp, mine.shared / data * wide)
+    if mine.pairs:
+        copies = layout.tp // (work.model.kv_heads or work.model.heads)
+        found += reduced(f"tp/{copies}", copies, mine.pairs / data * wide)
+    if work.model.tied and layout.pp > 1 and index in (0, layout.pp - 1):
+        table = -(-work.model.vocab // layout.tp) * work.model.hidden
+        found += reduced(f"pp:0+{layout.pp - 1}", 2, table / data * wide)
+    return found
+
+
+def updated(work: Work, layout: Layout, mine: Held) -> list[Move]:
+    """After the debts: at ZeRO 0 gradients are gathered, at ZeRO 1 and 2 parameters. ZeRO 3 keeps rows."""
+    if layout.zero == 3:
+        return []
+    size = work.wide if layout.zero == 0 else work.size
+    data = layout.dp * layout.cp
+    return cut("dp cp", data, mine.dense * size) + cut("edp", layout.edp, mine.routed * size)
+
+
+def shards(work: Work, layout: Layout, mine: Held) -> list[Move]:
+    """At ZeRO 3: the gather of some parameters, before they are used."""
+    data = layout.dp * layout.cp
+    if layout.zero < 3:
+        return []
+    return cut("dp cp", data, mine.dense * work.size) + cut("edp", layout.edp, mine.routed * work.size)
+
+
+def of_step(work: Work, layout: Layout, spot: Mapping[str, int]) -> Iterator[tuple[Move, int]]:
+    """Each move of one rank in a step, and how often it is made."""
+    index, cp_index, micro = spot["pp"], spot["cp"], work.micro_batches
+    first, last = index == 0, index == layout.pp - 1
+    ways = ("F", "B", "R") if work.recompute == "full" else ("F", "B")
+    stages = layers_of(work, layout, index)
+    counts = tuple(sum(stage[i] for stage in stages) for i in (0, 1))
+    for sparse in (False, True):
+        if not counts[sparse]:
+            continue
+        made = block(work, layout, sparse, cp_index)
+        weights = shards(work, layout, of_block(work, layout, sparse))
+        for way in ways:
+            yield from ((move, micro * counts[sparse]) for move in made[way])
+        yield from ((move, 2 * micro * counts[sparse]) for move in weights)  # forward and backward
+    at_ends = ends(work, layout, first, last)
+    root = of_ends(work, layout, first, last)
+    yield from ((move, micro) for way in ("F", "B") for move in at_ends[way])
+    yield from ((move, micro) for move in shards(work, layout, root))
+    links = 2 * len(stages) - first - last
+    if layout.pp > 1:
+        yield passed(work, layout), micro * links
+    mine = held(work, layout, index)
+    for moves in (gradients(work, layout, mine), debts(work, layout, mine, index), updated(work, layout, mine)):
+        yield from ((move, 1) for move in moves)
+
+
+def sent(work: Work, layout: Layout, spot: Mapping[str, int]) -> dict[str, float]:
+    """The bytes that leave one rank in a step, by axes."""
+    found: dict[str, float] = {}
+    for move, times in of_step(work, layout, spot):
+        found[move.axes] = found.get(move.axes, 0.0) + move.bytes * times
+    return found

@@ -1,0 +1,202 @@
+"""What one step is to do: a model, a batch and how they are computed; and how many parameters a rank holds of it.
+
+Everything here and in moves.py, costs.py and memory.py is arithmetic on sizes: a layout is judged in well under a
+millisecond, so that a search can try thousands. tests/plan/test_moves.py compares it with contracts and with the
+records of imagined ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+from isograd.layout import Layout
+from isograd.models.config import TransformerConfig
+from isograd.pipeline.split import balanced
+
+SIZES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}  # bytes of an element
+
+
+@dataclass(frozen=True, kw_only=True)
+class Habits:
+    """How a program computes. The defaults are isograd's own; published runs are of programs with others."""
+
+    fused_attention: bool = True  # scores are never in memory
+    passes: float = 2.0  # how often operations on elements read and write what they have to, at the least, once
+    gradient_bytes: int = 4  # of an element that is reduced
+    hides_gradients: float = 0.8  # the share of a backward that can hide the reduction of gradients
+    hides_parameters: float = 0.0  # the share of a forward that can hide the gather of updated parameters
+    hides_shards: float = 0.8  # at ZeRO 3: the share of a block's time that can hide the gather of the next block
+    hides_tp: float = 0.0  # the share of the messages of tensor parallelism that products hide
+    even_layers: bool = False  # stages have as many layers as each other, whatever embedding and head cost
+    keeps_gradients: bool = True  # whole gradients stay between micro-batches; False: each owner's rows alone
+    saved: float = 1.0  # of what isograd's blocks keep for backward; fused operators keep less
+    kept_bytes: int | None = None  # of an element of the gradients that stay; None: gradient_bytes
+    selective: float = 0.0  # the share of the products that "selective" runs again
+    chunks_logits: bool = True  # logits of a part of the tokens exist at a time
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """A step of a language model."""
+
+    model: TransformerConfig
+    length: int  # tokens of a sequence
+    batch: int  # sequences of a step, over all ranks
+    micro_batches: int
+    dtype: str = "bf16"  # of parameters and activations
+    products: str | None = None  # dtype of matrix products; None: dtype
+    recompute: str = "none"  # "none", "selective" (attention alone) or "full"
+    masked: bool = False  # packed documents: attention takes a mask, which is a whole matrix
+    muon: bool = False
+    habits: Habits = Habits()
+
+    @property
+    def size(self) -> int:
+        """Bytes of an activation."""
+        return SIZES[self.dtype]
+
+    @property
+    def wide(self) -> int:
+        """Bytes of a gradient sum, and of a master weight."""
+        return max(4, self.size)
+
+    def tokens(self, layout: Layout) -> int:
+        """Of one micro-batch on one rank, before tensor parallelism cuts them."""
+        rows = -(-self.batch // layout.dp // self.micro_batches)
+        return rows * -(-self.length // layout.cp)
+
+    @cached_property
+    def head_dim(self) -> int:
+        """Features of one head."""
+        return self.model.head_dim or self.model.hidden // self.model.heads
+
+    @cached_property
+    def matrices(self) -> int:
+        """How many matrices a feed-forward layer has."""
+        return 3 if self.model.gated else 2
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether the feed-forward part of this layer is made of experts."""
+        experts = self.model.experts
+        return experts is not None and experts.in_layer(layer)
+
+    @cached_property
+    def flops(self) -> float:
+        """What a step has to compute at the least, for MFU: products of the parameters that a token uses, and causal
+        attention; forward and backward, nothing twice."""
+        c, d = self.model, self.head_dim
+        each = 0.0
+        for layer in range(c.layers):
+            inner = c.mlp
+            if c.experts is not None and c.experts.in_layer(layer):
+                inner = c.experts.per_token * c.experts.width + c.experts.shared
+            each += 2 * c.hidden * d * (2 * c.heads + 2 * (c.kv_heads or c.heads))
+            each += 2 * self.matrices * c.hidden * inner + 2 * c.heads * d * self.length
+        return 3 * (each + 2 * c.hidden * c.vocab) * self.batch * self.length
+
+    def split(self, layout: Layout) -> tuple[int, ...]:
+        """How many layers each stage has, as the Transformer cuts itself."""
+        return _split(self.model, layout.pp * layout.vpp, layout.pp, self.habits.even_layers)
+
+
+@lru_cache(maxsize=4096)
+def _split(c: TransformerConfig, stages: int, ranks: int, even: bool) -> tuple[int, ...]:
+    costs = []
+    d, kv = c.head_dim or c.hidden // c.heads, c.kv_heads or c.heads
+    for layer in range(c.layers):
+        inner = c.mlp
+        if c.experts is not None and c.experts.in_layer(layer):
+            inner = c.experts.per_token * c.experts.width + c.experts.shared
+        costs.append(float(c.hidden * d * 2 * (c.heads + kv) + c.hidden * inner * (3 if c.gated else 2)))
+    return balanced(costs, stages, last=0.0 if even else float(c.hidden * c.vocab), ranks=ranks)
+
+
+class Held(NamedTuple):
+    """Elements of the parameters that a rank holds of something, by the ranks that hold copies."""
+
+    dense: float = 0.0  # copies on the ranks of dp x cp
+    routed: float = 0.0  # experts: copies on the ranks of edp
+    shared: float = 0.0  # of `dense`: replicas over tp, each with a part of the gradient
+    pairs: float = 0.0  # of `dense`: key and value heads that several tp ranks hold
+    matrices: float = 0.0  # of all: what Muon would step
+
+    @property
+    def all(self) -> float:
+        """Elements."""
+        return self.dense + self.routed
+
+
+def of_block(work: Work, layout: Layout, sparse: bool) -> Held:
+    """The parameters of one block on one rank."""
+    return _of_block(work.model, layout.tp, layout.sp, layout.ep, sparse)
+
+
+@lru_cache(maxsize=4096)
+def _of_block(c: TransformerConfig, tp: int, sp: bool, ep: int, sparse: bool) -> Held:
+    d, matrices = c.head_dim or c.hidden // c.heads, 3 if c.gated else 2
+    heads, kv = c.heads / tp, max(1, (c.kv_heads or c.heads) / tp)
+    norms = 2 * c.hidden * (1 if c.norm == "rms" else 2)
+    keys = 2 * c.hidden * kv * d + (2 * kv * d if c.qkv_bias else 0)
+    attention = 2 * c.hidden * heads * d + keys + (heads * d if c.qkv_bias else 0)
+    over_heads = 0.0
+    if c.qk_norm:
+        over_heads = 2 * d if c.qk_norm_over == "head" else (heads + kv) * d
+    replicas = float(norms + (c.hidden if c.out_bias else 0))
+    routed = router = 0.0
+    inner = float(c.mlp)
+    biases = (inner / tp * (matrices - 1), float(c.hidden)) if c.mlp_bias else (0.0, 0.0)
+    if sparse and c.experts is not None:
+        routed = c.experts.number / ep * matrices * c.hidden * c.experts.width
+        router = c.hidden * c.experts.number + (c.hidden if c.experts.shared_gate else 0)
+        inner, biases = float(c.experts.shared), (0.0, 0.0)
+    replicas += biases[1]
+    feed = matrices * c.hidden * inner / tp
+    dense = attention + feed + biases[0] + replicas + over_heads + router
+    owed = (replicas if sp else 0) + (over_heads if c.qk_norm_over == "head" else 0) + router
+    copies = keys if tp > (c.kv_heads or c.heads) else 0
+    return Held(dense, routed, owed if tp > 1 else 0, copies, attention + feed + router + routed)
+
+
+def of_ends(work: Work, layout: Layout, first: bool, last: bool) -> Held:
+    """Embedding and head, with the last norm, where a rank has them."""
+    c = work.model
+    found: float = 0
+    table = -(-c.vocab // layout.tp) * c.hidden
+    shared: float = 0
+    if first or (last and c.tied):
+        found += table
+    if first and c.positions == "learned":
+        found += c.max_positions * c.hidden
+        shared += c.max_positions * c.hidden
+    if last:
+        norm = c.hidden * (1 if c.norm == "rms" else 2)
+        found, shared = found + norm + (0 if c.tied else table), shared + norm
+    return Held(dense=found, shared=shared if layout.sp else 0)
+
+
+def layers_of(work: Work, layout: Layout, index: int) -> tuple[tuple[int, int], ...]:
+    """For each stage of a pipeline rank: how many of its layers have no experts, and how many have."""
+    return _layers_of(work.model, work.split(layout), layout.pp, index)
+
+
+@lru_cache(maxsize=4096)
+def _layers_of(c: TransformerConfig, split: tuple[int, ...], pp: int, index: int) -> tuple[tuple[int, int], ...]:
+    found = []
+    for stage in range(index, len(split), pp):
+        start = sum(split[:stage])
+        sparse = 0
+        if c.experts is not None:
+            sparse = sum(map(c.experts.in_layer, range(start, start + split[stage])))
+        found.append((split[stage] - sparse, sparse))
+    return tuple(found)
+
+
+def held(work: Work, layout: Layout, index: int) -> Held:
+    """The parameters of a rank of this pipeline index (tp index 0, which has the largest part of the vocabulary)."""
+    plain, sparse = of_block(work, layout, False), of_block(work, layout, True)
+    ends = of_ends(work, layout, index == 0, index == layout.pp - 1)
+    stages = layers_of(work, layout, index)
+    without, having = sum(stage[0] for stage in stages), sum(stage[1] for stage in stages)
+    return Held(*(e + without * p + having * s for e, p, s in zip(ends, plain, sparse, strict=True)))

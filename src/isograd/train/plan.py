@@ -1,0 +1,248 @@
+"""`isograd plan CONFIG`: which layout a run should have on so many devices, before anybody pays for them.
+
+isograd plan llama-70b.yaml --gpus 1024 --machine h100
+isograd plan llama-70b.yaml --gpus 512 --layout "dp16 tp8 sp pp4 vpp4 zero1" --failures-per-rank-hour 2e-5
+isograd machine                     the machines that are known
+isograd machine measure here.yaml   this computer, for --machine here.yaml
+
+Nothing is read but the config. See docs/plan.md for what stands behind the numbers, and how far off they are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from isograd import screen
+from isograd.errors import ConfigError, IsogradError, PlanError
+from isograd.layout import Layout
+
+if TYPE_CHECKING:
+    from isograd.plan.machine import Machine
+    from isograd.plan.search import Candidate, Found
+    from isograd.plan.work import Work
+    from isograd.train.config import Config
+
+Parser = type[argparse.ArgumentParser]
+
+
+def plan(words: list[str], kind: Parser) -> int:
+    """`isograd plan`: the best layouts, why others fell out, and what to run; the exit code."""
+    parser = kind(
+        prog="isograd plan", allow_abbrev=False,
+        description="Search the layouts of a config on many devices: memory and time of the best, why others fell out, "
+        "and the command that runs the best one. With --layout: the time of that one, and where it goes.",
+    )  # fmt: skip
+    parser.add_argument("config", help="a config of 'isograd train'")
+    parser.add_argument("--gpus", type=int, metavar="N", help="devices (default: as many as the config's layout has)")
+    parser.add_argument("--machine", default="h100", help="one of 'isograd machine', or a YAML file (default h100)")
+    parser.add_argument("--layout", help="predict this one alone")
+    parser.add_argument("--batch", type=int, metavar="N", help="sequences of a step, in place of the config's")
+    parser.add_argument("--top", type=int, default=10, metavar="N", help="how many layouts to show (default 10)")
+    parser.add_argument("--write", metavar="FILE", help="write the config with the best layout to a new file")
+    group = parser.add_argument_group("checkpoints of a long run")
+    group.add_argument(
+        "--failures-per-rank-hour", type=float, metavar="X",
+        help="how often a device ends a run: 2e-5 for 419 stops of 16,384 devices in 54 days",
+    )  # fmt: skip
+    group.add_argument("--save-seconds", type=float, default=30.0, metavar="S", help="of one checkpoint (default 30)")
+    group.add_argument("--restart-seconds", type=float, default=600.0, metavar="S", help="of a restart (default 600)")
+    options, extra = parser.parse_known_args(words)
+    if extra:
+        parser.refuse(extra)  # type: ignore[attr-defined]
+    from isograd.plan import machine as machines
+
+    device = machines.load(options.machine)
+    config, work, count = _read(options)
+    began = time.monotonic()
+    found = _one(work, options.layout, device, config) if options.layout else _search(work, count, device, options.top)
+    wide = screen.width(140)
+    print(heading(work, count, device))
+    print(table(found.best))
+    if not options.layout:
+        print()
+        print(screen.fold(why(found), wide))
+        print(f"searched in {time.monotonic() - began:.1f} s")
+    print("\nto run it:" if options.layout else "\nto run the first:")
+    print("  " + command(options.config, found.best[0]))
+    if options.write:
+        _write(options.write, config, found.best[0])
+    if options.failures_per_rank_hour is not None:
+        print("\n" + screen.fold(long_run(options, count, found.best[0]), wide))
+    return 0
+
+
+def machine(words: list[str], kind: Parser) -> int:
+    """`isograd machine`: list machines, show one, or measure this computer; the exit code."""
+    parser = kind(
+        prog="isograd machine", allow_abbrev=False,
+        description="The machines that 'isograd plan' knows. 'show NAME' prints one, 'measure FILE' writes a "
+        "description of this computer's CPU.",
+    )  # fmt: skip
+    parser.add_argument("verb", nargs="?", choices=("list", "show", "measure"), default="list")
+    parser.add_argument("name", nargs="?", help="of a machine, or the file to write")
+    options, extra = parser.parse_known_args(words)
+    if extra:
+        parser.refuse(extra)  # type: ignore[attr-defined]
+    if options.verb != "list" and not options.name:
+        raise ConfigError("IG600", f"'isograd machine {options.verb}' needs a name", fix="see 'isograd machine --help'")
+    from isograd.plan import machine as machines
+
+    if options.verb == "list":
+        for name in machines.names():
+            print(f"{name:<8} {machines.load(name).about}")
+        return 0
+    if options.verb == "show":
+        print(machines.text(machines.load(options.name)), end="")
+        return 0
+    from isograd.plan.measure import measure
+
+    made = machines.text(measure())
+    _new_file(options.name, made)
+    print(made, end="")
+    return 0
+
+
+def _read(options: argparse.Namespace) -> tuple[Config, Work, int]:
+    from isograd.train.needs import work_of
+    from isograd.train.reading import load
+
+    config = load(options.config).config
+    if config.data is None:
+        raise PlanError("IG275", "pairs cannot be planned", seen="`pairs` in the config", expected="`data`")
+    layout = Layout.parse(options.layout) if options.layout else Layout.parse(config.layout)
+    count = options.gpus if options.gpus is not None else layout.world_size
+    if options.layout and options.gpus not in (None, layout.world_size):
+        raise PlanError(
+            "IG275", f"layout {str(layout)!r} needs {layout.world_size} devices", seen=f"--gpus {options.gpus}",
+            expected=f"--gpus {layout.world_size}, or no --gpus",
+        )  # fmt: skip
+    if count < 1 or options.top < 1 or (options.batch is not None and options.batch < 1):
+        raise ConfigError("IG600", "a number that is too small", expected="--gpus, --top and --batch of at least 1")
+    work = work_of(config)
+    return config, dataclasses.replace(work, batch=options.batch or work.batch), count
+
+
+def _search(work: Work, count: int, device: Machine, top: int) -> Found:
+    from isograd.plan.search import search
+
+    return search(work, count, device, shown=top, buildable=lambda layout: _refusal(work, layout))
+
+
+def _one(work: Work, text: str, device: Machine, config: Config) -> Found:
+    from isograd.plan.memory import memory
+    from isograd.plan.search import Candidate, Found
+    from isograd.plan.step_time import predict
+
+    layout = Layout.parse(text)
+    rows, rest = divmod(work.batch, layout.dp)
+    if rest or rows < work.micro_batches:
+        raise PlanError(
+            "IG275", f"batch {work.batch} over dp{layout.dp} cannot be cut into {work.micro_batches} micro-batches",
+            seen=f"{work.batch / layout.dp:g} sequences for each data rank", expected="a multiple of dp, large enough",
+            fix="--batch N",
+        )  # fmt: skip
+    problem = _refusal(work, layout)
+    if problem is not None:
+        raise PlanError("IG275", "the model cannot be built under this layout", seen=problem, expected="another layout")
+    one = Candidate(layout, work, memory(work, layout), predict(work, layout, device))
+    room = (device.memory_gb - device.reserved_gb) * 1e9
+    if one.memory.total > room:
+        print(f"needs {one.memory.total / 1e9:.0f} GB, and a device has {room / 1e9:.0f} GB for it", file=sys.stderr)
+    return Found([one], 1, 1)
+
+
+def _refusal(work: Work, layout: Layout) -> str | None:
+    """Why the model cannot be built under a layout: what its own layers say."""
+    from isograd.mesh import Mesh
+    from isograd.models import Transformer
+
+    try:
+        Transformer(dataclasses.replace(work.model, layers=layout.pp * layout.vpp), Mesh.unbound(layout), device="meta")
+    except IsogradError as error:
+        return error.what
+    return None
+
+
+def heading(work: Work, count: int, device: Machine) -> str:
+    """What is planned, on what."""
+    from isograd.layout import Layout
+    from isograd.plan.work import held
+    from isograd.train.journal import human
+
+    size = held(dataclasses.replace(work, recompute="none"), Layout(), 0).all
+    tokens = f"{work.batch:,} sequences x {work.length:,} tokens a step"
+    return f"{human(int(size))} parameters in {work.dtype}, {tokens}, on {count:,} x {device.name}: {device.about}\n"
+
+
+def table(best: list[Candidate]) -> str:
+    """A line for each layout: memory of the rank that needs most, time, and where it goes."""
+    wide = max(len(str(one.layout)) for one in best) + 2
+    names = [name for name in best[0].step.parts if any(one.step.parts[name] > 0.0005 for one in best)]
+    lines = [
+        f"    {'layout':<{wide}}{'micro':>6} {'recompute':>9} {'GB':>6} {'step s':>8}  {'90 of 100':<15} {'MFU':>5}"
+        + "".join(f"{name:>10}" for name in names)
+    ]
+    for number, one in enumerate(best, 1):
+        step = one.step
+        between = f"{step.low:.2f} to {step.high:.2f}"
+        lines.append(
+            f"{number:>3} {one.layout!s:<{wide}}{one.work.micro_batches:>6} {one.work.recompute:>9} "
+            f"{one.memory.total / 1e9:>6.1f} {step.seconds:>8.2f}  {between:<15} {step.mfu:>5.1%}"
+            + "".join(f"{step.parts[name]:>10.2f}" for name in names)
+        )
+    return "\n".join(lines)
+
+
+def why(found: Found) -> str:
+    """Why candidates fell out, with an example of each reason."""
+    lines = [f"{found.tried:,} candidates, of which {found.fitting:,} fit; the others:"]
+    lines += [f"  {out.count:>7,}  {reason}: {out.example}" for reason, out in found.out.items()]
+    return "\n".join(lines)
+
+
+def command(path: str, one: Candidate) -> str:
+    """The command that trains with a candidate's choices."""
+    recompute = "true" if one.work.recompute == "full" else "false"
+    return (
+        f'isograd train {path} --layout "{one.layout}" --batch {one.work.batch} '
+        f"--micro_batches {one.work.micro_batches} --model.recompute {recompute} --emit slurm"
+    )
+
+
+def _write(file: str, config: Config, one: Candidate) -> None:
+    import yaml
+
+    values = config.model_dump(mode="json", exclude_unset=True)
+    values |= {"layout": str(one.layout), "batch": one.work.batch, "micro_batches": one.work.micro_batches}
+    values["model"]["recompute"] = one.work.recompute == "full"
+    _new_file(file, yaml.safe_dump(values, sort_keys=False))
+    print(f"{file} written")
+
+
+def _new_file(file: str, text: str) -> None:
+    try:
+        with Path(file).open("x", encoding="utf-8") as opened:
+            opened.write(text)
+    except OSError as error:
+        raise PlanError(
+            "IG274", f"{file} cannot be written: {error.strerror}", expected="a new file in a folder that exists"
+        ) from error
+
+
+def long_run(options: argparse.Namespace, count: int, one: Candidate) -> str:
+    """How often to save, and what share of the time makes progress."""
+    from isograd.plan.goodput import goodput
+
+    found = goodput(options.failures_per_rank_hour, count, options.save_seconds, options.restart_seconds)
+    steps = max(1, round(found.interval_s / one.step.seconds))
+    return (
+        f"long run: a failure every {found.between_failures_s / 3600:.3g} hours on {count:,} ranks; saving takes "
+        f"{options.save_seconds:g} s, a restart {options.restart_seconds:g} s\n"
+        f"  best: a checkpoint every {found.interval_s / 60:.3g} minutes (--checkpoint.every {steps}); "
+        f"{found.share:.1%} of the time makes progress that is kept"
+    )

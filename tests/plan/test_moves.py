@@ -1,0 +1,102 @@
+"""Closed forms of parameters and messages equal what models hold and what imagined ranks send."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import isograd as ig
+from isograd.comm import imagined, raw
+from isograd.comm.record import Entry
+from isograd.contract import contracts
+from isograd.errors import IsogradError
+from isograd.layout import Layout
+from isograd.mesh import Mesh
+from isograd.models import TransformerConfig
+from isograd.plan.moves import sent
+from isograd.plan.work import Work, held
+
+ROWS, LENGTH, MICRO = 4, 32, 2  # of one data rank
+LLAMA: dict[str, Any] = {"vocab": 512, "hidden": 256, "layers": 2, "heads": 8, "kv_heads": 4, "mlp": 256}
+QWEN = {**LLAMA, "qk_norm": True, "tied": True}
+GPT2 = {**LLAMA, "kv_heads": None, "norm": "layer", "gated": False, "positions": "learned", "max_positions": 64,
+        "qkv_bias": True, "out_bias": True, "mlp_bias": True}  # fmt: skip
+SPARSE = {**LLAMA, "experts": {"number": 8, "per_token": 2, "width": 64, "shared": 64, "dense_first": 1}}
+
+
+def work_of(options: dict[str, Any], layout: Layout, recompute: bool = False) -> Work:
+    config = TransformerConfig.from_dict(options)
+    how = "full" if recompute else "none"
+    return Work(model=config, length=LENGTH, batch=ROWS * layout.dp, micro_batches=MICRO, recompute=how)
+
+
+def recorded(options: dict[str, Any], layout: Layout, recompute: bool) -> dict[int, list[Entry]]:
+    """What ranks of an imagined world send as data in a step, after the start has made copies equal: every pipeline
+    stage of the last column, and the first rank."""
+    world, found = imagined.World(), dict[int, list[Entry]]()
+    ranks = layout.ranks("pp", layout.world_size - 1) if layout.pp > 1 else (0, layout.world_size - 1)
+    for last in (False, True):
+        for rank in ranks:
+            with raw.recording() as record:
+                try:
+                    mesh = Mesh.imagine(layout, rank, world)
+                    model = ig.models.Transformer(TransformerConfig.from_dict(options), mesh, dtype=torch.bfloat16)
+                    model.recompute = recompute
+                    engine = ig.Engine(model, mesh, lambda ps: torch.optim.AdamW(ps, lr=1e-3), clip=1.0)
+                    tokens = torch.zeros(ROWS, LENGTH, dtype=torch.int64)
+                    engine.train_step((tokens, tokens), MICRO)
+                except IsogradError:  # a stage that has not heard yet what later stages say
+                    if last:
+                        raise
+            found[rank] = [e for e in record.entries if not e.control and not e.site.startswith("engine/start.py")]
+        if layout.pp == 1:
+            break
+    return found
+
+
+@pytest.mark.parametrize(
+    ("layout", "options", "recompute"),
+    [
+        ("dp2", LLAMA, False),
+        ("dp2 zero1", GPT2, False),
+        ("dp2 zero3", LLAMA, True),
+        ("tp2", LLAMA, True),
+        ("tp4 sp", QWEN, True),
+        ("tp8 sp", LLAMA, False),
+        ("cp2 ulysses", LLAMA, True),
+        ("cp2 ring", LLAMA, False),
+        ("cp4 ulysses2", LLAMA, True),
+        ("pp2 vpp2", {**QWEN, "layers": 4}, False),
+        pytest.param("dp2 tp2 sp pp2 zero2", GPT2, True, marks=pytest.mark.medium),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_bytes_in_closed_form_are_those_of_an_imagined_rank(layout: str, options: Any, recompute: bool) -> None:
+    described = Layout.parse(layout)
+    work = work_of(options, described, recompute)
+    for rank, entries in recorded(options, described, recompute).items():
+        bytes_by: dict[str, float] = {}
+        for entry in entries:
+            if entry.bytes:
+                bytes_by[entry.axes] = bytes_by.get(entry.axes, 0) + entry.bytes
+        assert sent(work, described, described.coordinates(rank)) == bytes_by, f"rank {rank}"
+
+
+@pytest.mark.parametrize("options", [LLAMA, QWEN, GPT2, SPARSE], ids=["llama", "qwen", "gpt2", "experts"])
+@pytest.mark.parametrize("layout", ["dp2", "tp2 sp pp2", "dp2 tp8 sp", "pp2 vpp2"])
+def test_parameters_in_closed_form_are_those_of_the_model(layout: str, options: Any) -> None:
+    layout = layout.replace("dp2 tp8 sp", "dp2 tp8 sp ep4") if "experts" in options else layout
+    described = Layout.parse(layout)
+    options = {**options, "layers": 4}
+    work = work_of(options, described)
+    for index in range(described.pp):
+        mesh = Mesh.unbound(described, described.rank({"pp": index, "dp": 0, "cp": 0, "tp": 0}))
+        table = contracts(ig.models.Transformer(TransformerConfig.from_dict(options), mesh, device="meta"), mesh)
+        counted = held(work, described, index)
+        sizes = {r.name: r.parameter.numel() for r in table}
+        assert counted.all == sum(sizes.values())
+        assert counted.routed == sum(sizes[r.name] for r in table if r.contract.data == "edp")
+        assert counted.shared == sum(sizes[r.name] for r in table if "tp" in r.contract.owes)
+        assert counted.pairs == sum(sizes[r.name] for r in table if any("tp/" in axes for axes in r.contract.owes))

@@ -1,0 +1,282 @@
+"""A plan is right where it can be known: machines, schedules, memory, searches, the command line, long runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from isograd.cli import main
+from isograd.errors import PlanError
+from isograd.layout import Layout
+from isograd.models import TransformerConfig
+from isograd.pipeline import build
+from isograd.plan import machine
+from isograd.plan.costs import Costs
+from isograd.plan.goodput import best_interval, goodput, share
+from isograd.plan.memory import memory, most_in_flight, of_stage
+from isograd.plan.moves import Move
+from isograd.plan.search import search
+from isograd.plan.step_time import predict
+from isograd.plan.work import Work
+from isograd.train import needs, reading
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+SMALL = TransformerConfig(vocab=32000, hidden=2048, layers=16, heads=16, kv_heads=8, mlp=5632)
+H100 = machine.load("h100")
+
+
+def work(**more: object) -> Work:
+    return dataclasses.replace(Work(model=SMALL, length=4096, batch=64, micro_batches=8), **more)
+
+
+# -- machines
+
+
+def test_every_machine_reads_back_what_it_writes(tmp_path: Path, capsys) -> None:
+    for name in machine.names():
+        made = machine.load(name)
+        assert made.name == name
+        file = tmp_path / f"{name}.yaml"
+        file.write_text(machine.text(made))
+        assert machine.load(str(file)) == made
+    assert {"a100", "b200", "h100", "h200", "mi300x"} <= set(machine.names())
+    assert main(["machine"]) == 0
+    assert "mi300x   AMD" in capsys.readouterr().out
+    assert main(["machine", "show", "h100"]) == 0
+    assert machine.from_dict(machine.yamls.parse(capsys.readouterr().out), "shown") == H100
+
+
+def test_a_machine_with_mistakes_is_refused_with_all_of_them(tmp_path: Path) -> None:
+    file = tmp_path / "odd.yaml"
+    text = machine.text(H100).replace("memory_gb_s", "memory_gbs").replace("devices: 8", "devices: -8")
+    file.write_text(text)
+    with pytest.raises(PlanError, match="IG272") as refused:
+        machine.load(str(file))
+    for part in ("memory_gbs (did you mean 'memory_gb_s'?)", "memory_gb_s is missing", "devices -8 is no positive"):
+        assert part in str(refused.value)
+    with pytest.raises(PlanError, match="did you mean 'h100'"):
+        machine.load("h10")
+    with pytest.raises(PlanError, match="IG272"):
+        machine.load(str(tmp_path / "missing.yaml"))
+
+
+def test_a_machine_without_a_link_or_a_dtype_refuses_what_needs_it() -> None:
+    alone = dataclasses.replace(H100, between=None)
+    assert predict(work(), Layout.parse("dp8 zero1"), alone).seconds > 0
+    with pytest.raises(PlanError, match="IG273: h100 has no link between nodes"):
+        predict(work(), Layout.parse("dp16 zero1"), alone)
+    with pytest.raises(PlanError, match="IG273: a100 is not described for products in fp8"):
+        predict(work(products="fp8"), Layout.parse("dp8 zero1"), machine.load("a100"))
+
+
+def test_groups_that_cross_nodes_use_the_links_of_their_members() -> None:
+    """A collective of 64 ranks uses all 8 links of a node; one with a single member in each node uses one."""
+    whole, sparse = (Costs(work(), Layout.parse(text), H100) for text in ("dp64", "dp8 tp8"))
+    gigabyte = Move("dp cp", "collective", 1e9)
+    rate = H100.rates.links * 1e9
+    assert H100.between is not None
+    assert whole.move(gigabyte) == pytest.approx(1e9 / (rate * 8 * H100.between.gb_s), rel=0.05)
+    assert sparse.move(gigabyte) == pytest.approx(1e9 / (rate * H100.between.gb_s), rel=0.05)
+    assert sparse.move(Move("tp", "collective", 1e9)) == pytest.approx(1e9 / (rate * H100.inside.gb_s), rel=0.05)
+
+
+# -- time
+
+
+def test_parts_add_up_to_the_step_and_more_devices_are_faster() -> None:
+    before = math.inf
+    for layout in ("dp2 zero1", "dp4 zero1", "dp2 tp4 sp zero1", "dp2 tp4 sp pp2 zero1", "dp8 pp4 vpp2 zero1"):
+        step = predict(work(batch=256, micro_batches=32), Layout.parse(layout), H100)
+        assert sum(step.parts.values()) == pytest.approx(step.seconds)
+        assert step.low < step.seconds < step.high
+        assert 0.05 < step.mfu < 0.8
+        assert step.seconds < before
+        before = step.seconds
+
+
+@pytest.mark.parametrize("layout", ["pp4", "pp4 vpp2", "pp4 gpipe", "pp2 zb"])
+def test_a_long_pipeline_continues_at_the_pace_of_its_first_micro_batches(layout: str, monkeypatch) -> None:
+    described, long = Layout.parse(layout), work(batch=64, micro_batches=64)
+    quick = predict(long, described, H100).seconds
+    monkeypatch.setattr("isograd.plan.step_time.ROUNDS", 1000)
+    assert quick == pytest.approx(predict(long, described, H100).seconds, rel=0.01)
+
+
+def test_a_bubble_is_what_the_schedule_says() -> None:
+    """Stages of equal cost, sends that take no time: the idle share of 1f1b is (p - 1) / (m + p - 1)."""
+    even = dataclasses.replace(SMALL, vocab=64)
+    step = predict(work(model=even, batch=8), Layout.parse("pp4"), H100)
+    assert step.parts["bubble"] / (step.seconds - step.parts["optimizer"]) == pytest.approx(3 / 11, rel=0.06)
+
+
+def test_a_layout_is_judged_in_milliseconds() -> None:
+    predict(work(), Layout.parse("dp8 tp8 sp zero1"), H100)
+    began = time.process_time()
+    for _ in range(100):
+        predict(work(), Layout.parse("dp8 tp8 sp pp4 vpp2 zero1"), H100, simulated=False)
+    assert (time.process_time() - began) / 100 < 0.01
+
+
+# -- memory
+
+
+@pytest.mark.parametrize(
+    ("layout", "recompute"),
+    [("dp8 zero3", "false"), ("tp4 sp pp4", "true"), ("dp2 cp2 ulysses tp2 pp2 vpp2 zero1", "false")],
+)
+def test_memory_is_what_train_says_before_it_starts(layout: str, recompute: str) -> None:
+    options = [
+        "--layout",
+        layout,
+        "--model.recompute",
+        recompute,
+        "--micro_batches",
+        "8",
+        "--model.options.layers",
+        "8",
+    ]
+    config = reading.load(RECIPES / "llama-1b.yaml", options).config
+    planned = [of_stage(needs.work_of(config), Layout.parse(layout), index) for index in range(Layout.parse(layout).pp)]
+    for mine, theirs in zip(planned, needs.needs(config), strict=True):
+        assert mine.parameters == theirs.parameters
+        assert mine.gradients == theirs.gradients
+        assert mine.optimizer == theirs.optimizer
+        assert mine.activations == theirs.activations
+    assert memory(needs.work_of(config), Layout.parse(layout)).total == max(found.total for found in planned)
+
+
+@pytest.mark.parametrize("words", ["pp4", "pp4 vpp2", "pp3 vpp3", "pp4 gpipe", "pp4 zb", "pp2 vpp4"])
+def test_forwards_in_flight_in_closed_form_are_those_of_the_schedule(words: str) -> None:
+    layout = Layout.parse(words)
+    for micro in (1, 3, 4, 8, 12, 24):
+        schedule = build(layout.schedule, layout.pp, layout.vpp, micro)
+        for index in range(layout.pp):
+            bound = most_in_flight(layout, micro, index)
+            assert schedule.in_flight(index) <= bound
+            if micro % layout.pp == 0:
+                assert schedule.in_flight(index) == bound, f"{micro} micro-batches, rank {index}"
+
+
+# -- search
+
+
+def test_a_search_finds_the_fastest_that_fits_and_says_why_others_fell_out() -> None:
+    found = search(work(batch=8, micro_batches=1), 8, H100, shown=3)
+    assert [one.step.seconds for one in found.best] == sorted(one.step.seconds for one in found.best)
+    assert all(one.layout.world_size == 8 for one in found.best)
+    assert all(one.memory.total <= 80e9 for one in found.best)
+    assert found.tried == found.fitting + sum(out.count for out in found.out.values())
+    small = dataclasses.replace(H100, memory_gb=12)
+    tight = search(work(batch=8), 8, small)
+    assert "more memory than a device has" in tight.out
+    assert tight.best[0].memory.total <= 7e9
+    assert tight.best[0].step.seconds >= found.best[0].step.seconds
+
+
+def test_a_search_without_an_answer_says_what_was_in_the_way() -> None:
+    with pytest.raises(PlanError, match="IG276") as refused:
+        search(work(batch=8), 8, dataclasses.replace(H100, memory_gb=5.5))
+    assert "more memory than a device has" in str(refused.value)
+    with pytest.raises(PlanError, match="IG276: no layout of 17"):
+        search(work(), 17, H100)
+    with pytest.raises(PlanError, match="IG275"):
+        search(work(), 0, H100)
+
+
+# -- long runs
+
+
+def simulated(interval: float, mean: float, save: float, restart: float, hours: float) -> float:
+    """The share of time that is kept, in a run with failures at random."""
+    draw = random.Random(1)
+    now = kept = 0.0
+    until = draw.expovariate(1 / mean)
+    while now < hours * 3600:
+        if until > interval + save:
+            until -= interval + save
+            now, kept = now + interval + save, kept + interval
+            continue
+        now += until
+        until = draw.expovariate(1 / mean)
+        while until < restart:  # a restart fails, too
+            now += until
+            until = draw.expovariate(1 / mean)
+        now, until = now + restart, until - restart
+    return kept / now
+
+
+def test_the_best_interval_and_its_share_are_those_of_a_simulation() -> None:
+    for mean, save, restart in ((3 * 3600, 60, 600), (1800, 60, 300), (36000, 20, 120)):
+        best = best_interval(mean, save)
+        assert share(best, mean, save, restart) == pytest.approx(simulated(best, mean, save, restart, 40000), rel=0.01)
+        assert share(best, mean, save, restart) > max(share(best * x, mean, save, restart) for x in (0.8, 1.25))
+        assert best == pytest.approx(math.sqrt(2 * save * mean), rel=0.15)  # Young's
+
+
+def test_llama_3s_failures_are_three_hours_apart() -> None:
+    """419 stops in 54 days on 16,384 devices."""
+    found = goodput(419 / (54 * 24 * 16384), 16384, save_s=30, restart_s=600)
+    assert found.between_failures_s / 3600 == pytest.approx(3.09, abs=0.01)
+    assert 0.85 < found.share < 0.95
+    assert share(1e9, 1.0, 1.0, 1.0) == 0.0
+    with pytest.raises(PlanError, match="IG277"):
+        goodput(0.0, 8, 1, 1)
+
+
+# -- the command line
+
+
+def test_plan_prints_the_best_layouts_and_what_to_run(tmp_path: Path, capsys, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["plan", str(RECIPES / "llama-1b.yaml"), "--gpus", "4", "--top", "2", "--write", "best.yaml"]
+    assert main([*words, "--failures-per-rank-hour", "2e-5"]) == 0
+    said = capsys.readouterr().out
+    for part in ("on 4 x h100", "candidates, of which", "isograd train", "a checkpoint every", "  2 "):
+        assert part in said, said
+    assert "  3 " not in said
+    best = reading.load("best.yaml").config
+    assert f'--layout "{best.layout}"' in said
+    assert Layout.parse(best.layout).world_size == 4
+    assert main([*words]) == 2  # the file exists
+    assert "IG274" in capsys.readouterr().err
+    assert main(["plan", words[1], "--layout", "dp4 tp2 sp zero1", "--machine", "a100"]) == 0
+    assert "optimizer" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (["--gpus", "0"], "IG600"),
+        (["--layout", "dp4", "--gpus", "8"], "IG275"),
+        (["--layout", "dp3"], "IG275"),
+        (["--layout", "tp64 sp"], "IG275"),
+        (["--machine", "h101"], "IG272"),
+        (["--gpu", "8"], "IG600"),
+    ],
+)
+def test_plan_refuses_what_makes_no_sense(words: list[str], code: str, capsys) -> None:
+    assert main(["plan", str(RECIPES / "llama-1b.yaml"), *words]) == 2
+    assert capsys.readouterr().err.startswith(code)
+
+
+def test_planning_needs_no_torch_before_it_reads_a_config() -> None:
+    code = "import sys; from isograd.cli import main; main(['machine']); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+@pytest.mark.medium
+def test_this_computer_can_be_measured(tmp_path: Path, capsys) -> None:
+    file = tmp_path / "here.yaml"
+    assert main(["machine", "measure", str(file)]) == 0
+    here = machine.load(str(file))
+    assert 1e-3 < here.tflops["fp32"] < 100
+    assert 0.05 < here.inside.gb_s < 1000
+    described = work(model=dataclasses.replace(SMALL, hidden=256, layers=2, mlp=512), length=128, dtype="fp32")
+    assert predict(described, Layout.parse("dp2 zero1"), here).seconds > 0
