@@ -103,10 +103,9 @@ def record(name: str, argument: bool | str, seed: int, directory: str) -> None:
     before = set(distributed_c10d._world.pg_map)
     with Capture(directory, steps=2, activations=True):
         module(name).train(argument, seed)
-    dist.barrier()  # nobody still reads from a group that is closed
-    for group in (
-        set(distributed_c10d._world.pg_map) - before
-    ):  # else each keeps three threads awake until the world ends
+    dist.barrier()  # no rank still reads from a group that another one closes
+    made = set(distributed_c10d._world.pg_map) - before
+    for group in made:  # each would keep three threads, one of which wakes a hundred times a second
         dist.destroy_process_group(group)
 
 
