@@ -18,6 +18,7 @@ PROGRAMS = (
     "shared-module", "norm-dropout-rng", "resume-other-rank", "ulysses-scale", "ulysses-permute", "pp-scale",
     "tie-after-scatter", "same-data", "border-labels-lost", "temperature-scale", "cache-rng", "loss-labels-shifted",
     "dead-model", "adapter-unreduced", "copies-begin-apart", "rates-differ", "averages-differ",
+    "score-partial", "expert-none",
 )  # fmt: skip
 
 FRAMEWORKS = (
@@ -25,4 +26,7 @@ FRAMEWORKS = (
     "fsdp2",
     "dtensor-tp",
     "pipeline",
+    "experts",
+    "experts-sequence",
+    "balance",
 )  # modules with several bugs each, as a user of the framework would write them

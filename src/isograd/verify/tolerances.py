@@ -53,6 +53,10 @@ CHANCE = 1e-2  # of ln(classes): a cross-entropy of zero logits is that number, 
 
 WHOLE = 1e-6  # a divisor is a whole number: counts reach it in fp32 with an error of 6e-8
 
+# -- terms of a loss (judge/terms.py) ---------------------------------------------------------------------------
+
+TERM = 0.1  # a term counts so many times: one that is computed from other tokens differs by percents, a factor by 2
+
 # -- beside a reference (compare) --------------------------------------------------------------------------------
 
 # Error of a tensor or block: up to the first it is rounding, above the second a bug; between them two recordings cannot

@@ -18,6 +18,7 @@ from isograd.errors import VerifyError
 from isograd.verify import tolerances
 from isograd.verify.compare.diagnose import diagnose
 from isograd.verify.compare.divergence import first_divergence
+from isograd.verify.compare.loss_terms import other_amounts
 from isograd.verify.compare.numerics import Noise
 from isograd.verify.compare.placement import Place, place
 from isograd.verify.compare.same_data import same_data
@@ -34,6 +35,7 @@ from isograd.verify.judge.checks import check
 from isograd.verify.judge.checks.gradients import scales
 from isograd.verify.judge.checks.losses import counted
 from isograd.verify.judge.consequences import row, spoilt, without_consequences
+from isograd.verify.judge.naming import class_of
 from isograd.verify.record.events import Norm, Result
 from isograd.verify.record.recording import Recording
 from isograd.verify.record.sketch import dtype_name
@@ -173,6 +175,8 @@ def _step(
             analysis, reference, step, expected, wrong, {*(t.name for t in compared), *unplaced} - null
         )
         found += told
+        if strange:
+            found += other_amounts(analysis, theirs, tuple(sorted(t.name for t in wrong)))
         if strange and not any(f.bug for f in found if f.verdict == BUG):
             found += first_divergence(reference, candidate)
     found += _losses(reference, candidate, step, subject, limit)
@@ -180,7 +184,7 @@ def _step(
     if (
         not wrong and not any(f.verdict == BUG for f in found) and limit < tolerances.HALF_UPDATE
     ):  # half-precision updates are rounding
-        found += _updates(analysis, start, whole_tensors(theirs, "after"), names, places)
+        found += _updates(analysis, theirs, start, whole_tensors(theirs, "after"), names, places)
     of = f" of {len(compared) + len(left)}" if left else ""
     subject.facts["gradients"] = f"{len(compared)}{of} compared by name, step {step} last"
     return found
@@ -391,6 +395,7 @@ def _norms(reference: Recording, candidate: Recording, step: int, wrong: bool, l
 
 def _updates(
     analysis: Analysis,
+    reference: Analysis,
     before: dict[str, Tensor],
     after: dict[str, Tensor],
     names: dict[str, str],
@@ -415,6 +420,18 @@ def _updates(
                 apart[name] = float((moved - expected).norm()) / max(float(expected.norm()), 1e-300)
     if not apart:
         return []
+    absent = tuple(
+        sorted(
+            name
+            for name in apart
+            if class_of(name) == "experts"
+            and reference.info(names[name]).gradient
+            and not any(analysis.about[rank][name].gradient for rank in analysis.holders(name))
+        )
+    )
+    if absent:
+        sentence = f"step {step}: {listed(absent)} have no gradient where the reference has zeros, and move otherwise"
+        return [finding(BUG, "expert-none", sentence, tensors=absent)]
     bugs: Any = tuple(sorted(apart))
     sentence = (
         f"step {step}: gradients are equal but the updates of {listed(bugs)} differ (by {max(apart.values()):.1e})"

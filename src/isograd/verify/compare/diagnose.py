@@ -61,7 +61,26 @@ def diagnose(
         symptom, values, words = details[kind, value]
         symptom = replace(symptom, value=value)
         found.append(_finding(analysis, step, symptom, names, values, words, telling, wrong))
+    found = _through_scores(found, [n for key in groups if key[0] in (UNKNOWN, ROWS) for n in groups[key]])
     return found, any(kind in (UNKNOWN, PERMUTED) for kind, _ in groups)
+
+
+def _through_scores(found: list[Finding], strange: list[str]) -> list[Finding]:
+    """A router that is not summed over ranks: what it sends to the layers before it is right where its tokens are cut
+    over these ranks, and a part of the truth where each rank has the weights of its own experts only."""
+    routers = [f for f in found if f.bug == "router-unreduced"]
+    if not routers or not strange:
+        return found
+    names = tuple(sorted({*routers[0].tensors, *strange}))
+    sentence = (
+        f"{routers[0].sentence}; what passes through it to {listed(strange)} is a part of the truth, too: the "
+        "gradients of the tokens' weights were not summed"
+    )
+    about = BUGS["score-partial"]
+    told = replace(
+        routers[0], bug="score-partial", sentence=sentence, tensors=names, cause=about.cause, look=about.look
+    )
+    return [told, *(f for f in found if f is not routers[0] and not set(f.tensors) <= set(names))]
 
 
 def _meant(analysis: Analysis, factor: float) -> dict[str, str]:

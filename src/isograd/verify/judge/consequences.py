@@ -15,7 +15,7 @@ from isograd.verify.tell.findings import BUG, INCONCLUSIVE, Finding
 DRIFT = frozenset({"replicas-differ"})
 UNREDUCED = frozenset({
     "nosync-missing", "norm-unreduced", "qknorm-unreduced", "kv-replica-unreduced", "router-unreduced", "wrong-group",
-    "adapter-unreduced",
+    "adapter-unreduced", "shared-gate", "ep-copies-drift",
 })  # fmt: skip
 # "": a symptom that fits no known bug.
 LATER_STEPS = (
@@ -45,6 +45,15 @@ CONSEQUENCES: dict[str, Row] = {
     **dict.fromkeys(UNREDUCED, Row(hides=DRIFT | {"clip-per-rank"})),
     "copies-begin-apart": Row(its_tensors=True),  # a gradient of one rank's own counts n times an average's
     "cut-graph": Row(spoils=NO_PATTERN, on_purpose=True, knows_line=True),
+    "score-partial": Row(hides=DRIFT | {"clip-per-rank"}, spoils=NO_PATTERN),
+    **dict.fromkeys(
+        ("aux-times-world", "aux-times-micro", "aux-over-dp"),
+        Row(hides=DRIFT | {"gather-backward-sum"}, spoils=NO_PATTERN | {"gather-backward-sum"}),
+    ),
+    **dict.fromkeys(("bias-per-micro", "recompute-flip"), Row(hides=LATER_STEPS, spoils=NO_PATTERN)),
+    "bias-twice": Row(spoils=NO_PATTERN),
+    "norm-omits-experts": Row(hides=DRIFT | {"clip-per-rank"}),
+    "gather-cut": Row(hides=DRIFT | {"cut-graph"}, spoils=NO_PATTERN),
     "bf16-reduction": Row(spoils=NO_PATTERN, knows_line=True),
     "bias-n-times": Row(spoils=NO_PATTERN),
     "ulysses-permute": Row(spoils=NO_PATTERN),

@@ -13,6 +13,7 @@ from isograd.verify.tell.catalogue import TWICE
 _CLASSES = (
     ("adapters", r"lora_|(^|[._])(adapters?|ia3)([._]|$)"),
     ("q/k norms", r"(^|[._])(q|k|query|key|qk)_?(norm|ln|layernorm)"),
+    ("gates of shared experts", r"shared_(experts?_)?gate"),
     ("routers", r"router|(^|\.)gate\.(weight|bias)$"),
     ("experts", r"expert"),
     ("norms", r"norm|(^|[._])ln(_|\d|\.|$)"),
@@ -50,6 +51,8 @@ def bug_of(
             "q/k norms": "qknorm-unreduced",
             "adapters": "adapter-unreduced",
             "routers": "router-unreduced",
+            "gates of shared experts": "shared-gate",
+            "experts": "ep-copies-drift",
             "keys and values": "kv-replica-unreduced",
             "norms": "norm-unreduced",
             "biases and norms": "norm-unreduced",
@@ -76,6 +79,7 @@ def _scaled(factor: float, kinds: str, everything: bool, sizes: Collection[int],
     )
     of_group = bool(of - {"micro-batches"})
     cases = (  # the first that fits
+        (factor == 0 and kinds == "routers", "gather-cut"),
         (factor == 0, "cut-graph"),
         (everything and of == {"micro-batches"} and factor > 1, "accum-undivided"),
         (TWICE in of, "divided-twice"),

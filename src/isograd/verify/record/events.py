@@ -168,6 +168,52 @@ class Mean(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Term(Event):
+    """A term of the loss (terms.py): its value, the weights of the numbers from it up to the loss, the term's own
+    first, and which of them is the sum in which it meets other terms (-1: it is the only one)."""
+
+    kind: ClassVar[str] = "term"
+    site: str
+    value: float
+    weights: tuple[float, ...]
+    joined: int = -1
+
+    @property
+    def share(self) -> float:
+        """What it adds to the loss that is optimised."""
+        return self.value * self.weights[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Coefficient(Event):
+    """A coefficient of the loss that a model's config tells, by its name there."""
+
+    kind: ClassVar[str] = "coefficient"
+    name: str
+    value: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Changed(Event):
+    """Buffers that are other than when they were last looked at: in a forward, in a backward, or between two
+    micro-batches."""
+
+    kind: ClassVar[str] = "changed"
+    during: str  # "forward", "backward", "between"
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice(Event):
+    """The largest few of each row were chosen (experts of tokens): the hash of which, rows in order, numbers sorted."""
+
+    kind: ClassVar[str] = "choice"
+    site: str
+    hash: str
+    again: bool  # inside a backward: a forward that is computed once more
+
+
+@dataclass(frozen=True, kw_only=True)
 class Logits(Event):
     """Under torch's loss_parallel: this rank's part of a sum that must be zero over all ranks, and of its size."""
 

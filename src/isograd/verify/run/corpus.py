@@ -89,6 +89,7 @@ def every_name(names: Sequence[str]) -> list[Planted]:
     chosen = []
     for name in names:
         found = [p for n, p in known.items() if n == name or n.startswith(name + "/")]
+        found = found or [p for p in known.values() if p.bug == name]  # of a framework's module only
         if not found:
             hint = did_you_mean(name, known)
             raise VerifyError("IG740", f"no bug {name!r} in the corpus{hint}", fix="isograd verify bugs --list")

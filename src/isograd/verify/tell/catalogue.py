@@ -34,6 +34,68 @@ BUGS: dict[str, Bug] = {
         "the router works on a sequence shard and its gradient is never summed over the tensor-parallel group",
         "the list of parameters that are all-reduced over that group after backward",
     ),
+    "expert-scale": Bug(
+        "routed experts are averaged over the ranks that hold copies of them, everything else over all data ranks: the "
+        "tokens of an ep group have come together in an expert already",
+        "the divisor of experts' gradients: the sum goes over edp, the divisor is that of all other parameters",
+    ),
+    "expert-twice": Bug(
+        "routed experts are divided by the size of their ep group, and once more by a divisor that contains it",
+        "hooks and scale factors for experts' gradients: one division by all data ranks is enough",
+    ),
+    "ep-copies-drift": Bug(
+        "copies of routed experts on several ranks are never summed",
+        "the group over which experts' gradients are summed: all ranks that hold the same experts (edp)",
+    ),
+    "norm-omits-experts": Bug(
+        "the gradient norm has no squares of routed experts, or those of this rank's only",
+        "the sum of squares: experts' are summed over ep, and counted once per edp group",
+    ),
+    "expert-none": Bug(
+        "an expert that got no token has no gradient instead of zeros: its momentum and its weight decay are left out",
+        "loops that pass by experts without tokens; add 0 times their parameters, or compute them with no rows",
+    ),
+    "score-partial": Bug(
+        "each rank multiplies the outputs of its own experts by the tokens' weights, and the gradients of these "
+        "weights are never summed over the ranks of the experts",
+        "the scores where they meet expert outputs: their backward must sum over the ep group, before the router's",
+    ),
+    "shared-gate": Bug(
+        "the gate of a shared expert works on a sequence shard and its gradient is never summed",
+        "the list of parameters that are all-reduced over the tensor-parallel group after backward",
+    ),
+    "gather-cut": Bug(
+        "the tokens' weights travel to the experts by a collective without a backward: the router learns nothing from "
+        "the loss",
+        "every all_gather or all_to_all of scores: it needs an adjoint, as that of the tokens does",
+    ),
+    "aux-times-world": Bug(
+        "the balance loss is a mean on each rank already, and is multiplied by the number of ranks with the loss of "
+        "the labels, which is a sum over all ranks' labels",
+        "what multiplies the whole loss by the number of ranks or divides it by accumulation: it must not touch a term "
+        "that is a mean by itself",
+    ),
+    "aux-times-micro": Bug(
+        "the balance loss of each micro-batch is added, and nobody divides by their number",
+        "the division of the loss: labels are divided by those of the whole step, the balance loss by nothing",
+    ),
+    "aux-over-dp": Bug(
+        "the balance loss is divided by the tokens of all ranks, each rank has its own sums, and ranks are averaged",
+        "the balance loss's denominator and the average over data ranks: one of them is enough",
+    ),
+    "bias-per-micro": Bug(
+        "the bias of the choice of experts is moved after every micro-batch",
+        "where the bias is updated: once per optimizer step, by the counts of all micro-batches and ranks",
+    ),
+    "bias-twice": Bug(
+        "tokens per expert are counted inside a checkpointed forward, which backward computes once more",
+        "the line that adds to the counts: outside of the checkpointed function, or not during recomputation",
+    ),
+    "recompute-flip": Bug(
+        "the choice of experts is made again when a checkpointed forward is computed once more, and ties or noise fall "
+        "otherwise",
+        "keep the chosen indices and use them again: choose outside of the checkpointed function, or save it",
+    ),
     "qknorm-unreduced": Bug(
         "one q/k norm weight serves the heads of all ranks, and each rank knows only its own heads' part",
         "the list of parameters that are all-reduced over the tensor-parallel group, even without sequence parallelism",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from isograd.layout import AXES, Layout
+from isograd.layout import AXES, FOLDED, Layout
 from isograd.verify import tolerances
 from isograd.verify.record.events import Collective, Key, Step, micro_of, use_of
 from isograd.verify.record.recording import Recording
@@ -57,9 +57,13 @@ def axis_over(recording: Recording, ranks: tuple[int, ...], own: int | None = No
     text = str(recording.about.get("layout", ""))
     if text and others:
         layout = Layout.parse(text)
-        for axis in ("dp", "cp", "tp", "pp", "dp cp"):
-            along = set(layout.ranks(axis, own)) - {own}
-            if along and (others <= along or (along <= others and len(layout.ranks(axis, own)) < layout.world_size)):
+        axes: tuple[str, ...] = ("dp", "cp", "tp", "pp", "dp cp", *(FOLDED if layout.ep > 1 else ()))
+        lines = {axis: set(layout.ranks(axis, own)) - {own} for axis in axes}
+        for axis, along in lines.items():
+            if others == along:
+                return axis
+        for axis, along in lines.items():
+            if along and (others <= along or (along <= others and len(along) + 1 < layout.world_size)):
                 return axis
     return spell(tuple({own, *others}))
 
@@ -106,7 +110,7 @@ def meanings(recording: Recording, micros: int, factor: float) -> dict[str, str]
     sizes = {"micro-batches": (micros, "the number of micro-batches")}
     if text:
         layout = Layout.parse(text)
-        sizes |= {axis: (layout.size(axis), f"the size of {axis}") for axis in AXES}
+        sizes |= {axis: (layout.size(axis), f"the size of {axis}") for axis in (*AXES, "ep")}
         sizes["all ranks"] = (layout.world_size, "the number of ranks")
     else:
         groups = {e.group for record in recording.ranks for e in record.of(Collective)}

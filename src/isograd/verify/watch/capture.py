@@ -27,6 +27,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from isograd.verify.record.events import (
     Backward,
+    Changed,
+    Choice,
+    Coefficient,
     Collective,
     End,
     Given,
@@ -39,6 +42,7 @@ from isograd.verify.record.events import (
     Parameter,
     Skipped,
     Step,
+    Term,
     WholeGradients,
     key,
     micro_of,
@@ -53,6 +57,7 @@ from isograd.verify.watch.life import Life
 LIMIT = 1 << 28  # bytes of full gradients, parameters and activations that a rank writes per step
 Box = tuple[tuple[int, int], ...]
 KINDS = {"final": "gradients", "parameter": "parameters", "after": "parameters"}
+MOST_ELEMENTS = 1 << 12  # of a buffer that is looked at: a number for each expert
 MOST_OUTPUTS = 16  # of a model that are asked whether a backward reaches them
 MOST_MICROS = 512  # backwards without an optimizer step, after which nothing more is expected
 
@@ -92,6 +97,7 @@ class Capture(Life):
         self.left_out: Counter[str] = Counter()  # tensors beyond the limit, by their kind
         self.stack: list[str] = []  # modules under way, outermost first
         self.drawn: list[bool] = []
+        self.buffers: dict[str, str] = {}  # the hash of each small buffer when it was last looked at
         self.unreached: dict[
             int, tuple[int, dict[str, GivenTensor]]
         ] = {}  # what calls were given that no backward has reached
@@ -180,6 +186,31 @@ class Capture(Life):
 
         loss.register_hook(unserializable_hook(self.guarded(arrives, "labels")))
 
+    def term(self, site: str, value: float, weights: tuple[float, ...], joined: int) -> None:
+        """Notes a term of the loss, when backward has come to it."""
+        self.event(Term(*self.now, site=site, value=value, weights=weights, joined=joined))
+
+    def choice(self, indices: Tensor, site: str) -> None:
+        """Notes which few of each row were chosen, in a model's forward or when that is computed once more."""
+        phase = self.phase()
+        if phase in ("forward", "backward") and indices.numel():
+            hashed, again = digest(indices.sort(-1).values), phase == "backward"
+            micro = max(self.micro + (0 if again else 1), 0)
+            self.event(Choice(self.step, micro, site=site, hash=hashed, again=again))
+
+    def look_at_buffers(self, during: str) -> None:
+        """Notes which small buffers have changed since the last look."""
+        now: dict[str, str] = {}
+        for prefix, reference in self.roots:
+            root = reference()
+            for name, buffer in root.named_buffers() if root is not None else ():
+                if buffer.numel() <= MOST_ELEMENTS and not foreign.imagined(buffer):
+                    now[prefix + foreign.plain_name(name)] = digest(foreign.local(buffer))
+        changed = tuple(name for name, hashed in now.items() if self.buffers.get(name, hashed) != hashed)
+        self.buffers = now
+        if changed and self.micro >= 0:  # else between two steps, where buffers are changed as parameters are
+            self.event(Changed(*self.now, during=during, names=changed))
+
     def logit_shift(self, shift: float, size: float) -> None:
         """Notes this rank's part of a sum that must be zero over all ranks."""
         self.event(Logits(*self.now, shift=shift, size=size))
@@ -207,6 +238,8 @@ class Capture(Life):
         if prefix and prefix in {taken for taken, _ in self.roots}:
             prefix = f"{type(inner).__name__}{len(self.roots)}."
         self.roots.append((prefix, weakref.ref(inner)))
+        for name, value in foreign.coefficients(inner).items():
+            self.event(Coefficient(*self.now, name=name, value=value))
         for name, child in inner.named_modules():
             self.modules.setdefault(child, (prefix + foreign.plain_name(name)).rstrip("."))
         self.modules.setdefault(module, prefix.rstrip("."))

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from isograd.verify.watch import foreign
 from isograd.verify.watch.flows import OUTPUTS, Flows
 from isograd.verify.watch.means import SEEN, Means
+from isograd.verify.watch.terms import Terms
 
 _NAMESPACES = ("c10d", "_c10d_functional")
 _OPS = {
@@ -75,6 +76,14 @@ class Listener(Protocol):
         """A mean's backward ran."""
         ...
 
+    def term(self, site: str, value: float, weights: tuple[float, ...], joined: int) -> None:
+        """A backward came to a term of the loss."""
+        ...
+
+    def choice(self, indices: Tensor, site: str) -> None:
+        """The largest few of each row were chosen."""
+        ...
+
     def logit_shift(self, shift: float, size: float) -> None:
         """A log_softmax under loss_parallel ran backward."""
         ...
@@ -99,6 +108,7 @@ class Watch(TorchDispatchMode):
         self.lost: set[str] = set()  # senses that an error has ended
         self.flows = Flows()
         self.means = Means(listener.mean, lambda: call_site(listener.base))
+        self.terms = Terms(listener.term)
         self.sites: dict[int, str] = {}  # where a loss was called, by the memory of its total, which backward gets
         self.reduced = ""  # where many numbers with a graph last became one: the loss, most likely
         self.open: tuple[int, float] | None = None  # the collective last issued: it ends when the next operator runs
@@ -150,19 +160,22 @@ class Watch(TorchDispatchMode):
             self._end()
         if self.means.fresh:
             self._try("means", self.means.settle, self.listener.guarded)
+        if self.terms.fresh:
+            self._try("terms", self.terms.settle)
         known = handler is not None and not foreign.imagined(args)
         result = handler(func, args, kwargs) if known else func(*args, **kwargs)  # type: ignore[misc]
         if type(result) is Tensor and result.dim() == 0 and result.is_floating_point():
-            self._try("losses", self._number, args)
+            self._try("losses", self._number, args, result)
         if self.flows.marks and func.namespace != "c10d":
             self._try("flows", self.flows.carry, func, args, kwargs, result)
         return result
 
-    def _number(self, args: Any) -> None:
+    def _number(self, args: Any, result: Tensor) -> None:
         """An operator made one number."""
         many = any(type(t) is Tensor and t.requires_grad and t.dim() for t in args)
         if many and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
             self.reduced = call_site(self.listener.base)
+            self.terms.made(result, self.reduced)
 
     def _try(self, sense: str, what: Callable[..., Any], *args: Any) -> Any:
         """An error costs this sense, not the program and not the other senses."""
@@ -186,6 +199,8 @@ class Watch(TorchDispatchMode):
                 return self._loss_backward
             if name in SEEN and func._overloadname in ("default", "Tensor", "Scalar"):
                 return self._mean
+            if name == "topk":
+                return self._choice
             if name in _DRAWS:
                 return self._draw
         return None
@@ -226,7 +241,9 @@ class Watch(TorchDispatchMode):
         total = float(result[0].detach().double().sum())  # of the mean: itself
         value = total if int(args[3]) == 1 or not counted else total / counted
         self.listener.token_loss(int(args[3]), counted, classes, value)
-        self.sites[result[1].data_ptr()] = call_site(self.listener.base)
+        site = self.sites[result[1].data_ptr()] = call_site(self.listener.base)
+        if result[0].dim() == 0:
+            self.terms.made(result[0], site)
 
     def _loss_backward(self, func: Any, args: Any, kwargs: Any) -> Any:
         self._try("labels", self._label_weights, args)
@@ -249,6 +266,14 @@ class Watch(TorchDispatchMode):
         result = func(*args, **kwargs)
         self._try("means", self.means.look, func._schema.name.partition("::")[2], args, kwargs, result)
         return result
+
+    def _choice(self, func: Any, args: Any, kwargs: Any) -> Any:
+        result = func(*args, **kwargs)
+        self._try("choices", self._chosen, result[1])
+        return result
+
+    def _chosen(self, indices: Tensor) -> None:
+        self.listener.choice(indices, call_site(self.listener.base))
 
     def _draw(self, func: Any, args: Any, kwargs: Any) -> Any:
         self.listener.drew()

@@ -98,6 +98,20 @@ def shell(module: torch.nn.Module) -> bool:
     return type(module).__name__ in SHELLS
 
 
+def coefficients(module: torch.nn.Module) -> dict[str, float]:
+    """What the config of a transformers model tells of its balance loss, when that is used: coefficient and number of
+    experts."""
+    config = getattr(module, "config", None)
+    if getattr(config, "output_router_logits", False) is not True:
+        return {}
+    numbers = [getattr(config, name, None) for name in ("num_local_experts", "num_experts", "n_routed_experts")]
+    told = {
+        "router_aux_loss_coef": getattr(config, "router_aux_loss_coef", None),
+        "num_experts": next((number for number in numbers if number is not None), None),
+    }
+    return {name: float(value) for name, value in told.items() if isinstance(value, float | int)}
+
+
 def plain_name(name: str) -> str:
     """A parameter's name without what wrappers put into it."""
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)

@@ -135,6 +135,8 @@ class Hooks:
                 self._on_parameter(name, parameter)
             c.reserve()
             self.calls.clear()
+            if torch.is_grad_enabled():
+                c.guarded(c.look_at_buffers, "buffers")("between")
         c.stack.append(c.modules.get(module, type(module).__name__))
         c.drawn.append(False)
 
@@ -210,13 +212,22 @@ class Hooks:
         roots = _tensors(args[0] if args else kwargs.get("tensors"))
         if torch._C._current_graph_task_id() == -1:  # recomputation calls backward inside backward: the same one
             self.capture.guarded(self.capture.backward_begins)(roots)
+            self.capture.guarded(self.capture.look_at_buffers, "buffers")("forward")
             self.capture.guarded(self.capture.watch.means.settle, "means")(self.capture.guarded)
+            self.capture.guarded(self._terms, "terms")(roots)
         self.capture.guarded(self._reached, "flows")(roots)
         self.capture.backing += 1
         try:
             return original(*args, **kwargs)
         finally:
             self.capture.backing -= 1
+            if torch._C._current_graph_task_id() == -1:
+                self.capture.guarded(self.capture.look_at_buffers, "buffers")("backward")
+
+    def _terms(self, roots: list[Tensor]) -> None:
+        terms = self.capture.watch.terms
+        terms.settle()
+        terms.begin(roots, self.capture.guarded)
 
     def _reached(self, roots: list[Tensor]) -> None:
         """Collectives without a backward that have a say in what backward begins with."""

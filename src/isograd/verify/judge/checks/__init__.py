@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 from isograd.errors import VerifyError
 from isograd.verify.judge.analysis import Analysis
+from isograd.verify.judge.checks.balance import balance_counts
 from isograd.verify.judge.checks.copies import averages, copies, rates
 from isograd.verify.judge.checks.data import own_data
 from isograd.verify.judge.checks.dead import alive
@@ -19,6 +20,7 @@ from isograd.verify.judge.checks.losses import counted, token_weights
 from isograd.verify.judge.checks.means import mean_weights
 from isograd.verify.judge.checks.mixed import mixed_groups
 from isograd.verify.judge.checks.norms import norms
+from isograd.verify.judge.checks.routing import choice_bias, counted_once, same_choice
 from isograd.verify.judge.checks.state import continuity, missing, replicas, steps_together
 from isograd.verify.judge.checks.traffic import dtypes, groups, order, random_draws, replayed_draws, shared_draws
 from isograd.verify.judge.consequences import without_consequences
@@ -31,6 +33,7 @@ CHECKS: tuple[Check, ...] = (
     steps_together, coefficients, scales, token_weights, mean_weights, graph_cuts, logit_gradients, continuity,
     replicas, missing, norms, dtypes, order, groups, mixed_groups, own_data, random_draws, replayed_draws, alive,
     copies, rates, averages, shared_draws, counted,
+    balance_counts, choice_bias, counted_once, same_choice,
 )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from isograd.verify import tolerances
 from isograd.verify.judge.analysis import Analysis, Weighed
-from isograd.verify.judge.contributions import Fit
+from isograd.verify.judge.terms import reference_tensor, shares
 from isograd.verify.record.events import Backward, Key, LabelWeight, Loss, Mean, Reached
 from isograd.verify.tell.findings import BUG, INCONCLUSIVE, NOTE, Finding
 from isograd.verify.tell.wording import finding, labelled, meanings, spread
@@ -55,15 +55,6 @@ def counted(analysis: Analysis) -> Iterator[Finding]:
             f"'loss = isograd.verify.weigh(loss, number_of_labels)' {places[0]}"
         )
         yield finding(NOTE, "", sentence)
-
-
-def shares(analysis: Analysis, found: Fit) -> dict[Key, float]:
-    """How often what each micro-batch computed counts in the gradient."""
-    return {
-        key: c / len(_same_data(analysis, key, found.classes[first]))
-        for first, c in found.coefficients.items()
-        for key in found.classes[first]
-    }
 
 
 def _together(calls: list[Weighed], tolerance: float) -> list[Weighed]:
@@ -153,25 +144,3 @@ def _summed(analysis: Analysis) -> bool:
     """Whether the program's losses are sums over labels, so that a total other than one means nothing."""
     kinds = {e.reduction for r in analysis.recording.ranks for e in r.of(Loss)}
     return kinds != {"mean"}
-
-
-def _same_data(analysis: Analysis, key: Key, members: tuple[Key, ...]) -> list[Key]:
-    """Members of a class that computed the very same data: their one contribution carries the class's coefficient."""
-    mine = analysis.data.get(key)
-    return [m for m in members if mine is None or analysis.data.get(m) == mine] or [key]
-
-
-def reference_tensor(analysis: Analysis):  # type: ignore[no-untyped-def]
-    """The first tensor whose coefficients are known and belong to the usual pattern; best one whose contributions all
-    differ, so that each has a coefficient of its own."""
-    second = None
-    for name in analysis.names:
-        if len(analysis.replica_sets(name)) > 1 and not analysis.info(name).dtensor:
-            continue
-        for seen in analysis.observed(name)[:1]:
-            found = analysis.fit(seen)
-            if found is not None and found.uniform:
-                if all(len(members) == 1 for members in found.classes.values()):
-                    return name, found
-                second = second or (name, found)
-    return second

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 from isograd.verify import tolerances
 from isograd.verify.judge.analysis import Analysis
-from isograd.verify.judge.checks.losses import own_counts, reference_tensor, shares
+from isograd.verify.judge.checks.losses import own_counts
+from isograd.verify.judge.terms import reference_tensor, shares
 from isograd.verify.record.events import Key, Mean
 from isograd.verify.tell.findings import BUG, Finding
 from isograd.verify.tell.wording import finding, labelled, spread

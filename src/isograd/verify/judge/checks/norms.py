@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from isograd.verify import tolerances
 from isograd.verify.judge.analysis import Analysis
+from isograd.verify.judge.naming import class_of
 from isograd.verify.record.events import Norm
 from isograd.verify.tell.findings import BUG, Finding, listed
 from isograd.verify.tell.wording import axis_over, finding, spread
@@ -21,6 +22,15 @@ def norms(analysis: Analysis) -> Iterator[Finding]:
             reported[record.rank] = values[-1]  # the last one: earlier ones may have led to a step left out
     bars = tuple((f"rank {r}", v) for r, v in reported.items())
     names = tuple(n for n in analysis.names if analysis.info(n).gradient)
+    omitted = _omits_experts(analysis, reported)
+    if omitted:
+        low, high = min(reported.values()), max(reported.values())
+        sentence = (
+            f"step {analysis.step}: the norm ({low:.6g}{f' to {high:.6g}' if high > low else ''}) {omitted}; each "
+            f"element once gives {true_norm(analysis):.6g}"
+        )
+        yield finding(BUG, "norm-omits-experts", sentence, axis=_experts_axis(analysis), coefficients=bars)
+        return
     if len(reported) > 1 and spread(reported.values()) > tolerances.NORM:
         low, high = min(reported.values()), max(reported.values())
         unequal = tuple(n for n in names if _copies_differ(analysis, n))
@@ -100,7 +110,13 @@ def _one_factor(analysis: Analysis, rank: int) -> float | None:
 
 def true_norm(analysis: Analysis) -> float | None:
     """The norm with every element counted once; None when some gradients were too large to be recorded whole."""
-    squares = 0.0
+    parts = _squares(analysis)
+    return None if parts is None else math.sqrt(sum(parts.values()))
+
+
+def _squares(analysis: Analysis) -> dict[tuple[str, tuple[int, ...]], float] | None:
+    """(parameter, ranks that hold the same part of it) -> the sum of the squares of its gradient there."""
+    found: dict[tuple[str, tuple[int, ...]], float] = {}
     for name in analysis.names:
         if name in analysis.unsure:
             return None
@@ -108,8 +124,34 @@ def true_norm(analysis: Analysis) -> float | None:
             final = analysis.recording.ranks[ranks[0]].tensors(analysis.step).get(f"final/{name}")
             if final is None and analysis.about[ranks[0]][name].gradient:
                 return None
-            squares += float(final.double().square().sum()) if final is not None else 0.0
-    return math.sqrt(squares)
+            found[name, ranks] = float(final.double().square().sum()) if final is not None else 0.0
+    return found
+
+
+def _omits_experts(analysis: Analysis, reported: dict[int, float]) -> str:
+    """What the norms of all ranks leave out, in words: experts, or those of other ranks; '' when they do not."""
+    if not any(class_of(name) == "experts" for name in analysis.names):
+        return ""
+    parts = _squares(analysis)
+    if parts is None or not reported or not 0 < sum(parts.values()) < math.inf:
+        return ""
+    others = sum(value for (name, _), value in parts.items() if class_of(name) != "experts")
+    experts = {key: value for key, value in parts.items() if class_of(key[0]) == "experts"}
+    own = {rank: sum(value for (_, ranks), value in experts.items() if rank in ranks) for rank in reported}
+    limit = max(tolerances.TRUE_NORM, *(analysis.tolerance(name) for name in analysis.names))
+    truth = math.sqrt(others + sum(experts.values()))
+    if any(value >= truth * (1 - limit) for value in reported.values()):
+        return ""
+    for words, held in (("has no experts in it", dict.fromkeys(own, 0.0)), ("has each rank's own experts only", own)):
+        if all(abs(reported[r] - math.sqrt(others + held[r])) <= limit * truth for r in reported):
+            return words
+    return ""
+
+
+def _experts_axis(analysis: Analysis) -> str:
+    """The axis along which ranks hold different experts."""
+    sets = next(sets for name in analysis.names if len(sets := analysis.replica_sets(name)) > 1)
+    return axis_over(analysis.recording, tuple(ranks[0] for ranks in sets))
 
 
 def _norm_is_true(analysis: Analysis, reported: float, names: tuple[str, ...]) -> Iterator[Finding]:

@@ -1,0 +1,46 @@
+"""score-partial: a token's weights have a gradient on the rank of each expert, and nobody sums these.
+
+transformers #48205, torchtitan #2387. All ranks hold all tokens; each computes its own experts for them, multiplies by
+the tokens' weights and adds what the others made. What the loss says of the weight of another rank's expert is known
+there only. The router's copies go apart, and what passes through it to the layers before is a part of the truth.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from isograd.corpus.mixture import EXPERTS, Mixture, Model, Seat, take_seat
+from isograd.corpus.plain import batch, cross_entropy, seeded, valid
+from isograd.corpus.sharded import copied, summed
+
+WORLD, LAYOUT = 2, "tp2 ep2"
+AXIS, TENSORS = "tp", r"^embed|^norm|router"
+
+
+class Everywhere(Mixture):
+    """Experts whose tokens are on all ranks: nothing is gathered, outputs are summed."""
+
+    partial = False
+
+    def routed(self, x: Tensor, weights: Tensor) -> Tensor:
+        here = EXPERTS // self.seat.ep
+        whole = weights if self.partial else copied(weights)
+        mine = whole[:, self.seat.index * here :][:, :here]
+        return summed(self.experts(copied(x), mine))
+
+
+class TensorParallel(Model):
+    mixture = Everywhere
+
+
+def train(bug: bool, seed: int) -> None:
+    seat: Seat = take_seat(2)
+    model = seeded(TensorParallel, seed, seat)
+    model.moe.partial = bug
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        tokens, labels = batch(seed + step)
+        (cross_entropy(model(tokens), labels) / valid(labels)).backward()
+        optimizer.step()
+        optimizer.zero_grad()

@@ -1,0 +1,122 @@
+"""Sees of which terms a loss is made, and with which weight each of them counts: labels, a balance loss, a z-loss.
+
+A term is a number that was made of many numbers. Arithmetic on single numbers makes the loss of its terms: sums, and
+products with constants. Backward begins at the loss; the graph is walked from there down to the terms, and the
+gradient that reaches a number on the way is the weight with which it counts. Value x weight of a term is its share in
+the loss that is optimised, wherever the program multiplies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+ARITHMETIC = ("Add", "Sub", "Mul", "Div", "Neg", "ToCopy", "Clone", "Alias", "View", "Squeeze", "_DDPSink")
+ADDS = ("Add", "Sub")
+MARK = "isograd.term"  # in a node's metadata
+MOST = 64  # numbers between a loss and its terms
+
+Tell = Callable[[str, float, tuple[float, ...], int], None]  # name, value, weights up to the loss, which one is joined
+Guarded = Callable[..., Callable[..., None]]
+Edge = tuple[Any, int]  # a node of the graph, and which of its outputs
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A term, and the numbers between it and the loss, the loss first."""
+
+    edge: Edge
+    path: tuple[Edge, ...]
+
+
+class Terms:
+    """The numbers of a forward that may be terms, until backward begins."""
+
+    def __init__(self, tell: Tell) -> None:
+        self.tell = tell
+        self.fresh: list[tuple[Tensor, str]] = []  # not yet in the graph: that follows the operator
+
+    def made(self, number: Tensor, site: str) -> None:
+        """An operator made one number of many."""
+        self.fresh.append((number, site))
+
+    def settle(self) -> None:
+        """One operator later: the node that made a number keeps its value and its place."""
+        fresh, self.fresh = self.fresh, []
+        for number, site in fresh:
+            if number.grad_fn is not None:
+                marks: Any = number.grad_fn.metadata
+                marks[MARK] = (site, number.detach())
+
+    def begin(self, roots: list[Tensor], guarded: Guarded) -> None:
+        """A backward begins with these."""
+        for root in roots:
+            if root.numel() == 1 and root.grad_fn is not None:
+                leaves = list(_leaves(root.grad_fn))
+                if len(leaves) < MOST:
+                    self._watch(leaves, guarded)
+
+    def _watch(self, leaves: list[Leaf], guarded: Guarded) -> None:
+        weights: dict[Edge, float] = {}
+        watched: set[Any] = set()
+
+        def arrives(node: Any, gradients: tuple[Tensor | None, ...]) -> None:
+            for index, gradient in enumerate(gradients):
+                if gradient is not None:
+                    weights[node, index] = float(gradient)
+            for leaf in leaves:
+                if leaf.edge[0] is node:
+                    self._tell(leaf, weights)
+
+        for leaf in leaves:
+            for node, _ in (*leaf.path, leaf.edge):
+                if node not in watched:
+                    watched.add(node)
+                    node.register_prehook(_hook(guarded(arrives, "terms"), node))
+
+    def _tell(self, leaf: Leaf, weights: dict[Edge, float]) -> None:
+        site, value = leaf.edge[0].metadata.get(MARK, ("", None))
+        chain = [edge for edge in (leaf.edge, *reversed(leaf.path)) if edge in weights]
+        joined = next((i for i, (node, _) in enumerate(chain) if i and _kind(node) in ADDS), -1)
+        if value is not None and chain and chain[0] == leaf.edge:
+            self.tell(site, float(value), tuple(weights[edge] for edge in chain), joined)
+
+
+def _hook(arrives: Callable[..., None], node: Any) -> Callable[..., None]:
+    return lambda gradients: arrives(node, gradients)
+
+
+def _leaves(root: Any) -> Iterator[Leaf]:
+    """Each way from the loss to a term, once."""
+    seen: set[Edge] = set()
+    open_ways: list[Leaf] = [Leaf((root, 0), ())]
+    while open_ways and len(seen) < 4 * MOST:
+        way = open_ways.pop()
+        if way.edge in seen:
+            continue
+        seen.add(way.edge)
+        inside = _into(way.edge)
+        if inside and MARK not in way.edge[0].metadata:
+            open_ways += [Leaf(edge, (*way.path, way.edge)) for edge in inside]
+        elif type(way.edge[0]).__name__ != "AccumulateGrad":
+            yield way
+
+
+def _into(edge: Edge) -> list[Edge]:
+    """The numbers of which arithmetic made this one; none of a term."""
+    node, index = edge
+    kind = _kind(node)
+    if not kind:
+        return []
+    following = [following for following in node.next_functions if following[0] is not None]
+    if kind == "_DDPSink":
+        return [following[index]] if index < len(following) == len(node.next_functions) else []
+    return following if kind in ADDS or len(following) == 1 else []
+
+
+def _kind(node: Any) -> str:
+    name = type(node).__name__
+    return next((kind for kind in ARITHMETIC if name in (f"{kind}Backward{i}" for i in ("", 0, 1, 2))), "")
