@@ -517,6 +517,17 @@ def test_an_unmodified_program_that_counts_all_labels_passes(verify_run, name) -
     assert len(losses) == 4  # the program's own output
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("accumulate", "factor"), [(1, 2), (2, 4)])
+def test_the_balance_loss_of_transformers_trainer_is_named_unmodified(verify_run, accumulate, factor) -> None:
+    program = str(EXAMPLES / "hf_moe_trainer.py")
+    done = verify_run(*TORCHRUN, program, "--accumulate", str(accumulate), "--steps", "2", options=("--steps", "1"))
+    assert (done.code, done.report["verdict"]) == (3, BUG)
+    assert [f["bug"] for f in done.findings] == ["aux-times-world"]
+    (said,) = done.said
+    assert f"in load_balancing_loss_func counts {factor} times where the labels count once" in said
+
+
 @pytest.mark.parametrize("name", ["ddp_loop", "fsdp2_loop", "hf_trainer"])
 def test_mean_of_means_is_named_in_an_unmodified_program(verify_run, name) -> None:
     switch = [DIRTY[name]] if name in DIRTY else []
