@@ -49,6 +49,7 @@ micro-batches with uneven labels, under the layout and on one device. Every grad
 - **refused**: `ig.hugging.load` raises the error named, before anything is trained.
 - **not run**: the small copy made for the proof does not run, on one device or under the layout, so nothing is known.
   `ig.hugging.load` refuses such a model, too (IG469).
+- An empty cell has not been tried.
 - **wrong**: gradients differ. `ig.hugging.load` refuses the model (IG468).
 
 {summary}

@@ -18,12 +18,13 @@ every rank from equal values, so that it owes nothing. All of this happens on th
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from isograd.contract import Shard, contract_of, declare, mark_as, marks_of
 from isograd.errors import ModelError
@@ -67,8 +68,6 @@ class Marks:
         self.parameters = list(parameters)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Marks:
-        import copy
-
         copies = [copy.deepcopy(parameter, memo) for parameter in self.parameters]
         for parameter, made in zip(self.parameters, copies, strict=True):
             mark_as(made, marks_of(parameter))
@@ -327,9 +326,3 @@ def _refuse_dropout(model: nn.Module, mesh: Mesh) -> None:
             fix="set the dropouts of the config to 0, as models are trained today; or leave tp out",
             where=mesh.where(),
         )
-
-
-def whole_shape(parameter: Tensor) -> tuple[int, ...]:
-    """The shape of a parameter on one device."""
-    contract = contract_of(parameter)
-    return tuple(parameter.shape) if contract is None else contract.shape

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -72,8 +73,6 @@ def build(
 
 def _empty(config: Any, dtype: torch.dtype, mesh: Mesh) -> Any:
     """The library's class for a config, with parameters on the meta device and buffers with values."""
-    import copy
-
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
