@@ -15,16 +15,17 @@ import shutil
 import signal
 import sys
 import tempfile
-import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
+from multiprocessing.util import Finalize
 from typing import Any
 
 from isograd import scratch
-from isograd.comm.worker import PARTS, Answer, Seat, main, stack_file
+from isograd.comm.worker import GROUP, PARTS, Answer, Seat, main, stack_file
 from isograd.errors import IsogradError, LaunchError
 
 LONGEST_HOME = 60  # characters: the name of a socket has at most 104, on some systems
@@ -44,11 +45,18 @@ def launch(fn: Callable[..., Any], nproc: int, *args: Any, timeout: float | None
 class World:
     """`nproc` ranks that are started once and reused by every `run`. After a failed run they are started anew."""
 
-    def __init__(self, nproc: int, *, threads: int = 1, interface: str | None = "lo", patience: float = 0.0) -> None:
-        """patience: seconds that a collective waits for a silent rank, when longer than usual."""
+    def __init__(
+        self, nproc: int, *, threads: int = 1, interface: str | None = "lo", patience: float = 0.0,
+        deaf: Iterable[int] = (),
+    ) -> None:  # fmt: skip
+        """patience: seconds that a collective waits for a silent rank, when longer than usual.
+
+        deaf: of SIGTERM and SIGHUP, those that do nothing to a rank, because the caller takes them for all ranks.
+        """
         if nproc < 1:
             raise LaunchError("IG250", "a world needs at least one rank", seen=nproc, expected="nproc >= 1")
         self.nproc, self._threads, self._interface, self._patience = nproc, threads, interface, patience
+        self._deaf = tuple(deaf)
         self._ranks: _Ranks | None = None
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout: float | None = None) -> list[Any]:
@@ -95,10 +103,14 @@ class _Ranks:
         self.pipes: list[Connection] = []
         watch, self._alive = context.Pipe(duplex=False)
         job = first if forked else _pickled(*first)
+        ignored = [number for number in GROUP if signal.getsignal(number) == signal.SIG_IGN]  # as under nohup
+        deaf = (*world._deaf, *ignored)
         self._end = weakref.finalize(self, _stop, self.processes, self.pipes, self.directory, self._alive)
         for rank in range(world.nproc):
             alive = self._alive.fileno() if forked else None
-            seat = Seat(rank, world.nproc, self.directory, world._threads, world._interface, world._patience, alive)
+            seat = Seat(
+                rank, world.nproc, self.directory, world._threads, world._interface, world._patience, deaf, alive
+            )
             ours, theirs = context.Pipe()
             process = context.Process(target=main, args=(seat, theirs, watch, job), name=f"isograd rank {rank}")
             process.start()
@@ -271,19 +283,29 @@ def _context() -> tuple[Any, bool]:
 
 
 def _start_server() -> None:
-    """The fork server lives until its parent is done. A scheduler that asks a whole group of processes to end asks it
-    too; were it to go, nobody would hear how its ranks ended."""
-    from multiprocessing.forkserver import ensure_running
-
-    if threading.current_thread() is not threading.main_thread():
-        with _temporary_files_in(scratch.home()):
-            return ensure_running()
-    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # what is ignored stays ignored in the new process
+    """Start the fork server with the signals of a group blocked: if it ended before its parent, the parent would not
+    learn how the ranks ended. The parent receives its own when they are unblocked."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, GROUP)
     try:
+        resource_tracker.ensure_running()  # which unblocks two of them
+        signal.pthread_sigmask(signal.SIG_BLOCK, GROUP)
         with _temporary_files_in(scratch.home()):
-            ensure_running()
+            forkserver.ensure_running()
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _end_server() -> None:
+    """Left alone, the fork server takes a second or two to notice that its parent has ended."""
+    server: Any = forkserver._forkserver
+    if server._forkserver_pid is not None:
+        with suppress(OSError):
+            os.kill(server._forkserver_pid, signal.SIGKILL)
+            server._stop()
+
+
+# Once multiprocessing has joined all children, and before it removes its temporary folder (-100).
+Finalize(None, _end_server, exitpriority=-50)
 
 
 @contextmanager

@@ -23,6 +23,8 @@ from isograd.comm import raw
 from isograd.errors import IsogradError
 
 PARTS = ("seen", "expected", "fix", "where")
+# Terminals and schedulers send these to every process of a group, at any moment.
+GROUP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ class Seat:
     threads: int
     interface: str | None
     patience: float = 0.0  # seconds that collectives wait for a silent rank, when longer than usual
+    deaf: tuple[int, ...] = ()  # signals that do nothing here: the parent takes them for all ranks
     alive: int | None = None  # in forked ranks: the parent's end of the watch pipe, to be closed here
 
 
@@ -57,11 +60,14 @@ def main(seat: Seat, jobs: Connection, watch: Connection, first: Any) -> None:
     """The life of one rank: join the world, run `first` and then each job that arrives."""
     if seat.alive is not None:
         os.close(seat.alive)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # which the fork server ignores
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle: it stops all ranks
     threading.Thread(target=_die_with_parent, args=(watch,), daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle: it stops all ranks
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        # Not SIG_IGN, which the programs that a rank starts would inherit.
+        signal.signal(number, _leave_to_parent if number in seat.deaf else signal.SIG_DFL)
     stacks = open(stack_file(seat.directory, seat.rank), "w")  # noqa: SIM115  (open as long as the rank lives)
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, GROUP)  # the fork server has them blocked
     os.environ.update(
         RANK=str(seat.rank),
         LOCAL_RANK=str(seat.rank),
@@ -108,6 +114,10 @@ def _do(job: Any) -> Answer:
     except Exception as error:
         text = f"the value that the function returned cannot be sent to the parent: {error!r} (type {type(value)})"
         return Answer(False, text, time.time())
+
+
+def _leave_to_parent(*_: object) -> None:
+    pass
 
 
 def _die_with_parent(watch: Connection) -> None:
