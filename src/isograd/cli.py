@@ -71,6 +71,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         cause = error.cause if isinstance(error, LaunchError) else None
         print(cause or error, file=sys.stderr, flush=True)
         return error.exit_code
+    except KeyboardInterrupt:  # Ctrl-C: 128 and the signal's number, as shells say
+        print("interrupted", file=sys.stderr, flush=True)
+        return 130
     except BrokenPipeError:  # the reader of a pipe has seen enough: isograd explain ... | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1

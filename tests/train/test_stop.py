@@ -7,11 +7,12 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from isograd.train.stop import PASSED_ON, Wish
+from isograd.train.stop import Asked, Wish
 
 WORKER = """
 import sys, time
@@ -47,30 +48,49 @@ def stalled(folder: Path, kinds: list[str]) -> list[subprocess.CompletedProcess[
     ]
 
 
-def test_a_signal_and_a_file_are_heard_and_handlers_given_back(tmp_path: Path) -> None:
+def test_a_signal_and_files_are_heard_and_handlers_given_back(tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGUSR1)
-    wish = Wish(tmp_path, looks=True, signals=[signal.SIGUSR1])
+    asked = Asked([signal.SIGUSR1])
+    wish = Wish(tmp_path, asked, looks=True)
     assert not wish.heard()
     os.kill(os.getpid(), signal.SIGUSR1)
     assert wish.heard()
     assert wish.why == "SIGUSR1"
-    wish.close()
+    asked.pass_on(tmp_path / "asked")
+    asked.close()
     assert signal.getsignal(signal.SIGUSR1) == before
+    rank = Wish(tmp_path, Asked([]), looks=True, passed_on=tmp_path / "asked")
+    assert rank.heard()
+    assert rank.why == "asked to stop"
     (tmp_path / "STOP").touch()
-    blind, sees = Wish(tmp_path, looks=False, signals=[]), Wish(tmp_path, looks=True, signals=[])
+    blind, sees = Wish(tmp_path, Asked([]), looks=False), Wish(tmp_path, Asked([]), looks=True)
     assert not blind.heard()
     assert sees.heard()
+    assert sees.why == "a STOP file"
     sees.done()
     assert not (tmp_path / "STOP").exists()
 
 
-def test_a_wish_that_is_passed_on_late_ends_nobody(tmp_path: Path) -> None:
-    before = signal.getsignal(PASSED_ON)
+def test_a_closed_terminal_is_a_request_unless_the_process_was_started_to_ignore_it(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGHUP)
     try:
-        Wish(tmp_path, looks=False, signals=[PASSED_ON]).close()
-        os.kill(os.getpid(), PASSED_ON)
+        for handler, why in ((signal.SIG_DFL, "SIGHUP"), (signal.SIG_IGN, "")):
+            signal.signal(signal.SIGHUP, handler)
+            with closing(Asked()) as asked:
+                os.kill(os.getpid(), signal.SIGHUP)
+                assert asked.why == why
+            assert signal.getsignal(signal.SIGHUP) == handler
     finally:
-        signal.signal(PASSED_ON, before)
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_the_first_ctrl_c_asks_and_the_second_ends_at_once(capfd: pytest.CaptureFixture[str]) -> None:
+    with closing(Asked([signal.SIGINT])) as asked:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert asked.why == "Ctrl-C"
+        assert "Ctrl-C again ends at once" in capfd.readouterr().err
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
 
 
 def test_the_silent_rank_is_named_with_its_stack(tmp_path: Path) -> None:

@@ -11,22 +11,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, TextIO
+from contextlib import closing
+from typing import TYPE_CHECKING
 
 from isograd import screen
-from isograd.errors import ConfigError, IsogradError, LaunchError
-from isograd.train.stall import STALLED, happened, patience
-from isograd.train.stop import PASSED_ON
+from isograd.errors import ConfigError
+from isograd.train.stop import Asked
 
 if TYPE_CHECKING:
-    from isograd.comm.launch import World
     from isograd.train.config import Config
-    from isograd.train.opening import Opening
     from isograd.train.reading import Loaded
 
 Parser = type[argparse.ArgumentParser]
@@ -36,8 +30,8 @@ TRAIN_END = """Any field of the config can be set here:
 exit codes:
   0   done
   2   wrong usage or config: nothing was started
-  75  asked to stop (SIGTERM, SIGUSR1, Ctrl-C or a file STOP in the run's
-      folder), and saved
+  75  asked to stop (SIGTERM, SIGUSR1, SIGHUP, Ctrl-C or a file STOP in the
+      run's folder), and saved; before the first step there is nothing to save
   6   a gradient was not finite
   7   no progress: a rank fell silent, or a connection was lost
   1   anything else"""
@@ -56,7 +50,7 @@ def train(words: list[str], kind: Parser) -> int:
     parser.add_argument(
         "--resume", default="auto", metavar="auto|PATH|never", help="the checkpoint to start from (default: the newest)"
     )
-    parser.add_argument("--until", type=int, metavar="STEP", help="stop after this step, as if asked to")
+    parser.add_argument("--until", type=_step, metavar="STEP", help="stop after this step, as if asked to")
     parser.add_argument(
         "--log-format", choices=("auto", "lines", "json"), default="auto",
         help="auto: redrawn in place on a terminal, a line a step elsewhere",
@@ -64,20 +58,41 @@ def train(words: list[str], kind: Parser) -> int:
     parser.add_argument("--emit", choices=("torchrun", "slurm", "k8s"), help="print what starts the run, start nothing")
     _cluster_arguments(parser)
     options, dotted = _parse(parser, words)
-    loaded = _load(options.config, dotted, parser)
     if options.emit:
         from isograd.train.emit import Cluster, script
 
         named = {
             field: value for field in Cluster.__dataclass_fields__ if (value := getattr(options, field)) is not None
         }
-        print(script(options.emit, options.config, dotted, loaded.config, Cluster(**named)))
+        print(script(options.emit, options.config, dotted, _load(options.config, dotted, parser).config,
+                     Cluster(**named)))  # fmt: skip
         return 0
     if options.dry_run:
+        config = _load(options.config, dotted, parser).config
+        _refuse_count(config, options.nproc)
         from isograd.train.dry import dry_run
+        from isograd.train.start import opened
 
-        return dry_run(_opened(loaded.config, "never", sys.stdout), force=options.force)
-    return _start(loaded, options)
+        return dry_run(opened(config, "never", sys.stdout), force=options.force)
+    with closing(Asked()) as asked:  # before torch is imported, which takes seconds
+        config = _load(options.config, dotted, parser).config
+        _refuse_count(config, options.nproc)
+        from isograd.train.start import start
+
+        show = "live" if options.log_format == "auto" and sys.stdout.isatty() else options.log_format
+        show = "lines" if show == "auto" else show
+        return start(config, asked, resume=options.resume, show=show, until=options.until, force=options.force)
+
+
+def _refuse_count(config: Config, nproc: int | None) -> None:
+    from isograd.layout import Layout
+
+    needed = Layout.parse(config.layout).world_size
+    if nproc not in (None, needed):
+        raise ConfigError(
+            "IG637", f"layout {config.layout!r} needs {needed} ranks", seen=f"--nproc {nproc}",
+            expected=f"--nproc {needed}, or none", fix="or give a layout for that many with --layout",
+        )  # fmt: skip
 
 
 def config(words: list[str], kind: Parser) -> int:
@@ -121,11 +136,18 @@ def compare(words: list[str], kind: Parser) -> int:
     from isograd.train.compare import compare as run
     from isograd.train.devices import this_machine
     from isograd.train.opening import opening, refuse_data
+    from isograd.train.start import refuse
 
     for loaded in loads.values():
-        _refuse(opening(loaded.config, this_machine()), options.force)
+        refuse(opening(loaded.config, this_machine()), options.force)
         refuse_data(loaded.config)
     return run({layout: loaded.config for layout, loaded in loads.items()}, options.out)
+
+
+def _step(text: str) -> int:
+    if not text.isdecimal() or int(text[:18]) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no step: the first is 1")
+    return int(text[:18])
 
 
 def _config_argument(parser: argparse.ArgumentParser) -> None:
@@ -149,29 +171,10 @@ def _force_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _opened(config: Config, resume: str, out: TextIO) -> Opening:
-    """The run and this machine, as they are shown before anything starts."""
-    from isograd.train.devices import this_machine
-    from isograd.train.opening import opening
-
-    found = opening(config, this_machine())
-    print(found.text(screen.width(100), resume), file=out, flush=True)
-    return found
-
-
-def _refuse(found: Opening, force: bool) -> None:
-    """What this machine cannot hold is refused, or said when the user insists."""
-    problem = found.problem()
-    if problem is not None and not force:
-        raise problem
-    if problem is not None:
-        print(f"--force: started although {problem.what}", file=sys.stderr, flush=True)
-
-
 def _parse(parser: argparse.ArgumentParser, words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """(the parser's own options, the words that set fields of the config)."""
     own = parser._option_string_actions
-    mine, dotted, rest = [], [], list(words)
+    mine, dotted, rest, given = [], [], list(words), set[str]()
     while rest:
         word = rest.pop(0)
         if word.startswith("--") and word.partition("=")[0] not in own:
@@ -180,6 +183,10 @@ def _parse(parser: argparse.ArgumentParser, words: list[str]) -> tuple[argparse.
                 dotted.append(rest.pop(0))
         else:
             mine.append(word)
+            name = word.partition("=")[0]
+            if name in own and name in given:
+                raise ConfigError("IG600", f"{name} is given twice", expected="each option once")
+            given.add(name)
             if word in own and own[word].nargs is None and rest:
                 mine.append(rest.pop(0))
     return parser.parse_args(mine), dotted
@@ -206,88 +213,3 @@ def _show(loaded: Loaded) -> None:
         style = "dim" if origin == "default" else None
         table.add_row(Text(dotted(place)), Text(json.dumps(value)), Text(origin), style=style)
     Console(width=screen.width(140)).print(table)
-
-
-def _start(loaded: Loaded, options: argparse.Namespace) -> int:
-    config = loaded.config
-    from isograd.layout import Layout
-    from isograd.train.early import refuse_early
-    from isograd.train.loop import Orders, Outcome, run
-    from isograd.train.opening import refuse_data
-
-    needed = Layout.parse(config.layout).world_size
-    if options.nproc not in (None, needed):
-        raise ConfigError(
-            "IG637", f"layout {config.layout!r} needs {needed} ranks", seen=f"--nproc {options.nproc}",
-            expected=f"--nproc {needed}, or none", fix="or give a layout for that many with --layout",
-        )  # fmt: skip
-    show = "live" if options.log_format == "auto" and sys.stdout.isatty() else options.log_format
-    show = "lines" if show == "auto" else show
-    out = sys.stderr if show == "json" else sys.stdout
-    if _joins():
-        if os.environ.get("RANK", "0") == "0":
-            with suppress(IsogradError):  # every rank finds the same mistake itself; none may leave before the others
-                _opened(config, options.resume, out)
-        outcome = run(config, Orders(options.resume, show, options.until))
-        return _said(outcome) if os.environ.get("RANK", "0") == "0" else outcome.code
-    _refuse(_opened(config, options.resume, out), options.force)
-    refuse_data(config)
-    refuse_early(config, options.resume)
-    if config.task == "chat":  # a conversation that cannot be learned from is refused before any rank starts
-        from isograd.train.job import prepare
-
-        prepare(config)
-        refuse_data(config)
-    from isograd.comm.launch import World
-
-    orders = Orders(options.resume, show, options.until, (PASSED_ON, signal.SIGTERM))  # a group may be sent it
-    ranks = World(needed, threads=config.threads, patience=patience(config.safety.stall_s))
-    try:
-        with ranks as world, _passes_on(world):
-            outcomes: list[Outcome] = world.run(run, config, orders)
-    except LaunchError:
-        if happened(config.folder):
-            return STALLED
-        raise  # printed by the command line once every rank has ended: an error is the last thing on the screen
-    return _said(outcomes[0])
-
-
-def _said(outcome: object) -> int:
-    from isograd.train.loop import Outcome
-
-    assert isinstance(outcome, Outcome)
-    if outcome.code:
-        print(f"ended after step {outcome.step}: {outcome.why}", file=sys.stderr, flush=True)
-    if outcome.code and "TORCHELASTIC_RUN_ID" in os.environ:
-        print(f"this run's exit code is {outcome.code}; torchrun's own is 1, whatever its ranks end with "
-              f"(a file 'exit-code' in the run's folder holds this run's)", file=sys.stderr, flush=True)  # fmt: skip
-    return outcome.code
-
-
-def _joins() -> bool:
-    """Whether torchrun or Slurm started this process as a rank. Slurm's variables are copied to torch's names."""
-    slurm = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_NTASKS", "LOCAL_RANK": "SLURM_LOCALID",
-             "LOCAL_WORLD_SIZE": "SLURM_NTASKS_PER_NODE"}  # fmt: skip
-    if "RANK" not in os.environ and int(os.environ.get("SLURM_NTASKS", "1")) > 1 and "MASTER_ADDR" in os.environ:
-        os.environ.update({ours: os.environ[theirs] for ours, theirs in slurm.items() if theirs in os.environ})
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
-@contextmanager
-def _passes_on(world: World) -> Iterator[None]:
-    """While this lasts, a signal that asks to stop is passed on to all ranks; a second Ctrl-C ends at once."""
-
-    def ask(number: int, _: object) -> None:
-        """Signal every rank; arm the second Ctrl-C."""
-        for pid in world.pids:
-            os.kill(pid, PASSED_ON)
-        if number == signal.SIGINT:
-            print("stopping after this step, once it is saved; Ctrl-C again ends at once", file=sys.stderr, flush=True)
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

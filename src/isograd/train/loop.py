@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ from isograd.train.job import Job, make_job, prepare
 from isograd.train.optimizers import Schedule
 from isograd.train.reading import written
 from isograd.train.stall import Watchdog, patience
-from isograd.train.stop import SIGNALS, STOPPED, Wish
+from isograd.train.stop import SIGNALS, STOPPED, Asked, Wish
 from isograd.train.trackers import trackers
 
 NOT_FINITE = 6
@@ -60,12 +61,16 @@ class Orders:
     resume: str = "auto"  # a path, "auto" or "never"
     show: str = "lines"  # "live", "json" or "none"
     until: int | None = None  # end after this step, as if asked to stop; None: at the end
-    signals: tuple[Any, ...] = SIGNALS
+    signals: tuple[Any, ...] = SIGNALS  # which this rank takes as requests to stop
+    passed_on: Path | None = None  # the launcher makes this file when it is asked to stop
     before_step: Callable[[int, Job], None] | None = None  # for tests that break things
 
 
-def run(config: Config, orders: Orders) -> Outcome:
-    """Train by a config on this rank, which joins the world of the others; all ranks of it call this."""
+def run(config: Config, orders: Orders, asked: Asked | None = None) -> Outcome:
+    """Train by a config on this rank, which joins the world of the others; all ranks of it call this.
+
+    asked: what has noted signals since the process began; without it `orders.signals` are noted from here on.
+    """
     stall_s = config.safety.stall_s
     with ExitStack() as stack:
         raw.be_patient(patience(stall_s))
@@ -77,12 +82,18 @@ def run(config: Config, orders: Orders) -> Outcome:
         journal.make_folder(config.folder)
         if mesh.rank == 0:
             journal.leave_code(config.folder, None)
-        wish = Wish(config.folder, looks=mesh.rank == 0, signals=orders.signals)
-        stack.callback(wish.close)
+        if asked is None:
+            asked = Asked(orders.signals)
+            stack.callback(asked.close)
+        wish = Wish(config.folder, asked, looks=mesh.rank == 0, passed_on=orders.passed_on)
         dog.beat("preparing data")
         all_or_none(lambda: prepare(config) if mesh.rank == 0 else None, "preparing data", mesh)
-        dog.beat("building the model")
-        outcome = _Run(config, mesh, orders, dog, wish, stack).go()
+        if _any_rank(wish.heard(), mesh):
+            outcome = Outcome(STOPPED, 0, wish.why or "asked to stop")
+        else:
+            dog.beat("building the model")
+            outcome = _Run(config, mesh, orders, dog, wish, stack).go()
+        wish.done()
         if mesh.rank == 0:
             journal.leave_code(config.folder, outcome.code)
         return outcome
@@ -161,6 +172,8 @@ class _Run:
 
     def go(self) -> Outcome:
         step = self.start
+        if early := self._stopping(step):
+            return early
         if self.config.evaluate.first and step == 0:
             self._evaluate(step)
         began, at = time.perf_counter(), step
@@ -215,8 +228,9 @@ class _Run:
         return self._outcome(NOT_FINITE, step - 1, f"step {step}: {whose}; no rank stepped")
 
     def _stopping(self, step: int) -> Outcome | None:
-        asked = torch.tensor([float(self.wish.heard() or step == self.orders.until)], device=self.mesh.device)
-        if step == self.config.steps or not float(raw.all_max(asked, self.mesh.group("world"))):
+        until = self.orders.until
+        ends = self.wish.heard() or (until is not None and step >= until)
+        if step == self.config.steps or not _any_rank(ends, self.mesh):
             return None
         return self._outcome(STOPPED, step, self.wish.why or "asked to stop")
 
@@ -251,7 +265,6 @@ class _Run:
         if ending is not None or last:
             self.keeper.wait()
             self.dog.beat("ending")
-            self.wish.done()
         return ending
 
     def _evaluate(self, step: int) -> None:
@@ -297,6 +310,11 @@ class _Run:
             if load.draw(self.config.folder / "metrics.jsonl", heat):
                 self._event("picture", f"load of the experts: {heat}", step)
         return self._outcome(0, step, "")
+
+
+def _any_rank(mine: bool, mesh: Mesh) -> bool:
+    """Whether it is true on any rank; the same answer on all of them."""
+    return bool(float(raw.all_max(torch.tensor([float(mine)], device=mesh.device), mesh.group("world"))))
 
 
 def _due(step: int, every: int | None) -> bool:

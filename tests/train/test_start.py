@@ -1,0 +1,103 @@
+"""Requests to stop that come while a run starts: none is lost, none shows a traceback, and no process is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from isograd import cli
+from isograd.train.loop import Orders
+from tests.train.test_command import SMALL
+
+
+@pytest.fixture
+def config(tmp_path: Path, text: Path) -> Path:
+    file = tmp_path / "run.yaml"
+    file.write_text(SMALL.format(folder=tmp_path, text=text))
+    return file
+
+
+def lives(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_to_the_group_while_ranks_start_ends_the_run_before_its_first_step(
+    config: Path, number: signal.Signals
+) -> None:
+    """It was lost (SIGTERM), or killed ranks that could not hear it yet (Ctrl-C), or the fork server."""
+    command = [sys.executable, "-m", "isograd.cli", "train", str(config)]
+    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    assert run.stdout is not None and run.stderr is not None
+    while not run.stdout.readline().startswith("  folder"):
+        assert run.poll() is None, run.stderr.read()
+    family = psutil.Process(run.pid)
+    while not (below := family.children(recursive=True)):
+        time.sleep(0.01)
+    os.killpg(run.pid, number)
+    seen = set(below)
+    while run.poll() is None:
+        try:
+            seen |= set(family.children(recursive=True))
+        except psutil.NoSuchProcess:
+            break
+        time.sleep(0.05)
+    shown, said = run.communicate(timeout=60)
+    assert run.returncode == 75, said
+    last = said.splitlines()[-1:]
+    assert last == ["stopped before the first step; nothing to save"]
+    assert len(said.splitlines()) == (2 if number == signal.SIGINT else 1)
+    assert "step " not in shown
+    assert not [process for process in seen if lives(process) and "forkserver" in " ".join(process.cmdline())]
+    assert (config.parent / "run" / "exit-code").read_text() == "75\n"
+
+
+def test_a_request_before_any_rank_is_started_starts_none(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from isograd.train import start
+
+    monkeypatch.setattr(start, "World", None)
+    monkeypatch.setattr(start, "refuse_data", lambda _: os.kill(os.getpid(), signal.SIGINT))
+    before = signal.getsignal(signal.SIGINT)
+    assert cli.main(["train", str(config)]) == 75
+    assert signal.getsignal(signal.SIGINT) == before
+    assert "stopped before the first step; nothing to save" in capsys.readouterr().err
+
+
+def test_a_request_while_ranks_are_made_is_a_file_that_they_find(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from isograd.train import start
+
+    class Made:
+        def __init__(self, *_: object, **__: object) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        __enter__ = lambda self: self  # noqa: E731
+        __exit__ = lambda *_: None  # noqa: E731
+
+        def run(self, _: object, __: object, orders: Orders) -> list[start.Outcome]:
+            assert orders.signals == ()
+            assert orders.passed_on is not None and orders.passed_on.exists()
+            return [start.Outcome(75, 0, "asked to stop")]
+
+    monkeypatch.setattr(start, "World", Made)
+    assert cli.main(["train", str(config)]) == 75
+
+
+def test_ctrl_c_during_imports_is_no_traceback(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("isograd.train.command._load", interrupted)
+    assert cli.main(["train", str(config)]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
