@@ -8,6 +8,7 @@ import pytest
 
 from isograd.cli import main
 from isograd.comm.launch import World
+from isograd.train import journal
 from isograd.train.devices import Machine
 
 RUN = """version: 1
@@ -54,6 +55,17 @@ MISTAKES = {
     "the wrong number of ranks": (
         "", "", ["train", "run.yaml", "--nproc", "3"], ["IG637", "needs 2 ranks", "--nproc 3", "--layout"],
     ),
+    "the wrong number of ranks for a dry run": (
+        "", "", ["train", "run.yaml", "--nproc", "5", "--dry-run"], ["IG637", "needs 2 ranks", "--nproc 5"],
+    ),
+    "a last step before the first": ("", "", ["train", "run.yaml", "--until", "0"], ["IG600", "--until", "'0'"]),
+    "an option given twice": (
+        "", "", ["train", "run.yaml", "--until", "3", "--until=4"], ["IG600", "--until is given twice"],
+    ),
+    "no path of a run": ("", "", ["train", "run.yaml", "--run", ""], ["IG630", "command line: --run: give the path"]),
+    "a run in a file": ("", "", ["train", "run.yaml", "--run", "run.yaml"], ["IG995", "File exists", "--run FOLDER"]),
+    "a run below a file": ("", "", ["train", "run.yaml", "--run", "run.yaml/x"], ["IG995", "Not a directory"]),
+    "a run where no folder can be made": ("", "", ["train", "run.yaml", "--run", "/proc/x"], ["IG995", "/proc/x"]),
     "pairs without an encoder": (
         "data:\n  sources: [{builtin: stdlib}]\n  length: 12", "pairs: {path: x.jsonl, keys: [a, b]}",
         ["train", "run.yaml"], ["IG641", "no model.path", "--model.path FOLDER"],
@@ -77,3 +89,21 @@ def test_a_mistake_is_told_before_anything_starts(
     assert "Traceback" not in said
     assert len(said.splitlines()) <= 6
     assert not Path("out").exists()
+
+
+@pytest.mark.parametrize("words", [["--run", "."], ["--run", ".", "--dry-run"]])
+def test_a_config_of_the_users_own_in_the_runs_folder_is_kept(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(World, "run", lambda *_: pytest.fail("ranks were started"))
+    Path("config.yaml").write_text(f"# mine\n{RUN}")
+    assert main(["train", "config.yaml", *words]) == 2
+    said = capsys.readouterr().err
+    assert "IG996" in said and "config.yaml" in said
+    assert Path("config.yaml").read_text() == f"# mine\n{RUN}"
+
+
+def test_a_config_that_a_run_has_written_is_no_obstacle(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(f"{journal.WRITTEN}\nsteps: 1\n")
+    journal.make_folder(tmp_path)

@@ -1,6 +1,6 @@
 """`isograd train --dry-run`: everything is checked, then one real step is taken in a folder that is thrown away.
 
-A run that this machine cannot hold is checked all the same, and its step is left out: the opening says what it needs.
+A run that this machine cannot hold is checked all the same; its step is left out, and the dry run is not passed.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import tempfile
 
 from isograd import scratch
 from isograd.comm.launch import World
-from isograd.train import texts
+from isograd.train import journal, texts
 from isograd.train.config import Config
 from isograd.train.job import prepare
 from isograd.train.loop import Orders, Outcome, run
@@ -20,13 +20,13 @@ def dry_run(opening: Opening, *, force: bool = False) -> int:
     """Check a run, take its first step where this machine can, keep nothing; the exit code."""
     config = opening.config
     problem = opening.problem()
+    refuse_data(config)
+    journal.refuse_other_config(config.folder)
     if problem is not None and not force:
         print(memory_table(opening))
-        print(f"step: not taken on this machine. {problem}", flush=True)
-    refuse_data(config)
-    if problem is not None and not force:
-        print("dry run passed, without a step: config, data, model and layout fit each other")
-        return 0
+        print("config, data, model and layout fit each other; no step was taken", flush=True)
+        print(f"dry run not passed on this machine. {problem}", flush=True)
+        return problem.exit_code
     with tempfile.TemporaryDirectory(prefix="dry-", dir=scratch.home()) as folder:
         one = _one_step(config, folder)
         prepare(one)

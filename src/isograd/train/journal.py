@@ -6,6 +6,7 @@ steps that will be done again are dropped, so that a curve has one value at each
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from isograd.engine import Mean
 
 MAX_LINE = 1 << 16
+WRITTEN = "# Written by isograd: the complete config of this run"  # the first line of config.yaml
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 WIDE = 10_000  # columns where nothing limits a line: a file, a pipe
 
 
@@ -56,18 +59,47 @@ def _writing() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise TrainError(
-            "IG981", f"the run's folder cannot be written: {error}", expected="a folder with room",
-            fix="make room, or give another folder with --run FOLDER; the same command then resumes from the newest "
-            "checkpoint",
-        ) from error  # fmt: skip
+        raise _not_writable(error) from error
+
+
+def _not_writable(error: OSError) -> TrainError:
+    return TrainError(
+        "IG981", f"the run's folder cannot be written: {error}", expected="a folder with room",
+        fix="make room, or give another folder with --run FOLDER; the same command then resumes from the newest "
+        "checkpoint",
+    )  # fmt: skip
 
 
 def make_folder(folder: Path) -> None:
     """The run's folder, made if need be; one with links in it is refused, as a run would write through them."""
-    with _writing():
+    try:
         folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        if error.errno in FULL:
+            raise _not_writable(error) from error
+        raise TrainError(
+            "IG995", f"the run's folder cannot be made: {error.strerror}", seen=str(folder),
+            expected="the path of a folder that exists, or that can be made", fix="--run FOLDER",
+        ) from error  # fmt: skip
     inside.no_links(folder)
+    refuse_other_config(folder)
+
+
+def refuse_other_config(folder: Path) -> None:
+    """Refuse a folder whose config.yaml no run has written: a run would overwrite it."""
+    file = folder / "config.yaml"
+    if not file.exists():
+        return
+    try:
+        found = outside.read_text(file, outside.CONFIG)
+    except outside.FileError as error:
+        found = error.brief
+    if not found.startswith(WRITTEN):
+        raise TrainError(
+            "IG996", "the run's folder holds a config.yaml that no run has written; a run would overwrite it",
+            seen=str(file), expected=f"a folder of its own for a run, or a config.yaml that begins with {WRITTEN!r}",
+            fix="--run FOLDER, or give that file another name",
+        )  # fmt: skip
 
 
 def leave_code(folder: Path, code: int | None) -> None:
@@ -175,11 +207,23 @@ def spread(load: Mapping[str, Sequence[float]]) -> str:
     return f"experts {min(every):.2f}-{max(every):.2f}" if every else ""
 
 
+@contextmanager
+def closed_terminal() -> Iterator[None]:
+    """Writing to a terminal that has been closed fails; the run that was shown there still has to be saved."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
+
+
+@closed_terminal()
 def plain(entry: dict[str, Any]) -> None:
     """Print an entry as a line of words."""
     print(sentence(entry, screen.width(WIDE)), flush=True)
 
 
+@closed_terminal()
 def as_json(entry: dict[str, Any]) -> None:
     """Print an entry as a line of JSON."""
     print(json.dumps({k: _number(v) for k, v in entry.items()}), flush=True)
@@ -197,6 +241,7 @@ class Live:
         self._display = Display(console=self._console, refresh_per_second=4, transient=False)
         self._display.start()
 
+    @closed_terminal()
     def __call__(self, entry: dict[str, Any]) -> None:
         if "event" in entry:
             self._console.print(sentence(entry), markup=False, highlight=False)
@@ -210,6 +255,7 @@ class Live:
             Text(f"{bar} {share:.0%}\n{curve(self._losses)}\n{sentence(entry, self._console.width)}", overflow="fold")
         )
 
+    @closed_terminal()
     def close(self) -> None:
         """Leave the last picture on the screen and stop redrawing."""
         self._display.stop()

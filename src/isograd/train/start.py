@@ -82,14 +82,19 @@ def refuse(found: Opening, force: bool) -> None:
         print(f"--force: started although {problem.what}", file=sys.stderr, flush=True)
 
 
+@journal.closed_terminal()
+def _tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
 def _said(outcome: Outcome) -> int:
     if outcome.code == STOPPED and not outcome.losses:
-        print("stopped before the first step; nothing to save", file=sys.stderr, flush=True)
+        _tell("stopped before the first step; nothing to save")
     elif outcome.code:
-        print(f"ended after step {outcome.step}: {outcome.why}", file=sys.stderr, flush=True)
+        _tell(f"ended after step {outcome.step}: {outcome.why}")
     if outcome.code and "TORCHELASTIC_RUN_ID" in os.environ:
-        print(f"this run's exit code is {outcome.code}; torchrun's own is 1, whatever its ranks end with "
-              f"(a file 'exit-code' in the run's folder holds this run's)", file=sys.stderr, flush=True)  # fmt: skip
+        _tell(f"this run's exit code is {outcome.code}; torchrun's own is 1, whatever its ranks end with "
+              f"(a file 'exit-code' in the run's folder holds this run's)")  # fmt: skip
     return outcome.code
 
 
