@@ -73,16 +73,16 @@ def grouped_linear(x: Tensor, weight: Tensor, ends: Sequence[int]) -> Tensor:
 
 
 def _segments(ends: Sequence[int]) -> Iterator[tuple[int, slice]]:
-    """The experts that have slots."""
+    """Each expert, and its slots, which may be none."""
     start = 0
     for expert, end in enumerate(ends):
-        if end > start:
-            yield expert, slice(start, end)
+        yield expert, slice(start, end)
         start = end
 
 
 class _Grouped(torch.autograd.Function):
-    """A loop over sorted segments. Results are written where they belong: nothing is stacked or joined."""
+    """A loop over sorted segments. Results are written where they belong: nothing is stacked or joined. The product of
+    no slots, which is an idle expert's gradient, is zeros."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, ends: tuple[int, ...]) -> Tensor:
@@ -100,7 +100,7 @@ class _Grouped(torch.autograd.Function):
         need_x, need_weight, _ = ctx.needs_input_grad
         dy = dy.contiguous()
         dx = torch.empty_like(x) if need_x else None
-        dweight = torch.zeros_like(weight) if need_weight else None  # zeros: of an expert without slots
+        dweight = torch.empty_like(weight) if need_weight else None
         for expert, rows in _segments(ctx.ends):
             if dx is not None:
                 torch.mm(dy[rows], weight[expert], out=dx[rows])
