@@ -88,6 +88,11 @@ class TransformerConfig:
         problems += [
             f"{n} must be in [0, 1)" for n in ("dropout", "attention_dropout") if not 0 <= getattr(self, n) < 1
         ]
+        if self.experts is not None and not any(self.experts.in_layer(n) for n in range(min(self.layers, MOST_LAYERS))):
+            problems.append(
+                f"no layer has experts: every {self.experts.every} after the first {self.experts.dense_first} of "
+                f"{self.layers} layers"
+            )
         if problems:
             raise ConfigError("IG601", "invalid model config: " + "; ".join(problems), fix="fix every point above")
 

@@ -70,10 +70,16 @@ class ExpertOptions:
                 f"{self.per_token} experts of a token cannot be in {self.chosen_groups} of {self.groups} groups of "
                 f"{self.number // self.groups}"
             )
+        numbers = ("scale", "choice_bias_rate", "balance_weight", "z_weight")
+        problems += [
+            f"{name} must be finite and not negative, not {value}"
+            for name in numbers
+            if not (math.isfinite(value := getattr(self, name)) and value >= 0)
+        ]
         if self.shared_gate and not self.shared:
             problems.append("shared_gate without a shared expert")
-        if self.capacity is not None and not self.capacity > 0:
-            problems.append(f"capacity must be positive, not {self.capacity}")
+        if self.capacity is not None and not (self.capacity > 0 and math.isfinite(self.capacity)):
+            problems.append(f"capacity must be positive and finite, not {self.capacity}")
         if problems:
             raise ModelError("IG450", "invalid experts: " + "; ".join(problems), fix="fix every point above")
         if self.per_token == 1 and self.renormalise:
