@@ -1,8 +1,9 @@
 """What layers count while a step runs: whole numbers, summed over ranks, and used once, when the step is committed.
 
-A Tally counts in forwards that belong to a step: with gradients enabled, in training mode, and not when a forward is
-recomputed. The engine calls `end` on all ranks when the optimizer has stepped, and when a step is skipped, refused or
-discarded. Counts are int64, so their sum over ranks and micro-batches has the same bits under every layout.
+A Tally counts in forwards that belong to a step: in training mode, and when their backward runs. A forward whose loss
+is only looked at, or that an exception ended, counts nothing, nor does one that is recomputed. The engine calls `end`
+on all ranks when the optimizer has stepped, and when a step is skipped, refused or discarded. Counts are int64, so
+their sum over ranks and micro-batches has the same bits under every layout.
 
 A Tally that is `ahead` must know the counts of the whole step before its first backward: `counting` surrounds a pass
 over the step's micro-batches without gradients, and `known` are the counts of that pass on all ranks.
@@ -29,14 +30,24 @@ class Tally:
         """`use` is given the counts of all ranks when a step is committed."""
         self.size, self.ahead, self.use = size, ahead, use
         self.counting = False  # whether the forwards under way count for `known`
+        self.ignoring = False  # whether they count for nothing
         self.mine: Tensor | None = None  # of this rank, in the running step
         self.known: Tensor | None = None  # of all ranks, of the running step, counted before it
         self.last: Tensor | None = None  # of all ranks, of the step committed last
 
-    def add(self, counts: Tensor, training: bool) -> None:
-        """Add what a forward on this rank counted, int64 [size], if it belongs to a step."""
-        if self.counting or (training and torch.is_grad_enabled()):
-            self.mine = counts if self.mine is None else self.mine + counts
+    def add(self, counts: Tensor, training: bool, result: Tensor) -> None:
+        """Add what a forward on this rank counted, int64 [size], if it belongs to a step: when the gradient of its
+        `result` is made."""
+        if self.ignoring:
+            return
+        if self.counting:
+            self._add(counts)
+        elif training and result.requires_grad:
+            waiting = [counts]
+            result.register_hook(lambda _: self._add(waiting.pop()) if waiting else None)
+
+    def _add(self, counts: Tensor) -> None:
+        self.mine = counts if self.mine is None else self.mine + counts
 
 
 class Tallies:
@@ -74,12 +85,13 @@ class Tallies:
     @contextmanager
     def ignoring(self) -> Iterator[None]:
         """The forwards in here count for nothing: their rows stand in for rows that are not there."""
-        before = [tally.mine for tally in self.members]
+        for tally in self.members:
+            tally.ignoring = True
         try:
             yield
         finally:
-            for tally, mine in zip(self.members, before, strict=True):
-                tally.mine = mine
+            for tally in self.members:
+                tally.ignoring = False
 
     @contextmanager
     def counting(self) -> Iterator[None]:

@@ -64,6 +64,27 @@ def test_a_bias_and_lagged_counts_change_at_the_commit_of_a_step_and_never_else(
     assert int(counts.sum()) == 3 * 7 * 2  # each of 21 tokens has chosen two, once
 
 
+def test_a_forward_without_a_backward_counts_nothing() -> None:
+    """One whose loss is only looked at, and one that an exception ends after its first layer of experts."""
+    engine, undisturbed = engine_of(), engine_of()
+    engine.model(*batch(1))
+    last = engine.model.blocks[-1].mlp
+    hook = last.register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        engine.model(*batch(1))
+    hook.remove()
+    engine.train_step(batch(2))
+    undisturbed.train_step(batch(2))
+    for ours, theirs in zip(engine.model.blocks, undisturbed.model.blocks, strict=True):
+        assert torch.equal(ours.mlp.load.last, theirs.mlp.load.last)
+    assert same(buffers(engine), buffers(undisturbed))
+
+
+def test_experts_in_no_layer_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"IG601(.|\n)*no layer has experts: every 5 after the first 0 of 2"):
+        replace(CONFIG, experts=replace(OPTIONS, every=5))
+
+
 def test_a_recomputed_step_counts_once_and_chooses_what_it_chose(monkeypatch: pytest.MonkeyPatch) -> None:
     """A router whose second forward would choose otherwise: its scores are another function each time."""
     engine, plain = engine_of(), engine_of()

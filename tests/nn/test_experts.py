@@ -187,6 +187,8 @@ def test_an_expert_that_nobody_chooses_has_a_gradient_of_zeros() -> None:
         ({"groups": 3}, "IG450", "3 groups do not divide 4"),
         ({"per_token": 3, "groups": 2}, "IG450", "cannot be in 1 of 2 groups"),
         ({"shared_gate": True}, "IG450", "without a shared expert"),
+        ({"scale": float("nan"), "z_weight": -1.0}, "IG450", "scale must be finite.*z_weight must be finite"),
+        ({"capacity": float("inf")}, "IG450", "capacity must be positive and finite"),
         ({"per_token": 1}, "IG451", "the router learns nothing"),
         ({"capacity": 1.0, "capacity_scope": "rank"}, "IG452", "would change with the layout"),
     ],
@@ -200,3 +202,14 @@ def test_options_that_cannot_be_right_are_refused_by_name(changes: dict, code: s
 def test_experts_that_ep_cannot_cut_are_refused(layout: str, near: str) -> None:
     with pytest.raises(ModelError, match=f"IG453(.|\n)*nearest that does is {near}"):
         made(PLAIN, Mesh.unbound(layout, rank=1))
+
+
+def test_the_bias_of_the_choice_stays_in_fp32() -> None:
+    layer = MoE(HIDDEN, replace(PLAIN, choice_bias=True), Mesh.unbound("1"), key=random.key(1, "moe"))
+    assert layer.choice_bias is not None
+    layer.choice_bias += 0.501
+    before = layer.choice_bias.clone()
+    assert layer.to(torch.bfloat16).router.weight.dtype == torch.bfloat16
+    assert torch.equal(layer.choice_bias, before)
+    assert layer.choice_bias is dict(layer.named_buffers())["choice_bias"]
+    assert layer.double().choice_bias.dtype == torch.float64

@@ -92,7 +92,7 @@ def _every_forward_counts() -> Any:
     """Evaluation counts, too."""
     from isograd.tallies import Tally
 
-    def add(self: Any, counts: torch.Tensor, training: bool) -> None:
+    def add(self: Any, counts: torch.Tensor, training: bool, result: torch.Tensor) -> None:
         self.mine = counts if self.mine is None else self.mine + counts
 
     return patch.object(Tally, "add", add)
@@ -101,7 +101,7 @@ def _every_forward_counts() -> Any:
 def _first_micro_batch_counts() -> Any:
     from isograd.tallies import Tally
 
-    def add(self: Any, counts: torch.Tensor, training: bool) -> None:
+    def add(self: Any, counts: torch.Tensor, training: bool, result: torch.Tensor) -> None:
         if (self.counting or (training and torch.is_grad_enabled())) and self.mine is None:
             self.mine = counts
 

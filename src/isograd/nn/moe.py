@@ -97,6 +97,15 @@ class MoE(nn.Module):
         self.register_buffer("choice_bias", bias)
         self.register_buffer("counts_before", lagged)
 
+    def _apply(self, fn: Any, recurse: bool = True) -> MoE:
+        """What .to(), .bfloat16() and the like call. The bias of the choice stays in fp32 at least: in bf16 its small
+        changes would be rounded away."""
+        bias = self.choice_bias
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if bias is not None and self.choice_bias is not None and self.choice_bias.dtype.itemsize < bias.dtype.itemsize:
+            self.choice_bias = bias.to(self.choice_bias.device)
+        return self
+
     def forward(self, x: Tensor, stream: Stream) -> tuple[Tensor, Tensor | None]:
         """The residual stream in and out; and, in training, the sums [balance, z] over all tokens of this data rank."""
         routed, sums = self._routed(x, stream)
@@ -116,14 +125,17 @@ class MoE(nn.Module):
         scores = routing.scores_of(logits, self.options)
         memory = stream.remembered
         route = None if memory is None else memory.route
+        first = route is None
         if route is None:
             self.wrong.find(scores)
             route = self._route(scores.detach(), here)
-            self.load.add(route.indices[here.real].flatten().bincount(minlength=self.options.number), self.training)
             if memory is not None:
                 memory.route = route
         weights = routing.weights_of(scores, route.indices, self.options)
         y = self._through(x, weights, route)
+        if first:
+            counts = route.indices[here.real].flatten().bincount(minlength=self.options.number)
+            self.load.add(counts, self.training, y)
         sums = balance.sums(logits, scores, route, here, self) if self.training and torch.is_grad_enabled() else None
         if not sp:
             y = ops.gather_for_identical_use(y, tp, sizes=here.sizes)
