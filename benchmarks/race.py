@@ -62,7 +62,17 @@ def _median_ratio(mine: Sequence[float], theirs: Sequence[float]) -> float:
     return statistics.median(a / b for a, b in zip(mine, theirs, strict=True))
 
 
-def run(entries: Sequence[Entry], sizes: Sizes, ranks: int, *, rounds: int, steps: int, errors: bool) -> list[Result]:
+def run(
+    entries: Sequence[Entry],
+    sizes: Sizes,
+    ranks: int,
+    *,
+    rounds: int,
+    steps: int,
+    errors: bool,
+    reference: Entry = ONE,
+) -> list[Result]:
+    """`reference`: whose gradients on the whole batch are the truth."""
     results = [Result(entry) for entry in entries]
     with ExitStack() as stack:
         worlds = [stack.enter_context(World(1 if entry.alone else ranks)) for entry in entries]
@@ -84,15 +94,15 @@ def run(entries: Sequence[Entry], sizes: Sizes, ranks: int, *, rounds: int, step
         for result, world in zip(results, worlds, strict=True):
             result.peak = max(world.run(seat.peak))
         if errors:
-            _compare(results, worlds, sizes)
+            _compare(results, worlds, sizes, reference)
     return results
 
 
-def _compare(results: Sequence[Result], worlds: Sequence[World], sizes: Sizes) -> None:
+def _compare(results: Sequence[Result], worlds: Sequence[World], sizes: Sizes, reference: Entry) -> None:
     for kind in ("even", "uneven"):
         began = time.perf_counter()
         with World(1) as one:
-            expected = one.run(seat.gradients, ONE, sizes, kind == "uneven", timeout=TIMEOUT)[0]
+            expected = one.run(seat.gradients, reference, sizes, kind == "uneven", timeout=TIMEOUT)[0]
         for result, world in zip(results, worlds, strict=True):
             if not result.entry.alone:
                 got = world.run(seat.gradients, result.entry, sizes, kind == "uneven", timeout=TIMEOUT)[0]

@@ -57,7 +57,12 @@ def main(name: str, text: str, entries: Sequence[Entry], notes: Sequence[str]) -
 
 
 def contest(
-    name: str, entries: Sequence[Entry], sizes: Sizes, chosen: argparse.Namespace, notes: Sequence[str]
+    name: str,
+    entries: Sequence[Entry],
+    sizes: Sizes,
+    chosen: argparse.Namespace,
+    notes: Sequence[str],
+    reference: Entry = ONE,
 ) -> None:
     """One race of one size: run, shown and written down."""
     title = (
@@ -66,8 +71,9 @@ def contest(
     )
     print(title, *notes, sep="\n", flush=True)
     results = race.run(
-        entries, sizes, chosen.ranks, rounds=chosen.rounds, steps=chosen.steps, errors=not chosen.no_errors
-    )
+        entries, sizes, chosen.ranks, rounds=chosen.rounds, steps=chosen.steps, errors=not chosen.no_errors,
+        reference=reference,
+    )  # fmt: skip
     rows = [row(result, results, sizes, chosen.ranks) for result in results]
     foreign = sum(r["disturbed_rounds"] for r in rows)
     if foreign:
