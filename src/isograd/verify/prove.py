@@ -174,10 +174,9 @@ def _train(made: Case, gradients: Callable[[], None], clip: Callable[[list[Tenso
 
 
 def _sum_of_parts(case: Case, parts: list[object], capture: Capture) -> None:
-    with torch.no_grad():
-        capture.active = False
-        totals = sum_weights(case.terms(part) for part in parts)
-        capture.active = True
+    capture.active = False
+    totals = sum_weights(case.terms(part) for part in parts)  # with gradients: some terms are made only then
+    capture.active = True
     sums = dict.fromkeys(totals, 0.0)  # of coefficient * value * weight
     for part in parts:
         terms = {name: term for name, term in case.terms(part).items() if float(term.weight)}
@@ -215,7 +214,7 @@ def backwards(engine: Engine, case: Case, parts: Sequence[object], capture: Capt
         if not number:
             if capture is not None:
                 capture.active = False
-            with torch.no_grad(), torch.random.fork_rng([]):
+            with torch.random.fork_rng([]):
                 weights = sum_weights([result, *(case.terms(other) for other in parts[1:])])
             if capture is not None:
                 capture.active = True
