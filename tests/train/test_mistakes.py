@@ -63,9 +63,9 @@ MISTAKES = {
         "", "", ["train", "run.yaml", "--until", "3", "--until=4"], ["IG600", "--until is given twice"],
     ),
     "no path of a run": ("", "", ["train", "run.yaml", "--run", ""], ["IG630", "command line: --run: give the path"]),
-    "a run in a file": ("", "", ["train", "run.yaml", "--run", "run.yaml"], ["IG995", "File exists", "--run FOLDER"]),
-    "a run below a file": ("", "", ["train", "run.yaml", "--run", "run.yaml/x"], ["IG995", "Not a directory"]),
-    "a run where no folder can be made": ("", "", ["train", "run.yaml", "--run", "/proc/x"], ["IG995", "/proc/x"]),
+    "a run in a file": ("", "", ["train", "run.yaml", "--run", "run.yaml"], ["IG988", "File exists", "--run FOLDER"]),
+    "a run below a file": ("", "", ["train", "run.yaml", "--run", "run.yaml/x"], ["IG988", "Not a directory"]),
+    "a run where no folder can be made": ("", "", ["train", "run.yaml", "--run", "/proc/x"], ["IG988", "/proc/x"]),
     "pairs without an encoder": (
         "data:\n  sources: [{builtin: stdlib}]\n  length: 12", "pairs: {path: x.jsonl, keys: [a, b]}",
         ["train", "run.yaml"], ["IG641", "no model.path", "--model.path FOLDER"],
@@ -100,7 +100,7 @@ def test_a_config_of_the_users_own_in_the_runs_folder_is_kept(
     Path("config.yaml").write_text(f"# mine\n{RUN}")
     assert main(["train", "config.yaml", *words]) == 2
     said = capsys.readouterr().err
-    assert "IG996" in said and "config.yaml" in said
+    assert "IG989" in said and "config.yaml" in said
     assert Path("config.yaml").read_text() == f"# mine\n{RUN}"
 
 

@@ -78,7 +78,7 @@ def make_folder(folder: Path) -> None:
         if error.errno in FULL:
             raise _not_writable(error) from error
         raise TrainError(
-            "IG995", f"the run's folder cannot be made: {error.strerror}", seen=str(folder),
+            "IG988", f"the run's folder cannot be made: {error.strerror}", seen=str(folder),
             expected="the path of a folder that exists, or that can be made", fix="--run FOLDER",
         ) from error  # fmt: skip
     inside.no_links(folder)
@@ -96,7 +96,7 @@ def refuse_other_config(folder: Path) -> None:
         found = error.brief
     if not found.startswith(WRITTEN):
         raise TrainError(
-            "IG996", "the run's folder holds a config.yaml that no run has written; a run would overwrite it",
+            "IG989", "the run's folder holds a config.yaml that no run has written; a run would overwrite it",
             seen=str(file), expected=f"a folder of its own for a run, or a config.yaml that begins with {WRITTEN!r}",
             fix="--run FOLDER, or give that file another name",
         )  # fmt: skip
