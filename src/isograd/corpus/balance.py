@@ -49,6 +49,7 @@ class Balanced(Mixture):
         self.balance = torch.zeros(0)  # of each sequence of the micro-batch
 
     def forward(self, x: Tensor) -> Tensor:
+        """The mixture's output; what it has chosen is kept for the balance loss."""
         with torch.no_grad():
             choice = self.choose(self.scores(x))
         self.runs = 0
@@ -58,6 +59,7 @@ class Balanced(Mixture):
         return output  # type: ignore[no-any-return]
 
     def layer(self, x: Tensor, choice: Tensor) -> tuple[Tensor, Tensor]:
+        """The mixture, which a recomputed forward calls once more."""
         self.runs += 1
         scores = self.scores(x)
         if self.bug == "recompute-flip":
@@ -69,6 +71,7 @@ class Balanced(Mixture):
         return self.compute(x, scores, choice), (often * sums).sum(1) * EXPERTS / (CHOSEN * LENGTH**2)
 
     def count(self, choice: Tensor) -> None:
+        """Add the tokens of each expert to the counts of this step."""
         self.chosen += choice.flatten().bincount(minlength=EXPERTS)
 
     def move(self, slots: int) -> None:
@@ -79,6 +82,8 @@ class Balanced(Mixture):
 
 
 class BalancedModel(Model):
+    """The model, with a balance loss beside that of the labels."""
+
     mixture = Balanced
 
 
@@ -93,6 +98,7 @@ def share(balance: Tensor, bug: str) -> Tensor:
 
 
 def train(bug: str, seed: int) -> None:
+    """Two steps; `bug` names what is planted, if anything."""
     rank, world = dist.get_rank(), dist.get_world_size()
     model = seeded(BalancedModel, seed, take_seat(2))
     model.moe.bug = bug

@@ -18,12 +18,15 @@ AXIS, TENSORS = "", rf"\.experts\.{EXPERTS - 1}\."
 
 
 class Expert(nn.Module):
+    """One expert, as modules of their own have it."""
+
     def __init__(self) -> None:
         super().__init__()
         self.up = nn.Linear(HIDDEN, INNER, bias=False)
         self.down = nn.Linear(INNER, HIDDEN, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        """One expert's output for all tokens."""
         y: Tensor = self.down(self.up(x).relu())
         return y
 
@@ -37,12 +40,14 @@ class Separate(nn.ModuleDict):
         super().__init__({str(number): Expert() for number in range(EXPERTS)})
 
     def keep(self, seat: Seat) -> None:
+        """Keep the experts of this rank."""
         here = EXPERTS // seat.ep
         for number in range(EXPERTS):
             if number // here != seat.index:
                 del self[str(number)]
 
     def forward(self, x: Tensor, weights: Tensor) -> Tensor:
+        """The sum over the experts of this rank."""
         total = torch.zeros_like(x)
         for expert, weight in zip(self.values(), weights.unbind(1), strict=True):
             if not self.skip or bool(weight.any()):
@@ -51,16 +56,21 @@ class Separate(nn.ModuleDict):
 
 
 class SeparateMixture(Mixture):
+    """The mixture with one module for each expert."""
+
     def __init__(self, seat: Seat) -> None:
         super().__init__(seat)
         self.experts = Separate()  # type: ignore[assignment]
 
 
 class SeparateModel(Model):
+    """The model with that mixture."""
+
     mixture = SeparateMixture
 
 
 def train(bug: bool, seed: int) -> None:
+    """Two steps; `bug` leaves the gradient of an expert that nobody has chosen at None."""
     rank, world = dist.get_rank(), dist.get_world_size()
     model = seeded(SeparateModel, seed, take_seat(2))
     model.moe.choice_bias[-1] = -1e9  # nobody chooses the last expert

@@ -42,6 +42,7 @@ def average(model: Model, seat: Seat, bug: str) -> None:
 
 
 def total_norm(model: Model, seat: Seat, bug: str) -> torch.Tensor:
+    """The norm of all gradients, each rank's experts counted once."""
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     experts = torch.stack([g.square().sum() for name, g in gradients.items() if routed(name)]).sum()
     if bug != "norm-omits-experts":
@@ -51,6 +52,7 @@ def total_norm(model: Model, seat: Seat, bug: str) -> torch.Tensor:
 
 
 def train(bug: str, seed: int) -> None:
+    """Two steps; `bug` names what is planted, if anything."""
     rank, world = dist.get_rank(), dist.get_world_size()
     seat = take_seat(2)
     model = seeded(Model, seed, seat)

@@ -24,6 +24,7 @@ FORGOTTEN = {"router-unreduced": "moe.router.weight", "shared-gate": "moe.shared
 
 
 def train(bug: str, seed: int) -> None:
+    """Two steps; `bug` names what is planted, if anything."""
     rank, world = dist.get_rank(), dist.get_world_size()
     model = seeded(Model, seed, take_seat(2))
     if bug == "gather-cut":

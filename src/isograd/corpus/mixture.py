@@ -63,11 +63,13 @@ class Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        """Gather all ranks' rows."""
         ctx.group = group
         return gather_rows(x, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        """Sum over ranks, and take this rank's rows."""
         return sum_rows(gradient, ctx.group), None
 
 
@@ -76,11 +78,13 @@ class Return(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        """Sum over ranks, and take this rank's rows."""
         ctx.group = group
         return sum_rows(x, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        """Gather all ranks' rows."""
         return gather_rows(gradient, ctx.group), None
 
 
@@ -93,9 +97,11 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.randn(EXPERTS, INNER, HIDDEN) / INNER**0.5)
 
     def keep(self, seat: Seat) -> None:
+        """Keep this rank's experts of all."""
         self.up, self.down = (nn.Parameter(w.detach().chunk(seat.ep)[seat.index].clone()) for w in (self.up, self.down))
 
     def forward(self, x: Tensor, weights: Tensor) -> Tensor:
+        """The sum over the experts here, each with the weight of the token."""
         inner = F.gelu(torch.einsum("th,ehi->eti", x, self.up))  # [experts here, tokens, inner]
         return torch.einsum("te,eti,eih->th", weights, inner, self.down)
 
@@ -116,6 +122,7 @@ class Mixture(nn.Module):
         self.gather_weights: Callable[[Tensor, Any], Tensor] = Gather.apply
 
     def scores(self, x: Tensor) -> Tensor:
+        """The softmax over all experts, for each token."""
         return self.router(x).softmax(-1)  # type: ignore[no-any-return]
 
     def choose(self, scores: Tensor, first: bool = True) -> Tensor:
@@ -125,6 +132,7 @@ class Mixture(nn.Module):
         return ranked.topk(CHOSEN, dim=-1).indices
 
     def forward(self, x: Tensor) -> Tensor:
+        """Choose experts and compute them."""
         scores = self.scores(x)
         return self.compute(x, scores, self.choose(scores))
 
@@ -156,6 +164,7 @@ class Model(nn.Module):
         self.moe.experts.keep(seat)
 
     def forward(self, tokens: Tensor) -> Tensor:
+        """Logits of all positions."""
         x = self.embed(tokens)
         logits: Tensor = self.head(x + self.moe(self.norm(x).flatten(0, 1)).view_as(x))
         return logits

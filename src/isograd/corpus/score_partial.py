@@ -24,6 +24,7 @@ class Everywhere(Mixture):
     partial = False
 
     def routed(self, x: Tensor, weights: Tensor) -> Tensor:
+        """What this rank's experts add, summed over ranks."""
         here = EXPERTS // self.seat.ep
         whole = weights if self.partial else copied(weights)
         mine = whole[:, self.seat.index * here :][:, :here]
@@ -31,10 +32,13 @@ class Everywhere(Mixture):
 
 
 class TensorParallel(Model):
+    """The model whose experts live on all ranks, with equal tokens on each."""
+
     mixture = Everywhere
 
 
 def train(bug: bool, seed: int) -> None:
+    """Two steps; `bug` plants a gather of the weights whose backward is only a slice."""
     seat: Seat = take_seat(2)
     model = seeded(TensorParallel, seed, seat)
     model.moe.partial = bug
