@@ -107,3 +107,9 @@ def test_a_config_of_the_users_own_in_the_runs_folder_is_kept(
 def test_a_config_that_a_run_has_written_is_no_obstacle(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(f"{journal.WRITTEN}\nsteps: 1\n")
     journal.make_folder(tmp_path)
+
+
+def test_a_folder_in_which_an_older_version_has_run_is_no_obstacle(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("steps: 1\n")
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    journal.make_folder(tmp_path)

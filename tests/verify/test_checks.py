@@ -16,13 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from isograd.comm.launch import World
-from isograd.corpus import PROGRAMS
 from isograd.corpus.plain import HIDDEN, VOCAB, Mlp, batch, cross_entropy, micro_batches, seeded, valid
 from isograd.corpus.sharded import ShardedMlp
 from isograd.verify.judge.analysis import Analysis
 from isograd.verify.judge.checks import CHECKS, check
 from isograd.verify.record.events import Collective, Event
 from isograd.verify.record.recording import Recording, write_json
+from isograd.verify.run.corpus import every_name
 from isograd.verify.tell.findings import BUG, INCONCLUSIVE, NOTE, Finding
 from isograd.verify.watch.capture import Capture
 
@@ -471,8 +471,12 @@ def test_copies_of_an_activation_need_no_layout_to_be_known(watch: Watch, tmp_pa
     assert [f.bug for f in found_by("random_draws", Recording(tmp_path / "copy"))] == ["norm-dropout-rng"]
 
 
-# Checks whose planted program is in the corpus (test_bugs.py runs it) or in field.py (test_field.py).
+# Checks whose planted program is in the corpus (test_bugs.py runs it) or in field.py (test_field.py): the bug it names.
 ELSEWHERE = {
+    "choice_bias": "bias-per-micro",
+    "counted_once": "bias-twice",
+    "same_choice": "recompute-flip",
+    "balance_counts": "aux-times-world",
     "alive": "dead-model",
     "copies": "copies-begin-apart",
     "rates": "rates-differ",
@@ -481,7 +485,7 @@ ELSEWHERE = {
 
 
 def test_every_check_is_planted() -> None:
-    assert set(ELSEWHERE.values()) <= set(PROGRAMS)
+    assert set(ELSEWHERE.values()) <= {what.bug for what in every_name([])}
     assert {name for name, _, _, _ in TABLE} | {*ELSEWHERE, "shared_draws", "counted"} == set(CHECK)
 
 

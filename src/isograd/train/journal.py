@@ -88,7 +88,7 @@ def make_folder(folder: Path) -> None:
 def refuse_other_config(folder: Path) -> None:
     """Refuse a folder whose config.yaml no run has written: a run would overwrite it."""
     file = folder / "config.yaml"
-    if not file.exists():
+    if not file.exists() or (folder / "metrics.jsonl").exists():  # older versions wrote no first line
         return
     try:
         found = outside.read_text(file, outside.CONFIG)
