@@ -54,6 +54,12 @@ def test_no_document_for_validation_is_said(tmp_path: Path, capsys: pytest.Captu
     (tmp_path / "one.txt").write_text("one")
     assert main(["data", "build", str(tmp_path / "out"), str(tmp_path / "one.txt"), "--validation", "0.001"]) == 0
     assert "no document was assigned to validation" in capsys.readouterr().err
+    (tmp_path / "lines.txt").write_text("one\n\ntwo\n\n")
+    words = ["data", "build", str(tmp_path / "lines"), str(tmp_path / "lines.txt"), "--documents", "line"]
+    assert main([*words, "--validation", "0"]) == 0
+    said = capsys.readouterr()
+    assert "left out: 2 documents without text" in said.out
+    assert "validation" not in said.err
 
 
 @pytest.mark.parametrize(

@@ -180,7 +180,8 @@ def _refuse_other_optimizer(engine: Engine, manifest: Manifest, place: Path) -> 
         f"{place.name} has the state of another optimizer",
         seen=_listed(wrong),
         expected="the optimizer that saved it, for the same trainable parameters",
-        fix="make the engine with that optimizer, or take the weights alone: weights=ig.checkpoint.SavedWeights(path)",
+        fix="use that optimizer again; or take the weights alone: weights=ig.checkpoint.SavedWeights(path), or "
+        "'isograd ckpt convert' and model.path in a config",
         where=engine.mesh.where(),
     )
     raise_alike(error if wrong else None, engine.mesh)

@@ -275,6 +275,6 @@ def _check(
             "IG924",
             "a build that cannot be made",
             seen="; ".join(wrong),
-            expected="inputs; documents 'file', 'line' or 'blank'; validation from 0 up to 1; "
+            expected="inputs; documents 'file', 'line' or 'blank'; validation of at least 0 and below 1; "
             "special_tokens 'refuse', 'keep' or 'text'; shard_bytes and workers of at least 1",
         )

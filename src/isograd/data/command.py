@@ -116,7 +116,9 @@ def _build(options: argparse.Namespace) -> int:
         )  # fmt: skip
     counts = {split: sum(shard.tokens for shard in manifest.of(split)) for split in SPLITS}
     print(f"{options.out}: {counts['train']:,} tokens to train on, {counts['validation']:,} for validation")
-    if not counts["validation"]:
+    if manifest.empty:
+        print(f"left out: {manifest.empty:,} documents without text")
+    if not counts["validation"] and options.validation:
         print(
             "data: no document was assigned to validation: a larger --validation, or smaller documents", file=sys.stderr
         )
