@@ -21,7 +21,7 @@ from isograd.engine import Engine
 from isograd.errors import ModelError
 from isograd.hugging import styles
 from isograd.hugging.cut import cut
-from isograd.hugging.load import build
+from isograd.hugging.loading import build
 from isograd.hugging.proof import compare
 from isograd.hugging.wide import Wide
 from isograd.mesh import Mesh

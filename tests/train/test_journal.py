@@ -76,7 +76,7 @@ def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     with pytest.raises(TrainError, match="IG981"):
         Journal(tmp_path / "no" / "such" / "m.jsonl", 0, [])
     (tmp_path / "file").touch()
-    with pytest.raises(TrainError, match="IG981"):
+    with pytest.raises(TrainError, match="IG988"):
         journal.make_folder(tmp_path / "file" / "run")
 
 

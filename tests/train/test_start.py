@@ -35,7 +35,9 @@ def test_a_signal_to_the_group_while_ranks_start_ends_the_run_before_its_first_s
 ) -> None:
     """It was lost (SIGTERM), or killed ranks that could not hear it yet (Ctrl-C), or the fork server."""
     command = [sys.executable, "-m", "isograd.cli", "train", str(config)]
+    before = signal.signal(number, signal.SIG_DFL)  # nohup and & leave signals ignored, in children too
     run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    signal.signal(number, before)
     assert run.stdout is not None and run.stderr is not None
     while not run.stdout.readline().startswith("  folder"):
         assert run.poll() is None, run.stderr.read()
@@ -44,7 +46,9 @@ def test_a_signal_to_the_group_while_ranks_start_ends_the_run_before_its_first_s
         time.sleep(0.01)
     os.killpg(run.pid, number)
     seen = set(below)
+    ends = time.monotonic() + 60
     while run.poll() is None:
+        assert time.monotonic() < ends, "the signal was lost"
         try:
             seen |= set(family.children(recursive=True))
         except psutil.NoSuchProcess:

@@ -6,7 +6,7 @@ part = ig.hugging.shard(batch, mesh)
 engine.backward(model(**part.inputs).loss, weight=part.weight)
 """
 
-from isograd.hugging.load import load
+from isograd.hugging.loading import load
 from isograd.hugging.proof import Proof, prove
 from isograd.sequence.hugging import Part, shard
 

@@ -22,7 +22,7 @@ from isograd.comm.notes import gather_notes
 from isograd.contract import contracts
 from isograd.engine import Engine
 from isograd.errors import IsogradError, ModelError, headline
-from isograd.hugging.load import agreed, build, refuse_layout
+from isograd.hugging.loading import agreed, build, refuse_layout
 from isograd.hugging.small import small
 from isograd.hugging.wide import Wide
 from isograd.mesh import Mesh

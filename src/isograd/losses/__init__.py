@@ -3,11 +3,11 @@
 share.py      what a mean is over: tokens, sequences, a constant length, prompts
 policy.py     PPO, GRPO, DAPO and GSPO; KL, entropy, values
 preference.py DPO, IPO, SimPO, ORPO, KTO
-distil.py     a teacher's distribution
+distillation.py a teacher's distribution
 naive.py      all of them on the whole batch, in plain loops
 """
 
-from isograd.losses.distil import distil
+from isograd.losses.distillation import distil
 from isograd.losses.policy import clip, entropy, group_advantages, kl, sequence_log_ratio, value
 from isograd.losses.preference import dpo, ipo, kto, orpo, simpo
 from isograd.losses.sequences import mean_of_sequences, sequence_means, sequence_sums
