@@ -1,5 +1,6 @@
 # make demo: set up, train a small model with 4 local ranks, prove its layout.
-# make test-fast: the tests for an edit, two minutes. make test: before a push, ten minutes. make test-all: every test.
+# make test-fast: the tests for an edit, two minutes. make test: before a push and in CI, under
+# 25 minutes on two cores. make test-all: every test.
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
