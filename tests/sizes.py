@@ -2,7 +2,7 @@
 
 Fast are tests of up to two ranks that take little time. A test that uses `worlds` and whose parameters name a layout of
 more than two ranks is medium, without a mark; so is what MEDIUM lists, by CPU seconds (`pytest --cpu-times FILE`,
-tests/cpu_times.py). A file marks its slow tests. Of a product of settings (`sized`), the cases in which every pair of
+tests/cpu_times.py), and what medium.txt lists, which took more than 0.3 s. A file marks its slow tests. Of a product of settings (`sized`), the cases in which every pair of
 values meets are medium, the rest are slow.
 """
 
@@ -12,11 +12,14 @@ import re
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import combinations
 from math import prod
+from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
 
 Case = TypeVar("Case")
+
+MEASURED = frozenset(Path(__file__).with_name("medium.txt").read_text().split())
 
 # Tests by file and the beginning of the name.
 MEDIUM = {
@@ -79,6 +82,7 @@ def mark(item: pytest.Item) -> None:
     """Mark a collected test by its parameters and by MEDIUM."""
     file, _, test = item.nodeid.removeprefix("tests/").partition(".py::test_")
     listed = file in MEDIUM and test.startswith(tuple(MEDIUM[file].split()) or "")
+    listed |= item.nodeid.removeprefix("tests/").replace(".py", "").partition("[")[0] in MEASURED
     if listed or _most_ranks(item) > 2:
         item.add_marker("medium")
 
