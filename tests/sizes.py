@@ -2,7 +2,7 @@
 
 Fast are tests of up to two ranks that take little time. A test that uses `worlds` and whose parameters name a layout of
 more than two ranks is medium, without a mark; so is what MEDIUM lists, by CPU seconds (`pytest --cpu-times FILE`,
-tests/cpu_times.py), and what medium.txt lists: what took more than 0.3 s in CI. A file marks its slow tests. Of a product
+tests/cpu_times.py), and what medium.txt lists: what took more than 0.3 s. A file marks its slow tests. Of a product
 of settings (`sized`), the cases in which every pair of values meets are medium, the rest are slow.
 """
 
