@@ -76,18 +76,18 @@ def reduce_rows(
     if raw.native(group) and not tree:
         return _reduce_packed(slots, gradients, group)
     own = [slot.rows(g) for slot, g in zip(slots, gradients, strict=True)]
-    out: list[Pieces] = [[] for _ in range(group.size)]
-    for owner in (o for o in range(group.size) if o != group.index):
-        out[owner] = _outgoing([s.rows(g, owner) for s, g in zip(slots, gradients, strict=True)])
     members: list[Pieces] = []
+    out: list[Pieces] = []
     into: list[Pieces] = []
     for member in range(group.size):
         if member == group.index:
             members.append(own)
+            out.append([])
             into.append([])
         else:
             pieces, messages = _incoming(own)
             members.append(pieces)
+            out.append(_outgoing([s.rows(g, member) for s, g in zip(slots, gradients, strict=True)]))
             into.append(messages)
     return Flight(raw.exchange(out, into, group, 0 if number is None else number + 1), members, own, tree)
 
