@@ -2,8 +2,8 @@
 
 Fast are tests of up to two ranks that take little time. A test that uses `worlds` and whose parameters name a layout of
 more than two ranks is medium, without a mark; so is what medium.txt lists, by file and the beginning of the name: tests
-of more than 0.3 s (`pytest --cpu-times FILE`, tests/cpu_times.py). A file marks its slow tests. Of a product of settings
-(`sized`), the cases in which every pair of values meets are medium, the rest are slow.
+of more than 0.3 s (`pytest --cpu-times FILE`, tests/cpu_times.py). A file marks its slow tests. Of a product of
+settings (`sized`), the cases in which every pair of values meets are medium, the rest are slow.
 """
 
 from __future__ import annotations
