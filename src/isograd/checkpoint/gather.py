@@ -11,10 +11,10 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from isograd.checkpoint.agree import told
 from isograd.checkpoint.files import DTYPES, TORCH, Entry
 from isograd.checkpoint.manifest import Box
 from isograd.comm import raw
+from isograd.comm.agree import told
 from isograd.engine.state import Part
 from isograd.mesh import Mesh
 

@@ -27,10 +27,11 @@ from torch import Tensor
 
 from isograd.checkpoint import folder as folders
 from isograd.checkpoint import load
-from isograd.checkpoint.agree import all_or_none, as_ours, raise_alike, told
+from isograd.checkpoint.agree import all_or_none, as_ours, raise_alike
 from isograd.checkpoint.hugging import describe
 from isograd.checkpoint.load import Loaded
 from isograd.checkpoint.write import Copied, Job, Phase, Writing
+from isograd.comm.agree import told
 from isograd.engine import Engine, state
 from isograd.engine.state import Part
 from isograd.errors import CheckpointError, IsogradError

@@ -16,11 +16,12 @@ from typing import Any
 import torch
 
 from isograd.checkpoint import folder as folders
-from isograd.checkpoint.agree import raise_alike, told
+from isograd.checkpoint.agree import raise_alike
 from isograd.checkpoint.files import DTYPES, TORCH
 from isograd.checkpoint.hugging import describe
 from isograd.checkpoint.manifest import Damage, Manifest
 from isograd.checkpoint.read import Reader
+from isograd.comm.agree import told
 from isograd.comm.notes import gather_notes
 from isograd.engine import Engine, state
 from isograd.errors import CheckpointError, IsogradError, did_you_mean

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
 
-from isograd.comm.notes import gather_notes
+from isograd.comm.agree import all_or_none
 from isograd.contract import contract_of, start_of
 from isograd.engine import empty_parameters
 from isograd.engine.first import become
@@ -29,8 +29,6 @@ from isograd.outside import CONFIG, read_json
 from isograd.sequence.hugging import attach
 from isograd.stored import Stored
 
-T = TypeVar("T")
-
 
 def load(source: Any, mesh: Mesh, *, prove: bool = True, dtype: torch.dtype | None = None, seed: int = 0) -> nn.Module:
     """A causal language model of transformers on this mesh; all ranks call it.
@@ -40,7 +38,7 @@ def load(source: Any, mesh: Mesh, *, prove: bool = True, dtype: torch.dtype | No
     one device's. dtype: of the parameters; left out, the config's. seed: of random weights.
     """
     refuse_layout(mesh)
-    config = agreed(lambda: _config_of(source, mesh), mesh)
+    config = all_or_none(lambda: _config_of(source, mesh), mesh, ModelError, not_loaded)
     dtype = dtype or getattr(config, "dtype", None) or torch.float32
     if prove:
         from isograd.hugging.proof import prove as proven
@@ -49,7 +47,8 @@ def load(source: Any, mesh: Mesh, *, prove: bool = True, dtype: torch.dtype | No
         if mesh.rank == 0:
             print(f"isograd: {proof}", file=sys.stderr)
     folder = Path(source) if isinstance(source, str | Path) else None
-    model: nn.Module = agreed(lambda: build(config, mesh, dtype, folder=folder, seed=seed), mesh)
+    make = partial(build, config, mesh, dtype, folder=folder, seed=seed)
+    model: nn.Module = all_or_none(make, mesh, ModelError, not_loaded)
     return model
 
 
@@ -124,26 +123,14 @@ def refuse_layout(mesh: Mesh) -> None:
         )
 
 
-def agreed(do: Callable[[], T], mesh: Mesh) -> T:
-    """The result of `do`, which does not communicate. Where one rank raises, all do."""
-    error: Exception | None = None
-    try:
-        found = do()
-    except Exception as caught:
-        error = caught
-    said = gather_notes(None if error is None else headline(error), mesh.group("world"), mesh.device)
-    if error is not None:
-        raise error
-    other = next(((rank, words) for rank, words in enumerate(said) if words is not None), None)
-    if other is not None:
-        raise ModelError(
-            "IG461",
-            f"rank {other[0]} could not load the model",
-            seen=other[1],
-            expected="the same folder on every rank",
-            where=mesh.where(),
-        )
-    return found
+def not_loaded(error: Exception) -> ModelError:
+    """What the library, or the file system, says when a model is loaded."""
+    return ModelError(
+        "IG461",
+        "the model could not be loaded",
+        seen=headline(error),
+        expected="a model that transformers loads, from the same folder on every rank",
+    )
 
 
 def _config_of(source: Any, mesh: Mesh) -> Any:

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from isograd.comm.notes import gather_notes
+from isograd.comm.agree import all_or_none, told
 from isograd.contract import contracts
 from isograd.engine import Engine
-from isograd.errors import IsogradError, ModelError, headline
-from isograd.hugging.loading import agreed, build, refuse_layout
+from isograd.errors import ModelError, headline
+from isograd.hugging.loading import build, refuse_layout
 from isograd.hugging.small import small
 from isograd.hugging.wide import Wide
 from isograd.mesh import Mesh
@@ -88,7 +88,7 @@ def compare(config: Any, mesh: Mesh) -> Proof:
     floor = FLOOR * float(torch.stack([g.norm() for g in truth.values()]).norm())
     names = dict.fromkeys((*truth, *found))
     errors = {name: _error(found.get(name), truth.get(name), floor) for name in names}
-    everywhere = gather_notes(errors, mesh.group("world"), mesh.device)
+    everywhere = told(errors, mesh)
     worst = {name: max((e[name] for e in everywhere), key=_rank) for name in names}
     return Proof(type(model).__name__, str(mesh.layout), worst, held, time.perf_counter() - began)
 
@@ -164,22 +164,17 @@ def _under_layout(model: Any, mesh: Mesh, vocab: int) -> dict[str, Tensor]:
 def _tried(what: str, do: Any, mesh: Mesh) -> Any:
     """A small copy that fails is refused with what the library said."""
 
-    def attempt() -> Any:
-        try:
-            return do()
-        except IsogradError:
-            raise
-        except Exception as error:
-            raise ModelError(
-                "IG469",
-                f"the small copy for the proof {what}",
-                seen=headline(error),
-                expected="a forward with input_ids, position_ids and labels, and its backward",
-                fix="load(..., prove=False) leaves the proof out; ig.verify proves a model of your own making",
-                where=mesh.where(),
-            ) from error
+    def spelled(error: Exception) -> ModelError:
+        return ModelError(
+            "IG469",
+            f"the small copy for the proof {what}",
+            seen=headline(error),
+            expected="a forward with input_ids, position_ids and labels, and its backward",
+            fix="load(..., prove=False) leaves the proof out; ig.verify proves a model of your own making",
+            where=mesh.where(),
+        )
 
-    return agreed(attempt, mesh)
+    return all_or_none(do, mesh, ModelError, spelled)
 
 
 @contextmanager

@@ -23,10 +23,10 @@ import torch
 
 from isograd import inside
 from isograd.checkpoint import Keeper, NotFinite
-from isograd.checkpoint.agree import all_or_none
 from isograd.comm import raw
+from isograd.comm.agree import all_or_none
 from isograd.engine import Stats
-from isograd.errors import TrainError
+from isograd.errors import DataError, TrainError, headline
 from isograd.mesh import Mesh
 from isograd.train import curves, journal, load, peers
 from isograd.train.config import Config
@@ -87,7 +87,7 @@ def run(config: Config, orders: Orders, asked: Asked | None = None) -> Outcome:
             stack.callback(asked.close)
         wish = Wish(config.folder, asked, looks=mesh.rank == 0, passed_on=orders.passed_on)
         dog.beat("preparing data")
-        all_or_none(lambda: prepare(config) if mesh.rank == 0 else None, "preparing data", mesh)
+        all_or_none(lambda: prepare(config) if mesh.rank == 0 else None, mesh, DataError, _no_data)
         if _any_rank(wish.heard(), mesh):
             outcome = Outcome(STOPPED, 0, wish.why or "asked to stop")
         else:
@@ -310,6 +310,16 @@ class _Run:
             if load.draw(self.config.folder / "metrics.jsonl", heat):
                 self._event("picture", f"load of the experts: {heat}", step)
         return self._outcome(0, step, "")
+
+
+def _no_data(error: Exception) -> DataError:
+    return DataError(
+        "IG918",
+        "preparing data failed",
+        seen=headline(error),
+        expected="texts that can be read, and a folder that can be written, with enough space",
+        fix="make room or fix permissions; the same command then resumes",
+    )
 
 
 def _any_rank(mine: bool, mesh: Mesh) -> bool:
