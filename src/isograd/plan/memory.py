@@ -1,9 +1,10 @@
 """Bytes that a rank needs at its peak, by formula, from a Work and a Layout.
 
     states         parameters, masters, gradient sums and the optimizer's state, in the bytes that the engine keeps
-    activations    what a forward keeps for its backward, times the micro-batches a pipeline has in flight
+    activations    what a forward keeps for its backward, times the micro-batches a pipeline has in flight; where ep
+                   cuts experts, of a rank whose experts compute LOAD times an even share of the slots
 
-Activations are counted by the tensors that isograd's Transformer saves. tests/plan/test_memory.py compares this with
+Activations are counted by the tensors that isograd's Transformer saves. tests/train/test_needs.py compares this with
 `train/needs.py`, which counts parameters on a model and is compared with autograd and with the peak of a process.
 """
 
@@ -15,6 +16,7 @@ from isograd.layout import Layout
 from isograd.models.config import TransformerConfig
 from isograd.plan.work import Habits, Work, held, layers_of, of_block, of_ends
 
+LOAD = 1.5  # slots that the busiest rank of an ep group computes, over an even share
 CHUNK = 1024  # tokens whose logits exist at a time: nn/loss.py
 BUCKETS = 3 * 16 * 2**20  # gradients on their way: two buckets and what arrives of them
 
@@ -75,7 +77,12 @@ def activations(work: Work, layout: Layout, index: int) -> float:
     """Bytes that forwards in flight keep, one block's gradients, and the head's logits on the last stage."""
     c, tokens = work.model, work.tokens(layout)
     rows = tokens / -(-work.length // layout.cp)
-    block, entry = of_a_block(work, layout)
+    dense, sparse, entry = of_a_block(work, layout)
+    plain, having = (sum(kind) for kind in zip(*layers_of(work, layout, index), strict=True))
+    if work.recompute == "full":  # one block at a time
+        block = max(dense if plain else 0.0, sparse if having else 0.0)
+    else:
+        block = (plain * dense + having * sparse) / max(1, plain + having)
     block *= work.habits.saved
     if not work.habits.fused_attention:  # scores, probabilities and the mask of their dropout
         block += (2 * work.size + 1) * c.heads * work.length / layout.tp
@@ -93,8 +100,8 @@ def activations(work: Work, layout: Layout, index: int) -> float:
     return (layers + 1) * (tokens * block + masks) + head  # one more: the gradients of the block in backward
 
 
-def of_a_block(work: Work, layout: Layout) -> tuple[float, float]:
-    """Bytes per token that a block of the Transformer saves, and that its input takes."""
+def of_a_block(work: Work, layout: Layout) -> tuple[float, float, float]:
+    """Bytes per token that a block of the Transformer saves, without experts and with, and that its input takes."""
     c, size, wide = work.model, work.size, work.wide
     inner = c.heads * work.head_dim / layout.tp
     keys = max(1, (c.kv_heads or c.heads) / layout.tp) * work.head_dim
@@ -102,20 +109,23 @@ def of_a_block(work: Work, layout: Layout) -> tuple[float, float]:
     kept = size * 2 * stream + size * 2 * c.hidden  # inputs of both norms; their outputs, which enter tp whole
     kept += wide * 2 * stream if c.norm == "rms" else 0  # normalised, before the weight
     kept += size * (2 * inner + 2 * keys)  # queries and result, keys and values
-    return kept + size * max(_dense(c, layout), _sparse(c, layout)), size * stream
-
-
-def _dense(c: TransformerConfig, layout: Layout) -> float:
-    return (4 if c.gated else 2) * c.mlp / layout.tp
-
-
-def _sparse(c: TransformerConfig, layout: Layout) -> float:
-    """Each slot keeps its input, its inner features and its output."""
-    if c.experts is None:
-        return 0.0
     inside = 4 if c.gated else 2
-    routed = c.experts.per_token / layout.tp * (2 * c.hidden + inside * c.experts.width)
-    return routed + inside * c.experts.shared / layout.tp
+    dense = kept + size * inside * c.mlp / layout.tp
+    sparse = kept + _of_experts(c, inside, work, layout)
+    return dense, sparse, size * stream
+
+
+def _of_experts(model: TransformerConfig, inside: int, work: Work, layout: Layout) -> float:
+    """Bytes per token that a layer of experts saves. Slots are computed by the rank that has their expert, and come
+    back; the rest is kept where the token is routed, on one of its tp ranks."""
+    c, size, wide = model.experts, work.size, work.wide
+    if c is None:
+        return 0.0
+    load = min(LOAD, layout.ep, c.number / c.per_token)
+    places = 8 * (2 if layout.ep == 1 else 4)  # where a slot comes from and goes to
+    slot = size * (load * (model.hidden + inside * c.width) + model.hidden) + places
+    scored = wide * c.number * (1 + (c.balance == "sequence") + (c.z_weight > 0 and size < wide))
+    return (c.per_token * slot + scored) / layout.tp + size * inside * c.shared / layout.tp
 
 
 def held_layers(work: Work, layout: Layout, index: int) -> float:

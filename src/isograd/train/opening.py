@@ -21,6 +21,7 @@ from pathlib import Path
 from isograd import __version__, screen
 from isograd.errors import ConfigError
 from isograd.layout import Layout
+from isograd.plan.memory import LOAD
 from isograd.train import language, texts
 from isograd.train.config import Config
 from isograd.train.devices import PER_CORE, Machine
@@ -59,6 +60,8 @@ class Opening:
         biggest = max(self.stages, key=lambda stage: stage.total)
         parts = f"states {_gb(biggest.states)}, activations {_gb(biggest.activations)}, program {_gb(PROGRAM)}"
         memory = f"{_gb(self.rank_bytes)} GB a rank: {parts}; {_gb(self.all_bytes)} GB in all"
+        if layout.ep > 1:
+            memory += f"; a rank's experts compute at most {LOAD:g} times an even share"
         ranks = f"{layout.world_size} rank{'' if layout.world_size == 1 else 's'}"
         return [
             ("model", f"{_model(config)}, {human(biggest.count)} parameters in {config.model.dtype}"),
