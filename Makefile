@@ -6,7 +6,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 STAMP := $(VENV)/installed
 
-.PHONY: chromium demo test test-all test-fast lint format bench docs clean
+.PHONY: chromium demo test test-all test-fast lint format bench bench-quick docs clean
 .DEFAULT_GOAL := demo
 
 $(STAMP): pyproject.toml constraints.txt
@@ -43,9 +43,12 @@ lint: $(STAMP)
 format: $(STAMP)
 	$(VENV)/bin/ruff format src tests examples benchmarks
 
+# All races beside the peers, under an hour on a quiet machine; bench-quick: five minutes, wider ranges.
 bench: $(STAMP)
-	$(RUN) -m benchmarks.data_parallel
-	$(RUN) -m benchmarks.tensor_parallel
+	$(RUN) -m benchmarks.all
+
+bench-quick: $(STAMP)
+	$(RUN) -m benchmarks.all --quick
 
 # The documentation as a site, in site/. Building it needs no network.
 docs: $(STAMP)

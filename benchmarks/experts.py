@@ -2,7 +2,7 @@
 
     python -m benchmarks.experts                        # 2 ranks
     python -m benchmarks.experts --ranks 4 --rounds 3
-    python -m benchmarks.experts --only "one process" "fsdp ep" "dp ep" --loads zipf
+    python -m benchmarks.experts --only "one process" "* fsdp ep" "dp ep *" --loads zipf
 
 The columns are those of benchmarks.data_parallel. All contestants read one stored Mixtral. "wire" is of the rank that
 sends most; its bound counts the slots that have to cross, there and back in forward and in backward, as the plain

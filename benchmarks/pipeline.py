@@ -1,7 +1,7 @@
 """Pipelines side by side: torch.distributed.pipelining's schedules and isograd's, on the same stages.
 
     python -m benchmarks.pipeline                       # 2 ranks, 8 micro-batches, some minutes on two cores
-    python -m benchmarks.pipeline --ranks 4 --only one 1f1b interleaved
+    python -m benchmarks.pipeline --ranks 4 --only "one process" "*1f1b" "*interleaved*"
 
 Every rank is given the whole batch; one process works through it in one piece. The columns are those of
 benchmarks.data_parallel, and "of its peer" compares isograd with the same schedule of torch. The wire's lower bound is

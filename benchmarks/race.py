@@ -1,27 +1,36 @@
-"""The race: all contestants alive at once, each in its own world of ranks, taking turns of a few steps.
+"""The race: contestants alive at once, each in its own world of ranks, taking turns of a few steps.
 
 The order rotates from round to round and a ratio is taken between turns of the same round, so that whatever slows the
 machine slows all alike. A turn's time is its slowest rank's. Sleeping contestants wait in the kernel and cost no time.
+A turn beside which other jobs worked is repeated.
+
+Where memory does not hold all contestants, they race in heats. The reference runs in each heat, and so do the peers of
+those who race in it: a ratio is never taken between heats.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
+import psutil
 import torch
 from torch import Tensor
 
-from benchmarks import seat
+from benchmarks import quiet, seat
 from benchmarks.contestant import ONE, Entry
 from benchmarks.task import Sizes
 from isograd.comm.launch import World
 from isograd.pipeline.schedule import idle_share
 
 TIMEOUT = 600.0
+ATTEMPTS = 4  # at a turn that other jobs disturb
+MIB = 2**20
+SPARE = 2**30  # bytes that stay free
+GROWTH = 1.5  # a contestant may come to need as many times the memory of the largest so far
 
 
 @dataclass(frozen=True)
@@ -41,25 +50,25 @@ class Result:
     bubbles: list[tuple[float, float]] = field(default_factory=list)  # of a pipeline: measured, in theory
     wire: list[float] = field(default_factory=list)  # bytes per step, of the rank that sends most
     loopback: list[float] = field(default_factory=list)  # bytes per step by the interface, divided by ranks
+    disturbed: int = 0  # turns beside which other jobs worked, in each attempt
     peak: int = 0  # bytes, of the rank that needs most
     even: Error | None = None
     uneven: Error | None = None
+    heat: Mapping[str, Result] = field(default_factory=dict, repr=False)  # by name: who raced in the same rounds
 
     @property
     def median(self) -> float:
         return statistics.median(self.seconds)
 
-    def ratio(self, other: Result | None) -> float | None:
-        """The median over rounds of my time by the other's."""
-        return None if other is None else _median_ratio(self.seconds, other.seconds)
+    def ratios(self, other: str | None) -> list[float] | None:
+        """My time by the other's, round by round; None where the other did not race beside me."""
+        beside = self.heat.get(other or "")
+        return beside and [mine / theirs for mine, theirs in zip(self.seconds, beside.seconds, strict=True)]
 
-    def cpu_ratio(self, other: Result | None) -> float | None:
+    def work_ratios(self, other: str | None) -> list[float] | None:
         """The same of what a rank worked: other jobs on the machine stretch it less."""
-        return None if other is None else _median_ratio(self.cpu, other.cpu)
-
-
-def _median_ratio(mine: Sequence[float], theirs: Sequence[float]) -> float:
-    return statistics.median(a / b for a, b in zip(mine, theirs, strict=True))
+        beside = self.heat.get(other or "")
+        return beside and [mine / theirs for mine, theirs in zip(self.cpu, beside.cpu, strict=True)]
 
 
 def run(
@@ -71,31 +80,79 @@ def run(
     steps: int,
     errors: bool,
     reference: Entry = ONE,
+    attempts: int = ATTEMPTS,
 ) -> list[Result]:
-    """`reference`: whose gradients on the whole batch are the truth."""
-    results = [Result(entry) for entry in entries]
-    with ExitStack() as stack:
-        worlds = [stack.enter_context(World(1 if entry.alone else ranks)) for entry in entries]
-        for result, world in zip(results, worlds, strict=True):
-            began = time.perf_counter()
-            world.run(seat.sit, result.entry, sizes, timeout=TIMEOUT)
-            _say(f"{result.entry.name}: built, {seat.SETTLE_STEPS} steps", began)
-        for number in range(rounds):
-            began = time.perf_counter()
-            for place in range(len(entries)):
-                index = (place + number) % len(entries)
-                turns = worlds[index].run(seat.turn, sizes, steps, number + 1, timeout=TIMEOUT)
-                results[index].seconds.append(max(t.seconds for t in turns))
-                results[index].cpu.append(max(t.cpu for t in turns))
-                results[index].bubbles += bubble(turns)
-                results[index].wire.append(max(t.sent for t in turns))
-                results[index].loopback.append(min(t.loopback for t in turns) / len(turns))
-            _say(f"round {number + 1} of {rounds}", began)
-        for result, world in zip(results, worlds, strict=True):
-            result.peak = max(world.run(seat.peak))
-        if errors:
-            _compare(results, worlds, sizes, reference)
+    """`reference`: whose gradients on the whole batch are the truth. `attempts`: at a turn that others disturb."""
+    results: list[Result] = []
+    waiting = list(entries)
+    while waiting:
+        guests = guests_of(waiting, entries, reference)
+        with ExitStack() as stack:
+            heat = _seat(stack, [*guests, *waiting], sizes, ranks)
+            seated = [result for result, _ in heat]
+            if len(seated) <= len(guests):
+                raise SystemExit(f"memory does not hold {', '.join(e.name for e in [*guests, waiting[0]])} at once")
+            _race(heat, sizes, rounds, steps, attempts)
+            if errors:
+                _compare(seated, [world for _, world in heat], sizes, reference)
+        for result in seated:
+            result.heat = {r.entry.name: r for r in seated}
+        results += [result for result in seated if result.entry in waiting]
+        waiting = waiting[len(seated) - len(guests) :]
+        if waiting:
+            print(f"  memory is used up; another heat: {', '.join(e.name for e in waiting)}", flush=True)
     return results
+
+
+def guests_of(waiting: Sequence[Entry], entries: Sequence[Entry], reference: Entry) -> list[Entry]:
+    """Who has raced in an earlier heat and is needed in the next one."""
+    needed = {reference.name, *(entry.peer for entry in waiting)}
+    return [entry for entry in entries if entry.name in needed and entry not in waiting]
+
+
+def _seat(stack: ExitStack, entries: Sequence[Entry], sizes: Sizes, ranks: int) -> list[tuple[Result, World]]:
+    """Build one after the other, as long as memory holds one more."""
+    heat: list[tuple[Result, World]] = []
+    most = 0
+    for entry in entries:
+        before = psutil.virtual_memory().available
+        if heat and before < GROWTH * most + SPARE:
+            break
+        began = time.perf_counter()
+        world = stack.enter_context(World(1 if entry.alone else ranks))
+        world.run(seat.sit, entry, sizes, timeout=TIMEOUT)
+        heat.append((Result(entry), world))
+        most = max(most, before - psutil.virtual_memory().available)
+        _say(f"{entry.name}: built, {seat.SETTLE_STEPS} steps", began)
+    return heat
+
+
+def _race(heat: Sequence[tuple[Result, World]], sizes: Sizes, rounds: int, steps: int, attempts: int) -> None:
+    for number in range(rounds):
+        began = time.perf_counter()
+        for place in range(len(heat)):
+            result, world = heat[(place + number) % len(heat)]
+            turns = _turn(result, world, sizes, steps, number + 1, attempts)
+            result.seconds.append(max(t.seconds for t in turns))
+            result.cpu.append(max(t.cpu for t in turns))
+            result.bubbles += bubble(turns)
+            result.wire.append(max(t.sent for t in turns))
+            result.loopback.append(min(t.loopback for t in turns) / len(turns))
+        _say(f"round {number + 1} of {rounds}", began)
+    for result, world in heat:
+        result.peak = max(world.run(seat.peak))
+
+
+def _turn(result: Result, world: World, sizes: Sizes, steps: int, number: int, attempts: int) -> list[seat.Turn]:
+    """One that no other job disturbed, if one of several attempts is such."""
+    for _ in range(attempts):
+        watch = quiet.Watch()
+        turns: list[seat.Turn] = world.run(seat.turn, sizes, steps, number, timeout=TIMEOUT)
+        sent, carried = max(t.sent for t in turns), min(t.loopback for t in turns) / len(turns)
+        if not watch.disturbed(sum(t.cpu for t in turns) * steps) and carried <= sent * 1.02 + MIB:
+            return turns
+    result.disturbed += 1
+    return turns
 
 
 def _compare(results: Sequence[Result], worlds: Sequence[World], sizes: Sizes, reference: Entry) -> None:

@@ -9,6 +9,8 @@ import platform
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import race
+from benchmarks import quiet, race
 from benchmarks.contestant import ONE, Entry
 from benchmarks.data_peers import DDP_ENTRY
 from benchmarks.race import Error, Result
@@ -32,17 +34,29 @@ def options(text: str) -> argparse.ArgumentParser:
     parser.add_argument("--ranks", type=int, default=2, help="gloo ranks on this machine (default 2)")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each contestant")
     parser.add_argument("--steps", type=int, default=2, help="training steps in a turn")
-    parser.add_argument("--only", nargs="+", metavar="WORD", help="contestants whose name contains one of these")
+    parser.add_argument(
+        "--only", nargs="+", metavar="NAME", help="contestants of these names; * stands for any letters"
+    )
     parser.add_argument("--batch", type=int, default=Sizes().batch, help="sequences per step over all ranks")
     parser.add_argument("--no-errors", action="store_true", help="leave out the comparison of gradients")
+    parser.add_argument("--anyway", action="store_true", help="race on a machine that other jobs use, too")
     return parser
 
 
-def chosen_of(entries: Sequence[Entry], words: Sequence[str] | None) -> list[Entry]:
-    found = [e for e in entries if not words or any(word.lower() in e.name.lower() for word in words)]
-    if not found:
-        raise SystemExit(f"no contestant's name contains any of {words}")
-    return found
+def chosen_of(entries: Sequence[Entry], names: Sequence[str] | None) -> list[Entry]:
+    """Those named, or all. A name is a whole one; "isograd" before it may be left out."""
+    if not names:
+        return list(entries)
+    all_names = [entry.name for entry in entries]
+    for name in names:
+        if not any(_is_called(entry, name) for entry in entries):
+            near = get_close_matches(name, all_names, 3, 0.4) or all_names
+            raise SystemExit(f"no contestant is called {name!r}; did you mean {', '.join(map(repr, near))}?")
+    return [entry for entry in entries if any(_is_called(entry, name) for name in names)]
+
+
+def _is_called(entry: Entry, name: str) -> bool:
+    return any(fnmatchcase(entry.name.lower(), full.lower()) for full in (name, f"isograd {name}"))
 
 
 def main(name: str, text: str, entries: Sequence[Entry], notes: Sequence[str]) -> None:
@@ -70,18 +84,20 @@ def contest(
         f"parameters, {sizes.batch} x {sizes.seq} tokens per step, {sizes.heads} heads, fp32, fused AdamW"
     )
     print(title, *notes, sep="\n", flush=True)
+    if not chosen.anyway:
+        quiet.refuse_noise()
     results = race.run(
         entries, sizes, chosen.ranks, rounds=chosen.rounds, steps=chosen.steps, errors=not chosen.no_errors,
-        reference=reference,
+        reference=reference, attempts=1 if chosen.anyway else race.ATTEMPTS,
     )  # fmt: skip
-    rows = [row(result, results, sizes, chosen.ranks) for result in results]
+    rows = [row(result, sizes, chosen.ranks) for result in results]
     foreign = sum(r["disturbed_rounds"] for r in rows)
     if foreign:
         turns = chosen.rounds * len(rows)
-        notes = [*notes, f"in {foreign} of {turns} turns other jobs used the loopback interface: distrust the times"]
+        notes = [*notes, f"other jobs used the machine beside {foreign} of {turns} turns: distrust the times"]
     show(rows, title, notes)
     OUT.mkdir(exist_ok=True)
-    stem = OUT / f"{name}-{chosen.ranks}"
+    stem = OUT / f"{name}-{chosen.ranks}{'' if chosen.batch == Sizes().batch else f'-batch{chosen.batch}'}"
     document = {"title": title, "notes": list(notes), "machine": machine(), "options": vars(chosen), "rows": rows}
     stem.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n")
     written = [stem.with_suffix(".json")]
@@ -91,21 +107,23 @@ def contest(
     print("written:", *(path.relative_to(OUT.parent.parent) for path in written))
 
 
-def row(result: Result, results: Sequence[Result], sizes: Sizes, ranks: int) -> dict[str, Any]:
-    by_name = {r.entry.name: r for r in results}
+def row(result: Result, sizes: Sizes, ranks: int) -> dict[str, Any]:
     peer = result.entry.peer
     return {
         "name": result.entry.name,
         "step_s": result.median,
-        "of_ddp": result.ratio(by_name.get(DDP_ENTRY.name)),
-        "of_one": result.ratio(by_name.get(ONE.name)),
-        "cpu_of_one": result.cpu_ratio(by_name.get(ONE.name)),
+        "of_ddp": _median(result.ratios(DDP_ENTRY.name)),
+        "of_one": _median(result.ratios(ONE.name)),
+        "of_one_rounds": result.ratios(ONE.name),
+        "cpu_of_one": _median(result.work_ratios(ONE.name)),
         "peer": peer,
-        "of_peer": result.ratio(by_name.get(peer)) if peer else None,
-        "cpu_of_peer": result.cpu_ratio(by_name.get(peer)) if peer else None,
+        "of_peer": _median(result.ratios(peer)),
+        "of_peer_rounds": result.ratios(peer),
+        "cpu_of_peer": _median(result.work_ratios(peer)),
+        "peak_of_peer": result.peak / result.heat[peer].peak if peer in result.heat else None,
         "bubble": _median_pair(result.bubbles),
         "wire_bytes": statistics.median(result.wire),
-        "disturbed_rounds": disturbed(result),
+        "disturbed_rounds": result.disturbed,
         "bound_bytes": 0.0 if result.entry.alone else result.entry.bound(sizes, ranks),
         "peak_bytes": result.peak,
         "even": _plain(result.even),
@@ -117,16 +135,15 @@ def row(result: Result, results: Sequence[Result], sizes: Sizes, ranks: int) -> 
     }
 
 
+def _median(ratios: Sequence[float] | None) -> float | None:
+    return statistics.median(ratios) if ratios else None
+
+
 def _median_pair(bubbles: Sequence[tuple[float, float]]) -> dict[str, float] | None:
     if not bubbles:
         return None
     measured, theory = zip(*bubbles, strict=True)
     return {"measured": statistics.median(measured), "theory": statistics.median(theory)}
-
-
-def disturbed(result: Result) -> int:
-    """In how many turns the interface carried clearly more than the ranks sent: another job ran beside the race."""
-    return sum(lo > sent * 1.02 + MIB for sent, lo in zip(result.wire, result.loopback, strict=True))
 
 
 def _plain(error: Error | None) -> dict[str, Any] | None:

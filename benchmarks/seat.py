@@ -7,8 +7,10 @@ runs some steps between two barriers. `gradients` builds it anew and gives its f
 from __future__ import annotations
 
 import gc
+import logging
 import resource
 import time
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,8 @@ class Turn:
 
 def sit(entry: Entry, sizes: Sizes) -> None:
     """Build and take the first steps."""
+    logging.disable(logging.WARNING)  # what peers say of themselves is no result
+    warnings.simplefilter("ignore")
     rank, world = where()
     _steps(entry.build(sizes.tiny(), rank, world), sizes.tiny(), SETTLE_STEPS, 0)
     gc.collect()

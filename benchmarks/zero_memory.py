@@ -61,7 +61,9 @@ def theory(name: str, ranks: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", nargs="+", type=int, default=list(RANKS))
-    parser.add_argument("--only", nargs="+", metavar="WORD", help="contestants whose name contains one of these")
+    parser.add_argument(
+        "--only", nargs="+", metavar="NAME", help="contestants of these names; * stands for any letters"
+    )
     parser.add_argument("--chart", default=str(CHART), help="where to draw; '' for nowhere")
     chosen = parser.parse_args()
     os.environ["MALLOC_MMAP_THRESHOLD_"] = str(1 << 16)

@@ -1,0 +1,54 @@
+"""Whether the machine is quiet: how much its processors work for others than the race."""
+
+from __future__ import annotations
+
+import time
+
+import psutil
+
+ALLOWED = 0.05  # of all processors' time; contestants that wait for their turn wake up now and then
+
+
+class Watch:
+    """From its making on, what all processes of the machine work."""
+
+    def __init__(self) -> None:
+        self._began, self._work = time.perf_counter(), _work()
+
+    def foreign(self, own: float) -> float:
+        """The share of the processors' time that others used; `own`: seconds that the race itself worked."""
+        available = (time.perf_counter() - self._began) * psutil.cpu_count()
+        return max(0.0, _work() - self._work - own) / available
+
+    def disturbed(self, own: float) -> bool:
+        return self.foreign(own) > ALLOWED
+
+
+def refuse_noise(seconds: float = 3.0) -> None:
+    """End the program where other jobs use the machine, and name the largest of them."""
+    processes = list(psutil.process_iter(["name"]))
+    before = {p.pid: _of(p) for p in processes}
+    watch = Watch()
+    time.sleep(seconds)
+    share = watch.foreign(0.0)
+    if share > ALLOWED:
+        used = sorted(((_of(p) - before[p.pid], p) for p in processes), key=lambda pair: pair[0], reverse=True)
+        names = ", ".join(f"{p.info['name']} ({p.pid})" for seconds_used, p in used[:4] if seconds_used > 0.01)
+        raise SystemExit(
+            f"the machine is not quiet: other jobs use {share:.0%} of its processors ({names}). "
+            "Times measured now would be wrong. Stop them, or say --anyway."
+        )
+
+
+def _work() -> float:
+    """Seconds, over all processors. What the kernel does for the network on interrupts belongs to nobody."""
+    times = psutil.cpu_times()
+    return float(times.user + times.nice + times.system)
+
+
+def _of(process: psutil.Process) -> float:
+    try:
+        times = process.cpu_times()
+    except psutil.Error:
+        return 0.0
+    return float(times.user + times.system)
