@@ -14,6 +14,7 @@ from __future__ import annotations
 # leave 3e-16, 1.0e-7 and 4.6e-3 in fp64, fp32 and bf16.
 FIT = {"float64": 1e-8, "float32": 2e-4, "float16": 2e-2, "bfloat16": 3e-2}
 FIT_OTHER = 2e-4  # of a dtype that is not listed: as float32
+FIT_HALF = 0.1  # a fused loss is a mean, and no sum: the two are apart by the number of labels
 # Coefficients are equal within so many FIT: a coefficient's error is the residual times the sketch's condition number,
 # which INDEPENDENT bounds; in a run that is judged by itself, and beside a reference, where two fits are divided.
 # Measured: free coefficients of right gradients are apart by at most 0.17 of LOOSE x FIT (bf16).

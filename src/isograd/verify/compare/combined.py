@@ -269,7 +269,7 @@ def _labels(record: RankRecord, step: int) -> Terms:
 def _means(record: RankRecord, step: int) -> Terms:
     found: Terms = defaultdict(list)
     for event in record.of(Mean, step):
-        if event.weight:
+        if event.weight and not event.divided:
             found[event.term].append((event.count, event.weight))
     return dict(found)
 

@@ -158,13 +158,24 @@ class LabelWeight(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Mean(Event):
-    """A mean of so many numbers is a part of the loss, and each of them got this weight in backward."""
+    """A mean or sum of so many numbers is a part of the loss, and each of them got this weight in backward."""
 
     kind: ClassVar[str] = "mean"
     term: str
     site: str
     count: float
     weight: float
+    nonzero: float = 0.0  # so many of them are not zero, where that may be the count; 0: it is not
+    divided: bool = False  # a sum that a whole number divides: what comes of it is told as a mean, too
+
+
+@dataclass(frozen=True, kw_only=True)
+class Uncounted(Event):
+    """A backward came to an autograd Function of the program's own that makes one number of many: nothing tells of how
+    many."""
+
+    kind: ClassVar[str] = "uncounted"
+    site: str
 
 
 @dataclass(frozen=True, kw_only=True)

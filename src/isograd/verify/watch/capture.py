@@ -34,10 +34,7 @@ from isograd.verify.record.events import (
     End,
     Given,
     GivenTensor,
-    LabelWeight,
     Logits,
-    Loss,
-    Mean,
     Norm,
     Parameter,
     Skipped,
@@ -47,11 +44,13 @@ from isograd.verify.record.events import (
     key,
     micro_of,
 )
-from isograd.verify.record.sketch import content_hash, digest, dtype_name, sketch
+from isograd.verify.record.sketch import digest, dtype_name, sketch
 from isograd.verify.watch import foreign
 from isograd.verify.watch.collectives import Watch, call_site
+from isograd.verify.watch.fused import Fused
 from isograd.verify.watch.given import described
 from isograd.verify.watch.hooks import Hooks
+from isograd.verify.watch.labels import Labels
 from isograd.verify.watch.life import Life
 
 LIMIT = 1 << 28  # bytes of full gradients, parameters and activations that a rank writes per step
@@ -109,6 +108,7 @@ class Capture(Life):
         self.belongs = WeakTensorKeyDictionary()  # parameters that some optimizer was given
         self.beside = False  # another run is to be compared with this one, call by call (calls.py, feed.py)
         self.unsettled = False  # an optimizer has stepped, and another one may before the next forward
+        self.labels, self.fused = Labels(self), Fused(self)
         self.watch = Watch(self)
         self.hooks = Hooks(self)
 
@@ -154,38 +154,6 @@ class Capture(Life):
         if self.writer is not None:
             self.writer.event(End(*self.now, n=number, seconds=seconds))
 
-    def token_loss(self, reduction: int, counted: float, classes: int, value: float) -> None:
-        """Notes a cross-entropy: how many labels counted, of how many classes, and its mean over them."""
-        kind = ("none", "mean", "sum")[reduction]
-        self.event(Loss(*self.now, reduction=kind, count=counted, classes=classes, value=value))
-
-    def token_weight(self, reduction: int, count: float, gradient: Tensor, labels: Tensor, site: str) -> None:
-        """Notes the lowest and highest weight that a label's gradient got, and the hash of the labels."""
-        flat = gradient.detach().double().reshape(-1)
-        used = flat[flat != 0]
-        low, high = (float(used.min()), float(used.max())) if used.numel() else (0.0, 0.0)
-        scale = 1 / count if reduction == 1 and count else 1.0
-        hashed = str(content_hash(labels))
-        weight = LabelWeight(*self.now, count=count, low=low * scale, high=high * scale, labels=hashed, site=site)
-        self.event(weight)
-
-    def weighed(self, loss: Tensor, n: Tensor | float, reduction: str) -> None:
-        """The program says that a loss is over n labels (weighing.py): noted as if torch's own had computed it."""
-        count, site = float(n), call_site(self.base)
-        if not loss.requires_grad or not torch.is_grad_enabled():
-            return
-        value = float(loss.detach().double().sum())
-        mean = value if reduction == "mean" or not count else value / count
-        self.event(Loss(*self.now, reduction=reduction, count=count, value=mean))
-
-        def arrives(gradient: Tensor | None) -> None:
-            if gradient is not None and count:
-                weights = gradient.detach().double() / (count if reduction == "mean" else 1.0)
-                low, high = float(weights.min()), float(weights.max())
-                self.event(LabelWeight(*self.now, count=count, low=low, high=high, site=site))
-
-        loss.register_hook(unserializable_hook(self.guarded(arrives, "labels")))
-
     def term(self, site: str, value: float, weights: tuple[float, ...], joined: int) -> None:
         """Notes a term of the loss, when backward has come to it."""
         self.event(Term(*self.now, site=site, value=value, weights=weights, joined=joined))
@@ -214,11 +182,6 @@ class Capture(Life):
     def logit_shift(self, shift: float, size: float) -> None:
         """Notes this rank's part of a sum that must be zero over all ranks."""
         self.event(Logits(*self.now, shift=shift, size=size))
-
-    def mean(self, term: str, site: str, count: float, gradient: Tensor) -> None:
-        """Notes of how many numbers a mean was taken, and the weight that the gradient of each got."""
-        if count:
-            self.event(Mean(*self.now, term=term, site=site, count=count, weight=float(gradient) / count))
 
     def drew(self) -> None:
         """The module under way has drawn random numbers."""
@@ -283,9 +246,10 @@ class Capture(Life):
     def contribution(self, name: str, gradient: Tensor) -> None:
         """What this backward adds to a parameter on this rank, before communication."""
         local = foreign.local(gradient)
+        micro = self.micro + (1 if self.fused.inside else 0)  # in a Function's forward: before its backward
         # Checkpointed modules arrive once per use: later arrivals in one backward are contributions of their own.
-        use = next(i for i in count() if f"part/{key(self.micro, i)}/{name}" not in self.tensors)
-        self.tensors[f"part/{key(self.micro, use)}/{name}"] = sketch(local)
+        use = next(i for i in count() if f"part/{key(micro, i)}/{name}" not in self.tensors)
+        self.tensors[f"part/{key(micro, use)}/{name}"] = sketch(local)
         self.part_shapes[name] = tuple(local.shape)
 
     def accumulated(self, name: str, parameter: Tensor) -> None:

@@ -13,7 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -23,6 +23,9 @@ from isograd.verify.watch import foreign
 from isograd.verify.watch.flows import OUTPUTS, Flows
 from isograd.verify.watch.means import SEEN, Means
 from isograd.verify.watch.terms import Terms
+
+if TYPE_CHECKING:
+    from isograd.verify.watch.labels import Labels
 
 _NAMESPACES = ("c10d", "_c10d_functional")
 _OPS = {
@@ -51,6 +54,7 @@ class Listener(Protocol):
     active: bool
     own_seconds: float
     base: str
+    labels: Labels
 
     def collective(self, op: str, ranks: tuple[int, ...], tensors: list[Tensor], reduce: str) -> int:
         """A collective is called; returns its number."""
@@ -62,18 +66,6 @@ class Listener(Protocol):
 
     def lose(self, sense: str, error: Exception) -> None:
         """Something is no longer watched."""
-        ...
-
-    def token_loss(self, reduction: int, count: float, classes: int, value: float) -> None:
-        """A cross-entropy was computed."""
-        ...
-
-    def token_weight(self, reduction: int, count: float, gradient: Tensor, labels: Tensor, site: str) -> None:
-        """A cross-entropy's backward ran."""
-        ...
-
-    def mean(self, term: str, site: str, count: float, gradient: Tensor) -> None:
-        """A mean's backward ran."""
         ...
 
     def term(self, site: str, value: float, weights: tuple[float, ...], joined: int) -> None:
@@ -107,7 +99,7 @@ class Watch(TorchDispatchMode):
         self.off = False
         self.lost: set[str] = set()  # senses that an error has ended
         self.flows = Flows()
-        self.means = Means(listener.mean, lambda: call_site(listener.base))
+        self.means = Means(listener.labels.mean, lambda: call_site(listener.base))
         self.terms = Terms(listener.term)
         self.sites: dict[int, str] = {}  # where a loss was called, by the memory of its total, which backward gets
         self.reduced = ""  # where many numbers with a graph last became one: the loss, most likely
@@ -240,7 +232,7 @@ class Watch(TorchDispatchMode):
         classes = args[0].shape[1] if args[0].dim() > 1 else 1
         total = float(result[0].detach().double().sum())  # of the mean: itself
         value = total if int(args[3]) == 1 or not counted else total / counted
-        self.listener.token_loss(int(args[3]), counted, classes, value)
+        self.listener.labels.token_loss(int(args[3]), counted, classes, value)
         site = self.sites[result[1].data_ptr()] = call_site(self.listener.base)
         if result[0].dim() == 0:
             self.terms.made(result[0], site)
@@ -252,7 +244,7 @@ class Watch(TorchDispatchMode):
     def _label_weights(self, args: Any) -> None:
         labels = args[2][args[2] != args[5]]
         count, site = float(_counted(args, 2, 5, args[6])), self.sites.get(args[6].data_ptr(), "")
-        self.listener.token_weight(int(args[4]), count, args[0], labels, site)
+        self.listener.labels.token_weight(int(args[4]), count, args[0], labels, site)
 
     def _logit_shift(self, args: Any) -> None:
         """Under torch's loss_parallel, log_softmax has no backward of its own. A softmax does not see a number that is

@@ -67,6 +67,9 @@ class Hooks:
         self.after = register_optimizer_step_post_hook(after_step)
         self.wrap(torch.autograd, "backward", self._backward)
         self.wrap(Optimizer, "add_param_group", self._given)
+        original, watched = self.capture.fused.wrapper()
+        self.wrapped.append((torch.autograd.Function, "apply", original))
+        torch.autograd.Function.apply = watched  # type: ignore[method-assign]
         for home in (torch.nn.utils, torch.nn.utils.clip_grad):
             self.wrap(home, "clip_grad_norm_", self._clip)
             self.wrap(home, "clip_grad_value_", self._clip_values)
@@ -210,12 +213,13 @@ class Hooks:
 
     def _backward(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         roots = _tensors(args[0] if args else kwargs.get("tensors"))
-        if torch._C._current_graph_task_id() == -1:  # recomputation calls backward inside backward: the same one
+        inside = torch._C._current_graph_task_id() != -1 or self.capture.fused.inside
+        if not inside:  # recomputation calls backward inside backward, a Function in its forward: it is the same one
             self.capture.guarded(self.capture.backward_begins)(roots)
             self.capture.guarded(self.capture.look_at_buffers, "buffers")("forward")
             self.capture.guarded(self.capture.watch.means.settle, "means")(self.capture.guarded)
             self.capture.guarded(self._terms, "terms")(roots)
-        self.capture.guarded(self._reached, "flows")(roots)
+            self.capture.guarded(self._reached, "flows")(roots)
         self.capture.backing += 1
         try:
             return original(*args, **kwargs)

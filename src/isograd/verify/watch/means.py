@@ -1,8 +1,9 @@
 """Sees means in forward: one number that is the mean of many, and in backward the weight that each of the many gets.
 
-    torch's losses with reduction "mean", x.mean(), x.sum() / count
+    torch's losses with reduction "mean", x.mean(), x.sum() / count, (x * mask).sum() with whatever divides it
 
 Means over ranks or micro-batches with different counts are no mean over all: each element of a small one weighs more.
+A sum whose mask is known needs no divisor: what comes back to it is the weight of each element.
 A term of the loss is told apart from others by the place it comes from and by all calls that led there.
 """
 
@@ -13,6 +14,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from torch import Tensor
 from torch.utils.hooks import unserializable_hook
 
 from isograd.verify import tolerances
+from isograd.verify.watch.masks import added
 
 LOSSES = (
     "mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "binary_cross_entropy",
@@ -29,7 +32,20 @@ SEEN = ("mean", "sum", "neg", "_to_copy", "div", "mul", *LOSSES)  # the other lo
 MOST_SUMS = 16
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__))
 
-Tell = Callable[[str, str, float, Tensor], None]  # term, call site, count, gradient
+Tell = Callable[["Number", Tensor], None]  # a mean or sum, its gradient
+
+
+@dataclass(eq=False)
+class Number:
+    """A mean, or a sum, of `count` numbers."""
+
+    term: str
+    site: str
+    count: float
+    mean: bool = True
+    nonzero: float = 0.0  # of a sum without a mask: how many of its numbers are not zero, in case those alone count
+    masked: bool = False  # a mask says how many numbers a sum adds up
+    divided: bool = False  # a sum that a whole number divides, which is a mean
 
 
 class Means:
@@ -37,8 +53,8 @@ class Means:
 
     def __init__(self, tell: Tell, site: Callable[[], str]) -> None:
         self.tell, self.site = tell, site
-        self.fresh: list[tuple[Tensor, str, str, float]] = []  # not yet in the graph: that follows the operator
-        self.sums: list[weakref.ref[Tensor]] = []
+        self.fresh: list[tuple[Tensor, Number]] = []  # not yet in the graph: that follows the operator
+        self.sums: list[tuple[weakref.ref[Tensor], Number | None]] = []
 
     def look(self, name: str, args: Any, kwargs: Any, result: Any) -> None:
         """After one of the operators SEEN."""
@@ -48,12 +64,24 @@ class Means:
         if not isinstance(given, Tensor) or not (given.requires_grad or self.is_sum(given)):
             return
         if name in ("sum", "neg", "_to_copy"):
+            of = self._sum(given, result) if name == "sum" and given.dim() else self._of(given)
             if name == "sum" or self.is_sum(given):  # minus a mean is no second mean
-                self.sums = [*self.sums[1 - MOST_SUMS :], weakref.ref(result)]
+                self.sums = [*self.sums[1 - MOST_SUMS :], (weakref.ref(result), of)]
             return
-        count = self._count(name, given, args, kwargs)
+        of = self._of(given)
+        count = None if of is not None and of.masked else self._count(name, given, args, kwargs)
         if count is not None:
-            self.fresh.append((result, f"{name} {_path()}", self.site(), count))
+            if of is not None:
+                of.divided = True
+            self.fresh.append((result, Number(f"{name} {_path()}", self.site(), count)))
+
+    def _sum(self, given: Tensor, result: Tensor) -> Number:
+        """Many numbers are added up."""
+        count, masked = added(given)
+        nonzero = 0.0 if masked else float(given.count_nonzero())
+        number = Number(f"sum {_path()}", self.site(), count, mean=False, nonzero=nonzero, masked=masked)
+        self.fresh.append((result, number))
+        return number
 
     def _count(self, name: str, given: Tensor, args: Any, kwargs: Any) -> float | None:
         """Of how many a number is the mean; None when it is no mean."""
@@ -73,19 +101,23 @@ class Means:
 
     def is_sum(self, tensor: Tensor) -> bool:
         """Whether a tensor is a sum, or minus one, that nothing has divided yet."""
-        return tensor.dim() == 0 and any(known() is tensor for known in self.sums)
+        return tensor.dim() == 0 and any(known() is tensor for known, _ in self.sums)
+
+    def _of(self, tensor: Tensor) -> Number | None:
+        """The sum that a tensor is, or minus that, or in another precision."""
+        return next((number for known, number in reversed(self.sums) if known() is tensor), None)
 
     def settle(self, guarded: Callable[..., Callable[..., None]]) -> None:
         """One operator later: what is in the graph by now tells its gradient when backward comes to it."""
         fresh, self.fresh = self.fresh, []
-        for number, term, site, count in fresh:
-            if number.requires_grad:
+        for tensor, number in fresh:
+            if tensor.requires_grad:
 
-                def arrives(gradient: Tensor | None, term: str = term, site: str = site, count: float = count) -> None:
-                    if gradient is not None:  # None: the mean is in the graph, and no part of the loss
-                        self.tell(term, site, count, gradient)
+                def arrives(gradient: Tensor | None, number: Number = number) -> None:
+                    if gradient is not None:  # None: the number is in the graph, and no part of the loss
+                        self.tell(number, gradient)
 
-                number.register_hook(unserializable_hook(guarded(arrives, "means")))
+                tensor.register_hook(unserializable_hook(guarded(arrives, "means")))
 
 
 def _number(result: Any) -> bool:

@@ -22,5 +22,5 @@ def weigh(loss: Tensor, n: Tensor | float, reduction: str = "mean") -> Tensor:
         raise ValueError(f"reduction is 'mean' or 'sum', not {reduction!r}")
     life = sys.modules.get("isograd.verify.watch.life")
     for capture in list(life.living) if life is not None else ():
-        capture.guarded(capture.weighed, "labels")(loss, n, reduction)
+        capture.guarded(capture.labels.weighed, "labels")(loss, n, reduction)
     return loss

@@ -14,7 +14,7 @@ from typing import Any
 from isograd.verify import tolerances
 from isograd.verify.judge.analysis import Analysis, Weighed
 from isograd.verify.judge.terms import reference_tensor, shares
-from isograd.verify.record.events import Backward, Key, LabelWeight, Loss, Mean, Reached
+from isograd.verify.record.events import Backward, Key, LabelWeight, Loss, Mean, Reached, Uncounted
 from isograd.verify.tell.findings import BUG, INCONCLUSIVE, NOTE, Finding
 from isograd.verify.tell.wording import finding, labelled, meanings, spread
 
@@ -41,11 +41,14 @@ def token_weights(analysis: Analysis) -> Iterator[Finding]:
 
 def counted(analysis: Analysis) -> Iterator[Finding]:
     """The labels of the loss are counted; where they are not, a note tells where the program can count them itself."""
-    ranks = analysis.recording.ranks
-    if analysis.step != analysis.recording.steps[0] or any(r.of(LabelWeight) or r.of(Mean) for r in ranks):
+    ranks, step = analysis.recording.ranks, analysis.step
+    if step != analysis.recording.steps[0] or any(r.of(LabelWeight) for r in ranks):
         return
-    backwards = [event for record in ranks for event in record.of(Backward, analysis.step)]
-    places = [
+    unknown = [event.site for record in ranks for event in record.of(Uncounted, step)]
+    if any(r.of(Mean) for r in ranks) and not unknown:
+        return
+    backwards = [event for record in ranks for event in record.of(Backward, step)]
+    places = [f"after {site}" for site in unknown] or [
         f"after {e.loss}" if e.loss else f"before {e.site}" for e in backwards if (e.loss or e.site) and not e.summed
     ]
     parts = {analysis.data.get(key, str(key)) for name in analysis.names for key in analysis.parts[name]}
