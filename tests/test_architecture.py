@@ -114,6 +114,7 @@ ARROWS = {
         "stored",
         "yamls",
     },
+    "doors": {"checkpoint", "comm", "engine", "errors", "layout", "mesh", "terms"},
     "plan": {
         "comm",
         "contract",
@@ -149,6 +150,7 @@ ARROWS = {
         "contract",
         "contrastive",
         "data",
+        "doors",
         "engine",
         "errors",
         "hugging",

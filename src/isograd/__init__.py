@@ -34,6 +34,7 @@ _MODULES = (
     "comm",
     "contrastive",
     "data",
+    "doors",
     "engine",
     "errors",
     "hugging",
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from isograd import comm as comm
     from isograd import contrastive as contrastive
     from isograd import data as data
+    from isograd import doors as doors
     from isograd import engine as engine
     from isograd import errors as errors
     from isograd import hugging as hugging

@@ -84,7 +84,11 @@ class EngineError(IsogradError):
 
 
 class PipelineError(IsogradError):
-    """IG8xx: schedules, stages and what passes between them."""
+    """IG80x: schedules, stages and what passes between them."""
+
+
+class DoorError(IsogradError):
+    """IG85x to IG88x: another library's loop that cannot run on the engine as asked."""
 
 
 class DataError(IsogradError):

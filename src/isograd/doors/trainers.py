@@ -1,0 +1,327 @@
+"""transformers' Trainer on the engine: `Trainer = ig.doors.trainer(Trainer)`, and nothing else in a script changes.
+
+The subclass keeps the Trainer's loop, data, callbacks, schedules, evaluation and files. What is the engine's:
+
+1. `create_optimizer` makes the optimizer as ever, and gives it to an Engine (doors/optimizer.py). The model is not
+   wrapped: it takes the Trainer's path for models that reduce their own gradients, without its average of parameters.
+2. `training_step` asks for the loss of a micro-batch as the mean over its own labels, whatever the step's other
+   micro-batches have, and goes backward with their number as its weight. Nothing divides by steps or ranks.
+3. The balance loss of a model with experts is a term of its own (`ig.Terms`), the mean over the tokens it is of.
+4. `optimizer.step` settles, clips to `max_grad_norm` and steps, on all ranks or on none.
+5. Checkpoints have the engine's state in a folder `isograd`, which any layout loads.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from isograd.checkpoint import Keeper
+from isograd.checkpoint.agree import told
+from isograd.doors.optimizer import EngineOptimizer, onto_shards
+from isograd.doors.weights import labels_in, routed_in, rows_in
+from isograd.doors.world import layout_said, mesh_of, need, refuse
+from isograd.engine import Engine, Stats
+from isograd.engine.dropped import is_dropped
+from isograd.errors import DoorError
+from isograd.mesh import Mesh
+from isograd.terms import Terms
+
+T = TypeVar("T")
+FOLDER = "isograd"  # of the engine's state, inside the Trainer's folder of a checkpoint
+STEPS_IN_BACKWARD = ("lomo", "adalomo", "layerwise")
+
+
+def trainer(kind: type[T], layout: str | None = None) -> type[T]:
+    """A subclass of a Trainer class of transformers or TRL whose training runs on the engine.
+
+    layout: "dp2 zero1" and the like; left out, plain data parallelism over all ranks. `--isograd LAYOUT` on the command
+    line comes first; it is taken out of sys.argv here, before the script reads its own options.
+    """
+    need(["transformers", "accelerate"], "ig.doors.trainer", "hf")
+    from transformers import Trainer
+
+    if not (isinstance(kind, type) and issubclass(kind, Trainer)) or issubclass(kind, OnEngine):
+        raise DoorError(
+            "IG857",
+            "ig.doors.trainer takes a Trainer class of transformers, once",
+            seen=kind,
+            expected="Trainer, or a subclass such as SFTTrainer",
+            fix="Trainer = ig.doors.trainer(Trainer), before a Trainer is made",
+        )
+    names = {"isograd_layout": layout_said(layout), "__module__": kind.__module__, "__doc__": kind.__doc__}
+    made: type[T] = type(kind.__name__, (OnEngine, kind), names)
+    return made
+
+
+_Base: Any = object
+
+
+class OnEngine(_Base):  # type: ignore[misc]
+    """What `trainer` puts before a Trainer class."""
+
+    isograd_layout: str | None = None
+    optimizer: Any
+    loss_is_scaled_for_ga = True  # "do not divide by accumulation steps"
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.mesh: Mesh = mesh_of(self.isograd_layout)
+        self.args.average_tokens_across_devices = False  # no factor of ranks in a loss: the engine divides, once
+        self.loss_is_scaled_for_ga = True
+        self._refuse_arguments()
+        self.accelerator.backward = self._backward
+        self._micros: list[Any] = []  # of the step under way
+        self._weight: float | Tensor = 0.0  # of the micro-batch under way
+        self._routed: float | Tensor = 0.0
+        self._scores: list[Mapping[str, Any]] = []  # what its forwards said beside the loss
+        self._listening: Any = None
+        self._logged: Tensor | None = None  # the Trainer's sum of losses when the step began
+        self._rows_said = False
+
+    @property
+    def engine(self) -> Engine:
+        """The engine of this Trainer, made when training begins."""
+        assert isinstance(self.optimizer, EngineOptimizer), "no training has begun"
+        return self.optimizer.engine
+
+    def _refuse_arguments(self) -> None:
+        args, behind = self.args, type(self).__mro__[2:]
+        of_step = next(
+            (vars(kind)["loss_is_scaled_for_ga"] for kind in behind if "loss_is_scaled_for_ga" in vars(kind)), None
+        )
+        optim = str(getattr(args.optim, "value", args.optim))
+        refuse(
+            {
+                "fsdp": args.fsdp,
+                "deepspeed": self.is_deepspeed_enabled,
+                "parallelism_config": args.parallelism_config,
+                "a model loaded with DistributedConfig": self.is_distributed_loading_by_transformers,
+                "several GPUs in one process": args.n_gpu > 1,
+                "a model over several devices": self.is_model_parallel,
+                "fp16 (bf16 works)": args.mixed_precision == "fp16",
+                "auto_find_batch_size": args.auto_find_batch_size,
+                f"optim={optim!r}, which steps inside backward": any(w in optim for w in STEPS_IN_BACKWARD),
+                f"{behind[0].__name__}, whose loss is divided by counts of the whole step": of_step is True,
+            },
+            "this Trainer reduces, steps or divides by itself",
+            "leave it out; --isograd 'zero3' takes the place of fsdp and deepspeed",
+            self.mesh,
+        )
+
+    # -- the engine in the place of DDP
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        """The Trainer's own, on the engine's row shards."""
+        if isinstance(self.optimizer, EngineOptimizer):
+            return self.optimizer
+        super().create_optimizer(model)
+        optimizer = onto_shards(self.optimizer, self.model, self.mesh)
+        engine = Engine(self.model, self.mesh, optimizer, clip=self.args.max_grad_norm or None)
+        self.optimizer = EngineOptimizer(engine, self._stepped)
+        self.model._isograd_trained_by = id(engine)
+        if self._listening is not None:
+            self._listening.remove()
+        self._listening = self.model.register_forward_hook(self._hear)
+        return self.optimizer
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        self._logged = None
+        if isinstance(self.optimizer, EngineOptimizer):  # a further train()
+            self._refuse_taken_over()
+            self.engine.discard()
+        self.is_distributed_loading_by_transformers = True  # the path of models that reduce by themselves
+        try:
+            return super()._prepare_for_training(*args, **kwargs)
+        finally:
+            self.is_distributed_loading_by_transformers = False
+
+    def _sync_replicated_trainable_parameters(self, model: nn.Module) -> None:
+        """Nothing: the engine made the copies equal, and sums their gradients."""
+
+    def _refuse_taken_over(self) -> None:
+        if getattr(self.model, "_isograd_trained_by", None) != id(self.engine):
+            raise DoorError(
+                "IG858",
+                "another Trainer has trained this model since, and holds its gradients now",
+                seen="a further train() of the first one",
+                expected="one Trainer that trains a model at a time",
+                fix="make a new Trainer for the model",
+                where=self.mesh.where(),
+            )
+
+    # -- a micro-batch
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """The Trainer's: all micro-batches of a step."""
+        self._micros, count = super().get_batch_samples(*args, **kwargs)
+        return self._micros, count
+
+    def loss_weight(self, inputs: Mapping[str, Any]) -> float | Tensor:
+        """How many things the loss of a micro-batch is the mean of: its labels, without any its rows. Override this
+        for a loss that is the mean of something else."""
+        labels = labels_in(inputs, shifted=self._loss_shifts_labels)
+        if labels is not None:
+            return labels
+        if not self._rows_said and self.mesh.rank == 0:
+            print("isograd: batches have no 'labels': losses are weighed by their rows", file=sys.stderr)
+        self._rows_said = True
+        return rows_in(inputs) or 0
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """Forward and backward of a micro-batch; the loss returned is the mean over its own labels."""
+        if self._logged is None:
+            self._logged = self._tr_loss.clone()
+        self._weight, self._routed, self._scores = self.loss_weight(inputs), routed_in(inputs), []
+        if num_items_in_batch is not None:
+            own = self._get_num_items_in_batch([inputs], self.args.device)
+            self._weight = num_items_in_batch = self._weight if own is None else own
+        self.current_gradient_accumulation_steps = 1  # TRL divides its balance loss by it
+        try:
+            loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
+        except Exception as error:
+            self._tell(error)
+            raise
+        finally:
+            self._scores = []
+        return loss
+
+    def _tell(self, error: Exception) -> None:
+        """Tell the other ranks, which wait at their step, that this one failed. (A loss that communicates may have them
+        wait elsewhere: then the error alone ends this rank.)"""
+        from transformers import Trainer
+
+        plain = all(
+            "compute_loss" not in vars(kind)
+            for kind in type(self).__mro__
+            if issubclass(kind, Trainer) and kind is not Trainer
+        )
+        ledger = self.engine.ledger
+        if plain and not is_dropped(ledger):
+            ledger.fail(error)
+            self.engine.discard()
+
+    def _backward(self, loss: Tensor, **_: Any) -> None:
+        """In the place of accelerate's: no division, and a weight."""
+        engine = self.engine
+        last = self.accelerator.sync_gradients
+        with nullcontext() if last else engine.no_sync():
+            engine.backward(self._with_balance(loss), self._weight)
+
+    # -- a model with experts
+
+    def _hear(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
+        """What a forward of a training step says beside its loss."""
+        if self.model.training and torch.is_grad_enabled() and isinstance(output, Mapping):
+            said = {n: v for n, v in output.items() if n.endswith(("aux_loss", "z_loss")) and isinstance(v, Tensor)}
+            self._scores += [said] if any(value.requires_grad for value in said.values()) else []
+
+    def _with_balance(self, loss: Tensor) -> Tensor | Terms:
+        """The loss in two terms, where a balance loss is in it: that one is a mean over routed tokens, not labels."""
+        named = [(name, value) for said in self._scores for name, value in said.items() if value.requires_grad]
+        shares = torch.autograd.grad(loss, [v for _, v in named], retain_graph=True, allow_unused=True) if named else []
+        parts = [(n, v, float(share)) for (n, v), share in zip(named, shares, strict=True) if share is not None]
+        parts = [part for part in parts if part[2]]
+        if not parts:
+            return loss
+        if [name for name, _, _ in parts] != ["aux_loss"]:
+            raise DoorError(
+                "IG859",
+                "the loss has further losses of the experts in it than one balance loss",
+                seen=", ".join(f"{share:g} * {name}" for name, _, share in parts),
+                expected="aux_loss, once in a micro-batch: it is a mean over the tokens that are routed",
+                fix="set their coefficients in the model's config to 0",
+                where=self.mesh.where(),
+            )
+        (_, balance, share) = parts[0]
+        if self.engine.ledger.shares.announced is None:
+            rest = self._micros or []
+            self.engine.begin(
+                lm=sum(float(self.loss_weight(micro)) for micro in rest),
+                balance=sum(float(routed_in(micro)) for micro in rest),
+            )
+        return Terms(lm=(loss - share * balance, self._weight), balance=(balance, self._routed, share))
+
+    # -- a step
+
+    def _clip_grad_norm(self, model: nn.Module) -> None:
+        """The engine's step clips."""
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> None:
+        """Known when the engine has stepped."""
+
+    def _stepped(self, stats: Stats) -> None:
+        """The sum that the Trainer logs from gets the loss of the step, as it is on one device."""
+        before, self._logged = self._logged, None
+        if before is not None:
+            steps = 1 + self.state.global_step - self._globalstep_last_logged
+            shown = (
+                stats.loss
+                if math.isfinite(stats.loss) or not self.args.logging_nan_inf_filter
+                else float(before) / steps
+            )
+            self._tr_loss.copy_(before + shown)
+
+    def _maybe_log_save_evaluate(self, tr_loss: Tensor, grad_norm: Any, *args: Any, **kwargs: Any) -> None:
+        stats = self.optimizer.stats
+        super()._maybe_log_save_evaluate(tr_loss, None if stats is None else stats.grad_norm, *args, **kwargs)
+
+    # -- files
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """Every parameter whole on this rank; at ZeRO 3 all ranks come here together."""
+        if isinstance(self.optimizer, EngineOptimizer):
+            with self.engine.full_parameters():
+                yield
+        else:
+            yield
+
+    def save_model(self, *args: Any, **kwargs: Any) -> None:
+        """The Trainer's."""
+        with self._whole():
+            super().save_model(*args, **kwargs)
+
+    def _load_best_model(self) -> None:
+        with self._whole():
+            super()._load_best_model()
+
+    def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        with self._whole():
+            super()._load_from_checkpoint(*args, **kwargs)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        keeper = Keeper(Path(output_dir) / FOLDER, self.engine, keep_last=1)
+        keeper.save(self.state.global_step, {"scheduler": self.lr_scheduler.state_dict()})
+        keeper.close()
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        place = Path(checkpoint) / FOLDER
+        there, foreign = told([place.is_dir(), (Path(checkpoint) / "optimizer.pt").exists()], self.mesh)[0]
+        if not there and foreign:
+            raise DoorError(
+                "IG860",
+                f"{Path(checkpoint).name} has the optimizer of a Trainer without isograd",
+                seen="optimizer.pt, which is a pickle, and no folder 'isograd'",
+                expected="a checkpoint that was saved by this door",
+                fix="start a new run from its weights: from_pretrained(checkpoint), and train() without resuming",
+                where=self.mesh.where(),
+            )
+        if not there:
+            warnings.warn(f"isograd: {Path(checkpoint).name} has weights only: the optimizer starts anew", stacklevel=2)
+            return
+        keeper = Keeper(place, self.engine, keep_last=1)
+        found = keeper.load("auto")
+        keeper.close()
+        assert found is not None, "a folder of a checkpoint without one"
+        self.lr_scheduler.load_state_dict(found.extra["scheduler"])

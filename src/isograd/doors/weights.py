@@ -1,0 +1,36 @@
+"""What a loss of another library is a mean of: labels, where a batch has some; else its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+IGNORED = -100  # the label that losses of torch and transformers leave out
+
+
+def labels_in(batch: Mapping[str, Any], *, shifted: bool) -> Tensor | None:
+    """How many labels count; None where the batch has no labels. shifted: the loss leaves out each row's first one."""
+    labels = batch.get("shift_labels")
+    if labels is None:
+        labels = batch.get("labels")
+        if isinstance(labels, Tensor) and shifted and labels.dim() > 1:
+            labels = labels[..., 1:]
+    return labels.ne(IGNORED).sum() if isinstance(labels, Tensor) else None
+
+
+def rows_in(batch: object) -> int | None:
+    """The length of the first tensor in a batch; None where it has none."""
+    leaves = torch.utils._pytree.tree_leaves(batch)
+    return next((len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), None)
+
+
+def routed_in(batch: Mapping[str, Any]) -> Tensor | int:
+    """The tokens that a model of experts routes: those that its balance loss is taken over."""
+    mask = batch.get("attention_mask")
+    if isinstance(mask, Tensor):
+        return mask.ne(0).sum()
+    inputs = batch.get("input_ids")
+    return inputs.numel() if isinstance(inputs, Tensor) else rows_in(batch) or 0

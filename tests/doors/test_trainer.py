@@ -1,0 +1,273 @@
+"""transformers' Trainer through the door: its own loop, unmodified, on 1, 2 and 4 ranks and at every ZeRO stage.
+
+Against the stock Trainer in one process, whose step has the same rows; a model of experts against plain torch, as the
+Trainer's own balance loss depends on ranks and accumulation.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import isograd as ig
+from isograd.comm import raw
+
+from . import toys
+from .worlds import as_torchrun_starts_it
+
+pytest.importorskip("accelerate")
+
+
+def through_the_door(
+    layout: str | None, folder: str, given: dict[str, Any], kind: str = "dense", **options: Any
+) -> Any:
+    """A Trainer of `ig.doors.trainer`, in a rank."""
+    from transformers import Trainer
+
+    ranks = raw.world()[1]
+    door = ig.doors.trainer(Trainer, layout)
+    return door(toys.model(kind), toys.arguments(folder, 2, ranks, **given), train_dataset=toys.Rows(), **options)
+
+
+def run(layout: str | None, folder: str | None = None, resume: str | None = None, **given: Any) -> dict[str, Any]:
+    with as_torchrun_starts_it(), tempfile.TemporaryDirectory() as scratch:
+        found = through_the_door(
+            layout, folder or scratch, given, compute_loss_func=toys.exact, eval_dataset=toys.Rows(8)
+        )
+        found.train(resume_from_checkpoint=resume)
+        evaluated = found.evaluate()["eval_loss"] if resume is None else None
+        with found.engine.full_parameters():
+            return toys.trained(found) | {"evaluated": evaluated}
+
+
+def stock(**given: Any) -> dict[str, Any]:
+    from transformers import Trainer
+
+    with as_torchrun_starts_it(), tempfile.TemporaryDirectory() as scratch:
+        found = Trainer(
+            toys.model(), toys.arguments(scratch, 2, 1, **given), train_dataset=toys.Rows(),
+            eval_dataset=toys.Rows(8), compute_loss_func=toys.exact,
+        )  # fmt: skip
+        found.train()
+        return toys.trained(found) | {"evaluated": found.evaluate()["eval_loss"]}
+
+
+def on(ranks: int, worlds: Any, function: Any, *args: Any) -> list[Any]:
+    return [function(*args)] if ranks == 1 else worlds(ranks).run(function, *args)
+
+
+def same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    for name, value in expected["parameters"].items():
+        assert torch.allclose(found["parameters"][name], value, rtol=1e-9, atol=1e-11), name
+    for mine, theirs in zip(found["log"], expected["log"], strict=True):
+        assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-9)
+        assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-6)  # the Trainer adds them up in fp32
+        assert mine["learning_rate"] == theirs["learning_rate"]
+
+
+@pytest.fixture(scope="module")
+def one_device() -> dict[str, Any]:
+    """The stock Trainer, three steps of four micro-batches."""
+    return stock()
+
+
+@pytest.mark.parametrize(
+    "ranks, layouts",
+    [(1, [None]), (2, [None, "zero1", "dp2 zero3"]), pytest.param(4, ["dp4 zero2"], marks=pytest.mark.slow)],
+)
+def test_the_trainer_trains_as_the_stock_one_does_in_one_process(
+    worlds, one_device: dict[str, Any], ranks: int, layouts: list[str | None]
+) -> None:
+    """Parameters after three clipped steps of AdamW under a schedule; losses, norms and rates logged; evaluation."""
+    for layout in layouts:
+        for found in on(ranks, worlds, run, layout):
+            same(found, one_device)
+            assert found["evaluated"] == pytest.approx(one_device["evaluated"], rel=1e-6)
+
+
+def resumed(folder: str) -> list[dict[str, Any]]:
+    """Cut after step 1, resumed at zero3 until step 2, once more at zero0: the last one, and a run without cuts."""
+    options = {"save_strategy": "steps", "save_steps": 1, "lr_scheduler_type": "constant_with_warmup"}
+    run("zero1", folder, **options, max_steps=1)
+    run("zero3", folder, resume=f"{folder}/checkpoint-1", **options, max_steps=2)
+    twice = run(None, folder, resume=f"{folder}/checkpoint-2", **options)
+    return [twice, run("zero1", lr_scheduler_type="constant_with_warmup")]
+
+
+def test_a_run_that_is_resumed_twice_under_other_layouts_ends_as_one_without_cuts(worlds, tmp_path: Path) -> None:
+    for twice, uncut in worlds(2).run(resumed, str(tmp_path)):
+        for name, value in uncut["parameters"].items():
+            assert torch.allclose(twice["parameters"][name], value, rtol=1e-9, atol=1e-11), name
+        assert [row["learning_rate"] for row in twice["log"]] == [row["learning_rate"] for row in uncut["log"]]
+    from transformers import AutoModelForCausalLM
+
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-3", dtype=torch.float64)
+    assert all(torch.equal(p, twice["parameters"][n]) for n, p in saved.named_parameters())
+
+
+def gradients_of_experts(layout: str | None) -> dict[str, torch.Tensor]:
+    """Of the first step, before clipping."""
+    from transformers import TrainerCallback
+
+    seen: dict[str, torch.Tensor] = {}
+
+    class Looks(TrainerCallback):
+        def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+            seen.update({name: gradient.clone() for name, gradient in found.engine.grads()})
+
+    with as_torchrun_starts_it(), tempfile.TemporaryDirectory() as scratch:
+        found = through_the_door(layout, scratch, {"max_steps": 1, "weight_decay": 0.0}, "experts", callbacks=[Looks()])
+        found.train()
+    return seen
+
+
+def by_hand() -> dict[str, torch.Tensor]:
+    """One device: the mean loss of the step's labels, and the mean over its tokens of each micro-batch's balance."""
+    from transformers import Trainer
+
+    with as_torchrun_starts_it(), tempfile.TemporaryDirectory() as scratch:
+        found = Trainer(toys.model("experts"), toys.arguments(scratch, 2, 1), train_dataset=toys.Rows())
+        loader = iter(found.get_train_dataloader())
+        micros = [next(loader) for _ in range(toys.STEP // 2)]
+    model = toys.model("experts").train()
+    labels = sum(int((m["labels"][:, 1:] != -100).sum()) for m in micros)
+    tokens = sum(int(m["attention_mask"].sum()) for m in micros)
+    for micro in micros:
+        output = model(**micro, num_items_in_batch=torch.tensor(labels))
+        share = micro["attention_mask"].sum() / tokens - 1  # the model has added 0.5 * balance already
+        (output.loss + 0.5 * share.double() * output.aux_loss).backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("ranks, layout", [(1, None), (2, "zero1")])
+def test_the_balance_loss_is_a_mean_over_tokens_of_all_ranks_and_micro_batches(
+    worlds, ranks: int, layout: str | None
+) -> None:
+    """Mixtral computes norms and its router in fp32, so gradients agree to fp32 rounding."""
+    expected = by_hand()
+    for found in on(ranks, worlds, gradients_of_experts, layout):
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            assert (found[name] - value).norm() <= 2e-6 * value.norm(), name
+
+
+def failing() -> list[Any]:
+    """Rank 1 fails in a forward of the second step; then a NaN; then all is well: what each rank saw."""
+    from transformers import Trainer, TrainerCallback
+
+    seen: list[Any] = []
+    fault: dict[str, Any] = {"raises": False, "nan": False}
+
+    def loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        here = raw.world()[0] == 1 and found.state.global_step == 1
+        if here and fault["raises"]:
+            raise ValueError("a bad row")
+        return toys.exact(outputs, labels, num_items_in_batch) * (float("nan") if here and fault["nan"] else 1.0)
+
+    class Notes(TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            rates.append((found.optimizer.step_was_skipped, found.lr_scheduler.last_epoch))
+
+    with as_torchrun_starts_it(), tempfile.TemporaryDirectory() as scratch:
+        found = through_the_door("zero1", scratch, {}, compute_loss_func=loss, callbacks=[Notes()])
+        rates: list[Any] = []
+        fault["raises"] = True
+        try:
+            found.train()
+        except Exception as error:
+            seen.append(f"{type(error).__name__}: {error}")
+        fault |= {"raises": False, "nan": True}
+        rates.clear()
+        found.train()
+        seen.append(list(rates))
+        other = ig.doors.trainer(Trainer)(found.model, found.args, train_dataset=toys.Rows())
+        other.train()
+        try:
+            found.train()
+        except ig.IsogradError as error:
+            seen.append(error.code)
+        third = through_the_door("zero1", scratch, {}, compute_loss_func=toys.exact)
+        third.train()  # beside two others in this process
+        seen.append(toys.trained(third))
+    return seen
+
+
+def test_failures_end_or_skip_a_step_on_all_ranks_and_leave_nothing_behind(worlds, one_device: dict[str, Any]) -> None:
+    first, second = worlds(2).run(failing)
+    assert second[0].startswith("ValueError: a bad row")
+    assert first[0].startswith("EngineError: IG550") and "a bad row" in first[0]
+    for seen in (first, second):
+        assert seen[1] == [(False, 1), (True, 1), (False, 2)]  # the schedule waits for a skipped step
+        assert seen[2] == "IG858"
+        same(seen[3], one_device)
+
+
+def refused() -> list[str]:
+    from transformers import Trainer
+
+    codes = []
+    with as_torchrun_starts_it(), tempfile.TemporaryDirectory() as scratch:
+
+        def code(layout: str | None, given: dict[str, Any], act: Any = lambda made: None, **options: Any) -> None:
+            try:
+                act(through_the_door(layout, scratch, given, **options))
+            except ig.IsogradError as error:
+                codes.append(error.code)
+
+        code("dp1 tp2", {})
+        code(None, {"auto_find_batch_size": True})
+        Path(scratch, "checkpoint-1").mkdir(exist_ok=True)
+        Path(scratch, "checkpoint-1", "optimizer.pt").touch()
+        code(
+            None,
+            {},
+            lambda made: (made.create_optimizer(), made._load_optimizer_and_scheduler(f"{scratch}/checkpoint-1")),
+        )
+        half = torch.nn.Linear(2, 2)
+        code(None, {}, lambda made: made.train(), optimizers=(torch.optim.SGD(half.parameters()), None))
+        code("zero1", {}, lambda made: made.create_optimizer().state_dict())
+        code("zero1", {}, lambda made: made.create_optimizer().step(lambda: 0.0))
+
+        class Counts(Trainer):
+            loss_is_scaled_for_ga = True
+
+        try:
+            ig.doors.trainer(Counts)(toys.model(), toys.arguments(scratch, 2, 2), train_dataset=toys.Rows())
+        except ig.IsogradError as error:
+            codes.append(error.code)
+    return codes
+
+
+def test_what_cannot_be_right_is_refused_by_name(worlds) -> None:
+    for codes in worlds(2).run(refused):
+        assert codes == ["IG855", "IG856", "IG860", "IG851", "IG853", "IG853", "IG856"]
+
+
+def test_the_layout_of_the_command_line_comes_first_and_is_taken_out_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import Trainer
+
+    monkeypatch.setattr(sys, "argv", ["train.py", "--isograd", "dp2 zero1", "--lr", "1"])
+    assert ig.doors.trainer(Trainer, "dp4").isograd_layout == "dp2 zero1"
+    assert sys.argv == ["train.py", "--lr", "1"]
+    monkeypatch.setattr(sys, "argv", ["train.py", "--isograd=zero3"])
+    assert ig.doors.trainer(Trainer).isograd_layout == "zero3"
+    assert ig.doors.trainer(Trainer, "dp4").isograd_layout == "dp4"
+    monkeypatch.setattr(sys, "argv", ["train.py", "--isograd"])
+    with pytest.raises(ig.IsogradError, match="IG854"):
+        ig.doors.trainer(Trainer)
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    for wrong in (dict, ig.doors.trainer(Trainer)):
+        with pytest.raises(ig.IsogradError, match="IG857"):
+            ig.doors.trainer(wrong)
+
+
+def test_a_missing_package_is_named_with_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    from isograd.doors.world import need
+
+    with pytest.raises(ig.IsogradError, match=r"IG850[\s\S]*isograd\[hf\]"):
+        need(["no_such_package"], "ig.doors.trainer", "hf")

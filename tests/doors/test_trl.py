@@ -1,0 +1,116 @@
+"""TRL's SFTTrainer and DPOTrainer through the door, against the stock ones in one process."""
+
+from __future__ import annotations
+
+import tempfile
+from typing import Any
+
+import pytest
+import torch
+
+import isograd as ig
+from isograd.comm import raw
+
+from . import toys
+from .worlds import as_torchrun_starts_it
+
+pytest.importorskip("trl")
+pytestmark = pytest.mark.slow
+WORDS = [f"w{number}" for number in range(toys.VOCAB - 3)]
+
+
+def tokenizer() -> Any:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {word: number for number, word in enumerate(["<pad>", "<eos>", "<unk>", *WORDS])}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+
+
+def texts(kind: str) -> Any:
+    """Prompts and answers of very different lengths."""
+    from datasets import Dataset
+
+    rows = []
+    for row in range(24):
+        said = [WORDS[(7 * row + 3 * place) % len(WORDS)] for place in range(10)]
+        answer = f" {' '.join(said[4 : 5 + row % 6])}"
+        rows.append({"prompt": " ".join(said[:4]), "completion": answer})
+        if kind == "DPO":
+            rows[-1] = {"prompt": " ".join(said[:4]), "chosen": answer, "rejected": f" {' '.join(said[: 1 + row % 5])}"}
+    return Dataset.from_list(rows)
+
+
+def trained(kind: str, layout: str | None, ours: bool, options: dict[str, Any]) -> dict[str, Any]:
+    import trl
+
+    with as_torchrun_starts_it() as (_, ranks), tempfile.TemporaryDirectory() as scratch:
+        door = getattr(trl, f"{kind}Trainer")
+        standard = vars(toys.arguments(scratch, 2, ranks))
+        names = ("output_dir", "max_steps", "per_device_train_batch_size", "gradient_accumulation_steps", "use_cpu")
+        names += (
+            "learning_rate",
+            "max_grad_norm",
+            "logging_steps",
+            "save_strategy",
+            "report_to",
+            "disable_tqdm",
+            "seed",
+        )
+        given = {name: standard[name] for name in names} | {"bf16": False, "activation_checkpointing": False}
+        arguments = getattr(trl, f"{kind}Config")(**given, max_length=toys.LENGTH, **options)
+        door = ig.doors.trainer(door, layout) if ours else door
+        reference = {"ref_model": toys.model()} if kind == "DPO" else {}
+        found = door(toys.model(), args=arguments, train_dataset=texts(kind), processing_class=tokenizer(), **reference)
+        found.train()
+        if ours:
+            with found.engine.full_parameters():
+                return toys.trained(found)
+        return toys.trained(found)
+
+
+@pytest.mark.parametrize(
+    "kind, options",
+    [
+        ("SFT", {}),
+        ("SFT", {"packing": False, "completion_only_loss": False}),
+        ("DPO", {}),
+        ("DPO", {"loss_type": "ipo"}),
+    ],
+)
+def test_trl_trains_as_its_stock_trainer_does_in_one_process(worlds, kind: str, options: dict[str, Any]) -> None:
+    """TRL computes log-probabilities in fp32."""
+    expected = trained(kind, None, False, options)
+    assert any(row["grad_norm"] > 0 for row in expected["log"])
+    for ranks, layout in ((1, None), (2, "zero1"), (4, "zero2")):
+        found = worlds(ranks).run(trained, kind, layout, True, options) if ranks > 1 else [
+            trained(kind, layout, True, options)
+        ]  # fmt: skip
+        for one in found:
+            for name, value in expected["parameters"].items():
+                assert torch.allclose(one["parameters"][name], value, rtol=1e-4, atol=2e-5), (ranks, name)
+            for mine, theirs in zip(one["log"], expected["log"], strict=True):
+                assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5)
+                assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+
+
+def counts_of_the_whole_step() -> str | None:
+    from trl import GRPOConfig, GRPOTrainer
+
+    with as_torchrun_starts_it(), tempfile.TemporaryDirectory() as scratch:
+        arguments = GRPOConfig(output_dir=scratch, use_cpu=True, bf16=False, report_to="none", num_generations=2)
+        rows = texts("SFT").select_columns(["prompt"])
+        try:
+            ig.doors.trainer(GRPOTrainer)(
+                toys.model(), lambda *_, **__: [0.0], arguments, rows, processing_class=tokenizer()
+            )
+        except ig.IsogradError as error:
+            return error.code
+    return None
+
+
+def test_a_loss_that_is_divided_by_counts_of_the_whole_step_is_refused() -> None:
+    assert raw.world()[1] == 1
+    assert counts_of_the_whole_step() == "IG856"

@@ -1,0 +1,34 @@
+"""What other libraries expect of a rank that torchrun has started, for ranks of the tests' own worlds."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+from isograd.comm import raw
+
+
+@contextmanager
+def as_torchrun_starts_it() -> Iterator[tuple[int, int]]:
+    """(rank, ranks); accelerate's state is made anew, before and after."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    rank, ranks = raw.world()
+    told: dict[str, object] = {"ACCELERATE_USE_CPU": "true"}
+    if ranks > 1:
+        told |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+        told |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}  # the world is there already
+
+    def anew() -> None:
+        AcceleratorState._reset_state(True)
+        GradientState._reset_state()
+        PartialState._reset_state()
+
+    with mock.patch.dict(os.environ, {name: str(value) for name, value in told.items()}):
+        anew()
+        try:
+            yield rank, ranks
+        finally:
+            anew()
