@@ -52,7 +52,20 @@ ARROWS = {
         "yamls",
     },
     # engine: the proof at start trains one step; its parameters on the meta device are the Engine's
-    "hugging": {"comm", "contract", "engine", "errors", "inputs", "mesh", "outside", "random", "sequence", "stored"},
+    "hugging": {
+        "comm",
+        "contract",
+        "engine",
+        "errors",
+        "inputs",
+        "mesh",
+        "nn",
+        "outside",
+        "pipeline",
+        "random",
+        "sequence",
+        "stored",
+    },
     # engine: what trains a case that brings no step of its own
     "verify": {
         "comm",

@@ -11,6 +11,7 @@
     moe_tp_experts                   dim 0 cut: whole experts      ExpertRange
     mla_kv_a_proj                    whole                         SharedTail
     all_reduce                                                     Total
+    ep_dispatch_experts              dim 0 cut over ep             Exchange (experts.py)
 
 Key and value heads fewer than tp ranks are replicas with a debt ("tp/2"). What has no entry is whole, and computed on
 every rank from equal values, so that it owes nothing. All of this happens on the meta device.
@@ -29,9 +30,10 @@ from torch import nn
 from isograd.contract import Shard, contract_of, declare, mark_as, marks_of
 from isograd.errors import ModelError
 from isograd.hugging import styles
+from isograd.hugging.experts import DISPATCHED, deal_out, dispatched, number_of, outside, shard_of
 from isograd.hugging.plan import CUTS, EXPERTS, read_plan, without_split_ties
 from isograd.inputs import WrongInputs
-from isograd.mesh import Mesh
+from isograd.mesh import DATA, EXPERT_DATA, Mesh
 
 QUERY_HEADS = ("num_heads", "num_attention_heads", "n_heads", "num_query_heads")
 KEY_HEADS = ("num_key_value_heads", "num_kv_heads")
@@ -40,13 +42,18 @@ OF_ATTENTION = ("head_dim", "head_size", "num_key_value_groups", "qk_head_dim", 
 
 
 def cut(model: nn.Module, mesh: Mesh) -> None:
-    """Cut a model whose parameters are on the meta device. With one tp rank it stays as it is."""
-    if mesh.size("tp") == 1:
+    """Cut a model whose parameters are on the meta device. With one tp rank and one ep rank it stays as it is."""
+    if mesh.size("tp") == 1 and mesh.size("ep") == 1:
         return
-    _refuse_dropout(model, mesh)
-    plan = without_split_ties(model, read_plan(model, mesh), mesh)
+    plan: dict[str, str] = {}
+    experts = dispatched(model, mesh) if mesh.size("ep") > 1 else []
+    if mesh.size("tp") > 1:
+        _refuse_dropout(model, mesh)
+        plan = without_split_ties(model, outside(read_plan(model, mesh), experts), mesh)
     cutter = _Cutter(model, mesh, plan)
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters(remove_duplicate=False))
+    for name in experts:
+        cutter.over_ep(name, modules[name])
     for name, style in plan.items():
         if name in parameters:
             cutter.bare(name, style)
@@ -90,7 +97,9 @@ class _Cutter:
         self.entrances: dict[str, styles.Entrance] = {}
         self.heads: dict[str, _Heads | None] = {}
 
-    def replace(self, module: nn.Module, leaf: str, shard: Shard | None, owes: tuple[str, ...] = ()) -> None:
+    def replace(
+        self, module: nn.Module, leaf: str, shard: Shard | None, owes: tuple[str, ...] = (), data: str = DATA
+    ) -> None:
         """Put this rank's part in the place of a whole parameter."""
         old = module._parameters.get(leaf)
         if old is None:
@@ -98,11 +107,11 @@ class _Cutter:
         if id(old) not in self.made:
             shape = list(old.shape)
             if shard is not None:
-                start, stop = shard.ranges[self.mesh.index("tp")]
+                start, stop = shard.ranges[self.mesh.index(shard.axis)]
                 shape[shard.dim] = stop - start
             part = nn.Parameter(torch.empty(shape, dtype=old.dtype, device="meta"), requires_grad=old.requires_grad)
             shards = () if shard is None else (shard,)
-            declare(part, self.mesh, shape=tuple(old.shape), shards=shards, owes=owes)
+            declare(part, self.mesh, shape=tuple(old.shape), shards=shards, owes=owes, data=data)
             self.made[id(old)] = part
             self.old.append(old)
         module._parameters[leaf] = self.made[id(old)]
@@ -203,19 +212,19 @@ class _Cutter:
         module.register_forward_pre_hook(hooks.before, with_kwargs=True)
         module.register_forward_hook(hooks.after)
 
+    def over_ep(self, name: str, module: Any) -> None:
+        """Whole experts on each rank of ep; tokens come to them."""
+        number = number_of(name, module, self.mesh, DISPATCHED)
+        shard = shard_of(name, number, "ep", self.mesh)
+        for leaf in list(module._parameters):
+            self.replace(module, leaf, shard, data=EXPERT_DATA)
+        deal_out(module, number, self.mesh)
+
     def _experts(self, name: str, module: Any) -> None:
-        number = getattr(module, "num_experts", None)
-        own = dict(module.named_parameters(recurse=False))
-        odd = [leaf for leaf, p in own.items() if p.shape[0] != number]
-        inner = [leaf for leaf, _ in module.named_parameters() if leaf not in own]
-        if not isinstance(number, int) or not own or odd or inner or not hasattr(module, "_is_expert_parallel"):
-            raise self._unsupported(
-                name, EXPERTS, f"a {type(module).__name__} whose parameters are not one stack of experts: {odd + inner}"
-            )
-        if number % self.tp:
-            raise self._indivisible(f"the {number} experts of {name}", "a tp that divides the number of experts")
-        for leaf in own:
-            self.replace(module, leaf, Shard.even("tp", 0, number, self.tp))
+        number = number_of(name, module, self.mesh, EXPERTS)
+        shard = shard_of(name, number, "tp", self.mesh)
+        for leaf in list(module._parameters):
+            self.replace(module, leaf, shard)
         module.num_experts = number // self.tp
         module._is_expert_parallel = True
         hooks = styles.ExpertRange(self.mesh, module.num_experts)

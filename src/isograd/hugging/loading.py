@@ -23,6 +23,8 @@ from isograd.engine import empty_parameters
 from isograd.engine.first import become
 from isograd.errors import ModelError, headline
 from isograd.hugging.cut import cut
+from isograd.hugging.stages import cut_into_stages, refuse_shared_keys
+from isograd.hugging.survey import survey
 from isograd.hugging.values import Folder, Random, give_starts
 from isograd.mesh import Mesh
 from isograd.outside import CONFIG, read_json
@@ -39,6 +41,7 @@ def load(source: Any, mesh: Mesh, *, prove: bool = True, dtype: torch.dtype | No
     """
     refuse_layout(mesh)
     config = all_or_none(lambda: _config_of(source, mesh), mesh, ModelError, not_loaded)
+    refuse_shared_keys(config, mesh)
     dtype = dtype or getattr(config, "dtype", None) or torch.float32
     if prove:
         from isograd.hugging.proof import prove as proven
@@ -60,6 +63,8 @@ def build(
     source = Random(_empty(config, dtype, mesh), seed, noise)
     values: Random | Folder = source if folder is None else Folder(Stored(folder), model, mesh.where())
     cut(model, mesh)
+    if mesh.size("pp") > 1:
+        cut_into_stages(model, mesh, survey(type(model), config))
     give_starts(model, values)
     _fill_buffers(model, values)
     if mesh.layout.zero != 3 or mesh.size("cp") > 1:
@@ -72,6 +77,14 @@ def build(
 
 def _empty(config: Any, dtype: torch.dtype, mesh: Mesh) -> Any:
     """The library's class for a config, with parameters on the meta device and buffers with values."""
+    library = library_of(config, mesh.where())
+    with empty_parameters():
+        model = library._from_config(copy.deepcopy(config), dtype=dtype)
+    return model.train()
+
+
+def library_of(config: Any, where: str) -> Any:
+    """The library's class for a config."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -81,12 +94,9 @@ def _empty(config: Any, dtype: torch.dtype, mesh: Mesh) -> Any:
             seen=getattr(config, "model_type", type(config).__name__),
             expected="a config of AutoModelForCausalLM",
             fix="for a model of another kind: under dp and zero, ig.Engine takes any module",
-            where=mesh.where(),
+            where=where,
         )
-    library: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    with empty_parameters():
-        model = library._from_config(copy.deepcopy(config), dtype=dtype)
-    return model.train()
+    return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
 
 
 @torch.no_grad()
@@ -110,14 +120,14 @@ def _fill_buffers(model: nn.Module, values: Random | Folder) -> None:
 
 def refuse_layout(mesh: Mesh) -> None:
     """Refuse the axes over which a model of transformers is not cut."""
-    axes = [f"pp{mesh.size('pp')}"] * (mesh.size("pp") > 1) + [f"ep{mesh.layout.ep}"] * (mesh.layout.ep > 1)
-    axes += ["sp"] * bool(mesh.layout.sp) + ["cp with tp"] * (mesh.size("cp") > 1 and mesh.size("tp") > 1)
+    axes = ["sp"] * bool(mesh.layout.sp)
+    axes += [f"cp with {axis}" for axis in ("tp", "pp", "ep") if mesh.size("cp") > 1 and mesh.size(axis) > 1]
     if axes:
         raise ModelError(
             "IG460",
             f"a model of transformers is not cut over {', '.join(axes)}",
             seen=str(mesh.layout),
-            expected="dp, tp and zero0 to zero3; or dp, cp and zero",
+            expected="dp, tp, pp, ep and zero; or dp, cp and zero",
             fix="leave those axes out, or load the weights into isograd's Transformer (isograd.models.families)",
             where=mesh.where(),
         )

@@ -24,7 +24,8 @@ from isograd.engine import Engine
 from isograd.errors import ModelError, headline
 from isograd.hugging.loading import build, refuse_layout
 from isograd.hugging.small import small
-from isograd.hugging.wide import Wide
+from isograd.hugging.stages import refuse_shared_keys
+from isograd.hugging.wide import Wide, widened
 from isograd.mesh import Mesh
 from isograd.sequence.hugging import IGNORE, shard
 
@@ -77,8 +78,13 @@ def prove(config: Any, mesh: Mesh) -> Proof:
 def compare(config: Any, mesh: Mesh) -> Proof:
     """The errors of every gradient, whatever they are."""
     refuse_layout(mesh)
+    refuse_shared_keys(config, mesh)
     began = time.perf_counter()
-    tiny = _tried("cannot be made", lambda: small(config, mesh.size("tp")), mesh)
+    tiny = _tried(
+        "cannot be made",
+        lambda: small(config, mesh.size("tp"), mesh.layout.pp * mesh.layout.vpp, mesh.size("ep")),
+        mesh,
+    )
     tiny._experts_implementation = "eager"  # the class's own; grouped products of matrices have no fp64
     with _undisturbed():
         model = _tried("cannot be cut", lambda: _built(tiny, mesh), mesh)
@@ -86,10 +92,11 @@ def compare(config: Any, mesh: Mesh) -> Proof:
         truth = _tried("does not run on one device", lambda: _one_device(tiny, mesh), mesh)
         found = _tried("does not run under the layout", lambda: _under_layout(model, mesh, tiny.vocab_size), mesh)
     floor = FLOOR * float(torch.stack([g.norm() for g in truth.values()]).norm())
-    names = dict.fromkeys((*truth, *found))
-    errors = {name: _error(found.get(name), truth.get(name), floor) for name in names}
+    errors = {name: _error(gradient, truth.get(name), floor) for name, gradient in found.items()}
     everywhere = told(errors, mesh)
-    worst = {name: max((e[name] for e in everywhere), key=_rank) for name in names}
+    absent = truth.keys() - {name for errors in everywhere for name in errors}
+    worst = {name: _error(None, truth[name], floor) for name in absent}
+    worst |= {name: max((e[name] for e in everywhere if name in e), key=_rank) for e in everywhere for name in e}
     return Proof(type(model).__name__, str(mesh.layout), worst, held, time.perf_counter() - began)
 
 
@@ -153,8 +160,12 @@ def _one_device(config: Any, mesh: Mesh) -> dict[str, Tensor]:
 
 def _under_layout(model: Any, mesh: Mesh, vocab: int) -> dict[str, Tensor]:
     engine = Engine(model, mesh, lambda parameters: torch.optim.SGD(parameters, lr=0.0))
-    for number in range(MICROS):
-        part = shard(_batch(mesh.index("dp"), number, vocab), mesh)
+    batches = [_batch(mesh.index("dp"), number, vocab) for number in range(MICROS)]
+    if engine.pipeline is not None:
+        engine.pipeline.chunks = {stage: widened(chunk) for stage, chunk in engine.pipeline.chunks.items()}
+        engine.accumulate(batches)
+    for batch in batches if engine.pipeline is None else ():
+        part = shard(batch, mesh)
         with Wide():
             loss = model(**part.inputs).loss
         engine.backward(loss, weight=part.weight)

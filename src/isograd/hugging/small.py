@@ -33,8 +33,8 @@ NEVER = ("architectures", "_name_or_path", "transformers_version", "dtype", "tor
          "quantization_config")  # fmt: skip
 
 
-def small(config: Any, tp: int) -> Any:
-    """A config of the same class, whose model can be cut over tp exactly if the given one can."""
+def small(config: Any, tp: int, stages: int = 1, ep: int = 1) -> Any:
+    """A config of the same class, whose model can be cut over tp, ep and pp exactly if the given one can."""
     values = {name: value for name, value in config.to_dict().items() if name not in NEVER}
     given = dict(values)
     for name, size in SIZES.items():
@@ -43,14 +43,15 @@ def small(config: Any, tp: int) -> Any:
     values |= _heads(values, config, tp)
     values |= {name: 42 if tp == 2 else 14 * tp for name in INNER if isinstance(values.get(name), int)}
     number = next((values[name] for name in EXPERTS if isinstance(values.get(name), int) and values[name] > 0), 0)
-    few = 2 * tp if number % tp == 0 else 2 * tp + 1
+    parts = max(tp, ep)
+    few = 2 * parts if number % parts == 0 else 2 * parts + 1
     values |= {name: min(few, number) for name in EXPERTS if isinstance(values.get(name), int) and values[name] > 0}
     values |= {name: 2 for name in CHOSEN if isinstance(values.get(name), int) and values[name] > 2}
     if number:
         values |= {name: 1 for name in GROUPS if isinstance(values.get(name), int)}
     values["vocab_size"] = VOCAB
     values |= {name: 1 if isinstance(values[name], int) else None for name in TOKENS if name in values}
-    values |= _layers(values, given)
+    values |= _layers(values, given, max(2, stages))
     values |= _no_dropout(values)
     return type(config)(**values)
 
@@ -92,8 +93,8 @@ def _of(config: Any, values: dict[str, Any], name: str) -> Any:
     return values[name] if name in values else getattr(config, name, None)
 
 
-def _layers(values: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """One layer of each kind, and at least two in all, in the order of the model."""
+def _layers(values: dict[str, Any], given: dict[str, Any], least: int) -> dict[str, Any]:
+    """One layer of each kind, and at least so many in all, in the order of the model."""
     depth = values.get("num_hidden_layers")
     if not isinstance(depth, int):
         return {}
@@ -105,7 +106,7 @@ def _layers(values: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
         if str(kind) not in [str(kinds[other]) for other in chosen] and len(chosen) < LAYERS:
             chosen.append(number)
     for number in range(depth):
-        if len(chosen) < 2 and number not in chosen:
+        if len(chosen) < least and number not in chosen:
             chosen.append(number)
     chosen.sort()
     found: dict[str, Any] = {name: [value[number] for number in chosen] for name, value in lists.items()}

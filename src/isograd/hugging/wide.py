@@ -5,11 +5,13 @@ Two correct runs then differ by 1e-15, and one lost summand shows. Nothing of th
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch.overrides import TorchFunctionMode
 
+T = TypeVar("T")
 NARROW = (torch.float32, torch.float16, torch.bfloat16)
 CASTS = (torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16)
 
@@ -22,6 +24,16 @@ class Wide(TorchFunctionMode):
         args = tuple(_wide(value) for value in args)
         kwargs = {name: _wide(value) for name, value in (kwargs or {}).items()}
         return (torch.Tensor.double if func in CASTS else func)(*args, **kwargs)
+
+
+def widened(run: Callable[..., T]) -> Callable[..., T]:
+    """The same function, in fp64 throughout."""
+
+    def wide(*args: Any, **kwargs: Any) -> T:
+        with Wide():
+            return run(*args, **kwargs)
+
+    return wide
 
 
 def _wide(value: Any) -> Any:
