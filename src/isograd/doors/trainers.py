@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from isograd.checkpoint import Keeper
-from isograd.checkpoint.agree import told
+from isograd.comm.agree import told
 from isograd.doors.optimizer import EngineOptimizer, onto_shards
 from isograd.doors.weights import labels_in, routed_in, rows_in
 from isograd.doors.world import layout_said, mesh_of, need, refuse
