@@ -190,6 +190,9 @@ def test_an_expert_that_nobody_chooses_has_a_gradient_of_zeros() -> None:
         ({"scale": float("nan"), "z_weight": -1.0}, "IG450", "scale must be finite.*z_weight must be finite"),
         ({"capacity": float("inf")}, "IG450", "capacity must be positive and finite"),
         ({"per_token": 1}, "IG451", "the router learns nothing"),
+        ({"number": 1, "per_token": 1, "renormalise": False}, "IG451", "softmax of a single expert"),
+        ({"scale": 0.0}, "IG450", "scale must not be 0"),
+        ({"number": "4", "renormalise": "no", "per_token": True}, "IG450", "number is of type int.*per_token.*renorm"),
         ({"capacity": 1.0, "capacity_scope": "rank"}, "IG452", "would change with the layout"),
     ],
 )

@@ -34,6 +34,9 @@ KINDS: dict[str, ExpertOptions] = {
         dense_first=1, shared=7,
     ),
     "tight": replace(BASE, capacity=0.8, every=2),
+    "one, dense first": replace(
+        BASE, per_token=1, renormalise=False, dense_first=1, choice_bias=True, choice_bias_rate=0.02
+    ),
 }  # fmt: skip
 RATE = 0.1
 
@@ -68,6 +71,7 @@ class Case:
     scope: str
     accumulation: int
     recompute: bool
+    idle: bool = False  # nobody chooses one of the experts, and the last data rank has no tokens
 
     def __str__(self) -> str:
         return f"{self.layout}-{self.zero}-{self.kind}-{self.scope}-{self.accumulation}-{self.recompute}"
@@ -75,11 +79,13 @@ class Case:
     def run(self) -> Run:
         """On this rank of a world."""
         layout = str(Layout.parse(f"{self.layout} zero{self.zero}" if self.zero else self.layout))
-        return train(layout, self.kind, self.scope, self.accumulation, self.recompute)
+        return train(layout, self.kind, self.scope, self.accumulation, self.recompute, self.idle)
 
     def wrong(self, results: list[Run]) -> list[str]:
         """All that is wrong with the ranks' results."""
-        truth = one_device(self.kind, self.scope, self.accumulation * Layout.parse(self.layout).dp)
+        dp = Layout.parse(self.layout).dp
+        empty = self.accumulation if self.idle and dp > 1 else 0
+        truth = one_device(self.kind, self.scope, self.accumulation * dp, empty, self.idle)
         wrong = [line for found in results for line in differences(found, truth)]
         lost = truth.parameters.keys() - {name for found in results for name in found.parameters}
         wrong += [f"nobody holds {sorted(lost)}"] if lost else []
@@ -91,10 +97,19 @@ class Case:
         return wrong
 
 
-def micros_of(step: int, first: int, many: int, of: int) -> list[tuple[Tensor, Tensor]]:
-    """Micro-batches first ... first + many - 1 of a step: uneven labels, the last of all without any."""
+def micros_of(step: int, first: int, many: int, of: int, empty: int = 0) -> list[tuple[Tensor, Tensor]]:
+    """Micro-batches first ... first + many - 1 of a step: uneven labels, the last of all without any. The last `empty`
+    of all have no tokens either."""
     config = config_of("two", "none")
-    return [cases.micro_batch(config, step, first + i, of)[:2] for i in range(many)]
+    texts = [cases.Text(rows=0 if number >= of - empty else cases.BATCH) for number in range(first, first + many)]
+    return [cases.micro_batch(config, step, first + i, of, text)[:2] for i, text in enumerate(texts)]
+
+
+def nobody_chooses_one(model: Transformer) -> None:
+    """Layers with a bias of the choice lose an expert; it is among those of the last ep rank."""
+    for module in model.modules():
+        if isinstance(module, MoE) and module.choice_bias is not None:
+            module.choice_bias[-1] = -9.0
 
 
 @contextmanager
@@ -117,19 +132,21 @@ def dense(seen: list[tuple[MoE, Tensor, Tensor]]) -> Iterator[None]:
 
 
 @lru_cache
-def one_device(kind: str, scope: str, count: int) -> Run:
-    """`count` micro-batches a step."""
+def one_device(kind: str, scope: str, count: int, empty: int, idle: bool) -> Run:
+    """`count` micro-batches a step, the last `empty` of them without tokens."""
     config = config_of(kind, scope)
     options = config.experts
     assert options is not None
     model = Transformer(config, Mesh.unbound("1"), dtype=torch.float64)
+    if idle:
+        nobody_chooses_one(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
     done = Run([], {}, [], [], [], [], {})
     layers = [module for module in model.modules() if isinstance(module, MoE)]
     earlier: dict[MoE, Tensor] = {}
     for step in range(cases.STEPS):
         seen: list[tuple[MoE, Tensor, Tensor]] = []
-        micros = micros_of(step, 0, count, count)
+        micros = micros_of(step, 0, count, count, empty)
         labels = sum(int((wanted != -100).sum()) for _, wanted in micros)
         optimizer.zero_grad()
         with dense(seen):
@@ -166,15 +183,18 @@ def one_device(kind: str, scope: str, count: int) -> Run:
     return done
 
 
-def train(layout: str, kind: str, scope: str, accumulation: int, recompute: bool) -> Run:
+def train(layout: str, kind: str, scope: str, accumulation: int, recompute: bool, idle: bool = False) -> Run:
     """The same on this rank of a world."""
     mesh, config = Mesh(layout), config_of(kind, scope)
     model = Transformer(config, mesh, dtype=torch.float64)
     model.recompute = recompute
+    if idle:
+        nobody_chooses_one(model)
+    empty = accumulation if idle and mesh.size("dp") > 1 else 0
     engine = Engine(model, mesh, cases.sgd, clip=cases.CLIP, bucket_mb=0.01)
     done, all_of_them = Run([], {}, [], [], [], [], {}), accumulation * mesh.size("dp")
     for step in range(cases.STEPS):
-        micros: list[Any] = micros_of(step, mesh.index("dp") * accumulation, accumulation, all_of_them)
+        micros: list[Any] = micros_of(step, mesh.index("dp") * accumulation, accumulation, all_of_them, empty)
         evaluated = engine.evaluate(micros)
         assert evaluated.weight > 0  # and it counts nothing
         engine.accumulate(micros)

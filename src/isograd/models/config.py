@@ -67,7 +67,8 @@ class TransformerConfig:
         problems = [
             f"{n} must be positive" for n in ("vocab", "hidden", "layers", "heads", "mlp") if getattr(self, n) < 1
         ]
-        sizes = {f.name: n for f in dataclasses.fields(self) if type(n := getattr(self, f.name)) is int}
+        every = [(part, f.name) for part in (self, self.experts) if part for f in dataclasses.fields(part)]
+        sizes = {name: n for part, name in every if type(n := getattr(part, name)) is int}
         problems += [f"{name} {n} is beyond any model" for name, n in sizes.items() if not -1 <= n <= LARGEST]
         problems += [f"layers {self.layers} is beyond any model"] if MOST_LAYERS < self.layers <= LARGEST else []
         problems += [

@@ -13,7 +13,7 @@ routers and equal tokens make them, and torch.topk promises no order.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ from isograd.errors import ModelError, did_you_mean
 
 SCORES = ("softmax", "sigmoid")
 SCOPES = ("none", "sequence", "batch", "lagged")
+_KINDS: dict[str, tuple[type, ...]] = {
+    "int": (int,), "float": (float, int), "str": (str,), "bool": (bool,), "float | None": (float, int, type(None)),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +52,29 @@ class ExpertOptions:
     capacity_scope: str = "sequence"
 
     def __post_init__(self) -> None:
+        problems = self._mistyped() or self._problems()
+        if problems:
+            raise ModelError("IG450", "invalid experts: " + "; ".join(problems), fix="fix every point above")
+        self._refuse_idle_router()
+        if self.capacity_scope != "sequence":
+            raise ModelError(
+                "IG452",
+                f"the capacity of experts per {self.capacity_scope} would change with the layout",
+                seen=f"capacity_scope {self.capacity_scope!r}: which tokens are together in one depends on dp, cp, tp "
+                "and on the micro-batches",
+                expected="'sequence': tokens are dropped among those of their own sequence",
+                fix="leave capacity_scope out; or leave capacity out, and no token is dropped",
+            )
+
+    def _mistyped(self) -> list[str]:
+        found = []
+        for field in fields(self):
+            value, kind = getattr(self, field.name), str(field.type)
+            if not isinstance(value, _KINDS[kind]) or (isinstance(value, bool) and kind != "bool"):
+                found.append(f"{field.name} is of type {kind}, not {value!r}")
+        return found
+
+    def _problems(self) -> list[str]:
         problems = [
             f"{name} must be at least {least}, not {getattr(self, name)}"
             for name, least in (
@@ -63,25 +89,28 @@ class ExpertOptions:
             problems.append(f"scores are softmax or sigmoid, not {self.scores!r}{did_you_mean(self.scores, SCORES)}")
         if self.balance not in SCOPES:
             problems.append(f"balance is {', '.join(SCOPES)}, not {self.balance!r}{did_you_mean(self.balance, SCOPES)}")
+        size = self.number // max(1, self.groups)
         if self.groups > 0 and self.number % self.groups:
             problems.append(f"{self.groups} groups do not divide {self.number} experts")
-        elif self.groups > 0 and not self.per_token <= self.chosen_groups * (self.number // self.groups) <= self.number:
-            problems.append(
-                f"{self.per_token} experts of a token cannot be in {self.chosen_groups} of {self.groups} groups of "
-                f"{self.number // self.groups}"
-            )
+        elif self.per_token <= self.number and not self.per_token <= self.chosen_groups * size <= self.number:
+            chosen = f"{self.chosen_groups} of {self.groups} groups of {size}"
+            problems.append(f"{self.per_token} experts of a token cannot be in {chosen}")
         numbers = ("scale", "choice_bias_rate", "balance_weight", "z_weight")
         problems += [
             f"{name} must be finite and not negative, not {value}"
             for name in numbers
             if not (math.isfinite(value := getattr(self, name)) and value >= 0)
         ]
+        if self.scale == 0:
+            problems.append("scale must not be 0: experts and their router would have no gradient")
         if self.shared_gate and not self.shared:
             problems.append("shared_gate without a shared expert")
         if self.capacity is not None and not (self.capacity > 0 and math.isfinite(self.capacity)):
             problems.append(f"capacity must be positive and finite, not {self.capacity}")
-        if problems:
-            raise ModelError("IG450", "invalid experts: " + "; ".join(problems), fix="fix every point above")
+        return problems
+
+    def _refuse_idle_router(self) -> None:
+        """Refuse options under which the weight of a chosen expert is a constant."""
         if self.per_token == 1 and self.renormalise:
             raise ModelError(
                 "IG451",
@@ -89,14 +118,13 @@ class ExpertOptions:
                 seen="per_token 1, renormalise true",
                 expected="renormalise false for per_token 1: the weight is the score itself",
             )
-        if self.capacity_scope != "sequence":
+        if self.number == 1 and self.scores == "softmax":
             raise ModelError(
-                "IG452",
-                f"the capacity of experts per {self.capacity_scope} would change with the layout",
-                seen=f"capacity_scope {self.capacity_scope!r}: which tokens are together in one depends on dp, cp, tp "
-                "and on the micro-batches",
-                expected="'sequence': tokens are dropped among those of their own sequence",
-                fix="leave capacity_scope out; or leave capacity out, and no token is dropped",
+                "IG451",
+                "the softmax of a single expert's score is 1, and the router learns nothing",
+                seen="number 1, scores 'softmax'",
+                expected="two experts or more, or sigmoid scores",
+                fix="a layer without a router is the model's mlp: leave experts out",
             )
 
     def in_layer(self, number: int) -> bool:
