@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from isograd.comm import raw
+from isograd.comm.notes import gather_notes
 from isograd.mesh import Mesh
 
 CUT = "dp cp tp"  # the axes over which tokens may be cut
@@ -57,13 +58,16 @@ class Tallies:
         self.mesh = mesh
         self.members = [t for module in model.modules() for t in vars(module).values() if isinstance(t, Tally)]
 
-    @property
     def ahead(self) -> bool:
-        """Whether a step begins with a pass that counts."""
-        return any(tally.ahead for tally in self.members)
+        """Whether a step begins with a pass that counts: all stages of a pipeline run it if one of them has a layer
+        that must. All ranks together."""
+        mine = any(tally.ahead for tally in self.members)
+        return any(gather_notes(mine, self.mesh.group("pp"), self.mesh.device))
 
     def _summed(self) -> list[Tensor]:
-        """Of each tally, the counts of all ranks. One exchange."""
+        """Of each tally, the counts of all ranks. One exchange, among ranks with the same tallies."""
+        if not self.members:
+            return []
         mine = [
             torch.zeros(t.size, dtype=torch.int64, device=self.mesh.device) if t.mine is None else t.mine
             for t in self.members
@@ -74,7 +78,7 @@ class Tallies:
     @torch.no_grad()
     def end(self, *, committed: bool) -> None:
         """All ranks together, at the end of a step: use its counts if the optimizer has stepped, and forget them."""
-        if self.members and committed:
+        if committed:
             for tally, counts in zip(self.members, self._summed(), strict=True):
                 tally.last = counts
                 if tally.use is not None:

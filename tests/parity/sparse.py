@@ -146,7 +146,7 @@ def one_device(kind: str, scope: str, count: int, empty: int, idle: bool) -> Run
     earlier: dict[MoE, Tensor] = {}
     for step in range(cases.STEPS):
         seen: list[tuple[MoE, Tensor, Tensor]] = []
-        micros = micros_of(step, 0, count, count, empty)
+        micros = micros_of(step, 0, count - empty, count)
         labels = sum(int((wanted != -100).sum()) for _, wanted in micros)
         optimizer.zero_grad()
         with dense(seen):

@@ -131,6 +131,7 @@ class Engine:
         self.blame: Blame | None = None  # of the last step, when it was skipped
         self._inputs = Inputs(model, mesh)
         self._tallies = Tallies(model, mesh)
+        self._counts_ahead = self._tallies.ahead()
         self._watch = start.Watch(model, self.plan, moving=stage == 3)
         for slot in self.plan.slots:
             start.replace_hook(slot.parameter, self.ledger.hook(slot))
@@ -240,7 +241,7 @@ class Engine:
         """What `train_step` does before `step`: in between, `grads` shows what the step will use."""
         self._refuse_failed()
         micros = batches.micro_batches(batch, micro_batches)
-        if self._tallies.ahead:
+        if self._counts_ahead:
             self.count(micros)
         weights = None if self.ledger.shares.announced is not None else batches.said_weights(self.model, micros)
         if weights is not None:
