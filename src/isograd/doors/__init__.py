@@ -8,14 +8,22 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from isograd.doors.accelerator import Accelerator as Accelerator
     from isograd.doors.trainers import trainer as trainer
 
-__all__ = ["trainer"]
+__all__ = ["Accelerator", "trainer"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module 'isograd.doors' has no attribute {name!r}")
-    from isograd.doors.trainers import trainer
+    if name == "Accelerator":
+        from isograd.doors.world import need
 
-    return {"trainer": trainer}[name]
+        need(["accelerate"], "ig.doors.Accelerator", "hf")
+        from isograd.doors.accelerator import Accelerator
+
+        return Accelerator
+    if name == "trainer":
+        from isograd.doors.trainers import trainer
+
+        return trainer
+    raise AttributeError(f"module 'isograd.doors' has no attribute {name!r}")

@@ -1,0 +1,173 @@
+"""accelerate through the door: a loop with weights against one device, and accelerate's own scripts, unmodified.
+
+Of accelerate's test_utils/scripts: all functions of test_sync.py but main and test_noop_sync (in one process, too,
+backwards under no_sync are one window), and training_check of test_script.py. Only the name `Accelerator` in those
+files is ours.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import isograd as ig
+from isograd.comm import raw
+
+from .worlds import as_torchrun_starts_it
+
+pytest.importorskip("accelerate")
+IGNORED, STEPS, MICROS, CLASSES = -100, 3, 4, 5
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, CLASSES)).double()
+
+
+def micro(step: int, number: int) -> tuple[Tensor, Tensor]:
+    """Rows and labels of a micro-batch: the same ones, however many ranks there are. One has no label."""
+    generator = torch.Generator().manual_seed(10 * step + number)
+    rows = 1 + (step + 2 * number) % 4
+    labels = torch.randint(CLASSES, (rows, 3), generator=generator)
+    labels[torch.rand(rows, 3, generator=generator) < 0.4] = IGNORED
+    return torch.randn(rows, 3, 6, generator=generator, dtype=torch.float64), labels if number else labels.fill_(
+        IGNORED
+    )
+
+
+def mean(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
+
+
+def loop(kind: Any, weighed: bool) -> Iterator[tuple[Any, Any, Any]]:
+    """The loop of accelerate's documentation; its data are dealt out by rank. Yields after each backward."""
+    rank, ranks = raw.world()
+    accelerator = kind(gradient_accumulation_steps=MICROS // ranks)
+    accelerator.gradient_state.plugin_kwargs["sync_with_dataloader"] = False
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for step in range(STEPS):
+        for number in range(rank, MICROS, ranks):
+            rows, labels = micro(step, number)
+            with accelerator.accumulate(model):
+                loss = mean(model(rows), labels) if weighed else model(rows).square().mean()
+                if weighed:
+                    accelerator.backward(loss, weight=(labels != IGNORED).sum())
+                else:
+                    accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 0.1)
+                optimizer.step()
+                optimizer.zero_grad()
+        yield accelerator, model, optimizer
+
+
+def ours(weighed: bool) -> dict[str, Tensor]:
+    with as_torchrun_starts_it():
+        *_, (accelerator, model, _) = loop(ig.doors.Accelerator, weighed)
+        return dict(accelerator.unwrap_model(model).state_dict())
+
+
+def one_device(weighed: bool) -> dict[str, Tensor]:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    for step in range(STEPS):
+        micros = [micro(step, number) for number in range(MICROS)]
+        rows, labels = torch.cat([m[0] for m in micros]), torch.cat([m[1] for m in micros])
+        (mean(model(rows), labels) if weighed else model(rows).square().mean()).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("weighed", [True, False])
+def test_a_loop_of_accelerate_trains_as_one_device_on_uneven_micro_batches(worlds, ranks: int, weighed: bool) -> None:
+    """Weighed: labels, of which one micro-batch has none. Not weighed: the mean over all rows. Clipped, AdamW."""
+    expected = one_device(weighed)
+    for found in [ours(weighed)] if ranks == 1 else worlds(ranks).run(ours, weighed):
+        for name, value in expected.items():
+            assert torch.allclose(found[name], value, rtol=1e-9, atol=1e-12), name
+
+
+def saved_and_loaded() -> list[Any]:
+    """A state that is saved after step 1 and loaded after step 3; what is refused; two models."""
+    seen: list[Any] = []
+    with as_torchrun_starts_it() as (rank, _), tempfile.TemporaryDirectory() as scratch:
+        folder = str(ig.comm.notes.gather_notes(scratch, ig.Mesh("dp2").group("world"), torch.device("cpu"))[0])
+        steps = loop(ig.doors.Accelerator, True)
+        accelerator, model, optimizer = next(steps)
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        accelerator.save_state(folder)
+        *_, (_, _, _) = steps
+        seen.append(any(not torch.equal(value, before[name]) for name, value in model.state_dict().items()))
+        accelerator.load_state(folder)
+        seen.append(all(torch.equal(value, before[name]) for name, value in model.state_dict().items()))
+        seen.append(next(iter(optimizer.state.values()))["step"].item())
+        seen.append(accelerator.prepare(model) is model)
+        seen.append(accelerator.gather_for_metrics(torch.tensor([rank])).tolist())
+        second = accelerator.prepare(nn.Linear(2, 2))
+        for act in (
+            lambda: accelerator.backward(second(torch.ones(1, 2)).sum(), weight=1),
+            lambda: accelerator.join_uneven_inputs([model], even_batches=False).__enter__(),
+            lambda: ig.doors.Accelerator(kwargs_handlers=[hook()]),
+        ):
+            try:
+                act()
+            except ig.IsogradError as error:
+                seen.append(error.code)
+        accelerator.wait_for_everyone()
+    return seen
+
+
+def hook() -> Any:
+    from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
+
+    return DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.BF16)
+
+
+def test_a_state_is_saved_and_loaded_and_what_cannot_be_right_is_refused(worlds) -> None:
+    for seen in worlds(2).run(saved_and_loaded):
+        assert seen == [True, True, 1.0, True, [0, 1], "IG861", "IG862", "IG856"]
+
+
+def scripts() -> list[str]:
+    """The names of the functions of accelerate that ran to their end."""
+    from accelerate.test_utils.scripts import test_script, test_sync
+
+    done = []
+    kind = ig.doors.Accelerator
+    with mock.patch.object(test_sync, "Accelerator", kind), mock.patch.object(test_script, "Accelerator", kind):
+        calls: list[tuple[Any, tuple[Any, ...]]] = [(test_sync.test_dataloader_break, ())]
+        if raw.world()[1] > 1:
+            calls += [(lambda: test_sync.test_distributed_sync(kind()), ())]
+            calls += [(lambda: test_sync.test_distributed_sync_multiple_fwd(kind()), ())]
+            for function in (
+                test_sync.test_gradient_accumulation,
+                test_sync.test_gradient_accumulation_with_opt_and_scheduler,
+            ):
+                settings = [(split, dispatch, each) for split in (0, 1) for dispatch in (0, 1) for each in (0, 1)]
+                calls += [(function, tuple(map(bool, setting))) for setting in settings]
+        for seedable in (False, True):
+            calls.append((lambda seedable=seedable: (kind(), test_script.training_check(seedable)), ()))
+        for function, given in calls:
+            with as_torchrun_starts_it():
+                function(*given)
+                done.append(function.__name__)
+    return done
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_accelerates_own_scripts_pass_through_the_door(worlds, ranks: int) -> None:
+    for done in [scripts()] if ranks == 1 else worlds(ranks).run(scripts):
+        assert len(done) == (3 if ranks == 1 else 21)
