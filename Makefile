@@ -37,11 +37,11 @@ test-all: $(STAMP) chromium
 	$(RUN) -m pytest
 
 lint: $(STAMP)
-	$(VENV)/bin/ruff check src tests examples benchmarks
+	$(VENV)/bin/ruff check src tests examples benchmarks survey
 	$(VENV)/bin/mypy
 
 format: $(STAMP)
-	$(VENV)/bin/ruff format src tests examples benchmarks
+	$(VENV)/bin/ruff format src tests examples benchmarks survey
 
 # All races beside the peers, under an hour on a quiet machine; bench-quick: five minutes, wider ranges.
 bench: $(STAMP)

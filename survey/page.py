@@ -1,0 +1,88 @@
+"""docs/survey.md, written from programs.toml and results.json."""
+
+OPEN = ("right", "open", "not seen alone")  # what may be without a note
+
+HEAD = """# The survey
+
+Training programs of public libraries, each used as its documentation shows it, with tiny random models, on gloo ranks
+of one machine. `isograd verify` watched them; none was written for it. Written by `python -m survey.run`; programs are
+in survey/programs, one line each in survey/programs.toml. Nothing is downloaded when they run.
+
+- **Truth** is computed without isograd, by survey/truth.py: the gradients before the first clip or step, by name,
+  beside those of one process in plain torch. They are written as a sum of what each micro-batch on each rank adds to
+  the gradient of one device; "right" means that all coefficients are 1 (the largest relative error of a tensor stands
+  behind it). Elsewhere the coefficients are given, and how many tensors have them.
+- **Alone**: `isograd verify run`. **Beside one**: with `--beside-one`.
+- **Is it?** A verdict is *right* when it says BUG of what is wrong and PASS of what is right. *Open* is INCONCLUSIVE;
+  *not seen alone* is a PASS that the run beside one device corrects.
+"""
+
+
+def truth(said):
+    known = said.get("truth")
+    if not known:
+        return "not computed"
+    if "failed" in known:
+        return f"not computed: {known['failed']}"
+    if known["right"]:
+        return f"right ({known['error']:.0e}, {known['tensors']} tensors)"
+    parts = [f"{g['tensors']} x {shown(g['of'])}" for g in known["coefficients"][:3]]
+    if known["missing"]:
+        parts.append(f"no gradient: {', '.join(known['missing'][:2])}")
+    if known.get("copies differ"):
+        parts.append(f"copies differ: {len(known['copies differ'])}")
+    return "wrong: " + "; ".join(parts)
+
+
+def shown(coefficients):
+    if isinstance(coefficients, str):
+        return coefficients
+    return f"({', '.join(f'{c:g}' for c in coefficients)})"
+
+
+def verdict(told):
+    if told is None:
+        return ""
+    bugs = dict.fromkeys(f["bug"] for f in told["findings"] if f["verdict"] == told["verdict"] and f["bug"])
+    return f"{told['verdict']} {' '.join(bugs)}".strip()
+
+
+def opinion(said):
+    """Whether the verdicts are right, as far as the truth is known."""
+    right = said.get("truth", {}).get("right")
+    alone, beside = (said.get(way, {}).get("verdict") for way in ("alone", "beside"))
+    if right is None:
+        return "truth unknown"
+    if "BUG" in (alone, beside):
+        return "FALSE ALARM" if right else "right" if "PASS" not in (alone, beside) else "not seen alone"
+    if right:
+        return "open" if "INCONCLUSIVE" in (alone, beside) else "right"
+    return "open" if "INCONCLUSIVE" in (alone, beside) else "MISSED"
+
+
+def rows(programs, state):
+    for name, about in programs.items():
+        said = state.get(name)
+        if said is None or "alone" not in said or "failed" in said:
+            continue
+        found = " ".join(f"{k} {v}" for k, v in said["versions"].items() if k != "torch" or len(said["versions"]) == 1)
+        yield [
+            name, found, about.get("arguments", "").replace("--", ""),
+            str(about.get("ranks", 2)), truth(said), verdict(said.get("alone")), verdict(said.get("beside")),
+            opinion(said),
+        ]  # fmt: skip
+
+
+def text(programs, state):
+    """The page."""
+    head = ["program", "version", "arguments", "ranks", "truth", "alone", "beside one", "is it?"]
+    table = [head, ["---"] * len(head), *rows(programs, state)]
+    parts = [HEAD, "\n".join("| " + " | ".join(row) + " |" for row in table) + "\n"]
+    notes = [f"- **{name}**: {about['note']}" for name, about in programs.items() if "note" in about and name in state]
+    if notes:
+        parts.append("## What the rows mean\n\n" + "\n".join(notes) + "\n")
+    out = [f"- **{n}**: {state[n]['failed']}" for n in programs if "failed" in state.get(n, {})]
+    out += [f"- **{n}**: {a['left_out']}" for n, a in programs.items() if "left_out" in a]
+    if out:
+        parts.append("## What does not run\n\n" + "\n".join(out) + "\n")
+    return "\n".join(parts)

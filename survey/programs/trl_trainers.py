@@ -1,0 +1,86 @@
+"""TRL's trainers on a tiny random Llama, with data that are tokens already: SFT, DPO, reward, GRPO."""
+
+import tempfile
+
+import tiny
+import torch
+import transformers_trainer as family
+from datasets import Dataset
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaForSequenceClassification, PreTrainedTokenizerFast, set_seed
+
+SWITCHES = ("dpo", "reward", "grpo", "sft")
+
+
+def tokenizer():
+    words = {f"w{i}": i for i in range(tiny.VOCAB)}
+    made = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    made = PreTrainedTokenizerFast(tokenizer_object=made, pad_token="w1", eos_token="w2", bos_token="w3")
+    made.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+    return made
+
+
+def plain(args):
+    args.moe = args.lora = False
+    made = family.plain(args)
+    if args.reward:
+        made.config.num_labels, made.config.pad_token_id = 1, 1
+        set_seed(0)
+        return LlamaForSequenceClassification(made.config)
+    return made
+
+
+def sentences(rows, shortest, longest, generator):
+    def one():
+        length = int(torch.randint(shortest, longest + 1, (1,), generator=generator))
+        return " ".join(f"w{int(i)}" for i in torch.randint(4, tiny.VOCAB, (length,), generator=generator))
+
+    return [one() for _ in range(rows)]
+
+
+def data(args):
+    g, long = torch.Generator().manual_seed(0), 10
+    short = 2 if args.uneven else long
+    if args.sft:
+        return Dataset.from_dict({"prompt": sentences(64, 4, 4, g), "completion": sentences(64, short, long, g)})
+    if args.grpo:
+        return Dataset.from_dict({"prompt": sentences(64, 4, 4, g)})
+    pairs = {"chosen": sentences(64, short, long, g), "rejected": sentences(64, short, long, g)}
+    return Dataset.from_dict({"prompt": sentences(64, 4, 4, g)} | pairs)
+
+
+def truth(model, batch):
+    """Of SFT: the mean over the labels of completions."""
+    return family.truth(model, batch)
+
+
+def main():
+    args = tiny.options(*SWITCHES)
+    import trl
+
+    with tempfile.TemporaryDirectory() as place:
+        common = {
+            "output_dir": place, "use_cpu": True, "bf16": False, "max_steps": args.steps, "logging_steps": 1,
+            "per_device_train_batch_size": 2, "gradient_accumulation_steps": args.accumulate, "save_strategy": "no",
+            "report_to": "none", "disable_tqdm": True, "gradient_checkpointing": False,
+        }  # fmt: skip
+        how = {"train_dataset": data(args), "processing_class": tokenizer()}
+        if args.sft:
+            trainer = trl.SFTTrainer(plain(args), args=trl.SFTConfig(**common, max_length=32), **how)
+        elif args.dpo:
+            trainer = trl.DPOTrainer(plain(args), args=trl.DPOConfig(**common, max_length=32), **how)
+        elif args.reward:
+            trainer = trl.RewardTrainer(plain(args), args=trl.RewardConfig(**common, max_length=32), **how)
+        else:
+            config = trl.GRPOConfig(**common, num_generations=2, max_completion_length=8)
+
+            def reward(completions, **_):
+                return [float(len(set(c.split()))) for c in completions]
+
+            trainer = trl.GRPOTrainer(plain(args), reward_funcs=reward, args=config, **how)
+        trainer.train()
+
+
+if __name__ == "__main__":
+    main()
