@@ -20,7 +20,7 @@ from isograd.verify.tell.findings import BUG, INCONCLUSIVE, NOTE, PASS, Subject
 from isograd.verify.watch.calls import Calls
 from isograd.verify.watch.capture import Capture
 from isograd.verify.watch.feed import Feed
-from tests.verify import loops
+from tests.verify import field, loops
 
 Worlds = Callable[[int], World]
 
@@ -116,6 +116,11 @@ def test_a_wrong_adjoint_is_found_beside_a_first_step_of_one_device_on_the_same_
     subject = judged(loops.cut_in_two, wrong)
     assert subject.verdict == (BUG if wrong else PASS), subject.findings
     assert subject.facts["gradients"] == "9 compared by name, step 1 last"
+
+
+def test_a_loss_that_is_a_dtensor_is_compared(judged: Any) -> None:
+    subject = judged(field.column_parallel, 96, "loss_parallel")
+    assert (subject.verdict, subject.compared) == (PASS, True), subject.findings
 
 
 def test_a_run_without_a_step_is_not_started_again(judged: Any, tmp_path: Path) -> None:

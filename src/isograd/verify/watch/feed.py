@@ -99,8 +99,8 @@ class Feed:
     def _over(self, roots: Any) -> None:
         """One backward is one step of the recording, and what it added is taken away again."""
         c = self.capture
-        roots = [roots] if isinstance(roots, Tensor) else list(roots)
-        c.tensors["loss"] = torch.stack([root.detach().double().sum().cpu() for root in roots]).sum()
+        roots = [foreign.local(root.detach()) for root in ([roots] if isinstance(roots, Tensor) else roots)]
+        c.tensors["loss"] = torch.stack([root.double().sum().cpu() for root in roots]).sum()
         c.parameters = False
         owned = list(dict.fromkeys(p for o in c.optimizers for g in o.param_groups for p in g["params"]))
         c.before_step(owned, [None] * len(owned))
