@@ -29,7 +29,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from survey.launch import free_port, rank_environment, start
 
-WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_forward_module.")
+WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_forward_module.", "module.")
 
 
 def clean(name, program):
@@ -212,7 +212,9 @@ def judge(found, given, labels, close):
         same = (
             k
             for k in groups
-            if not isinstance(k, str) and torch.allclose(torch.tensor(k), torch.tensor(key), atol=close)
+            if not isinstance(k, str)
+            and len(k) == len(key)
+            and torch.allclose(torch.tensor(k), torch.tensor(key), atol=close)
         )
         groups.setdefault(key if isinstance(key, str) else next(same, key), []).append(name)
     worst = max(errors.values(), default=float("nan"))
