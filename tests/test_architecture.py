@@ -127,7 +127,7 @@ ARROWS = {
         "stored",
         "yamls",
     },
-    "doors": {"checkpoint", "comm", "engine", "errors", "layout", "mesh", "terms"},
+    "doors": {"checkpoint", "comm", "engine", "errors", "layout", "mesh", "new", "outside", "terms"},
     "plan": {
         "comm",
         "contract",
@@ -149,6 +149,7 @@ ARROWS = {
         "checkpoint",
         "contract",
         "data",
+        "doors",
         "train",
         "errors",
         "layout",

@@ -60,6 +60,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from isograd.verify.command import main as verify
 
             return verify(words[1:], _Parser, _builtin)
+        if words[:2] == ["config", "from-deepspeed"]:
+            from isograd.doors.deepspeed import main as from_deepspeed
+
+            return from_deepspeed(words[2:], _Parser)
         room = _command_of(words[:1])
         if room is not None:
             return room(words[1:], _Parser)
@@ -153,7 +157,7 @@ def _parser() -> _Parser:
     commands.add_parser("plan", help="the best layouts of a config on many devices: memory, time, checkpoints")
     commands.add_parser("machine", help="the devices that plans know, and a description of this computer")
     commands.add_parser("compare", help="the same run under several layouts: losses, speed, memory, bytes")
-    commands.add_parser("config", help="show a config's values and their origins, or the schema")
+    commands.add_parser("config", help="a config's values and their origins; the schema; a DeepSpeed config as one")
     commands.add_parser("data", help="text into token shards; inspect, verify: see 'isograd data --help'")
     commands.add_parser("ckpt", help="inspect, verify, diff and convert checkpoints: see 'isograd ckpt --help'")
     commands.add_parser(

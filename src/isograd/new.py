@@ -50,16 +50,19 @@ def new(name: str, file: str | None) -> Path:
             fix="isograd recipes",
         )  # fmt: skip
     to = Path(file or f"{name}.yaml")
+    return write(to, texts[name], f"isograd new {name} ANOTHER-NAME.yaml")
+
+
+def write(to: Path, text: str, otherwise: str) -> Path:
+    """Write a config that does not exist yet; `otherwise`: the command that writes it elsewhere."""
     try:
         with to.open("x", encoding="utf-8") as opened:
-            opened.write(texts[name])
+            opened.write(text)
     except FileExistsError:
-        raise ConfigError(
-            "IG651", f"{to} exists already, and is not overwritten", fix=f"isograd new {name} ANOTHER-NAME.yaml"
-        ) from None
+        raise ConfigError("IG651", f"{to} exists already, and is not overwritten", fix=otherwise) from None
     except OSError as error:
         raise ConfigError(
             "IG651", f"{to} cannot be written: {error.strerror}", expected="a folder that exists and can be written",
-            fix=f"isograd new {name} FOLDER/{name}.yaml",
+            fix=otherwise,
         ) from error  # fmt: skip
     return to
