@@ -54,7 +54,9 @@ def describe(model: nn.Module) -> dict[str, Any] | None:
         return {"kind": "isograd", "config": dataclasses.asdict(config)}
     if type(model).__module__.startswith("transformers.") and hasattr(config, "to_dict"):
         values = json.loads(json.dumps(config.to_dict(), default=str))
-        return {"kind": "transformers", "config": {**values, "architectures": [type(model).__name__]}}
+        found = {"kind": "transformers", "config": {**values, "architectures": [type(model).__name__]}}
+        adapters = getattr(model, "_isograd_adapters", None)
+        return found if adapters is None else {**found, "adapters": dataclasses.asdict(adapters)}
     return None
 
 
@@ -65,9 +67,14 @@ class Theirs:
     entry: Entry
     # (our key, the part of theirs that it is, which of our experts it is: None for all of our tensor)
     sources: tuple[tuple[str, Callable[[Tensor], Tensor], int | None], ...]
+    scale: float | None = None  # of a weight with an adapter: its sources are the weight, A and B
 
     def made(self, ours: Iterator[Tensor]) -> Tensor:
         """The tensor of the folder, from our tensors in the order of `sources`."""
+        if self.scale is not None:
+            weight, a, b = (next(ours) for _ in self.sources)
+            wide = torch.promote_types(weight.dtype, torch.float32)
+            return (weight.to(wide) + self.scale * (b.to(wide) @ a.to(wide))).to(TORCH[self.entry.dtype])
         whole = torch.zeros(self.entry.shape, dtype=TORCH[self.entry.dtype])
         for _, view, expert in self.sources:
             place, part = view(whole), next(ours)
@@ -91,7 +98,7 @@ def export_hf(
     described = _described(describe(model), type(model).__name__)
     gathered = Gathered([part for part in parts if part.key.startswith(("model/", "buffer/"))], mesh)
     shards = plan(described, gathered.entries, max_shard_gb, dtype)
-    all_or_none(lambda: _open(target, tokenizer) if mesh.rank == 0 else None, f"opening {target}", mesh)
+    all_or_none(lambda: open_new(target, tokenizer) if mesh.rank == 0 else None, f"opening {target}", mesh)
     keys = keys_of(shards)
     ours = repeated(keys, gathered.whole(dict.fromkeys(keys)))
     error = None
@@ -101,7 +108,7 @@ def export_hf(
                 write(target, shards, ours, described, tokenizer)
         except IsogradError as caught:
             error = caught
-            shutil.rmtree(_draft(target), ignore_errors=True)
+            shutil.rmtree(draft_of(target), ignore_errors=True)
     for _ in ours:  # what the other ranks have to send, whether it can be written or not
         pass
     raise_alike(error, mesh)
@@ -122,7 +129,7 @@ def convert(
     with damaged_if_unlike(place):
         shards = plan(described, saved, max_shard_gb, dtype)
     with as_ours(f"writing {target}", ""):
-        _open(target, tokenizer)
+        open_new(target, tokenizer)
         try:
             keys = keys_of(shards)
             ours = repeated(keys, (reader.read(key) for key in dict.fromkeys(keys)))
@@ -130,7 +137,7 @@ def convert(
         except Damage as damage:
             raise damaged(place, damage) from damage
         finally:
-            shutil.rmtree(_draft(target), ignore_errors=True)
+            shutil.rmtree(draft_of(target), ignore_errors=True)
     return target
 
 
@@ -163,7 +170,10 @@ def plan(
     described: Mapping[str, Any], ours: Mapping[str, Entry], max_shard_gb: float, dtype: torch.dtype | None
 ) -> list[list[Theirs]]:
     """Which tensors stand in which file, in the order in which they are written."""
-    made = _of_transformer(described, ours) if described["kind"] == "isograd" else _as_it_is(ours)
+    if described["kind"] == "isograd":
+        made = _of_transformer(described, ours)
+    else:
+        made = _as_it_is(ours, described.get("adapters", {}).get("scales", {}))
     if dtype is not None:
         made = [_cast(theirs, DTYPES[dtype]) for theirs in made]
     shards: list[list[Theirs]] = [[]]
@@ -189,13 +199,23 @@ def _of_transformer(described: Mapping[str, Any], ours: Mapping[str, Entry]) -> 
     return list(made.values())
 
 
-def _as_it_is(ours: Mapping[str, Entry]) -> list[Theirs]:
-    """A model of transformers itself: names are its own."""
-    wanted = {key: entry for key, entry in ours.items() if key.startswith(("model/", "buffer/"))}
-    return [
-        Theirs(Entry(key.partition("/")[2], entry.dtype, entry.shape), ((key, lambda t: t, None),))
-        for key, entry in wanted.items()
-    ]
+def _as_it_is(ours: Mapping[str, Entry], scales: Mapping[str, float]) -> list[Theirs]:
+    """A model of transformers itself: names are its own. `scales`: of layers with adapters, which are merged."""
+    found = []
+    for key, entry in ours.items():
+        name = key.partition("/")[2]
+        if not key.startswith(("model/", "buffer/")) or ".lora_" in name:
+            continue
+        layer = name.removesuffix(".base_layer.weight")
+        keys = [key] if layer == name else [key, *adapter_keys(layer)]
+        made = Entry(name.replace(".base_layer.", "."), entry.dtype, entry.shape)
+        found.append(Theirs(made, tuple((each, lambda t: t, None) for each in keys), scales.get(layer)))
+    return found
+
+
+def adapter_keys(layer: str) -> list[str]:
+    """Our keys of the adapter of a layer: A, then B."""
+    return [f"model/{layer}.lora_{part}.default.weight" for part in "AB"]
 
 
 def _cast(theirs: Theirs, dtype: str) -> Theirs:
@@ -219,11 +239,13 @@ def _described(found: dict[str, Any] | None, kind: str) -> dict[str, Any]:
 # -- writing ---------------------------------------------------------------------------------------------------------
 
 
-def _draft(target: Path) -> Path:
+def draft_of(target: Path) -> Path:
+    """Where a folder is written, until all of it is there."""
     return target.with_name(f".{target.name}.partial")
 
 
-def _open(target: Path, tokenizer: str | Path | None) -> None:
+def open_new(target: Path, tokenizer: str | Path | None) -> None:
+    """Make the draft of a folder, which must not be there yet."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError(
             "IG943",
@@ -235,8 +257,8 @@ def _open(target: Path, tokenizer: str | Path | None) -> None:
         raise CheckpointError(
             "IG944", f"no tokenizer in {tokenizer}", seen=_names(Path(tokenizer)), expected="tokenizer.json, or its kin"
         )
-    shutil.rmtree(_draft(target), ignore_errors=True)
-    _draft(target).mkdir(parents=True)
+    shutil.rmtree(draft_of(target), ignore_errors=True)
+    draft_of(target).mkdir(parents=True)
 
 
 def _names(folder: Path) -> Any:
@@ -251,7 +273,7 @@ def write(
     tokenizer: str | Path | None,
 ) -> None:
     """Into a folder beside the target, which gets its name when all of it was read again."""
-    draft = _draft(target)
+    draft = draft_of(target)
     hashes: dict[str, dict[str, str]] = {}
     for number, shard in enumerate(shards, 1):
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else "model.safetensors"

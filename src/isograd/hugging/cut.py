@@ -30,6 +30,7 @@ from torch import nn
 from isograd.contract import Shard, contract_of, declare, mark_as, marks_of
 from isograd.errors import ModelError
 from isograd.hugging import styles
+from isograd.hugging.adapters import NAME
 from isograd.hugging.experts import DISPATCHED, deal_out, dispatched, number_of, outside, shard_of
 from isograd.hugging.plan import CUTS, EXPERTS, read_plan, without_split_ties
 from isograd.inputs import WrongInputs
@@ -154,35 +155,43 @@ class _Cutter:
             if not isinstance(module, nn.Embedding) or module.max_norm is not None:
                 raise self._unsupported(name, style, f"a {type(module).__name__}")
             self._embedding(name, module, style)
-        elif not isinstance(module, nn.Linear):
+        elif not isinstance(getattr(module, "base_layer", module), nn.Linear):
             raise self._unsupported(name, style, f"a {type(module).__name__}")
         elif CUTS[style] == 0:
             self._columns(name, module, gather=style != "colwise")
         else:
             self._rows(name, module, split=style != "rowwise")
 
-    def _columns(self, name: str, module: nn.Linear, gather: bool) -> None:
+    def _columns(self, name: str, module: Any, gather: bool) -> None:
         parent = name.rpartition(".")[0]
         heads = None if gather else self._attention(parent)
-        shard, owes = self._of_heads(name, module.out_features, heads)
+        linear = getattr(module, "base_layer", module)
+        shard, owes = self._of_heads(name, linear.out_features, heads)
         for leaf in ("weight", "bias"):
-            self.replace(module, leaf, shard, owes)
+            self.replace(linear, leaf, shard, owes)
+        if linear is not module:
+            self.replace(module.lora_A[NAME], "weight", None, owes=("tp",))
+            self.replace(module.lora_B[NAME], "weight", shard, owes)
         self._enter(name, module)
         if gather:
             module.register_forward_hook(styles.Gather(self.mesh, _sizes(shard)).after)
         else:
-            module.out_features = _sizes(shard)[self.mesh.index("tp")]
+            linear.out_features = _sizes(shard)[self.mesh.index("tp")]
 
-    def _rows(self, name: str, module: nn.Linear, split: bool) -> None:
+    def _rows(self, name: str, module: Any, split: bool) -> None:
         heads = None if split else self._attention(name.rpartition(".")[0])
-        shard = self._even(name, module.in_features, dim=1, whole_heads=heads)
-        self.replace(module, "weight", shard)
+        linear = getattr(module, "base_layer", module)
+        shard = self._even(name, linear.in_features, dim=1, whole_heads=heads)
+        self.replace(linear, "weight", shard)
+        if linear is not module:
+            self.replace(module.lora_A[NAME], "weight", shard)
+            self.replace(module.lora_B[NAME], "weight", None, owes=("tp",))
         if split:
             module.register_forward_pre_hook(styles.Slice(self.mesh, _sizes(shard)).before, with_kwargs=True)
         summed = styles.Sum(self.mesh)
         module.register_forward_pre_hook(summed.before)
         module.register_forward_hook(summed.after, always_call=True)
-        module.in_features = _sizes(shard)[self.mesh.index("tp")]
+        linear.in_features = _sizes(shard)[self.mesh.index("tp")]
 
     def _enter(self, name: str, module: nn.Module) -> None:
         parent = name.rpartition(".")[0]

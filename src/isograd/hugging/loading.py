@@ -22,22 +22,32 @@ from isograd.contract import contract_of, start_of
 from isograd.engine import empty_parameters
 from isograd.engine.first import become
 from isograd.errors import ModelError, headline
+from isograd.hugging.adapters import Adapted, insert
 from isograd.hugging.cut import cut
 from isograd.hugging.stages import cut_into_stages, refuse_shared_keys
 from isograd.hugging.survey import survey
-from isograd.hugging.values import Folder, Random, give_starts
+from isograd.hugging.values import Folder, Random, Source, give_starts
 from isograd.mesh import Mesh
 from isograd.outside import CONFIG, read_json
 from isograd.sequence.hugging import attach
 from isograd.stored import Stored
 
 
-def load(source: Any, mesh: Mesh, *, prove: bool = True, dtype: torch.dtype | None = None, seed: int = 0) -> nn.Module:
+def load(
+    source: Any,
+    mesh: Mesh,
+    *,
+    prove: bool = True,
+    adapter: Any = None,
+    dtype: torch.dtype | None = None,
+    seed: int = 0,
+) -> nn.Module:
     """A causal language model of transformers on this mesh; all ranks call it.
 
     source: a folder with config.json and safetensors; or a config of transformers, which gives random weights that are
     equal under every layout. prove: first train a small copy for one step, and refuse the model if a gradient is not
-    one device's. dtype: of the parameters; left out, the config's. seed: of random weights.
+    one device's. adapter: a peft.LoraConfig, whose adapters are trained in the place of the model. dtype: of the
+    parameters; left out, the config's. seed: of random weights.
     """
     refuse_layout(mesh)
     config = all_or_none(lambda: _config_of(source, mesh), mesh, ModelError, not_loaded)
@@ -46,26 +56,37 @@ def load(source: Any, mesh: Mesh, *, prove: bool = True, dtype: torch.dtype | No
     if prove:
         from isograd.hugging.proof import prove as proven
 
-        proof = proven(config, mesh)
+        proof = proven(config, mesh, adapter)
         if mesh.rank == 0:
             print(f"isograd: {proof}", file=sys.stderr)
     folder = Path(source) if isinstance(source, str | Path) else None
-    make = partial(build, config, mesh, dtype, folder=folder, seed=seed)
+    make = partial(build, config, mesh, dtype, folder=folder, seed=seed, adapter=adapter)
     model: nn.Module = all_or_none(make, mesh, ModelError, not_loaded)
     return model
 
 
 def build(
-    config: Any, mesh: Mesh, dtype: torch.dtype, *, folder: Path | None = None, seed: int = 0, noise: float = 0.0
+    config: Any,
+    mesh: Mesh,
+    dtype: torch.dtype,
+    *,
+    folder: Path | None = None,
+    adapter: Any = None,
+    seed: int = 0,
+    noise: float = 0.0,
 ) -> Any:
     """The model of a config on this mesh, with values from a folder or random ones; nothing is proven."""
     model = _empty(config, dtype, mesh)
     source = Random(_empty(config, dtype, mesh), seed, noise)
     values: Random | Folder = source if folder is None else Folder(Stored(folder), model, mesh.where())
+    starts: Source = values
+    if adapter is not None:
+        insert(model, adapter, dtype, mesh)
+        starts = Adapted(values, model, adapter, seed, noise)
     cut(model, mesh)
     if mesh.size("pp") > 1:
         cut_into_stages(model, mesh, survey(type(model), config))
-    give_starts(model, values)
+    give_starts(model, starts)
     _fill_buffers(model, values)
     if mesh.layout.zero != 3 or mesh.size("cp") > 1:
         _fill(model, mesh)
@@ -180,8 +201,8 @@ def _config_of(source: Any, mesh: Mesh) -> Any:
             "IG462",
             "quantised weights are not trained",
             seen=f"quantization_config {quantised}",
-            expected="weights in float32, bfloat16 or float16",
-            fix="the folder of the model before it was quantised",
+            expected="weights in float32, bfloat16 or float16, with adapters (LoRA) or without; QLoRA is not supported",
+            fix="the folder of the model before it was quantised; load(..., adapter=peft.LoraConfig()) for LoRA",
             where=mesh.where(),
         )
     if not hasattr(config, "model_type"):

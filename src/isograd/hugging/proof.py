@@ -22,6 +22,7 @@ from isograd.comm.agree import all_or_none, told
 from isograd.contract import contracts
 from isograd.engine import Engine
 from isograd.errors import ModelError, headline
+from isograd.hugging.adapters import smaller
 from isograd.hugging.loading import build, refuse_layout
 from isograd.hugging.small import small
 from isograd.hugging.stages import refuse_shared_keys
@@ -59,9 +60,12 @@ class Proof:
         )
 
 
-def prove(config: Any, mesh: Mesh) -> Proof:
-    """Prove the class of a config under this layout; all ranks call it, and all refuse a model that fails."""
-    proof = compare(config, mesh)
+def prove(config: Any, mesh: Mesh, adapter: Any = None) -> Proof:
+    """Prove the class of a config under this layout; all ranks call it, and all refuse a model that fails.
+
+    adapter: a peft.LoraConfig; then the gradients are those of the adapters.
+    """
+    proof = compare(config, mesh, adapter)
     if proof.wrong:
         listed = [f"{name} ({error:.1e})" for name, error in list(proof.wrong.items())[:8]]
         raise ModelError(
@@ -75,7 +79,7 @@ def prove(config: Any, mesh: Mesh) -> Proof:
     return proof
 
 
-def compare(config: Any, mesh: Mesh) -> Proof:
+def compare(config: Any, mesh: Mesh, adapter: Any = None) -> Proof:
     """The errors of every gradient, whatever they are."""
     refuse_layout(mesh)
     refuse_shared_keys(config, mesh)
@@ -87,9 +91,9 @@ def compare(config: Any, mesh: Mesh) -> Proof:
     )
     tiny._experts_implementation = "eager"  # the class's own; grouped products of matrices have no fp64
     with _undisturbed():
-        model = _tried("cannot be cut", lambda: _built(tiny, mesh), mesh)
+        model = _tried("cannot be cut", lambda: _built(tiny, mesh, smaller(adapter)), mesh)
         held = share_held(model, mesh)
-        truth = _tried("does not run on one device", lambda: _one_device(tiny, mesh), mesh)
+        truth = _tried("does not run on one device", lambda: _one_device(tiny, mesh, smaller(adapter)), mesh)
         found = _tried("does not run under the layout", lambda: _under_layout(model, mesh, tiny.vocab_size), mesh)
     floor = FLOOR * float(torch.stack([g.norm() for g in truth.values()]).norm())
     errors = {name: _error(gradient, truth.get(name), floor) for name, gradient in found.items()}
@@ -128,16 +132,16 @@ def _batch(data_rank: int, number: int, vocab: int) -> dict[str, Tensor]:
     return {"input_ids": tokens, "labels": labels}
 
 
-def _built(config: Any, mesh: Mesh) -> Any:
+def _built(config: Any, mesh: Mesh, adapter: Any) -> Any:
     """Also in fp64 where a class makes a parameter in fp32."""
     with Wide():
-        return build(config, mesh, torch.float64, noise=NOISE)
+        return build(config, mesh, torch.float64, adapter=adapter, noise=NOISE)
 
 
-def _one_device(config: Any, mesh: Mesh) -> dict[str, Tensor]:
+def _one_device(config: Any, mesh: Mesh, adapter: Any) -> dict[str, Tensor]:
     alone = Mesh.unbound("1")
     alone.device = mesh.device
-    model = _built(config, alone)
+    model = _built(config, alone, adapter)
     batches = [_batch(rank, n, config.vocab_size) for rank in range(mesh.size("dp")) for n in range(MICROS)]
     parts = [shard(batch, alone) for batch in batches]
     total = sum(int(part.weight) for part in parts)

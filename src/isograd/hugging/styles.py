@@ -70,15 +70,16 @@ class Sum:
 
     def before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Take the bias out of the module for the time of its forward."""
-        self.bias = module._parameters.get("bias")
+        own = getattr(module, "base_layer", module)
+        self.bias = own._parameters.get("bias")
         if self.bias is not None:
-            module._parameters["bias"] = None
+            own._parameters["bias"] = None
 
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Called after a forward that raised, too, with None."""
         bias, self.bias = self.bias, None
         if bias is not None:
-            module._parameters["bias"] = bias
+            getattr(module, "base_layer", module)._parameters["bias"] = bias
         if output is None:
             return None
         whole = ops.all_reduce(output, self.mesh.group("tp"))

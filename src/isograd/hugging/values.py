@@ -6,7 +6,7 @@ name; a rank keeps its box of them. So they are equal under every layout, and on
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,8 @@ from isograd.stored import Box, Stored
 
 # Buffers that older files hold among their weights.
 NOT_WEIGHTS = ("rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias", ".attn.bias", ".attn.masked_bias")
+# (name of a parameter, box, device) -> its values there
+Source = Callable[[str, Sequence[tuple[int, int]], torch.device], Tensor]
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -135,17 +137,17 @@ class Folder:
         return self.read(name, box).to(device)
 
 
-def give_starts(model: nn.Module, source: Random | Folder) -> None:
+def give_starts(model: nn.Module, source: Source) -> None:
     """Attach to each parameter the function that makes any box of it: the Engine calls it for this rank's rows."""
     for name, parameter in model.named_parameters():
         remember_start(parameter, _start(source, name, parameter.dtype))
 
 
-def _start(source: Random | Folder, name: str, dtype: torch.dtype) -> Start:
+def _start(source: Source, name: str, dtype: torch.dtype) -> Start:
     return partial(_values, source, name, dtype)
 
 
 def _values(
-    source: Random | Folder, name: str, dtype: torch.dtype, box: Sequence[tuple[int, int]], device: torch.device
+    source: Source, name: str, dtype: torch.dtype, box: Sequence[tuple[int, int]], device: torch.device
 ) -> Tensor:
     return source(name, box, device).to(dtype)
