@@ -7,6 +7,7 @@ Each module tells its story in the docstring and has
     train(bug, seed)  the program; on one rank it is the one-device reference
     ALONE             in few: nothing is wrong with the gradients of what the ranks were given, so what is said of the
                       program alone is looked at
+    NEEDS             in few: the package of which it is a user's program
 """
 
 from __future__ import annotations
@@ -29,4 +30,8 @@ FRAMEWORKS = (
     "experts",
     "experts-sequence",
     "balance",
+    "hugging-experts",
+    "hugging-sequence",
+    "hugging-idle",
+    "hugging-balance",
 )  # modules with several bugs each, as a user of the framework would write them

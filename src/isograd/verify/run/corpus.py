@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
@@ -49,6 +50,12 @@ class Planted:
         """Whether it is one of several bugs in a framework's program."""
         return "/" in self.name
 
+    @property
+    def lacks(self) -> str:
+        """The package that its program needs, if it is not installed."""
+        needs: str = getattr(self.module, "NEEDS", "")
+        return needs if needs and find_spec(needs) is None else ""
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -82,14 +89,19 @@ def planted(name: str) -> list[Planted]:
 
 
 def every_name(names: Sequence[str]) -> list[Planted]:
-    """What the command line names: ids, frameworks, 'framework/id'; all when it names none."""
+    """What the command line names: ids, frameworks, 'framework/id'; all that can run here when it names none."""
     known = {p.name: p for name in (*PROGRAMS, *FRAMEWORKS) for p in planted(name)}
     if not names:
-        return list(known.values())
+        return [p for p in known.values() if not p.lacks]
     chosen = []
     for name in names:
         found = [p for n, p in known.items() if n == name or n.startswith(name + "/")]
         found = found or [p for p in known.values() if p.bug == name]  # of a framework's module only
+        lacks = next((p.lacks for p in found if p.lacks), "")
+        if lacks:
+            raise VerifyError(
+                "IG741", f"{name} plants bugs in {lacks}, which is not here", fix="pip install 'isograd[hf]'"
+            )
         if not found:
             hint = did_you_mean(name, known)
             raise VerifyError("IG740", f"no bug {name!r} in the corpus{hint}", fix="isograd verify bugs --list")
