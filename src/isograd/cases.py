@@ -1,8 +1,9 @@
 """isograd's own models as cases: what `isograd verify` proves when it is given none.
 
-isograd verify                            three small models under the standard layouts, about a minute
-isograd verify --layouts "dp2 tp2 zero2"  the same models under others
-isograd verify run.yaml                   the layout of a run, with a small model of the same structure
+isograd verify                            four small models under the standard layouts, about a minute
+isograd verify --layouts "dp2 tp2 zero2"  the same models under others; where ep cuts experts, the model that has some
+isograd verify run.yaml                   the layout of a run, with a small model of the same structure; one that has
+                                          experts under its largest ep, too
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from isograd.errors import ConfigError
 from isograd.layout import Layout
 from isograd.mesh import Mesh
 from isograd.models import Transformer, TransformerConfig
+from isograd.nn import ExpertOptions
 from isograd.verify.case import Case
 from isograd.verify.prove import verify
 from isograd.verify.tell.report import Report
@@ -28,6 +30,7 @@ LAYOUTS = (
     "dp2", "dp2 zero2", "dp2 zero3", "tp2", "tp2 sp", "cp2 ulysses", "cp2 ring", "pp2", "dp2 tp2 sp zero1",
     "cp2 ulysses tp2 sp", "dp2 pp2 zb zero1",
 )  # fmt: skip
+EXPERT_LAYOUTS = ("dp2 ep2", "tp2 ep2", "cp2 ring ep2", "dp2 tp2 sp ep4 zero1", "dp2 pp2 ep2")
 LENGTH = 7
 MOST_RANKS = 16
 
@@ -39,6 +42,9 @@ GPT2 = TransformerConfig(
 )  # fmt: skip
 QWEN = TransformerConfig(
     vocab=101, hidden=24, layers=2, heads=8, kv_heads=2, head_dim=6, mlp=40, qk_norm=True, tied=True
+)
+EXPERTS = replace(
+    LLAMA, kv_heads=2, experts=ExpertOptions(number=4, per_token=2, width=8, shared=8, shared_gate=True, z_weight=0.1)
 )
 
 
@@ -75,6 +81,11 @@ def qwen(mesh: Mesh) -> Case:
     return language_model(QWEN, mesh)
 
 
+def experts(mesh: Mesh) -> Case:
+    """A case of a small model whose layers are mixtures of experts."""
+    return language_model(EXPERTS, mesh)
+
+
 def _say(name: str, text: str) -> None:
     print(f"verify: {name}: {text}", file=sys.stderr, flush=True)
 
@@ -100,7 +111,10 @@ def prove_run(options: Namespace) -> Report:
     from isograd.train.reading import load
 
     config = load(options.case).config
+    model = model_config(config.model)
     texts = [text.strip() for text in options.layouts.split(";")] if options.layouts else [config.layout]
+    if model.experts is not None and not options.layouts:
+        texts += spread_experts(Layout.parse(config.layout), model.experts.number)
     layouts = [Layout.parse(text) for text in texts]
     large = [str(layout) for layout in layouts if layout.world_size > MOST_RANKS]
     if large:
@@ -109,7 +123,7 @@ def prove_run(options: Namespace) -> Report:
             expected=f"at most {MOST_RANKS} ranks",
             fix="prove one with the same axes and fewer ranks: --layouts 'dp2 tp2 sp zero1'",
         )  # fmt: skip
-    small = structure(model_config(config.model), max(2, *(layout.pp * layout.vpp for layout in layouts)))
+    small = structure(model, max(2, *(layout.pp * layout.vpp for layout in layouts)))
     rows = 1 + max(layout.dp * 2 * layout.pp for layout in layouts)
     return verify(
         partial(language_model, small, rows=max(9, rows)),
@@ -118,18 +132,31 @@ def prove_run(options: Namespace) -> Report:
         timeout=options.timeout,
         progress=partial(_say, options.case),
         keep=options.keep,
+        replay_routing=options.replay_routing,
     )
+
+
+def spread_experts(layout: Layout, number: int) -> list[str]:
+    """The layout with the largest ep that deals out so many experts, if it has none."""
+    ranks = layout.dp * layout.cp * layout.tp
+    fits = [ep for ep in range(2, ranks + 1) if ranks % ep == number % ep == 0]
+    fits = [ep for ep in fits if ep % layout.tp == 0 or layout.tp % ep == 0]
+    return [str(replace(layout, ep=fits[-1]))] if fits and layout.ep == 1 else []
 
 
 def prove(options: Namespace) -> Report:
     """What `isograd verify` does without a case, or with a run's config."""
     if options.case is not None:
         return prove_run(options)
-    layouts = [text.strip() for text in options.layouts.split(";")] if options.layouts else list(LAYOUTS)
+    asked = [text.strip() for text in options.layouts.split(";")] if options.layouts else []
     whole = Report(f"isograd's own models against one device, {options.dtype}")
-    for case in (llama, gpt2, qwen):
+    for case in (llama, gpt2, qwen, experts):
+        layouts = asked or (EXPERT_LAYOUTS if case is experts else LAYOUTS)
         # A ring refuses dropout of attention probabilities (IG408), which the GPT-2 here has.
-        fits = [text for text in layouts if options.layouts or case is not gpt2 or "ring" not in text]
+        fits = [text for text in layouts if asked or case is not gpt2 or "ring" not in text]
+        fits = [text for text in fits if case is experts or Layout.parse(text).ep == 1]
+        if not fits:
+            continue
         report = verify(
             case,
             fits,
@@ -137,6 +164,7 @@ def prove(options: Namespace) -> Report:
             timeout=options.timeout,
             progress=partial(_say, case.__name__),
             keep=Path(options.keep) / case.__name__ if options.keep else None,
+            replay_routing=options.replay_routing,
         )
         for subject in report.subjects:
             subject.name = f"{case.__name__} {subject.name}"

@@ -15,6 +15,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -78,6 +79,9 @@ def _prove_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--taylor", action="store_true", help="test the gradient against the loss itself, no reference")
     parser.add_argument("--keep", metavar="DIR", help="leave the recordings here")
     parser.add_argument(
+        "--replay-routing", action="store_true", help="where rounding decides, tokens go to one device's experts"
+    )
+    parser.add_argument(
         "--timeout", type=float, default=600.0, metavar="S", help="seconds for one layout (default 600)"
     )
     _report_options(parser)
@@ -91,6 +95,10 @@ def _run_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--beside-one", action="store_true", help="run it once more in a world of one, on the same data, and compare"
     )
+    parser.add_argument(
+        "--replay-routing", nargs="?", const="", metavar="DIR",
+        help="where rounding decides, tokens go to the experts of this recording (with --beside-one: of each other)",
+    )  # fmt: skip
     parser.add_argument("--activations", action="store_true", help="record step 1's activations for compare")
     _report_options(parser)
     parser.add_argument("command", nargs=argparse.REMAINDER, help="-- COMMAND ...")
@@ -182,8 +190,12 @@ def _prove(options: argparse.Namespace, builtin: Builtin) -> int:
 
     dtype, keep = getattr(torch, options.dtype), options.keep
     return _tell(
-        verify(options.case, options.layouts, dtype=dtype, timeout=options.timeout, progress=_say, keep=keep), options
-    )
+        verify(
+            options.case, options.layouts, dtype=dtype, timeout=options.timeout, progress=_say, keep=keep,
+            replay_routing=options.replay_routing,
+        ),
+        options,
+    )  # fmt: skip
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -196,18 +208,24 @@ def _run(options: argparse.Namespace) -> int:
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     if options.steps < 1:
         raise ConfigError("IG622", "--steps must be at least 1", seen=options.steps)
-    one = options.beside_one
+    one, replay = options.beside_one, options.replay_routing
+    if replay is not None and bool(replay) == one:
+        raise ConfigError(
+            "IG623", "--replay-routing names a recording, or stands beside --beside-one", seen=replay or "no recording",
+            expected="--replay-routing DIR, a recording of the reference; or --beside-one --replay-routing",
+        )  # fmt: skip
     if one:
         beside.alone(command)  # refused before anything runs
     with tempfile.TemporaryDirectory(prefix="record-", dir=scratch.home()) as place:
         home = Path(options.record) if options.record else Path(place) / "recording"
         report, own = run(
             command, home, options.steps, options.stall, options.layout, options.activations,
-            parameters=one or bool(options.record), calls=one,
+            parameters=one or bool(options.record), calls=one, replay=Path(replay) if replay else None,
         )  # fmt: skip
         if one and not own and (home / "rank-0000").is_dir():
             _say("once more, in a world of one")
-            report.subjects = [beside.judged(home, command, subject, options.stall) for subject in report.subjects]
+            again = partial(beside.judged, home, command, stall=options.stall, replay=replay is not None)
+            report.subjects = [again(subject=subject) for subject in report.subjects]
         verdict = _tell(report, options)
         if options.record:
             _say(f"recorded in {options.record}")

@@ -54,8 +54,10 @@ def verify(
     timeout: float | None = 600.0,
     progress: Callable[[str], None] = lambda _: None,
     keep: str | Path | None = None,
+    replay_routing: bool = False,
 ) -> Report:
     """Prove every layout of a case. `case`: a function of a mesh, or 'FILE.py:NAME'. `keep`: leave recordings here.
+    `replay_routing`: where the scores of experts are the same to rounding, layouts choose as one device did.
 
     dtype float64 is the proof; a narrower one judges by the noise of re-associated one-device runs (numerics.py).
     """
@@ -79,7 +81,8 @@ def verify(
         noise = None
         if dtype != torch.float64:
             progress("the same, re-associated, for the noise")
-            noise = ensemble(worlds[1], case, dtype, home, timeout)
+            taken = next(iter(references.values())).path if replay_routing else None
+            noise = ensemble(worlds[1], case, dtype, home, timeout, taken)
         for layout in chosen:
             progress(str(layout))
             size = layout.world_size
@@ -87,8 +90,11 @@ def verify(
             place = home / str(layout).replace(" ", "_")
             reference = references[pieces[str(layout)]]
             norms = {event.step: event.value for event in reference.ranks[0].of(Norm)}
-            world.run(partial(_on_layout, case, str(layout), dtype, str(place), norms), timeout=timeout)
-            write_json(place / "recording.json", {"version": VERSION, "layout": str(layout)})
+            taken = reference.path if replay_routing else None
+            world.run(partial(_on_layout, case, str(layout), dtype, str(place), norms, taken), timeout=timeout)
+            write_json(
+                place / "recording.json", {"version": VERSION, "layout": str(layout), "replay": bool(replay_routing)}
+            )
             recording = Recording(place)
             subject = compare(reference, recording, noise=noise)
             _note_even(recording, layout, subject)
@@ -139,15 +145,21 @@ def name_of(case: MakeCase | str) -> str:
 
 
 def one_device(
-    case: MakeCase | str, data_ranks: int, dtype: torch.dtype, directory: str, terms: int = 1, exact: bool = False
+    case: MakeCase | str,
+    data_ranks: int,
+    dtype: torch.dtype,
+    directory: str,
+    terms: int = 1,
+    exact: bool = False,
+    replay: Path | None = None,
 ) -> None:
     """The truth, in plain torch. `terms`: into how many each product's sum is split (numerics.Associated). `exact`:
-    weights rounded to `dtype`, everything else in fp64."""
+    weights rounded to `dtype`, everything else in fp64. `replay`: whose choices of experts it takes."""
     made = make(case, Mesh("1"), dtype)
     if exact:
         made = made.to(torch.float64)
     associated = Associated(terms) if terms > 1 else nullcontext()
-    with Capture(directory, steps=made.steps, activations=True) as capture, associated:
+    with Capture(directory, steps=made.steps, activations=True, replay=replay) as capture, associated:
 
         def gradients() -> None:
             if made.step is not None:
@@ -222,8 +234,16 @@ def backwards(engine: Engine, case: Case, parts: Sequence[object], capture: Capt
         engine.backward(result)
 
 
-def _on_layout(case: MakeCase | str, layout: str, dtype: torch.dtype, directory: str, norms: dict[int, float]) -> None:
-    """The layout, through isograd's engine or the case's own step. `norms`: the reference's, by step.
+def _on_layout(
+    case: MakeCase | str,
+    layout: str,
+    dtype: torch.dtype,
+    directory: str,
+    norms: dict[int, float],
+    replay: Path | None = None,
+) -> None:
+    """The layout, through isograd's engine or the case's own step. `norms`: the reference's, by step. `replay`: whose
+    choices of experts it takes.
 
     A case's own step leaves shards and copies of which only the case knows which is which, so no norm can be taken here
     without planting a bug. Right gradients have the reference's norm: that one clips.
@@ -232,7 +252,7 @@ def _on_layout(case: MakeCase | str, layout: str, dtype: torch.dtype, directory:
     made = make(case, mesh, dtype)
     if made.step is not None:
         step = partial(made.step, made.model, made.batch, mesh)
-        with Capture(directory, steps=made.steps, activations=True) as capture:
+        with Capture(directory, steps=made.steps, activations=True, replay=replay) as capture:
 
             def clip(parameters: list[Tensor]) -> None:
                 if made.clip is None or capture.step not in norms:
@@ -257,7 +277,7 @@ def _on_layout(case: MakeCase | str, layout: str, dtype: torch.dtype, directory:
         )
     engine = Engine(made.model, mesh, made.optimizer, clip=made.clip)
     mine = pieces_of(made, mesh)
-    with Capture(directory, steps=made.steps, activations=True) as capture:
+    with Capture(directory, steps=made.steps, activations=True, replay=replay) as capture:
         for _ in range(made.steps):
             if engine.pipeline is None:
                 backwards(engine, made, mine, capture)
@@ -292,19 +312,28 @@ def _reference(
     return Recording(place)
 
 
-def ensemble(world: World, case: MakeCase | str, dtype: torch.dtype, home: Path, timeout: float | None) -> Noise:
-    """Run one device in every association."""
+def ensemble(
+    world: World,
+    case: MakeCase | str,
+    dtype: torch.dtype,
+    home: Path,
+    timeout: float | None,
+    replay: Path | None = None,
+) -> Noise:
+    """Run one device in every association. `replay`: all with the choices of experts of this recording."""
     runs: list[dict[str, Tensor]] = []
     most = world.run(partial(_most_pieces, case, dtype))[0]
     for pieces, terms in ASSOCIATIONS:
         place = home / f"noise-{pieces}-{terms}"
-        world.run(partial(one_device, case, min(pieces, most), dtype, str(place), terms), timeout=timeout)
+        world.run(
+            partial(one_device, case, min(pieces, most), dtype, str(place), terms, replay=replay), timeout=timeout
+        )
         record = Recording(place).ranks[0]
         runs.append({name: t.double() for name, t in record.group(1, "final").items()})
     truth = "fp64"
     try:
         place = home / "noise-truth"
-        world.run(partial(one_device, case, 1, dtype, str(place), exact=True), timeout=timeout)
+        world.run(partial(one_device, case, 1, dtype, str(place), exact=True, replay=replay), timeout=timeout)
         mean = {name: t.double() for name, t in Recording(place).ranks[0].group(1, "final").items()}
     except LaunchError:  # a kernel that has no fp64; the case itself ran above
         truth = "mean"

@@ -111,6 +111,8 @@ def combine(candidate: Recording, alone: Recording, again: list[Again], path: Pa
             micro, _, name = part.partition("/")
             assert micro_of(int(micro)) == 0
             tensors[f"part/{key(number, use_of(int(micro)))}/{name}"] = share * value
+        for choice, value in one.record.group(one.step, "choice").items():
+            tensors[f"choice/{number}/{choice.partition('/')[2]}"] = value
         for event in one.record.of(Backward, one.step):
             writer.event(replace(event, step=1, micro=number))
         for given in one.record.of(Given, one.step):

@@ -21,6 +21,7 @@ from isograd.verify.compare.divergence import first_divergence
 from isograd.verify.compare.loss_terms import other_amounts
 from isograd.verify.compare.numerics import Noise
 from isograd.verify.compare.placement import Place, place
+from isograd.verify.compare.routing import ADVICE, without_flips
 from isograd.verify.compare.same_data import same_data
 from isograd.verify.compare.tensorwise import (
     Tensorwise,
@@ -75,7 +76,7 @@ def compare(
     for step in steps[:1] if narrow else steps:  # later weights differ by rounding already
         found = _step(reference, candidate, step, rename or {}, subject, noise)
         explained += [f for f in found if f not in explained]
-        if any(f.verdict == BUG for f in found):
+        if any(f.verdict == BUG or f.sentence.endswith(ADVICE) for f in found):
             break  # later steps start from other weights
     subject.findings = [*subject.partial(), *subject.findings, *merged(explained, free)]
     return subject
@@ -187,7 +188,7 @@ def _step(
         found += _updates(analysis, theirs, start, whole_tensors(theirs, "after"), names, places)
     of = f" of {len(compared) + len(left)}" if left else ""
     subject.facts["gradients"] = f"{len(compared)}{of} compared by name, step {step} last"
-    return found
+    return without_flips(reference, candidate, step, found, subject)
 
 
 def _every_tensor(
@@ -426,7 +427,7 @@ def _updates(
             for name in apart
             if class_of(name) == "experts"
             and reference.info(names[name]).gradient
-            and not any(analysis.about[rank][name].gradient for rank in analysis.holders(name))
+            and not all(analysis.about[rank][name].gradient for rank in analysis.holders(name))
         )
     )
     if absent:

@@ -108,6 +108,10 @@ class RankRecord:
             self._steps[step] = load(self.path / f"step-{step:04d}.safetensors")
         return self._steps[step]
 
+    def forget(self, step: int) -> None:
+        """Lets go of the tensors of a step, which are read again when they are asked for."""
+        self._steps.pop(step, None)
+
     def group(self, step: int, prefix: str) -> dict[str, Tensor]:
         """The tensors of a step under 'prefix/', by the rest of their names."""
         return {k[len(prefix) + 1 :]: t for k, t in self.tensors(step).items() if k.startswith(prefix + "/")}

@@ -47,9 +47,11 @@ def run(
     activations: bool = False,
     parameters: bool = True,
     calls: bool = False,
+    replay: Path | None = None,
 ) -> tuple[Report, int]:
     """(report, the program's own exit code; 0 when it was stopped because it hung). `parameters`: record them, too,
-    for a comparison. `calls`: and what the calls of the model were made with."""
+    for a comparison. `calls`: and what the calls of the model were made with. `replay`: a recording whose choices of
+    experts are taken."""
     if not command:
         raise VerifyError(
             "IG701", "no command to watch", fix="isograd verify run -- torchrun --nproc-per-node 2 train.py"
@@ -59,12 +61,15 @@ def run(
             "IG702", f"{str(directory)!r} is not empty", expected="a new directory for the recording",
             fix="name another one with --record, or remove it",
         )  # fmt: skip
+    if replay is not None:
+        Recording(replay)  # refused before anything runs
     new = not directory.exists()
     directory.mkdir(parents=True, exist_ok=True)
-    about = {"layout": layout, "steps": steps}
+    about = {"layout": layout, "steps": steps, "replay": replay is not None}
     switches = {"ACTIVATIONS": activations, "PARAMETERS": parameters, "CALLS": calls}
     more = {f"ISOGRAD_VERIFY_{name}": str(int(on)) for name, on in switches.items()}
     more["ISOGRAD_VERIFY_STEPS"] = str(steps)
+    more |= {"ISOGRAD_VERIFY_REPLAY": str(replay.resolve())} if replay is not None else {}
     try:
         hang, own = begin(command, directory, stall, more, about)
     except OSError as error:

@@ -18,7 +18,7 @@ from isograd.errors import VerifyError
 from isograd.verify.compare.combined import SAME_DATA, Again, NoReference, combine, distinct, saw_the_same
 from isograd.verify.compare.compare import compare
 from isograd.verify.record.events import Backward, Lost, Step
-from isograd.verify.record.recording import Recording, write_json
+from isograd.verify.record.recording import VERSION, Recording, write_json
 from isograd.verify.run.attach import begin, facts, plain_facts
 from isograd.verify.tell.findings import INCONCLUSIVE, Finding, Subject
 
@@ -48,11 +48,12 @@ def alone(command: list[str]) -> list[str]:
     return words
 
 
-def judged(directory: Path, command: list[str], subject: Subject, stall: float) -> Subject:
-    """What the first run's recording shows beside one device. `subject`: what it shows by itself."""
+def judged(directory: Path, command: list[str], subject: Subject, stall: float, replay: bool = False) -> Subject:
+    """What the first run's recording shows beside one device. `subject`: what it shows by itself. `replay`: on one
+    device tokens go to the experts to which the first run sent them."""
     try:
         candidate = Recording(directory)
-        reference = _reference(candidate, alone(command), stall)
+        reference = _reference(candidate, alone(command), stall, replay)
         beside = compare(reference, candidate)
     except NoReference as error:
         return _not_compared(subject, error.why, error.fix)
@@ -70,7 +71,7 @@ def _not_compared(subject: Subject, why: str, fix: str) -> Subject:
     return subject
 
 
-def _reference(candidate: Recording, command: list[str], stall: float) -> Recording:
+def _reference(candidate: Recording, command: list[str], stall: float, replay: bool) -> Recording:
     if candidate.world == 1:
         raise NoReference("the run itself is a world of one", "start it with several ranks")
     if not all(e.note == "" for r in candidate.ranks for e in r.of(Step, 1)) or not candidate.steps:
@@ -80,7 +81,7 @@ def _reference(candidate: Recording, command: list[str], stall: float) -> Record
     again: list[Again] = []
     for start in range(MOST_STARTS):
         left = queue[len(again) :]
-        one = _start(candidate.path, f"alone-{start}", command, left, first is None, stall)
+        one = _start(candidate.path, f"alone-{start}", command, left, first is None, stall, replay)
         own = one.ranks[0]
         steps = [e.step for e in own.of(Step) if not e.note]
         if first is None:
@@ -95,6 +96,7 @@ def _reference(candidate: Recording, command: list[str], stall: float) -> Record
         again += [Again(*where, own, step) for where, step in zip(left, steps, strict=False)]
         if len(again) == len(queue):
             combine(candidate, first, again, candidate.path / "one")
+            write_json(candidate.path / "one" / "recording.json", {"version": VERSION, "layout": "1", "replay": replay})
             return Recording(candidate.path / "one")
         if start and not steps:
             break
@@ -122,13 +124,20 @@ def _backwards(candidate: Recording) -> list[tuple[int, int]]:
 
 
 def _start(
-    home: Path, name: str, command: list[str], backwards: list[tuple[int, int]], natural: bool, stall: float
+    home: Path,
+    name: str,
+    command: list[str],
+    backwards: list[tuple[int, int]],
+    natural: bool,
+    stall: float,
+    replay: bool,
 ) -> Recording:
     write_json(home / "feed.json", {"backwards": backwards, "natural": natural})
     place = home / name
     place.mkdir()
     more = {"ISOGRAD_VERIFY_FEED": str((home / "feed.json").resolve()), "ISOGRAD_VERIFY_PARAMETERS": "1"}
-    hang, code = begin(command, place, stall, more, {})
+    more |= {"ISOGRAD_VERIFY_REPLAY": str(home.resolve())} if replay else {}
+    hang, code = begin(command, place, stall, more, {"replay": replay})
     if hang is not None:
         raise NoReference(f"the program hung in a world of one: {hang.sentence}", "start it with one rank by itself")
     try:

@@ -28,7 +28,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from isograd.verify.record.events import (
     Backward,
     Changed,
-    Choice,
     Coefficient,
     Collective,
     End,
@@ -52,10 +51,11 @@ from isograd.verify.watch.given import described
 from isograd.verify.watch.hooks import Hooks
 from isograd.verify.watch.labels import Labels
 from isograd.verify.watch.life import Life
+from isograd.verify.watch.routing import Routing
 
 LIMIT = 1 << 28  # bytes of full gradients, parameters and activations that a rank writes per step
 Box = tuple[tuple[int, int], ...]
-KINDS = {"final": "gradients", "parameter": "parameters", "after": "parameters"}
+KINDS = {"final": "gradients", "parameter": "parameters", "after": "parameters", "choice": "choices"}
 MOST_ELEMENTS = 1 << 12  # of a buffer that is looked at: a number for each expert
 MOST_OUTPUTS = 16  # of a model that are asked whether a backward reaches them
 MOST_MICROS = 512  # backwards without an optimizer step, after which nothing more is expected
@@ -63,7 +63,8 @@ MOST_MICROS = 512  # backwards without an optimizer step, after which nothing mo
 
 class Capture(Life):
     """`parameters`: write them too, before and after each step; only `verify compare` needs them. `lenient`: an error
-    of the capture's own ends the watching, and is told, instead of ending the program that is watched."""
+    of the capture's own ends the watching, and is told, instead of ending the program that is watched. `replay`: a
+    recording whose choices of experts are taken (routing.py)."""
 
     def __init__(
         self,
@@ -73,6 +74,7 @@ class Capture(Life):
         limit: int = LIMIT,
         parameters: bool = True,
         lenient: bool = False,
+        replay: Path | None = None,
     ) -> None:
         super().__init__(Path(directory), lenient)
         self.most_steps, self.activations, self.limit, self.parameters = steps, activations, limit, parameters
@@ -109,6 +111,7 @@ class Capture(Life):
         self.beside = False  # another run is to be compared with this one, call by call (calls.py, feed.py)
         self.unsettled = False  # an optimizer has stepped, and another one may before the next forward
         self.labels, self.fused = Labels(self), Fused(self)
+        self.routing = Routing(self, replay)
         self.watch = Watch(self)
         self.hooks = Hooks(self)
 
@@ -158,13 +161,9 @@ class Capture(Life):
         """Notes a term of the loss, when backward has come to it."""
         self.event(Term(*self.now, site=site, value=value, weights=weights, joined=joined))
 
-    def choice(self, indices: Tensor, site: str) -> None:
-        """Notes which few of each row were chosen, in a model's forward or when that is computed once more."""
-        phase = self.phase()
-        if phase in ("forward", "backward") and indices.numel():
-            hashed, again = digest(indices.sort(-1).values), phase == "backward"
-            micro = max(self.micro + (0 if again else 1), 0)
-            self.event(Choice(self.step, micro, site=site, hash=hashed, again=again))
+    def choice(self, scores: Tensor, indices: Tensor, site: str) -> Tensor | None:
+        """Notes which few of each row were chosen; returns the indices to take instead, if others are replayed."""
+        return self.routing.chosen(scores, indices, site)
 
     def look_at_buffers(self, during: str) -> None:
         """Notes which small buffers have changed since the last look."""
@@ -268,7 +267,7 @@ class Capture(Life):
         """Hold a full tensor for the step's file, within the limit."""
         kind = KINDS.get(key.partition("/")[0], "activations")
         size = value.numel() * value.element_size()
-        if self.written + size > self.limit - (self.reserved if kind == "activations" else 0):
+        if self.written + size > self.limit - (self.reserved if kind in ("activations", "choices") else 0):
             self.left_out[kind] += 1
             return False
         self.written += size

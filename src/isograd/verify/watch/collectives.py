@@ -72,8 +72,8 @@ class Listener(Protocol):
         """A backward came to a term of the loss."""
         ...
 
-    def choice(self, indices: Tensor, site: str) -> None:
-        """The largest few of each row were chosen."""
+    def choice(self, scores: Tensor, indices: Tensor, site: str) -> Tensor | None:
+        """The largest few of each row were chosen; the indices to take instead."""
         ...
 
     def logit_shift(self, shift: float, size: float) -> None:
@@ -261,11 +261,14 @@ class Watch(TorchDispatchMode):
 
     def _choice(self, func: Any, args: Any, kwargs: Any) -> Any:
         result = func(*args, **kwargs)
-        self._try("choices", self._chosen, result[1])
-        return result
+        instead = self._try("choices", self._chosen, args, result[1])
+        return result if instead is None or "values" in kwargs else (args[0].gather(-1, instead), instead)
 
-    def _chosen(self, indices: Tensor) -> None:
-        self.listener.choice(indices, call_site(self.listener.base))
+    def _chosen(self, args: Any, indices: Tensor) -> Tensor | None:
+        """Of a choice along another dimension, or of the smallest, `scores` have no rows of the same length."""
+        plain = len(args) < 3 or args[2] in (-1, args[0].dim() - 1)
+        scores = args[0] if plain and (len(args) < 4 or args[3]) else indices
+        return self.listener.choice(scores, indices, call_site(self.listener.base))
 
     def _draw(self, func: Any, args: Any, kwargs: Any) -> Any:
         self.listener.drew()

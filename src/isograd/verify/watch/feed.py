@@ -48,6 +48,7 @@ class Feed:
         self.fed = self.call = 0  # backwards that are over; calls of the model in this one
         self.withheld: list[tuple[Tensor, Tensor]] = []
         capture.beside, capture.most_steps = True, len(self.queue) + 2
+        capture.routing.only = 1  # every backward is one of the other run's first step
         capture.hooks.wrap(nn.Module, "__call__", self._called)
         capture.hooks.wrap(torch.autograd, "backward", self._backward)
         capture.hooks.handles += [

@@ -80,6 +80,9 @@ class Hooks:
         engine = sys.modules.get("isograd.engine.engine")
         if engine is not None:
             self.wrap(engine.Engine, "step", self._isograd_step)
+        routing = sys.modules.get("isograd.nn.routing")
+        if routing is not None:
+            self.wrap(routing, "choose", self._isograd_choice)
         deepspeed = sys.modules.get("deepspeed.runtime.engine")
         if deepspeed is not None:
             self.wrap(deepspeed.DeepSpeedEngine, "step", self._deepspeed_step)
@@ -121,6 +124,7 @@ class Hooks:
     def _enter(self, module: nn.Module, args: Any) -> None:
         """Before a module's own hooks: the outermost one tells the names and the data."""
         c = self.capture
+        c.routing.called(args)
         if torch._C._current_graph_task_id() != -1:  # checkpointing computes it once more, inside backward
             return
         if not c.stack and foreign.imagined(args):  # shapes are computed, and nothing else
@@ -339,6 +343,23 @@ class Hooks:
             self._ask(gradients)
         c.owned |= set(c.learn_names())
         return self._within(original, engine, *args, whole=engine.full_parameters, **kwargs)
+
+    def _isograd_choice(self, original: Any, scores: Tensor, options: Any, bias: Tensor | None = None) -> Any:
+        """Its experts: by a stable sort, and of groups that are chosen first."""
+        routing = self.capture.routing
+        routing.inside = True
+        try:
+            indices = original(scores, options, bias)
+        finally:
+            routing.inside = False
+        ranked = scores if bias is None else scores + bias.to(scores.dtype)
+        instead: list[Tensor | None] = []
+
+        def note() -> None:
+            instead.append(self.capture.choice(ranked, indices, call_site(self.capture.base)))
+
+        self.capture.guarded(note, "choices")()
+        return indices if not instead or instead[0] is None else instead[0]
 
     def _deepspeed_step(self, original: Any, engine: Any, *args: Any, **kwargs: Any) -> Any:
         """Only at an accumulation boundary does DeepSpeed step; its full gradients are public functions' answers."""

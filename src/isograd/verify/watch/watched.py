@@ -74,6 +74,7 @@ def _capture(directory: str) -> Any:
         activations=os.environ.get("ISOGRAD_VERIFY_ACTIVATIONS") == "1",
         parameters=os.environ.get("ISOGRAD_VERIFY_PARAMETERS") == "1",
         lenient=True,
+        replay=Path(other) if (other := os.environ.get("ISOGRAD_VERIFY_REPLAY")) else None,
     )
     steps = _Steps()  # its hook goes first: the capture's own can then be taken out from behind it
 

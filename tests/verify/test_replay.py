@@ -1,0 +1,153 @@
+"""Tokens that rounding sends to other experts: counted, not called a bug, and replayed.
+
+The program's router adds its products in two halves, or at once: what a layout does. Its experts are pairs whose
+weights in the router are the same to rounding, so that it decides between them.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from isograd.comm.launch import World
+from isograd.nn import ExpertOptions, routing
+from isograd.verify.command import main
+from isograd.verify.compare.compare import compare
+from isograd.verify.record.recording import VERSION, Recording, write_json
+from isograd.verify.tell.findings import BUG, INCONCLUSIVE, PASS, Subject
+from isograd.verify.watch.capture import Capture
+
+EXPERTS, HIDDEN, ROWS = 4, 64, 96
+
+
+class Router(nn.Module):
+    """Scores of tokens, whose sums are made of `halves` parts."""
+
+    def __init__(self, halves: int) -> None:
+        super().__init__()
+        self.halves = halves
+        self.weight = nn.Parameter(torch.randn(EXPERTS, HIDDEN) / HIDDEN**0.5)
+        with torch.no_grad():
+            self.weight[1::2] = self.weight[::2] * (1 + 1e-7 * torch.randn(EXPERTS // 2, HIDDEN))
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = zip(x.chunk(self.halves, 1), self.weight.chunk(self.halves, 1), strict=True)
+        return torch.stack([a.contiguous() @ b.T.contiguous() for a, b in parts]).sum(0)
+
+
+class Model(nn.Module):
+    """One expert for each token, of which rank r of n has each n-th; recomputed in backward."""
+
+    def __init__(self, halves: int, sort: bool) -> None:
+        super().__init__()
+        self.sort = sort
+        self.embed = nn.Linear(8, HIDDEN)
+        self.router = Router(halves)
+        self.experts = nn.ParameterList([torch.randn(HIDDEN, HIDDEN) / HIDDEN**0.5 for _ in range(EXPERTS)])
+        self.head = nn.Linear(HIDDEN, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(checkpoint(self.layer, self.embed(x), use_reentrant=False))
+
+    def layer(self, x: Tensor) -> Tensor:
+        scores = self.router(x)  # logits: a softmax would round small differences away
+        if self.sort:
+            options = ExpertOptions(number=EXPERTS, per_token=1, width=1, renormalise=False)
+            chosen = routing.choose(scores.detach(), options)
+        else:
+            chosen = scores.topk(1, dim=-1).indices
+        weight = torch.zeros_like(scores).scatter(1, chosen, scores.softmax(-1).gather(1, chosen))
+        return x + sum(weight[:, e : e + 1] * (x @ w) for e, w in enumerate(self.experts))
+
+
+def train(home: Path, halves: int = 1, bug: bool = False, replay: Path | None = None, sort: bool = False) -> None:
+    """`bug`: on two ranks, which share rows, experts are summed and not divided."""
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    torch.manual_seed(0)
+    model = Model(halves, sort)
+    x, labels = torch.randn(ROWS, 8), torch.randint(5, (ROWS,))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Capture(home, steps=1, activations=True, replay=replay):
+        F.cross_entropy(model(x[rank::world]), labels[rank::world]).backward()
+        for name, parameter in model.named_parameters():
+            if world > 1:
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= 1 if bug and "experts" in name else world
+        optimizer.step()
+    if rank == 0:
+        layout = "dp2 ep2" if world > 1 else "1"
+        write_json(home / "recording.json", {"version": VERSION, "layout": layout, "replay": replay is not None})
+
+
+def judged(home: Path, **how: object) -> Subject:
+    train(home / "one", sort=bool(how.get("sort")))
+    train(home / "two", **how)  # type: ignore[arg-type]
+    return compare(Recording(home / "one"), Recording(home / "two"))
+
+
+@pytest.mark.parametrize("sort", [False, True], ids=["topk", "isograd's choice"])
+def test_a_choice_that_rounding_decides_is_no_bug(tmp_path: Path, sort: bool) -> None:
+    subject = judged(tmp_path, halves=2, sort=sort)
+    (found,) = (f for f in subject.findings if f.verdict in (BUG, INCONCLUSIVE))
+    assert found.verdict == INCONCLUSIVE
+    flipped = int(found.sentence.split()[2])
+    assert 0 < flipped < ROWS / 2
+    assert f"{flipped} of {ROWS} choices fell otherwise than in the reference" in found.sentence
+    assert "experts.0" in found.sentence
+    assert "--replay-routing" in found.sentence
+    assert subject.facts["routing"] == f"{flipped} of {ROWS} choices fell otherwise"
+    assert max(subject.errors.values()) > 1e-3
+
+
+@pytest.mark.parametrize("sort", [False, True], ids=["topk", "isograd's choice"])
+def test_replayed_choices_leave_no_difference(tmp_path: Path, sort: bool) -> None:
+    subject = judged(tmp_path, halves=2, sort=sort, replay=tmp_path / "one")
+    assert subject.verdict == PASS, subject.findings
+    assert "fell otherwise and were replayed" in subject.facts["routing"]
+    assert 0 < max(subject.errors.values()) < 1e-5  # in fp32
+
+
+def test_equal_choices_are_told_as_such(tmp_path: Path) -> None:
+    subject = judged(tmp_path)
+    assert subject.verdict == PASS
+    assert subject.facts["routing"] == f"0 of {ROWS} choices fell otherwise"
+
+
+def test_a_choice_from_other_scores_is_no_flip_and_is_not_replayed(tmp_path: Path, monkeypatch) -> None:
+    train(tmp_path / "one")
+    monkeypatch.setattr(Router, "forward", lambda router, x: x @ -router.weight.T)
+    train(tmp_path / "two", replay=tmp_path / "one")
+    subject = compare(Recording(tmp_path / "one"), Recording(tmp_path / "two"))
+    assert subject.verdict == BUG
+    assert subject.facts["routing"] == f"0 of {ROWS} choices fell otherwise, {ROWS} from other scores"
+
+
+def test_which_recording_is_replayed_is_asked_for() -> None:
+    from argparse import ArgumentParser
+
+    for words in (["run", "--replay-routing", "--", "x.py"], ["run", "--beside-one", "--replay-routing", "one", "--"]):
+        with pytest.raises(Exception, match="IG623"):
+            main(words, ArgumentParser, lambda options: None)  # type: ignore[arg-type, return-value]
+
+
+def test_a_bug_beside_flips_is_named_with_replay(worlds, tmp_path: Path) -> None:
+    train(tmp_path / "one")
+    world: World = worlds(2)
+    found = {}
+    for name, bug, replay in (
+        ("open", True, None),
+        ("bug", True, tmp_path / "one"),
+        ("right", False, tmp_path / "one"),
+    ):
+        world.run(partial(train, tmp_path / name, halves=2, bug=bug, replay=replay))
+        found[name] = compare(Recording(tmp_path / "one"), Recording(tmp_path / name))
+    assert found["open"].verdict == INCONCLUSIVE
+    assert [f.bug for f in found["bug"].findings if f.verdict == BUG] == ["expert-scale"]
+    assert found["right"].verdict == PASS, found["right"].findings
