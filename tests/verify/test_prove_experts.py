@@ -6,7 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from isograd.cases import LLAMA, language_model
+from isograd.cases import EXPERT_LAYOUTS, LAYOUTS, LLAMA, language_model, spread_experts
+from isograd.cases import EXPERTS as BUILT_IN
+from isograd.layout import Layout
 from isograd.mesh import Mesh
 from isograd.nn import ExpertOptions
 from isograd.verify.case import Case
@@ -24,6 +26,25 @@ def twice(mesh: Mesh) -> Case:
     """A layout's balance loss counts twice."""
     weight = 0.5 if mesh.layout.world_size == 1 else 1.0
     return language_model(replace(LLAMA, experts=replace(EXPERTS, balance_weight=weight)), mesh)
+
+
+def test_a_run_with_experts_is_proven_under_its_largest_ep_too() -> None:
+    found = {
+        text: spread_experts(Layout.parse(text), 8) for text in ("dp4", "dp2 tp2 sp", "dp6 zero1", "dp3", "dp4 ep2")
+    }
+    assert found == {
+        "dp4": ["dp4 ep4"], "dp2 tp2 sp": ["dp2 tp2 sp ep4"], "dp6 zero1": ["dp6 ep2 zero1"], "dp3": [], "dp4 ep2": [],
+    }  # fmt: skip
+
+
+def test_the_built_in_proof_cuts_experts_along_every_axis_and_nothing_else_by_ep() -> None:
+    assert BUILT_IN.experts is not None
+    layouts = [Layout.parse(text) for text in EXPERT_LAYOUTS]
+    assert all(layout.ep > 1 for layout in layouts)
+    assert {axis for layout in layouts for axis in ("dp", "cp", "tp", "pp") if layout.size(axis) > 1} == {
+        "dp", "cp", "tp", "pp",
+    }  # fmt: skip
+    assert all(Layout.parse(text).ep == 1 for text in LAYOUTS)
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ class Counts:
     tokens: int = 0
     flipped: int = 0  # other choices from scores that are the same to rounding
     apart: int = 0  # other choices from other scores
-    unknown: int = 0  # tokens that the reference does not have: what one of them is made of differs already
+    unknown: int = 0  # rows that the reference does not have: padding, or what they are made of differs already
     modules: Counter[str] = field(default_factory=Counter)  # flips in each
 
 
@@ -59,7 +59,7 @@ def without_flips(
     told = f"{counts.flipped} of {counts.tokens} choices fell otherwise"
     where = ", ".join(f"{count} in {module}" for module, count in counts.modules.most_common(3) if count)
     rest = [f"{counts.apart} from other scores"] if counts.apart else []
-    rest += [f"{counts.unknown} of tokens that the reference has not"] if counts.unknown else []
+    rest += [f"{counts.unknown} of rows that the reference has not (padding is one)"] if counts.unknown else []
     subject.facts["routing"] = ", ".join([told + (" and were replayed" if replayed and counts.flipped else ""), *rest])
     if replayed or not counts.flipped:
         return found
