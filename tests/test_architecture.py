@@ -85,6 +85,7 @@ ARROWS = {
     "verbs": set(),
     "screen": set(),
     "new": {"errors"},
+    "completion": {"new", "train"},
     "__main__": {"cli"},
     "data": {"errors", "inside", "outside", "verbs"},
     # comm: snapshots of ranks are compared and counted; models: Hugging Face in and out
@@ -143,6 +144,7 @@ ARROWS = {
     "cases": {"errors", "layout", "train", "mesh", "models", "nn", "random", "verify"},
     "cli": {
         "__version__",
+        "completion",
         "new",
         "screen",
         "cases",

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 COMMANDS = (
     "new", "recipes", "train", "compare", "config", "data", "ckpt", "explain", "plan", "machine",
-    "rehearse", "verify",
+    "rehearse", "verify", "completion",
 )  # fmt: skip
 
 
@@ -60,6 +60,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from isograd.verify.command import main as verify
 
             return verify(words[1:], _Parser, _builtin)
+        if words[:2] == ["completion", "words"]:
+            from isograd.completion import candidates
+
+            print("\n".join(candidates(words[2:], main)))
+            return 0
         if words[:2] == ["config", "from-deepspeed"]:
             from isograd.doors.deepspeed import main as from_deepspeed
 
@@ -152,6 +157,14 @@ def _parser() -> _Parser:
         allow_abbrev=False,
     )
     listed.set_defaults(run=_recipes, parser=listed)
+    completion = commands.add_parser(
+        "completion",
+        help="print a script by which a shell completes commands and fields",
+        description="Print a script for a shell: source <(isograd completion bash)",
+        allow_abbrev=False,
+    )
+    completion.add_argument("shell", choices=("bash", "zsh", "fish"))
+    completion.set_defaults(run=_completion, parser=completion)
     commands.add_parser("train", help="train by a config: see 'isograd train --help'")
     commands.add_parser("rehearse", help="one step on imagined ranks of any layout, and what they send")
     commands.add_parser("plan", help="the best layouts of a config on many devices: memory, time, checkpoints")
@@ -184,6 +197,13 @@ def _recipes(_: argparse.Namespace) -> int:
     from isograd.new import listing
 
     print(listing(screen.width(100)))
+    return 0
+
+
+def _completion(options: argparse.Namespace) -> int:
+    from isograd.completion import SHELLS
+
+    print(SHELLS[options.shell])
     return 0
 
 

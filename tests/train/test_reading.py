@@ -111,6 +111,20 @@ def test_a_missing_file_and_an_option_without_a_value_are_told(tmp_path: Path) -
     assert "inside a plain value" in problems(write(tmp_path), "--steps.x", "1")[0]
 
 
+def test_a_word_with_an_equals_sign_sets_a_field_before_and_behind_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = write(tmp_path).rename("steps=2.yaml")
+    assert config_command(["show", "steps=7", str(file), "optimizer.lr=2e-3", "layout=dp2 zero1"], _parser()) == 0
+    shown = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert "7" in shown["steps"].split() and "0.002" in shown["optimizer.lr"] and "dp2 zero1" in shown["layout"]
+    with pytest.raises(ConfigError, match=r"unknown key 'optimizer.lrr' \(did you mean 'lr'\?\)"):
+        config_command(["show", str(file), "optimizer.lrr=1"], _parser())
+    with pytest.raises(ConfigError, match="steps is given twice"):
+        config_command(["show", str(file), "steps=1", "--steps", "2"], _parser())
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

@@ -1,7 +1,7 @@
 """isograd train, compare and config: the command line of runs. Torch is not imported before a run starts.
 
 isograd train quickstart.yaml --layout "dp4 zero2" --optimizer.lr 1e-3
-isograd train run.yaml --dry-run
+isograd train run.yaml optimizer.lr=1e-3 "layout=dp4 zero2" --dry-run
 isograd train run.yaml --emit slurm --nodes 8 > run.sbatch
 isograd compare run.yaml --layouts "dp4; tp2 sp dp2; cp2 ulysses dp2"
 isograd config show run.yaml
@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from contextlib import closing
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from isograd import screen
@@ -24,8 +26,9 @@ if TYPE_CHECKING:
     from isograd.train.reading import Loaded
 
 Parser = type[argparse.ArgumentParser]
+FIELD = re.compile(r"[A-Za-z_][\w.]*=")  # a word that sets a field, unless it is the name of a file
 TRAIN_END = """Any field of the config can be set here:
-  --optimizer.lr 1e-3 --layout "dp4 zero2" --data.length 256
+  --optimizer.lr 1e-3 --layout "dp4 zero2" data.length=256
 
 exit codes:
   0   done
@@ -182,6 +185,8 @@ def _parse(parser: argparse.ArgumentParser, words: list[str]) -> tuple[argparse.
             dotted.append(word)
             if "=" not in word and rest:
                 dotted.append(rest.pop(0))
+        elif FIELD.match(word) and not Path(word).exists():
+            dotted.append(f"--{word}")
         else:
             mine.append(word)
             name = word.partition("=")[0]

@@ -1,0 +1,82 @@
+"""Shell completion: `isograd completion bash` prints a script, which asks `isograd completion words ...` at each tab.
+
+    source <(isograd completion bash)                          in ~/.bashrc; also zsh
+    isograd completion fish > ~/.config/fish/completions/isograd.fish
+
+What can follow is read from the help of the command under way, and from the fields of a run's config.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+SHELLS = {
+    "bash": """_isograd() {
+    local line=("${COMP_LINE:0:COMP_POINT}")
+    local words; read -ra words <<< "$line"
+    [[ "$line" == *[[:space:]] ]] && words+=("")
+    local current="${words[-1]}" IFS=$'\\n'
+    COMPREPLY=($(isograd completion words "${words[@]:1}" 2>/dev/null))
+    [[ "$current" == *=* ]] && COMPREPLY=("${COMPREPLY[@]#"${current%%=*}="}")  # bash cuts words at "="
+    case "${COMPREPLY[0]}" in "") compopt -o default;; *=) compopt -o nospace;; esac
+}
+complete -F _isograd isograd""",
+    "zsh": """#compdef isograd
+_isograd() {
+    local -a found
+    found=("${(@f)$(isograd completion words "${(@)words[2,CURRENT]}" 2>/dev/null)}")
+    if [[ -n "$found[1]" ]]; then compadd -S '' -- $found; else _files; fi
+}
+compdef _isograd isograd""",
+    "fish": "complete -c isograd -a '(isograd completion words (commandline -opc)[2..] (commandline -ct) 2>/dev/null)'",
+}
+WITH_FIELDS = (["train"], ["rehearse"], ["compare"], ["config", "show"])  # commands that set fields of a config
+
+
+def candidates(words: Sequence[str], run: Callable[[list[str]], int]) -> list[str]:
+    """What the last of `words` can become; empty: a file, or nothing known. run: the command line itself."""
+    *before, current = words or [""]
+    if before == ["new"]:
+        from isograd.new import recipes
+
+        return [name for name in recipes() if name.startswith(current)]
+    path = [word for word in before if re.fullmatch(r"[a-z][a-z-]*", word)][:2]
+    text, verbs = "", []
+    for depth in range(len(path), -1, -1):  # the longest beginning that is a command
+        text = _help(path[:depth], run)
+        if text:
+            verbs = re.findall(r"^    ([a-z][a-z-]+)(?:  |$)", text, re.MULTILINE) if len(before) == depth else []
+            break
+    found = sorted(set(re.findall(r"--[a-z][a-z-]*", text))) if current[:1] == "-" else verbs
+    if any(before[: len(command)] == command and len(before) > len(command) for command in WITH_FIELDS):
+        found = [*(f"{name}=" for name in fields()), *found]
+    return [word for word in found if word.startswith(current)]
+
+
+def fields() -> Iterator[str]:
+    """Every field of a run's config that holds a plain value, dotted."""
+    from isograd.train.config import Config
+
+    yield from _inside(Config, "")
+
+
+def _inside(model: Any, place: str) -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        parts = (field.annotation, *getattr(field.annotation, "__args__", ()))
+        part = next((kind for kind in parts if hasattr(kind, "model_fields")), None)
+        if part is None:
+            yield place + name
+        else:
+            yield from _inside(part, f"{place}{name}.")
+
+
+def _help(path: Sequence[str], run: Callable[[list[str]], int]) -> str:
+    """The help of a command; empty when there is none."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()), contextlib.suppress(SystemExit):
+        run([*path, "--help"])
+    return out.getvalue()
