@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from isograd.losses import given
 from isograd.losses.sequences import sequence_means
 from isograd.mesh import Mesh
 
@@ -20,8 +21,15 @@ def clip(
 ) -> Tensor:
     """PPO's loss of each token: -min(ratio * A, clamp(ratio, 1 - low, 1 + high) * A), where ratio = exp(log_ratio).
 
-    advantages: of each token, or anything that broadcasts to them. dual: with a negative advantage, at most -dual * A.
+    advantages: of each token [b, s], of each row [b, 1], or one number. dual: with a negative advantage, at most
+    -dual * A.
     """
+    if advantages.numel() != 1:
+        of_rows = advantages.dim() == log_ratio.dim() and advantages.shape[-1] == 1
+        given.same_shapes(log_ratio=log_ratio, advantages=advantages.expand(log_ratio.shape) if of_rows else advantages)
+    given.option("low", low, 0 <= low <= 1, "a number from 0 to 1")
+    given.option("high", high, high >= 0, "a number of at least 0")
+    given.option("dual", dual, dual is None or dual > 1, "a number above 1")
     ratio = log_ratio.exp()
     loss = -torch.minimum(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
     return loss if dual is None else torch.where(advantages < 0, torch.minimum(loss, -dual * advantages), loss)
@@ -36,12 +44,15 @@ def sequence_log_ratio(
     """
     with torch.no_grad():
         means = sequence_means(logp - old, mask, sequences, number, mesh)
-    return logp - logp.detach() + means[sequences.clamp(min=0)]
+        means = torch.where(sequences >= 0, means[sequences.clamp(min=0)], means.new_zeros(()))
+    return logp - logp.detach() + means.to(logp.dtype)
 
 
 def kl(logp: Tensor, reference: Tensor, kind: Literal["k1", "k2", "k3"] = "k3") -> Tensor:
     """Schulman's estimates of KL(policy || reference) at tokens that the policy drew: k1 (unbiased), k2, and k3
     (unbiased and never negative)."""
+    given.one_of("kind of kl", kind, ("k1", "k2", "k3"))
+    given.same_shapes(logp=logp, reference=reference)
     log_ratio = reference - logp
     if kind == "k1":
         return -log_ratio
@@ -49,13 +60,16 @@ def kl(logp: Tensor, reference: Tensor, kind: Literal["k1", "k2", "k3"] = "k3") 
 
 
 def entropy(logits: Tensor) -> Tensor:
-    """Of the distribution at each token. logits [..., vocab]. A bonus has a negative coefficient in `ig.Terms`."""
+    """Of the distribution at each token. logits [..., vocab]; -inf is a word that cannot come. A bonus has a negative
+    coefficient in `ig.Terms`."""
     log_probs = logits.log_softmax(-1)
-    return -(log_probs.exp() * log_probs).sum(-1)
+    return -(log_probs.exp() * log_probs.masked_fill(log_probs == -torch.inf, 0.0)).sum(-1)
 
 
 def value(values: Tensor, returns: Tensor, old: Tensor | None = None, limit: float = 0.2) -> Tensor:
     """Half the squared error; with the old values, PPO's larger one of it and of values kept within `limit` of them."""
+    given.same_shapes(values=values, returns=returns, **({} if old is None else {"old": old}))
+    given.option("limit", limit, limit > 0, "a number above 0")
     error = (values - returns).square()
     if old is not None:
         error = torch.maximum(error, (old + (values - old).clamp(-limit, limit) - returns).square())
@@ -67,6 +81,10 @@ def group_advantages(rewards: Tensor, prompts: Tensor, *, scale: bool = True, ep
 
     rewards, prompts: of all completions of the step, gathered before they are dealt to ranks: a group is not cut.
     """
+    given.same_shapes(rewards=rewards, prompts=prompts)
+    given.option("the shape of rewards", tuple(rewards.shape), rewards.dim() == 1, "one number for each completion")
+    given.numbers_of("prompts", prompts)
+    rewards = rewards if rewards.is_floating_point() else rewards.to(torch.get_default_dtype())
     number = int(prompts.max()) + 1 if len(prompts) else 0
     sums = rewards.new_zeros(2, number).index_add(1, prompts, torch.stack((torch.ones_like(rewards), rewards)))
     apart = rewards - (sums[1] / sums[0].clamp(min=1))[prompts]

@@ -14,13 +14,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from isograd.losses import given
+
 
 def dpo(
     chosen: Tensor, rejected: Tensor, reference_chosen: Tensor, reference_rejected: Tensor,
     beta: float = 0.1, smoothing: float = 0.0,
 ) -> Tensor:  # fmt: skip
     """-log sigmoid(beta * margin over the reference); smoothing: the share of labels taken to be wrong."""
-    margin = beta * ((chosen - rejected) - (reference_chosen - reference_rejected))
+    given.option("smoothing", smoothing, 0 <= smoothing < 0.5, "a number from 0 to below 0.5")
+    margin = _scale(beta) * _over_reference(chosen, rejected, reference_chosen, reference_rejected)
     return -(1 - smoothing) * F.logsigmoid(margin) - smoothing * F.logsigmoid(-margin)
 
 
@@ -28,17 +31,21 @@ def ipo(
     chosen: Tensor, rejected: Tensor, reference_chosen: Tensor, reference_rejected: Tensor, beta: float = 0.1
 ) -> Tensor:
     """(margin over the reference - 1 / (2 beta)) squared. TRL takes means over tokens here, the paper sums."""
-    margin = (chosen - rejected) - (reference_chosen - reference_rejected)
-    return (margin - 1 / (2 * beta)).square()
+    margin = _over_reference(chosen, rejected, reference_chosen, reference_rejected)
+    return (margin - 1 / (2 * _scale(beta))).square()
 
 
 def simpo(chosen: Tensor, rejected: Tensor, beta: float = 2.0, margin: float = 1.0) -> Tensor:
     """-log sigmoid(beta * difference - margin), of means over tokens; there is no reference."""
-    return -F.logsigmoid(beta * (chosen - rejected) - margin)
+    given.same_shapes(chosen=chosen, rejected=rejected)
+    return -F.logsigmoid(_scale(beta) * (chosen - rejected) - margin)
 
 
 def orpo(chosen: Tensor, rejected: Tensor) -> Tensor:
-    """-log sigmoid(log of the ratio of odds), of means over tokens, which are below 0."""
+    """-log sigmoid(log of the ratio of odds), of means over tokens, which are below 0. One that was rounded to 0 counts
+    as the largest number below it that 1 minus its probability can tell from 0."""
+    given.same_shapes(chosen=chosen, rejected=rejected)
+    chosen, rejected = (logp.clamp(max=-torch.finfo(logp.dtype).eps) for logp in (chosen, rejected))
     odds = (chosen - rejected) - (_log_of_rest(chosen) - _log_of_rest(rejected))
     return -F.logsigmoid(odds)
 
@@ -52,8 +59,22 @@ def kto(
     baseline: an estimate of the KL to the reference over the whole step, the same on all ranks; it has no gradient.
     weights: of (desirable, undesirable) answers.
     """
-    apart = beta * (logp - reference - baseline)
+    given.same_shapes(logp=logp, reference=reference, desirable=desirable)
+    given.option(
+        "desirable", desirable.dtype, desirable.dtype == torch.bool, "True and False: desirable > 0 of numbers"
+    )
+    apart = _scale(beta) * (logp - reference - baseline)
     return torch.where(desirable, weights[0] * torch.sigmoid(-apart), weights[1] * torch.sigmoid(apart))
+
+
+def _over_reference(chosen: Tensor, rejected: Tensor, of_chosen: Tensor, of_rejected: Tensor) -> Tensor:
+    given.same_shapes(chosen=chosen, rejected=rejected, reference_chosen=of_chosen, reference_rejected=of_rejected)
+    return (chosen - rejected) - (of_chosen - of_rejected)
+
+
+def _scale(beta: float) -> float:
+    given.option("beta", beta, beta > 0, "a number above 0")
+    return beta
 
 
 def _log_of_rest(logp: Tensor) -> Tensor:

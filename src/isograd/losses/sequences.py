@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from isograd.comm import ops
+from isograd.losses import given
 from isograd.mesh import Mesh
 
 
@@ -17,14 +18,17 @@ def sequence_sums(values: Tensor, mask: Tensor, sequences: Tensor, number: int, 
     """[number]: the sum over the tokens of each sequence that the mask keeps.
 
     values, mask, sequences [b, s]: of the tokens that are here; sequences as of `share.numbered`, before rows were cut.
-    Under cp all ranks of a group call it, with the same number.
+    Under cp all ranks of a group call it, with the same number. Added up in float64; at least float32 comes out.
     """
-    kept = torch.where(mask.bool() & (sequences >= 0), values, torch.zeros_like(values)).reshape(-1)
-    sums = values.new_zeros(number).index_add(0, sequences.clamp(min=0).reshape(-1), kept)
-    if mesh is None:
-        return sums
-    group = mesh.group("cp")
-    return ops.copy_in(ops.all_reduce(sums, group), group)
+    given.same_shapes(values=values, mask=mask, sequences=sequences)
+    if sequences.device.type == "cpu":
+        given.numbers_of("sequences", sequences, below=number, least=-1)
+    kept = torch.where(mask.bool() & (sequences >= 0), values, torch.zeros_like(values)).double().reshape(-1)
+    sums = kept.new_zeros(number).index_add(0, sequences.clamp(min=0).reshape(-1), kept)
+    if mesh is not None:
+        group = mesh.group("cp")
+        sums = ops.copy_in(ops.all_reduce(sums, group), group)
+    return sums.to(torch.promote_types(values.dtype, torch.float32))
 
 
 def sequence_means(values: Tensor, mask: Tensor, sequences: Tensor, number: int, mesh: Mesh | None = None) -> Tensor:
@@ -36,5 +40,6 @@ def sequence_means(values: Tensor, mask: Tensor, sequences: Tensor, number: int,
 
 def mean_of_sequences(losses: Tensor, mesh: Mesh | None = None) -> tuple[Tensor, float]:
     """(mean, weight) of one loss for each sequence or pair: a term. Under cp, of losses that its ranks all have."""
+    given.option("the shape of losses", tuple(losses.shape), losses.dim() == 1, "one number for each sequence or pair")
     ranks = 1 if mesh is None else mesh.size("cp")
     return losses.sum() / max(1, len(losses)), len(losses) / ranks

@@ -18,7 +18,9 @@ import torch
 from torch import Tensor
 
 from isograd.comm import raw
-from isograd.errors import EngineError
+from isograd.comm.agree import raise_alike, told
+from isograd.errors import EngineError, IsogradError
+from isograd.losses import given
 from isograd.mesh import Mesh
 
 
@@ -32,49 +34,58 @@ class Share(NamedTuple):
 def mean(losses: Tensor, share: Share) -> tuple[Tensor, Tensor]:
     """(the mean over what is here, its weight): a term. losses: of each token, in the shape of the share.
 
-    The loss of a token whose factor is 0 is not looked at, not even NaN.
+    The value of a token whose factor is 0 is not looked at, not even NaN. Its gradient is 0 times the derivative of its
+    loss, which torch makes NaN where that is infinite: put harmless log probabilities where padding has any.
     """
-    if losses.shape != share.factors.shape:
-        raise EngineError(
-            "IG575", "the losses of tokens and their shares have different shapes",
-            seen=f"losses {tuple(losses.shape)}, share {tuple(share.factors.shape)}",
-            expected="one share for each token",
-            fix="cut the share as the tokens are cut: by rows for micro-batches, by places under cp",
-        )  # fmt: skip
+    given.same_shapes(losses=losses, share=share.factors)
     weight = share.counts.sum()
-    kept = torch.where(share.factors != 0, losses, torch.zeros_like(losses))
-    total = (kept * share.factors.to(losses.dtype)).sum()
-    return total / torch.where(weight > 0, weight, torch.ones_like(weight)).to(losses.dtype), weight
+    kept = torch.where(share.factors != 0, losses, torch.zeros_like(losses)).double()
+    found = (kept * share.factors).sum() / torch.where(weight > 0, weight, torch.ones_like(weight))
+    return found.to(torch.promote_types(losses.dtype, torch.float32)), weight
 
 
 def of_tokens(mask: Tensor) -> Share:
     """The mean over all tokens (DAPO, and language models)."""
+    given.mask_of(mask)
     counts = mask.double()
     return Share(counts, counts)
 
 
 def of_sequences(mask: Tensor, documents: Tensor | None = None) -> Share:
     """The mean over sequences of the mean over the tokens of each (GRPO). A sequence without tokens has no mean, and is
-    not counted. mask, documents [b, s]: of whole rows; without documents a row is a sequence."""
-    counts = mask.double() / _tokens(mask, numbered(mask, documents)).clamp(min=1)
+    not counted. mask, documents [b, s]: of whole rows; without documents a row is a sequence; documents below 0 are
+    padding."""
+    sequences = numbered(mask, documents)
+    counts = _inside(mask, sequences) / _tokens(mask, sequences).clamp(min=1)
     return Share(counts, counts)
 
 
 def of_length(mask: Tensor, length: int, documents: Tensor | None = None) -> Share:
     """The sum over all tokens / (number of sequences * length): Dr. GRPO. A sequence without tokens is counted;
     documents below 0 are padding, and are not."""
+    given.option("length", length, length > 0, "a number of tokens above 0")
     sequences = numbered(mask, documents)
-    tokens = _tokens(mask, sequences)
-    counts = mask.double() / tokens.clamp(min=1)
+    tokens, inside = _tokens(mask, sequences), _inside(mask, sequences)
+    counts = inside / tokens.clamp(min=1)
     first = torch.ones_like(mask, dtype=torch.bool)
     first[:, 1:] = sequences[:, 1:] != sequences[:, :-1]
-    return Share(mask.double() / length, torch.where(first & (tokens == 0) & (sequences >= 0), 1.0, counts))
+    return Share(inside / length, torch.where(first & (tokens == 0) & (sequences >= 0), 1.0, counts))
 
 
 def of_prompts(mask: Tensor, prompts: Tensor, tokens: Tensor) -> Share:
     """The mean over prompts of the mean over the tokens of all completions of each. prompts: its number, of each row
     [b] or token [b, s]; tokens: of each prompt in the whole step, on all ranks (`tokens_of_prompts`)."""
-    of_each = tokens.to(mask.device)[_on_tokens(prompts, mask)]
+    places = _on_tokens(prompts, mask, len(tokens))
+    of_each = tokens.to(mask.device)[places]
+    here = torch.bincount(places.reshape(-1), weights=mask.double().reshape(-1), minlength=len(tokens))
+    if bool((here > tokens.to(mask.device)).any()):
+        raise EngineError(
+            "IG576",
+            "prompts have more tokens here than in the whole step",
+            seen=f"{here.tolist()[:8]} tokens here, {tokens.tolist()[:8]} in the step",
+            expected="tokens of each prompt over all ranks and micro-batches",
+            fix="tokens_of_prompts(mask, prompts, number, mesh) of all rows of the step",
+        )
     counts = mask.double() / of_each.double().clamp(min=1)
     return Share(counts, counts)
 
@@ -82,12 +93,29 @@ def of_prompts(mask: Tensor, prompts: Tensor, tokens: Tensor) -> Share:
 def tokens_of_prompts(mask: Tensor, prompts: Tensor, number: int, mesh: Mesh) -> Tensor:
     """[number]: the tokens of each prompt in the whole step. mask, prompts: whole rows of this data rank, of all its
     micro-batches. All ranks call it, those without rows too: the completions of a prompt may be on several ranks."""
-    mine = torch.bincount(_on_tokens(prompts, mask).reshape(-1), weights=mask.double().reshape(-1), minlength=number)
+    wrong: IsogradError | None = None
+    mine = torch.zeros(0)
+    try:
+        places = _on_tokens(prompts, mask, number).reshape(-1)
+        mine = torch.bincount(places, weights=mask.double().reshape(-1), minlength=number)
+    except EngineError as error:
+        wrong = error
+    numbers = told(number, mesh)
+    if wrong is None and len(set(numbers)) > 1:
+        wrong = EngineError(
+            "IG576", "ranks count different numbers of prompts", seen=f"{numbers}, in the order of ranks",
+            expected="the number of prompts of the whole step on every rank", where=mesh.where(),
+        )  # fmt: skip
+    raise_alike(wrong, mesh, EngineError)
     return raw.all_reduce(mine.to(mesh.device), mesh.group("dp"))
 
 
 def numbered(mask: Tensor, documents: Tensor | None = None) -> Tensor:
     """[b, s]: the sequences of packed rows numbered from 0, rows one after another; -1 for documents below 0."""
+    given.mask_of(mask)
+    if documents is not None:
+        given.same_shapes(mask=mask, documents=documents)
+        given.numbers_of("documents", documents, least=-(2**62))
     rows = torch.arange(len(mask), device=mask.device)[:, None].expand(mask.shape)
     if documents is None or not mask.numel():
         return rows
@@ -101,9 +129,19 @@ def numbered(mask: Tensor, documents: Tensor | None = None) -> Tensor:
 def _tokens(mask: Tensor, sequences: Tensor) -> Tensor:
     """[b, s]: how many tokens the sequence of each token has."""
     kept = sequences.clamp(min=0).reshape(-1)
-    weights = (mask.double() * (sequences >= 0)).reshape(-1)
+    weights = _inside(mask, sequences).reshape(-1)
     return torch.bincount(kept, weights=weights)[kept].view(mask.shape) if mask.numel() else mask.double()
 
 
-def _on_tokens(prompts: Tensor, mask: Tensor) -> Tensor:
-    return prompts if prompts.dim() == 2 else prompts[:, None].expand(mask.shape)
+def _inside(mask: Tensor, sequences: Tensor) -> Tensor:
+    """The mask without padding, as numbers."""
+    return mask.double() * (sequences >= 0)
+
+
+def _on_tokens(prompts: Tensor, mask: Tensor, number: int) -> Tensor:
+    given.mask_of(mask)
+    given.numbers_of("prompts", prompts, below=number)
+    of_rows = prompts.dim() == 1 and len(prompts) == len(mask)
+    on_tokens = prompts[:, None].expand(mask.shape) if of_rows else prompts
+    given.same_shapes(mask=mask, prompts=on_tokens)
+    return on_tokens
