@@ -88,8 +88,9 @@ ARROWS = {
     "completion": {"new", "train"},
     "__main__": {"cli"},
     "data": {"errors", "inside", "outside", "verbs"},
-    # comm: snapshots of ranks are compared and counted; models: Hugging Face in and out
+    # comm: snapshots of ranks are compared and counted; models: Hugging Face in and out; data: what ends an answer
     "checkpoint": {
+        "data",
         "screen",
         "verbs",
         "comm",

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from isograd.checkpoint.hugging import _with_stops
 from isograd.cli import main
 from isograd.data import Mixture, Source, build, sums
 from isograd.data.chats import Chats
@@ -244,3 +245,75 @@ def test_the_fingerprint_depends_on_which_tokens_count(tmp_path: Path, built: Pa
     (other / "manifest.json").write_text(json.dumps(manifest))
     prints = {Mixture([Source(f)], length=150, batch=4, packing="whole").fingerprint for f in (built, other)}
     assert len(prints) == 2
+
+
+CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+
+
+@pytest.mark.parametrize(
+    ("second", "seen"),
+    [
+        ({"role": "assistant", "content": "", "tool_calls": [CALL]}, "message 2: the template does not write its tool"),
+        ({"role": "assistant", "content": None}, "message 2: it has no content"),
+        ({"role": "assistant", "content": "b", "weight": 0}, "weights .0. of the answers"),
+        ({"role": "assistant", "content": "b", "weight": 0.5}, "weights .0.5. of the answers"),
+    ],
+)
+@pytest.mark.parametrize("template", [MARKED, PLAIN], ids=["markers", "prefixes"])
+def test_an_answer_of_which_nothing_would_be_learned_is_refused(
+    tmp_path: Path, template: str, second: dict[str, Any], seen: str
+) -> None:
+    chats = Chats(tokenizer(tmp_path, template))
+    with pytest.raises(DataError, match=f"IG990.*\n.*{seen}"):
+        chats(json.dumps({"messages": [{"role": "user", "content": "a"}, second]}))
+
+
+def test_tools_that_the_template_leaves_out_are_refused(tmp_path: Path) -> None:
+    chats = Chats(tokenizer(tmp_path, sums.TEMPLATE))
+    with pytest.raises(DataError, match=r"IG990.*\n.*does not write the conversation's tools"):
+        chats(json.dumps(CHAT))
+
+
+@pytest.mark.parametrize("template", [MARKED, PLAIN], ids=["markers", "prefixes"])
+def test_an_answer_of_weight_0_is_read_and_not_learned(tmp_path: Path, template: str) -> None:
+    messages = [dict(message) for message in CHAT["messages"]]
+    messages[2]["weight"] = 0
+    chats = Chats(tokenizer(tmp_path, template))
+    given = json.dumps({**CHAT, "messages": messages})
+    assert counted(chats, given) == ANSWERS[1:]
+    assert chats(given)[0].tolist() == chats(json.dumps(CHAT))[0].tolist()
+
+
+def test_a_key_that_stands_twice_is_refused_and_a_byte_order_mark_is_not_text(tmp_path: Path) -> None:
+    folder = tokenizer(tmp_path / "tokenizer")
+    line = chat(("user", "a"), ("assistant", "b"))
+    twice = line.replace('"content": "b"', '"content": "c", "content": "b"')
+    with pytest.raises(DataError, match=r"IG990.*\n.*the key 'content' is there twice"):
+        Chats(folder)(twice)
+    (tmp_path / "marked.jsonl").write_text(line + "\n", encoding="utf-8-sig")
+    made = build(tmp_path / "out", [tmp_path / "marked.jsonl"], tokenizer=str(folder), chat=True)
+    assert sum(shard.documents for shard in made.shards) == 1
+
+
+def test_white_space_behind_the_end_of_a_marked_answer_is_no_riddle(tmp_path: Path) -> None:
+    """Some templates put the line's end inside the mark."""
+    inside = MARKED.replace("'<|im_end|>' }}{%- endgeneration", "'<|im_end|>\\n' }}{%- endgeneration")
+    inside = inside.replace(
+        "{{- '\\n' }}\n{%- endfor", "{{- '' if message['role'] == 'assistant' else '\\n' }}\n{%- endfor"
+    )
+    chats = Chats(tokenizer(tmp_path, inside))
+    assert counted(chats, json.dumps(CHAT)) == [f"{answer}\n" for answer in ANSWERS]
+    assert chats.tokenizer.id_to_token(chats.end) == "<|im_end|>"
+
+
+def test_an_export_stops_at_the_end_of_an_answer_and_at_the_end_of_a_text(tmp_path: Path) -> None:
+    folder = tokenizer(tmp_path)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "eos_token": sums.END}))
+    text, answer = (Chats(folder).tokenizer.token_to_id(token) for token in (sums.END, sums.STOP))
+    assert _with_stops({"eos_token_id": None}, folder) == {"eos_token_id": text}
+    assert json.loads((folder / "generation_config.json").read_text()) == {"eos_token_id": [text, answer]}
+    (folder / "generation_config.json").write_text('{"eos_token_id": 7, "top_k": 5}')
+    assert _with_stops({"eos_token_id": 3}, folder) == {"eos_token_id": 3}
+    found = json.loads((folder / "generation_config.json").read_text())
+    assert found == {"eos_token_id": [3, 7, text, answer], "top_k": 5}

@@ -86,6 +86,8 @@ def test_layouts_train_alike_and_the_export_answers_in_transformers(worlds, tmp_
     asked = talks.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     answer = theirs.generate(**asked, max_new_tokens=4, do_sample=False)
     assert answer.shape[1] == asked["input_ids"].shape[1] + 4 or int(answer[0, -1]) == talks.eos_token_id
+    ends = talks.convert_tokens_to_ids("<|im_end|>")
+    assert (theirs.generation_config.eos_token_id, theirs.config.eos_token_id) == (ends, ends)
     rows = data.rows(0, range(2))
     ours = theirs(rows["tokens"][:1, :40]).logits
     assert ours.dtype == torch.float64 and ours.isfinite().all()

@@ -26,6 +26,8 @@ from isograd.checkpoint.files import DTYPES, TORCH, Entry, flush_folder, in_orde
 from isograd.checkpoint.gather import Gathered
 from isograd.checkpoint.manifest import Damage
 from isograd.checkpoint.read import damaged, open_whole
+from isograd.data.chats import answer_end
+from isograd.data.tokenizer import end_of_text
 from isograd.engine import Engine, state
 from isograd.errors import CheckpointError, IsogradError
 from isograd.models import Transformer, TransformerConfig
@@ -284,10 +286,13 @@ def write(
         homes = {name: file for file, inside in hashes.items() for name in inside}
         index = {"metadata": {"total_size": sum(e.size for e in entries)}, "weight_map": dict(sorted(homes.items()))}
         write_bytes(draft / "model.safetensors.index.json", _readable(index))
-    write_bytes(draft / "config.json", _readable(_config(described, entries, tokenizer)))
+    values = _config(described, entries, tokenizer)
     for name in COPIED if tokenizer is not None else ():
         if (Path(str(tokenizer)) / name).is_file():
             shutil.copyfile(Path(str(tokenizer)) / name, draft / name)
+    if tokenizer is not None:
+        values = _with_stops(values, draft)
+    write_bytes(draft / "config.json", _readable(values))
     _compare(draft, hashes)
     flush_folder(draft)
     if target.exists():
@@ -319,6 +324,18 @@ def _config(described: Mapping[str, Any], entries: Iterable[Entry], tokenizer: s
         values |= {name: known[name] for name in SPECIAL if name in dict(known)}
     widest = max((entry.dtype for entry in entries if entry.dtype in HF_DTYPES), key=lambda d: TORCH[d].itemsize)
     return {**values, "dtype": HF_DTYPES[widest]}
+
+
+def _with_stops(values: dict[str, Any], draft: Path) -> dict[str, Any]:
+    """Generation ends at what ends a text or an answer: by the config, by the tokenizer, by the chat template."""
+    path = draft / "generation_config.json"
+    generation = dict(read_json(path, CONFIG, nan=True)) if path.is_file() else {}
+    listed = [values.get("eos_token_id"), generation.get("eos_token_id"), end_of_text(draft), answer_end(draft)]
+    flat = [number for one in listed for number in (one if isinstance(one, list) else [one]) if isinstance(number, int)]
+    stops = list(dict.fromkeys(flat))
+    if stops:
+        write_bytes(path, _readable({**generation, "eos_token_id": stops[0] if len(stops) == 1 else stops}))
+    return {**values, "eos_token_id": stops[0]} if stops and values.get("eos_token_id") is None else values
 
 
 def _compare(draft: Path, hashes: Mapping[str, Mapping[str, str]]) -> None:

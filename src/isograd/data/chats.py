@@ -17,7 +17,6 @@ teach something else, and nothing would show it.
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -27,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from isograd.data import objects
 from isograd.data.tokenizer import Ids, load_json, special_pattern
 from isograd.errors import ChatError, DataError
 
@@ -77,7 +77,7 @@ class Chats:
                     f"the tokens of the text before {words[:60]!r} are others when the answer follows, or when text "
                     "follows the answer", "begin and end each answer with a special token in the template",
                 )  # fmt: skip
-            if end[-1] not in self.special:
+            if not self._stops(end):
                 raise ChatError(
                     "IG993", "an answer does not end with a special token: the model would not learn to stop",
                     seen=f"it ends with {words[-40:]!r}, tokens {self.tokenizer.encode(words[-12:]).tokens[-4:]}",
@@ -88,17 +88,49 @@ class Chats:
             counted[len(begin) : len(end)] = 1
         return np.array(ids, np.uint32), counted
 
+    def _stops(self, ids: Sequence[int]) -> bool:
+        """Whether the last token is a special one, or white space behind a special one."""
+        last = next((place for place in range(len(ids), 0, -1) if ids[place - 1] in self.special), 0)
+        return bool(last) and not self.tokenizer.decode(list(ids[last:])).strip()
+
+    @property
+    def end(self) -> int:
+        """The token that ends an answer."""
+        ids, counted = self('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}')
+        return next(int(i) for i in ids[counted == 1][::-1] if int(i) in self.special)
+
     # -- the places of answers
 
     def _rendered(self, messages: list[Any], tools: Any) -> tuple[str, list[Span]]:
         """The text of a conversation, and where its answers lie."""
-        if not any(message["role"] == "assistant" for message in messages):
+        answers = _answers(messages)
+        if not answers:
             raise _no_chat("no message of the role 'assistant'")
+        weights = [messages[number].pop("weight", 1) for number in answers]
+        if any(weight not in (0, 1) for weight in weights) or not any(weights):
+            raise _no_chat(f"weights {weights[:8]} of the answers: 1 is learned, 0 is not, and one at least is 1")
         text, spans = self._render(messages, tools)
-        spans = spans if self.marks else [self._span(text, messages, tools, i) for i in _answers(messages)]
+        self._refuse_unsaid(text, messages, tools)
+        spans = spans if self.marks else [self._span(text, messages, tools, number) for number in answers]
+        if not all(weights):
+            if len(spans) != len(answers):
+                raise _unsure(
+                    f"the template marks {len(spans)} answers of {len(answers)}, one of which has weight 0", MARK
+                )
+            spans = [span for span, weight in zip(spans, weights, strict=True) if weight]
         if not any(end > start for start, end in spans):
             raise _unsure("the template marks nothing of this conversation as generated", MARK)
         return text, [(start, end) for start, end in spans if end > start]
+
+    def _refuse_unsaid(self, text: str, messages: list[Any], tools: Any) -> None:
+        """A call that the template leaves out would be learned as an answer without words."""
+        for number, message in enumerate(messages):
+            if message.get("tool_calls"):
+                silent = {"content": "", **{key: value for key, value in message.items() if key != "tool_calls"}}
+                if text == self._render([*messages[:number], silent, *messages[number + 1 :]], tools)[0]:
+                    raise _no_chat(f"message {number + 1}: the template does not write its tool_calls")
+        if tools and text == self._render(messages, None)[0]:
+            raise _no_chat("the template does not write the conversation's tools")
 
     def _span(self, text: str, messages: list[Any], tools: Any, number: int) -> Span:
         """Where the answer that is message `number` lies, from rendering with and without it."""
@@ -164,7 +196,7 @@ class Chats:
 def conversation(text: str) -> tuple[list[Any], Any]:
     """The messages and the tools of a line, checked as far as every template needs it."""
     try:
-        found = json.loads(text)
+        found = objects.loads(text)
     except (ValueError, RecursionError) as error:
         raise _no_chat(f"no JSON: {error}") from error
     messages = found.get("messages") if isinstance(found, dict) else None
@@ -176,11 +208,13 @@ def conversation(text: str) -> tuple[list[Any], Any]:
             raise _no_chat(f"message {number} has no 'role'")
         if not isinstance(message.get("content"), str | list | None):
             raise _no_chat(f"message {number}: its content is {type(message['content']).__name__}")
+        if message.get("content") is None and not message.get("tool_calls"):
+            raise _no_chat(f"message {number}: it has no content")
     messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
     tools = found.get("tools") or None
     if isinstance(tools, str):  # in parquet, where every row would have the fields of every tool
         try:
-            tools = json.loads(tools)
+            tools = objects.loads(tools)
         except ValueError as error:
             raise _no_chat(f"'tools' is text, and no JSON: {error}") from error
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
@@ -203,6 +237,14 @@ def _strings(value: Any) -> Iterator[str]:
     elif isinstance(value, list):
         for one in value:
             yield from _strings(one)
+
+
+def answer_end(folder: str | Path) -> int | None:
+    """The token with which answers end by the chat template of a folder, if it has one that is understood."""
+    try:
+        return Chats(folder).end
+    except (ChatError, DataError):
+        return None
 
 
 @lru_cache(maxsize=1)

@@ -15,6 +15,7 @@ from hashlib import blake2b, sha256
 from pathlib import Path
 from typing import Any
 
+from isograd.data import objects
 from isograd.data.order import shuffled
 from isograd.errors import DataError
 from isograd.outside import FileError, opened
@@ -64,7 +65,7 @@ class Pairs:
     def _texts(self, line: bytes, number: int) -> Pair:
         seen: Any
         try:
-            found = json.loads(line)
+            found = objects.loads(line)
             texts = [found[key] for key in self.keys]
             if len(line) <= LONGEST and all(isinstance(text, str) and text.strip() for text in texts):
                 "".join(texts).encode()  # half of a surrogate pair is a ValueError

@@ -17,6 +17,7 @@ from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
+from isograd.data import objects
 from isograd.data.manifest import Input, Recipe
 from isograd.errors import DataError
 
@@ -184,7 +185,8 @@ def _paragraphs(path: Path, lines: Iterator[tuple[int, bytes]]) -> Iterator[str]
 
 def _utf8(path: Path, start: int, text: bytes) -> str:
     try:
-        return text.decode()
+        found = text.decode()
+        return found.removeprefix("\ufeff") if start == 0 else found  # how some editors begin a file
     except UnicodeDecodeError as error:
         place = start + error.start
         raise DataError(
@@ -208,7 +210,7 @@ def _line(path: Path, place: int) -> int:
 def _field(path: Path, start: int, line: bytes, key: str) -> str:
     text = _utf8(path, start, line)
     try:
-        found = json.loads(text)
+        found = objects.loads(text)
     except (ValueError, RecursionError) as error:
         raise _no_field(path, start, f"no JSON: {error}", key) from error
     if not isinstance(found, dict):

@@ -151,6 +151,16 @@ def load_json(text: str, path: Path) -> Loaded:
     return loaded
 
 
+def end_of_text(folder: Path) -> int | None:
+    """The token that a folder's tokenizer_config.json says texts end with, if both files can be read."""
+    path = folder / "tokenizer.json"
+    try:
+        loaded = load_json(_text(path), path)
+    except DataError:
+        return None
+    return next((found for name in _configured(path) if (found := loaded.token_to_id(name)) is not None), None)
+
+
 @contextmanager
 def _theirs(path: Path) -> Iterator[None]:
     """The tokenizers package raises plain Exceptions, and panics of Rust, which are no Exceptions."""

@@ -1,0 +1,20 @@
+"""One line of JSON from outside: a key that stands twice in an object is refused, where Python keeps the last one."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+
+def loads(text: str | bytes) -> Any:
+    """The value; ValueError where it is none, and where a key is there twice."""
+    return json.loads(text, object_pairs_hook=_once)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"the key {twice!r} is there twice in one object")
+    return found
