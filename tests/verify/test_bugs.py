@@ -9,6 +9,7 @@ import pytest
 
 from isograd.corpus import FRAMEWORKS, PROGRAMS
 from isograd.errors import VerifyError
+from isograd.verify.run import corpus
 from isograd.verify.run.corpus import Bench, Planted, every_name, names_it, planted
 from isograd.verify.tell import catalogue
 from isograd.verify.tell.findings import BUG, NOTE, Finding, Subject
@@ -41,6 +42,13 @@ def test_a_planted_bug_is_named_and_its_clean_twin_is_silent(bench: Bench, name:
     assert outcome.ok
     accused = {f.bug for f in outcome.others if f.verdict == BUG and f.bug}
     assert accused <= {EVERY[name].bug}, "no other bug is named beside it"
+
+
+def test_a_bug_in_a_package_that_is_not_installed_is_left_out_and_refused_by_name(monkeypatch) -> None:
+    monkeypatch.setattr(corpus, "find_spec", lambda name: None)
+    assert not any(what.name.startswith("hugging") for what in every_name([]))
+    with pytest.raises(VerifyError, match="IG741"):
+        every_name(["hugging-idle"])
 
 
 def test_every_documented_bug_is_in_the_corpus() -> None:

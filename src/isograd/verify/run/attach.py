@@ -32,7 +32,7 @@ SENSES = {
     "data": "the data that models were given",
     "flows": "collectives that cut the graph", "labels": "the labels of losses", "logits": "the gradient of logits",
     "means": "means in the loss", "losses": "the line of the loss",
-    "averages": "averages of parameters", "norms": "the norms that clip",
+    "choices": "the choice of experts", "averages": "averages of parameters", "norms": "the norms that clip",
 }  # fmt: skip
 
 STARTUP = Path(__file__).parents[1] / "watch" / "startup"

@@ -60,8 +60,9 @@ class Routing:
             return None
         if not self.keeps and self.recording is None:
             return None
-        given = self.rows if self.rows is not None and _rows(self.rows) == _rows(scores) else None
-        given = given if given is None else foreign.local(given)
+        scores, indices = foreign.local(scores), foreign.local(indices)
+        given = None if self.rows is None else foreign.local(self.rows)
+        given = given if given is not None and _rows(given) == _rows(scores) else None
         kind = scores.device.type
         narrow = (
             dtype_name(torch.empty(0, dtype=torch.get_autocast_dtype(kind))) if torch.is_autocast_enabled(kind) else ""
