@@ -97,15 +97,14 @@ def every_name(names: Sequence[str]) -> list[Planted]:
     for name in names:
         found = [p for n, p in known.items() if n == name or n.startswith(name + "/")]
         found = found or [p for p in known.values() if p.bug == name]  # of a framework's module only
-        lacks = next((p.lacks for p in found if p.lacks), "")
-        if lacks:
-            raise VerifyError(
-                "IG741", f"{name} plants bugs in {lacks}, which is not here", fix="pip install 'isograd[hf]'"
-            )
         if not found:
             hint = did_you_mean(name, known)
             raise VerifyError("IG740", f"no bug {name!r} in the corpus{hint}", fix="isograd verify bugs --list")
-        chosen += found
+        here = [p for p in found if not p.lacks]
+        if not here:
+            what = f"{name} plants bugs in {found[0].lacks}, which is not installed"
+            raise VerifyError("IG741", what, fix="pip install 'isograd[hf]'")
+        chosen += here
     return chosen
 
 
