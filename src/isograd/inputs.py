@@ -172,17 +172,18 @@ class Inputs:
         """`table`: row i holds the columns of rank i; on the CPU, and equal on all ranks, which all raise or none."""
         if bool(table[:, 1].any()):
             self._refuse_wrong()
-        for peers in self.mesh.layout.groups(self._peers) if self.mesh.size(self._peers) > 1 else ():
-            digests = table[list(peers), 0]
-            if bool((digests != digests[0]).any()):
-                raise EngineError(
-                    "IG516",
-                    f"ranks of one {self._peers.replace(' ', ' and ')} group were given different batches",
-                    seen=f"ranks {list(peers)}: unlike arguments of the model, or unlike modes (train, eval)",
-                    expected="the same sequences on every rank of a tp or cp group: only dp ranks see different ones",
-                    fix="index the data by mesh.index('dp'), not by the global rank",
-                    where=self.mesh.where(),
-                )
+        groups = self.mesh.everyone(self._peers)
+        digests = table[groups, 0]
+        apart = groups[(digests != digests[:, :1]).any(1)].tolist()
+        if apart:
+            raise EngineError(
+                "IG516",
+                f"ranks of one {self._peers.replace(' ', ' and ')} group were given different batches",
+                seen=f"ranks {apart[0]}: unlike arguments of the model, or unlike modes (train, eval)",
+                expected="the same sequences on every rank of a tp or cp group: only dp ranks see different ones",
+                fix="index the data by mesh.index('dp'), not by the global rank",
+                where=self.mesh.where(),
+            )
 
     def _refuse_wrong(self) -> None:
         mine: tuple[list[str], list[str]] = ([], [])

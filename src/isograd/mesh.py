@@ -73,6 +73,7 @@ class Mesh:
         self.device = raw.device() if bound else torch.device("cpu")
         self._groups: dict[tuple[str, str], Group] = {}
         self._ranks: dict[str, tuple[int, ...]] = {}  # what axes mean is read once
+        self._everyone: dict[str, torch.Tensor] = {}
 
     def size(self, axes: str) -> int:
         """The number of ranks in this rank's group along `axes`."""
@@ -88,6 +89,12 @@ class Mesh:
     def index(self, axes: str) -> int:
         """This rank's position in its group along `axes`."""
         return self.ranks(axes).index(self.rank)
+
+    def everyone(self, axes: str) -> torch.Tensor:
+        """The ranks of all groups along `axes`, a row for each: to compare what the ranks of a group have said."""
+        if axes not in self._everyone:
+            self._everyone[axes] = torch.tensor(self.layout.groups(axes))
+        return self._everyone[axes]
 
     def group(self, axes: str, purpose: str = "") -> Group:
         """This rank's process group along `axes`. Groups of different purposes have connections of their own."""

@@ -37,7 +37,6 @@ def step(layout: str) -> list[Rank]:
     return rehearse(build, Layout.parse(layout), large=SIZE)
 
 
-@pytest.mark.filterwarnings("ignore:Accessing the data pointer")
 @pytest.mark.parametrize("layout", ["tp2 sp"])
 def test_a_rank_without_memory_sends_what_one_with_memory_does(layout: str) -> None:
     whole = imagined_ranks(layout)

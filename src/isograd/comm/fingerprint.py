@@ -41,13 +41,16 @@ def first_unlike(mine: Mapping[str, Tensor], group: Group) -> tuple[int, list[st
     names = list(mine)
     prints = torch.stack([fingerprint(mine[name]) for name in names])
     for rank, other in zip(group.ranks, raw.gather_list(prints, group), strict=True):
-        unlike = [name for name, a, b in zip(names, prints, other, strict=True) if a != b]
-        if unlike:
-            return rank, unlike
+        if other is not prints and not torch.equal(other, prints):
+            return rank, [name for name, a, b in zip(names, prints, other, strict=True) if a != b]
     return None
 
 
 def ranks_unlike(mine: Tensor, group: Group) -> list[int]:
     """The global ranks of the members whose tensor differs from mine; the shape must be the same on all."""
     others = raw.gather_list(mine, group)
-    return [rank for rank, other in zip(group.ranks, others, strict=True) if not torch.equal(other, mine)]
+    return [
+        rank
+        for rank, other in zip(group.ranks, others, strict=True)
+        if other is not mine and not torch.equal(other, mine)
+    ]

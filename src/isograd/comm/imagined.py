@@ -16,8 +16,10 @@ raw.py treats a `Line` as it treats a process group of torch. Nothing outside of
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
+from itertools import groupby
 
 import torch
 
@@ -32,6 +34,7 @@ class World:
 
     def __init__(self) -> None:
         self.said: dict[Key, torch.Tensor] = {}
+        self.speakers: set[int] = set()  # ranks that have said something
         self.unsure = False  # whether a word of another stage was guessed, or has changed its size, since it was False
 
     def say(self, key: Key, words: torch.Tensor) -> None:
@@ -39,6 +42,8 @@ class World:
         before = self.said.get(key)
         self.unsure |= before is not None and before.numel() != words.numel()
         self.said[key] = words
+        if key[0] >= 0:
+            self.speakers.add(key[0])
 
 
 class Member:
@@ -48,6 +53,7 @@ class Member:
         self.world, self.rank, self._of_stage = world, rank, ranks_of_stage
         self.tags: Counter[tuple[int, ...]] = Counter()  # how many ranges of tags each group has given away
         self._counts: Counter[tuple[str, int, str, str, int]] = Counter()
+        self._gathers: Counter[tuple[str, str, int]] = Counter()
 
     def stage(self, rank: int) -> int:
         """The pipeline stage of a rank."""
@@ -57,7 +63,15 @@ class Member:
         """How many control messages went this way between this rank and a peer before."""
         key = way, peer, axes, purpose, tag
         self._counts[key] += 1
-        return self._counts[key] - 1
+        return self._counts[key] - 1 + self._gathers[axes, purpose, tag]
+
+    def gathers(self, peer: int, axes: str, purpose: str) -> int:
+        """The same of a message that every member of a group sends to every other; `gathered` counts it."""
+        return self._counts["to", peer, axes, purpose, 0] + self._gathers[axes, purpose, 0]
+
+    def gathered(self, axes: str, purpose: str) -> None:
+        """Every member of a group has sent one control message to every other."""
+        self._gathers[axes, purpose, 0] += 1
 
 
 class Line:
@@ -66,6 +80,7 @@ class Line:
     def __init__(self, member: Member, axes: str, ranks: tuple[int, ...], purpose: str) -> None:
         self.member, self.axes, self.ranks, self.purpose = member, axes, ranks, purpose
         self.control = False  # of the messages that are being started
+        self._stages: dict[int, list[int]] | None = None  # the members of each stage
 
     def send(self, tensors: Sequence[torch.Tensor], peer: int, tag: int) -> Arrived:
         """Keep what this rank says; forget data."""
@@ -91,6 +106,27 @@ class Line:
         mine = (me.rank, there, *names)
         keys = (mine,) if here == there else ((rank, here, *names), (~there, here, *names), mine)
         return _Promised(tensor, keys, self, rank)
+
+    def gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
+        """A control value of every member; `mine` for each of this stage."""
+        me, said, found = self.member, self.member.world.said, list[torch.Tensor]()
+        here = me.stage(me.rank)
+        if self._stages is None:  # in the order of ranks, in which pp is outermost
+            self._stages = {stage: list(of_it) for stage, of_it in groupby(self.ranks, me.stage)}
+        for stage, ranks in self._stages.items():
+            names = self.axes, self.purpose, 0, me.gathers(ranks[0], self.axes, self.purpose)
+            for speaker in (me.rank, ~here):
+                me.world.say((speaker, stage, *names), mine.detach())
+            words = mine if stage == here else said.get((~stage, here, *names))
+            if words is None or words.numel() != mine.numel():
+                words, me.world.unsure = mine, True
+            found += [words.view(mine.shape) if words is not mine else mine] * len(ranks)
+            for rank in me.world.speakers.intersection(ranks) if stage != here else ():
+                words = said.get((rank, here, *names))
+                if words is not None and words.numel() == mine.numel():
+                    found[len(found) - len(ranks) + bisect_left(ranks, rank)] = words.view(mine.shape)
+        me.gathered(self.axes, self.purpose)
+        return found
 
 
 class Arrived:

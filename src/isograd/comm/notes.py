@@ -16,6 +16,6 @@ def gather_notes(mine: Any, group: Group, device: torch.device) -> list[Any]:
     if group.size == 1:
         return [mine]
     text = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8).to(device)
-    longest = max(int(n) for n in raw.gather_list(torch.tensor(len(text), device=device), group))
+    longest = int(torch.stack(raw.gather_list(torch.tensor(len(text), device=device), group)).max())
     padded = torch.cat((text, text.new_full((longest - len(text),), ord(" "))))
-    return [json.loads(bytes(other.cpu().numpy())) for other in raw.gather_list(padded, group)]
+    return [json.loads(bytes(other)) for other in torch.stack(raw.gather_list(padded, group)).cpu().numpy()]

@@ -374,8 +374,7 @@ def all_reduce(x: torch.Tensor, group: Group, *, control: bool = False) -> torch
 
 def _add_up(pieces: list[torch.Tensor], mine: int) -> torch.Tensor:
     """The sum in rank order, in the memory of a received piece: mine is the caller's. (a + b is b + a, bitwise.)"""
-    first, second = (pieces[1], pieces[0]) if mine == 0 else (pieces[0], pieces[1])
-    total = first.add_(second)
+    total = pieces[1].add_(pieces[0]) if mine == 0 else pieces[0].add_(pieces[1])
     for piece in pieces[2:]:
         total.add_(piece)
     return total
@@ -389,7 +388,7 @@ def all_max(x: torch.Tensor, group: Group) -> torch.Tensor:
         top = x.contiguous().clone()
         dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group.handle)
         return top
-    return torch.stack(_gather_whole(x, group, control=True)).amax(0)
+    return torch.stack(gather_list(x, group)).amax(0)
 
 
 def gather_list(x: torch.Tensor, group: Group, *, control: bool = True) -> list[torch.Tensor]:
@@ -400,6 +399,9 @@ def gather_list(x: torch.Tensor, group: Group, *, control: bool = True) -> list[
         flat = x.new_empty(group.size * x.numel())
         _gather_equal(flat, x.contiguous().view(-1), group=group.handle)
         return list(flat.view(group.size, *x.shape))
+    if control and isinstance(group.handle, imagined.Line):  # no message for each rank of a large world
+        _noted(Handle(), group, [[x]] * group.size, [[x]] * group.size, 0, control).wait()
+        return group.handle.gather(x.contiguous())
     return _gather_whole(x, group, control)
 
 
@@ -479,19 +481,17 @@ def shift(x: torch.Tensor, group: Group, by: int) -> torch.Tensor:
 def broadcast_(x: torch.Tensor, group: Group, source: int = 0) -> None:
     """Overwrite x with the x of member `source`."""
     if group.size > 1:
-        pg = _handle(group)
-        if not isinstance(pg, imagined.Line):
-            dist.broadcast(x, group.ranks[source], group=pg)
+        if not isinstance(_handle(group), imagined.Line):
+            dist.broadcast(x, group.ranks[source], group=group.handle)
         if _record is not None:
             _note_broadcast(x, group, source)
 
 
 def _note_broadcast(x: torch.Tensor, group: Group, source: int) -> None:
-    everyone: Tensors = [[] if i == source else [x] for i in range(group.size)]
-    nobody: Tensors = [[]] * group.size
-    from_source: Tensors = [[x] if i == source else [] for i in range(group.size)]
-    out, into = (everyone, nobody) if group.index == source else (nobody, from_source)
-    _noted(Handle(), group, out, into, 0, control=False).wait()
+    sends, nobody = group.index == source, [list[torch.Tensor]()] * group.size
+    messages = [[x] if (i != source) == sends else [] for i in range(group.size)]
+    sides = (messages, nobody) if sends else (nobody, messages)
+    _noted(Handle(), group, *sides, 0, control=False).wait()
 
 
 def barrier(group: Group) -> None:

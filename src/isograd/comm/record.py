@@ -94,8 +94,9 @@ class Record:
         """Add an entry. Returns what is to be called when the rank has waited for its messages."""
         operation, site = _caller()
         phase = "backward" if torch._C._current_graph_task_id() != -1 else self.phase
+        known: dict[int, Messages] = {}  # the same list may go to every member
         sent, received = (
-            tuple(() if i == group.index else self._messages(pieces) for i, pieces in enumerate(side))
+            tuple(() if i == group.index else self._messages(pieces, known) for i, pieces in enumerate(side))
             for side in (out, into)
         )
         place = len(self.entries)
@@ -108,11 +109,14 @@ class Record:
         self.events.append(("starts", place))
         return lambda: self.events.append(("waits", place))
 
-    def _messages(self, pieces: Sequence[torch.Tensor]) -> Messages:
-        look = self._look
-        return self._once(
-            tuple(Message(t.numel(), t.dtype, None if look is None else look(t)) for t in pieces if t.numel())
-        )
+    def _messages(self, pieces: Sequence[torch.Tensor], known: dict[int, Messages]) -> Messages:
+        found = known.get(id(pieces))
+        if found is None:
+            look = self._look
+            found = known[id(pieces)] = self._once(
+                tuple(Message(t.numel(), t.dtype, None if look is None else look(t)) for t in pieces if t.numel())
+            )
+        return found
 
     def _once(self, value: T) -> T:
         same: T = self._same.setdefault(value, value)

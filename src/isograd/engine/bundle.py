@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -25,6 +26,10 @@ class Rows(Protocol):
         """The owner's rows; mine when left out."""
         ...
 
+    def cut(self, tensor: Tensor) -> Sequence[Tensor]:
+        """The rows of each owner."""
+        ...
+
 
 @dataclass(frozen=True, eq=False)
 class Cut:
@@ -37,6 +42,15 @@ class Cut:
         """The owner's elements; mine when left out."""
         owner = self.owner if owner is None else owner
         return tensor[self.cuts[owner] : self.cuts[owner + 1]]
+
+    def cut(self, tensor: Tensor) -> Sequence[Tensor]:
+        """The elements of each owner."""
+        return cut_at(self.cuts, tensor)
+
+
+def cut_at(cuts: Sequence[int], tensor: Tensor) -> Sequence[Tensor]:
+    """A tensor's rows between each two of these cuts, by one call, however many there are."""
+    return tensor.split_with_sizes([stop - start for start, stop in pairwise(cuts)])
 
 
 class Bundle:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from isograd.comm.fingerprint import ranks_unlike
 from isograd.comm.raw import Group
 from isograd.contract import Contract, Record, Table
-from isograd.engine.bundle import Bundle
+from isograd.engine.bundle import Bundle, cut_at
 from isograd.errors import EngineError
 from isograd.mesh import DATA, Mesh
 
@@ -78,6 +78,10 @@ class Slot:
         owner = self.owner if owner is None else owner
         tensor = tensor.view(1) if tensor.dim() == 0 else tensor
         return tensor[self.cuts[owner] : self.cuts[owner + 1]]
+
+    def cut(self, tensor: Tensor) -> Sequence[Tensor]:
+        """The rows of each owner, of a tensor shaped like the parameter."""
+        return cut_at(self.cuts, tensor.view(1) if tensor.dim() == 0 else tensor)
 
 
 @dataclass(frozen=True, eq=False)

@@ -54,7 +54,8 @@ class Shares:
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
         self.names: tuple[str, ...] = ()
-        self._stages = torch.tensor([mesh.layout.ranks("pp", rank) for rank in range(mesh.layout.world_size)])
+        columns = torch.arange(mesh.layout.world_size).view(mesh.layout.pp, -1).T  # pp is outermost
+        self._stages = columns.repeat(mesh.layout.pp, 1)  # [ranks of the world, the ranks of its pipeline]
         self.clear()
 
     def clear(self) -> None:

@@ -175,9 +175,7 @@ def _begun_apart(begins: list[int], mesh: Mesh) -> EngineError:
 
 def refuse_wrong(table: Table, mesh: Mesh) -> None:
     """Raised alike on all ranks, from the same table."""
-    layout = mesh.layout
-    world = range(layout.world_size)
-    bad = [rank for rank in world if not bool(table.weight[rank] >= 0)]
+    bad = (~(table.weight >= 0)).nonzero().flatten().tolist()
     if bad:
         raise EngineError(
             "IG515",
@@ -186,50 +184,58 @@ def refuse_wrong(table: Table, mesh: Mesh) -> None:
             expected="the number of tokens (rows, ...) the loss is the mean of; 0 for a rank without any",
             where=mesh.where(),
         )
-    for peers in layout.groups("tp"):
-        weights = table.weight[list(peers)]
-        if bool((weights != weights[0]).any()):
-            raise EngineError(
-                "IG516",
-                "ranks of one tp group were given different batches",
-                seen=f"weights {weights.tolist()} on ranks {list(peers)}",
-                expected="the same sequences on every rank of a tp or cp group: only dp ranks see different ones",
-                fix="index the data by mesh.index('dp'), not by the global rank",
-                where=mesh.where(),
-            )
-        losses = table.loss[list(peers)]
-        if bool(((losses - losses[0]).abs() > SAME_LOSS * losses.abs().max()).any()):
-            raise EngineError(
-                "IG547",
-                "ranks of one tp group have different losses of one batch",
-                seen=f"sums of losses {losses.tolist()} on ranks {list(peers)}",
-                expected="the whole loss on every rank of a tp group, computed in the same way",
-                fix="scale, mask or add to the loss alike on all ranks of a tp group",
-                where=mesh.where(),
-            )
-    for stage in layout.groups(STAGE):
-        settings = table.settings[list(stage)]
-        if bool((settings != settings[0]).any()):
-            unlike = [r for r, own in zip(stage, settings.tolist(), strict=True) if own != settings[0]]
-            raise EngineError(
-                "IG548",
-                "the optimizers of ranks that train one model are set differently",
-                seen=f"lr, decay or another number of a group on ranks {unlike} is not that of rank {stage[0]}",
-                expected="equal groups on all ranks, which step copies or rows of the same parameters",
-                fix="drive schedules by what all ranks share: stats.loss of engine.step(), not a rank's own loss",
-                where=mesh.where(),
-            )
-        passes = table.passes[list(stage)]
-        if bool((passes != passes[0]).any()):
-            raise EngineError(
-                "IG554",
-                "data ranks ran different numbers of backwards that reduce gradients",
-                seen=", ".join(f"rank {r}: {int(n)}" for r, n in zip(stage, passes, strict=True)),
-                expected="as many synced backwards on every data rank",
-                fix="backward of an empty batch with weight=0, engine.no_sync() but for the last, train_step(), or "
-                "Engine(..., overlap=False), which lets numbers differ",
-                where=mesh.where(),
-            )
+    groups = mesh.everyone("tp")
+    weights, losses = table.weight[groups], table.loss[groups]
+    peers = _first(groups, weights != weights[:, :1])
+    if peers:
+        raise EngineError(
+            "IG516",
+            "ranks of one tp group were given different batches",
+            seen=f"weights {table.weight[peers].tolist()} on ranks {peers}",
+            expected="the same sequences on every rank of a tp or cp group: only dp ranks see different ones",
+            fix="index the data by mesh.index('dp'), not by the global rank",
+            where=mesh.where(),
+        )
+    peers = _first(groups, (losses - losses[:, :1]).abs() > SAME_LOSS * losses.abs().amax(1, keepdim=True))
+    if peers:
+        raise EngineError(
+            "IG547",
+            "ranks of one tp group have different losses of one batch",
+            seen=f"sums of losses {table.loss[peers].tolist()} on ranks {peers}",
+            expected="the whole loss on every rank of a tp group, computed in the same way",
+            fix="scale, mask or add to the loss alike on all ranks of a tp group",
+            where=mesh.where(),
+        )
+    groups = mesh.everyone(STAGE)
+    settings, passes = table.settings[groups], table.passes[groups]
+    stage = _first(groups, settings != settings[:, :1])
+    if stage:
+        unlike = [rank for rank in stage if table.settings[rank] != table.settings[stage[0]]]
+        raise EngineError(
+            "IG548",
+            "the optimizers of ranks that train one model are set differently",
+            seen=f"lr, decay or another number of a group on ranks {unlike} is not that of rank {stage[0]}",
+            expected="equal groups on all ranks, which step copies or rows of the same parameters",
+            fix="drive schedules by what all ranks share: stats.loss of engine.step(), not a rank's own loss",
+            where=mesh.where(),
+        )
+    stage = _first(groups, passes != passes[:, :1])
+    if stage:
+        raise EngineError(
+            "IG554",
+            "data ranks ran different numbers of backwards that reduce gradients",
+            seen=", ".join(f"rank {rank}: {int(table.passes[rank])}" for rank in stage),
+            expected="as many synced backwards on every data rank",
+            fix="backward of an empty batch with weight=0, engine.no_sync() but for the last, train_step(), or "
+            "Engine(..., overlap=False), which lets numbers differ",
+            where=mesh.where(),
+        )
+
+
+def _first(groups: Tensor, apart: Tensor) -> list[int]:
+    """The first group of which a member is apart from the first member; none if all agree."""
+    found: list[list[int]] = groups[apart.any(1)].tolist()
+    return found[0] if found else []
 
 
 def used_anywhere(table: Table, plan: Plan, mesh: Mesh) -> Tensor:

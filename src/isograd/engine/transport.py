@@ -75,7 +75,8 @@ def reduce_rows(
         return Flight(Handle(), [[g.view(1) if g.dim() == 0 else g for g in gradients]], None, tree)
     if raw.native(group) and not tree:
         return _reduce_packed(slots, gradients, group)
-    own = [slot.rows(g) for slot, g in zip(slots, gradients, strict=True)]
+    rows = [slot.cut(g) for slot, g in zip(slots, gradients, strict=True)]
+    own = [of_slot[group.index] for of_slot in rows]
     members: list[Pieces] = []
     out: list[Pieces] = []
     into: list[Pieces] = []
@@ -87,7 +88,7 @@ def reduce_rows(
         else:
             pieces, messages = _incoming(own)
             members.append(pieces)
-            out.append(_outgoing([s.rows(g, member) for s, g in zip(slots, gradients, strict=True)]))
+            out.append(_outgoing([of_slot[member] for of_slot in rows]))
             into.append(messages)
     return Flight(raw.exchange(out, into, group, 0 if number is None else number + 1), members, own, tree)
 
@@ -101,14 +102,15 @@ def gather_rows(slots: Sequence[Rows], whole: Pieces, group: Group, tag: int = 0
         return Handle()
     if raw.native(group):
         return _gather_packed(slots, whole, group)
-    mine = _outgoing([slot.rows(w) for slot, w in zip(slots, whole, strict=True)])
+    rows = [slot.cut(w) for slot, w in zip(slots, whole, strict=True)]
+    mine = _outgoing([of_slot[group.index] for of_slot in rows])
     into: list[Pieces] = []
     unpack: list[tuple[Pieces, Pieces]] = []
     for member in range(group.size):
         if member == group.index:
             into.append([])
             continue
-        targets = [slot.rows(w, member) for slot, w in zip(slots, whole, strict=True)]
+        targets = [of_slot[member] for of_slot in rows]
         small = [t for t in targets if t.numel() < SMALL]
         packed = _flat_like(small)
         into.append([t for t in targets if t.numel() >= SMALL] + ([packed] if packed is not None else []))

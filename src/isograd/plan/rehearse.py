@@ -3,19 +3,20 @@
     ranks = rehearse(build, layout)           # build(mesh) -> (engine, batch, micro_batches)
     found = check(ranks)                      # plan/check.py; empty: everything fits together
 
-Which ranks: of each axis the first and the last, of tp and dp also the second where there is one between, and every
-pipeline stage. Ranks whose programs are equal (the same calls from the same sites) are of one kind; sizes may differ
-between them, because rows and heads do not always divide evenly.
+Which ranks: those of the first column, which are all pipeline stages. Stages whose passes make the same calls are of
+one kind. Where a kind begins and where it ends, ranks beside the first column are imagined: along each other axis the
+second and the last one, and the rank that is last along all. Sizes may differ between ranks of a kind, because rows and
+heads do not always divide evenly.
 
-The stages of the first column are imagined once before, so that each has heard what later stages say.
+The first column is imagined again and again, until each of its stages has heard what the others say.
 """
 
 from __future__ import annotations
 
-import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import product
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from isograd.engine.plan import Slot
 from isograd.errors import IsogradError, PlanError
 from isograd.layout import AXES, Layout
 from isograd.mesh import Mesh
-from isograd.plan.shapes import LARGE, bytes_of, mark, segments, shapes
+from isograd.plan.shapes import LARGE, Shapes, bytes_of, mark, segments, shapes
 
 Build = Callable[[Mesh], tuple[Engine, Any, int]]  # (engine, this rank's batch, micro-batches)
 ROUNDS = 4  # in which the stages of a pipeline must have told each other what they decide by
@@ -63,20 +64,26 @@ class Rank:
     @property
     def program(self) -> int:
         """Equal for ranks of one kind."""
-        return hash(tuple((e.operation, e.site, e.phase, e.axes, e.purpose, len(e.ranks)) for e in self.entries))
+        return hash(tuple(map(_call, self.entries)))
+
+    @property
+    def stage(self) -> int:
+        """Equal for pipeline stages that do the same passes, in any order, with as many elements. A pass is what lies
+        between two messages of the pipeline."""
+        passes: Counter[int] = Counter()
+        for pipeline, calls in groupby(self.entries, lambda entry: entry.axes.startswith("pp")):
+            passes[0 if pipeline else hash(tuple(map(_call, calls)))] += 1
+        sizes = Counter(debt.elements for debt in self.debts.values())
+        del passes[0]
+        return hash((frozenset(passes.items()), frozenset(sizes.items())))
 
 
-def chosen(layout: Layout) -> list[int]:
-    """The ranks to imagine: all stages; of other axes the ends, and the second one, by columns."""
-    spots = {axis: sorted({0, 1, size - 1} & {*range(size)}) for axis in AXES if (size := layout.size(axis))}
-    spots["pp"] = list(range(layout.pp))
-    spots["cp"] = sorted({0, layout.cp - 1})
-    columns = product(spots["dp"], spots["cp"], spots["tp"])
-    return [layout.rank({"pp": pp, "dp": dp, "cp": cp, "tp": tp}) for dp, cp, tp in columns for pp in spots["pp"]]
+def _call(entry: Entry) -> tuple[object, ...]:
+    return entry.operation, entry.site, entry.phase, entry.axes, entry.purpose, len(entry.ranks)
 
 
-def rehearse(build: Build, layout: Layout, *, large: int = LARGE, ranks: list[int] | None = None) -> list[Rank]:
-    """Run one step on each of `ranks` (left out: one or more of each kind)."""
+def rehearse(build: Build, layout: Layout, *, large: int = LARGE) -> list[Rank]:
+    """Run one step on each rank of the first column, and on those beside it, where a kind of stage begins and ends."""
     if layout.zero == 3 or layout.ep > 1:
         raise PlanError(
             "IG270",
@@ -86,31 +93,37 @@ def rehearse(build: Build, layout: Layout, *, large: int = LARGE, ranks: list[in
             "on data",
         )
     world = imagined.World()
-    with shapes(large) as mode, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
-        if layout.pp > 1:
-            _settle(build, layout, world)
-        found = []
-        for rank in chosen(layout) if ranks is None else ranks:
-            mode.normed.clear()
-            found.append(_step(build, layout, rank, world, mode.normed))
-    return found
+    with shapes(large) as mode:
+        found = _column(build, layout, world, mode)
+        return found + [_step(build, layout, rank, world, mode) for rank in beside(layout, found)]
 
 
-def _settle(build: Build, layout: Layout, world: imagined.World) -> None:
-    """Imagine the first column until no stage has to guess what another one says."""
+def _column(build: Build, layout: Layout, world: imagined.World, mode: Shapes) -> list[Rank]:
+    """The ranks of all stages, imagined until no stage has to guess what another one says."""
     column = layout.ranks("pp", 0)
     for number in range(ROUNDS):
-        world.unsure, last = False, number == ROUNDS - 1
+        world.unsure, last, found = False, number == ROUNDS - 1, []
         for rank in column:
             try:
-                _run(build, Mesh.imagine(layout, rank, world))
+                found.append(_step(build, layout, rank, world, mode))
             except IsogradError:  # for want of words: the weight of a loss, for one, is known on the last stage
-                if last:
+                if last or len(column) == 1:
                     raise
                 world.unsure = True
         if not world.unsure:
-            return
+            break
+    return found
+
+
+def beside(layout: Layout, column: list[Rank]) -> list[int]:
+    """The ranks to imagine beside the first column: along each of dp, cp and tp the second and the last one, and the
+    rank that is last of all three. Of stages that are next to each other and of one kind: on the first and the last."""
+    last = {axis: layout.size(axis) - 1 for axis in AXES[1:]}
+    spots = [dict.fromkeys(last, 0) | {axis: place} for axis in last for place in {1, last[axis]} if last[axis]]
+    spots += [last] if last not in spots else []
+    kinds = [rank.stage for rank in column]
+    ends = {pp for pp in range(layout.pp) if pp in (0, layout.pp - 1) or {*kinds[pp - 1 : pp + 2]} != {kinds[pp]}}
+    return [layout.rank({"pp": pp, **spot}) for pp in sorted(ends) for spot in spots if any(spot.values())]
 
 
 def _run(build: Build, mesh: Mesh) -> Engine:
@@ -127,8 +140,9 @@ def _run(build: Build, mesh: Mesh) -> Engine:
     return engine
 
 
-def _step(build: Build, layout: Layout, rank: int, world: imagined.World, normed: list[Any]) -> Rank:
+def _step(build: Build, layout: Layout, rank: int, world: imagined.World, mode: Shapes) -> Rank:
     mesh = Mesh.imagine(layout, rank, world)
+    mode.normed.clear()
     with raw.recording(segments) as record:
         engine = _run(build, mesh)
     slots = engine.plan.slots
@@ -143,7 +157,7 @@ def _step(build: Build, layout: Layout, rank: int, world: imagined.World, normed
         for slot in slots
     }
     counted: dict[str, int] = {}
-    for name, size in (segment for found in normed for segment in found):
+    for name, size in (segment for found in mode.normed for segment in found):
         counted[name] = counted.get(name, 0) + size
     parameters = {id(p): p for p in engine.model.parameters()}
     states = [t for state in engine.optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]

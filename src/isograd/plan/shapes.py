@@ -1,39 +1,38 @@
 """Tensors that have shapes and no memory, so that one process can run the program of any rank of any model.
 
-Inside `shapes()` every tensor of more than LARGE elements is one of torch's fake tensors: operations find its shape,
-dtype and place, and nothing is computed. Small tensors are real, so whatever a program reads to decide (counts,
-weights, fingerprints, norms) is there to be read. A small tensor that is computed from fake ones holds ones: nobody
-knows its values, and a loss or a norm of 1 lets a step go on as usual.
+Inside `shapes()` a tensor of more than LARGE elements is *hollow*: an ordinary tensor of the CPU, whose memory is a
+part of a large range of addresses to which nothing is ever written, and which therefore takes no memory. Views, slices
+and autograd work on it as on any other, at their usual speed. An operation that would compute with a hollow tensor is
+not run: the shapes of its results are found once, on the meta device, and kept for the next call with equal shapes.
 
-`Follow` also follows gradients: which parameters' elements a tensor holds, through the operations that move and sum.
+Small tensors are real, so whatever a program reads to decide (counts, weights, fingerprints, norms) is there to be
+read. A small tensor that is computed from hollow ones holds ones: nobody knows its values, and a loss or a norm of 1
+lets a step go on as usual.
+
+`segments` says whose gradients a tensor holds: marks are followed through the operations that move and sum.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+import mmap
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as tree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-LARGE = 1 << 20  # elements
+LARGE = 1 << 16  # elements
+EXACT = 1 << 24  # the same of whole numbers, masks and float64, in which programs count, choose and compare
+SPACE = 1 << 42  # bytes of addresses
+_NORESERVE = 0x4000  # Linux's MAP_NORESERVE: addresses alone, which no limit of memory counts
 Segments = tuple[tuple[str, int], ...]  # (parameter, how many elements of its gradient), in the order in memory
+Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides, dtype
 
 _aten = torch.ops.aten
-_NO_VALUES = {
-    _aten.zero_.default, _aten._foreach_zero_.default, _aten.fill_.Scalar, _aten._foreach_mul_.Scalar,
-    _aten._foreach_add_.List,
-}  # fmt: skip
-
-
-_PLAIN = {
-    _aten.empty_like.default, _aten.copy_.default, _aten.detach.default, _aten._local_scalar_dense.default,
-}  # fmt: skip
 
 
 @contextmanager
@@ -44,126 +43,215 @@ def shapes(large: int = LARGE) -> Iterator[Shapes]:
         yield mode
 
 
+class _Range:
+    """The addresses of hollow tensors, given away one after the other."""
+
+    def __init__(self) -> None:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
+        self._bytes = memoryview(mmap.mmap(-1, SPACE, flags=flags))
+        self.first = torch.frombuffer(self._bytes, dtype=torch.uint8, count=1).data_ptr()
+        self.end, self._next = self.first + SPACE, 0
+
+    def take(self, form: Form) -> tuple[Tensor, memoryview]:
+        """A tensor, and what lives as long as its memory would."""
+        shape, strides, dtype = form
+        extent = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+        size = extent * dtype.itemsize
+        if self._next + size > SPACE:
+            self._next = 0
+        memory = self._bytes[self._next : self._next + size]
+        self._next += -(-size // 64) * 64
+        return torch.frombuffer(memory, dtype=dtype).as_strided(shape, strides), memory
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor is hollow."""
+        return self.first <= tensor.data_ptr() < self.end
+
+
+class _About(NamedTuple):
+    """What is known of an operation from its schema."""
+
+    views: bool  # its results are parts of its argument
+    written: tuple[tuple[int, str], ...]  # the arguments that it changes: place, name
+    returned: tuple[bool, ...]  # of each result: whether it is one of those
+    follows: str  # the name, where marks are followed through it
+
+
+def _about(func: Any) -> _About:
+    schema = func._schema
+    infos = [result.alias_info for result in schema.returns]
+    views = any(info is not None and not info.is_write for info in infos) or func in _VIEWS
+    written = tuple(
+        (place, argument.name)
+        for place, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+    name = func.overloadpacket.__name__
+    return _About(
+        *(views, written, tuple(info is not None and info.is_write for info in infos)),
+        name if views or name in _FOLLOWED else "",
+    )
+
+
+_VIEWS = {_aten._unsafe_view.default, _aten.lift_fresh.default}
+_ELEMENTWISE = {
+    "add", "add_", "_foreach_add_", "mul", "mul_", "_foreach_mul_", "copy_", "_foreach_copy_", "_to_copy", "clone",
+    "_foreach_copy",
+}  # fmt: skip
+_NORMS = {"_foreach_norm", "linalg_vector_norm"}
+_FOLLOWED = {"cat", "index", *_ELEMENTWISE, *_NORMS}
+
+
 class Shapes(TorchDispatchMode):
     """See the head of this file. `normed`: the gradients whose norms were taken in here."""
 
     def __init__(self, large: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.large = large
-        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.normed: list[Segments] = []
+        self.made: Callable[[Tensor, object], None] | None = None  # is told of each hollow tensor, and of its memory
+        self._range = _Range()
+        self._results: dict[Any, tuple[tuple[Form | None, ...], Any]] = {}
+        self._abouts: dict[int, _About] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing in here is compiled, and torch's way to ensure that is slower than all that is done here."""
+        return False
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _PLAIN and all(type(t) is Tensor and not segments(t) for t in args if isinstance(t, Tensor)):
-            return func(*args, **kwargs)  # a world of many ranks does these once for each
-        given = [t for t in tree.arg_tree_leaves(*args, **kwargs) if isinstance(t, Tensor)]
-        fakes = any(isinstance(t, FakeTensor) for t in given)
-        if fakes and func in _NO_VALUES:
-            self._follow(func, args, kwargs, args[0])
-            return args[0] if func._schema.returns else None
-        if not fakes and self._stays_small(func, args, kwargs, given):
+        about = self._abouts.get(id(func))
+        if about is None:
+            about = self._abouts[id(func)] = _about(func)
+        if about.views:
             result = func(*args, **kwargs)
-        else:
-            result = self._shaped(func, args, kwargs, fakes)
-        self._follow(func, args, kwargs, result)
+            if whole := segments(args[0]):
+                _mark_views(whole, args[0], result)
+            return result
+        given = _tensors((*args, *kwargs.values()) if kwargs else args)
+        hollow = any(map(self._range.holds, given))
+        if hollow and func in _ANSWERS:
+            return _ANSWERS[func]
+        key = id(func), hollow, _key(args), _key(tuple(kwargs.items())) if kwargs else ()
+        found = self._results.get(key)
+        if found is None:
+            found = self._results[key] = self._result(func, args, kwargs, given, hollow)
+        result = func(*args, **kwargs) if found is _REAL else self._shaped(about, args, kwargs, *found)
+        if about.follows:
+            self._follow(about.follows, args, kwargs, result)
         return result
 
     def _stays_small(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor]) -> bool:
         """Whether the result of real tensors cannot be large: its size is at most the product of theirs."""
         if not given:
             return False
+        limit = min(self._limit(tensor.dtype) for tensor in given)
         if torch.Tag.pointwise in func.tags:
-            return bool(math.prod(torch.broadcast_shapes(*(t.shape for t in given))) <= self.large)
+            return bool(math.prod(torch.broadcast_shapes(*(t.shape for t in given))) <= limit)
+        if torch.Tag.dynamic_output_shape in func.tags and (
+            func is not _aten.index.Tensor or any(t.dtype == torch.bool for t in given[1:])
+        ):
+            return True  # a choice among what is there
         bound = 1
         for arg in (*args, *kwargs.values()):
             if isinstance(arg, Tensor):
                 bound *= max(1, arg.numel())
-            elif isinstance(arg, list | tuple) and any(isinstance(t, Tensor) for t in arg):
+            elif isinstance(arg, list | tuple):
                 bound *= max(1, sum(t.numel() for t in arg if isinstance(t, Tensor)))
-        return bound <= self.large and func is not _aten.expand.default
+        return bound <= limit
 
-    def _shaped(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], fakes: bool) -> Any:
-        written = _written(func, args, kwargs)
-        shaped = tree.tree_map_only(Tensor, self._shape_of, (args, kwargs)) if fakes else (args, kwargs)
-        with self.fake:
-            result = func(*shaped[0], **shaped[1])
-        if not fakes and all(t.numel() <= self.large for t in _tensors(result)):
-            return func(*args, **kwargs)  # all are real and stay small
-        changed = {id(t): t for t in written}
-        if fakes:
-            for real in written:
-                if not isinstance(real, FakeTensor) and real.dtype != torch.bool:
-                    real.fill_(1)
-        names = [r.alias_info for r in func._schema.returns]
-        views = any(info is not None and not info.is_write for info in names)
-        if written and len(_tensors(result)) == len(written) and not views:
-            return _in_place_of(result, written)
-        if views:
-            return result
-        return tree.tree_map_only(FakeTensor, lambda t: t if id(t) in changed else self._known(t), result)
+    def _shaped(
+        self, about: _About, args: tuple[Any, ...], kwargs: dict[str, Any], forms: tuple[Form | None, ...], spec: Any
+    ) -> Any:
+        written = [args[place] if place < len(args) else kwargs.get(name) for place, name in about.written]
+        for real in _tensors(written):
+            if not self._range.holds(real) and real.dtype != torch.bool:
+                real.fill_(1)
+        if about.returned and all(about.returned):
+            return written[0] if len(about.returned) == 1 else tuple(written)
+        made = [None if form is None else self._new(form) for form in forms]
+        if any(about.returned):
+            at = iter(written)
+            made = [next(at) if changed else new for changed, new in zip(about.returned, made, strict=True)]
+        return tree.tree_unflatten(made, spec)
 
-    def _shape_of(self, real: Tensor) -> Tensor:
-        """A stand-in for a real tensor beside fake ones: much cheaper than the one that torch makes."""
-        if isinstance(real, FakeTensor) or not real.dim():
-            return real
-        with torch._C._DisableTorchDispatch():
-            meta = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device="meta")
-        return FakeTensor(self.fake, meta, real.device)
+    def _result(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor], hollow: bool
+    ) -> tuple[tuple[Form | None, ...], Any]:
+        """The forms of an operation's results, and how they are nested; _REAL if it is to be run."""
+        if not hollow and (self._stays_small(func, args, kwargs, given) or _on_meta(given, kwargs)):
+            return _REAL
+        shaped = tree.tree_map_only(Tensor, _on_meta_device, (args, kwargs))
+        named = {name: None if name == "generator" else value for name, value in shaped[1].items()}
+        if any(argument.name == "device" for argument in func._schema.arguments):
+            named["device"] = torch.device("meta")
+        leaves, spec = tree.tree_flatten(func(*shaped[0], **named))
+        forms = tuple(_form(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves)
+        return (forms, spec) if hollow or any(form and self._is_large(form) for form in forms) else _REAL
 
-    def _known(self, fake: FakeTensor) -> Tensor:
-        """A small result has values, so that programs can read them."""
-        if fake.numel() > self.large or fake.device.type == "meta":
-            return fake
-        with torch._C._DisableTorchDispatch():
-            return torch.ones(fake.shape, dtype=fake.dtype)
+    def _is_large(self, form: Form) -> bool:
+        return math.prod(form[0]) > self._limit(form[2])
+
+    def _limit(self, dtype: torch.dtype) -> int:
+        """The most elements of a real tensor."""
+        return max(self.large, EXACT) if dtype == torch.float64 or not dtype.is_floating_point else self.large
+
+    def _new(self, form: Form) -> Tensor:
+        """A result: hollow, or small and of ones."""
+        if not self._is_large(form):
+            return torch.ones(form[0], dtype=form[2]).as_strided(form[0], form[1])
+        tensor, memory = self._range.take(form)
+        if self.made is not None:
+            self.made(tensor, memory)
+        return tensor
 
     # -- whose gradient
 
-    def _follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        name = func.overloadpacket.__name__
-        if name in ("_foreach_norm", "linalg_vector_norm"):
+    def _follow(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        if name in _NORMS:
             listed = args[0] if isinstance(args[0], list | tuple) else [args[0]]
             self.normed += [found for t in listed if (found := segments(t))]
-        if name == "cat":
+        elif name == "cat":
             parts = [segments(t) for t in args[0]]
             if any(parts):
-                pairs = zip(parts, args[0], strict=True)
-                mark(result, _joined(s or (("", t.numel()),) for s, t in pairs))
-        elif name == "index" and segments(args[0]) and len(args[1]) == 1 and not isinstance(args[1][0], FakeTensor):
-            mark(result, _permuted(segments(args[0]), args[1][0]))
-        elif name in _ELEMENTWISE:
+                mark(result, _joined(s or (("", t.numel()),) for s, t in zip(parts, args[0], strict=True)))
+        elif name == "index":
+            whole = segments(args[0])
+            if whole and len(args[1]) == 1 and not self._range.holds(args[1][0]):
+                mark(result, _permuted(whole, args[1][0]))
+        else:
             targets = args[0] if isinstance(args[0], list | tuple) else [args[0]]
             sources = args[1] if len(args) > 1 else None
             sources = sources if isinstance(sources, list | tuple) else [sources] * len(targets)
-            outs = _tensors(kwargs.get("out", result)) or list(targets)
+            outs = _tensors([kwargs.get("out", result)]) or list(targets)
             for out, target, source in zip(outs, targets, sources, strict=False):
                 found = segments(target) or segments(source)
                 if found and out.numel() == sum(n for _, n in found):
                     mark(out, found)
-        elif any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns):
-            whole = segments(args[0])
-            if whole:
-                for out in _tensors(result):
-                    mark(out, _slice(whole, out.storage_offset() - args[0].storage_offset(), out.numel()))
 
 
-_ELEMENTWISE = {
-    "add", "add_", "_foreach_add_", "mul", "mul_", "_foreach_mul_", "copy_", "_foreach_copy_", "_to_copy", "clone",
-    "where", "_foreach_copy",
-}  # fmt: skip
+_REAL: tuple[tuple[Form | None, ...], Any] = (), None
+
+# Answers about the values of hollow tensors: nothing was edited.
+_ANSWERS = {_aten.equal.default: True}
 
 
 def segments(tensor: Any) -> Segments:
     """The parameters whose gradients a tensor holds; none if it holds no gradient."""
-    return getattr(tensor, "_isograd_gradient", ()) if isinstance(tensor, Tensor) else ()
+    return tensor.__dict__.get("_isograd_gradient", ()) if isinstance(tensor, Tensor) else ()
 
 
 def mark(tensor: Tensor, found: Segments) -> None:
     """Say whose gradient a tensor holds."""
     tensor._isograd_gradient = found  # type: ignore[attr-defined]
+
+
+def _mark_views(whole: Segments, base: Tensor, result: Any) -> None:
+    for out in _tensors([result]):
+        mark(out, _slice(whole, int(out.storage_offset() - base.storage_offset()), out.numel()))
 
 
 def _joined(parts: Iterable[Segments]) -> Segments:
@@ -188,26 +276,47 @@ def _permuted(whole: Segments, index: Tensor) -> Segments:
     sizes = torch.tensor([size for _, size in whole])
     which = torch.repeat_interleave(torch.arange(len(whole)), sizes)[index]
     runs, lengths = torch.unique_consecutive(which, return_counts=True)
-    return tuple((whole[int(i)][0], int(n)) for i, n in zip(runs, lengths, strict=True))
+    return tuple((whole[i][0], n) for i, n in zip(runs.tolist(), lengths.tolist(), strict=True))
 
 
-def _tensors(value: Any) -> list[Tensor]:
-    return [t for t in tree.tree_leaves(value) if isinstance(t, Tensor)]
-
-
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The arguments that an operation changes."""
-    found: list[Tensor] = []
-    for number, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[number] if number < len(args) else kwargs.get(argument.name)
+def _tensors(values: Iterable[Any]) -> list[Tensor]:
+    """The tensors among arguments or results, and in lists of them."""
+    found = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
             found += _tensors(value)
     return found
 
 
-def _in_place_of(result: Any, written: list[Tensor]) -> Any:
-    leaves, spec = tree.tree_flatten(result)
-    return tree.tree_unflatten(written[: len(leaves)], spec)
+def _key(values: Iterable[Any]) -> tuple[Any, ...]:
+    """What decides the forms of an operation's results."""
+    found: list[Any] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append((value.shape, value.stride(), value.dtype, value.is_meta))
+        elif isinstance(value, list | tuple):
+            found.append(_key(value))
+        elif isinstance(value, torch.Generator):
+            found.append(None)
+        else:
+            found.append((type(value), value))
+    return tuple(found)
+
+
+def _form(tensor: Tensor) -> Form:
+    return tuple(tensor.shape), tensor.stride(), tensor.dtype
+
+
+def _on_meta(given: Iterable[Tensor], kwargs: dict[str, Any]) -> bool:
+    """Whether the program itself works on the meta device."""
+    device = kwargs.get("device")
+    return any(t.is_meta for t in given) or (device is not None and torch.device(device).type == "meta")
+
+
+def _on_meta_device(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
