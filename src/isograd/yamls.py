@@ -78,7 +78,13 @@ _Loader.add_implicit_resolver(_CORE + "float", re.compile(r"^[-+]?\d[\d_]*(\.\d*
 
 def parse(text: str) -> Any:
     """The value of a YAML text. Raises ValueError, or yaml's own error, with the line."""
-    return _built(_Loader(text))[0]
+    value, lines = _built(_Loader(text))
+    seen = set[Place]()
+    for place, line in lines:
+        if place in seen:
+            raise Refused(line, f"the key {place[-1]!r} is given twice")
+        seen.add(place)
+    return value
 
 
 def parse_with_lines(text: str) -> tuple[Any, list[tuple[Place, int]]]:

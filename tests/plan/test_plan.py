@@ -22,7 +22,7 @@ from isograd.plan.costs import Costs
 from isograd.plan.goodput import best_interval, goodput, share
 from isograd.plan.memory import memory, most_in_flight, of_stage
 from isograd.plan.moves import Move
-from isograd.plan.search import search
+from isograd.plan.search import Found, layouts, search
 from isograd.plan.step_time import predict
 from isograd.plan.work import Work
 from isograd.train import needs, reading
@@ -61,6 +61,17 @@ def test_a_machine_with_mistakes_is_refused_with_all_of_them(tmp_path: Path) -> 
         machine.load(str(file))
     for part in ("memory_gbs (did you mean 'memory_gb_s'?)", "memory_gb_s is missing", "devices -8 is no positive"):
         assert part in str(refused.value)
+    for right, wrong, why in (
+        ("links: 0.9", "links: 9", "rates.links 9 is above 1"),
+        ("bf16: 0.7", "bf16: 7", "rates.matmul.bf16 7 is above 1"),
+        ("reserved_gb: 5", "reserved_gb: 500", "reserved_gb 500 leaves nothing"),
+        ("devices: 8", "devices: 8\nmemory_gb: 4000", "'memory_gb' is given twice"),
+    ):
+        assert right in machine.text(H100)
+        file.write_text(machine.text(H100).replace(right, wrong, 1))
+        with pytest.raises(PlanError, match="IG272") as refused:
+            machine.load(str(file))
+        assert why in str(refused.value)
     with pytest.raises(PlanError, match="did you mean 'h100'"):
         machine.load("h10")
     with pytest.raises(PlanError, match="IG272"):
@@ -180,12 +191,20 @@ def test_a_search_finds_the_fastest_that_fits_and_says_why_others_fell_out() -> 
     assert tight.best[0].step.seconds >= found.best[0].step.seconds
 
 
+def test_a_search_offers_only_what_the_engine_trains() -> None:
+    tiny = work(model=dataclasses.replace(SMALL, layers=4), batch=16)
+    offered = list(layouts(tiny, 8, H100, Found([], 0, 0)))
+    assert any(layout.pp > 1 for layout in offered) and any(layout.zero == 3 for layout in offered)
+    assert not any(layout.pp > 1 and layout.zero == 3 for layout in offered)
+
+
 def test_a_search_without_an_answer_says_what_was_in_the_way() -> None:
     with pytest.raises(PlanError, match="IG276") as refused:
         search(work(batch=8), 8, dataclasses.replace(H100, memory_gb=5.5))
     assert "more memory than a device has" in str(refused.value)
-    with pytest.raises(PlanError, match="IG276: no layout of 17"):
+    with pytest.raises(PlanError, match="IG276: no layout of 17") as refused:
         search(work(), 17, H100)
+    assert "more devices" not in str(refused.value)
     with pytest.raises(PlanError, match="IG275"):
         search(work(), 0, H100)
 
@@ -248,6 +267,8 @@ def test_plan_prints_the_best_layouts_and_what_to_run(tmp_path: Path, capsys, mo
     assert "IG274" in capsys.readouterr().err
     assert main(["plan", words[1], "--layout", "dp4 tp2 sp zero1", "--machine", "a100"]) == 0
     assert "optimizer" in capsys.readouterr().out
+    assert main(["plan", words[1], "--layout", "dp4", "--failures-per-rank-hour", "1e9"]) == 0
+    assert "nothing is trained and saved" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -257,6 +278,8 @@ def test_plan_prints_the_best_layouts_and_what_to_run(tmp_path: Path, capsys, mo
         (["--layout", "dp4", "--gpus", "8"], "IG275"),
         (["--layout", "dp3"], "IG275"),
         (["--layout", "tp64 sp"], "IG275"),
+        (["--layout", "dp2 pp2 zero3"], "IG275"),
+        (["--layout", " "], "IG600"),
         (["--machine", "h101"], "IG272"),
         (["--gpu", "8"], "IG600"),
     ],

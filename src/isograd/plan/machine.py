@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import yaml
 
@@ -148,12 +148,26 @@ def _made(kind: type[Kind], values: Any, place: str, problems: list[str]) -> Kin
             least = name in ("reserved_gb", "latency_us", "operator_us", "spread") and value == 0
             problems += [] if least or _positive(value) else [f"{place}{name} {value!r} is no positive number"]
             read[name] = value
+    problems += _impossible(kind, read, place)
     if isinstance(read.get("devices"), float):
         problems.append("devices is a whole number")
     return kind(**read) if len(problems) == before else None
 
 
-def _positive(value: Any) -> bool:
+def _impossible(kind: type, read: Mapping[str, Any], place: str) -> list[str]:
+    """Shares above 1, and a device of which a program can use nothing."""
+    if kind is Machine:
+        whole, reserved = (float(n) if _positive(n := read.get(name)) else 0.0 for name in ("memory_gb", "reserved_gb"))
+        full = reserved >= whole > 0
+        return [f"reserved_gb {reserved:g} leaves nothing of memory_gb {whole:g}"] if full else []
+    if kind is not Rates:
+        return []
+    shares = {name: read.get(name) for name in ("attention", "memory", "links", "spread")}
+    shares |= {f"matmul.{dtype}": share for dtype, share in read.get("matmul", {}).items()}
+    return [f"{place}{name} {share!r} is above 1" for name, share in shares.items() if _positive(share) and share > 1]
+
+
+def _positive(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 

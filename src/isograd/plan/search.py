@@ -23,6 +23,7 @@ from isograd.plan.work import Work
 SIMULATED = 24  # candidates whose pipeline is simulated
 LARGEST_ROWS = 8  # sequences of a micro-batch
 SHORTEST = 1024  # tokens of a sequence on one rank of cp
+FULL = "more memory than a device has"
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ def search(
                 needed = memory(described, layout)
                 if needed.total > room:
                     said = f"{layout}, {_choices(described)}: {needed.total / 1e9:.0f} GB of {room / 1e9:.0f}"
-                    found.drop("more memory than a device has", said)
+                    found.drop(FULL, said)
                     continue
                 found.tried += 1
                 step = predict(described, layout, machine, simulated=False, known=known)
@@ -103,10 +104,12 @@ def search(
     found.best = best[:shown]
     if not best:
         reasons = "; ".join(f"{out.count} {reason} (such as {out.example})" for reason, out in found.out.items())
+        fix = "another number of devices, or another batch"
+        if FULL in found.out:
+            fix = "more devices, a smaller or larger batch, shorter sequences, or devices with more memory"
         raise PlanError(
             "IG276", f"no layout of {devices} x {machine.name} can run this", seen=reasons or "no candidate",
-            expected="a layout that divides, and fits the memory of a device",
-            fix="more devices, a smaller or larger batch, shorter sequences, or devices with more memory",
+            expected="a layout that divides, and fits the memory of a device", fix=fix,
         )  # fmt: skip
     return found
 
@@ -145,13 +148,14 @@ def _of(work: Work, machine: Machine, sizes: dict[str, int], found: Found) -> It
         heads, near = c.heads // tp, max(1, machine.devices // tp)
         methods = [f"ulysses{u}" for u in sorted({1, min(cp, near), cp}) if u <= heads and cp % u == 0]
     chunks = [n for n in (1, 2, 3, 4, 5, 6, 8, 10) if pp * n <= c.layers] if pp > 1 else [1]
+    stages = (0,) if data == 1 else (1,) if pp > 1 else (1, 3)  # 0 sends more than 1 and keeps more, 2 sends as much
     spread = [1]
     if c.experts is not None:
         spread = [ep for ep in _divisors(data * tp) if c.experts.number % ep == 0]
     for method in methods:
         for vpp in chunks:
             for ep in spread:
-                for zero in (1, 3) if data > 1 else (0,):  # 0 sends more than 1 and keeps more, 2 sends as much
+                for zero in stages:
                     for schedule in ("1f1b", "zb") if pp > 1 and vpp == 1 else ("1f1b",):
                         try:
                             yield Layout(

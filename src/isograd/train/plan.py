@@ -114,6 +114,8 @@ def _read(options: argparse.Namespace) -> tuple[Config, Work, int]:
     config = load(options.config).config
     if config.data is None:
         raise PlanError("IG275", "pairs cannot be planned", seen="`pairs` in the config", expected="`data`")
+    if options.layout is not None and not options.layout.strip():
+        raise ConfigError("IG600", "--layout names no layout", seen=repr(options.layout), fix="leave it out to search")
     layout = Layout.parse(options.layout) if options.layout else Layout.parse(config.layout)
     count = options.gpus if options.gpus is not None else layout.world_size
     if options.layout and options.gpus not in (None, layout.world_size):
@@ -157,7 +159,9 @@ def _one(work: Work, text: str, device: Machine, config: Config) -> Found:
 
 
 def _refusal(work: Work, layout: Layout) -> str | None:
-    """Why the model cannot be built under a layout: what its own layers say."""
+    """Why the model cannot be trained under a layout: what its own layers say, and the engine."""
+    if layout.zero == 3 and layout.pp > 1:
+        return "zero3 with pp: zero0 to zero2 go with pipelines"
     from isograd.mesh import Mesh
     from isograd.models import Transformer
 
@@ -189,18 +193,23 @@ def table(best: list[Candidate]) -> str:
     ]
     for number, one in enumerate(best, 1):
         step = one.step
-        between = f"{step.low:.2f} to {step.high:.2f}"
+        between = f"{_seconds(step.low)} to {_seconds(step.high)}"
         lines.append(
             f"{number:>3} {one.layout!s:<{wide}}{one.work.micro_batches:>6} {one.work.recompute:>9} "
-            f"{one.memory.total / 1e9:>6.1f} {step.seconds:>8.2f}  {between:<15} {step.mfu:>5.1%}"
+            f"{one.memory.total / 1e9:>6.1f} {_seconds(step.seconds):>8}  {between:<15} {step.mfu:>5.1%}"
             + "".join(f"{step.parts[name]:>10.2f}" for name in names)
         )
     return "\n".join(lines)
 
 
+def _seconds(value: float) -> str:
+    return f"{value:.2f}" if value >= 0.1 else f"{value:.2g}"
+
+
 def why(found: Found) -> str:
     """Why candidates fell out, with an example of each reason."""
-    lines = [f"{found.tried:,} candidates, of which {found.fitting:,} fit; the others:"]
+    rest = "; the others:" if found.out else ""
+    lines = [f"{found.tried:,} candidates, of which {found.fitting:,} fit{rest}"]
     lines += [f"  {out.count:>7,}  {reason}: {out.example}" for reason, out in found.out.items()]
     return "\n".join(lines)
 
@@ -239,6 +248,11 @@ def long_run(options: argparse.Namespace, count: int, one: Candidate) -> str:
     from isograd.plan.goodput import goodput
 
     found = goodput(options.failures_per_rank_hour, count, options.save_seconds, options.restart_seconds)
+    if found.share < 0.001:
+        return (
+            f"long run: a failure every {found.between_failures_s:.3g} s on {count:,} ranks: "
+            "nothing is trained and saved between two of them"
+        )
     steps = max(1, round(found.interval_s / one.step.seconds))
     return (
         f"long run: a failure every {found.between_failures_s / 3600:.3g} hours on {count:,} ranks; saving takes "
