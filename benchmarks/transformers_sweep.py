@@ -33,6 +33,9 @@ OPEN: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "flex_olmo": {"num_experts": 8},  # the default of 7 cannot be cut over two ranks
+    "gemma4_text": {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 64},
+    "phimoe": {"router_jitter_noise": 0.0, "input_jitter_noise": 0.0},
+    "qwen4_exp_text": {"indexer_n_heads": 4, "indexer_kv_heads": 2, "indexer_head_dim": 16},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
     "ministral": {"head_dim": 128},
     "nemotron": {"num_key_value_heads": 8},

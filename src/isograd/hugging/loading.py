@@ -141,14 +141,13 @@ def _fill_buffers(model: nn.Module, values: Random | Folder) -> None:
 
 def refuse_layout(mesh: Mesh) -> None:
     """Refuse the axes over which a model of transformers is not cut."""
-    axes = ["sp"] * bool(mesh.layout.sp)
-    axes += [f"cp with {axis}" for axis in ("tp", "pp", "ep") if mesh.size("cp") > 1 and mesh.size(axis) > 1]
+    axes = ["sp"] * bool(mesh.layout.sp) + ["cp with pp"] * (mesh.size("cp") > 1 and mesh.size("pp") > 1)
     if axes:
         raise ModelError(
             "IG460",
             f"a model of transformers is not cut over {', '.join(axes)}",
             seen=str(mesh.layout),
-            expected="dp, tp, pp, ep and zero; or dp, cp and zero",
+            expected="dp, tp, ep and zero, with pp or with cp",
             fix="leave those axes out, or load the weights into isograd's Transformer (isograd.models.families)",
             where=mesh.where(),
         )

@@ -27,6 +27,8 @@ INNER = ("intermediate_size", "ffn_hidden_size", "n_inner", "ffn_dim")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts", "moe_topk_experts")
 GROUPS = ("n_group", "num_expert_group", "topk_group")  # of experts
+DENSE = ("first_k_dense_replace", "num_dense_layers")  # how many layers at the start have no experts
+NUMBERED = ("mlp_only_layers",)  # numbers of layers
 POSITION_FIELDS = ("max_position_embeddings", "n_positions")
 TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id", "sep_token_id")
 NEVER = ("architectures", "_name_or_path", "transformers_version", "dtype", "torch_dtype", "model_type", "auto_map",
@@ -53,6 +55,8 @@ def small(config: Any, tp: int, stages: int = 1, ep: int = 1) -> Any:
     values |= {name: 1 if isinstance(values[name], int) else None for name in TOKENS if name in values}
     values |= _layers(values, given, max(2, stages))
     values |= _no_dropout(values)
+    if all(isinstance(values.get(name), int) for name in ("mamba_expand", "mamba_n_heads", "mamba_d_head")):
+        values["mamba_d_head"] = values["mamba_expand"] * values["hidden_size"] // values["mamba_n_heads"]
     return type(config)(**values)
 
 
@@ -100,7 +104,11 @@ def _layers(values: dict[str, Any], given: dict[str, Any], least: int) -> dict[s
         return {}
     lists = {n: v for n, v in values.items() if isinstance(v, list) and len(v) == depth and depth > 1}
     own = {int(number): fields for number, fields in (values.get("per_layer_config") or {}).items()}
-    kinds = [(own.get(n), *(value[n] for value in lists.values())) for n in range(depth)]
+    numbers = {n: values[n] for n in NUMBERED if isinstance(values.get(n), list)}
+    kinds = [
+        (own.get(n), *(value[n] for value in lists.values()), *(n in value for value in numbers.values()))
+        for n in range(depth)
+    ]
     chosen: list[int] = []
     for number, kind in enumerate(kinds):
         if str(kind) not in [str(kinds[other]) for other in chosen] and len(chosen) < LAYERS:
@@ -117,8 +125,8 @@ def _layers(values: dict[str, Any], given: dict[str, Any], least: int) -> dict[s
             for place, number in enumerate(chosen)
             if number in own
         }
-    if isinstance(values.get("first_k_dense_replace"), int):
-        found["first_k_dense_replace"] = min(values["first_k_dense_replace"], 1)
+    found |= {name: min(values[name], 1) for name in DENSE if isinstance(values.get(name), int)}
+    found |= {n: [place for place, number in enumerate(chosen) if number in v] for n, v in numbers.items()}
     if isinstance(values.get("num_kv_shared_layers"), int):
         found["num_kv_shared_layers"] = 0
     return found

@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from isograd.contract import contract_of
 from isograd.errors import ModelError, did_you_mean
 from isograd.mesh import Mesh
 from isograd.sequence.attend import attend, heads_here, places_for
@@ -147,15 +148,15 @@ def attach(model: Model, mesh: Mesh) -> Model:
     """Give a transformers model attention over sequences that this mesh cuts. A trial first proves that nothing else in
     the model mixes tokens. With a mesh without cp, the model gets its own attention back, for example to generate.
     """
-    axes = [f"{axis}{mesh.size(axis)}" for axis in ("tp", "pp") if mesh.size(axis) > 1]
-    axes += [f"ep{mesh.layout.ep}"] if mesh.layout.ep > 1 else []
+    cut = {shard.axis for p in model.parameters() if (found := contract_of(p)) for shard in found.shards}
+    axes = [f"{axis}{mesh.size(axis)}" for axis in ("tp", "pp", "ep") if mesh.size(axis) > 1 and axis not in cut]
     if axes:
         raise ModelError(
             "IG440",
             f"a Hugging Face model is not cut over {', '.join(axes)}",
             seen=str(mesh.layout),
             expected="a layout of dp, cp and zero: a module that declares no contracts is whole on every rank",
-            fix="leave those axes out, or load its weights into isograd's Transformer (isograd.models.families)",
+            fix="leave those axes out, or cut the model by its own plans: ig.hugging.load(folder, mesh)",
             where=mesh.where(),
         )
     _detach(model)
@@ -163,7 +164,8 @@ def attach(model: Model, mesh: Mesh) -> Model:
         return model
     heads = getattr(getattr(model, "config", None), "num_attention_heads", None)
     if isinstance(heads, int):
-        heads_here(heads, heads, mesh)  # refuses too few
+        here = heads // mesh.size("tp")
+        heads_here(here, here, mesh)  # refuses too few
     configs, own = _register_and_try(model)
     base: Any = getattr(model, "base_model", model)
     gate = base.register_forward_pre_hook(_gate(mesh, configs), with_kwargs=True)
