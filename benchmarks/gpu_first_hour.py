@@ -118,7 +118,7 @@ class Hour:
     def proof(self) -> dict[str, Any]:
         layouts = "; ".join(words.replace("N", str(self.devices)) for words in LAYOUTS)
         path = self.folder / "proof.json"
-        self.isograd("verify", self.recipe(), "--layouts", layouts, "--json", str(path))
+        self.isograd("verify", str(self.recipe()), "--layouts", layouts, "--json", str(path))
         return {"layouts": layouts, "report": path.name}
 
     def resume(self) -> dict[str, Any]:
