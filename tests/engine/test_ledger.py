@@ -257,7 +257,7 @@ def sequences(first: int, count: int, terms: bool = True) -> None:
             raise AssertionError(f"seed {seed}, zero{steps.zero} {steps.options}, {steps.log}: {error!r}") from error
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_random_sequence_gives_the_gradient_of_its_definition_or_is_refused(worlds, ranks: int) -> None:
     worlds(ranks).run(partial(sequences, 100 * ranks, 35 if ranks < 4 else 24))
 

@@ -294,7 +294,7 @@ def test_planning_needs_no_torch_before_it_reads_a_config() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_this_computer_can_be_measured(tmp_path: Path, capsys) -> None:
     file = tmp_path / "here.yaml"
     assert main(["machine", "measure", str(file)]) == 0
