@@ -10,7 +10,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAIRS = {"trainer.py": "hf_trainer.py", "accelerate_loop.py": "accelerate_loop.py"}
+PAIRS = {
+    "trainer.py": "hf_trainer.py",
+    "accelerate_loop.py": "accelerate_loop.py",
+    "lightning_loop.py": "lightning_loop.py",
+}
 
 
 def code(path: Path) -> list[str]:

@@ -110,6 +110,37 @@ def test_a_run_that_is_resumed_twice_under_other_layouts_ends_as_one_without_cut
     assert all(torch.equal(p, twice["parameters"][n]) for n, p in saved.named_parameters())
 
 
+def adapter(layout: str | None, folder: str) -> list[dict[str, Any]]:
+    """An adapter of PEFT: trained, and resumed at step 2 at another stage; None: by the stock Trainer."""
+    from transformers import Trainer
+
+    if layout is None:
+        with as_torchrun_starts_it():
+            given = {"train_dataset": toys.Rows(), "compute_loss_func": toys.exact}
+            found = Trainer(toys.model("lora"), toys.arguments(folder, 2, 1), **given)
+            found.train()
+            return [toys.trained(found)]
+    trained = []
+    for stage, resume in ((layout, None), ("zero1", f"{folder}/checkpoint-2")):
+        with as_torchrun_starts_it():
+            options = {"save_strategy": "steps", "save_steps": 1}
+            found = through_the_door(stage, folder, options, "lora", compute_loss_func=toys.exact)
+            found.train(resume_from_checkpoint=resume)
+            with found.engine.full_parameters():
+                trained.append(toys.trained(found))
+    return trained
+
+
+def test_an_adapter_trains_and_resumes(worlds, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    [expected] = adapter(None, str(tmp_path / "stock"))
+    for found in worlds(2).run(adapter, "zero3", str(tmp_path / "ours")):
+        for one in found:
+            for name, value in expected["parameters"].items():
+                assert torch.allclose(one["parameters"][name], value, rtol=1e-9, atol=1e-11), name
+    assert (tmp_path / "ours" / "checkpoint-3" / "adapter_model.safetensors").exists()
+
+
 def gradients_of_experts(layout: str | None) -> dict[str, torch.Tensor]:
     """Of the first step, before clipping."""
     from transformers import TrainerCallback

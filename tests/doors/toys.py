@@ -31,7 +31,7 @@ class Rows(Dataset[dict[str, Tensor]]):
 
 
 def model(kind: str = "dense") -> Any:
-    """In fp64; "experts": Mixtral's norms and router compute in fp32."""
+    """In fp64. "experts": Mixtral, whose norms and router compute in fp32; "lora": GPT-2 with an adapter."""
     from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM
 
     torch.manual_seed(0)
@@ -44,7 +44,13 @@ def model(kind: str = "dense") -> Any:
     config = GPT2Config(
         vocab_size=VOCAB, n_positions=LENGTH, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0, **off
     )
-    return GPT2LMHeadModel(config).double()
+    whole = GPT2LMHeadModel(config).double()
+    if kind != "lora":
+        return whole
+    from peft import LoraConfig, get_peft_model
+
+    parts = LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, init_lora_weights=False)
+    return get_peft_model(whole, parts).double()
 
 
 def exact(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:

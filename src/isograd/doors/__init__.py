@@ -1,4 +1,4 @@
-"""Other people's loops on the engine: transformers' Trainer, accelerate, DeepSpeed's. docs/doors.md.
+"""Other people's loops on the engine: transformers' Trainer, accelerate, Lightning. docs/doors.md.
 
 Names are loaded when first used; a package that is not installed is named by its error, with the extra to install.
 """
@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from isograd.doors.accelerator import Accelerator as Accelerator
+    from isograd.doors.lightning import LightningStrategy as LightningStrategy
     from isograd.doors.trainers import trainer as trainer
 
-__all__ = ["Accelerator", "trainer"]
+__all__ = ["Accelerator", "LightningStrategy", "trainer"]
 
 
 def __getattr__(name: str) -> Any:
@@ -22,6 +23,16 @@ def __getattr__(name: str) -> Any:
         from isograd.doors.accelerator import Accelerator
 
         return Accelerator
+    if name == "LightningStrategy":
+        from importlib.util import find_spec
+
+        from isograd.doors.world import need
+
+        if find_spec("pytorch_lightning") is None:
+            need(["lightning"], "ig.doors.LightningStrategy", "lightning")
+        from isograd.doors.lightning import LightningStrategy
+
+        return LightningStrategy
     if name == "trainer":
         from isograd.doors.trainers import trainer
 

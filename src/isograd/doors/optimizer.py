@@ -70,7 +70,9 @@ class EngineOptimizer(torch.optim.Optimizer):
         self._is_accelerate_prepared = True  # accelerate wraps it no further
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["engine"].optimizer, name)
+        if "engine" not in self.__dict__:  # a copy under way
+            raise AttributeError(name)
+        return getattr(self.engine.optimizer, name)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]

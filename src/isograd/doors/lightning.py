@@ -1,0 +1,209 @@
+"""Lightning on the engine: `Trainer(strategy=ig.doors.LightningStrategy("dp4 zero3"))`, or strategy="isograd".
+
+A training_step says what its loss is the mean of: `return {"loss": loss, "weight": labels}`; without a weight it is the
+mean over the rows of its batch. Nothing is divided by accumulate_grad_batches or ranks. The engine is made when fit
+sets up, from the one optimizer of configure_optimizers; it clips to gradient_clip_val. Checkpoints are Lightning's, but
+for the optimizer's state, which is in a folder beside the file, NAME.isograd, and loads under any layout.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from isograd.checkpoint import Keeper
+from isograd.doors.optimizer import EngineOptimizer, onto_shards
+from isograd.doors.weights import rows_in
+from isograd.doors.world import mesh_of, refuse
+from isograd.engine import Engine
+from isograd.errors import DoorError
+
+if "pytorch_lightning" in sys.modules and "lightning" not in sys.modules:
+    import pytorch_lightning as lightning
+    from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
+    from pytorch_lightning.trainer import call
+else:
+    import lightning.pytorch as lightning
+    from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+    from lightning.pytorch.trainer import call
+
+NAME = "isograd"
+
+
+class LightningStrategy(DDPStrategy):  # type: ignore[misc]
+    """Takes the place of "ddp", "fsdp" and "deepspeed" in a Lightning Trainer; see the head of this file."""
+
+    strategy_name = NAME
+    optimizers: list[Any]
+
+    def __init__(self, layout: str | None = None, **kwargs: Any) -> None:
+        """layout: "dp4 zero3" and the like; left out, dp over all ranks. kwargs: those of Lightning's DDPStrategy that
+        say where ranks run, such as process_group_backend and timeout."""
+        super().__init__(**kwargs)
+        self.layout = layout
+        self._weight: float | Tensor = 0.0  # of the batch under way
+        self._syncing, self._rows_said = True, False
+        self._loaded_from: Path | None = None
+
+    @property
+    def engine(self) -> Engine | None:
+        """The engine, from the moment that fit has set up."""
+        own = [one for one in self.optimizers if isinstance(one, EngineOptimizer)]
+        return own[0].engine if own else None
+
+    # -- setting up
+
+    def configure_ddp(self) -> None:
+        """Nothing is wrapped."""
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        """Lightning's, and an engine of the one optimizer."""
+        super().setup_optimizers(trainer)
+        mesh, module = mesh_of(self.layout), self.lightning_module
+        algorithm = getattr(trainer.gradient_clip_algorithm, "value", trainer.gradient_clip_algorithm)
+        plain = lightning.LightningModule.configure_gradient_clipping
+        refuse(
+            {
+                f"{len(self.optimizers)} optimizers": len(self.optimizers) != 1,
+                f"options of DDP: {self._ddp_kwargs}": self._ddp_kwargs,
+                "a communication hook": self._ddp_comm_hook or self._model_averaging_period,
+                "a precision with a loss scale ('bf16-mixed' has none)": getattr(self.precision_plugin, "scaler", None),
+                f"gradient_clip_algorithm={algorithm!r}": trainer.gradient_clip_val and algorithm not in (None, "norm"),
+                "configure_gradient_clipping": type(module).configure_gradient_clipping is not plain,
+            },
+            "this fit reduces, scales or clips gradients by itself",
+            "one optimizer; gradient_clip_val=... clips by the norm, on the engine",
+            mesh,
+        )
+        optimizer = onto_shards(self.optimizers[0], module, mesh)
+        engine = Engine(module, mesh, optimizer, clip=trainer.gradient_clip_val or None)
+        self.optimizers = [EngineOptimizer(engine)]
+
+    # -- a batch
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Lightning's; notes the weight of the loss."""
+        output = super().training_step(*args, **kwargs)
+        weight = output.get("weight") if isinstance(output, Mapping) else None
+        if weight is None:
+            if not self._rows_said and self.is_global_zero:
+                print("isograd: training_step returns no 'weight': losses weigh their rows", file=sys.stderr)
+            self._rows_said = True
+        self._weight = (rows_in((args, kwargs)) or 0) if weight is None else weight
+        return output
+
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Lightning's hooks around the engine's backward."""
+        module, precision = self.lightning_module, self.precision_plugin
+        closure_loss = precision.pre_backward(closure_loss, module)
+        divided = module.trainer.accumulate_grad_batches if module.automatic_optimization else 1
+        engine = self._engine_of("backward")
+        with nullcontext() if self._syncing else engine.no_sync():
+            engine.backward(closure_loss * divided if divided > 1 else closure_loss, self._weight)
+        return precision.post_backward(closure_loss, module)  # type: ignore[no-any-return]
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Backwards in here add up on this rank."""
+        before, self._syncing = self._syncing, False
+        try:
+            yield
+        finally:
+            self._syncing = before
+
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        """The closure (forward and backward), Lightning's hooks, and the engine's step, which clips."""
+        result = closure()
+        trainer = self.lightning_module.trainer
+        call._call_callback_hooks(trainer, "on_before_optimizer_step", optimizer)
+        call._call_lightning_module_hook(trainer, "on_before_optimizer_step", optimizer)
+        optimizer.step(**kwargs)
+        return result
+
+    def _engine_of(self, asked: str) -> Engine:
+        if self.engine is None:
+            raise DoorError(
+                "IG866",
+                f"LightningStrategy.{asked} before fit has set up",
+                seen="no engine",
+                expected="trainer.fit(module)",
+                fix="Fabric is not supported: ig.Engine, or ig.doors.Accelerator, in a loop of your own",
+            )
+        return self.engine
+
+    # -- files
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        with nullcontext() if self.engine is None else self.engine.full_parameters():
+            yield
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Whole parameters, at every stage; all ranks come here."""
+        with self._whole():
+            state = super().lightning_module_state_dict()
+            moves = self.engine is not None and self.engine.mesh.layout.zero == 3
+            return {n: v.clone() if moves and isinstance(v, Tensor) else v for n, v in state.items()}
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Lightning's, at every stage."""
+        with self._whole():
+            super().load_model_state_dict(checkpoint, strict)
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Nothing: the state is saved by all ranks, beside the file."""
+        return {}
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Lightning's file; and beside it, unless only weights are wanted, the engine's state."""
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+        if "optimizer_states" in checkpoint and self.engine is not None:
+            keeper = Keeper(beside(filepath), self.engine, keep_last=1)
+            keeper.save(max(1, checkpoint["global_step"]))
+            keeper.close()
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Lightning's."""
+        self._loaded_from = Path(checkpoint_path)
+        return super().load_checkpoint(checkpoint_path, weights_only)  # type: ignore[no-any-return]
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """From the folder beside the file, under any layout."""
+        engine = self._engine_of("load_optimizer_state_dict")
+        assert self._loaded_from is not None
+        place = beside(self._loaded_from)
+        if not place.is_dir():
+            raise DoorError(
+                "IG867",
+                f"{self._loaded_from.name} has no optimizer's state of isograd beside it",
+                seen=f"no folder {place.name}",
+                expected="a checkpoint that was saved with this strategy, with its folder",
+                fix="start a new fit from its weights: load_from_checkpoint, and fit without ckpt_path",
+                where=engine.mesh.where(),
+            )
+        with_state = Keeper(place, engine, keep_last=1)
+        with_state.load("auto")
+        with_state.close()
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Lightning's, and the folder beside the file."""
+        super().remove_checkpoint(filepath)
+        if self.is_global_zero:
+            shutil.rmtree(beside(filepath), ignore_errors=True)
+
+
+def beside(filepath: Any) -> Path:
+    """The folder of the engine's state, of a checkpoint's file."""
+    return Path(f"{filepath}.isograd")
+
+
+if NAME not in StrategyRegistry:
+    StrategyRegistry.register(
+        NAME, LightningStrategy, description="isograd: the gradient of one device, zero0 to zero3"
+    )

@@ -1,0 +1,152 @@
+"""Lightning's own Trainer with our strategy, against its own in one process on all micro-batches of a step."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import isograd as ig
+from isograd.comm import raw
+
+lightning = pytest.importorskip("lightning.pytorch")
+assert ig.doors.LightningStrategy.strategy_name == "isograd"  # registered by name
+pytestmark = pytest.mark.medium
+IGNORED, CLASSES, MICROS, STEPS = -100, 5, 4, 3
+
+
+def micro(number: int) -> tuple[Tensor, Tensor]:
+    """Rows and labels, uneven; every fourth has no label."""
+    generator = torch.Generator().manual_seed(number)
+    rows = 1 + number % 3
+    labels = torch.randint(CLASSES, (rows, 3), generator=generator)
+    labels[torch.rand(rows, 3, generator=generator) < 0.4] = IGNORED
+    values = torch.randn(rows, 3, 6, generator=generator, dtype=torch.float64)
+    return values, labels.fill_(IGNORED) if number % MICROS == 3 else labels
+
+
+class Net(lightning.LightningModule):
+    """weighed: its loss is the mean over labels, and says so; else over rows."""
+
+    def __init__(self, weighed: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, CLASSES)).double()
+        self.weighed = weighed
+
+    def loss(self, values: Tensor, labels: Tensor) -> Tensor:
+        if not self.weighed:
+            return self.net(values).square().mean()
+        return F.cross_entropy(self.net(values).flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
+
+    def training_step(self, batch: Any, _: int) -> Any:
+        loss = self.loss(*batch)
+        return {"loss": loss, "weight": (batch[1] != IGNORED).sum()} if self.weighed else loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
+        plan = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plan, "interval": "step"}}
+
+
+def fit(
+    layout: str | None, weighed: bool, folder: str, resume: str | None = None, first: int = 0, module: Any = None,
+    **given: Any,
+) -> Any:  # fmt: skip
+    """first: the micro-batch to begin with, as a loader does that resumes where its run was cut."""
+    rank, ranks = raw.world()
+    data = [micro((first + number) % (STEPS * MICROS)) for number in range(rank, STEPS * MICROS, ranks)]
+    told: dict[str, object] = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    told |= {"GROUP_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1, "TORCHELASTIC_RUN_ID": "x"}
+    standard: dict[str, Any] = {"max_steps": STEPS, "gradient_clip_val": 0.1, "logger": False}
+    standard |= {
+        "accumulate_grad_batches": MICROS // ranks,
+        "enable_checkpointing": False,
+        "use_distributed_sampler": False,
+    }
+    standard |= {"enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu", "devices": ranks}
+    with mock.patch.dict(os.environ, {name: str(value) for name, value in told.items()}):
+        strategy = ig.doors.LightningStrategy(layout) if layout else "isograd"
+        trainer = lightning.Trainer(default_root_dir=folder, strategy=strategy, **(standard | given))
+        trainer.fit(module or Net(weighed), DataLoader(data, batch_size=None), ckpt_path=resume)
+        found = {n: v.clone() for n, v in trainer.strategy.lightning_module_state_dict().items()}
+    return trainer, found
+
+
+def ours(weighed: bool, layouts: list[str | None]) -> list[dict[str, Tensor]]:
+    with tempfile.TemporaryDirectory() as scratch:
+        return [fit(layout, weighed, scratch)[1] for layout in layouts]
+
+
+def one_device(weighed: bool) -> dict[str, Tensor]:
+    model = Net(weighed)
+    made = model.configure_optimizers()
+    optimizer, plan = made["optimizer"], made["lr_scheduler"]["scheduler"]
+    for step in range(STEPS):
+        micros = [micro(step * MICROS + number) for number in range(MICROS)]
+        model.loss(torch.cat([m[0] for m in micros]), torch.cat([m[1] for m in micros])).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        plan.step()
+    return dict(model.state_dict())
+
+
+@pytest.mark.parametrize("weighed", [True, False])
+@pytest.mark.parametrize("ranks, layouts", [(2, [None, "zero1", "dp2 zero3"]), (4, ["zero2"])])
+def test_a_fit_trains_as_one_device_on_uneven_micro_batches(
+    worlds, ranks: int, layouts: list[Any], weighed: bool
+) -> None:
+    expected = one_device(weighed)
+    for each in worlds(ranks).run(ours, weighed, layouts):
+        for found in each:
+            for name, value in expected.items():
+                assert torch.allclose(found[name], value, rtol=1e-9, atol=1e-12), name
+
+
+def saved(folder: str) -> list[Any]:
+    """Cut after step 2 at zero1, resumed at zero3; and what is refused."""
+    trainer, _ = fit("zero1", True, folder, max_steps=2)
+    trainer.save_checkpoint(f"{folder}/cut.ckpt")
+    _, found = fit("zero3", True, folder, resume=f"{folder}/cut.ckpt", first=2 * MICROS)
+    seen: list[Any] = [found]
+
+    class Two(Net):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.net[0].parameters(), lr=0.1)
+
+    class Clips(Net):
+        def configure_gradient_clipping(self, *_: Any, **__: Any) -> None: ...
+
+    trainer.save_checkpoint(f"{folder}/weights.ckpt", weights_only=False)
+    if raw.world()[0] == 0:
+        shutil.rmtree(f"{folder}/weights.ckpt.isograd")
+    trainer.strategy.barrier()
+    for given in (
+        {"module": Two(True)},
+        {"module": Clips(True)},
+        {"gradient_clip_algorithm": "value"},
+        {"resume": f"{folder}/weights.ckpt"},
+    ):
+        try:
+            fit("zero1", True, folder, **given)
+        except ig.IsogradError as error:
+            seen.append(error.code)
+    return seen
+
+
+def test_a_fit_that_is_resumed_at_another_stage_ends_as_one_without_a_cut(worlds, tmp_path: Path) -> None:
+    expected = one_device(True)
+    for found, *codes in worlds(2).run(saved, str(tmp_path)):
+        for name, value in expected.items():
+            assert torch.allclose(found[name], value, rtol=1e-9, atol=1e-12), name
+        assert codes == ["IG851", "IG856", "IG856", "IG867"]
