@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import random
+import re
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+import yaml
 
 from isograd.cli import main
 from isograd.errors import PlanError
@@ -26,6 +29,7 @@ from isograd.plan.search import Found, layouts, search
 from isograd.plan.step_time import predict
 from isograd.plan.work import Work
 from isograd.train import needs, reading
+from isograd.train.brief import shared
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 SMALL = TransformerConfig(vocab=32000, hidden=2048, layers=16, heads=16, kv_heads=8, mlp=5632)
@@ -292,6 +296,33 @@ def test_plan_refuses_what_makes_no_sense(words: list[str], code: str, capsys) -
 def test_planning_needs_no_torch_before_it_reads_a_config() -> None:
     code = "import sys; from isograd.cli import main; main(['machine']); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+HERE = {
+    "name": "here", "about": "two cores", "memory_gb": 8, "reserved_gb": 0.3, "memory_gb_s": 10,
+    "tflops": {"fp32": 0.1}, "devices": 2, "inside": {"gb_s": 1, "latency_us": 50},
+    "rates": {"matmul": {"fp32": 1}, "attention": 0.5, "memory": 1, "links": 1, "operator_us": 5, "spread": 0.3},
+}  # fmt: skip
+
+
+def test_the_demos_line_has_memory_and_time_as_predicted_and_as_measured(tmp_path: Path, capsys) -> None:
+    """Four ranks on two cores: each gets half of a core."""
+    file, run = tmp_path / "here.yaml", tmp_path / "run"
+    file.write_text(yaml.safe_dump(HERE))
+    run.mkdir()
+    words = ["plan", str(RECIPES / "quickstart.yaml"), "--machine", str(file), "--brief"]
+    assert main(words) == 0
+    line = capsys.readouterr().out
+    assert re.fullmatch(r"plan: dp2 tp2 sp zero1 on here: 0\.3\d GB a rank, .* m?s a step \(.* to .* m?s\)\n", line)
+    assert main([*words, "--measured", str(run)]) == 2
+    assert "IG275" in capsys.readouterr().err
+    steps = [{"step": 5 * n, "loss": 1.0, "memory_gb": 0.25 + n / 1e3, "seconds_per_step": 9.0 / n} for n in (1, 2, 3)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+    assert main([*words, "--measured", str(run)]) == 0
+    assert capsys.readouterr().out == line.rstrip() + "; measured: 0.27 GB, 3.75 s\n"
+    one, two = (shared(machine.from_dict(HERE | {"devices": n}, "here"), 4) for n in (4, 2))
+    assert (two.peak("fp32"), two.inside.latency_us) == (one.peak("fp32") / 2, 100)
+    assert "plan recipes/quickstart.yaml --machine runs/here.yaml --brief" in (RECIPES.parent / "Makefile").read_text()
 
 
 @pytest.mark.slow

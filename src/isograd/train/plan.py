@@ -41,6 +41,8 @@ def plan(words: list[str], kind: Parser) -> int:
     parser.add_argument("--gpus", type=int, metavar="N", help="devices (default: as many as the config's layout has)")
     parser.add_argument("--machine", default="h100", help="one of 'isograd machine', or a YAML file (default h100)")
     parser.add_argument("--layout", help="predict this one alone")
+    parser.add_argument("--brief", action="store_true", help="one line for the config's own layout: memory and time")
+    parser.add_argument("--measured", metavar="RUN", help="with --brief: the folder of a run, to say what it had")
     parser.add_argument("--batch", type=int, metavar="N", help="sequences of a step, in place of the config's")
     parser.add_argument("--top", type=int, default=10, metavar="N", help="how many layouts to show (default 10)")
     parser.add_argument("--write", metavar="FILE", help="write the config with the best layout to a new file")
@@ -58,6 +60,11 @@ def plan(words: list[str], kind: Parser) -> int:
 
     device = machines.load(options.machine)
     config, work, count = _read(options)
+    if options.brief:
+        from isograd.train.brief import brief
+
+        print(brief(config, device, options.measured))
+        return 0
     began = time.monotonic()
     found = _one(work, options.layout, device, config) if options.layout else _search(work, count, device, options.top)
     wide = screen.width(140)
