@@ -6,6 +6,8 @@ weights in the router are the same to rounding, so that it decides between them.
 
 from __future__ import annotations
 
+import json
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from isograd.cli import main as isograd
 from isograd.comm.launch import World
 from isograd.nn import ExpertOptions, routing
 from isograd.verify.command import main
@@ -151,3 +154,59 @@ def test_a_bug_beside_flips_is_named_with_replay(worlds, tmp_path: Path) -> None
     assert found["open"].verdict == INCONCLUSIVE
     assert [f.bug for f in found["bug"].findings if f.verdict == BUG] == ["expert-scale"]
     assert found["right"].verdict == PASS, found["right"].findings
+
+
+PROGRAM = """
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Parameter(torch.randn(4, 64) / 8)
+        self.router.data[1::2] = self.router.data[::2] * (1 + 1e-7 * torch.randn(2, 64))
+        self.experts = nn.ParameterList([torch.randn(64, 64) / 8 for _ in range(4)])
+
+    def forward(self, x):
+        parts = 1 if world == 1 else 4
+        logits = sum(a @ b.T for a, b in zip(x.chunk(parts, 1), self.router.chunk(parts, 1)))
+        chosen = logits.topk(1, dim=-1).indices
+        weight = torch.zeros_like(logits).scatter(1, chosen, logits.softmax(-1).gather(1, chosen))
+        return x + sum(weight[:, e : e + 1] * (x @ m) for e, m in enumerate(self.experts))
+
+
+model = nn.Sequential(nn.Linear(8, 64), Experts(), nn.Linear(64, 5))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+inputs, labels = torch.randn(3, 96, 8), torch.randint(5, (3, 96))
+for step in range(3):
+    mine, targets = inputs[step][rank::world].clone(), labels[step][rank::world].clone()
+    F.cross_entropy(model(mine), targets).backward()
+    for parameter in model.parameters():
+        if world > 1:
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= world
+    optimizer.step()
+    optimizer.zero_grad()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_an_unmodified_program_passes_beside_one_device_with_the_choices_of_its_ranks(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    program, file = tmp_path / "program.py", tmp_path / "report.json"
+    program.write_text(PROGRAM)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(program)]
+    options = ["--steps", "1", "--beside-one", "--replay-routing", "--json", str(file)]
+    assert isograd(["verify", "run", *options, "--", *launch]) == 0
+    (subject,) = json.loads(file.read_text())["subjects"]
+    assert subject["verdict"] == PASS
+    assert subject["facts"]["routing"].endswith("of 96 choices fell otherwise and were replayed")
+    assert max(subject["errors"].values()) < 1e-5
