@@ -282,12 +282,14 @@ def test_what_cannot_be_right_is_refused_by_name(worlds) -> None:
 def test_the_layout_of_the_command_line_comes_first_and_is_taken_out_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import Trainer
 
+    monkeypatch.setattr("isograd.doors.world._said", None)
+    assert ig.doors.trainer(Trainer, "dp4").isograd_layout == "dp4"
     monkeypatch.setattr(sys, "argv", ["train.py", "--isograd", "dp2 zero1", "--lr", "1"])
     assert ig.doors.trainer(Trainer, "dp4").isograd_layout == "dp2 zero1"
     assert sys.argv == ["train.py", "--lr", "1"]
+    assert ig.doors.trainer(Trainer, "dp4").isograd_layout == "dp2 zero1"  # a second Trainer of the same script
     monkeypatch.setattr(sys, "argv", ["train.py", "--isograd=zero3"])
     assert ig.doors.trainer(Trainer).isograd_layout == "zero3"
-    assert ig.doors.trainer(Trainer, "dp4").isograd_layout == "dp4"
     monkeypatch.setattr(sys, "argv", ["train.py", "--isograd"])
     with pytest.raises(ig.IsogradError, match="IG854"):
         ig.doors.trainer(Trainer)

@@ -17,6 +17,7 @@ from isograd.layout import Layout
 from isograd.mesh import Mesh
 
 OPTION = "--isograd"
+_said: str | None = None  # by the command line of this process, from which the option was taken out
 
 
 def need(packages: Iterable[str], door: str, extra: str) -> None:
@@ -32,17 +33,19 @@ def need(packages: Iterable[str], door: str, extra: str) -> None:
 
 
 def layout_said(given: str | None) -> str | None:
-    """The layout of `--isograd LAYOUT` or `--isograd=LAYOUT`, taken out of the command line; else the one given."""
+    """The layout of `--isograd LAYOUT` or `--isograd=LAYOUT`, which is taken out of the command line and holds for
+    every door of this process; else the one given."""
+    global _said  # noqa: PLW0603
     words = sys.argv
     for place, word in enumerate(words):
         name, equals, value = word.partition("=")
         if place and name == OPTION:
             if not equals and place + 1 == len(words):
                 raise DoorError("IG854", f"{OPTION} stands without a layout", expected=f"{OPTION} 'dp2 zero1'")
-            value = value if equals else words[place + 1]
+            _said = value if equals else words[place + 1]
             del words[place : place + (1 if equals else 2)]
-            return value
-    return given
+            break
+    return given if _said is None else _said
 
 
 def mesh_of(layout: str | None) -> Mesh:
