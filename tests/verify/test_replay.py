@@ -23,6 +23,7 @@ from isograd.comm.launch import World
 from isograd.nn import ExpertOptions, routing
 from isograd.verify.command import main
 from isograd.verify.compare.compare import compare
+from isograd.verify.record.choices import read
 from isograd.verify.record.recording import VERSION, Recording, write_json
 from isograd.verify.tell.findings import BUG, INCONCLUSIVE, PASS, Subject
 from isograd.verify.watch.capture import Capture
@@ -121,6 +122,29 @@ def test_equal_choices_are_told_as_such(tmp_path: Path) -> None:
     subject = judged(tmp_path)
     assert subject.verdict == PASS
     assert subject.facts["routing"] == f"0 of {ROWS} choices fell otherwise"
+
+
+class Autocast(nn.Module):
+    """A router whose input and scores are in fp32, and whose products autocast makes in bf16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.head = nn.Linear(8, EXPERTS), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x) * self.router(x).float().softmax(-1).topk(2, dim=-1).values.sum(-1, keepdim=True)
+
+
+def test_the_rounding_of_autocast_is_that_of_its_products(tmp_path: Path) -> None:
+    model = Autocast()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Capture(tmp_path, steps=1):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = model(torch.randn(6, 8)).sum()
+        loss.backward()
+        optimizer.step()
+    (found,) = read(Recording(tmp_path).ranks[0].tensors(1))
+    assert (found.module, found.dtype, found.kind, len(found.features)) == ("", "bfloat16", (EXPERTS, 2), 6)
 
 
 def test_a_choice_from_other_scores_is_no_flip_and_is_not_replayed(tmp_path: Path, monkeypatch) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 from isograd.verify.record.choices import MOST_NUMBERS, Choices, counterpart, joined, read
 from isograd.verify.record.events import Choice
 from isograd.verify.record.recording import Recording
-from isograd.verify.record.sketch import digest, dtype_name
+from isograd.verify.record.sketch import digest
 from isograd.verify.watch import foreign
 
 if TYPE_CHECKING:
@@ -39,13 +39,17 @@ class Routing:
         self.only: int | None = None  # the step of the other run to take, whatever step this is (feed.py)
         self.numbers = count()
         self.rows: Tensor | None = None  # what the module that was called last got: a row per token
+        self.narrow = ""  # the precision of its products, under autocast
         self.inside = False  # isograd's own choice, which is made of others
 
     def called(self, args: Any) -> None:
         """A module is called."""
         first = args[0] if isinstance(args, tuple) and args else None
         if isinstance(first, Tensor) and first.is_floating_point() and first.dim() > 1:
-            self.rows = first.detach()
+            self.rows, kind = first.detach(), first.device.type
+            # Asked here: below the dispatcher's own switches, where choices are seen, autocast is always off.
+            on = torch.is_autocast_enabled(kind)
+            self.narrow = str(torch.get_autocast_dtype(kind)).removeprefix("torch.") if on else ""
 
     def chosen(self, scores: Tensor, indices: Tensor, site: str) -> Tensor | None:
         """Notes a choice, in a model's forward or when that is computed once more; the indices to take instead."""
@@ -63,11 +67,7 @@ class Routing:
         scores, indices = foreign.local(scores), foreign.local(indices)
         given = None if self.rows is None else foreign.local(self.rows)
         given = given if given is not None and _rows(given) == _rows(scores) else None
-        kind = scores.device.type
-        narrow = (
-            dtype_name(torch.empty(0, dtype=torch.get_autocast_dtype(kind))) if torch.is_autocast_enabled(kind) else ""
-        )
-        mine = Choices.of(c.stack[-1] if c.stack else "", given, scores, indices, narrow)
+        mine = Choices.of(c.stack[-1] if c.stack else "", given, scores, indices, self.narrow)
         if self.keeps and not again:
             c.keep(mine.path(micro, next(self.numbers)), mine.tensor())
         return None if self.recording is None else self._replayed(mine, indices)
