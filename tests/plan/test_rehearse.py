@@ -9,6 +9,7 @@ import torch
 
 from isograd.comm import raw
 from isograd.engine import Engine
+from isograd.engine.flights import Flights
 from isograd.engine.ledger import Ledger
 from isograd.errors import PlanError
 from isograd.layout import Layout
@@ -57,18 +58,33 @@ def test_kinds_are_ranks_with_equal_programs() -> None:
     assert [[rank.rank for rank in kind] for kind in kinds([*ranks, ranks[0]])] == [[0, 0], [1]]
 
 
-def test_zero3_is_refused() -> None:
+def test_experts_are_refused() -> None:
     with pytest.raises(PlanError, match="IG270"):
-        step("dp2 zero3")
+        step("dp2 ep2")
 
 
-def test_a_missing_reduction_is_named(monkeypatch) -> None:
+def test_a_rank_of_zero3_keeps_rows_and_a_doubled_reduction_is_named(monkeypatch) -> None:
+    ranks, whole = step("dp2 zero3"), step("dp2 zero2")
+    assert check(ranks) == []
+    assert ranks[0].parameters == pytest.approx(whole[0].parameters / 2, rel=0.02)
+    launch = Flights.launch
+
+    def twice(self: Flights, bucket: Any, gradients: Any) -> None:
+        for _ in range(2):
+            launch(self, bucket, gradients)
+
+    monkeypatch.setattr(Flights, "launch", twice)
+    assert "is sent 2 times over the data axes" in check(step("dp2 zero3"))[0].what
+
+
+@pytest.mark.parametrize("layout", ["tp2 sp", "dp2 tp2 sp zero3"])
+def test_a_missing_reduction_is_named(monkeypatch, layout: str) -> None:
     pay = Ledger._pay
     monkeypatch.setattr(Ledger, "_pay", lambda self, axes, slots, due: pay(self, axes, slots[1:], due))
-    found = check(step("tp2 sp"))
+    found = check(step(layout))
     assert {f.kind for f in found} == {"debts"}
     assert "the gradient of 'blocks.0.attention" in found[0].what
-    assert "over no group; it owes once over [0, 1]" in found[0].what
+    assert "over no group; it owes once over [" in found[0].what
 
 
 def test_a_doubled_reduction_is_named(monkeypatch) -> None:

@@ -84,13 +84,12 @@ def _call(entry: Entry) -> tuple[object, ...]:
 
 def rehearse(build: Build, layout: Layout, *, large: int = LARGE) -> list[Rank]:
     """Run one step on each rank of the first column, and on those beside it, where a kind of stage begins and ends."""
-    if layout.zero == 3 or layout.ep > 1:
+    if layout.ep > 1:
         raise PlanError(
             "IG270",
             f"the rehearsal of this version cannot run {str(layout)!r}",
             seen=str(layout),
-            expected="zero0 to zero2, without ep: ZeRO 3 gives memory back and takes it, and what experts send depends "
-            "on data",
+            expected="a layout without ep: what experts send depends on data",
         )
     world = imagined.World()
     with shapes(large) as mode:
@@ -159,13 +158,13 @@ def _step(build: Build, layout: Layout, rank: int, world: imagined.World, mode: 
     counted: dict[str, int] = {}
     for name, size in (segment for found in mode.normed for segment in found):
         counted[name] = counted.get(name, 0) + size
-    parameters = {id(p): p for p in engine.model.parameters()}
+    parameters = [engine.held(record.name) for record in engine.table]
     states = [t for state in engine.optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
     masters = [m for g in engine.optimizer.param_groups for m in g["params"] if m.dtype == torch.float32]
-    wide = all(p.dtype == torch.float32 for p in parameters.values())
+    wide = all(p.dtype == torch.float32 for p in parameters)
     return Rank(
         *(rank, mesh.where(), tuple(record.entries), tuple(record.events), debts, counted),
-        bytes_of(parameters.values()),
+        bytes_of(parameters),
         sum(slot.parameter.numel() * slot.dtype.itemsize for slot in slots),
         bytes_of(states) + (0 if wide else bytes_of(masters)),
     )

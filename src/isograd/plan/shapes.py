@@ -28,6 +28,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 LARGE = 1 << 16  # elements
 EXACT = 1 << 24  # the same of whole numbers, masks and float64, in which programs count, choose and compare
 SPACE = 1 << 42  # bytes of addresses
+RESIZABLE = (
+    1 << 33
+)  # bytes: what a program asks for by `empty`, up to this, is memory of the system that nothing touches
 _NORESERVE = 0x4000  # Linux's MAP_NORESERVE: addresses alone, which no limit of memory counts
 Segments = tuple[tuple[str, int], ...]  # (parameter, how many elements of its gradient), in the order in memory
 Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides, dtype
@@ -64,7 +67,7 @@ class _Range:
         return torch.frombuffer(memory, dtype=dtype).as_strided(shape, strides), memory
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether a tensor is hollow."""
+        """Whether a tensor's memory is in here."""
         return self.first <= tensor.data_ptr() < self.end
 
 
@@ -93,6 +96,7 @@ def _about(func: Any) -> _About:
     )
 
 
+_EMPTY = {_aten.empty.memory_format, _aten.empty_like.default, _aten.new_empty.default, _aten.empty_strided.default}
 _VIEWS = {_aten._unsafe_view.default, _aten.lift_fresh.default}
 _ELEMENTWISE = {
     "add", "add_", "_foreach_add_", "mul", "mul_", "_foreach_mul_", "copy_", "_foreach_copy_", "_to_copy", "clone",
@@ -132,14 +136,17 @@ class Shapes(TorchDispatchMode):
                 _mark_views(whole, args[0], result)
             return result
         given = _tensors((*args, *kwargs.values()) if kwargs else args)
-        hollow = any(map(self._range.holds, given))
+        hollow = any(map(self._is_hollow, given))
         if hollow and func in _ANSWERS:
             return _ANSWERS[func]
         key = id(func), hollow, _key(args), _key(tuple(kwargs.items())) if kwargs else ()
         found = self._results.get(key)
         if found is None:
             found = self._results[key] = self._result(func, args, kwargs, given, hollow)
-        result = func(*args, **kwargs) if found is _REAL else self._shaped(about, args, kwargs, *found)
+        if found is _REAL or (func in _EMPTY and _size(found[0]) < RESIZABLE):
+            result = func(*args, **kwargs)
+        else:
+            result = self._shaped(about, args, kwargs, *found)
         if about.follows:
             self._follow(about.follows, args, kwargs, result)
         return result
@@ -168,7 +175,7 @@ class Shapes(TorchDispatchMode):
     ) -> Any:
         written = [args[place] if place < len(args) else kwargs.get(name) for place, name in about.written]
         for real in _tensors(written):
-            if not self._range.holds(real) and real.dtype != torch.bool:
+            if not self._is_hollow(real) and real.dtype != torch.bool:
                 real.fill_(1)
         if about.returned and all(about.returned):
             return written[0] if len(about.returned) == 1 else tuple(written)
@@ -191,6 +198,13 @@ class Shapes(TorchDispatchMode):
         leaves, spec = tree.tree_flatten(func(*shaped[0], **named))
         forms = tuple(_form(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves)
         return (forms, spec) if hollow or any(form and self._is_large(form) for form in forms) else _REAL
+
+    def _is_hollow(self, tensor: Tensor) -> bool:
+        """Whether nothing may read or write a tensor's memory; it may also be a part of memory that is too large."""
+        if self._range.holds(tensor):
+            return True
+        limit = self._limit(tensor.dtype)
+        return tensor.numel() > limit or tensor.untyped_storage().nbytes() > limit * tensor.itemsize
 
     def _is_large(self, form: Form) -> bool:
         return math.prod(form[0]) > self._limit(form[2])
@@ -220,7 +234,7 @@ class Shapes(TorchDispatchMode):
                 mark(result, _joined(s or (("", t.numel()),) for s, t in zip(parts, args[0], strict=True)))
         elif name == "index":
             whole = segments(args[0])
-            if whole and len(args[1]) == 1 and not self._range.holds(args[1][0]):
+            if whole and len(args[1]) == 1 and not self._is_hollow(args[1][0]):
                 mark(result, _permuted(whole, args[1][0]))
         else:
             targets = args[0] if isinstance(args[0], list | tuple) else [args[0]]
@@ -303,6 +317,10 @@ def _key(values: Iterable[Any]) -> tuple[Any, ...]:
         else:
             found.append((type(value), value))
     return tuple(found)
+
+
+def _size(forms: Iterable[Form | None]) -> int:
+    return sum(math.prod(form[0]) * form[2].itemsize for form in forms if form is not None)
 
 
 def _form(tensor: Tensor) -> Form:
