@@ -146,6 +146,10 @@ def two_blocks(mesh: Mesh) -> Case:
     return language_model(replace(TINY, layers=2), mesh)
 
 
+def four_blocks(mesh: Mesh) -> Case:
+    return language_model(replace(TINY, layers=4), mesh)
+
+
 def unseeded(mesh: Mesh) -> Case:
     torch.seed()
     return Case(nn.Linear(5, 3), torch.ones(4, 5), loss=lambda model, part: model(part).square().mean())
@@ -415,7 +419,7 @@ def test_a_case_has_a_loss_or_a_step_and_not_both() -> None:
 
 
 def test_a_pipeline_is_proven_when_the_model_computes_its_loss() -> None:
-    report = verify(two_blocks, "pp2; dp2 pp2 zb zero1")
+    report = verify(four_blocks, "pp2 vpp2; dp2 pp2 zb zero1")
     assert [subject.verdict for subject in report.subjects] == [PASS, PASS], report
     with pytest.raises(LaunchError, match="IG735"):
         verify(forgets_labels, "pp2")

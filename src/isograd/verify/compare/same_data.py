@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 
 from isograd.errors import VerifyError
-from isograd.verify.record.events import Given, LabelWeight
+from isograd.verify.record.events import Given, LabelWeight, Pipeline
 from isograd.verify.record.recording import Recording
 from isograd.verify.record.sketch import content_hash
 from isograd.verify.tell.findings import BUG, NOTE, Finding, listed
@@ -97,7 +97,7 @@ def _agreed(
         if _floats(a) and _floats(b) and a.dtypes != b.dtypes:
             said.append(f"{spelled}: in {_kinds(a)} there and in {_kinds(b)} here, so they cannot be compared")
             continue
-        extra = _extra(a, b, reference.world, candidate.world)
+        extra = _extra(a, b, _copies(reference), _copies(candidate))
         if extra is None and MADE_BY_LAYOUTS.search(name):
             said.append(f"{spelled}: differs between the runs, as what a layout makes for itself may")
         elif extra is None:
@@ -123,6 +123,13 @@ def _agreed(
     return notes(said)
 
 
+def _copies(recording: Recording) -> int:
+    """How often a run may see a sample: once on each rank, and there once for each stage of a pipeline."""
+    pipelines = [event for rank in recording.ranks for event in rank.of(Pipeline, 1)]
+    stages = [len({stage for _, stage, *_ in event.actions}) for event in pipelines]
+    return recording.world * max(stages, default=1)
+
+
 def notes(said: list[str]) -> list[Finding]:
     """Sentences about data as notes, which change no verdict."""
     return [Finding(NOTE, "", f"data: {sentence}") for sentence in said]
@@ -139,15 +146,15 @@ def lost_at_borders(theirs: dict[str, Content], ours: dict[str, Content], pairs:
     return lost if 0 < lost <= tokens.rows * (world - 1) else 0
 
 
-def _extra(a: Content, b: Content, world_a: int, world_b: int) -> int | None:
+def _extra(a: Content, b: Content, most_a: int, most_b: int) -> int | None:
     """How many elements of padding `b` has more than `a`; None when they are not the same data."""
     if a.hashes == b.hashes and len(a.hashes) == 1:
         return 0  # the same at every call of both: a table, say
     usual = {content_hash(torch.tensor([value])) for value in USUAL_FILLERS}
     fillers = a.fillers | b.fillers | usual | {content_hash(torch.tensor([float(v)])) for v in USUAL_FILLERS}
     padded = None
-    for copies_a in range(1, world_a + 1):
-        for copies_b in range(1, world_b + 1):
+    for copies_a in range(1, most_a + 1):
+        for copies_b in range(1, most_b + 1):
             apart = (b.total * copies_a - a.total * copies_b) % 2**64
             more = b.count * copies_a - a.count * copies_b
             if apart == 0 and more == 0:
