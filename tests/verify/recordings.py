@@ -11,7 +11,7 @@ from torch import Tensor
 from isograd.verify.record import events
 from isograd.verify.record.events import Event
 from isograd.verify.record.recording import VERSION, RankWriter, Recording, write_json
-from isograd.verify.record.sketch import digest, sketch
+from isograd.verify.record.sketch import digest, sketch, squares
 from isograd.verify.watch.given import described
 
 RATE = 0.1
@@ -93,6 +93,7 @@ def told(one: Held, after: Tensor) -> events.Parameter:
         owned=one.owned,
         gradient=gradient is not None,
         gradient_hash=digest(gradient) if gradient is not None else "",
+        squares=squares(gradient) if gradient is not None else None,
         gradient_dtype=str(gradient.dtype).removeprefix("torch.") if gradient is not None else "",
         finite=gradient is None or bool(gradient.isfinite().all()),
         hash=digest(after),

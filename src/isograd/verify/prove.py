@@ -29,12 +29,15 @@ from isograd.mesh import Mesh
 from isograd.pipeline import picture
 from isograd.pipeline.schedule import Action, Timed, build
 from isograd.terms import Terms
+from isograd.verify import tolerances
 from isograd.verify.case import Case
-from isograd.verify.compare.compare import compare
+from isograd.verify.compare.classes import fit_all, fitted, kind_findings, large_kinds, mean_of, shifts
+from isograd.verify.compare.compare import compare, match_names, places_of, whole_tensors
 from isograd.verify.compare.numerics import Associated, Noise
+from isograd.verify.judge.analysis import Analysis
 from isograd.verify.record.events import LabelWeight, Norm, Pipeline, Result
 from isograd.verify.record.recording import VERSION, Recording, write_json
-from isograd.verify.tell.findings import INCONCLUSIVE, NOTE, Finding, Subject
+from isograd.verify.tell.findings import BUG, INCONCLUSIVE, NOTE, Finding, Subject
 from isograd.verify.tell.report import Report
 from isograd.verify.watch.capture import Capture
 
@@ -43,6 +46,7 @@ if TYPE_CHECKING:
 
 MakeCase = Callable[[Mesh], Case]
 # Members of the ensemble: parts that the batch is cut into, and terms into which every matrix product's sum is split.
+MORE_TERMS = (2, 3, 4, 5, 6)  # of more runs of a layout, over which factors of kinds of parameters are averaged
 ASSOCIATIONS = ((1, 2), (1, 3), (1, 4), (2, 2), (2, 3), (3, 2), (3, 4), (5, 3), (8, 2), (8, 4))
 
 
@@ -97,6 +101,15 @@ def verify(
             )
             recording = Recording(place)
             subject = compare(reference, recording, noise=noise)
+            if noise is not None and subject.verdict != BUG and judged_by_kinds(noise, dtype):
+                progress(f"{layout}, re-associated, for kinds of parameters")
+                again = [recording]
+                for terms in MORE_TERMS:
+                    other = home / f"{place.name}-{terms}"
+                    task = partial(_on_layout, case, str(layout), dtype, str(other), norms, taken, terms)
+                    world.run(task, timeout=timeout)
+                    again.append(Recording(other))
+                explain(subject, kinds(reference, again, noise))
             _note_even(recording, layout, subject)
             subject.schedule = _pictured(recording, layout)
             report.subjects.append(subject)
@@ -241,18 +254,20 @@ def _on_layout(
     directory: str,
     norms: dict[int, float],
     replay: Path | None = None,
+    terms: int = 1,
 ) -> None:
     """The layout, through isograd's engine or the case's own step. `norms`: the reference's, by step. `replay`: whose
-    choices of experts it takes.
+    choices of experts it takes. `terms`: into how many each product's sum is split.
 
     A case's own step leaves shards and copies of which only the case knows which is which, so no norm can be taken here
     without planting a bug. Right gradients have the reference's norm: that one clips.
     """
     mesh = Mesh(layout)
     made = make(case, mesh, dtype)
+    associated = Associated(terms) if terms > 1 else nullcontext()
     if made.step is not None:
         step = partial(made.step, made.model, made.batch, mesh)
-        with Capture(directory, steps=made.steps, activations=True, replay=replay) as capture:
+        with Capture(directory, steps=made.steps, activations=True, replay=replay) as capture, associated:
 
             def clip(parameters: list[Tensor]) -> None:
                 if made.clip is None or capture.step not in norms:
@@ -277,7 +292,7 @@ def _on_layout(
         )
     engine = Engine(made.model, mesh, made.optimizer, clip=made.clip)
     mine = pieces_of(made, mesh)
-    with Capture(directory, steps=made.steps, activations=True, replay=replay) as capture:
+    with Capture(directory, steps=made.steps, activations=True, replay=replay) as capture, associated:
         for _ in range(made.steps):
             if engine.pipeline is None:
                 backwards(engine, made, mine, capture)
@@ -346,7 +361,36 @@ def ensemble(
     off = (sum((f - 1) ** 2 for f in factors) / len(factors)) ** 0.5
     # One scalar that multiplies everything (1 / the step's weight) is rounded by up to eps / 2 in a layout, and by the
     # same amount in all members, which share it: alone it must not come near the limit of 3.
-    return Noise(truth, mean, variance, max(off, torch.finfo(dtype).eps / 4))
+    each = tuple({name: fitted([run[name]], [centre])[0] for name, centre in mean.items()} for run in runs)
+    return Noise(truth, mean, variance, max(off, torch.finfo(dtype).eps / 4), each)
+
+
+def judged_by_kinds(noise: Noise, dtype: torch.dtype) -> bool:
+    """Whether there are kinds of parameters whose tensors show together what drowns in each."""
+    return torch.finfo(dtype).eps >= tolerances.KIND_EPS and bool(large_kinds(noise.mean))
+
+
+def kinds(reference: Recording, runs: list[Recording], noise: Noise) -> list[Finding]:
+    """Kinds of parameters that have a factor of their own, on the average over re-associated runs of a layout."""
+    found, eps = [], 0.0
+    start = whole_tensors(Analysis(reference, 1), "parameter")
+    for recording in runs:
+        analysis = Analysis(recording, 1)
+        names = {n: t for n, t in match_names(analysis, noise.mean, start, {}).items() if t in noise.mean}
+        spots = places_of(analysis, start, names)
+        one, eps = fit_all(analysis, {n: noise.mean[t] for n, t in names.items()}, names, spots)
+        found.append(one)
+    if any(one.keys() != found[0].keys() for one in found):
+        return []
+    runs_of_one = tuple({n: run[names[n]] for n in found[0]} for run in noise.factors)
+    return kind_findings(1, shifts(mean_of(found), eps, runs_of_one))
+
+
+def explain(subject: Subject, told: list[Finding]) -> None:
+    """Adds what is told of kinds of parameters; a kind that is wrong explains a factor of all gradients together."""
+    wrong = {name for f in told if f.verdict == BUG for name in f.tensors}
+    kept = [f for f in subject.findings if not (wrong and f.verdict == INCONCLUSIVE and wrong < set(f.tensors))]
+    subject.findings = [*kept, *told]
 
 
 def _most_pieces(case: MakeCase | str, dtype: torch.dtype) -> int:

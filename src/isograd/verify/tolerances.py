@@ -70,6 +70,14 @@ FLOORS = {"float32": 1e-4, "float16": 3e-3, "bfloat16": 3e-2}
 # Errors in units of measured noise: below the first, rounding; above the second, a bug. Measured: at most 2.63.
 NOISE = (3.0, 8.0)
 NOISE_FLOOR = 1e-3  # of the whole gradient, times eps: the least noise of a tensor of all of its elements
+# One factor of a kind of parameter in half precision, in units of its noise (compare/classes.py): in a proof, and
+# between two recordings. Measured by `python -m benchmarks.verify_kinds`: right kinds come to 2.5 and 4.1.
+KIND, KIND_PAIR = (4.0, 6.0), (5.0, 8.0)
+KIND_FLOOR, KIND_PAIR_FLOOR = 1 / 16, 1 / 6  # of eps: the least noise
+KIND_AVERAGED = 0.7  # of the noise of one run is in the mean over the runs of a proof; measured: 0.6
+KIND_LEAST, KIND_ERROR = 16, 0.5  # so many tensors, none of which is noise by half
+KIND_LEAST_SQUARE = 1e-7  # least square of what is left of a tensor, so that no weight is without bounds
+KIND_EPS = 1e-4  # a format with a smaller eps is no half precision: there each tensor shows such a factor by itself
 NARROW = 1e-8  # above this limit weights differ by rounding after one step, and later steps are not compared
 START = 1e-4  # weights before the first step: a file read in fp32 and in bf16 is 2e-3 apart, which is told
 STORED = 1e-6  # a row of weights is a row of the reference's: two rows of an initialisation are 1 apart

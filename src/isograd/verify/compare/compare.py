@@ -16,6 +16,7 @@ from torch import Tensor
 
 from isograd.errors import VerifyError
 from isograd.verify import tolerances
+from isograd.verify.compare.classes import fit_all, kind_findings, shifts
 from isograd.verify.compare.diagnose import diagnose
 from isograd.verify.compare.divergence import first_divergence
 from isograd.verify.compare.loss_terms import other_amounts
@@ -148,7 +149,7 @@ def _step(
     limit = limit_of(analysis)
     names = match_names(analysis, truth, start, rename)
     found: list[Finding] = []
-    places = _places(analysis, start, names)
+    places = places_of(analysis, start, names)
     moved = _other_weights(analysis, start, names, places, reference, step)
     if moved is not None:
         return [moved]
@@ -162,6 +163,9 @@ def _step(
     wrong = [t for t in compared if t.verdict == BUG]
     if noise is not None and not wrong:
         found += common_factor(analysis, noise, names, places)
+    if noise is None and not wrong and limit > tolerances.HALF_UPDATE:
+        every, eps = fit_all(analysis, expected, names, places)
+        found += kind_findings(step, shifts(every, eps))
     unclear = tuple(t.name for t in compared if t.verdict == INCONCLUSIVE)
     left = dict.fromkeys(unplaced, UNPLACED) | _without_counterpart(analysis, truth, names)
     subject.uncompared |= left
@@ -276,7 +280,8 @@ def _without_counterpart(analysis: Analysis, truth: dict[str, Tensor], names: di
     return dict.fromkeys(ours, NOT_THERE) | {n: NOT_HERE for n in truth if n not in names.values()}
 
 
-def _places(analysis: Analysis, start: dict[str, Tensor], names: dict[str, str]) -> dict[str, dict[int, Place]]:
+def places_of(analysis: Analysis, start: dict[str, Tensor], names: dict[str, str]) -> dict[str, dict[int, Place]]:
+    """By name and rank: where what the rank holds stands in the whole tensor."""
     found: dict[str, dict[int, Place]] = {}
     for name, theirs in names.items():
         holders = analysis.holders(name)

@@ -32,6 +32,7 @@ class Noise:
     mean: dict[str, Tensor]
     variance: dict[str, Tensor]
     factor: float  # how far from 1 the one factor lies that fits a member to the truth best (root mean square)
+    factors: tuple[dict[str, float], ...] = ()  # of each member: the factor of each tensor
 
     def ratio(self, name: str, found: Tensor, part: Callable[[Tensor], Tensor], whole: float) -> float:
         """Distance from the mean in units of the spread; a tensor without noise is held to the format's own."""

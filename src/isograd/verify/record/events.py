@@ -51,13 +51,14 @@ class Parameter:
     trainable: bool
     owned: bool  # by an optimizer
     gradient: bool  # there was one
-    gradient_hash: str
-    gradient_dtype: str
     finite: bool
     hash: str  # after the step
     part_shape: tuple[int, ...]  # of what a backward added on this rank
+    gradient_hash: str = ""
+    gradient_dtype: str = ""
     before: str = ""  # the hash before the step; '' when it was not seen
     constant: bool = False  # every element was one value before the step
+    squares: float | None = None  # the sum of the squares of its gradient here
     rate: float | None = None  # the learning rate with which its optimizer stepped; None: not known
 
 

@@ -162,6 +162,11 @@ class Recording:
         return dict(steps[0].parameters) if steps else {}
 
 
+def finished(path: Path) -> int:
+    """How many ranks have closed their part of a recording that may still be written."""
+    return sum(bool(_read_json(about).get("finished")) for about in path.glob("rank-*/rank.json"))
+
+
 def _read_rank(directory: Path) -> RankRecord:
     about = _read_json(directory / "rank.json", {"version": 1 << 31, "rank": MOST_RANKS, "world": MOST_RANKS})
     version = about["version"]

@@ -228,12 +228,11 @@ def _drift(recording: Recording, subject: Subject) -> None:
         for name in analysis.names:
             row: list[float | None] = [None] * recording.world
             for ranks in analysis.replica_sets(name):
-                first = recording.ranks[ranks[0]].tensors(step).get(f"final/{name}")
+                first = analysis.sums[ranks[0]].get(name)
                 for rank in ranks:
-                    mine = recording.ranks[rank].tensors(step).get(f"final/{name}")
-                    if first is not None and mine is not None and mine.shape == first.shape:
-                        size = max(float(first.double().norm()), 1e-300)
-                        row[rank] = float((mine.double() - first.double()).norm()) / size
+                    mine = analysis.sums[rank].get(name)
+                    if first is not None and mine is not None:
+                        row[rank] = float((mine - first).norm()) / max(float(first.norm()), 1e-300)
             known = [v for v in row if v is not None]
             if known:
                 subject.by_rank[name], subject.errors[name] = row, max(known)

@@ -43,7 +43,7 @@ from isograd.verify.record.events import (
     key,
     micro_of,
 )
-from isograd.verify.record.sketch import digest, dtype_name, sketch
+from isograd.verify.record.sketch import digest, dtype_name, sketch, squares
 from isograd.verify.watch import foreign
 from isograd.verify.watch.collectives import Watch, call_site
 from isograd.verify.watch.fused import Fused
@@ -62,8 +62,8 @@ MOST_MICROS = 512  # backwards without an optimizer step, after which nothing mo
 
 
 class Capture(Life):
-    """`parameters`: write them too, before and after each step; only `verify compare` needs them. `lenient`: an error
-    of the capture's own ends the watching, and is told, instead of ending the program that is watched. `replay`: a
+    """`parameters`: write these and gradients as a whole, too: only `verify compare` needs more than sketches.
+    `lenient`: an error of the capture's own ends the watching, and is told, instead of ending the program. `replay`: a
     recording whose choices of experts are taken (routing.py)."""
 
     def __init__(
@@ -89,6 +89,7 @@ class Capture(Life):
         self.waiting: set[str] = set()  # parameters of an optimizer that did not
         self.held: list[nn.Module | None] = []  # models that may never be stepped: kept until they are
         self.before: dict[str, dict[str, Any]] = {}  # each parameter before the step: its hash, and is it constant
+        self.gradients: dict[str, dict[str, Any]] = {}  # of each, before clip: its hash, dtype and squares
         self.boxes: dict[str, tuple[Box, tuple[int, ...]]] = {}  # (box, whole shape), told by an engine
         self.part_shapes: dict[str, tuple[int, ...]] = {}
         self.storages: dict[int, set[str]] = {}  # memory of a gradient -> names
@@ -278,7 +279,7 @@ class Capture(Life):
         """Before the first activation of a call: gradients come last and are what everything else is compared for."""
         self.reserved = 0
         for parameter in self.learn_names().values():
-            copies = int(parameter.requires_grad) + (2 if self.parameters else 0)
+            copies = int(parameter.requires_grad) + 2 if self.parameters else 0
             part = foreign.local(parameter)
             self.reserved += copies * part.numel() * part.element_size()
 
@@ -332,7 +333,11 @@ class Capture(Life):
             part = foreign.placed_like(parameter, gradient)
             self.active = was
             self.tensors[f"sum/{name}"] = sketch(part, self._offset(name, parameter, part))
-            self.keep(f"final/{name}", part)
+            self.gradients[name] = {
+                "gradient_hash": digest(part), "gradient_dtype": dtype_name(part), "squares": squares(part),
+            }  # fmt: skip
+            if self.parameters:
+                self.keep(f"final/{name}", part)
         if gradients is not None:
             self.event(WholeGradients(*self.now, names=tuple(sorted(gradients))))
 
@@ -411,7 +416,6 @@ class Capture(Life):
         about: dict[str, Parameter] = {}
         for name, parameter in self.learn_names().items():
             part = foreign.local(parameter)
-            final = self.tensors.get(f"final/{name}")
             if self.parameters:
                 self.keep(f"after/{name}", part)
             box, whole = self.boxes.get(name) or (foreign.box_of(parameter), foreign.whole_shape(parameter))
@@ -423,9 +427,8 @@ class Capture(Life):
                 dtype=dtype_name(parameter),
                 trainable=parameter.requires_grad and name not in self.waiting,
                 owned=name in self.owned or parameter in self.belongs,
+                **(self.gradients[name] if f"sum/{name}" in self.tensors else {}),
                 gradient=f"sum/{name}" in self.tensors,
-                gradient_hash=digest(final) if final is not None else "",
-                gradient_dtype=dtype_name(final) if final is not None else "",
                 finite=bool(self.tensors[f"sum/{name}"].isfinite().all()) if f"sum/{name}" in self.tensors else True,
                 hash=digest(part),
                 part_shape=self.part_shapes.get(name, tuple(part.shape)),
@@ -453,4 +456,5 @@ class Capture(Life):
 
 def _state(part: Tensor) -> dict[str, Any]:
     flat = part.detach().reshape(-1)
-    return {"before": digest(part), "constant": bool(flat.numel() == 0 or (flat == flat[0]).all())}
+    constant = flat.numel() == 0 or bool((flat[:64] == flat[0]).all() and (flat == flat[0]).all())
+    return {"before": digest(part), "constant": constant}

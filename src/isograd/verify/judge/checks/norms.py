@@ -109,7 +109,7 @@ def _one_factor(analysis: Analysis, rank: int) -> float | None:
 
 
 def true_norm(analysis: Analysis) -> float | None:
-    """The norm with every element counted once; None when some gradients were too large to be recorded whole."""
+    """The norm with every element counted once; None when that cannot be told."""
     parts = _squares(analysis)
     return None if parts is None else math.sqrt(sum(parts.values()))
 
@@ -121,10 +121,10 @@ def _squares(analysis: Analysis) -> dict[tuple[str, tuple[int, ...]], float] | N
         if name in analysis.unsure:
             return None
         for ranks in analysis.replica_sets(name):
-            final = analysis.recording.ranks[ranks[0]].tensors(analysis.step).get(f"final/{name}")
-            if final is None and analysis.about[ranks[0]][name].gradient:
+            about = analysis.about[ranks[0]][name]
+            if about.squares is None and about.gradient:
                 return None
-            found[name, ranks] = float(final.double().square().sum()) if final is not None else 0.0
+            found[name, ranks] = about.squares or 0.0
     return found
 
 
@@ -162,8 +162,7 @@ def _norm_is_true(analysis: Analysis, reported: float, names: tuple[str, ...]) -
     copies = 0.0
     for name in analysis.names:
         for ranks in analysis.replica_sets(name):
-            final = analysis.recording.ranks[ranks[0]].tensors(analysis.step).get(f"final/{name}")
-            copies += len(ranks) * float(final.double().square().sum()) if final is not None else 0.0
+            copies += len(ranks) * (analysis.about[ranks[0]][name].squares or 0.0)
     repeated = tuple(n for n in names if any(len(r) > 1 for r in analysis.replica_sets(n)))
     exact = abs(reported - math.sqrt(copies)) <= tolerances.FACTOR * reported
     sentence = f"step {analysis.step}: the norm is {reported:.6g} but each element once gives {truth:.6g}" + (
