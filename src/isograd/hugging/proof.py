@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from isograd.comm.agree import all_or_none, told
 from isograd.contract import contracts
 from isograd.engine import Engine
-from isograd.errors import ModelError, headline
+from isograd.errors import IsogradError, ModelError, headline
 from isograd.hugging.adapters import smaller
 from isograd.hugging.loading import build, refuse_layout
 from isograd.hugging.small import small
@@ -94,7 +95,8 @@ def compare(config: Any, mesh: Mesh, adapter: Any = None) -> Proof:
         model = _tried("cannot be cut", lambda: _built(tiny, mesh, smaller(adapter)), mesh)
         held = share_held(model, mesh)
         truth = _tried("does not run on one device", lambda: _one_device(tiny, mesh, smaller(adapter)), mesh)
-        found = _tried("does not run under the layout", lambda: _under_layout(model, mesh, tiny.vocab_size), mesh)
+        step = partial(_under_layout, model, mesh, tiny.vocab_size)
+        found = _tried("does not run under the layout", step, mesh, steps=True)
     floor = FLOOR * float(torch.stack([g.norm() for g in truth.values()]).norm())
     errors = {name: _error(gradient, truth.get(name), floor) for name, gradient in found.items()}
     everywhere = told(errors, mesh)
@@ -176,8 +178,8 @@ def _under_layout(model: Any, mesh: Mesh, vocab: int) -> dict[str, Tensor]:
     return {name: gradient.clone() for name, gradient in engine.grads()}
 
 
-def _tried(what: str, do: Any, mesh: Mesh) -> Any:
-    """A small copy that fails is refused with what the library said."""
+def _tried(what: str, do: Any, mesh: Mesh, steps: bool = False) -> Any:
+    """A small copy that fails is refused with what the library said. `steps`: it runs a step of the layout."""
 
     def spelled(error: Exception) -> ModelError:
         return ModelError(
@@ -189,7 +191,14 @@ def _tried(what: str, do: Any, mesh: Mesh) -> Any:
             where=mesh.where(),
         )
 
-    return all_or_none(do, mesh, ModelError, spelled)
+    if mesh.size("pp") == 1 or not steps:
+        return all_or_none(do, mesh, ModelError, spelled)
+    try:  # a stage that fails closes its connections: the others have heard of it, and nobody can ask them
+        return do()
+    except IsogradError:
+        raise
+    except Exception as error:
+        raise spelled(error) from error
 
 
 @contextmanager
