@@ -53,10 +53,10 @@ under the layout and on one device. Every gradient is compared by name. Tried ar
 - **not run**: the small copy made for the proof does not run, on one device or under the layout, so nothing is known.
   `ig.hugging.load` refuses such a model, too (IG469).
 - An empty cell has not been tried.
-- **wrong**: gradients differ. `ig.hugging.load` refuses the model (IG468). No cell of a layout is wrong.
+- **wrong**: gradients differ. `ig.hugging.load` refuses the model (IG468).
 - **transformers' own tp2** is `from_pretrained(..., distributed_config=DistributedConfig(tp_size=2))`, judged in the
-  same way by `python -m benchmarks.transformers_own`, for 20 of them: right, or wrong in the parameters named, with the
-  coefficient <found, true> / <true, true> of each. It has two micro-batches of uneven labels.
+  same way by `python -m benchmarks.transformers_own`, for some of them: right, or wrong in the parameters named, with
+  the coefficient <found, true> / <true, true> of each. It has two micro-batches of uneven labels.
 
 {summary}
 

@@ -108,7 +108,7 @@ class _Flow:
     mesh: Mesh
     layers: str  # the name of their list
     parts: tuple[range, ...]  # of each stage
-    output: Any  # the form of a layer's output, and None in the place of each tensor
+    output: Any  # the form of a layer's output and its leaves, the class Tensor in the place of each tensor
     arrived: Any = None
 
     @property
@@ -125,7 +125,7 @@ class _Flow:
         form, leaves = self.output
         if stage:
             given = iter(passed if isinstance(passed, tuple) else (passed,))
-            self.arrived = tree.tree_unflatten([next(given) if leaf is None else leaf for leaf in leaves], form)
+            self.arrived = tree.tree_unflatten([next(given) if leaf is Tensor else leaf for leaf in leaves], form)
         for number, layer in enumerate(whole.values()):
             if number < part.start:
                 layers._modules[str(number)] = layer if isinstance(layer, _Elsewhere) else _Elsewhere(layer, self)

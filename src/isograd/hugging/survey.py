@@ -31,7 +31,7 @@ class Survey:
     layers: str  # the name of the list of layers
     roles: dict[str, set[str]] = field(default_factory=dict)  # of parameters outside of it, by name
     crossing: list[str] = field(default_factory=list)  # what a layer takes, apart from the output of the one before
-    output: Any = None  # of a layer: its form, with None in the place of each tensor
+    output: Any = None  # of a layer: its form and its leaves, the class Tensor in the place of each tensor
 
 
 def survey(library: Any, config: Any) -> Survey:
@@ -111,7 +111,7 @@ class _Look:
         def hook(module: nn.Module, args: Any, output: Any) -> Any:
             leaves, form = tree.tree_flatten(output)
             self._note(f"layer {number}", leaves, EVERYWHERE, number, number)
-            self.forms.append((form, [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]))
+            self.forms.append((form, [Tensor if isinstance(leaf, Tensor) else leaf for leaf in leaves]))
             return tree.tree_unflatten([self._continued(leaf, number) for leaf in leaves], form)
 
         return hook
