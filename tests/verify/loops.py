@@ -77,6 +77,8 @@ def ddp(wrong: str = "", accumulate: int = 1, steps: int = 3, even: bool = False
                 value = F.cross_entropy(logits, labels.flatten()) / accumulate
             elif loss == "square":
                 value = (logits.softmax(-1) - F.one_hot(labels.flatten().clamp(0), VOCAB)).square().mean() / accumulate
+            elif loss == "negated":
+                value = -logits.log_softmax(-1).gather(1, labels.flatten().clamp(0)[:, None]).mean() / accumulate
             elif loss == "half":
                 value = F.cross_entropy(logits, labels.flatten()) / 2
             else:  # labels that the program makes after the model was called

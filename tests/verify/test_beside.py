@@ -81,6 +81,7 @@ def test_a_right_loop_passes_beside_one_device_whatever_its_loss_divides_by(judg
         ("", 1, 2),
         ("", 1, 3, True, "mean"),
         ("", 2, 3, True, "square"),
+        ("", 2, 3, True, "negated"),
         ("", 2, 3, False, "sum"),
         ("", 2, 3, True, "balanced"),
     ):

@@ -301,13 +301,16 @@ def _wanted(alone: list[tuple[float, float]], again: list[list[tuple[float, floa
     def equal(values: list[float]) -> bool:
         return max(values) - min(values) <= tolerances.FACTOR * max(map(abs, values))
 
+    def one(weight: float) -> bool:  # or minus one: a loss may be the negative of a mean of log-probabilities
+        return abs(abs(weight) - 1) <= tolerances.FACTOR
+
     replayed = [call for calls in again for call in calls]
     weights, counts = [w for _, w in (*alone, *replayed)], [n for n, _ in (*alone, *replayed)]
     whole = sum(n * w for n, w in alone) * factor  # of all labels of a step together
     per_label = whole / sum(n for n, _ in replayed)
-    if abs(whole - 1) <= tolerances.FACTOR:
+    if one(whole):
         return per_label
-    if equal(weights) and (not equal(counts) or abs(weights[0] * factor - 1) <= tolerances.FACTOR):
+    if equal(weights) and (not equal(counts) or one(weights[0] * factor)):
         return weights[0] * factor  # a sum, or one divided by a number of the program's own
     if not equal(counts) and equal([n * w for n, w in replayed]):
         return per_label
