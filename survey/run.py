@@ -58,7 +58,7 @@ def environment(home, name):
     python = place / "bin" / "python"
     if not (place / "ready").exists():
         shutil.rmtree(place, ignore_errors=True)
-        subprocess.run([sys.executable, "-m", "venv", str(place)], check=True)
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(place)], check=True)
         own = subprocess.run(
             [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
             check=True, text=True, stdout=subprocess.PIPE,

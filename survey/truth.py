@@ -11,7 +11,7 @@
 A program may say more about itself: `plain(args)` the model of step 2 (else tiny.model()), `batch(rank, world, micro,
 args)` its data (else what the model was called with), `READERS(world)` the ranks that have data of their own,
 `whole(model, batches, args)` one loss over all micro-batches where it is not a sum, `gradients(models)` how to read
-gradients that a library keeps elsewhere, `CALLS` how often a micro-batch calls the model, `RENAME` pairs of texts to
+gradients that a library keeps elsewhere, `RENAME` pairs of texts to
 replace in names.
 """
 
@@ -38,6 +38,17 @@ def clean(name, program):
     for old, new in getattr(program, "RENAME", ()):
         name = name.replace(old, new)
     return name
+
+
+def tensors_in(given):
+    """(name, tensor) of a call's arguments; a mapping's members by their own names, a list's by their places."""
+    for name, value in given.items():
+        if isinstance(value, torch.Tensor):
+            yield name, value
+        elif isinstance(value, Mapping):
+            yield from tensors_in(value)
+        elif isinstance(value, list | tuple) and all(isinstance(v, Mapping) for v in value):
+            yield from ((f"{i}.{n}", t) for i, v in enumerate(value) for n, t in tensors_in(v))
 
 
 class Dump:
@@ -86,9 +97,7 @@ class Dump:
             ):
                 self.roots[id(module)] = module
                 given = dict(zip("0123", args, strict=False)) | kwargs
-                for more in [v for v in given.values() if isinstance(v, Mapping)]:
-                    given |= more
-                self.calls.append({k: v.detach().clone() for k, v in given.items() if isinstance(v, torch.Tensor)})
+                self.calls.append({k: v.detach().clone() for k, v in tensors_in(given)})
                 for name, parameter in self.named().items():
                     if not isinstance(parameter, DTensor):
                         self.weights.setdefault(name, parameter.detach().clone().contiguous())
@@ -165,10 +174,7 @@ def contributions(program, model, ranks, args, out):
     if hasattr(program, "batch"):
         micros = {r: [program.batch(r, ranks, m, args) for m in range(args.accumulate)] for r in readers}
     else:
-        each = getattr(program, "CALLS", 1)  # calls of the model in one micro-batch
         micros = {r: seen[r][0] for r in readers}
-        if each > 1:
-            micros = {r: [own[i : i + each] for i in range(0, len(own), each)] for r, own in micros.items()}
     every = [b for own in micros.values() for b in own]
     joint = program.whole(model, every, args) if hasattr(program, "whole") else None
     if joint is not None:

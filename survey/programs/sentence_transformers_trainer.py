@@ -13,8 +13,7 @@ from transformers import BertConfig, BertModel, set_seed
 from trl_trainers import sentences, tokenizer
 
 SWITCHES = ("gather",)
-RENAME = [("0.auto_model.", ""), ("0.model.", "")]
-CALLS = 2  # anchors, positives
+RENAME = [("model.0.auto_model.", ""), ("model.0.model.", "")]
 
 
 def plain(args):
@@ -22,10 +21,10 @@ def plain(args):
     return BertModel(bert())
 
 
-def embedded(model, call):
-    """Mean pooling, normalized."""
-    states = model(input_ids=call["input_ids"], attention_mask=call["attention_mask"]).last_hidden_state
-    mask = call["attention_mask"][..., None].float()
+def embedded(model, call, column):
+    """Mean pooling, normalized; column 0: anchors, 1: positives."""
+    given = {name: call[f"{column}.{name}"] for name in ("input_ids", "attention_mask")}
+    states, mask = model(**given).last_hidden_state, given["attention_mask"][..., None].float()
     return F.normalize((states * mask).sum(1) / mask.sum(1), dim=-1)
 
 
@@ -34,8 +33,8 @@ def ranked(anchors, candidates):
     return F.cross_entropy(20 * anchors @ candidates.T, torch.arange(len(anchors)), reduction="sum")
 
 
-def truth(model, calls):
-    anchors, positives = (embedded(model, call) for call in calls)
+def truth(model, call):
+    anchors, positives = (embedded(model, call, i) for i in range(2))
     return ranked(anchors, positives), len(anchors)
 
 
@@ -43,7 +42,7 @@ def whole(model, batches, args):
     """With gathered candidates: one loss over the rows of all ranks."""
     if not args.gather:
         return None
-    anchors, positives = (torch.cat([embedded(model, b[i]) for b in batches]) for i in range(2))
+    anchors, positives = (torch.cat([embedded(model, b, i) for b in batches]) for i in range(2))
     return ranked(anchors, positives) / len(anchors)
 
 

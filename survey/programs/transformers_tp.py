@@ -35,8 +35,12 @@ def main():
     args = tiny.options(*SWITCHES)
     dist.init_process_group("gloo")
     with tempfile.TemporaryDirectory() as place:
-        plain(args).save_pretrained(place)
-        model = AutoModelForCausalLM.from_pretrained(place, tp_plan="auto", dtype=torch.float32)
+        places = [place]
+        dist.broadcast_object_list(places)
+        plain(args).save_pretrained(places[0])
+        dist.barrier()
+        model = AutoModelForCausalLM.from_pretrained(places[0], tp_plan="auto", dtype=torch.float32)
+        dist.barrier()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
     for step in range(args.steps):
         for i in range(args.accumulate):

@@ -1,15 +1,18 @@
 """TRL's trainers on a tiny random Llama, with data that are tokens already: SFT, DPO, reward, GRPO."""
 
+import sys
 import tempfile
 
 import tiny
 import torch
+import torch.nn.functional as F
 import transformers_trainer as family
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaForSequenceClassification, PreTrainedTokenizerFast, set_seed
 
 SWITCHES = ("dpo", "reward", "grpo", "sft")
+DPO = "--dpo"
 
 
 def tokenizer():
@@ -50,8 +53,22 @@ def data(args):
     return Dataset.from_dict({"prompt": sentences(64, 4, 4, g)} | pairs)
 
 
+def log_probabilities(model, ids, labels):
+    """Of each row's labels, summed."""
+    shifted = F.pad(labels, (0, 1), value=-100)[:, 1:]
+    logits = model(input_ids=ids).logits.transpose(1, 2)
+    return -F.cross_entropy(logits, shifted, reduction="none").sum(1)
+
+
 def truth(model, batch):
-    """Of SFT: the mean over the labels of completions."""
+    """SFT: a mean over the labels of completions. DPO and reward: a mean over pairs, the chosen rows first. In the
+    first step the DPO policy is its reference, where the gradient of -log sigmoid(0.1 x) is -0.05 times that of x."""
+    if "labels" not in batch:
+        chosen, rejected = model(**batch).logits.squeeze(-1).chunk(2)
+        return -F.logsigmoid(chosen - rejected).sum(), len(chosen)
+    if DPO in sys.argv:
+        chosen, rejected = log_probabilities(model, batch["input_ids"], batch["labels"]).chunk(2)
+        return -0.05 * (chosen - rejected).sum(), len(chosen)
     return family.truth(model, batch)
 
 
@@ -69,7 +86,7 @@ def main():
         if args.sft:
             trainer = trl.SFTTrainer(plain(args), args=trl.SFTConfig(**common, max_length=32), **how)
         elif args.dpo:
-            trainer = trl.DPOTrainer(plain(args), args=trl.DPOConfig(**common, max_length=32), **how)
+            trainer = trl.DPOTrainer(plain(args), plain(args), args=trl.DPOConfig(**common, max_length=32), **how)
         elif args.reward:
             trainer = trl.RewardTrainer(plain(args), args=trl.RewardConfig(**common, max_length=32), **how)
         else:
