@@ -11,7 +11,6 @@ from transformers import (
     BertForSequenceClassification,
     BertForTokenClassification,
     LlamaConfig,
-    LlamaForCausalLM,
     LlamaForSequenceClassification,
     T5Config,
     T5ForConditionalGeneration,
@@ -20,8 +19,8 @@ from transformers import (
     set_seed,
 )
 
-SWITCHES = ("classify", "regress", "tokens", "masked", "t5", "llama-classify", "smoothing")
-CLASSES, SMOOTHING = 5, 0.1
+SWITCHES = ("classify", "regress", "tokens", "masked", "t5", "llama-classify")
+CLASSES = 5
 
 
 def plain(args):
@@ -47,7 +46,7 @@ def plain(args):
             decoder_start_token_id=0,
         )  # fmt: skip
         return T5ForConditionalGeneration(t5)
-    return LlamaForSequenceClassification(llama) if args.llama_classify else LlamaForCausalLM(llama)
+    return LlamaForSequenceClassification(llama)
 
 
 class Data(torch.utils.data.Dataset):
@@ -77,11 +76,8 @@ def truth(model, batch):
     logits = model(input_ids=batch["input_ids"], **({"labels": labels} if hasattr(model, "decoder") else {})).logits
     if labels.is_floating_point():
         return F.mse_loss(logits.squeeze(-1), labels, reduction="sum"), len(labels)
-    if type(model) is LlamaForCausalLM:
-        labels = F.pad(labels, (0, 1), value=-100)[:, 1:]
     logits, labels = logits.reshape(-1, logits.size(-1)), labels.flatten()
-    smoothing = SMOOTHING if type(model) is LlamaForCausalLM else 0.0
-    loss = F.cross_entropy(logits, labels, reduction="sum", label_smoothing=smoothing)
+    loss = F.cross_entropy(logits, labels, reduction="sum")
     return loss, int((labels != -100).sum())
 
 
@@ -91,7 +87,6 @@ def main():
         arguments = TrainingArguments(
             output_dir=place, use_cpu=True, max_steps=args.steps, per_device_train_batch_size=2, max_grad_norm=0.0,
             gradient_accumulation_steps=args.accumulate, save_strategy="no", report_to="none", disable_tqdm=True,
-            label_smoothing_factor=SMOOTHING if args.smoothing else 0.0,
         )  # fmt: skip
         Trainer(plain(args), arguments, train_dataset=Data(args)).train()
 
