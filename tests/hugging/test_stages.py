@@ -103,6 +103,14 @@ def test_what_layers_are_given_from_elsewhere_is_held_by_every_stage() -> None:
     assert roles["model.embed_tokens_per_layer.weight"] == {BEFORE, EVERYWHERE}
 
 
+def test_results_of_a_layer_that_are_none_are_not_taken_for_tensors() -> None:
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model("falcon")
+    _, leaves = survey(library_of(config, "here"), config).output
+    assert leaves == [torch.Tensor, None]
+
+
 def test_each_rank_holds_its_stages_and_no_more() -> None:
     tables = []
     for rank in range(2):
