@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -55,8 +55,8 @@ class _Range:
         self.first = torch.frombuffer(self._bytes, dtype=torch.uint8, count=1).data_ptr()
         self.end, self._next = self.first + SPACE, 0
 
-    def take(self, form: Form) -> tuple[Tensor, memoryview]:
-        """A tensor, and what lives as long as its memory would."""
+    def take(self, form: Form) -> Tensor:
+        """A tensor in memory that nothing touches."""
         shape, strides, dtype = form
         extent = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
         size = extent * dtype.itemsize
@@ -64,7 +64,7 @@ class _Range:
             self._next = 0
         memory = self._bytes[self._next : self._next + size]
         self._next += -(-size // 64) * 64
-        return torch.frombuffer(memory, dtype=dtype).as_strided(shape, strides), memory
+        return torch.frombuffer(memory, dtype=dtype).as_strided(shape, strides)
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor's memory is in here."""
@@ -113,7 +113,6 @@ class Shapes(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.large = large
         self.normed: list[Segments] = []
-        self.made: Callable[[Tensor, object], None] | None = None  # is told of each hollow tensor, and of its memory
         self._range = _Range()
         self._results: dict[Any, tuple[tuple[Form | None, ...], Any]] = {}
         self._abouts: dict[int, _About] = {}
@@ -217,10 +216,7 @@ class Shapes(TorchDispatchMode):
         """A result: hollow, or small and of ones."""
         if not self._is_large(form):
             return torch.ones(form[0], dtype=form[2]).as_strided(form[0], form[1])
-        tensor, memory = self._range.take(form)
-        if self.made is not None:
-            self.made(tensor, memory)
-        return tensor
+        return self._range.take(form)
 
     # -- whose gradient
 
