@@ -77,6 +77,7 @@ ARROWS = {
         "mesh",
         "outside",
         "pipeline",
+        "tallies",
         "terms",
         "scratch",
         "screen",

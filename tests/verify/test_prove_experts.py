@@ -22,6 +22,12 @@ def right(mesh: Mesh) -> Case:
     return language_model(replace(LLAMA, experts=EXPERTS), mesh)
 
 
+def biased(mesh: Mesh) -> Case:
+    """Its second step chooses by what the first one counted."""
+    options = replace(EXPERTS, balance="none", balance_weight=0.0, choice_bias=True)
+    return language_model(replace(LLAMA, experts=options), mesh)
+
+
 def twice(mesh: Mesh) -> Case:
     """A layout's balance loss counts twice."""
     weight = 0.5 if mesh.layout.world_size == 1 else 1.0
@@ -45,6 +51,12 @@ def test_the_built_in_proof_cuts_experts_along_every_axis_and_nothing_else_by_ep
         "dp", "cp", "tp", "pp",
     }  # fmt: skip
     assert all(Layout.parse(text).ep == 1 for text in LAYOUTS)
+
+
+@pytest.mark.medium
+def test_one_device_moves_its_choice_bias_between_steps_as_the_engine_does() -> None:
+    (subject,) = verify(biased, "dp2 ep2").subjects
+    assert subject.verdict == PASS, subject.findings
 
 
 @pytest.mark.slow

@@ -28,6 +28,7 @@ from isograd.layout import Layout
 from isograd.mesh import Mesh
 from isograd.pipeline import picture
 from isograd.pipeline.schedule import Action, Timed, build
+from isograd.tallies import Tallies
 from isograd.terms import Terms
 from isograd.verify import tolerances
 from isograd.verify.case import Case
@@ -188,7 +189,9 @@ def one_device(
 
 
 def _train(made: Case, gradients: Callable[[], None], clip: Callable[[list[Tensor]], None]) -> None:
-    """A case's steps: its gradients, clipped before its optimizer uses them."""
+    """A case's steps: its gradients, clipped before its optimizer uses them. What layers counted is used as by a step
+    of the engine."""
+    tallies = Tallies(made.model, Mesh("1")) if made.step is None else None
     parameters: list[Tensor] = [p for p in made.model.parameters() if p.requires_grad]
     optimizer = made.optimizer(parameters)
     for _ in range(made.steps):
@@ -196,6 +199,8 @@ def _train(made: Case, gradients: Callable[[], None], clip: Callable[[list[Tenso
         clip(parameters)
         optimizer.step()
         optimizer.zero_grad()
+        if tallies is not None:
+            tallies.end(committed=True)
 
 
 def _sum_of_parts(case: Case, parts: list[object], capture: Capture) -> None:
