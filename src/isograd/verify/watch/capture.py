@@ -78,6 +78,7 @@ class Capture(Life):
     ) -> None:
         super().__init__(Path(directory), lenient)
         self.most_steps, self.activations, self.limit, self.parameters = steps, activations, limit, parameters
+        self.whole = parameters  # gradients are kept as a whole; feed.py keeps them where it keeps no parameters
         self.base = os.getcwd()
         self.last_step_at = -1  # `backwards` at the last step taken
         self.numbers = self.arrivals = self.calls = 0
@@ -336,7 +337,7 @@ class Capture(Life):
             self.gradients[name] = {
                 "gradient_hash": digest(part), "gradient_dtype": dtype_name(part), "squares": squares(part),
             }  # fmt: skip
-            if self.parameters:
+            if self.whole:
                 self.keep(f"final/{name}", part)
         if gradients is not None:
             self.event(WholeGradients(*self.now, names=tuple(sorted(gradients))))
