@@ -315,7 +315,7 @@ def _readable(value: Any) -> bytes:
 def _config(described: Mapping[str, Any], entries: Iterable[Entry], tokenizer: str | Path | None) -> dict[str, Any]:
     if described["kind"] == "isograd":
         values = to_hf_config(TransformerConfig.from_dict(described["config"]))
-        values |= {"architectures": [ARCHITECTURES[values["model_type"]]], **dict.fromkeys(SPECIAL)}
+        values = {**dict.fromkeys(SPECIAL), **values, "architectures": [ARCHITECTURES[values["model_type"]]]}
     else:
         values = dict(described["config"])
     near = Path(str(tokenizer)) / "config.json"

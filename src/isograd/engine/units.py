@@ -27,7 +27,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from isograd.comm import raw
 from isograd.engine.first import FirstValues
 from isograd.engine.hooks import Hook, guard_state, refuse_absent
 from isograd.engine.kept import Kept, keep
@@ -76,10 +75,7 @@ class Units:
         self.keep, self._where = keep_gathered, mesh.where()
         owners = {slot.owners.ranks: slot.owners for slot in slots}
         within = all(set(ranks) <= set(mesh.ranks(DATA)) for ranks in owners)  # not where experts are folded over tp
-        axes = DATA if within else STAGE
-        # Connections that carry notes only: sending one would wait for rows that arrive on the same connection.
-        notes = mesh.group(axes, "" if raw.native(mesh.group(axes)) else "notes")
-        self._lockstep = Lockstep(notes, list(owners.values()), self._where)
+        self._lockstep = Lockstep(mesh.group(DATA if within else STAGE), list(owners.values()), self._where)
         self._in_forward = self._in_backward = False  # of the whole model
         self._outer: BaseException | None = None  # being handled when the forward or the backward began
         self._round: int | None = None  # of the lockstep, in which a forward or a backward began that is not over

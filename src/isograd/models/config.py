@@ -50,6 +50,7 @@ class TransformerConfig:
     qk_norm: bool = False
     qk_norm_over: str = "head"  # "head" | "width": what one norm of queries or keys spans
     tied: bool = False
+    pad_token: int | None = None  # a token whose lookup gives the embedding no gradient
     sliding_window: int | None = None  # refused for sequences longer than it
     dropout: float = 0.0
     attention_dropout: float = 0.0
@@ -82,6 +83,8 @@ class TransformerConfig:
             problems.append(f"positions are 'rotary' or 'learned', not {self.positions!r}")
         if self.qk_norm_over not in ("head", "width"):
             problems.append(f"qk_norm_over is 'head' or 'width', not {self.qk_norm_over!r}")
+        if self.pad_token is not None and not 0 <= self.pad_token < self.vocab:
+            problems.append(f"pad_token {self.pad_token} is no token of a vocabulary of {self.vocab}")
         if self.heads > 0 and self.head_dim is None and self.hidden % self.heads:
             problems.append(f"hidden {self.hidden} is no multiple of heads {self.heads}; give head_dim")
         if self.heads > 0 and self.kv_heads is not None and (self.kv_heads < 1 or self.heads % self.kv_heads):

@@ -103,6 +103,12 @@ def _rope(c: Mapping[str, Any]) -> float:
     return float(rope.get("rope_theta", c.get("rope_theta", 10000.0)))
 
 
+def _pad_token(c: Mapping[str, Any]) -> int | None:
+    """Negative ones are counted from the end, as torch's padding_idx is."""
+    token = c.get("pad_token_id")
+    return int(token) % int(c["vocab_size"]) if isinstance(token, int) and token < 0 else token
+
+
 def _from_llama(c: Mapping[str, Any]) -> TransformerConfig:
     window = c.get("sliding_window") if c.get("use_sliding_window", True) else None
     return TransformerConfig(
@@ -113,6 +119,7 @@ def _from_llama(c: Mapping[str, Any]) -> TransformerConfig:
         out_bias=c.get("attention_bias", False), mlp_bias=c.get("mlp_bias", False), qk_norm=c["model_type"] == "qwen3",
         tied=c.get("tie_word_embeddings", False), sliding_window=window,
         attention_dropout=c.get("attention_dropout", 0.0), init_std=c.get("initializer_range", 0.02),
+        pad_token=_pad_token(c),
     )  # fmt: skip
 
 
@@ -233,6 +240,7 @@ def to_hf_config(config: TransformerConfig) -> dict[str, Any]:
         }
     shared = {
         **common,
+        "pad_token_id": config.pad_token,
         "hidden_size": config.hidden,
         "num_hidden_layers": config.layers,
         "num_attention_heads": config.heads,

@@ -146,7 +146,14 @@ class Transformer(nn.Module):
         if first or (last and config.tied):
             tie = (f"pp:0+{layout.pp - 1}",) if config.tied and layout.pp > 1 else ()
             self.embed = VocabEmbedding(
-                config.vocab, config.hidden, mesh, key=key.fold("embed"), std=std, owes=tie, **made
+                config.vocab,
+                config.hidden,
+                mesh,
+                key=key.fold("embed"),
+                std=std,
+                owes=tie,
+                padding=config.pad_token,
+                **made,
             )
         if first and learned:
             self.positions = LearnedPositions(

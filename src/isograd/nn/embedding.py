@@ -33,10 +33,12 @@ class VocabEmbedding(Layer):
         key: Key,
         std: float = 0.02,
         owes: tuple[str, ...] = (),
+        padding: int | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        """`owes`: the axes of a tie, when the head on another pipeline stage uses the same weight."""
+        """`owes`: the axes of a tie, when the head on another pipeline stage uses the same weight. `padding`: a token
+        whose lookup gives its row no gradient, as torch's padding_idx."""
         super().__init__()
         if vocab < mesh.size("tp"):
             raise ModelError(
@@ -49,7 +51,9 @@ class VocabEmbedding(Layer):
         self.mesh = mesh
         self.wrong = WrongInputs("token ids", vocab)
         shard = Shard.even("tp", 0, vocab, mesh.size("tp"))
-        self.first = shard.ranges[mesh.index("tp")][0]
+        self.first, end = shard.ranges[mesh.index("tp")]
+        here = padding is not None and self.first <= padding < end
+        self.padding = padding - self.first if here and padding is not None else None  # its row on this rank
         self.weight = make(
             mesh,
             (vocab, hidden),
@@ -68,12 +72,12 @@ class VocabEmbedding(Layer):
         """
         wrong = self.wrong.find(tokens)[:, None]
         if self.mesh.size("tp") == 1:
-            found = F.embedding(tokens.masked_fill(wrong[:, 0], 0), self.weight)
+            found = F.embedding(tokens.masked_fill(wrong[:, 0], 0), self.weight, self.padding)
             with torch.no_grad():  # autograd need not know: it saves a pass, and the loss will be NaN anyway
                 return found.masked_fill_(wrong, torch.nan)
         rows = tokens - self.first
         here = (rows >= 0) & (rows < self.weight.shape[0])
-        found = F.embedding(torch.where(here, rows, 0), self.weight)
+        found = F.embedding(torch.where(here, rows, 0), self.weight, self.padding)
         elsewhere = torch.where(wrong, torch.nan, 0.0).to(found.dtype)
         return leave(torch.where(here[:, None], found, elsewhere), self.mesh)
 

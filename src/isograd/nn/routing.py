@@ -210,8 +210,9 @@ def within_capacity(indices: Tensor, slots: int) -> Tensor:
 def refuse_cut(options: ExpertOptions, ranks: int, where: str) -> None:
     """Experts are dealt out over ep in equal numbers."""
     if options.number % ranks:
-        fits = [n for n in range(1, options.number + 1) if options.number % n == 0]
-        nearest = min(fits, key=lambda n: (abs(n - ranks), n))
+        nearest = max(
+            n for n in range(1, ranks + 1) if options.number % n == 0 and ranks % n == 0
+        )  # fits the ranks, too
         raise ModelError(
             "IG453",
             f"{options.number} experts cannot be dealt out over ep{ranks}"
