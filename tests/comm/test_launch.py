@@ -99,6 +99,16 @@ def test_the_first_failing_ranks_traceback_comes_first_and_the_others_are_stoppe
         assert len(world.run(pid)) == 3  # started anew
 
 
+def one_aborts() -> None:
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGABRT)
+
+
+def test_an_aborted_rank_points_at_the_others() -> None:
+    with pytest.raises(LaunchError, match="see what the others raised"):
+        launch(one_aborts, 2)
+
+
 def test_a_killed_rank_is_named_with_its_signal_and_likely_cause() -> None:
     with pytest.raises(LaunchError) as error:
         launch(one_is_killed, 2)
