@@ -167,12 +167,12 @@ def _one(work: Work, text: str, device: Machine, config: Config) -> Found:
 
 def _refusal(work: Work, layout: Layout) -> str | None:
     """Why the model cannot be trained under a layout: what its own layers say, and the engine."""
-    if layout.zero == 3 and layout.pp > 1:
-        return "zero3 with pp: zero0 to zero2 go with pipelines"
+    from isograd.engine.start import refuse_unbuilt
     from isograd.mesh import Mesh
     from isograd.models import Transformer
 
     try:
+        refuse_unbuilt(Mesh.unbound(layout))
         Transformer(dataclasses.replace(work.model, layers=layout.pp * layout.vpp), Mesh.unbound(layout), device="meta")
     except IsogradError as error:
         return error.what
