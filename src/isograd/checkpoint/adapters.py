@@ -9,18 +9,17 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 from torch import Tensor
 
-from isograd.checkpoint.agree import all_or_none, as_ours, raise_alike
-from isograd.checkpoint.files import Entry, flush_folder, in_order, write_bytes, write_tensors
+from isograd.checkpoint.agree import all_or_none
+from isograd.checkpoint.files import Entry, in_order, write_bytes, write_tensors
 from isograd.checkpoint.gather import Gathered
-from isograd.checkpoint.hugging import adapter_keys, describe, draft_of, open_new
+from isograd.checkpoint.hugging import adapter_keys, describe, draft_of, give_name, open_new, written_by_first
 from isograd.engine import Engine, state
-from isograd.errors import CheckpointError, IsogradError
+from isograd.errors import CheckpointError
 
 
 def export_adapters(engine: Engine, folder: str | Path) -> None:
@@ -41,24 +40,14 @@ def export_adapters(engine: Engine, folder: str | Path) -> None:
     ordered = in_order(entries)
     all_or_none(lambda: open_new(target, None) if mesh.rank == 0 else None, f"opening {target}", mesh)
     whole: Iterator[Tensor] = gathered.whole([named[entry.name] for entry in ordered])
-    error = None
-    if mesh.rank == 0:
-        try:
-            with as_ours(f"writing {target}", mesh.where()):
-                draft = draft_of(target)
-                write_tensors(draft / "adapter_model.safetensors", ordered, whole, {"format": "pt"})
-                write_bytes(draft / "adapter_config.json", (json.dumps(adapters["config"], indent=2) + "\n").encode())
-                flush_folder(draft)
-                if target.exists():
-                    target.rmdir()
-                draft.rename(target)
-                flush_folder(target.parent)
-        except IsogradError as caught:
-            error = caught
-            shutil.rmtree(draft_of(target), ignore_errors=True)
-    for _ in whole:  # what the other ranks have to send, whether it can be written or not
-        pass
-    raise_alike(error, mesh)
+
+    def write() -> None:
+        draft = draft_of(target)
+        write_tensors(draft / "adapter_model.safetensors", ordered, whole, {"format": "pt"})
+        write_bytes(draft / "adapter_config.json", (json.dumps(adapters["config"], indent=2) + "\n").encode())
+        give_name(target)
+
+    written_by_first(target, whole, mesh, write)
 
 
 def _name(key: str) -> str:

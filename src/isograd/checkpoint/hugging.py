@@ -30,6 +30,7 @@ from isograd.data.chats import answer_end
 from isograd.data.tokenizer import end_of_text
 from isograd.engine import Engine, state
 from isograd.errors import CheckpointError, IsogradError
+from isograd.mesh import Mesh
 from isograd.models import Transformer, TransformerConfig
 from isograd.models.families import rules
 from isograd.models.hf_configs import model_type_of, to_hf_config
@@ -103,15 +104,20 @@ def export_hf(
     all_or_none(lambda: open_new(target, tokenizer) if mesh.rank == 0 else None, f"opening {target}", mesh)
     keys = keys_of(shards)
     ours = repeated(keys, gathered.whole(dict.fromkeys(keys)))
+    written_by_first(target, ours, mesh, lambda: write(target, shards, ours, described, tokenizer))
+
+
+def written_by_first(target: Path, sent: Iterator[Tensor], mesh: Mesh, run: Callable[[], None]) -> None:
+    """Rank 0 runs what writes `target`, and reads `sent`; all ranks send, and all raise what it raised."""
     error = None
     if mesh.rank == 0:
         try:
             with as_ours(f"writing {target}", mesh.where()):
-                write(target, shards, ours, described, tokenizer)
+                run()
         except IsogradError as caught:
             error = caught
             shutil.rmtree(draft_of(target), ignore_errors=True)
-    for _ in ours:  # what the other ranks have to send, whether it can be written or not
+    for _ in sent:  # what the other ranks have to send, whether it can be written or not
         pass
     raise_alike(error, mesh)
 
@@ -294,6 +300,12 @@ def write(
         values = _with_stops(values, draft)
     write_bytes(draft / "config.json", _readable(values))
     _compare(draft, hashes)
+    give_name(target)
+
+
+def give_name(target: Path) -> None:
+    """Its draft is complete: it becomes the folder."""
+    draft = draft_of(target)
     flush_folder(draft)
     if target.exists():
         target.rmdir()
