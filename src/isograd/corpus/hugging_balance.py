@@ -17,9 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from isograd.corpus.balance import MICRO_BATCHES, share
 from isograd.corpus.hugging import COEFFICIENT, TRANSFORMERS, language_model
 from isograd.corpus.mixture import CHOSEN, EXPERTS
-from isograd.corpus.plain import BATCH, LENGTH, all_reduce_gradients, batch, cross_entropy, micro_batches, valid
+from isograd.corpus.plain import LENGTH, all_reduce_gradients, batch, cross_entropy, micro_batches, valid
 
 NEEDS = TRANSFORMERS
 WORLD, LAYOUT = 2, "dp2"
@@ -29,7 +30,6 @@ BUGS = {
     "aux-times-micro": ("micro-batches", UPSTREAM),
     "aux-over-dp": ("dp", UPSTREAM),
 }
-MICRO_BATCHES = 4
 
 
 def balance(logits: tuple[Tensor, ...]) -> Tensor:
@@ -39,16 +39,6 @@ def balance(logits: tuple[Tensor, ...]) -> Tensor:
     (rows,) = logits
     found: list[Any] = [load_balancing_loss_func((one,), EXPERTS, CHOSEN) for one in rows.split(LENGTH)]
     return torch.stack(found)
-
-
-def share(balance: Tensor, bug: str) -> Tensor:
-    """What this micro-batch's sequences add to the mean over all of the step."""
-    ranks = dist.get_world_size()
-    if bug == "aux-times-world":
-        return balance.mean() / MICRO_BATCHES
-    if bug == "aux-times-micro":
-        return balance.mean() / ranks
-    return balance.sum() / BATCH / (ranks if bug == "aux-over-dp" else 1)
 
 
 def train(bug: str, seed: int) -> None:
