@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
+from typing import IO
 
 import pytest
 import torch
 import yaml
 
-from isograd.checkpoint import Keeper, folder, write
+from isograd.checkpoint import Keeper, files, folder, write
+from isograd.comm.launch import World
 from isograd.engine.plan import Slot
-from isograd.errors import TrainError
+from isograd.errors import LaunchError, TrainError
 from isograd.train import journal, loop, peers
 from isograd.train.language import Language
 from isograd.train.stall import STALLED
@@ -114,32 +122,39 @@ def test_a_state_with_nan_is_not_saved_and_the_run_resumes_before_it(worlds, tex
 # -- a slow disk -----------------------------------------------------------------------------------------------------
 
 
-def slow_writer(seconds: float) -> None:
+@contextmanager
+def slow_writer(seconds: float) -> Iterator[None]:
     """Each tensor takes this long."""
-    original = getattr(write.sha256, "original", write.sha256)
+    original = write.write_tensors
 
-    def slow(tensor: torch.Tensor, moved) -> str:
-        time.sleep(seconds)
-        return str(original(tensor, moved))
+    def slow(path: Path, entries, tensors, *rest) -> int:
+        def each() -> Iterator[torch.Tensor]:
+            for tensor in tensors:
+                time.sleep(seconds)
+                yield tensor
 
-    slow.original = original  # type: ignore[attr-defined]
-    write.sha256 = slow  # type: ignore[assignment]
+        return original(path, entries, each(), *rest)
+
+    write.write_tensors = slow  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        write.write_tensors = original
 
 
 def slow_run(home: Path, text: Path, limit: float) -> tuple[int, float]:
     """Rank 1 takes three times the limit to write a checkpoint; rank 0 waits for it."""
     config = config_of(home, text, layout="dp2", steps=2, safety={"stall_s": limit}, evaluate={"batches": 1})
 
-    def slow(step: int, job: Language) -> None:
-        tensors = sum(len(kept) for kept in job.engine.optimizer.state.values())
-        if step == 1 and job.mesh.rank == 1:
-            slow_writer(3 * limit / tensors)
-
     began = time.monotonic()
-    try:
+    with ExitStack() as stack:
+
+        def slow(step: int, job: Language) -> None:
+            tensors = sum(len(kept) for kept in job.engine.optimizer.state.values())
+            if step == 1 and job.mesh.rank == 1:
+                stack.enter_context(slow_writer(3 * limit / tensors))
+
         return loop.run(config, replace(QUIET, before_step=slow)).code, time.monotonic() - began
-    finally:
-        write.sha256 = getattr(write.sha256, "original", write.sha256)
 
 
 @pytest.mark.medium
@@ -154,20 +169,62 @@ def test_a_save_may_take_longer_than_the_watchdogs_limit(worlds, text: Path, tmp
 def error_during_a_save(home: Path) -> list[int]:
     engine = toys.engine_of("dp2 zero1")
     toys.train(engine, 0, 1, gradients=False)
-    if engine.mesh.rank == 1:
-        slow_writer(0.03)
-    try:
-        with pytest.raises(ValueError, match="elsewhere"), Keeper(home, engine) as keeper:
-            keeper.save(1)
-            raise ValueError("elsewhere")
-    finally:
-        write.sha256 = getattr(write.sha256, "original", write.sha256)
+    slow = slow_writer(0.03) if engine.mesh.rank == 1 else nullcontext()
+    with slow, pytest.raises(ValueError, match="elsewhere"), Keeper(home, engine) as keeper:
+        keeper.save(1)
+        raise ValueError("elsewhere")
     return [step for step, _ in folder.checkpoints(home)]
 
 
 def test_an_error_elsewhere_lets_a_save_under_way_finish(worlds, tmp_path: Path) -> None:
     """FAILURES B8."""
     assert worlds(2).run(error_during_a_save, tmp_path) == [[1], [1]]
+
+
+def killed_while_the_other_rank_writes(home: Path) -> None:
+    """Rank 1 has written its part, and is killed; rank 0, in `wait`, writes for ten seconds more."""
+    engine = toys.engine_of("dp2 zero1")
+    toys.train(engine, 0, 1, gradients=False)
+    with slow_writer(0.1 if engine.mesh.rank == 0 else 0.0), Keeper(home, engine) as keeper:
+        keeper.save(1)
+        if engine.mesh.rank == 1:
+            assert keeper._writing is not None
+            keeper._writing.join()
+            threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGKILL]).start()
+        keeper.wait()
+
+
+@pytest.mark.medium
+def test_a_rank_that_is_killed_after_its_part_does_not_end_the_other_ranks_part(tmp_path: Path) -> None:
+    """`wait` had forgotten the save that it waited for, and the launcher killed the writer after three seconds."""
+    began = time.monotonic()
+    with World(2, busy=folder.Growing(tmp_path)) as world, pytest.raises(LaunchError, match="rank 1 ended: killed"):
+        world.run(killed_while_the_other_rank_writes, tmp_path)
+    assert [step for step, _ in folder.checkpoints(tmp_path)] == [1]
+    assert time.monotonic() - began > 4.0
+
+
+def test_a_writer_gives_a_sign_of_life_every_few_seconds_on_a_disk_of_any_speed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was written goes to the disk at a flush, which takes as long as all of it needs. The clock is made up."""
+    for rate in (0.5e6, 3e6, 30e6, 3e9):  # bytes a second
+        clock, flushed, signs = [0.0], [0], [0.0]
+
+        def flush(file: IO[bytes], rate: float = rate, clock=clock, flushed=flushed) -> None:
+            clock[0] += (file.tell() - flushed[0]) / rate
+            flushed[0] = file.tell()
+
+        monkeypatch.setattr(files, "flush", flush)
+        monkeypatch.setattr(files, "time", SimpleNamespace(monotonic=lambda clock=clock: clock[0]))
+        tensor = torch.zeros(20_000_000, dtype=torch.uint8)
+        files.write_tensors(
+            tmp_path / "t", [files.entry("t", tensor)], [tensor], {},
+            lambda clock=clock, signs=signs: signs.append(clock[0]),
+        )  # fmt: skip
+        signs.append(clock[0])
+        assert clock[0] >= 20e6 / rate
+        assert max(b - a for a, b in pairwise(signs)) < 2.5
 
 
 # -- a rank that never comes -----------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,8 @@ DTYPES = {
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
 TORCH = {name: dtype for dtype, name in DTYPES.items()}
-CHUNK, FLUSH = 1 << 24, 1 << 28  # bytes that are written, and flushed, at a time
+CHUNK = 1 << 20  # bytes that are hashed and written at a time
+MOST = 1 << 28  # bytes that are flushed at a time; on a slow disk fewer
 
 
 @dataclass(frozen=True)
@@ -87,10 +89,12 @@ def write_tensors(
     tensors: Iterable[Tensor],
     note: dict[str, str],
     moved: Callable[[], None] = lambda: None,
+    hashes: dict[str, str] | None = None,
 ) -> int:
     """A safetensors file; `tensors` come in the order of `entries` (use in_order). Returns its size in bytes.
 
-    `moved` is called after each chunk that is written, and each that is flushed to the disk.
+    `moved` is called after each chunk that is written, and each that is flushed to the disk. `hashes` receives the
+    SHA-256 of each tensor's bytes: they are hashed as they are written, so that the file grows all the time.
     """
     header: dict[str, Any] = {"__metadata__": note}
     at = 0
@@ -101,17 +105,42 @@ def write_tensors(
     text += b" " * (-len(text) % 8)
     with opened(path, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        flushed = 0
-        for tensor in tensors:
+        flushes = _Flushes(file, moved)
+        for one, tensor in zip(entries, tensors, strict=True):
+            found = hashlib.sha256()
             for chunk in _chunks(tensor):
+                if hashes is not None:
+                    found.update(chunk)
                 file.write(chunk)
                 moved()
-                if file.tell() - flushed >= FLUSH:  # one flush of everything at the end could take minutes
-                    flush(file)
-                    moved()
-                    flushed = file.tell()
+                flushes.written()
+            if hashes is not None:
+                hashes[one.name] = found.hexdigest()
         flush(file)
         return file.tell()
+
+
+class _Flushes:
+    """Flushes a file while it is written, so often that one flush takes about a second: a writer that is alive gives a
+    sign of life every few seconds, on a disk of any speed."""
+
+    def __init__(self, file: Any, moved: Callable[[], None]) -> None:
+        self._file, self._moved = file, moved
+        self._done, self._every = 0, CHUNK  # bytes
+
+    def written(self) -> None:
+        """A chunk was written: flush when it is time."""
+        if self._file.tell() - self._done < self._every:
+            return
+        began = time.monotonic()
+        flush(self._file)
+        self._moved()
+        took = time.monotonic() - began
+        self._done = self._file.tell()
+        if took < 0.5:
+            self._every = min(MOST, 2 * self._every)
+        elif took > 1.0:
+            self._every = max(CHUNK, self._every // 2)
 
 
 def flush(file: Any) -> None:

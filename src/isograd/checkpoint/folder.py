@@ -27,6 +27,7 @@ from isograd.inside import opened
 from isograd.outside import read_typed
 
 LOCK = "lock"
+QUIET_S = 5.0  # a writer that is alive has written a chunk, or flushed, within this time
 _NAME = re.compile(r"step-(\d{8,})")
 _LEFT = re.compile(r"\.step-\d{8,}\.(partial-\w+|removed)")
 _REPLACED = re.compile(r"\.(step-\d{8,})\.replaced")
@@ -69,6 +70,23 @@ def bytes_in(place: Path) -> int:
         with suppress(OSError):
             total += file.stat().st_size
     return total
+
+
+class Growing:
+    """Whether a checkpoint in a folder is being written: for one who asks again and again before it ends the writers.
+
+    A save that waits for the part of a rank that has died grows no more.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._before, self._since = folder, dict[str, int](), time.monotonic()
+
+    def __call__(self) -> bool:
+        """True while files of a partial checkpoint have grown within QUIET_S."""
+        now = {place.name: bytes_in(place) for place in _entries(self._folder) if ".partial-" in place.name}
+        if now != self._before:
+            self._before, self._since = now, time.monotonic()
+        return bool(now) and time.monotonic() - self._since <= QUIET_S
 
 
 class Lock:

@@ -37,7 +37,6 @@ from isograd.engine.state import Part
 from isograd.errors import CheckpointError, IsogradError
 from isograd.outside import FileError
 
-QUIET_S = 5.0  # a writer that is alive has written a chunk, or flushed, within this time
 POLL_S = 0.1
 SHOWN = 8  # names in an error
 
@@ -181,7 +180,7 @@ class Keeper:
 
     def wait(self) -> None:
         """Until the last save is on the disk under its name. Its error is raised on all ranks."""
-        writing, self._writing = self._writing, None
+        writing = self._writing  # and stays, until all have ended: `let_finish` may have to wait for it
         if writing is None:
             return
         before: list[Any] = []
@@ -196,6 +195,7 @@ class Keeper:
             if said != before:
                 self._beat(f"saving step {writing.job.step}")
             before = said
+        self._writing = None
         if self.mesh.rank == 0 and failed:
             shutil.rmtree(writing.job.place, ignore_errors=True)
         raise_alike(self._error_of(writing), self.mesh)
@@ -204,7 +204,7 @@ class Keeper:
         """After an error, when ranks can no longer ask each other: wait for the save that is under way.
 
         Its writers are threads that need no collective. This returns when the checkpoint has its name, when this rank's
-        writer has failed, or when nothing in the folder has grown for QUIET_S seconds.
+        writer has failed, or when nothing in the folder has grown for folders.QUIET_S.
         """
         writing, self._writing = self._writing, None
         before, since = None, time.monotonic()
@@ -213,7 +213,7 @@ class Keeper:
             if now != before:
                 before, since = now, time.monotonic()
                 self._beat(f"saving step {writing.job.step} before the end")
-            elif time.monotonic() - since > QUIET_S:
+            elif time.monotonic() - since > folders.QUIET_S:
                 break
             time.sleep(POLL_S)
         if writing is not None:
@@ -249,8 +249,12 @@ class Keeper:
         try:
             self.wait()
         finally:
-            if self._lock is not None:
-                self._lock.close()
+            self._leave()
+
+    def _leave(self) -> None:
+        self.let_finish()
+        if self._lock is not None:
+            self._lock.close()
 
     def __enter__(self) -> Keeper:
         return self
@@ -259,7 +263,5 @@ class Keeper:
         """After an error other ranks may be gone: a save under way may finish, but no collective is called."""
         if kind is None:
             self.close()
-            return
-        self.let_finish()
-        if self._lock is not None:
-            self._lock.close()
+        else:
+            self._leave()

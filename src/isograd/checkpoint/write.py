@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from isograd.checkpoint import folder as folders
-from isograd.checkpoint.files import DTYPES, entry, flush_folder, in_order, sha256, write_json, write_tensors
+from isograd.checkpoint.files import DTYPES, entry, flush_folder, in_order, write_json, write_tensors
 from isograd.checkpoint.manifest import Box, merge
 
 PHASES = ("copied", "begun", "half written", "written", "recorded", "gathered", "listed", "named", "pruned")
@@ -104,20 +104,23 @@ def write_own(job: Job, moved: Callable[[], None]) -> None:
     job.phase("begun")
     by_key = {copy.key: copy for copy in job.copies}
     entries = in_order(entry(copy.key, copy.tensor) for copy in job.copies)
-    listed = {}
 
     def tensors() -> Any:
         for number, one in enumerate(entries):
-            copy = by_key[one.name]
-            listed[one.name] = (copy.shape, DTYPES[copy.tensor.dtype], copy.box, sha256(copy.tensor, moved))
             if number == len(entries) // 2:
                 job.phase("half written")
-            yield copy.tensor
+            yield by_key[one.name].tensor
 
     name = file_name(job.rank)
-    size = write_tensors(job.place / name, entries, tensors(), {"format": "isograd checkpoint"}, moved)
+    hashes: dict[str, str] = {}
+    size = write_tensors(job.place / name, entries, tensors(), {"format": "isograd checkpoint"}, moved, hashes)
     flush_folder(job.place)
+    moved()
     job.phase("written")
+    listed = {
+        key: (copy.shape, DTYPES[copy.tensor.dtype], copy.box, hashes[key])
+        for key, copy in ((one.name, by_key[one.name]) for one in entries)
+    }
     note = {"file": name, "bytes": size, "tensors": listed, "counts": job.counts}
     write_json(job.place / record_name(job.rank), note)
     job.phase("recorded")
@@ -127,8 +130,10 @@ def finish(job: Job, moved: Callable[[], None]) -> None:
     """Rank 0: make the parts of all ranks one checkpoint, and give it its name."""
     records = [job.place / record_name(rank) for rank in range(job.ranks)]
     job.phase("gathered")
-    notes = [json.loads(record.read_bytes()) for record in records]
-    moved()
+    notes = []
+    for record in records:
+        notes.append(json.loads(record.read_bytes()))
+        moved()
     merge(notes, job.head).write(job.place)
     moved()
     for record in records:

@@ -47,16 +47,18 @@ class World:
 
     def __init__(
         self, nproc: int, *, threads: int = 1, interface: str | None = "lo", patience: float = 0.0,
-        deaf: Iterable[int] = (),
+        deaf: Iterable[int] = (), busy: Callable[[], bool] = lambda: False,
     ) -> None:  # fmt: skip
         """patience: seconds that a collective waits for a silent rank, when longer than usual.
+
+        busy: after a failure, ranks that have not ended are not stopped while this is true: they finish something.
 
         deaf: of SIGTERM and SIGHUP, those that do nothing to a rank, because the caller takes them for all ranks.
         """
         if nproc < 1:
             raise LaunchError("IG250", "a world needs at least one rank", seen=nproc, expected="nproc >= 1")
         self.nproc, self._threads, self._interface, self._patience = nproc, threads, interface, patience
-        self._deaf = tuple(deaf)
+        self._deaf, self._busy = tuple(deaf), busy
         self._ranks: _Ranks | None = None
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout: float | None = None) -> list[Any]:
@@ -98,6 +100,7 @@ class _Ranks:
 
     def __init__(self, world: World, first: tuple[Callable[..., Any], tuple[Any, ...]]) -> None:
         context, forked = _context()
+        self._busy = world._busy
         self.directory = tempfile.mkdtemp(prefix="world-", dir=scratch.home())
         self.processes: list[Any] = []
         self.pipes: list[Connection] = []
@@ -140,6 +143,8 @@ class _Ranks:
             news = self._listen(answers, left)
             if any(not answer.ok for answer in answers.values()) or self._dead(answers):
                 self._listen_until(answers, time.monotonic() + GRACE)
+                while self._silent(answers) and self._busy():
+                    self._listen_until(answers, time.monotonic() + GRACE)
                 raise self._failure(answers)
             if not news and end is not None and time.monotonic() >= end:
                 raise self._hang(answers, timeout)
@@ -163,13 +168,19 @@ class _Ranks:
         return bool(ready)
 
     def _listen_until(self, answers: dict[int, Answer], end: float) -> None:
-        while len(answers) < len(self.pipes) and time.monotonic() < end:
+        while self._silent(answers) and time.monotonic() < end:
+            known = len(answers)
             self._listen(answers, max(0.0, end - time.monotonic()))
-            if len(self._dead(answers)) + len(answers) >= len(self.pipes):
-                return
+            if len(answers) == known:
+                time.sleep(0.02)  # the sentinel of a rank that has ended is always ready
 
     def _dead(self, answers: dict[int, Answer]) -> list[int]:
         return [r for r, p in enumerate(self.processes) if r not in answers and p.exitcode is not None]
+
+    def _silent(self, answers: dict[int, Answer]) -> list[int]:
+        """The ranks that have neither answered nor ended."""
+        dead = self._dead(answers)
+        return [rank for rank in range(len(self.pipes)) if rank not in answers and rank not in dead]
 
     def _failure(self, answers: dict[int, Answer], when: str = "") -> LaunchError:
         """The root cause first: a rank that was killed, else the earliest exception; the rest in a line each.
@@ -183,7 +194,7 @@ class _Ranks:
         order = [r for r in dead if r not in aborted] + failed + aborted
         first = order[0]
         others = [f"rank {r}: {_headline(answers.get(r), self.processes[r].exitcode)}" for r in order[1:]]
-        waiting = [r for r in range(len(self.pipes)) if r not in answers and r not in dead]
+        waiting = self._silent(answers)
         where = f"rank {first} of {len(self.pipes)}"
         consequences = "; ".join(others) if others else None
         if first in dead:

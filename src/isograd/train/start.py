@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TextIO
 
 from isograd import scratch, screen
+from isograd.checkpoint.folder import Growing
 from isograd.comm.launch import World
 from isograd.errors import IsogradError, LaunchError
 from isograd.train import journal
@@ -56,7 +57,7 @@ def start(config: Config, asked: Asked, *, resume: str, show: str, until: int | 
         try:
             with World(
                 found.layout.world_size, threads=config.threads, patience=patience(config.safety.stall_s),
-                deaf=(signal.SIGTERM, signal.SIGHUP),
+                deaf=(signal.SIGTERM, signal.SIGHUP), busy=Growing(config.folder / "checkpoints"),
             ) as world:  # fmt: skip
                 outcome = world.run(run, config, orders)[0]
         except LaunchError:
