@@ -13,7 +13,7 @@ import isograd as ig
 from isograd.comm import raw
 from isograd.contrastive import GradCache, InfoNCE, OfAll, Second, SigLIP, same_rows
 from isograd.engine import flights
-from isograd.errors import ContrastiveError
+from isograd.errors import ContrastiveError, EngineError
 from isograd.mesh import Mesh
 from tests.contrastive.toys import DIM, Found, Towers, assert_same, batch, one_device, sgd, truth, whole
 
@@ -342,6 +342,21 @@ def test_what_could_not_be_exact_is_refused_by_name() -> None:
     assert code(cache.backward) == "IG963"
     cache.encode = [torch.sum, torch.sum]
     assert code(lambda: cache.backward(rows(5), rows(5))) == "IG962"
+
+
+class HalfLoss(InfoNCE):
+    """Its value has three digits."""
+
+    def forward(self, *args: Any, **keywords: Any) -> torch.Tensor:
+        return super().forward(*args, **keywords).bfloat16()
+
+
+def test_a_loss_in_half_precision_is_refused_whose_replays_would_be_scaled_otherwise() -> None:
+    _, cache = alone(Dropping(), HalfLoss(Mesh("dp1")))
+    with pytest.raises(EngineError) as error:
+        cache.backward(rows(5), rows(5, 1))
+    assert error.value.code == "IG567"
+    cache.engine.discard()
 
 
 def mistakes_of_one_rank() -> tuple[list[str], Found]:

@@ -138,8 +138,11 @@ class Steps:
         with self.engine.together() as ledger:
             for number, (rows, branches, seed) in enumerate(drawn):
                 ledger.of_loss(loss_of(self.model, rows, branches, seed), rows, last=number == 1)
-            if self.zero < 3:
+            if self.zero < 3 and drawn[0][2] % 2:
                 ledger.run_backward([alone], [torch.full_like(alone, 0.25 * scale)], last=False)
+            elif self.zero < 3:
+                a, b = alone.new_full((len(alone), 2), 0.125 * scale), alone.new_ones(2, alone.shape[1])
+                ledger.of_product(alone, a, b, last=False)
         for item in drawn:
             self.add(*item)
         if self.zero < 3:
@@ -265,6 +268,28 @@ def test_a_random_sequence_gives_the_gradient_of_its_definition_or_is_refused(wo
 def test_a_rank_that_has_settled_settles_again_when_another_rank_has_more(worlds) -> None:
     """Found by hand among 2,100: `grads`, then a backward under no_sync on some ranks; those landed for ever."""
     worlds(3).run(partial(sequences, 30_658, 1, terms=False))
+
+
+def test_a_gradient_given_as_two_factors_is_autograds_with_its_hooks(worlds) -> None:
+    worlds(1).run(two_factors)
+
+
+def two_factors() -> None:
+    model = nn.Linear(3, 4, bias=False).double()
+    a, b = torch.randn(2, 4, 5, dtype=torch.float64), torch.randn(2, 5, 3, dtype=torch.float64)
+    seen: list[Tensor] = []
+    for hooked in (False, True):
+        if hooked:
+            model.weight.register_hook(lambda gradient: [seen.append(gradient.clone()), 2 * gradient][1])
+        engine = Engine(model, Mesh(""), lambda ps: torch.optim.SGD(ps, lr=0.1))
+        engine.backward((model.weight * 0).sum(), weight=1)
+        with engine.together() as ledger:
+            for x, y in zip(a, b, strict=True):
+                ledger.of_product(model.weight, x, y, last=False)
+        ((_, gradient),) = engine.grads()
+        torch.testing.assert_close(gradient, (1 + hooked) * (a[0] @ b[0] + a[1] @ b[1]), rtol=1e-12, atol=0)
+        engine.discard()
+    assert len(seen) == 3
 
 
 if __name__ == "__main__":

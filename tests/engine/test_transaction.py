@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -18,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from isograd.checkpoint import Keeper
 from isograd.comm import raw
-from isograd.engine import DataParallel, Engine
-from isograd.errors import IsogradError
+from isograd.engine import DataParallel, Engine, start
+from isograd.errors import EngineError, IsogradError
 from isograd.mesh import DATA, Mesh
 
 from . import toys
@@ -256,6 +257,21 @@ def test_a_half_precision_loss_counts_every_row(worlds, dtype: torch.dtype) -> N
     gradient, weight = worlds(1).run(partial(half_losses, dtype))[0]
     assert abs(gradient - 1.0) < 1e-6
     assert weight == 1060
+
+
+@pytest.mark.parametrize(
+    ("layout", "in_one_run", "refused"),
+    [("dp2 tp2", True, ""), ("dp2 tp2", False, "runs of autograd"), ("dp2 pp2", True, "pp2"), ("cp2 ring", True, "cp2"),
+     ("dp4 ep2", True, "ep2")],
+)  # fmt: skip
+def test_a_half_precision_loss_whose_gradient_goes_elsewhere_is_refused(
+    layout: str, in_one_run: bool, refused: str
+) -> None:
+    """Of 1,003 rows, another rank's or a replay's gradients would get 512."""
+    loss = torch.ones((), dtype=torch.bfloat16, requires_grad=True)
+    with pytest.raises(EngineError, match=refused) if refused else nullcontext() as error:
+        start.refuse_half_loss(loss, Mesh.unbound(layout), in_one_run=in_one_run)
+    assert not refused or error.value.code == "IG567"
 
 
 def odd_losses() -> None:

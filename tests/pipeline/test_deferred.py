@@ -16,9 +16,10 @@ Forward = Callable[[nn.Module, Tensor], Tensor]
 
 
 def run(deferred: Deferred) -> None:
-    """W, as the ledger of a step runs it."""
-    for weight, gradient in deferred.gradients():
-        torch.autograd.backward([weight], [gradient])
+    """W, as the ledger of a step runs it where somebody's hooks wait for a weight's gradient."""
+    with torch.no_grad():
+        for weight, a, b in deferred.products():
+            torch.autograd.backward([weight], [a @ b])
 
 
 class Model(nn.Module):

@@ -40,10 +40,14 @@ def told(what: Callable[..., Any], *args: Any) -> str:
 
 
 def engine_of(
-    layout: str, modules: list[Any] | None = None, split: tuple[int, ...] | None = None, **options: Any
+    layout: str,
+    modules: list[Any] | None = None,
+    split: tuple[int, ...] | None = None,
+    loss: Callable[..., Any] = toys.loss_of,
+    **options: Any,
 ) -> Engine:
     mesh = Mesh(layout)
-    model = Stages(modules or toys.plain(), mesh, loss=toys.loss_of, split=split).double()
+    model = Stages(modules or toys.plain(), mesh, loss=loss, split=split).double()
     return Engine(model, mesh, lambda ps: torch.optim.SGD(ps, lr=0.1), **options)
 
 
@@ -239,6 +243,13 @@ class Complex(Wide):
         return self.linear(x).to(torch.complex128)
 
 
+def half_loss_of(output: torch.Tensor, micro: toys.Micro) -> tuple[torch.Tensor, int]:
+    """Its value has three digits, and so would the weight that it is seeded with."""
+    loss, rows = toys.loss_of(output, micro)
+    return loss.to(torch.bfloat16), rows
+
+
+HALF = "is well, and the loss is in half precision"
 MIDDLES: dict[str, Callable[[], nn.Module]] = {
     "raises at once": lambda: Failing(0),
     "raises in the third micro-batch": lambda: Failing(2),
@@ -247,6 +258,7 @@ MIDDLES: dict[str, Callable[[], nn.Module]] = {
     "gives no tensor": Words,
     "changes its shape": Moody,
     "gives what no header describes": Complex,
+    HALF: lambda: nn.Linear(8, 8),
 }
 # what the stage at fault says; a wrong shape is found by the layer after it, in torch's own words
 FAULT = {
@@ -257,6 +269,7 @@ FAULT = {
     "gives no tensor": "IG801",
     "changes its shape": "IG803",
     "gives what no header describes": "IG802",
+    HALF: "IG567",
 }
 FAILURES = [
     *((layout, middle) for middle, layout in zip(MIDDLES, cycle(["pp4", "pp4 gpipe", "pp4 zb"]), strict=False)),
@@ -272,7 +285,7 @@ def step_with(layout: str, middle: str) -> None:
     if Mesh(layout).index("dp"):  # one data rank fails, the other would go on
         modules[2].at = 10**9
     split = {2: (3, 3), 3: (1, 2, 3), 4: (1, 2, 1, 2)}[Mesh(layout).size("pp")]  # the middle ends a stage
-    engine = engine_of(layout, modules, split)
+    engine = engine_of(layout, modules, split, half_loss_of if middle == HALF else toys.loss_of)
     micros = [batch(seed=n) for n in range(4)]
     if evaluated:
         engine.evaluate(micros)

@@ -111,6 +111,7 @@ class Ledger:
         self._unsent: list[Bucket] = []  # of this backward, in the order in which they leave
         self._missing: dict[Bucket, int] = {}  # gradients that this backward has not finished
         self._reached: set[Slot] = set()  # by this backward
+        self._slots = {id(slot.parameter): slot for slot in plan.slots}
         self._home = {slot: bucket for bucket in plan.buckets for slot in bucket.slots}
         # Whose `.grad` is withheld, and by what: the parameter's, and that of what the optimizer steps in its place.
         self._shown: dict[Slot, list[tuple[nn.Parameter, Withheld]]] = {
@@ -191,6 +192,7 @@ class Ledger:
     def _seeded(self, loss: Tensor, count: Tensor, *, last: bool, discard: bool) -> None:
         seed = count * (self.loss_scale.value if self.loss_scale else 1.0)
         if loss.dtype in (torch.float16, torch.bfloat16):  # 1,003 would become 1,000: seed with a power of two
+            start.refuse_half_loss(loss, self.mesh, in_one_run=last)
             largest = 15.0 if loss.dtype == torch.float16 else 100.0
             power = torch.exp2(torch.log2(seed.clamp(min=1e-30)).floor().clamp(max=largest))
             seed, self._factor = power, (seed / power).to(torch.float32)
@@ -220,6 +222,24 @@ class Ledger:
             self._running = self._leaves_now = self._dropped = False
             if self.units is not None:  # it tells the other ranks when an exception is on its way
                 self.units.end_backward()
+
+    @torch.no_grad()
+    def of_product(self, parameter: Tensor, a: Tensor, b: Tensor, *, last: bool) -> None:
+        """The gradient a @ b of a parameter, which autograd has left to the caller: added without memory of its own
+        to what is here. Through autograd where somebody's hooks wait for it."""
+        slot = self._slots.get(id(parameter))
+        if slot is None or self.units is not None or start.is_watched(slot.parameter):
+            self.run_backward([parameter], [a @ b], last=last)
+            return
+        self.must_be(State.BACKWARD)
+        before = self.local.get(slot)
+        if before is None or before.dtype != a.dtype:
+            self.collect(slot, a @ b)
+        else:
+            self.used.add(slot)
+            self._looked_at(before.addmm_(a, b))
+        if last and self._leave is Leave.EAGER:
+            self.passed_by(slot)
 
     def begin(self, leave: Leave) -> None:
         """For a front whose backward is run by others; else `backward`."""
@@ -307,6 +327,9 @@ class Ledger:
             gradient = torch.where(self._no_loss, torch.zeros_like(gradient), gradient)
         before = self.local.get(slot)
         total = self.local[slot] = gradient if before is None else before.add_(gradient)
+        self._looked_at(total)
+
+    def _looked_at(self, total: Tensor) -> None:
         if total.numel() > SMALL:
             self.flights.look([total])
 

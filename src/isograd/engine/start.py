@@ -272,6 +272,23 @@ def needed_elsewhere(loss: Tensor, mesh: Mesh) -> EngineError:
     )
 
 
+def refuse_half_loss(loss: Tensor, mesh: Mesh, *, in_one_run: bool) -> None:
+    """The ledger seeds it with a power of two and multiplies this rank's gradients by the rest of the weight. It can do
+    that only to gradients that this run of autograd makes here."""
+    elsewhere = [f"{axis}{mesh.size(axis)}" for axis in ("pp", "cp", "ep") if mesh.size(axis) > 1]
+    if not elsewhere and in_one_run:
+        return
+    why = f"the backward of other ranks ({' '.join(elsewhere)})" if elsewhere else "further runs of autograd"
+    raise EngineError(
+        "IG567",
+        f"a loss in half precision whose gradient enters {why}",
+        seen=str(loss.dtype),
+        expected="float32 or float64: a weight has more digits than half precision",
+        fix="compute the loss in float32, for example from logits.float()",
+        where=mesh.where(),
+    )
+
+
 def refuse_in_no_sync(syncing: bool, mesh: Mesh) -> None:
     """A step whose gradients are not to be reduced."""
     if not syncing:
@@ -289,6 +306,14 @@ def hooks_of(parameter: nn.Parameter) -> int:
     """How many functions of the program are called when a gradient has been accumulated into `.grad`."""
     hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
     return sum(not hasattr(hook, _OURS) for hook in hooks.values())
+
+
+def is_watched(parameter: nn.Parameter) -> bool:
+    """Whether others than an Engine have hooks on this parameter's gradient."""
+    theirs = len(getattr(parameter, "_backward_hooks", None) or ()) + len(
+        getattr(parameter, "_post_accumulate_grad_hooks", None) or ()
+    )
+    return theirs > len(getattr(parameter, "_isograd_hooks", ()))
 
 
 def replace_hook(

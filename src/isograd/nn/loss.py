@@ -126,7 +126,7 @@ class _CrossEntropy(torch.autograd.Function):
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
         need_x, need_weight = ctx.needs_input_grad[:2]
         dx = torch.empty_like(x) if need_x else None
-        dweight = torch.zeros_like(weight, dtype=wide) if need_weight else None
+        dweight: Tensor | None = None
         total = torch.zeros((), dtype=torch.float64, device=x.device)
         for start in range(0, len(x), chunk):
             part, target = x[start : start + chunk], labels[start : start + chunk]
@@ -150,8 +150,10 @@ class _CrossEntropy(torch.autograd.Function):
                 dlogits = exps.to(x.dtype)
                 if dx is not None:
                     torch.mm(dlogits, weight, out=dx[start : start + chunk])
-                if dweight is not None:
-                    dweight += dlogits.t() @ part
+                if need_weight:
+                    dweight = _added(dweight, dlogits.t(), part, wide)
+        if need_weight and dweight is None:  # no token
+            dweight = torch.zeros_like(weight, dtype=wide)
         count = (labels != ignore).sum()
         ctx.save_for_backward(dx, dweight, count)
         ctx.mark_non_differentiable(count)
@@ -163,9 +165,19 @@ class _CrossEntropy(torch.autograd.Function):
         dx, dweight, count = ctx.saved_tensors
         scale = gradient / count.clamp(min=1)
         dtype = (dx if dx is not None else dweight).dtype
-        dx = None if dx is None else dx * scale.to(dx.dtype)
-        dweight = None if dweight is None else (dweight * scale).to(dtype)
+        # An Engine seeds a mean with its count. Looking costs a GPU more than a multiplication, the CPU less.
+        if scale.device.type != "cpu" or scale != 1:
+            dx = None if dx is None else dx * scale.to(dx.dtype)
+            dweight = None if dweight is None else dweight * scale
+        dweight = None if dweight is None else dweight.to(dtype)
         return dx, dweight, None, None, None, None, None, None
+
+
+def _added(total: Tensor | None, a: Tensor, b: Tensor, wide: torch.dtype) -> Tensor:
+    """total + a @ b, without memory for the product where there is a total of the same dtype."""
+    if total is None:
+        return (a @ b).to(wide)
+    return total.addmm_(a, b) if a.dtype == wide else total.add_(a @ b)
 
 
 def _combine(top: Tensor, exps: Tensor, label_logit: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,8 +1,8 @@
 """Weight gradients of linear maps, put off: what the zero-bubble schedule does while it would wait.
 
 One device: y = F.linear(x, weight, bias), whose backward makes the gradients of x, weight and bias at once. Here the
-gradient of the weight is only noted (x and dy are kept). `gradients` makes it, to go through autograd like any other,
-so that hooks fire then and not before. Every F.linear on a weight is met, in whichever module it stands. Any other use
+gradient of the weight is only noted (x and dy are kept), and `products` hands out the two factors, which the step's
+ledger multiplies. Every F.linear on a weight is met, in whichever module it stands. Any other use
 keeps its gradient with I, and so does a weight whose input needs no gradient: nothing else would be left of that I.
 
 F.linear itself is replaced for as long as a stage runs. A TorchFunctionMode would not do: torch takes it away inside
@@ -21,7 +21,7 @@ from torch import Tensor
 
 
 class Deferred:
-    """Entered around the forward of a stage and around its I; afterwards `gradients` are its W."""
+    """Entered around the forward of a stage and around its I; afterwards `products` are its W."""
 
     def __init__(self) -> None:
         self._noted: list[tuple[Tensor, Tensor, Tensor]] = []  # weight, x, dy
@@ -44,12 +44,12 @@ class Deferred:
     def _note(self, weight: Tensor, x: Tensor, dy: Tensor) -> None:
         self._noted.append((weight, x, dy))
 
-    def gradients(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """(weight, its gradient) of what was delayed, one at a time, the last one first."""
+    def products(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """(weight, a, b): its gradient a @ b was delayed. One at a time, the last one first."""
         noted, self._noted = self._noted, []
         while noted:
             weight, x, dy = noted.pop()
-            yield weight, dy.reshape(-1, dy.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
+            yield weight, dy.reshape(-1, dy.shape[-1]).t(), x.reshape(-1, x.shape[-1])
 
 
 def _fits(input: Tensor, weight: Tensor) -> bool:

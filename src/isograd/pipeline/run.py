@@ -37,7 +37,11 @@ class Autograd(Protocol):
     """The ledger of the step. `last`: no later run of this backward reaches the same parameters."""
 
     def run_backward(self, roots: Sequence[Tensor], seeds: Sequence[Tensor], *, last: bool) -> None:
-        """Backward from what a stage passed on, or of a delayed weight, with the gradients of these roots."""
+        """Backward from what a stage passed on, with the gradients of these roots."""
+        ...
+
+    def of_product(self, parameter: Tensor, a: Tensor, b: Tensor, *, last: bool) -> None:
+        """The delayed gradient a @ b of a weight."""
         ...
 
     def of_loss(self, loss: Tensor, weight: Tensor | float, *, last: bool) -> None:
@@ -212,8 +216,8 @@ class _Step:
         deferred = self.held.pop(action[1:]).deferred
         assert deferred is not None
         last = self.final["W", action.stage] is action
-        for weight, gradient in deferred.gradients():
-            self._autograd.run_backward([weight], [gradient], last=last)
+        for weight, dy, x in deferred.products():
+            self._autograd.of_product(weight, dy, x, last=last)
 
 
 def _in_doubt(wait: Callable[[], T], mesh: Mesh) -> T:
