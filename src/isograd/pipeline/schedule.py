@@ -8,7 +8,7 @@ The model is cut into pp * vpp stages; stage s lives on rank s % pp of the pp ax
 
     gpipe   all forwards, then all backwards
     1f1b    a backward as soon as there is one; as many forwards ahead as the pipeline is deep. With vpp: interleaved
-    zb      1f1b with I and W apart: W fills the time in which a rank would wait (zero-bubble H1)
+    zb      1f1b with B in its two parts: W fills the time in which a rank would wait (zero-bubble H1)
 
 Schedules are made by simulating the ranks with one policy. Only the order of actions is kept: `check` proves that it is
 complete and free of deadlocks, whatever the actions cost.
@@ -167,13 +167,9 @@ def build(name: str, pp: int, vpp: int, micro_batches: int) -> Schedule:
 
 
 def _ahead(name: str, pp: int, vpp: int, rank: int) -> float:
-    """How many forwards a rank may hold: this bounds the memory of activations in 1f1b.
-
-    In zb every rank may hold as many as the first rank of 1f1b: later ranks then have W actions to defer.
-    """
+    """How many forwards a rank may be ahead of its backwards: this bounds the memory of activations in 1f1b."""
     if name == "gpipe":
         return math.inf
-    rank = 0 if name == "zb" else rank
     return pp - rank if vpp == 1 else (pp - rank - 1) * 2 + (vpp - 1) * pp + 1
 
 
@@ -194,26 +190,29 @@ class _Rank:
         self.backwards = [Action("I" if self.split else "B", *place) for place in backward][::-1]
         self.weights: list[Action] = []
         self.ahead = _ahead(name, pp, vpp, rank)
-        self.strict = name == "1f1b"
-        self.after_all = name == "gpipe"
-        self.held = 0
+        self.room = _ahead(name, pp, vpp, 0)  # as many as the first rank holds: later ranks then have W to delay
+        self.strict = name != "gpipe"
+        self.held = 0  # whose activations are kept
+        self.open = 0  # forwards without their backward
         self.free = 0.0
         self.order: list[Action] = []
 
     def choose(self, ready: Callable[[Action], bool], patient: bool) -> Action | None:
-        """The next action: a backward before a forward before weights; forwards only as far ahead as is allowed.
+        """The next action: a backward before a forward; forwards only as far ahead as is allowed; weights while it
+        waits, and where a forward needs their room.
 
-        A patient rank of 1f1b waits for the forward whose turn it is: a backward instead would delay later actions.
+        A patient rank of 1f1b and zb waits for the forward whose turn it is: a backward instead would delay later
+        actions.
         """
-        ahead = bool(self.forwards) and self.held < self.ahead
+        ahead = bool(self.forwards) and self.open < self.ahead
         if self.strict and patient:
-            turn = self.forwards if ahead else self.backwards
-            return turn[-1] if turn and ready(turn[-1]) else None
-        may_return = not (self.after_all and self.forwards)
-        if self.backwards and may_return and ready(self.backwards[-1]):
-            return self.backwards[-1]
-        if ahead and ready(self.forwards[-1]):
-            return self.forwards[-1]
+            turns = [self.forwards if ahead else self.backwards]
+        else:
+            turns = [self.backwards] * (self.strict or not self.forwards) + [self.forwards] * ahead
+        for turn in turns:
+            full = turn is self.forwards and self.held >= self.room
+            if turn and not (full and self.weights) and ready(turn[-1]):
+                return turn[-1]
         return self.weights[0] if self.weights else None
 
     def take(self, action: Action, now: float) -> None:
@@ -223,12 +222,14 @@ class _Rank:
         if action.kind == "F":
             self.forwards.pop()
             self.held += 1
+            self.open += 1
         elif action.kind == "W":
             self.weights.pop(0)
             self.held -= 1
         else:
             self.backwards.pop()
             self.held -= action.kind == "B"
+            self.open -= 1
             self.weights += [Action("W", action.stage, action.micro)] if self.split else []
 
     @property
@@ -263,4 +264,5 @@ def _simulate(name: str, pp: int, vpp: int, micro_batches: int) -> tuple[tuple[A
         elif not taken:
             for rank in ranks:
                 rank.ahead += 1
+                rank.room += 1
     return tuple(tuple(rank.order) for rank in ranks)
