@@ -55,8 +55,8 @@ class Mesh:
         """One rank of a world without processes, of any size: programs run on it unchanged, and messages go nowhere.
 
         Data that would arrive are zeros; where ranks compare or count something, all others agree with this one.
-        `raw.recording` shows what is sent. world: an `imagined.World`, the same for ranks of different pipeline stages,
-        which are imagined in the order of their stages: it tells each what the others said.
+        `raw.recording` shows what is sent. world: an `imagined.World`, the same for ranks of different pipeline stages:
+        its `run` runs them together, so that each hears what the others say.
         """
         mesh = cls.unbound(layout, rank)
         of_stage = mesh.layout.world_size // mesh.layout.pp

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ import isograd as ig
 from isograd.comm import imagined, raw
 from isograd.comm.notes import gather_notes
 from isograd.comm.record import Entry
-from isograd.errors import CommError, IsogradError
+from isograd.errors import CommError
 from isograd.layout import Layout
 from isograd.mesh import Mesh
 
@@ -37,18 +39,15 @@ def running(layouts: tuple[str, ...]) -> dict[str, list[Entry]]:
 
 
 def imagined_ranks(layout: str) -> list[list[Entry]]:
-    """What imagined ranks record, after rounds in which the stages of a pipeline have told each other enough."""
+    """What imagined ranks record that run together."""
     world = imagined.World()
-    for last in (False, True):
-        records = []
-        for rank in range(Layout.parse(layout).world_size):
-            with raw.recording() as record:
-                try:
-                    program(Mesh.imagine(layout, rank, world))
-                except IsogradError:
-                    assert not last
-            records.append(record.entries)
-    return records
+
+    def recorded(rank: int) -> list[Entry]:
+        with raw.recording() as record:
+            program(Mesh.imagine(layout, rank, world))
+        return record.entries
+
+    return list(world.run({r: partial(recorded, r) for r in range(Layout.parse(layout).world_size)}).values())
 
 
 def comparable(record: list[Entry]) -> list[Entry]:
@@ -94,13 +93,30 @@ def test_data_arrive_as_zeros_and_control_as_agreement_in_a_world_of_16384() -> 
     assert raw.all_max(torch.tensor(5), world) == 5
 
 
-def test_stages_tell_each_other_what_they_said() -> None:
+def test_ranks_that_run_together_hear_what_the_others_say() -> None:
     world = imagined.World()
-    for said in (7, 8):
-        for rank in (0, 1):
-            mesh = Mesh.imagine("pp2", rank, world)
-            found = [int(n) for n in raw.gather_list(torch.tensor(said + rank), mesh.group("pp"))]
-    assert found == [8, 9]
+
+    def says(rank: int) -> list[int]:
+        group = Mesh.imagine("pp3", rank, world).group("pp")
+        return [int(n) for n in raw.gather_list(torch.tensor(7 + rank), group)]
+
+    found = world.run({rank: partial(says, rank) for rank in (2, 0, 1)})
+    assert found == {rank: [7, 8, 9] for rank in (0, 1, 2)}
+
+
+def test_an_error_of_one_rank_ends_all_and_a_circle_of_waits_ends() -> None:
+    world = imagined.World()
+
+    def waits(rank: int, fails: bool) -> None:
+        group = Mesh.imagine("pp2", rank, world).group("pp")
+        if fails and rank == 1:
+            raise ValueError("rank 1 fails")
+        raw.receive_start([torch.zeros(2)], group, 1 - rank, control=True).wait()
+
+    with pytest.raises(ValueError, match="rank 1 fails"):
+        world.run({rank: partial(waits, rank, True) for rank in (0, 1)})
+    with pytest.raises(CommError, match="IG206"):
+        world.run({rank: partial(waits, rank, False) for rank in (0, 1)})
 
 
 def test_a_word_that_nobody_has_said_is_an_error() -> None:

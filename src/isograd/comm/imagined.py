@@ -4,46 +4,113 @@ Messages go nowhere. What this rank would receive is answered here:
 
     data      zeros. Only their shapes matter to a program that does not decide by them.
     control   (raw.py marks it: notes, counts, fingerprints, totals) what this rank says to the sender, as in a world in
-              which all ranks agree. Of a sender of another pipeline stage: what it said, if it has been imagined before
-              in the same `World`; else what another rank of its stage said; else what this rank says.
+              which all ranks agree. Of a sender of another pipeline stage: what it says, if it runs here, too;
+              else what another rank of its stage has said; else what this rank says.
 
-Ranks of a pipeline say different things (how many parameters they hold, what they pass on), so they are imagined one
-after the other in one `World`, which remembers what each stage said. The first ranks of a round hear guesses of what
-later stages say, and are imagined again while the world is `unsure`. A word that nobody can guess is an error.
+Ranks of a pipeline say different things (how many parameters they hold, what they pass on). `World.run` therefore runs
+a rank of each stage together, one at a time: a rank that needs another's word lets the others run until it is said.
 
 raw.py treats a `Line` as it treats a process group of torch. Nothing outside of comm and mesh.py knows of it.
 """
 
 from __future__ import annotations
 
+import threading
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
+from typing import TypeVar
 
 import torch
 
+from isograd.comm import record
 from isograd.errors import CommError
 
+T = TypeVar("T")
 # The sender (a rank, or ~ a stage), the receiver's stage, axes, purpose, tag, how many words went this way before.
 Key = tuple[int, int, str, str, int, int]
 
 
 class World:
-    """What imagined ranks of one layout have said."""
+    """What imagined ranks of one layout have said, and the ranks that run now."""
 
     def __init__(self) -> None:
         self.said: dict[Key, torch.Tensor] = {}
         self.speakers: set[int] = set()  # ranks that have said something
-        self.unsure = False  # whether a word of another stage was guessed, or has changed its size, since it was False
+        self._turns: dict[int, _Turn] = {}  # of the ranks that run
 
     def say(self, key: Key, words: torch.Tensor) -> None:
-        """Remember words, in place of those of an earlier round, or of another rank of the same stage."""
-        before = self.said.get(key)
-        self.unsure |= before is not None and before.numel() != words.numel()
+        """Remember words, in place of those of another rank of the same stage."""
         self.said[key] = words
         if key[0] >= 0:
             self.speakers.add(key[0])
+
+    def run(self, programs: Mapping[int, Callable[[], T]]) -> dict[int, T]:
+        """Run the programs of several ranks, and return what each returns.
+
+        One at a time: a rank that waits for the word of another one lets the others run until it is said, or until none
+        of them can continue without such a word. The first error of any rank is raised when all have ended.
+        """
+        results: dict[int, T] = {}
+        errors: list[BaseException] = []
+
+        def program(rank: int) -> None:
+            try:
+                results[rank] = programs[rank]()
+            except BaseException as error:
+                errors.append(error)
+
+        self._turns = {rank: _Turn(program, rank) for rank in programs}
+        while self._turns:
+            able = [turn for turn in self._turns.values() if turn.awaited is None or turn.awaited in self.said]
+            for turn in able or list(self._turns.values()):  # all wait: each is answered as if that rank did not run
+                turn.take()
+            self._turns = {rank: turn for rank, turn in self._turns.items() if turn.is_alive()}
+        if errors:
+            raise errors[0]
+        return results
+
+    def await_words(self, me: int, keys: Iterable[Key]) -> None:
+        """Let the ranks run that have yet to say these words."""
+        for key in keys if me in self._turns else ():
+            if key not in self.said and key[0] in self._turns:
+                self._turns[me].give_back(key)
+
+
+class _Turn(threading.Thread):
+    """The program of one rank, which runs only inside `take`."""
+
+    def __init__(self, program: Callable[[int], None], rank: int) -> None:
+        super().__init__(name=f"imagined rank {rank}", daemon=True)
+        self.awaited: Key | None = None  # the word without which the program does not continue
+        self._ended = False
+        self._program, self._rank, self._record = program, rank, record.running
+        self._taken, self._back = threading.Semaphore(0), threading.Semaphore(0)
+        self.start()
+
+    def run(self) -> None:
+        """What the thread does."""
+        self._taken.acquire()
+        self._program(self._rank)
+        self._ended = True
+        self._back.release()
+
+    def take(self) -> None:
+        """Let the program run until it waits for a word, or ends. It has a record of its own."""
+        record.running, before = self._record, record.running
+        self._taken.release()
+        self._back.acquire()
+        record.running, self._record = before, record.running
+        if self._ended:
+            self.join()
+
+    def give_back(self, awaited: Key) -> None:
+        """In the program: wait for a word."""
+        self.awaited = awaited
+        self._back.release()
+        self._taken.acquire()
+        self.awaited = None
 
 
 class Member:
@@ -113,16 +180,23 @@ class Line:
         here = me.stage(me.rank)
         if self._stages is None:  # in the order of ranks, in which pp is outermost
             self._stages = {stage: list(of_it) for stage, of_it in groupby(self.ranks, me.stage)}
-        for stage, ranks in self._stages.items():
-            names = self.axes, self.purpose, 0, me.gathers(ranks[0], self.axes, self.purpose)
+        names = {
+            stage: (self.axes, self.purpose, 0, me.gathers(ranks[0], self.axes, self.purpose))
+            for stage, ranks in self._stages.items()
+        }
+        for stage in self._stages:
             for speaker in (me.rank, ~here):
-                me.world.say((speaker, stage, *names), mine.detach())
-            words = mine if stage == here else said.get((~stage, here, *names))
-            if words is None or words.numel() != mine.numel():
-                words, me.world.unsure = mine, True
-            found += [words.view(mine.shape) if words is not mine else mine] * len(ranks)
-            for rank in me.world.speakers.intersection(ranks) if stage != here else ():
-                words = said.get((rank, here, *names))
+                me.world.say((speaker, stage, *names[stage]), mine.detach())
+        for stage, ranks in self._stages.items():
+            if stage == here:
+                found += [mine] * len(ranks)
+                continue
+            me.world.await_words(me.rank, ((rank, here, *names[stage]) for rank in ranks))
+            words = said.get((~stage, here, *names[stage]))
+            words = mine if words is None or words.numel() != mine.numel() else words
+            found += [words.view(mine.shape)] * len(ranks)
+            for rank in me.world.speakers.intersection(ranks):
+                words = said.get((rank, here, *names[stage]))
                 if words is not None and words.numel() == mine.numel():
                     found[len(found) - len(ranks) + bisect_left(ranks, rank)] = words.view(mine.shape)
         me.gathered(self.axes, self.purpose)
@@ -152,17 +226,16 @@ class _Promised(Arrived):
     def wait(self) -> None:
         """Fill the memory with what the sender, its stage or else this rank has said."""
         me = self._line.member
+        me.world.await_words(me.rank, self._keys[:1])
         for key in self._keys:
             words = me.world.said.get(key)
             if words is not None and words.numel() == self._into.numel():
                 self._into.copy_(words.view(self._into.shape))
-                me.world.unsure |= key is self._keys[-1] and me.stage(self._sender) != me.stage(me.rank)
                 return
         raise CommError(
             "IG206",
             f"imagined rank {me.rank} waits for a word of rank {self._sender} that nobody has said",
             seen=f"a control message over {self._line.axes!r}, and no rank of that pipeline stage was imagined before",
-            expected="the ranks of a pipeline imagined in the order of their stages, in one imagined world",
-            fix="Mesh.imagine(layout, rank, world) with the same `world` for each stage, or 'isograd rehearse', which "
-            "does that",
+            expected="a rank of each pipeline stage, imagined in one world",
+            fix="imagined.World().run with the program of a rank of each stage, or 'isograd rehearse', which does that",
         )

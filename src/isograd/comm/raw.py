@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -27,9 +27,9 @@ import torch.distributed as dist
 import torch.distributed.nn.functional  # its defaults hold the world that is there when it is first imported: none
 from torch.distributed import distributed_c10d
 
-from isograd.comm import imagined
+from isograd.comm import imagined, record
 from isograd.comm.handle import Handle as Handle  # noqa: PLC0414  (other rooms import it from here)
-from isograd.comm.record import Record
+from isograd.comm.record import recording as recording  # noqa: PLC0414
 from isograd.errors import CommError
 
 # torch 2.13 renamed both and warns at the old names.
@@ -233,25 +233,10 @@ def _handle(group: Group, control: bool = False) -> Any:
     return group.handle
 
 
-# -- a record of messages ----------------------------------------------------------------------------------------
-
-_record: Record | None = None
-
-
-@contextmanager
-def recording(look: Callable[[torch.Tensor], Any] | None = None) -> Iterator[Record]:
-    """Note every message that this process starts in here. `look`: what to note about each tensor beside its size."""
-    global _record  # noqa: PLW0603  (as a profiler: switched on for a while by whoever looks at a program)
-    before, _record = _record, Record(look)
-    try:
-        yield _record
-    finally:
-        _record = before
-
-
 def _noted(handle: Handle, group: Group, out: Tensors, into: Tensors, tag: int, control: bool) -> Handle:
     """The handle; when somebody records, its messages are noted, and when it is waited for."""
-    return handle if _record is None else handle.and_then(_record.note(group, out, into, tag, control))
+    now = record.running
+    return handle if now is None else handle.and_then(now.note(group, out, into, tag, control))
 
 
 # -- the one primitive of gloo -----------------------------------------------------------------------------------
@@ -341,7 +326,7 @@ def _to_one(
     move = pg.send if sending else pg.recv
     works = [move([t], peer, tag) for t in tensors]
     handle = Handle(works, keep=tensors, members=[peer] * len(works), group=group)
-    messages = [list(tensors) if i == peer else [] for i in range(group.size)] if _record is not None else []
+    messages = [list(tensors) if i == peer else [] for i in range(group.size)] if record.running is not None else []
     none: Tensors = [[]] * group.size
     out, into = (messages, none) if sending else (none, messages)
     return _noted(handle, group, out, into, tag, control)
@@ -483,7 +468,7 @@ def broadcast_(x: torch.Tensor, group: Group, source: int = 0) -> None:
     if group.size > 1:
         if not isinstance(_handle(group), imagined.Line):
             dist.broadcast(x, group.ranks[source], group=group.handle)
-        if _record is not None:
+        if record.running is not None:
             _note_broadcast(x, group, source)
 
 

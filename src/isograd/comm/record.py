@@ -11,7 +11,8 @@ an imagined rank equals that of a running one, message for message. Outside of `
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -121,6 +122,20 @@ class Record:
     def _once(self, value: T) -> T:
         same: T = self._same.setdefault(value, value)
         return same
+
+
+running: Record | None = None  # what messages are noted in
+
+
+@contextmanager
+def recording(look: Callable[[torch.Tensor], Any] | None = None) -> Iterator[Record]:
+    """Note every message that this process starts in here. `look`: what to note about each tensor beside its size."""
+    global running  # noqa: PLW0603  (as a profiler: switched on for a while by whoever looks at a program)
+    before, running = running, Record(look)
+    try:
+        yield running
+    finally:
+        running = before
 
 
 def _caller() -> tuple[str, str]:

@@ -8,7 +8,7 @@ one kind. Where a kind begins and where it ends, ranks beside the first column a
 second and the last one, and the rank that is last along all. Sizes may differ between ranks of a kind, because rows and
 heads do not always divide evenly.
 
-The first column is imagined again and again, until each of its stages has heard what the others say.
+The ranks of the first column run together, each hearing what the others say. Those beside it hear what was said there.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -27,13 +28,12 @@ from isograd.comm.record import Entry
 from isograd.contract import mark_as, marks_of
 from isograd.engine import Engine
 from isograd.engine.plan import Slot
-from isograd.errors import IsogradError, PlanError
+from isograd.errors import PlanError
 from isograd.layout import AXES, Layout
 from isograd.mesh import Mesh
-from isograd.plan.shapes import LARGE, Shapes, bytes_of, mark, segments, shapes
+from isograd.plan.shapes import LARGE, Shapes, bytes_of, mark, segments
 
 Build = Callable[[Mesh], tuple[Engine, Any, int]]  # (engine, this rank's batch, micro-batches)
-ROUNDS = 4  # in which the stages of a pipeline must have told each other what they decide by
 
 
 @dataclass(frozen=True)
@@ -91,27 +91,14 @@ def rehearse(build: Build, layout: Layout, *, large: int = LARGE) -> list[Rank]:
             seen=str(layout),
             expected="a layout without ep: what experts send depends on data",
         )
-    world = imagined.World()
-    with shapes(large) as mode:
-        found = _column(build, layout, world, mode)
-        return found + [_step(build, layout, rank, world, mode) for rank in beside(layout, found)]
+    world, mode = imagined.World(), Shapes(large)
 
+    def run(*ranks: int) -> list[Rank]:
+        found = world.run({rank: partial(_step, build, layout, rank, world, mode.another()) for rank in ranks})
+        return [found[rank] for rank in ranks]
 
-def _column(build: Build, layout: Layout, world: imagined.World, mode: Shapes) -> list[Rank]:
-    """The ranks of all stages, imagined until no stage has to guess what another one says."""
-    column = layout.ranks("pp", 0)
-    for number in range(ROUNDS):
-        world.unsure, last, found = False, number == ROUNDS - 1, []
-        for rank in column:
-            try:
-                found.append(_step(build, layout, rank, world, mode))
-            except IsogradError:  # for want of words: the weight of a loss, for one, is known on the last stage
-                if last or len(column) == 1:
-                    raise
-                world.unsure = True
-        if not world.unsure:
-            break
-    return found
+    column = run(*layout.ranks("pp", 0))
+    return column + [one for rank in beside(layout, column) for one in run(rank)]
 
 
 def beside(layout: Layout, column: list[Rank]) -> list[int]:
@@ -141,8 +128,7 @@ def _run(build: Build, mesh: Mesh) -> Engine:
 
 def _step(build: Build, layout: Layout, rank: int, world: imagined.World, mode: Shapes) -> Rank:
     mesh = Mesh.imagine(layout, rank, world)
-    mode.normed.clear()
-    with raw.recording(segments) as record:
+    with mode, raw.recording(segments) as record:
         engine = _run(build, mesh)
     slots = engine.plan.slots
     debts = {

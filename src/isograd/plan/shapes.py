@@ -117,6 +117,12 @@ class Shapes(TorchDispatchMode):
         self._results: dict[Any, tuple[tuple[Form | None, ...], Any]] = {}
         self._abouts: dict[int, _About] = {}
 
+    def another(self) -> Shapes:
+        """One for another program, which shares addresses and what is known of operations."""
+        other = Shapes(self.large)
+        other._range, other._results, other._abouts = self._range, self._results, self._abouts
+        return other
+
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         """Nothing in here is compiled, and torch's way to ensure that is slower than all that is done here."""
