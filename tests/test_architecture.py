@@ -130,7 +130,7 @@ ARROWS = {
         "stored",
         "yamls",
     },
-    "doors": {"checkpoint", "comm", "engine", "errors", "layout", "mesh", "new", "outside", "terms"},
+    "doors": {"checkpoint", "comm", "engine", "errors", "inside", "layout", "mesh", "new", "outside", "terms"},
     "plan": {
         "comm",
         "contract",

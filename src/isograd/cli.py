@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print("\n".join(candidates(words[2:], main)))
             return 0
         if words[:2] == ["config", "from-deepspeed"]:
-            from isograd.doors.deepspeed import main as from_deepspeed
+            from isograd.doors.deepspeed.config import main as from_deepspeed
 
             return from_deepspeed(words[2:], _Parser)
         room = _command_of(words[:1])

@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[2]
 PAIRS = {
     "trainer.py": "hf_trainer.py",
     "accelerate_loop.py": "accelerate_loop.py",
+    "deepspeed_loop.py": "deepspeed_loop.py",
     "lightning_loop.py": "lightning_loop.py",
 }
 

@@ -1,4 +1,4 @@
-"""Other people's loops on the engine: transformers' Trainer, accelerate, Lightning. docs/doors.md.
+"""Other people's loops on the engine: transformers' Trainer, accelerate, Lightning, DeepSpeed. docs/doors.md.
 
 Names are loaded when first used; a package that is not installed is named by its error, with the extra to install.
 """
@@ -8,11 +8,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from isograd.doors import deepspeed as deepspeed
     from isograd.doors.accelerator import Accelerator as Accelerator
     from isograd.doors.lightning import LightningStrategy as LightningStrategy
     from isograd.doors.trainers import trainer as trainer
 
-__all__ = ["Accelerator", "LightningStrategy", "trainer"]
+__all__ = ["Accelerator", "LightningStrategy", "deepspeed", "trainer"]
 
 
 def __getattr__(name: str) -> Any:
@@ -33,6 +34,10 @@ def __getattr__(name: str) -> Any:
         from isograd.doors.lightning import LightningStrategy
 
         return LightningStrategy
+    if name == "deepspeed":
+        import isograd.doors.deepspeed
+
+        return isograd.doors.deepspeed
     if name == "trainer":
         from isograd.doors.trainers import trainer
 

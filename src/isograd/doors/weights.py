@@ -21,6 +21,22 @@ def labels_in(batch: Mapping[str, Any], *, shifted: bool) -> Tensor | None:
     return labels.ne(IGNORED).sum() if isinstance(labels, Tensor) else None
 
 
+def own_labels(model: object, batch: Mapping[str, Any]) -> Tensor | None:
+    """How many labels the loss is the mean of that a model of transformers makes of this batch by itself. None: there
+    are no labels, or it is not known which of them count."""
+    name, kind = type(model).__name__, getattr(model, "loss_type", None)
+    if not hasattr(model, "loss_function"):
+        return None
+    from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+
+    function = LOSS_MAPPING.get(str(kind))
+    shifts = function is ForCausalLMLoss or (kind is None and ("LMHead" in name or "CausalLM" in name))
+    if function is None and not shifts:
+        return None
+    encodes = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    return labels_in(batch, shifted=shifts and not encodes)
+
+
 def rows_in(batch: object) -> int | None:
     """The length of the first tensor in a batch; None where it has none."""
     leaves = torch.utils._pytree.tree_leaves(batch)

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from isograd.cli import main
-from isograd.doors.deepspeed import IDLE, OFF, convert
+from isograd.doors.deepspeed.config import convert
+from isograd.doors.deepspeed.keys import IDLE, OFF
 from isograd.errors import DoorError
 from isograd.train.reading import load
 

@@ -1,0 +1,388 @@
+"""A loop that was written for DeepSpeed's engine, on isograd's.
+
+    import isograd.doors.deepspeed as deepspeed
+    engine, optimizer, loader, scheduler = deepspeed.initialize(model=model, config="ds_config.json", ...)
+    for batch in loader:
+        loss = engine(batch)
+        engine.backward(loss, weight=labels)     # how many labels the loss is the mean of
+        engine.step()                            # steps at the boundary of an accumulation
+
+A step's gradient is the mean over all that was weighed, on all ranks and in all its micro-batches: nothing is divided
+by gradient_accumulation_steps or ranks. Without a weight a loss that a model of transformers has made of `labels`
+weighs these; any other loss weighs its rows, which is said once. At stages 2 and 3 each micro-batch's gradients are
+reduced at once, into their owners' rows; at 0 and 1 those of a whole step are reduced once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from isograd.checkpoint import Keeper, SavedWeights
+from isograd.comm.agree import told
+from isograd.doors.deepspeed.settings import Settings, read
+from isograd.doors.optimizer import EngineOptimizer, onto_shards
+from isograd.doors.weights import own_labels, rows_in
+from isograd.doors.world import mesh_of
+from isograd.engine import Engine, Stats
+from isograd.errors import DoorError
+from isograd.inside import write_text
+from isograd.mesh import Mesh
+from isograd.outside import CONFIG, read_json, read_text
+
+FOLDER, LATEST = "isograd", "latest"  # of a checkpoint's folder: the engine's state; and of all: the newest one's name
+
+
+def init_distributed(*_: Any, **__: Any) -> None:
+    """Joins the world that torchrun has started, as `initialize` does; the arguments are DeepSpeed's."""
+    mesh_of(None)
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """DeepSpeed's options of a command line: --deepspeed, --deepspeed_config FILE."""
+    group = parser.add_argument_group("DeepSpeed", "through isograd.doors.deepspeed")
+    group.add_argument("--deepspeed", action="store_true", help="taken, and of no effect")
+    group.add_argument("--deepspeed_config", type=str, default=None, help="DeepSpeed's JSON file")
+    return parser
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None,
+    model_parameters: Any = None,
+    training_data: Dataset[Any] | None = None,
+    lr_scheduler: Any = None,
+    distributed_port: int | None = None,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[..., Any] | None = None,
+    config: str | Path | Mapping[str, Any] | None = None,
+    mesh_param: Any = None,
+    config_params: str | Path | Mapping[str, Any] | None = None,
+) -> tuple[LoopEngine, EngineOptimizer, DataLoader[Any] | None, Any]:
+    """(engine, optimizer, loader, scheduler), as deepspeed.initialize; the arguments are the same.
+
+    The config's ZeRO stage is the layout, over all ranks that torchrun has started. What cannot be kept is refused.
+    """
+    mesh = mesh_of(None)
+    given = next(
+        (one for one in (config, config_params, getattr(args, "deepspeed_config", None)) if one is not None), None
+    )
+    if given is None:
+        _refuse("no config", "config=..., a file or a dict; or args.deepspeed_config", mesh)
+    if mpu is not None or mesh_param is not None:
+        _refuse("mpu or mesh_param", "dp over all ranks; tp and cp: ig.hugging.load and ig.Engine", mesh)
+    if not isinstance(model, nn.Module) or hasattr(model, "mpu"):
+        _refuse(f"a {type(model).__name__} as model", "an nn.Module; pipelines: ig.hugging.load under pp", mesh)
+    values = dict(given) if isinstance(given, Mapping) else read_json(given, CONFIG, follow=True)
+    settings = read(values, mesh.layout.world_size)
+    mesh = mesh_of(f"zero{settings.stage}")
+    engine = LoopEngine(model, settings, mesh, optimizer, model_parameters, lr_scheduler)
+    loader = None if training_data is None else engine.deepspeed_io(training_data, collate_fn=collate_fn)
+    engine.training_dataloader = loader
+    return engine, engine.optimizer, loader, engine.lr_scheduler
+
+
+def _refuse(seen: str, expected: str, mesh: Mesh) -> NoReturn:
+    raise DoorError(
+        "IG868",
+        "this cannot be asked of DeepSpeed's loop on isograd's engine",
+        seen=seen,
+        expected=expected,
+        fix="docs/doors.md lists what the door has",
+        where=mesh.where(),
+    )
+
+
+class LoopEngine(nn.Module):
+    """What `initialize` returns first. `engine` is isograd's; what this has not is looked for in the module."""
+
+    def __init__(
+        self, model: nn.Module, settings: Settings, mesh: Mesh, optimizer: Any, parameters: Any, scheduler: Any
+    ) -> None:
+        super().__init__()
+        self.settings, self.mesh = settings, mesh
+        model.to(mesh.device, torch.bfloat16 if settings.bf16 else None)
+        self.module = model
+        trained = [p for p in model.parameters() if p.requires_grad] if parameters is None else parameters
+        make = optimizer if optimizer is not None else settings.optimizer
+        if make is None:
+            _refuse("no optimizer", "optimizer=..., or one in the config", mesh)
+        made = make if isinstance(make, torch.optim.Optimizer) else make(trained)
+        moved = onto_shards(made, model, mesh)
+        clip = settings.clip or None
+        self.engine = Engine(model, mesh, moved, clip=clip, offload=settings.offload)
+        self.optimizer = EngineOptimizer(self.engine, self._stepped)
+        plan = scheduler if scheduler is not None else settings.schedule
+        self.lr_scheduler: Any = plan(self.engine.optimizer) if callable(plan) else plan
+        self.training_dataloader: DataLoader[Any] | None = None
+        self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = 0
+        self._boundary: bool | None = None  # as the loop has said; None: counted
+        self._weight: float | Tensor = 0.0  # of the last forward
+        self._own_loss: Tensor | None = None  # made by the model, of labels
+        self._labels: Tensor | None = None
+        self._syncing, self._said = True, False
+        if settings.unused and mesh.rank == 0:
+            print(f"isograd: of the DeepSpeed config nothing writes to {', '.join(settings.unused)}", file=sys.stderr)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            return getattr(self.module, name)
+
+    # -- a micro-batch
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's; notes what a loss of it would be the mean of."""
+        output = self.module(*args, **kwargs)
+        if torch.is_grad_enabled():
+            own = output.get("loss") if isinstance(output, Mapping) else None
+            self._weight, self._own_loss = rows_in((args, kwargs)) or 0, own
+            self._labels = None if own is None else own_labels(self.module, kwargs)
+        return output
+
+    def backward(
+        self,
+        loss: Tensor,
+        retain_graph: bool = False,
+        scale_wrt_gas: bool = True,
+        *,
+        weight: float | Tensor | None = None,
+    ) -> Tensor:
+        """weight: how many labels (rows, ...) the loss is the mean of. Nothing divides it."""
+        if retain_graph or not scale_wrt_gas:
+            _refuse(
+                f"backward(retain_graph={retain_graph}, scale_wrt_gas={scale_wrt_gas})",
+                "the mean loss of a micro-batch, undivided, once", self.mesh,
+            )  # fmt: skip
+        reduces = self._syncing and (self.is_gradient_accumulation_boundary() or self.settings.stage > 1)
+        with nullcontext() if reduces else self.engine.no_sync():
+            self.engine.backward(loss, self._weight_of(loss) if weight is None else weight)
+        return loss
+
+    def _weight_of(self, loss: Tensor) -> float | Tensor:
+        if self._labels is not None and loss is self._own_loss:
+            return self._labels
+        if not self._said and self.mesh.rank == 0:
+            print("isograd: engine.backward without weight=: losses weigh their rows", file=sys.stderr)
+        self._said = True
+        return self._weight
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards in here add up on this rank; `step` is refused in here."""
+        before, self._syncing = self._syncing, False
+        try:
+            yield
+        finally:
+            self._syncing = before
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether `step` will step the optimizer."""
+        return (self.micro_steps + 1) % self.settings.steps == 0 if self._boundary is None else self._boundary
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """From now on the loop says where a step ends."""
+        self._boundary = is_boundary
+
+    # -- a step
+
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
+        """At the boundary of an accumulation the engine's step, on all ranks; else only a count."""
+        if not self._syncing:
+            _refuse("step inside no_sync", "step after the with block", self.mesh)
+        if self.is_gradient_accumulation_boundary():
+            self.optimizer.step()
+            if self.lr_scheduler is not None and not self.optimizer.step_was_skipped:
+                self.lr_scheduler.step(**(lr_kwargs or {}))
+        self.micro_steps += 1
+
+    def _stepped(self, stats: Stats) -> None:
+        self.global_steps += 1
+        self.global_samples += self.settings.batch
+        self.skipped_steps += stats.skipped
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As the optimizer's: after a step nothing is left; in the middle of one its gradients are dropped."""
+        self.optimizer.zero_grad(set_to_none)
+
+    def was_step_applied(self) -> bool:
+        """Whether the last step was not skipped."""
+        return self.optimizer.stats is not None and not self.optimizer.step_was_skipped
+
+    def get_global_grad_norm(self) -> float | None:
+        """Of the last step's mean gradient, before clipping."""
+        return None if self.optimizer.stats is None else self.optimizer.stats.grad_norm
+
+    def get_lr(self) -> list[float]:
+        """Of each group."""
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    def get_mom(self) -> list[Any]:
+        """Betas, or momentum, of each group."""
+        return [group.get("betas", group.get("momentum")) for group in self.optimizer.param_groups]
+
+    # -- what the config says
+
+    def train_batch_size(self) -> int:
+        """Rows of a step, over all ranks."""
+        return self.settings.batch
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Rows of a micro-batch of one rank."""
+        return self.settings.micro
+
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches of a step."""
+        return self.settings.steps
+
+    def gradient_clipping(self) -> float:
+        """The largest norm; 0: none."""
+        return self.settings.clip
+
+    def zero_optimization_stage(self) -> int:
+        """ZeRO's stage."""
+        return self.settings.stage
+
+    def zero_optimization(self) -> bool:
+        """Whether there is one."""
+        return self.settings.stage > 0
+
+    def bfloat16_enabled(self) -> bool:
+        """Whether parameters are bf16, with fp32 masters."""
+        return self.settings.bf16
+
+    def fp16_enabled(self) -> bool:
+        """Never: it is refused."""
+        return False
+
+    @property
+    def device(self) -> torch.device:
+        """This rank's."""
+        return self.mesh.device
+
+    @property
+    def global_rank(self) -> int:
+        """Of the world."""
+        return self.mesh.rank
+
+    @property
+    def local_rank(self) -> int:
+        """On this machine."""
+        return int(os.environ.get("LOCAL_RANK", self.mesh.rank))
+
+    @property
+    def world_size(self) -> int:
+        """Ranks, all of them of dp."""
+        return self.mesh.layout.world_size
+
+    dp_world_size = world_size
+
+    def deepspeed_io(
+        self, dataset: Dataset[Any], batch_size: int | None = None, data_sampler: Any = None,
+        collate_fn: Callable[..., Any] | None = None, num_local_io_workers: int = 0, **_: Any,
+    ) -> DataLoader[Any]:  # fmt: skip
+        """A loader of this rank's rows; `loader.sampler.set_epoch` shuffles anew, as DeepSpeed's does."""
+        sampler = data_sampler or DistributedSampler(dataset, self.world_size, self.global_rank)
+        return DataLoader(
+            dataset, batch_size or self.settings.micro, sampler=sampler, collate_fn=collate_fn,
+            drop_last=self.settings.drop_last, num_workers=num_local_io_workers,
+        )  # fmt: skip
+
+    # -- files
+
+    def module_state_dict(self, *_: Any, **__: Any) -> dict[str, Tensor]:
+        """Whole parameters at every stage, under the module's own names; all ranks call it."""
+        with self.engine.full_parameters():
+            state = self.module.state_dict()
+            return {name: value.clone() for name, value in state.items()} if self.settings.stage == 3 else dict(state)
+
+    def save_checkpoint(
+        self, save_dir: str | Path, tag: str | None = None, client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True, exclude_frozen_parameters: bool = False,
+    ) -> bool:  # fmt: skip
+        """Into save_dir/tag, which every layout loads; between two steps, on all ranks. client_state is JSON."""
+        tag = self._name_of(tag or f"global_step{self.global_steps}")
+        counts = {name: getattr(self, name) for name in COUNTS}
+        plan = None if self.lr_scheduler is None else self.lr_scheduler.state_dict()
+        with Keeper(Path(save_dir) / tag / FOLDER, self.engine, keep_last=1) as keeper:
+            keeper.save(max(1, self.global_steps), {"loop": counts, "scheduler": plan, "client": client_state or {}})
+        if save_latest and self.mesh.rank == 0:
+            write_text(Path(save_dir) / LATEST, tag)
+        return True
+
+    def load_checkpoint(
+        self, load_dir: str | Path, tag: str | None = None, load_module_strict: bool = True,
+        load_optimizer_states: bool = True, load_lr_scheduler_states: bool = True, load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:  # fmt: skip
+        """(the path, client_state) of what `save_checkpoint` has saved, under any layout; (None, None): nothing there.
+
+        Without the optimizer's state only weights are loaded, and no count.
+        """
+        if custom_load_fn is not None:
+            _refuse("custom_load_fn", "weights as they were saved", self.mesh)
+        place = Path(load_dir)
+        latest = place / LATEST
+        tag = tag or told(read_text(latest, 4096).strip() if latest.is_file() else None, self.mesh)[0]
+        if tag is None:
+            warnings.warn(
+                f"isograd: {place} has no file 'latest', and no tag was given: nothing is loaded", stacklevel=2
+            )
+            return None, None
+        place = place / self._name_of(tag)
+        self._refuse_foreign(place)
+        if load_module_only or not load_optimizer_states:
+            self._load_weights(place / FOLDER)
+            return str(place), {}
+        with Keeper(place / FOLDER, self.engine, keep_last=1) as keeper:
+            found = keeper.load("auto")
+        if found is None:
+            return None, None
+        for name in COUNTS:
+            setattr(self, name, int(found.extra["loop"][name]))
+        if load_lr_scheduler_states and self.lr_scheduler is not None and found.extra["scheduler"] is not None:
+            self.lr_scheduler.load_state_dict(found.extra["scheduler"])
+        return str(place), dict(found.extra["client"])
+
+    def _load_weights(self, place: Path) -> None:
+        saved = SavedWeights(place)
+        with self.engine.full_parameters() as module, torch.no_grad():
+            for name, value in (*module.named_parameters(), *module.named_buffers()):
+                if saved.has(name, tuple(value.shape)):
+                    value.copy_(saved.read(name, tuple(value.shape), [(0, size) for size in value.shape]))
+
+    def _name_of(self, tag: object) -> str:
+        """A tag is the name of a folder."""
+        if not isinstance(tag, str) or tag in ("", ".", "..") or Path(tag).name != tag:
+            _refuse(f"the tag {tag!r} of a checkpoint", "the name of a folder, without a path", self.mesh)
+        return tag
+
+    def _refuse_foreign(self, place: Path) -> None:
+        there, foreign = told([(place / FOLDER).is_dir(), any(place.glob("*_states.pt"))], self.mesh)[0]
+        if not there:
+            raise DoorError(
+                "IG860",
+                f"{place.name} is no checkpoint of this door",
+                seen="DeepSpeed's files, which are pickles" if foreign else f"no folder {FOLDER!r} in it",
+                expected="a checkpoint that engine.save_checkpoint has saved through this door",
+                fix="start a new run from its weights, exported to safetensors",
+                where=self.mesh.where(),
+            )
+
+
+COUNTS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
