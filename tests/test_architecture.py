@@ -106,6 +106,7 @@ ARROWS = {
     },
     # nn: encoders with experts
     "contrastive": {"comm", "contract", "engine", "errors", "mesh", "nn", "random", "tallies", "terms"},
+    "network": {"__version__", "comm", "errors", "verbs"},
     "losses": {"comm", "errors", "mesh"},
     "train": {
         "__version__",
@@ -155,6 +156,7 @@ ARROWS = {
         "data",
         "doors",
         "train",
+        "network",
         "errors",
         "layout",
         "mesh",

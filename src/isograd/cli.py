@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 COMMANDS = (
     "new", "recipes", "train", "compare", "config", "data", "ckpt", "explain", "plan", "machine",
-    "rehearse", "verify", "completion",
+    "rehearse", "verify", "check", "completion",
 )  # fmt: skip
 
 
@@ -98,6 +98,10 @@ def _command_of(first: list[str]) -> Callable[[list[str], type[_Parser]], int] |
         from isograd.checkpoint.command import main as ckpt
 
         return ckpt
+    if first[:1] == ["check"]:
+        from isograd.network.command import check
+
+        return check
     if first[:1] == ["rehearse"]:
         from isograd.train.rehearse import rehearse
 
@@ -173,6 +177,7 @@ def _parser() -> _Parser:
     commands.add_parser("config", help="a config's values and their origins; the schema; a DeepSpeed config as one")
     commands.add_parser("data", help="text into token shards; inspect, verify: see 'isograd data --help'")
     commands.add_parser("ckpt", help="inspect, verify, diff and convert checkpoints: see 'isograd ckpt --help'")
+    commands.add_parser("check", help="the network between a run's machines: see 'isograd check --help'")
     commands.add_parser(
         "verify", help="prove layouts, watch any program, compare recordings: see 'isograd verify --help'"
     )

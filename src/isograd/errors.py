@@ -10,7 +10,8 @@ from collections.abc import Iterable
 
 # Errors of a disk, a machine or a run under way, not of a command line, a config or a file that was given.
 _NO_MISTAKE = {
-    "IG805", "IG904", "IG918", "IG921", "IG928", "IG930", "IG933", "IG940", "IG945", "IG980", "IG981", "IG984",
+    "IG290", "IG291", "IG292", "IG293", "IG294", "IG295", "IG296", "IG297",
+    "IG805", "IG904", "IG918", "IG921", "IG928", "IG930", "IG933", "IG940", "IG945", "IG979", "IG980", "IG981", "IG984",
 }  # fmt: skip
 
 
@@ -67,6 +68,10 @@ class LaunchError(CommError):
         return self.cause.exit_code if self.cause is not None else 1
 
 
+class NetworkError(CommError):
+    """IG29x: machines that do not reach each other, or are not alike."""
+
+
 class PlanError(IsogradError):
     """IG27x: a program that cannot be rehearsed, or whose rehearsal found it wrong."""
 
@@ -108,7 +113,7 @@ class ContrastiveError(IsogradError):
 
 
 class TrainError(IsogradError):
-    """IG98x and IG99x: a run that cannot start or continue."""
+    """IG979, IG98x and IG99x: a run that cannot start or continue."""
 
 
 class ConfigError(IsogradError):

@@ -52,7 +52,7 @@ class Group:
     purpose: str = ""  # groups of different purposes have connections of their own
 
     def __deepcopy__(self, memo: object) -> Group:
-        """The same group: a copied model talks to the same ranks, and connections cannot be copied."""
+        """The same group: connections cannot be copied."""
         return self
 
     @property
@@ -79,8 +79,7 @@ def join(rank: int, world_size: int, store_dir: str, interface: str | None = "lo
     if interface is not None:
         os.environ["GLOO_SOCKET_IFNAME"] = interface
     store = dist.FileStore(os.path.join(store_dir, "store"), world_size)  # type: ignore[attr-defined]
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    chosen = backend or _best_backend(local)
+    chosen = backend or _best_backend(int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
     _take_card()
     dist.init_process_group(chosen, store=store, rank=rank, world_size=world_size, timeout=_timeout)
 
@@ -206,6 +205,19 @@ def flag_raised(name: str) -> bool:
     return dist.is_initialized() and bool(distributed_c10d._get_default_store().check([f"isograd/{name}"]))
 
 
+def store_line() -> Any:
+    """A new connection to the store where the ranks met, for a thread; None: they met in a file, on one machine."""
+    store: Any = distributed_c10d._get_default_store() if dist.is_initialized() else None
+    while isinstance(store, dist.PrefixStore):  # type: ignore[attr-defined]
+        store = store.underlying_store
+    return store.clone() if isinstance(store, dist.TCPStore) else None  # type: ignore[attr-defined]
+
+
+def meet(seconds: float) -> tuple[Any, int, int]:
+    """(store, rank, how many) of the ranks that torchrun or variables like its have started; no world is joined."""
+    return next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=seconds))))  # type: ignore
+
+
 def native(group: Group) -> bool:
     """Whether this group's backend has collectives worth using as they are (NCCL), or `exchange` is better (gloo)."""
     if group.handle is None or isinstance(group.handle, imagined.Line):
@@ -216,18 +228,15 @@ def native(group: Group) -> bool:
 def _handle(group: Group, control: bool = False) -> Any:
     if group in _left:
         raise CommError(
-            "IG207",
-            f"a collective over {group.axes!r} after a stage of a pipeline failed and closed this rank's connections",
-            fix="end the processes, and resume from the last checkpoint",
-        )
+            "IG207", f"a collective over {group.axes!r} after a stage of a pipeline failed and closed this rank's "
+            "connections", fix="end the processes, and resume from the last checkpoint",
+        )  # fmt: skip
     if group.handle is None:
         raise CommError(
-            "IG201",
-            f"a collective over {group.axes!r} was called on a mesh that is bound to no world",
-            seen=f"group of ranks {group.ranks}",
-            expected="a mesh made by Mesh(layout) inside a running world",
+            "IG201", f"a collective over {group.axes!r} was called on a mesh that is bound to no world",
+            seen=f"group of ranks {group.ranks}", expected="a mesh made by Mesh(layout) inside a running world",
             fix="use isograd.launch(fn, nproc) or torchrun; Mesh.unbound is for looking only",
-        )
+        )  # fmt: skip
     if isinstance(group.handle, imagined.Line):
         group.handle.control = control
     return group.handle
@@ -257,14 +266,11 @@ def exchange(out: Tensors, into: Tensors, group: Group, tag: int = 0, *, control
     works: list[Any] = []
     members: list[int] = []
     # Receives are posted first so that nothing that arrives waits in a kernel buffer.
-    for step in range(1, group.size):
-        peer = (group.index - step) % group.size
-        works += [pg.recv([t], peer, tag) for t in into[peer] if t.numel()]
-        members += [peer] * (len(works) - len(members))
-    for step in range(1, group.size):
-        peer = (group.index + step) % group.size
-        works += [pg.send([t], peer, tag) for t in out[peer] if t.numel()]
-        members += [peer] * (len(works) - len(members))
+    for move, messages, way in ((pg.recv, into, -1), (pg.send, out, 1)):
+        for step in range(1, group.size):
+            peer = (group.index + way * step) % group.size
+            works += [move([t], peer, tag) for t in messages[peer] if t.numel()]
+            members += [peer] * (len(works) - len(members))
     return _noted(Handle(works, keep=(out, into), members=members, group=group), group, out, into, tag, control)
 
 
@@ -346,8 +352,7 @@ def all_reduce(x: torch.Tensor, group: Group, *, control: bool = False) -> torch
     if group.size == 1:
         return x
     if native(group):
-        total = x.contiguous().clone()
-        dist.all_reduce(total, group=group.handle)
+        dist.all_reduce(total := x.contiguous().clone(), group=group.handle)
         return total
     if group.size == 2 or x.numel() * x.element_size() <= SMALL_BYTES:
         return _add_up(_gather_whole(x, group, control), group.index)
@@ -369,11 +374,10 @@ def all_max(x: torch.Tensor, group: Group) -> torch.Tensor:
     """A new tensor: the elementwise maximum over the group."""
     if group.size == 1:
         return x
-    if native(group):
-        top = x.contiguous().clone()
-        dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group.handle)
-        return top
-    return torch.stack(gather_list(x, group)).amax(0)
+    if not native(group):
+        return torch.stack(gather_list(x, group)).amax(0)
+    dist.all_reduce(top := x.contiguous().clone(), op=dist.ReduceOp.MAX, group=group.handle)
+    return top
 
 
 def gather_list(x: torch.Tensor, group: Group, *, control: bool = True) -> list[torch.Tensor]:
@@ -381,8 +385,7 @@ def gather_list(x: torch.Tensor, group: Group, *, control: bool = True) -> list[
     if group.size == 1:
         return [x]
     if native(group):
-        flat = x.new_empty(group.size * x.numel())
-        _gather_equal(flat, x.contiguous().view(-1), group=group.handle)
+        _gather_equal(flat := x.new_empty(group.size * x.numel()), x.contiguous().view(-1), group=group.handle)
         return list(flat.view(group.size, *x.shape))
     if control and isinstance(group.handle, imagined.Line):  # no message for each rank of a large world
         _noted(Handle(), group, [[x]] * group.size, [[x]] * group.size, 0, control).wait()
@@ -455,10 +458,8 @@ def shift(x: torch.Tensor, group: Group, by: int) -> torch.Tensor:
         return x
     x = x.contiguous()
     got = torch.empty_like(x)
-    out: list[list[torch.Tensor]] = [[] for _ in group.ranks]
-    into: list[list[torch.Tensor]] = [[] for _ in group.ranks]
-    out[(group.index + by) % group.size].append(x)
-    into[(group.index - by) % group.size].append(got)
+    out = [[x] if i == (group.index + by) % group.size else [] for i in range(group.size)]
+    into = [[got] if i == (group.index - by) % group.size else [] for i in range(group.size)]
     exchange(out, into, group).wait()
     return got
 
@@ -475,8 +476,7 @@ def broadcast_(x: torch.Tensor, group: Group, source: int = 0) -> None:
 def _note_broadcast(x: torch.Tensor, group: Group, source: int) -> None:
     sends, nobody = group.index == source, [list[torch.Tensor]()] * group.size
     messages = [[x] if (i != source) == sends else [] for i in range(group.size)]
-    sides = (messages, nobody) if sends else (nobody, messages)
-    _noted(Handle(), group, *sides, 0, control=False).wait()
+    _noted(Handle(), group, *((messages, nobody) if sends else (nobody, messages)), 0, control=False).wait()
 
 
 def barrier(group: Group) -> None:

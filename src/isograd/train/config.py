@@ -194,6 +194,14 @@ class Safety(Part):
     )
 
 
+class Resilience(Part):
+    """`resilience`: what a run does when ranks or machines are lost."""
+
+    network_s: Rate = Field(
+        default=20.0, description="a run on several machines that no longer reach each other ends within this time"
+    )
+
+
 def _contradiction(text: str, *fields: str) -> PydanticCustomError:
     """Fields that contradict each other; reading.py says which of them the command line has set."""
     return PydanticCustomError("contradiction", text, {"fields": fields})
@@ -219,6 +227,7 @@ class Config(Part):
     evaluate: Evaluating = Evaluating()
     log: Logging = Logging()
     safety: Safety = Safety()
+    resilience: Resilience = Resilience()
     reproducible: bool = Field(default=False, description="the same bits for every ZeRO stage and split; slower")
     threads: Positive = Field(default=1, description="of each local rank, on CPUs")
 

@@ -34,6 +34,7 @@ from isograd.train.devices import peak_flops
 from isograd.train.early import refuse_earlier_run
 from isograd.train.job import Job, make_job, prepare
 from isograd.train.optimizers import Schedule
+from isograd.train.pulse import Pulse
 from isograd.train.reading import written
 from isograd.train.stall import Watchdog, patience
 from isograd.train.stop import SIGNALS, STOPPED, Asked, Wish
@@ -77,7 +78,8 @@ def run(config: Config, orders: Orders, asked: Asked | None = None) -> Outcome:
         dog = Watchdog(config.folder, *raw.seat(), stall_s)
         stack.callback(dog.close)
         mesh = Mesh(config.layout)
-        dog.joined(mesh.where(), peers.hosts(mesh))
+        pulse = Pulse(mesh.rank, mesh.layout.world_size, config.resilience.network_s)
+        dog.joined(mesh.where(), peers.hosts(mesh), pulse)
         peers.same_config(written(config), mesh)
         journal.make_folder(config.folder)
         if mesh.rank == 0:

@@ -17,12 +17,14 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from isograd import inside
 from isograd.comm.handle import awaited
 from isograd.errors import TrainError
 from isograd.outside import FileError, read_typed
+from isograd.train.pulse import Pulse
 
 STALLED = 7
 _WAITS = ("isograd/comm/raw.py", "isograd/comm/handle.py")  # the only files in which ranks wait for each other
@@ -64,6 +66,7 @@ class Watchdog:
         self.where, self.hosts = f"rank {rank}", list[str]()
         self.main = threading.main_thread().ident
         self._phase, self._last = "joining the other ranks", time.monotonic()
+        self._pulse: Pulse | None = None
         self.patience = 1.0
         self.before_end: Callable[[], None] = lambda: None  # what the process may still finish
         self._over = threading.Event()
@@ -76,18 +79,28 @@ class Watchdog:
         """This rank makes progress, and enters `phase`."""
         self._phase, self._last = phase, time.monotonic()
 
-    def joined(self, where: str, hosts: Sequence[str]) -> None:
-        """All ranks are there; `where` says which one this is, `hosts` on which machine each of them runs."""
-        self.where, self.hosts, self.patience = where, list(hosts), FIRST
+    def joined(self, where: str, hosts: Sequence[str], pulse: Pulse | None = None) -> None:
+        """All ranks are there; `where` says which one this is, `hosts` on which machine each of them runs.
+
+        pulse: what notices that machines no longer reach each other.
+        """
+        self.where, self.hosts, self.patience, self._pulse = where, list(hosts), FIRST, pulse
+        if pulse is not None:
+            pulse.patience = FIRST
+            pulse.start(hosts)
         self.beat("starting")
 
     def stepped(self) -> None:
         """The first step is done: from now on the limit itself counts."""
         self.patience = 1.0
+        if self._pulse is not None:
+            self._pulse.patience = 1.0
 
     def close(self) -> None:
         """Stop watching."""
         self._over.set()
+        if self._pulse is not None:
+            self._pulse.close()
         self._thread.join()
 
     def _file(self, rank: int) -> Path:
@@ -95,6 +108,9 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._over.wait(min(1.0, self.limit / 10)):
+            lost = self._pulse.lost() if self._pulse is not None else None
+            if lost is not None:
+                self._end_cut_off(*lost)
             if time.monotonic() - self._last > self.limit * self.patience:
                 self._end()
 
@@ -111,6 +127,41 @@ class Watchdog:
         self.before_end()
         time.sleep(0.5)  # the first to leave would look like the culprit
         os._exit(STALLED)
+
+    def _end_cut_off(self, silent: Sequence[int], cut_off: bool) -> None:
+        """Other machines are out of reach, and perhaps the run's folder: nothing is read from it first."""
+        assert self._pulse is not None
+        here = socket.gethostname()
+        meet = ":".join(os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT") if name in os.environ)
+        seconds = self._pulse.limit * self._pulse.patience / 2
+        seen = f"no answer from {meet or 'the store'}" if cut_off else f"no sign of life from {self._ranks(silent)}"
+        others = sorted(set(self.hosts) - {here}) if cut_off else sorted({self.hosts[rank] for rank in silent} - {here})
+        between = f"the network between {here} and {_spell(others)}" if others else f"rank {silent[0]} on {here}"
+        error = TrainError(
+            "IG979", f"other machines are out of reach, for {seconds:g} s, while {self._phase}",
+            seen=f"{seen}; this rank {self._collective() or 'was not in a collective'}",
+            expected="a sign of life from every rank within resilience.network_s",
+            fix=f"check {between} (isograd check network); the same command then resumes from the last checkpoint",
+            where=f"{self.where} on {here}",
+        )  # fmt: skip
+        print(error, file=sys.stderr, flush=True)
+        last = threading.Thread(target=self.before_end, daemon=True)  # its folder may be out of reach, too
+        last.start()
+        last.join(self._pulse.limit / 3)
+        os._exit(STALLED)
+
+    def _collective(self) -> str | None:
+        """Which function of comm this rank waits in, and who called it."""
+        frames = sys._current_frames()
+        for thread in sorted(frames, key=lambda thread: thread != self.main):
+            stack = traceback.extract_stack(frames[thread])
+            for caller, frame in pairwise(stack):
+                if any(frame.filename.endswith(file) for file in _WAITS):
+                    to = f", for rank {', '.join(map(str, awaited()))}" if awaited() else ""
+                    return (
+                        f"waits in {frame.name}{to}, called in {_short(caller.filename)}:{caller.lineno} {caller.name}"
+                    )
+        return None
 
     def _mine(self) -> Report:
         frames = sys._current_frames()
@@ -205,6 +256,11 @@ def _read(file: Path) -> Report | None:
         return read_typed(Report, file, LONGEST)
     except FileError:
         return None
+
+
+def _short(file: str) -> str:
+    """The last two parts of a path."""
+    return "/".join(Path(file).parts[-2:])
 
 
 def _spell(words: Sequence[str]) -> str:
