@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 VOCAB, LENGTH, WIDTH = 23, 9, 8
@@ -48,10 +51,38 @@ def hooked(model: nn.Module, wrong: str) -> DistributedDataParallel:
     return net
 
 
+def _value(loss: str, logits: Tensor, labels: Tensor, count: Tensor, accumulate: int) -> Tensor:
+    """`count`: of all labels of the step. DDP averages over ranks."""
+
+    def mean() -> Tensor:
+        return F.cross_entropy(logits, labels)
+
+    def total() -> Tensor:
+        return F.cross_entropy(logits, labels, reduction="sum")
+
+    def balance() -> Tensor:
+        return logits.softmax(-1).mean(0).square().sum()
+
+    named = {
+        "counted": lambda: total() * dist.get_world_size() / count,
+        "sum": lambda: total() * dist.get_world_size(),  # divided after backward
+        # With a term that is no mean over labels: each rank counts as one.
+        "balanced": lambda: total() * dist.get_world_size() / count + balance() / accumulate,
+        "means": lambda: mean() + balance(),  # several terms, each divided here
+        "mean": lambda: mean() / accumulate,
+        "undivided": mean,  # by the number of micro-batches
+        "undivided two": lambda: mean() + 0.01 * F.cross_entropy(-logits, labels),
+        "square": lambda: (logits.softmax(-1) - F.one_hot(labels.clamp(0), VOCAB)).square().mean() / accumulate,
+        "negated": lambda: -logits.log_softmax(-1).gather(1, labels.clamp(0)[:, None]).mean() / accumulate,
+        "half": lambda: mean() / 2,
+    }
+    return named[loss]()
+
+
 def ddp(wrong: str = "", accumulate: int = 1, steps: int = 3, even: bool = False, loss: str = "counted") -> None:
     """The usual loop: labels are counted over all ranks and micro-batches ("counted"), or only here ("mean"), and the
-    other losses below."""
-    rank, world = dist.get_rank(), dist.get_world_size()
+    other losses above."""
+    rank = dist.get_rank()
     torch.manual_seed(rank)
     model = network()
     torch.manual_seed(rank + 1)  # each rank drops out its own elements
@@ -64,29 +95,33 @@ def ddp(wrong: str = "", accumulate: int = 1, steps: int = 3, even: bool = False
         for i, (tokens, labels) in enumerate(micro_batches):
             net.require_backward_grad_sync = i == accumulate - 1
             logits = net(tokens).flatten(0, 1)
-            if loss == "counted":
-                value = F.cross_entropy(logits, labels.flatten(), reduction="sum") * world / count
-            elif loss == "sum":  # divided after backward, below
-                value = F.cross_entropy(logits, labels.flatten(), reduction="sum") * world
-            elif loss == "balanced":  # with a term that is no mean over labels: each rank counts as one
-                value = F.cross_entropy(logits, labels.flatten(), reduction="sum") * world / count
-                value = value + (logits.softmax(-1).mean(0).square().sum() / accumulate)
-            elif loss == "means":  # several terms, each divided here
-                value = F.cross_entropy(logits, labels.flatten()) + logits.softmax(-1).mean(0).square().sum()
-            elif loss == "mean":
-                value = F.cross_entropy(logits, labels.flatten()) / accumulate
-            elif loss == "square":
-                value = (logits.softmax(-1) - F.one_hot(labels.flatten().clamp(0), VOCAB)).square().mean() / accumulate
-            elif loss == "negated":
-                value = -logits.log_softmax(-1).gather(1, labels.flatten().clamp(0)[:, None]).mean() / accumulate
-            elif loss == "half":
-                value = F.cross_entropy(logits, labels.flatten()) / 2
-            else:  # labels that the program makes after the model was called
+            if loss == "late":  # labels that the program makes after the model was called
                 value = F.cross_entropy(logits, batch(rank, step, even)[1].flatten())
+            else:
+                value = _value(loss, logits, labels.flatten(), count, accumulate)
             value.backward()
         for parameter in net.parameters() if loss == "sum" else ():
             parameter.grad /= count
         nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def fsdp1(flat: bool, even: bool) -> None:
+    """FSDP1, whose ranks hold elements of flat parameters in a row: tensors are cut in the middle of their rows. Two
+    micro-batches, the first of which is not reduced; the norm is FSDP's own, which takes no fp64."""
+    rank = dist.get_rank()
+    model = network(dropout=0.0).float()
+    net = FullyShardedDataParallel(
+        model, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), use_orig_params=not flat, device_id=torch.device("cpu")
+    )
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    for step in range(3):
+        for i in range(2):
+            tokens, labels = batch(rank, 2 * step + i, even)
+            with net.no_sync() if i == 0 else nullcontext():
+                (F.cross_entropy(net(tokens).flatten(0, 1), labels.flatten()) / 2).backward()
+        net.clip_grad_norm_(0.1)
         optimizer.step()
         optimizer.zero_grad()
 

@@ -103,6 +103,8 @@ def test_a_program_that_is_too_short_for_all_calls_is_started_again(judged: Any,
         (("factor",), "ulysses-scale", "all 9 gradients: 2 times what they should be"),
         (("permuted",), "", "the right numbers in other places: a permutation"),
         (("", 1, 3, False, "mean"), "mean-of-means", "contributions are weighted by 1 / their own number of labels"),
+        (("", 3, 3, True, "undivided"), "accum-undivided", "all 9 gradients: 3 times what they should be"),
+        (("", 3, 3, True, "undivided two"), "accum-undivided", "all 9 gradients: 3 times what they should be"),
     ],
 )
 def test_what_watching_alone_cannot_tell_is_found(judged: Any, args: tuple[Any, ...], bug: str, sentence: str) -> None:
@@ -110,6 +112,13 @@ def test_what_watching_alone_cannot_tell_is_found(judged: Any, args: tuple[Any, 
     (found,) = [f for f in subject.findings if f.verdict == BUG]
     assert (found.bug, sentence in found.sentence) == (bug, True), found
     assert not [f for f in subject.findings if f.verdict == INCONCLUSIVE]
+
+
+def test_uneven_means_of_micro_batches_are_told_with_the_factor_that_all_share(judged: Any) -> None:
+    """Labels on rank 0: 9 and 12, on rank 1: 21 and 24. Each label should weigh 1 / 66."""
+    (found,) = [f for f in judged(loops.ddp, "", 2, 3, False, "undivided").findings if f.verdict == BUG]
+    assert found.bug == "mean-of-means"
+    assert [round(value, 3) for _, value in found.coefficients] == [round(66 / 2 / n, 3) for n in (9, 12, 21, 24)]
 
 
 @pytest.mark.parametrize("wrong", [True, False])

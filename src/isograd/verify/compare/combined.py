@@ -1,17 +1,13 @@
 """One device's gradient of a step, put together from backwards that a world of one did one by one (watch/feed.py).
 
 On the rows of one rank a loss divides by the labels of these rows, or of other data. So each backward's gradient is
-scaled until every label weighs in it what a label of the whole step weighs on one device. That weight is read from the
-program's own first step on one device: a mean there is a mean over all labels here, a sum is a sum. Where it cannot be
-known, the comparison is refused (NoReference).
+scaled until every label weighs in it what a label of the whole step weighs on one device (shares.py). Where that cannot
+be known, the comparison is refused (NoReference).
 """
 
 from __future__ import annotations
 
-import math
-from collections import defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -20,13 +16,11 @@ from torch import Tensor
 from isograd.errors import VerifyError
 from isograd.verify import tolerances
 from isograd.verify.compare.same_data import contents, same_data
-from isograd.verify.judge.analysis import Analysis
+from isograd.verify.compare.shares import SAME_DATA, Again, NoReference, shares
 from isograd.verify.record.events import (
     Backward,
     Given,
     LabelWeight,
-    Loss,
-    Mean,
     Parameter,
     Step,
     key,
@@ -36,37 +30,6 @@ from isograd.verify.record.events import (
 from isograd.verify.record.recording import RankRecord, RankWriter, Recording
 from isograd.verify.record.sketch import dtype_name
 from isograd.verify.tell.findings import listed
-
-SEVERAL = (
-    "the loss has terms whose numbers of elements vary differently from rank to rank, or are not known: no one factor "
-    "makes them those of one device"
-)
-SAME_DATA = "record both runs on the same data, and compare them with 'isograd verify compare'"
-WEIGH = "put 'loss = isograd.verify.weigh(loss, number_of_labels)' behind the line of the loss"
-Terms = dict[str, list[tuple[float, float]]]  # a place in the program -> (labels, weight of each) of each call there
-
-
-class NoReference(Exception):
-    """Why there is no step of one device to compare with, and what would make one."""
-
-    def __init__(self, why: str, fix: str) -> None:
-        super().__init__(why)
-        self.why, self.fix = why, fix
-
-
-@dataclass(frozen=True)
-class Again:
-    """A backward of some rank, done again in a world of one, where it is a step of its own."""
-
-    rank: int
-    micro: int
-    record: RankRecord
-    step: int
-
-    @property
-    def about(self) -> Step:
-        """What was told at its end."""
-        return self.record.of(Step, self.step)[0]
 
 
 def distinct(candidate: Recording) -> list[int]:
@@ -96,17 +59,17 @@ def combine(candidate: Recording, alone: Recording, again: list[Again], path: Pa
     """Writes a recording of one step of one device. `alone`: the program's own first step there."""
     weights_stayed(alone, again)
     same_beginnings(candidate, again)
-    shares = _shares(alone, again)
+    factors = shares(alone, again)
     own = alone.ranks[0]
     names = list(dict.fromkeys(name for one in again for name in one.record.group(one.step, "sum")))
     tensors = {name: t for name, t in own.tensors(1).items() if name.startswith("parameter/")}
     for kind in ("sum", "final"):
         for name in names:
-            total = _total([(one, share, f"{kind}/{name}") for one, share in zip(again, shares, strict=True)])
+            total = _total([(one, share, f"{kind}/{name}") for one, share in zip(again, factors, strict=True)])
             if total is not None:
                 tensors[f"{kind}/{name}"] = total
     writer = RankWriter(path, 0, 1)
-    for number, (one, share) in enumerate(zip(again, shares, strict=True)):
+    for number, (one, share) in enumerate(zip(again, factors, strict=True)):
         for part, value in one.record.group(one.step, "part").items():
             micro, _, name = part.partition("/")
             assert micro_of(int(micro)) == 0
@@ -189,133 +152,3 @@ def _apart(a: Tensor, b: Tensor) -> float:
 def _begun(record: RankRecord, step: int, micro: int) -> list[Tensor]:
     found = record.group(step, f"begun/{micro}")
     return [found[number] for number in sorted(found, key=int)]
-
-
-# -- what a label weighs -----------------------------------------------------------------------------------------
-
-
-def _shares(alone: Recording, again: list[Again]) -> list[float]:
-    """For each backward: the factor with which its gradient is a part of the gradient of one device."""
-    factor = _own_factor(alone)
-    labels, means = (
-        (terms_of(alone.ranks[0], 1), [terms_of(one.record, one.step) for one in again])
-        for terms_of in (_labels, _means)
-    )
-    try:
-        shares = _by_terms(*labels, factor)
-        counted = True
-    except NoReference as error:
-        if not means[0]:
-            raise
-        first, counted = error, False
-    if not counted:
-        shares = _by_terms(*means, factor)
-    elif _uneven(means[1]) and not all(map(_near, shares, _by_terms(*means, factor))):
-        raise NoReference(SEVERAL, SAME_DATA)
-    if not all(_near(shares[0], share) for share in shares):  # else terms that nobody counts have equal parts, too
-        if not counted:
-            raise NoReference(f"{first.why}, and its means are over different numbers of elements", WEIGH)
-        for one in again:
-            _is_all_of_the_loss(one)
-    return shares
-
-
-def _uneven(again: list[Terms]) -> bool:
-    """Whether some term's numbers of elements differ between backwards."""
-    counts = [{term: [n for n, _ in calls] for term, calls in terms.items()} for terms in again]
-    return any(one != counts[0] for one in counts)
-
-
-def _is_all_of_the_loss(one: Again) -> None:
-    """The counted terms add up to the number with which backward began: no other term is scaled by their counts."""
-    root = float(one.record.tensors(one.step)["loss"])
-    weights = [w for calls in _labels(one.record, one.step).values() for _, w in calls]
-    counted = sum(event.count * event.value for event in one.record.of(Loss, one.step)) * weights[0]
-    if not _near(root, counted):
-        raise NoReference(SEVERAL, SAME_DATA)
-
-
-def _near(a: float, b: float) -> bool:
-    return abs(a - b) <= tolerances.FACTOR * max(abs(a), abs(b))
-
-
-def _own_factor(alone: Recording) -> float:
-    """What the program does to a gradient on one device after backward: divides by a count, removes a loss's scale."""
-    analysis = Analysis(alone, 1)
-    along = squares = 0.0
-    added = {name: torch.stack(list(parts.values())).sum(0) for name, parts in analysis.parts.items() if parts}
-    for name, total in added.items():
-        if name in analysis.sums[0]:
-            along += float(analysis.sums[0][name] @ total)
-            squares += float(total @ total)
-    factor = along / squares if squares else 1.0
-    for name, total in added.items():
-        seen = analysis.sums[0].get(name)
-        rest = float((seen - factor * total).norm()) if seen is not None else 0.0
-        if rest > tolerances.LOOSER * analysis.tolerance(name) * math.sqrt(squares) * abs(factor):
-            raise NoReference(
-                f"on one device the gradient of {name} is not what its backwards added, times one factor",
-                "watch the program on one device by itself: 'isograd verify run -- COMMAND'",
-            )
-    return factor
-
-
-def _labels(record: RankRecord, step: int) -> Terms:
-    found: Terms = defaultdict(list)
-    for event in record.of(LabelWeight, step):
-        if event.count and abs(event.high - event.low) <= tolerances.FACTOR * abs(event.high):
-            found[event.site].append((event.count, event.low))
-    return dict(found)
-
-
-def _means(record: RankRecord, step: int) -> Terms:
-    found: Terms = defaultdict(list)
-    for event in record.of(Mean, step):
-        if event.weight and not event.divided:
-            found[event.term].append((event.count, event.weight))
-    return dict(found)
-
-
-def _by_terms(alone: Terms, again: list[Terms], factor: float) -> list[float]:
-    if not alone or not all(again):
-        raise NoReference("the labels of the loss cannot be counted", WEIGH)
-    wanted = {site: _wanted(alone.get(site, []), [t.get(site, []) for t in again], factor) for site in _sites(again)}
-    shares = []
-    for terms in again:
-        found = [wanted[site] / weight for site, calls in terms.items() for _, weight in calls]
-        if max(found) - min(found) > tolerances.FACTOR * max(map(abs, found)):
-            raise NoReference(SEVERAL, SAME_DATA)
-        shares.append(found[0])
-    return shares
-
-
-def _sites(again: list[Terms]) -> Iterator[str]:
-    return iter(dict.fromkeys(site for terms in again for site in terms))
-
-
-def _wanted(alone: list[tuple[float, float]], again: list[list[tuple[float, float]]], factor: float) -> float:
-    """The weight that a label of the whole step has in the gradient of one device."""
-    if not alone:
-        raise NoReference("a term of the loss has no part in the first step on one device", WEIGH)
-
-    def equal(values: list[float]) -> bool:
-        return max(values) - min(values) <= tolerances.FACTOR * max(map(abs, values))
-
-    def one(weight: float) -> bool:  # or minus one: a loss may be the negative of a mean of log-probabilities
-        return abs(abs(weight) - 1) <= tolerances.FACTOR
-
-    replayed = [call for calls in again for call in calls]
-    weights, counts = [w for _, w in (*alone, *replayed)], [n for n, _ in (*alone, *replayed)]
-    whole = sum(n * w for n, w in alone) * factor  # of all labels of a step together
-    per_label = whole / sum(n for n, _ in replayed)
-    if one(whole):
-        return per_label
-    if equal(weights) and (not equal(counts) or one(weights[0] * factor)):
-        return weights[0] * factor  # a sum, or one divided by a number of the program's own
-    if not equal(counts) and equal([n * w for n, w in replayed]):
-        return per_label
-    raise NoReference(
-        f"all labels of a step together weigh {whole:.4g} on one device: whether the loss is a mean over them or is "
-        "divided by a fixed number cannot be told",
-        "let the loss be a mean over labels, or give the ranks different numbers of labels",
-    )

@@ -161,6 +161,7 @@ class LabelWeight(Event):
 class Mean(Event):
     """A mean or sum of so many numbers is a part of the loss, and each of them got this weight in backward."""
 
+    average: bool = False  # an operator took the mean over them
     kind: ClassVar[str] = "mean"
     term: str
     site: str
@@ -174,6 +175,7 @@ class Mean(Event):
 class Uncounted(Event):
     """A backward came to an autograd Function of the program's own that makes one number of many: nothing tells of how
     many."""
+    average: bool = False  # an operator took the mean: the count was not a divisor of the program's own
 
     kind: ClassVar[str] = "uncounted"
     site: str

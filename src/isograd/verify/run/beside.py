@@ -15,8 +15,9 @@ import re
 from pathlib import Path
 
 from isograd.errors import VerifyError
-from isograd.verify.compare.combined import SAME_DATA, Again, NoReference, combine, distinct, saw_the_same
+from isograd.verify.compare.combined import combine, distinct, saw_the_same
 from isograd.verify.compare.compare import compare
+from isograd.verify.compare.shares import SAME_DATA, Again, NoReference
 from isograd.verify.record.events import Backward, Lost, Step
 from isograd.verify.record.recording import VERSION, Recording, write_json
 from isograd.verify.run.attach import begin, facts, plain_facts

@@ -131,7 +131,7 @@ class Fused:
         reduction, each = ("mean", value) if mean else ("sum", value / count)
         c.event(Loss(*c.now, reduction=reduction, count=count, classes=classes, value=each))
         hashed = str(content_hash(given.labels[counts]))
-        c.event(LabelWeight(*c.now, count=count, low=low, high=high, labels=hashed, site=site))
+        c.event(LabelWeight(*c.now, count=count, low=low, high=high, labels=hashed, site=site, average=mean))
         return True
 
 

@@ -37,7 +37,9 @@ class Labels:
         low, high = (float(used.min()), float(used.max())) if used.numel() else (0.0, 0.0)
         scale = 1 / count if reduction == 1 and count else 1.0
         hashed = str(content_hash(labels))
-        weight = LabelWeight(*c.now, count=count, low=low * scale, high=high * scale, labels=hashed, site=site)
+        weight = LabelWeight(
+            *c.now, count=count, low=low * scale, high=high * scale, labels=hashed, site=site, average=reduction == 1
+        )
         if c.fused.inside:
             c.fused.inner.append(weight)
         else:
@@ -57,7 +59,8 @@ class Labels:
             if gradient is not None and count:
                 weights = gradient.detach().double() / (count if reduction == "mean" else 1.0)
                 low, high = float(weights.min()), float(weights.max())
-                c.event(LabelWeight(*c.now, count=count, low=low, high=high, site=site))
+                average = reduction == "mean"
+                c.event(LabelWeight(*c.now, count=count, low=low, high=high, site=site, average=average))
 
         loss.register_hook(unserializable_hook(c.guarded(arrives, "labels")))
 
@@ -68,6 +71,6 @@ class Labels:
             weight = float(gradient) / (number.count if number.mean else 1.0)
             about = Mean(
                 *c.now, term=number.term, site=number.site, count=number.count, weight=weight,
-                nonzero=number.nonzero, divided=number.divided,
+                nonzero=number.nonzero, divided=number.divided, average=number.average,
             )  # fmt: skip
             c.event(about)

@@ -46,6 +46,7 @@ class Number:
     nonzero: float = 0.0  # of a sum without a mask: how many of its numbers are not zero, in case those alone count
     masked: bool = False  # a mask says how many numbers a sum adds up
     divided: bool = False  # a sum that a whole number divides, which is a mean
+    average: bool = False  # one operator took the mean
 
 
 class Means:
@@ -73,7 +74,9 @@ class Means:
         if count is not None:
             if of is not None:
                 of.divided = True
-            self.fresh.append((result, Number(f"{name} {_path()}", self.site(), count)))
+            self.fresh.append(
+                (result, Number(f"{name} {_path()}", self.site(), count, average=name not in ("div", "mul")))
+            )
 
     def _sum(self, given: Tensor, result: Tensor) -> Number:
         """Many numbers are added up."""
