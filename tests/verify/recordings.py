@@ -87,7 +87,7 @@ def told(one: Held, after: Tensor) -> events.Parameter:
         shape=tuple(one.value.shape),
         whole=tuple(one.whole or one.value.shape),
         box=None if one.box is None else tuple((start, stop) for start, stop in one.box),
-        dtensor=False,
+        declared=False,
         dtype=str(one.value.dtype).removeprefix("torch."),
         trainable=one.trainable,
         owned=one.owned,

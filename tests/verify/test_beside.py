@@ -128,6 +128,18 @@ def test_a_wrong_adjoint_is_found_beside_a_first_step_of_one_device_on_the_same_
     assert subject.facts["gradients"] == "9 compared by name, step 1 last"
 
 
+@pytest.mark.parametrize(("flat", "even"), [(False, True), (True, True), (False, False), (True, False)])
+def test_fsdp1_is_compared_whole_and_its_mean_of_means_is_named(judged: Any, flat: bool, even: bool) -> None:
+    subject = judged(loops.fsdp1, flat, even)
+    assert said(subject) == ([] if even else [(BUG, "mean-of-means")]), subject.findings
+    assert subject.facts["gradients"] == "9 compared by name, step 1 last"
+    if even:
+        assert max(subject.errors.values()) < 1e-5
+    else:  # labels on rank 0: 9 and 12, on rank 1: 21 and 24
+        (found,) = [f for f in subject.findings if f.verdict == BUG]
+        assert [round(value, 3) for _, value in found.coefficients] == [round(66 / 4 / n, 3) for n in (9, 12, 21, 24)]
+
+
 def test_a_loss_that_is_a_dtensor_is_compared(judged: Any) -> None:
     subject = judged(field.column_parallel, 96, "loss_parallel")
     assert (subject.verdict, subject.compared) == (PASS, True), subject.findings

@@ -240,7 +240,8 @@ def whole_tensors(analysis: Analysis, prefix: str) -> dict[str, Tensor]:
         whole = torch.zeros(infos[first].whole, dtype=parts[first].dtype)  # type: ignore[union-attr]
         for rank, info in infos.items():
             if parts[rank] is not None and info.box is not None:
-                whole[tuple(slice(a, b) for a, b in info.box)] = parts[rank]  # type: ignore[assignment]
+                held = whole.view(-1) if info.in_a_row else whole
+                held[tuple(slice(a, b) for a, b in info.box)] = parts[rank]  # type: ignore[assignment]
         found[name] = whole
     return found
 

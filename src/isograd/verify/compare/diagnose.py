@@ -175,7 +175,7 @@ def read_tensor(
     seen = _worst(analysis, one)
     if seen is None:
         return Symptom(patterns.SCALED, 0.0), {}, ""
-    cover = len(seen.ranks) > 1 and analysis.covered(one.name) and one.places[seen.own].cuts
+    cover = len(seen.ranks) > 1 and analysis.covered(one.name) and one.places[seen.own].partial
     expected = truth if cover else one.places[seen.own].of(truth)
     wanted = sketch(expected)
     tolerance = analysis.tolerance(one.name)

@@ -18,12 +18,21 @@ from isograd.verify.record.events import Parameter
 
 @dataclass(frozen=True)
 class Place:
-    """Indices into the whole tensor along the dimensions in which it is cut; {} means all of it."""
+    """Indices into the whole tensor along the dimensions in which it is cut, or the [start, stop] of its elements in a
+    row; neither means all of it."""
 
     cuts: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    row: tuple[int, int] | None = None
+
+    @property
+    def partial(self) -> bool:
+        """Whether it is a part of the whole."""
+        return bool(self.cuts) or self.row is not None
 
     def of(self, whole: Tensor) -> Tensor:
         """This part of a whole tensor."""
+        if self.row is not None:
+            return whole.reshape(-1)[slice(*self.row)]
         for dim, indices in self.cuts:
             whole = whole.index_select(dim, torch.tensor(indices, dtype=torch.long))
         return whole
@@ -32,6 +41,8 @@ class Place:
 def place(local: Tensor, whole: Tensor, info: Parameter, index: int, holders: int) -> Place | None:
     """None when it cannot be told. `index` of `holders`: the rank's place among those that hold the name."""
     if info.box is not None and info.whole == tuple(whole.shape):
+        if info.in_a_row:
+            return Place(row=info.box[0])
         cuts = [(d, tuple(range(a, b))) for d, (a, b) in enumerate(info.box) if (a, b) != (0, whole.shape[d])]
         return Place(tuple(cuts))
     if local.shape == whole.shape:

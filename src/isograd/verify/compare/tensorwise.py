@@ -89,7 +89,7 @@ def compare_sketch(
 ) -> Tensorwise | None:
     """Compared by its sketch alone, as whole tensors and covers can be: 256 sums over all elements instead of each."""
     truth = reference.ranks[0].tensors(analysis.step).get(f"sum/{theirs}")
-    cut = any(spot.cuts for spot in places.values()) and not analysis.covered(name)
+    cut = any(spot.partial for spot in places.values()) and not analysis.covered(name)
     if truth is None or reference.world > 1 or cut:
         return None
     size = max(float(truth.norm()), 1e-300)

@@ -168,14 +168,14 @@ class Analysis:
         return [Observed(name, tuple(ranks), self.sums[ranks[0]][name]) for ranks in found.values()]
 
     def covered(self, name: str) -> bool:
-        """Whether ranks hold row shards of a tensor to which each contributed as a whole (FSDP)."""
+        """Whether ranks hold shards of a tensor to which each contributed as a whole (FSDP)."""
         infos = [self.about[r][name] for r in self.holders(name)]
-        return any(i.dtensor and math.prod(i.part_shape) > math.prod(i.shape) for i in infos)
+        return any(i.declared and math.prod(i.part_shape) > math.prod(i.shape) for i in infos)
 
     def _covers(self, name: str, holders: list[int]) -> list[Observed]:
         """Ranks with different boxes, in order, make up one whole; equal boxes begin another."""
         covers: list[dict[str, int]] = []
-        for rank in holders:
+        for rank in [r for r in holders if math.prod(self.about[r][name].shape)] or holders[:1]:
             box = repr(self.about[rank][name].box)
             cover = next((c for c in covers if box not in c), None)
             if cover is None:

@@ -31,7 +31,7 @@ def reference_tensor(analysis: Analysis) -> tuple[str, Fit] | None:
     differ, so that each has a coefficient of its own."""
     second = None
     for name in analysis.names:
-        if len(analysis.replica_sets(name)) > 1 and not analysis.info(name).dtensor:
+        if len(analysis.replica_sets(name)) > 1 and not analysis.info(name).declared:
             continue
         for seen in analysis.observed(name)[:1]:
             found = analysis.fit(seen)

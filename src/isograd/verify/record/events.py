@@ -45,8 +45,9 @@ class Parameter:
 
     shape: tuple[int, ...]
     whole: tuple[int, ...]  # the shape before it was cut, as far as it says so itself
-    box: tuple[tuple[int, int], ...] | None  # [start, stop] along each dimension of the whole; None: nothing says so
-    dtensor: bool
+    # [start, stop] along each dimension of the whole; a single one of a whole with more: of its elements in a row.
+    box: tuple[tuple[int, int], ...] | None  # None: nothing says so
+    declared: bool  # by torch: a DTensor, or a piece of FSDP1's flat parameters
     dtype: str
     trainable: bool
     owned: bool  # by an optimizer
@@ -60,6 +61,11 @@ class Parameter:
     constant: bool = False  # every element was one value before the step
     squares: float | None = None  # the sum of the squares of its gradient here
     rate: float | None = None  # the learning rate with which its optimizer stepped; None: not known
+
+    @property
+    def in_a_row(self) -> bool:
+        """Whether the box tells elements of the flat tensor."""
+        return self.box is not None and len(self.box) == 1 != len(self.whole)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,13 +161,13 @@ class LabelWeight(Event):
     high: float
     labels: str = ""  # their hash
     site: str = ""
+    average: bool = False  # an operator took the mean over them
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mean(Event):
     """A mean or sum of so many numbers is a part of the loss, and each of them got this weight in backward."""
 
-    average: bool = False  # an operator took the mean over them
     kind: ClassVar[str] = "mean"
     term: str
     site: str
@@ -169,13 +175,13 @@ class Mean(Event):
     weight: float
     nonzero: float = 0.0  # so many of them are not zero, where that may be the count; 0: it is not
     divided: bool = False  # a sum that a whole number divides: what comes of it is told as a mean, too
+    average: bool = False  # an operator took the mean: the count was not a divisor of the program's own
 
 
 @dataclass(frozen=True, kw_only=True)
 class Uncounted(Event):
     """A backward came to an autograd Function of the program's own that makes one number of many: nothing tells of how
     many."""
-    average: bool = False  # an operator took the mean: the count was not a divisor of the program's own
 
     kind: ClassVar[str] = "uncounted"
     site: str

@@ -83,6 +83,8 @@ class Capture(Life):
         self.last_step_at = -1  # `backwards` at the last step taken
         self.numbers = self.arrivals = self.calls = 0
         self.names: dict[int, str] = {}  # id of a parameter -> its name
+        self.inside: dict[int, list[str]] = {}  # id of a flat parameter (FSDP1) -> the names of what is in it
+        self.flats: list[tuple[str, weakref.ref[foreign.FullyShardedDataParallel]]] = []
         self.roots: list[tuple[str, weakref.ref[nn.Module]]] = []
         self.modules: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self.owned: set[str] = set()  # by the optimizers that stepped in this step
@@ -206,17 +208,26 @@ class Capture(Life):
             self.event(Coefficient(*self.now, name=name, value=value))
         for name, child in inner.named_modules():
             self.modules.setdefault(child, (prefix + foreign.plain_name(name)).rstrip("."))
+        for name, child in foreign.flat_modules(module):
+            self.flats.append((prefix + (f"{name}." if name else ""), weakref.ref(child)))
         self.modules.setdefault(module, prefix.rstrip("."))
         self.learn_names()
 
-    def learn_names(self) -> dict[str, nn.Parameter]:
+    def learn_names(self) -> dict[str, foreign.Held]:
         """Every parameter by name, once; parameters change identity when FSDP shards them, so this is asked again."""
-        found: dict[str, nn.Parameter] = {}
+        found: dict[str, foreign.Held] = {}
         taken: set[int] = set()
+        for prefix, flat in self.flats:
+            wrapper = flat()
+            for name, piece in foreign.pieces(wrapper).items() if wrapper is not None else ():
+                found[prefix + name] = piece
+                if prefix + name not in self.inside.setdefault(id(piece.owner), []):
+                    self.inside[id(piece.owner)].append(prefix + name)
         for prefix, reference in self.roots:
             root = reference()
             for name, parameter in root.named_parameters() if root is not None else ():
-                if id(parameter) not in taken:
+                in_pieces = foreign.flat(parameter) or prefix + foreign.plain_name(name) in found
+                if id(parameter) not in taken and not in_pieces:
                     taken.add(id(parameter))
                     known = self.names.setdefault(id(parameter), prefix + foreign.plain_name(name))
                     found[known] = parameter
@@ -308,7 +319,7 @@ class Capture(Life):
     def _thrown_away(self) -> bool:
         """Whether no parameter still has what earlier backwards of this step added to it."""
         added = [p for n, p in self.learn_names().items() if n in self.part_shapes]
-        return bool(added) and not any(p.grad is not None and bool(foreign.local(p.grad).any()) for p in added)
+        return bool(added) and not any(map(foreign.holds_gradient, added))
 
     def drop_before(self, micro: int) -> None:
         """Forgets what backwards before this micro-batch added: their gradients were thrown away."""
@@ -342,8 +353,10 @@ class Capture(Life):
         if gradients is not None:
             self.event(WholeGradients(*self.now, names=tuple(sorted(gradients))))
 
-    def _offset(self, name: str, parameter: Tensor, part: Tensor) -> int:
-        """Where a shard of rows starts in the flat tensor to which this rank contributed as a whole (FSDP), else 0."""
+    def _offset(self, name: str, parameter: foreign.Held, part: Tensor) -> int:
+        """Where a shard starts in the flat tensor to which this rank contributed as a whole (FSDP), else 0."""
+        if isinstance(parameter, foreign.Piece):
+            return parameter.box[0][0] if parameter.box is not None else 0
         whole = self.part_shapes.get(name)
         box = foreign.box_of(parameter)
         if whole is None or box is None or torch.Size(whole).numel() <= part.numel() or not whole:
@@ -358,9 +371,10 @@ class Capture(Life):
         """An optimizer is about to step these parameters, each with a learning rate. Several that step without a
         backward in between belong to one step."""
         self.held.clear()
-        self.owned |= {self.names[id(p)] for p in owned if id(p) in self.names}
+        self.learn_names()
+        self.owned |= {name for p in owned for name in self._known(p)}
         self.unnamed(owned)
-        self.rates |= {self.names[id(p)]: rate for p, rate in zip(owned, rates, strict=True) if id(p) in self.names}
+        self.rates |= {name: rate for p, rate in zip(owned, rates, strict=True) for name in self._known(p)}
         if self.last_step_at == self.backwards and self.last_step_at >= 0:
             return
         clipped = self.snapped  # else the gradients are as the snapshot has just seen them
@@ -375,10 +389,15 @@ class Capture(Life):
                 gradient = foreign.local(parameter.grad)
                 self.tensors[f"clipped/{name}"] = sketch(gradient, self._offset(name, parameter, gradient))
 
+    def _known(self, parameter: Tensor) -> list[str]:
+        """The names of a parameter: of a flat one's, each."""
+        name = self.names.get(id(parameter))
+        return self.inside.get(id(parameter), [name] if name else [])
+
     def unnamed(self, owned: list[Tensor]) -> None:
         """Parameters that no module call has named (a loss's temperature, say) get a name by their place."""
         for i, parameter in enumerate(owned):
-            if id(parameter) not in self.names and not foreign.joined():
+            if not self._known(parameter) and not foreign.joined():
                 self.names[id(parameter)] = f"parameter_{i}"
 
     def entrusted(self, optimizer: Any, parameters: list[Tensor]) -> None:
@@ -401,7 +420,7 @@ class Capture(Life):
             return
         self.unsettled = False
         # What an optimizer that did not step holds is no gradient of this step.
-        self.waiting = {n for n, p in self.learn_names().items() if n not in self.owned and p in self.belongs}
+        self.waiting = {n for n, p in self.learn_names().items() if n not in self.owned and _owner(p) in self.belongs}
         for path in [k for k in self.tensors if k.startswith(("sum/", "final/", "clipped/", "part/"))]:
             if path.split("/", 2 if path.startswith("part/") else 1)[-1] in self.waiting:
                 del self.tensors[path]
@@ -424,15 +443,17 @@ class Capture(Life):
                 shape=tuple(part.shape),
                 whole=whole,
                 box=box,
-                dtensor=isinstance(parameter, foreign.DTensor),
-                dtype=dtype_name(parameter),
+                declared=foreign.declares(parameter),
+                dtype=dtype_name(part),
                 trainable=parameter.requires_grad and name not in self.waiting,
-                owned=name in self.owned or parameter in self.belongs,
+                owned=name in self.owned or _owner(parameter) in self.belongs,
                 **(self.gradients[name] if f"sum/{name}" in self.tensors else {}),
                 gradient=f"sum/{name}" in self.tensors,
                 finite=bool(self.tensors[f"sum/{name}"].isfinite().all()) if f"sum/{name}" in self.tensors else True,
                 hash=digest(part),
-                part_shape=self.part_shapes.get(name, tuple(part.shape)),
+                part_shape=self.part_shapes.get(
+                    name, whole if isinstance(parameter, foreign.Piece) else tuple(part.shape)
+                ),
                 rate=self.rates.get(name),
                 **self.before.get(name, {}),
             )
@@ -453,6 +474,10 @@ class Capture(Life):
         self.step, self.micro, self.snapped, self.cleared = self.step + 1, -1, False, 0
         if self.step > self.most_steps:
             self.pause()
+
+
+def _owner(parameter: foreign.Held) -> Tensor:
+    return parameter.owner if isinstance(parameter, foreign.Piece) else parameter
 
 
 def _state(part: Tensor) -> dict[str, Any]:

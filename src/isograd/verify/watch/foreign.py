@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -13,13 +15,34 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")  # path segments that wrappers add
 SHELLS = ("DistributedDataParallel", "DataParallel", "OptimizedModule", "DeepSpeedEngine", "FullyShardedDataParallel")
 
-__all__ = ["DTensor", "box_of", "joined", "members", "plain_name", "shell", "whole_shape", "world"]
+__all__ = ["DTensor", "FullyShardedDataParallel", "box_of", "joined", "members", "plain_name", "shell", "world"]
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """What this rank holds of a parameter that FSDP1 keeps in a flat one: some of its elements in a row, or none."""
+
+    owner: Tensor  # what the optimizer was given: the flat parameter, or one that FSDP made for this piece
+    local: Tensor
+    grad: Tensor | None  # of these elements; None where it was not reduced yet
+    held: Tensor | None  # what was accumulated so far, reduced or not
+    whole: tuple[int, ...]
+    box: tuple[tuple[int, int], ...] | None  # [start, stop] of the elements; None: all of them, on every rank
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether it is trained."""
+        return self.owner.requires_grad
+
+
+Held = Tensor | Piece
 
 
 def joined() -> bool:
@@ -65,13 +88,74 @@ def members(group: Any) -> tuple[int, ...]:
         return tuple(range(group.size())) if hasattr(group, "size") else ()
 
 
-def whole_shape(parameter: Tensor) -> tuple[int, ...]:
+def flat_modules(module: torch.nn.Module) -> Iterator[tuple[str, FullyShardedDataParallel]]:
+    """FSDP1's modules with parameters of their own, each with its name in `module`."""
+    for name, child in module.named_modules():
+        if isinstance(child, FullyShardedDataParallel) and child._handle is not None:
+            yield plain_name(name), child
+
+
+def flat(parameter: Tensor) -> bool:
+    """Whether a parameter is FSDP1's flat one, of many joined into one."""
+    return bool(getattr(parameter, "_is_flat_param", False))
+
+
+def pieces(module: FullyShardedDataParallel) -> dict[str, Piece]:
+    """By name: what this rank holds of each parameter of one flat parameter."""
+    handle: Any = module._handle
+    flat_one = handle.flat_param
+    sharded = handle.uses_sharded_strategy
+    data = getattr(flat_one, "_local_shard", flat_one).detach() if sharded else flat_one.detach()
+    found = {}
+    rows = zip(flat_one._fqns, flat_one._shapes, flat_one._shard_param_infos, strict=True)
+    for i, (name, shape, info) in enumerate(rows):
+        first, size = (info.offset_in_shard, info.numel_in_shard) if info.in_shard else (0, 0)
+        start = info.intra_param_start_idx if info.in_shard else 0
+        owner = flat_one if flat_one._params is None else flat_one._params[i]
+        if flat_one._params is None:
+            held = flat_one.grad
+            reduced = held is not None and held.numel() == data.numel()
+            gradient = held[first : first + size] if held is not None and reduced else None
+        else:
+            held = gradient = owner.grad
+            if gradient is not None and gradient.numel() != size:
+                gradient = None
+            if gradient is None and not size and flat_one.grad is not None:
+                gradient = data[:0]  # another rank has the gradient
+        local = data[first : first + size].detach()
+        if not sharded:
+            local, gradient = local.view(shape), gradient.view(shape) if gradient is not None else None
+        box = ((start, start + size),) if sharded else None
+        found[plain_name(name)] = Piece(owner, local, gradient, held, tuple(shape), box)
+    return found
+
+
+def views(module: FullyShardedDataParallel) -> dict[str, Tensor]:
+    """By name: the parameters of a flat one as they are in a forward, whole and in its graph."""
+    flat_one: Any = module._handle.flat_param  # type: ignore[union-attr]
+    found = {}
+    for name, (leaf, child, _) in zip(flat_one._fqns, flat_one._param_infos, strict=True):
+        value = getattr(child, leaf, None)
+        if isinstance(value, Tensor) and value.grad_fn is not None:
+            found[plain_name(name)] = value
+    return found
+
+
+def holds_gradient(parameter: Held) -> bool:
+    """Whether what backwards have added so far is still there."""
+    gradient = parameter.held if isinstance(parameter, Piece) else parameter.grad
+    return gradient is not None and bool(local(gradient).any())
+
+
+def whole_shape(parameter: Held) -> tuple[int, ...]:
     """A parameter's shape before it was cut, as far as it says so itself."""
-    return tuple(parameter.shape)  # of a DTensor: the global one
+    return parameter.whole if isinstance(parameter, Piece) else tuple(parameter.shape)  # of a DTensor: the global one
 
 
-def box_of(parameter: Tensor) -> tuple[tuple[int, int], ...] | None:
+def box_of(parameter: Held) -> tuple[tuple[int, int], ...] | None:
     """[start, stop] along each dimension of the global tensor, for what this rank holds; None when nothing says so."""
+    if isinstance(parameter, Piece):
+        return parameter.box
     if isinstance(parameter, DTensor):
         if any(isinstance(p, Partial) for p in parameter.placements):
             return None
@@ -117,14 +201,14 @@ def plain_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
-def misplaced(parameter: Tensor, gradient: Tensor) -> bool:
+def misplaced(parameter: Held, gradient: Tensor) -> bool:
     """Whether `placed_like` would have to communicate."""
     if not isinstance(gradient, DTensor) or not isinstance(parameter, DTensor):
         return False
     return gradient.placements != parameter.placements
 
 
-def placed_like(parameter: Tensor, gradient: Tensor) -> Tensor:
+def placed_like(parameter: Held, gradient: Tensor) -> Tensor:
     """This rank's part of a gradient, cut as its parameter is. DTensor leaves some gradients partial or whole until a
     step needs them; bringing them into place is what that step would do, and the only time the capture communicates."""
     if isinstance(gradient, DTensor) and isinstance(parameter, DTensor) and misplaced(parameter, gradient):
@@ -133,11 +217,18 @@ def placed_like(parameter: Tensor, gradient: Tensor) -> Tensor:
     return local(gradient)
 
 
-def local(tensor: Tensor) -> Tensor:
+def local(tensor: Held) -> Tensor:
     """This rank's part of a DTensor, without communication, and a sparse gradient as a dense one; anything else as it
     is."""
+    if isinstance(tensor, Piece):
+        return tensor.local
     tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return tensor.to_dense() if tensor.is_sparse else tensor
+
+
+def declares(parameter: Held) -> bool:
+    """Whether torch itself says which part of the whole this rank holds."""
+    return isinstance(parameter, DTensor | Piece)
 
 
 def imagined(values: Any) -> bool:

@@ -11,6 +11,7 @@ import functools
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -74,6 +75,7 @@ class Hooks:
             self.wrap(home, "clip_grad_norm_", self._clip)
             self.wrap(home, "clip_grad_value_", self._clip_values)
         self.wrap(torch.nn.utils, "clip_grads_with_norm_", self._clip_with)
+        self.wrap(foreign.FullyShardedDataParallel, "clip_grad_norm_", self._clip)
         averaging = sys.modules.get("torch.optim.swa_utils")
         if averaging is not None:
             self.wrap(averaging.AveragedModel, "update_parameters", self._averaged)
@@ -139,7 +141,8 @@ class Hooks:
             if c.modules.get(module) is not None and torch.is_grad_enabled():
                 c.event(Input(*c.now, forward=c.micro + 1))
             for name, parameter in c.learn_names().items():
-                self._on_parameter(name, parameter)
+                if isinstance(parameter, Tensor):
+                    self._on_parameter(name, parameter)
             c.reserve()
             self.calls.clear()
             if torch.is_grad_enabled():
@@ -152,6 +155,8 @@ class Hooks:
         arguments and the output; of a forward that raises (checkpointing does, to end early) the output alone."""
         kwargs, output = rest if len(rest) == 2 else ({}, None)
         c = self.capture
+        if c.flats:
+            self._on_views(module)  # also of a forward that is computed once more
         if not c.stack or torch._C._current_graph_task_id() != -1:
             return
         name = c.stack.pop()
@@ -194,24 +199,37 @@ class Hooks:
 
     def _on_parameter(self, name: str, parameter: Tensor) -> None:
         """A leaf's hook runs with the gradient of all its uses in this backward, before it is added to `grad`."""
-        if not parameter.requires_grad or parameter in self.seen:
+        if not parameter.requires_grad or not parameter.is_leaf or foreign.flat(parameter) or parameter in self.seen:
             return
         self.seen[parameter] = True
         c = self.capture
         name = c.names.get(id(parameter), name)
 
-        def arrives(gradient: Tensor | None) -> None:
-            if gradient is not None:
-                c.contribution(name, gradient)
-
         def accumulated(leaf: Tensor) -> None:
             c.accumulated(name, leaf)
 
-        if parameter.is_leaf:
-            arrival, accumulation = (unserializable_hook(c.guarded(hook)) for hook in (arrives, accumulated))
-            accumulation._isograd_hook = True  # an Engine refuses others, which may change a gradient (engine/start.py)
-            self.on_parameters.append(parameter.register_hook(arrival))
-            self.on_parameters.append(parameter.register_post_accumulate_grad_hook(accumulation))
+        hooks = partial(self._arrives, name), accumulated
+        arrival, accumulation = (unserializable_hook(c.guarded(hook)) for hook in hooks)
+        accumulation._isograd_hook = True  # an Engine refuses others, which may change a gradient (engine/start.py)
+        self.on_parameters.append(parameter.register_hook(arrival))
+        self.on_parameters.append(parameter.register_post_accumulate_grad_hook(accumulation))
+
+    def _on_views(self, module: nn.Module) -> None:
+        """Inside a module of FSDP1's its parameters are whole: what comes back to them is this rank's contribution."""
+        c = self.capture
+        for prefix, flat in c.flats:
+            wrapper = flat()
+            if wrapper is None or wrapper.module is not module:
+                continue
+            for name, view in foreign.views(wrapper).items():
+                if view not in self.seen:
+                    self.seen[view] = True
+                    arrives = partial(self._arrives, prefix + name)
+                    view.register_hook(unserializable_hook(c.guarded(arrives)))
+
+    def _arrives(self, name: str, gradient: Tensor | None) -> None:
+        if gradient is not None:
+            self.capture.contribution(name, gradient)
 
     # -- backward and step ---------------------------------------------------------------------------------------
 
