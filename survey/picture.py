@@ -1,9 +1,9 @@
-"""The README's picture: what the verifier says of transformers' Qwen 3 under tensor parallelism, with two micro-batches.
+"""The README's picture: the verifier on transformers' Qwen 3 under tensor parallelism, with two micro-batches.
 
     python -m survey.picture
 
-Writes docs/verify.svg. The program, survey/programs/transformers_tp.py, knows nothing of the verifier. What the watching
-cost is left out: it is of the machine, not of the program.
+Writes docs/verify.svg. The program, survey/programs/transformers_tp.py, knows nothing of the verifier. What watching
+costs is left out: it is of the machine, not of the program.
 """
 
 import os
