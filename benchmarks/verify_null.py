@@ -2,6 +2,7 @@
 
     python -m benchmarks.verify_null             # ten to forty minutes on two cores; --quick: one to four
     python -m benchmarks.verify_null --seeds 8 --dtypes float32
+    python -m benchmarks.verify_null --plant 0 --dtypes float32 --layers 12 --seeds 6     # 12,000 right tensors
 
 Layouts that are right, judged as `isograd verify` judges: the three models of isograd.cases with data and weights drawn
 anew from every seed, biases and norms too, as after some training. Every tensor that is not called PASS is a false
@@ -22,7 +23,7 @@ import hashlib
 import json
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
@@ -58,9 +59,8 @@ SPREAD = ("median", "99 %", "99.9 %", "largest")
 # -- the cases ---------------------------------------------------------------------------------------------------
 
 
-def case(model: str, seed: int, steps: int, planted: str, factor: float, mesh: Mesh) -> Case:
+def case(config: TransformerConfig, seed: int, steps: int, planted: str, factor: float, mesh: Mesh) -> Case:
     """A small decoder with weights and data of its own; under a layout, `planted` tensors' gradients times `factor`."""
-    config = MODELS[model]
     made = Transformer(config, mesh, seed=seed)
     trained(made, mesh, seed)
     if planted and mesh.layout.world_size > 1:
@@ -161,7 +161,7 @@ def proved(make: Any, layouts: tuple[str, ...], dtype: torch.dtype) -> tuple[Rep
 
 
 def right(outcome: Outcome, model: str, seed: int, layouts: tuple[str, ...], dtype: torch.dtype) -> None:
-    report, ratios = proved(partial(case, model, seed, STEPS[dtype], "", 1.0), layouts, dtype)
+    report, ratios = proved(partial(case, MODELS[model], seed, STEPS[dtype], "", 1.0), layouts, dtype)
     outcome.ratios += [r for found in ratios for r in found[:-1]]
     outcome.factors += [found[-1] for found in ratios]
     for subject in report.subjects:
@@ -178,7 +178,7 @@ def right(outcome: Outcome, model: str, seed: int, layouts: tuple[str, ...], dty
 
 def wrong(outcome: Outcome, model: str, seed: int, layouts: tuple[str, ...], dtype: torch.dtype, by: float) -> None:
     planted = CLASSES[seed % len(CLASSES)]
-    report, ratios = proved(partial(case, model, seed, 1, planted, 1 + by), layouts, dtype)
+    report, ratios = proved(partial(case, MODELS[model], seed, 1, planted, 1 + by), layouts, dtype)
     for subject, found in zip(report.subjects, ratios, strict=False):
         named = zip(subject.errors, found, strict=False)
         outcome.planted_ratios += [ratio for name, ratio in named if fnmatch(name, planted)]
@@ -297,12 +297,15 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one seed, two layouts")
     parser.add_argument("--seeds", type=int, metavar="N", help=f"default {SEEDS}")
     parser.add_argument("--first-seed", type=int, default=0, metavar="N", help="default 0")
+    parser.add_argument("--layers", type=int, metavar="N", help="of each model, default 2: more tensors in a layout")
     parser.add_argument("--dtypes", nargs="+", choices=SEEDS, default=list(SEEDS))
     parser.add_argument("--plant", type=float, default=0.01, metavar="P", help="default 0.01; 0 plants nothing")
     parser.add_argument("--markdown", action="store_true", help="tables for docs/log.md")
     options = parser.parse_args()
     began, console = time.monotonic(), Console(width=150)
     prove.World = KeptWorld
+    if options.layers:
+        MODELS.update((name, replace(config, layers=options.layers)) for name, config in MODELS.items())
     layouts = QUICK if options.quick else LAYOUTS
     outcomes = []
     for dtype in options.dtypes:

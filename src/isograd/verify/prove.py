@@ -364,10 +364,8 @@ def ensemble(
     squares = sum(float(centre.square().sum()) for centre in mean.values())
     factors = [sum(float((run[name] * centre).sum()) for name, centre in mean.items()) / squares for run in runs]
     off = (sum((f - 1) ** 2 for f in factors) / len(factors)) ** 0.5
-    # One scalar that multiplies everything (1 / the step's weight) is rounded by up to eps / 2 in a layout, and by the
-    # same amount in all members, which share it: alone it must not come near the limit of 3.
     each = tuple({name: fitted([run[name]], [centre])[0] for name, centre in mean.items()} for run in runs)
-    return Noise(truth, mean, variance, max(off, torch.finfo(dtype).eps / 4), each)
+    return Noise(truth, mean, variance, max(off, tolerances.least_factor(torch.finfo(dtype).eps)), each)
 
 
 def judged_by_kinds(noise: Noise, dtype: torch.dtype) -> bool:

@@ -122,12 +122,12 @@ def common_factor(
                 along += float((final.double() * expected).sum())
                 squares += float(expected.square().sum())
     factor = along / squares if squares else 1.0
-    ratio = abs(factor - 1) / noise.factor
-    if judged(ratio) == PASS:
+    verdict = judged(abs(factor - 1) / noise.factor)
+    if verdict == PASS:
         return []
     sentence = f"all gradients together are {factor:.5g} times the reference's; rounding leaves {noise.factor:.1e}"
     bars = (("reference", 1.0), ("here", factor))
-    return [finding(judged(ratio), "", sentence, tensors=tuple(names), coefficients=bars)]
+    return [finding(verdict, "", sentence, tensors=tuple(names), coefficients=bars)]
 
 
 def limit_of(analysis: Analysis) -> float:
