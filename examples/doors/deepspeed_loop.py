@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import TensorDataset
 
-import isograd.doors.deepspeed as deepspeed
+from isograd.doors import deepspeed
 
 VOCAB, LENGTH, IGNORED = 101, 24, -100
 CONFIG = {
@@ -40,8 +40,7 @@ def main():
 
     for epoch in range(3):
         for inputs, labels in loader:
-            logits = engine(inputs.to(engine.device))
-            labels = labels.to(engine.device)
+            logits = engine(inputs)
             loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
             engine.backward(loss, weight=(labels != IGNORED).sum())
             engine.step()

@@ -38,8 +38,7 @@ def main():
 
     for epoch in range(3):
         for inputs, labels in loader:
-            logits = engine(inputs.to(engine.device))
-            labels = labels.to(engine.device)
+            logits = engine(inputs)
             loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
             engine.backward(loss)
             engine.step()

@@ -14,6 +14,7 @@ PAIRS = {
     "trainer.py": "hf_trainer.py",
     "accelerate_loop.py": "accelerate_loop.py",
     "deepspeed_loop.py": "deepspeed_loop.py",
+    "fabric_loop.py": "fabric_loop.py",
     "lightning_loop.py": "lightning_loop.py",
 }
 

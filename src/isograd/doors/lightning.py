@@ -133,7 +133,7 @@ class LightningStrategy(DDPStrategy):  # type: ignore[misc]
                 f"LightningStrategy.{asked} before fit has set up",
                 seen="no engine",
                 expected="trainer.fit(module)",
-                fix="Fabric is not supported: ig.Engine, or ig.doors.Accelerator, in a loop of your own",
+                fix="Fabric has a strategy of its own: ig.doors.FabricStrategy",
             )
         return self.engine
 

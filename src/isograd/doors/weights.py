@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 IGNORED = -100  # the label that losses of torch and transformers leave out
 
@@ -35,6 +36,33 @@ def own_labels(model: object, batch: Mapping[str, Any]) -> Tensor | None:
         return None
     encodes = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
     return labels_in(batch, shifted=shifts and not encodes)
+
+
+class Heard:
+    """Listens to a model's forwards: a loss that the model has made of labels weighs these, any other one its rows."""
+
+    def __init__(self, model: nn.Module, call: str, *, speaks: bool) -> None:
+        """call: what was called without weight=, for the line that says so once, where `speaks`."""
+        self._call, self._speaks = call, speaks
+        self._rows = 0
+        self._loss: Tensor | None = None  # made by the model's last forward
+        self._labels: Tensor | None = None
+        model.register_forward_hook(self._hear, with_kwargs=True)
+
+    def _hear(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if torch.is_grad_enabled():
+            self._rows = rows_in((args, kwargs)) or 0
+            self._loss = output.get("loss") if isinstance(output, Mapping) else None
+            self._labels = None if self._loss is None else own_labels(model, kwargs)
+
+    def weight_of(self, loss: Tensor) -> float | Tensor:
+        """What a loss of the last forward is the mean of."""
+        if self._labels is not None and loss is self._loss:
+            return self._labels
+        if self._speaks:
+            print(f"isograd: {self._call} without weight=: losses weigh their rows", file=sys.stderr)
+        self._speaks = False
+        return self._rows
 
 
 def rows_in(batch: object) -> int | None:

@@ -1,6 +1,6 @@
 """DeepSpeed's doors: its configs, and a loop that was written for its engine. docs/doors.md.
 
-    import isograd.doors.deepspeed as deepspeed                 # in the place of: import deepspeed
+    from isograd.doors import deepspeed                 # in the place of: import deepspeed
     engine, optimizer, loader, scheduler = deepspeed.initialize(model=model, config="ds_config.json", ...)
 
 keys.py        what each key of a config asks for

@@ -1,6 +1,6 @@
 """A loop that was written for DeepSpeed's engine, on isograd's.
 
-    import isograd.doors.deepspeed as deepspeed
+    from isograd.doors import deepspeed
     engine, optimizer, loader, scheduler = deepspeed.initialize(model=model, config="ds_config.json", ...)
     for batch in loader:
         loss = engine(batch)
@@ -32,7 +32,7 @@ from isograd.checkpoint import Keeper, SavedWeights
 from isograd.comm.agree import told
 from isograd.doors.deepspeed.settings import Settings, read
 from isograd.doors.optimizer import EngineOptimizer, onto_shards
-from isograd.doors.weights import own_labels, rows_in
+from isograd.doors.weights import Heard
 from isograd.doors.world import mesh_of
 from isograd.engine import Engine, Stats
 from isograd.errors import DoorError
@@ -129,10 +129,8 @@ class LoopEngine(nn.Module):
         self.training_dataloader: DataLoader[Any] | None = None
         self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = 0
         self._boundary: bool | None = None  # as the loop has said; None: counted
-        self._weight: float | Tensor = 0.0  # of the last forward
-        self._own_loss: Tensor | None = None  # made by the model, of labels
-        self._labels: Tensor | None = None
-        self._syncing, self._said = True, False
+        self._heard = Heard(model, "engine.backward", speaks=mesh.rank == 0)
+        self._syncing = True
         if settings.unused and mesh.rank == 0:
             print(f"isograd: of the DeepSpeed config nothing writes to {', '.join(settings.unused)}", file=sys.stderr)
 
@@ -147,13 +145,8 @@ class LoopEngine(nn.Module):
     # -- a micro-batch
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's; notes what a loss of it would be the mean of."""
-        output = self.module(*args, **kwargs)
-        if torch.is_grad_enabled():
-            own = output.get("loss") if isinstance(output, Mapping) else None
-            self._weight, self._own_loss = rows_in((args, kwargs)) or 0, own
-            self._labels = None if own is None else own_labels(self.module, kwargs)
-        return output
+        """The module's."""
+        return self.module(*args, **kwargs)
 
     def backward(
         self,
@@ -171,16 +164,8 @@ class LoopEngine(nn.Module):
             )  # fmt: skip
         reduces = self._syncing and (self.is_gradient_accumulation_boundary() or self.settings.stage > 1)
         with nullcontext() if reduces else self.engine.no_sync():
-            self.engine.backward(loss, self._weight_of(loss) if weight is None else weight)
+            self.engine.backward(loss, self._heard.weight_of(loss) if weight is None else weight)
         return loss
-
-    def _weight_of(self, loss: Tensor) -> float | Tensor:
-        if self._labels is not None and loss is self._own_loss:
-            return self._labels
-        if not self._said and self.mesh.rank == 0:
-            print("isograd: engine.backward without weight=: losses weigh their rows", file=sys.stderr)
-        self._said = True
-        return self._weight
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -1,0 +1,167 @@
+"""A loop of Fabric with our strategy, against one device on all micro-batches of a step; resumed; and refusals."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import isograd as ig
+from isograd.comm import raw
+
+fabrics = pytest.importorskip("lightning.fabric")
+assert ig.doors.FabricStrategy  # registers the name
+pytestmark = pytest.mark.medium
+IGNORED, CLASSES, MICROS, STEPS = -100, 5, 4, 3
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, CLASSES)).double()
+
+
+def micro(step: int, number: int) -> tuple[Tensor, Tensor]:
+    """Rows and labels, uneven; the first micro-batch of a step has no label."""
+    generator = torch.Generator().manual_seed(10 * step + number)
+    rows = 1 + (step + 2 * number) % 4
+    labels = torch.randint(CLASSES, (rows, 3), generator=generator)
+    labels[torch.rand(rows, 3, generator=generator) < 0.4] = IGNORED
+    values = torch.randn(rows, 3, 6, generator=generator, dtype=torch.float64)
+    return values, labels if number else labels.fill_(IGNORED)
+
+
+def mean(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
+
+
+def made(layout: str | None, **given: Any) -> tuple[Any, Any, Any, Any]:
+    rank, ranks = raw.world()
+    told: dict[str, object] = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    told |= {"GROUP_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1, "TORCHELASTIC_RUN_ID": "x"}
+    with mock.patch.dict(os.environ, {name: str(value) for name, value in told.items()}):
+        strategy = ig.doors.FabricStrategy(layout) if layout else "isograd"
+        fabric = fabrics.Fabric(accelerator="cpu", devices=ranks, strategy=strategy, **given)
+        fabric.launch()
+        model = net()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        plan = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        return fabric, *fabric.setup(model, optimizer), plan
+
+
+def train(made: tuple[Any, Any, Any, Any], weighed: bool, steps: range) -> list[float]:
+    """The loop of Fabric's documentation. The norms that clip_gradients gave."""
+    fabric, model, optimizer, plan = made
+    rank, ranks = raw.world()
+    norms = []
+    for step in steps:
+        for number in range(rank, MICROS, ranks):
+            rows, labels = micro(step, number)
+            with fabric.no_backward_sync(model, enabled=number + ranks < MICROS):
+                if weighed:
+                    fabric.backward(mean(model(rows), labels), weight=(labels != IGNORED).sum())
+                else:
+                    fabric.backward(model(rows).square().mean())
+        norm = fabric.clip_gradients(model, optimizer, max_norm=0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        plan.step()
+        norms.append(float(norm))
+    return norms
+
+
+def ours(layouts: list[str | None]) -> list[Any]:
+    found = []
+    for layout in layouts:
+        for weighed in (True, False):
+            parts = made(layout)
+            norms = train(parts, weighed, range(STEPS))
+            found.append((norms, parts[0].strategy.get_module_state_dict(parts[1].module)))
+    return found
+
+
+def one_device(weighed: bool) -> tuple[list[float], dict[str, Tensor]]:
+    model, norms = net(), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    plan = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    for step in range(STEPS):
+        micros = [micro(step, number) for number in range(MICROS)]
+        rows, labels = torch.cat([m[0] for m in micros]), torch.cat([m[1] for m in micros])
+        (mean(model(rows), labels) if weighed else model(rows).square().mean()).backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.1)))
+        optimizer.step()
+        optimizer.zero_grad()
+        plan.step()
+    return norms, model.state_dict()
+
+
+def is_equal(found: tuple[list[float], dict[str, Tensor]], expected: tuple[list[float], dict[str, Tensor]]) -> None:
+    assert found[0] == pytest.approx(expected[0], rel=1e-9)
+    for name, value in expected[1].items():
+        assert torch.allclose(found[1][name], value, rtol=1e-9, atol=1e-12), name
+
+
+@pytest.mark.parametrize("ranks, layouts", [(2, [None, "zero1", "dp2 zero3"]), (4, ["zero2"])])
+def test_a_loop_of_fabric_trains_as_one_device_on_uneven_micro_batches(worlds, ranks: int, layouts: list[Any]) -> None:
+    expected = [one_device(weighed) for weighed in (True, False)]
+    for each in worlds(ranks).run(ours, layouts):
+        assert len(each) == 2 * len(layouts)
+        for place, found in enumerate(each):
+            is_equal(found, expected[place % 2])
+
+
+def saved(folder: str) -> list[Any]:
+    """Cut after step 2 at zero1, resumed at zero3; and what is refused."""
+    parts = made("zero1")
+    fabric, model, optimizer, plan = parts
+    norms = train(parts, True, range(2))
+    fabric.save(f"{folder}/cut.ckpt", {"model": model, "optimizer": optimizer, "plan": plan, "step": 2})
+    parts = made("zero3")
+    fabric, model, optimizer, plan = parts
+    state = {"model": model, "optimizer": optimizer, "plan": plan, "step": 0}
+    left = fabric.load(f"{folder}/cut.ckpt", state)
+    norms += train(parts, True, range(state["step"], STEPS))
+    seen: list[Any] = [(norms, fabric.strategy.get_module_state_dict(model.module)), left]
+    fabric.barrier()
+    if fabric.is_global_zero:
+        shutil.rmtree(f"{folder}/cut.ckpt.isograd")
+    fabric.barrier()
+    rows, _ = micro(0, 1)
+    for act in (
+        lambda: fabric.load(f"{folder}/cut.ckpt", state),
+        lambda: fabric.clip_gradients(model, optimizer, clip_val=1.0),
+        lambda: fabric.clip_gradients(model, optimizer, max_norm=1.0, norm_type=1),
+        lambda: fabric.setup_optimizers(torch.optim.SGD(net().parameters(), lr=1.0)),
+        lambda: fabric.setup(nn.Linear(2, 2), torch.optim.SGD(model.parameters(), lr=1.0)),
+        lambda: fabric.backward(model(rows).mean(), retain_graph=True),
+        lambda: ig.doors.FabricStrategy(find_unused_parameters=True).setup_optimizer(optimizer),
+        lambda: made("dp1 tp2"),
+    ):
+        try:
+            act()
+        except ig.IsogradError as error:
+            seen.append(error.code)
+    before = fabric.strategy.get_module_state_dict(model.module)
+    fabric.backward(model(rows).mean() * float("nan"), weight=1)
+    fabric.clip_gradients(model, optimizer, max_norm=1.0)
+    try:
+        optimizer.step()
+    except ig.IsogradError as error:
+        seen.append(error.code)
+    after = fabric.strategy.get_module_state_dict(model.module)
+    return [*seen, all(torch.equal(value, before[name]) for name, value in after.items())]
+
+
+def test_a_loop_that_is_resumed_at_another_stage_ends_as_one_without_a_cut(worlds, tmp_path: Path) -> None:
+    expected = one_device(True)
+    for found, left, *codes, kept in worlds(2).run(saved, str(tmp_path)):
+        is_equal(found, expected)
+        assert left == {}
+        assert codes == ["IG867", "IG866", "IG866", "IG866", "IG866", "IG866", "IG856", "IG855", "IG869"]
+        assert kept
