@@ -79,15 +79,15 @@ def _last_backward_dropped() -> Any:
 def _weights_run(times: int) -> Any:
     from isograd.pipeline.deferred import Deferred
 
-    original = Deferred.gradients
+    original = Deferred.products
 
-    def gradients(self: Any) -> Any:
+    def products(self: Any) -> Any:
         noted = list(self._noted)
         for _ in range(times):
             self._noted = list(noted)
             yield from original(self)
 
-    return patch.object(Deferred, "gradients", gradients)
+    return patch.object(Deferred, "products", products)
 
 
 def _weights_of_another_input() -> Any:
@@ -151,11 +151,14 @@ def _travels_too_early() -> Any:
     from isograd.engine.flights import Flights
     from isograd.engine.ledger import Ledger
 
-    run = Ledger.run_backward
+    run, product = Ledger.run_backward, Ledger.of_product
     stack = ExitStack()
     stack.enter_context(patch.object(Flights, "_land", _landing_over))
     stack.enter_context(
         patch.object(Ledger, "run_backward", lambda self, roots, seeds, last=True, **k: run(self, roots, seeds, **k))
+    )
+    stack.enter_context(
+        patch.object(Ledger, "of_product", lambda self, weight, a, b, last: product(self, weight, a, b, last=True))
     )
     return stack
 
