@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from benchmarks import quiet
+from benchmarks import quiet, tables
 from benchmarks.contestant import ONE, Entry
 from benchmarks.data_peers import DDP_ENTRY
 from benchmarks.diff import verdict
@@ -53,3 +53,10 @@ def test_work_of_the_race_is_not_foreign() -> None:
         pass
     own = time.process_time() - worked
     assert watch.foreign(own) < watch.foreign(0.0)
+
+
+def test_tables_of_the_docs_are_those_that_scripts_wrote() -> None:
+    found = tables.of_page((tables.ROOT / "docs" / "plan.md").read_text(encoding="utf-8"))
+    written = {file.stem: file.read_text(encoding="utf-8").strip() for file in tables.FOLDER.glob("*.md")}
+    assert {name: text for name, text in found.items() if text != tables.NOT_YET} == written
+    assert len(found) == 5

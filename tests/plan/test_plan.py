@@ -29,7 +29,6 @@ from isograd.plan.search import Found, layouts, search
 from isograd.plan.step_time import predict
 from isograd.plan.work import Work
 from isograd.train import needs, reading
-from isograd.train.brief import shared
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 SMALL = TransformerConfig(vocab=32000, hidden=2048, layers=16, heads=16, kv_heads=8, mlp=5632)
@@ -66,8 +65,8 @@ def test_a_machine_with_mistakes_is_refused_with_all_of_them(tmp_path: Path) -> 
     for part in ("memory_gbs (did you mean 'memory_gb_s'?)", "memory_gb_s is missing", "devices -8 is no positive"):
         assert part in str(refused.value)
     for right, wrong, why in (
-        ("links: 0.9", "links: 9", "rates.links 9 is above 1"),
-        ("bf16: 0.7", "bf16: 7", "rates.matmul.bf16 7 is above 1"),
+        ("links: 0.8", "links: 9", "rates.links 9 is above 1"),
+        ("bf16: 0.71", "bf16: 7", "rates.matmul.bf16 7 is above 1"),
         ("reserved_gb: 5", "reserved_gb: 500", "reserved_gb 500 leaves nothing"),
         ("devices: 8", "devices: 8\nmemory_gb: 4000", "'memory_gb' is given twice"),
     ):
@@ -293,6 +292,31 @@ def test_plan_refuses_what_makes_no_sense(words: list[str], code: str, capsys) -
     assert capsys.readouterr().err.startswith(code)
 
 
+def test_plan_refuses_a_config_that_does_not_parse_and_a_machine_without_the_link_it_needs(
+    tmp_path: Path, capsys
+) -> None:
+    broken, alone = tmp_path / "broken.yaml", tmp_path / "alone.yaml"
+    broken.write_text("version: 1\nmodel: [unclosed\n")
+    assert main(["plan", str(broken)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("IG6") and "broken.yaml" in said
+    alone.write_text(machine.text(dataclasses.replace(H100, between=None, units=0)))
+    words = ["plan", str(RECIPES / "llama-1b.yaml"), "--machine", str(alone), "--layout", "dp16 zero1"]
+    assert main(words) == 2
+    assert capsys.readouterr().err.startswith("IG273: h100 has no link between nodes")
+
+
+def test_operators_without_a_cost_are_named_and_the_step_is_said_to_be_longer(capsys) -> None:
+    from isograd.plan.costs import left_out
+
+    plain = work()
+    assert left_out(plain) == []
+    muon = work(muon=True, model=dataclasses.replace(SMALL, qk_norm=True, dropout=0.1))
+    assert left_out(muon) == ["dropout", "norms of queries and keys", "Muon's products"]
+    assert main(["plan", str(RECIPES / "qwen3-30b-a3b.yaml"), "--layout", "dp8 ep8 zero1", "--batch", "128"]) == 0
+    assert "at the least: nothing is counted for norms of queries" in capsys.readouterr().out
+
+
 def test_planning_needs_no_torch_before_it_reads_a_config() -> None:
     code = "import sys; from isograd.cli import main; main(['machine']); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
@@ -301,6 +325,7 @@ def test_planning_needs_no_torch_before_it_reads_a_config() -> None:
 HERE = {
     "name": "here", "about": "two cores", "memory_gb": 8, "reserved_gb": 0.3, "memory_gb_s": 10,
     "tflops": {"fp32": 0.1}, "devices": 2, "inside": {"gb_s": 1, "latency_us": 50},
+    "crowded": {"slower": 1, "link": {"gb_s": 0.5, "latency_us": 100}},
     "rates": {"matmul": {"fp32": 1}, "attention": 0.5, "memory": 1, "links": 1, "operator_us": 5, "spread": 0.3},
 }  # fmt: skip
 
@@ -320,7 +345,7 @@ def test_the_demos_line_has_memory_and_time_as_predicted_and_as_measured(tmp_pat
     (run / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
     assert main([*words, "--measured", str(run)]) == 0
     assert capsys.readouterr().out == line.rstrip() + "; measured: 0.27 GB, 3.75 s\n"
-    one, two = (shared(machine.from_dict(HERE | {"devices": n}, "here"), 4) for n in (4, 2))
+    one, two = (machine.from_dict(HERE | {"devices": n}, "here").shared(4) for n in (4, 2))
     assert (two.peak("fp32"), two.inside.latency_us) == (one.peak("fp32") / 2, 100)
     assert "plan recipes/quickstart.yaml --machine runs/here.yaml --brief" in (RECIPES.parent / "Makefile").read_text()
 

@@ -1,7 +1,8 @@
 """How long things take on a machine: matrix products, attention, operations on elements, messages, the optimizer.
 
-A product takes its arithmetic at the machine's sustained rate, plus the reading and writing of its matrices, plus the
-start of an operator. Small or thin matrices are slow by the second and third term: no table of sizes is needed.
+A product takes its arithmetic at the rate for its sizes (kernels.py), or the reading and writing of its matrices if
+that takes longer, and the start of an operator. In 8 bits its operands are cast before. A device cannot be faster than
+the host that starts its operators.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ from functools import cached_property
 
 from isograd.layout import Layout
 from isograd.plan import moves
+from isograd.plan.kernels import attention_share, product_share
 from isograd.plan.machine import Machine
 from isograd.plan.moves import Move
-from isograd.plan.work import Work, held
+from isograd.plan.work import Work, held, of_block
 
 _PART = {"dp cp": "dp", "edp": "dp"}  # of a step: the others are called as their axis
+OPERATORS = 60  # that the host starts for the forward of a block
 SCORES = {"F": 5, "B": 8}  # how often attention that is not fused reads or writes a matrix of scores
 
 
@@ -52,7 +55,7 @@ class Costs:
         plain = self.work.dtype
         return (
             self.machine.peak(dtype) * rates.matmul[dtype],
-            self.machine.peak(plain) * (rates.attention if plain != "fp32" else rates.matmul[plain]),
+            self.machine.peak(plain) * rates.attention * self.work.habits.attention,
             self.machine.memory_gb_s * 1e9 * rates.memory,
         )
 
@@ -60,7 +63,16 @@ class Costs:
         """Seconds of [m, k] times [k, n]."""
         rate, _, memory = self._peaks
         moved = (m * k + k * n + m * n) * self.work.size
-        return 2 * m * n * k / rate + moved / memory + self.machine.rates.operator_us * 1e-6
+        cast = self._cast(m, n, k) if self.work.products == "fp8" else 0.0
+        share = product_share(m, n, k, self.machine.units)
+        seconds = max(2 * m * n * k / (rate * share), moved / memory)
+        return seconds + cast / memory + self.machine.rates.operator_us * 1e-6
+
+    def _cast(self, m: float, n: float, k: float) -> float:
+        """Bytes that the casts of a product to 8 bits move, of the three products of a forward and its backward on
+        average: inputs and gradients of results are read, and written as they are and transposed. A weight is cast
+        once in a step."""
+        return (2 + 1 + 1) * (m * k + m * n + k * n / self.work.micro_batches) / 3
 
     def elements(self, bytes: float, operators: int = 1) -> float:
         """Seconds of operations on elements that must read and write so many bytes."""
@@ -110,19 +122,22 @@ class Costs:
         flops = 4 * tokens * keys * heads * work.head_dim
         rate, start = self._peaks[1], self.machine.rates.operator_us * 1e-6
         if work.habits.fused_attention:
-            share = 1.0 if work.masked else 0.5
+            share = 1.0 if work.masked else 0.5 / attention_share(keys / layout.ring)
             steps = layout.ring
             return {"F": flops * share / rate + steps * start, "B": 2.5 * flops * share / rate + 2 * steps * start}
         scores = tokens * keys * heads * work.size / self._peaks[2]
+        rows, d = tokens * heads, work.head_dim
+        shares = [product_share(*sizes, self.machine.units) for sizes in ((rows, keys, d), (rows, d, keys))]
+        products = sum(flops / 2 / (self._peaks[0] * share) for share in shares)
         return {
-            "F": flops / self._peaks[0] + SCORES["F"] * scores + 5 * start,
-            "B": 2 * flops / self._peaks[0] + SCORES["B"] * scores + 8 * start,
+            "F": products + SCORES["F"] * scores + 5 * start,
+            "B": 2 * products + SCORES["B"] * scores + 8 * start,
         }
 
     def head(self) -> float:
         """Logits, their loss and both gradients: all in the forward."""
         work, tokens = self.work, self.work.tokens(self.layout)
-        vocab = work.model.vocab / self.layout.tp
+        vocab = -(-work.model.vocab // self.layout.tp)
         logits = self.elements(tokens * vocab * work.wide * 3, 12)
         return 3 * self.product(tokens, vocab, work.model.hidden) + logits
 
@@ -180,17 +195,39 @@ class Costs:
         found: dict[str, float] = {}
         for one in several:
             axes = _PART.get(one.axes) or one.axes[:2]
+            seconds = self.move(one)
             hidden = self.work.habits.hides_tp if axes == "tp" else 0.0
-            found[axes] = found.get(axes, 0.0) + self.move(one) * (1 - hidden)
+            found[axes] = found.get(axes, 0.0) + self.exposed(seconds, hidden * seconds)
         return found
+
+    def exposed(self, seconds: float, cover: float) -> float:
+        """What messages cost beside compute of `cover` seconds: what lasts longer, and what they take from it."""
+        return max(0.0, seconds - cover) + self.machine.rates.contention * min(seconds, cover)
 
     def of_block(self, sparse: bool) -> dict[str, Cost]:
         """F and B of one block, with its messages; what is run again is part of B."""
         compute = self.block(sparse)
         made = moves.block(self.work, self.layout, sparse, self.layout.cp - 1)
         back = made["B"] + (made["R"] if self.work.recompute == "full" else [])
-        forward = Cost(compute["F"], self.messages(made["F"]))
-        return {"F": forward, "B": Cost(compute["B"] + compute["R"], self.messages(back))}
+        forward, again = (self._started(compute[way], made[way], OPERATORS) for way in "FR")
+        backward = self._started(compute["B"] + self._summed(sparse), made["B"], 2 * OPERATORS)
+        return {
+            "F": Cost(forward, self.messages(made["F"])),
+            "B": Cost(backward + (again if compute["R"] else 0.0), self.messages(back)),
+        }
+
+    def _started(self, seconds: float, made: list[Move], operators: int) -> float:
+        """Seconds of a device that waits for the host, where the host starts operators more slowly than they run."""
+        busy = seconds + sum(self.messages(made).values())
+        return seconds + max(0.0, operators * self.machine.rates.launch_us * 1e-6 - busy)
+
+    def _summed(self, sparse: bool) -> float:
+        """Gradients of a micro-batch are read, their sums read and written."""
+        work = self.work
+        if work.micro_batches == 1 or work.habits.fused_sums or not work.habits.keeps_gradients:
+            return 0.0
+        wide = max(work.habits.gradient_bytes, work.wide if work.dtype == "fp64" else 0)
+        return of_block(work, self.layout, sparse).all * (work.size + 2 * wide) / self._peaks[2]
 
     def of_ends(self, first: bool, last: bool) -> dict[str, Cost]:
         """F and B of embedding and head."""
@@ -198,3 +235,15 @@ class Costs:
         compute = (self.embedding() if first else 0.0) + (self.head() if last else 0.0)
         back = self.embedding() if first else 0.0
         return {"F": Cost(compute, self.messages(made["F"])), "B": Cost(back, self.messages(made["B"]))}
+
+
+def left_out(work: Work) -> list[str]:
+    """Operators of a step that have no cost here: with them it takes longer than is said."""
+    c = work.model
+    found = {
+        "dropout": c.dropout > 0 or c.attention_dropout > 0,
+        "norms of queries and keys": c.qk_norm,
+        "the losses that balance experts": c.experts is not None,
+        "Muon's products": work.muon,
+    }
+    return [name for name, there in found.items() if there]

@@ -21,6 +21,8 @@ from isograd import yamls
 from isograd.errors import PlanError, did_you_mean
 from isograd.outside import CONFIG, FileError, read_text
 
+CAN_BE_0 = ("reserved_gb", "latency_us", "operator_us", "spread", "units", "launch_us", "contention", "jitter")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
@@ -35,11 +37,22 @@ class Rates:
     """What share of the stated numbers programs get; fitted on published runs, or measured."""
 
     matmul: Mapping[str, float]  # of the peak, by dtype, in the limit of large matrices
-    attention: float  # of the peak of 16-bit products, for fused attention
+    attention: float  # of the peak of products, for fused attention
     memory: float  # of the memory's bandwidth, in operations on elements
     links: float  # of a link's bandwidth
     operator_us: float  # from the start of one operator to the next, where a device has almost nothing to do
+    launch_us: float = 0  # of the host, to start one operator; 0: the host is the device
+    contention: float = 0  # what compute loses to messages beside it, over their seconds
+    jitter: float = 0  # the standard deviation of equal devices' speeds, over their mean
     spread: float  # half of the width of the interval that holds 90 of 100 runs: exp(+-spread) times the prediction
+
+
+@dataclass(frozen=True, kw_only=True)
+class Crowded:
+    """Two ranks on each device of a node, as they were measured."""
+
+    slower: float  # than at half of the device's rates
+    link: Link  # between two of them, while all send
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +66,12 @@ class Machine:
     memory_gb_s: float  # bandwidth of the memory
     tflops: Mapping[str, float]  # dense products of one device, by dtype
     devices: int  # of a node
+    units: int = (
+        0  # of a device: tiles of a matrix product that it computes at once; 0: products of all sizes are as fast
+    )
     inside: Link  # between devices of a node
     between: Link | None = None  # between nodes; None: there is one node
+    crowded: Crowded | None = None  # None: a rank needs a device of its own
     rates: Rates
 
     def peak(self, dtype: str) -> float:
@@ -65,6 +82,27 @@ class Machine:
                 expected=f"`tflops: {{{dtype}: ...}}` in its description",
             )  # fmt: skip
         return self.tflops[dtype] * 1e12
+
+    def shared(self, ranks: int) -> Machine:
+        """With a device for each of so many ranks: each is a part of one, where that was measured."""
+        if self.crowded is None or self.between is not None or ranks <= self.devices:
+            return self
+        part = self.devices / ranks
+        rate, link, there = part / self.crowded.slower, self.crowded.link, 2 * part
+        return dataclasses.replace(
+            self,
+            devices=ranks,
+            memory_gb=self.memory_gb * part,
+            memory_gb_s=self.memory_gb_s * rate,
+            tflops={dtype: speed * rate for dtype, speed in self.tflops.items()},
+            inside=Link(gb_s=link.gb_s * there, latency_us=link.latency_us / there),
+            rates=dataclasses.replace(self.rates, operator_us=self.rates.operator_us / rate),
+        )
+
+    def slowest_of(self, devices: int) -> float:
+        """How much longer the slowest of so many devices computes than the average one, as a share: the expected
+        largest of as many draws of a normal distribution."""
+        return self.rates.jitter * math.sqrt(2 * math.log(devices))
 
     def link(self, members: int, stride: int) -> tuple[Link, int]:
         """The slowest link that a group uses whose `members` are `stride` ranks apart, and how many of its members
@@ -134,7 +172,13 @@ def _made(kind: type[Kind], values: Any, place: str, problems: list[str]) -> Kin
     for name, value in values.items():
         if name not in fields:
             continue
-        inner: dict[str, type[Any]] = {"inside": Link, "between": Link, "rates": Rates}
+        inner: dict[str, type[Any]] = {
+            "inside": Link,
+            "between": Link,
+            "link": Link,
+            "rates": Rates,
+            "crowded": Crowded,
+        }
         if name in inner and value is not None:
             read[name] = _made(inner[name], value, f"{place}{name}.", problems)
         elif name in ("tflops", "matmul"):
@@ -145,12 +189,11 @@ def _made(kind: type[Kind], values: Any, place: str, problems: list[str]) -> Kin
         elif name in ("name", "about"):
             read[name] = str(value)
         else:
-            least = name in ("reserved_gb", "latency_us", "operator_us", "spread") and value == 0
+            least = name in CAN_BE_0 and value == 0
             problems += [] if least or _positive(value) else [f"{place}{name} {value!r} is no positive number"]
             read[name] = value
     problems += _impossible(kind, read, place)
-    if isinstance(read.get("devices"), float):
-        problems.append("devices is a whole number")
+    problems += [f"{name} is a whole number" for name in ("devices", "units") if isinstance(read.get(name), float)]
     return kind(**read) if len(problems) == before else None
 
 
@@ -162,7 +205,7 @@ def _impossible(kind: type, read: Mapping[str, Any], place: str) -> list[str]:
         return [f"reserved_gb {reserved:g} leaves nothing of memory_gb {whole:g}"] if full else []
     if kind is not Rates:
         return []
-    shares = {name: read.get(name) for name in ("attention", "memory", "links", "spread")}
+    shares = {name: read.get(name) for name in ("attention", "memory", "links", "spread", "contention", "jitter")}
     shares |= {f"matmul.{dtype}": share for dtype, share in read.get("matmul", {}).items()}
     return [f"{place}{name} {share!r} is above 1" for name, share in shares.items() if _positive(share) and share > 1]
 

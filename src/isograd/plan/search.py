@@ -147,7 +147,7 @@ def _of(work: Work, machine: Machine, sizes: dict[str, int], found: Found) -> It
     if cp > 1:
         heads, near = c.heads // tp, max(1, machine.devices // tp)
         methods = [f"ulysses{u}" for u in sorted({1, min(cp, near), cp}) if u <= heads and cp % u == 0]
-    chunks = [n for n in (1, 2, 3, 4, 5, 6, 8, 10) if pp * n <= c.layers] if pp > 1 else [1]
+    chunks = [n for n in (1, 2, 3, 4, 5, 6, 7, 8, 10, 12) if pp * n <= c.layers] if pp > 1 else [1]
     stages = (0,) if data == 1 else (1,) if pp > 1 else (1, 3)  # 0 sends more than 1 and keeps more, 2 sends as much
     spread = [1]
     if c.experts is not None:

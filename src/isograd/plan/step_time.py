@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from isograd.layout import Layout
-from isograd.pipeline.schedule import Action, Schedule, build
+from isograd.pipeline.schedule import Action, Schedule, Timed, build
 from isograd.plan import moves
 from isograd.plan.costs import Cost, Costs
 from isograd.plan.machine import Machine
@@ -48,7 +48,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class _Rank:
+class Rank:
     """One pipeline rank: seconds of each of its stages, forward and backward, and of what follows."""
 
     stages: list[tuple[Cost, Cost]]
@@ -69,21 +69,14 @@ def predict(
     """The step's time. `simulated` False: the bubble of a pipeline by a formula, which is much faster. `known`: the
     costs of blocks, which layouts of one model and machine can share."""
     costs = Costs(work, layout, machine)
-    known = {} if known is None else known
-    sizes = layout.cp, layout.cp_method, layout.tp, layout.sp, layout.ep
-    key = (work.tokens(layout), work.recompute, *sizes)
-    if key not in known:
-        known[key] = {sparse: costs.of_block(sparse) for sparse in _kinds(work)}
-    blocks = known[key]
-    middle = [] if layout.pp <= 2 else [1]  # all between the first and the last are about equal
-    ranks = {index: _rank(costs, blocks, index) for index in dict.fromkeys([0, *middle, layout.pp - 1])}
-    slowest = max(ranks.values(), key=lambda rank: rank.busy)
+    ranks = _ranks(costs, {} if known is None else known)
+    slowest = max(ranks, key=lambda rank: rank.busy)
     micro = work.micro_batches
     whole = micro * slowest.busy
     if layout.pp > 1:
         send = costs.move(moves.passed(work, layout))
-        whole = _pipeline(layout, ranks, micro, send) if simulated else _bound(layout, slowest.busy, micro, send)
-    after = max((rank.after for rank in ranks.values()), key=lambda found: sum(found.values()))
+        whole = _pipeline(work, layout, ranks, send) if simulated else _bound(layout, ranks, micro, send)
+    after = max((rank.after for rank in ranks), key=lambda found: sum(found.values()))
     parts = dict.fromkeys(PARTS, 0.0)
     for forward, backward in slowest.stages:
         for cost in (forward, backward):
@@ -98,13 +91,44 @@ def predict(
     return Step(seconds, machine.rates.spread, work.flops / seconds / peak, parts)
 
 
-def _kinds(work: Work) -> set[bool]:
-    return {work.has_experts(layer) for layer in range(work.model.layers)}
+def timeline(work: Work, layout: Layout, machine: Machine) -> tuple[list[Rank], list[list[Timed]]]:
+    """Each pipeline rank, and when it does what: of all micro-batches, none of them estimated."""
+    costs = Costs(work, layout, machine)
+    ranks = _ranks(costs, {})
+    send = costs.move(moves.passed(work, layout)) if layout.pp > 1 else 0.0
+    schedule = _schedule(layout.schedule, layout.pp, layout.vpp, work.micro_batches)
+    return ranks, timed(schedule, _durations(work, layout, ranks, send), send)
 
 
-def _rank(costs: Costs, blocks: dict[bool, dict[str, Cost]], index: int) -> _Rank:
+def _ranks(costs: Costs, known: Blocks) -> list[Rank]:
+    """Those of the pipeline, in order; ranks with as many layers are one."""
+    work, layout = costs.work, costs.layout
+    blocks = _blocks(costs, known)
+    found: dict[object, Rank] = {}
+    ranks = []
+    for index in range(layout.pp):
+        key = layers_of(work, layout, index), index == 0, index == layout.pp - 1
+        if key not in found:
+            found[key] = _rank(costs, blocks, index)
+        ranks.append(found[key])
+    return ranks
+
+
+def _blocks(costs: Costs, known: Blocks) -> dict[bool, dict[str, Cost]]:
+    work, layout = costs.work, costs.layout
+    sizes = layout.cp, layout.cp_method, layout.tp, layout.sp, layout.ep
+    micro = work.micro_batches if work.products == "fp8" else work.micro_batches == 1
+    key = (work.tokens(layout), work.recompute, micro, *sizes)
+    if key not in known:
+        kinds = {work.has_experts(layer) for layer in range(work.model.layers)}
+        known[key] = {sparse: costs.of_block(sparse) for sparse in kinds}
+    return known[key]
+
+
+def _rank(costs: Costs, blocks: dict[bool, dict[str, Cost]], index: int) -> Rank:
     work, layout = costs.work, costs.layout
     stages, last_backward, forwards = [], 0.0, 0.0
+    pace = 1 + costs.machine.slowest_of(layout.world_size)  # all wait for the slowest device
     numbers = layers_of(work, layout, index)
     for place, counts in enumerate(numbers):
         first = index == 0 and place == 0
@@ -123,7 +147,7 @@ def _rank(costs: Costs, blocks: dict[bool, dict[str, Cost]], index: int) -> _Ran
                         found.compute + count * one.compute,
                         _sum(found.messages, {axes: count * seconds for axes, seconds in whole.items()}),
                     )
-            both.append(found)
+            both.append(Cost(found.compute * pace, found.messages))
         stages.append((both[0], both[1]))
         last_backward += both[1].compute
         forwards += both[0].compute
@@ -131,9 +155,9 @@ def _rank(costs: Costs, blocks: dict[bool, dict[str, Cost]], index: int) -> _Ran
     reduction = sum(costs.messages(moves.gradients(work, layout, mine)).values())
     debts = sum(costs.messages(moves.debts(work, layout, mine, index)).values())
     gather = sum(costs.messages(moves.updated(work, layout, mine)).values())
-    left = max(0.0, reduction - work.habits.hides_gradients * last_backward)
-    left += max(0.0, gather - work.habits.hides_parameters * forwards) + debts
-    return _Rank(stages, {"dp": left, "optimizer": costs.optimizer(index)})
+    left = costs.exposed(reduction, work.habits.hides_gradients * last_backward)
+    left += costs.exposed(gather, work.habits.hides_parameters * forwards) + debts
+    return Rank(stages, {"dp": left, "optimizer": costs.optimizer(index)})
 
 
 def _late_shards(costs: Costs, block: Cost, sparse: bool) -> dict[str, float]:
@@ -142,18 +166,20 @@ def _late_shards(costs: Costs, block: Cost, sparse: bool) -> dict[str, float]:
     if layout.zero < 3:
         return {}
     seconds = sum(costs.messages(moves.shards(work, layout, of_block(work, layout, sparse))).values())
-    return {"dp": max(0.0, seconds - work.habits.hides_shards * block.compute)}
+    return {"dp": costs.exposed(seconds, work.habits.hides_shards * block.compute)}
 
 
 def _sum(a: dict[str, float], b: dict[str, float]) -> dict[str, float]:
     return {axes: a.get(axes, 0.0) + b.get(axes, 0.0) for axes in {**a, **b}}
 
 
-def _bound(layout: Layout, busy: float, micro: int, send: float) -> float:
-    """Filling and emptying a pipeline costs a micro-batch for each further rank; less, where ranks take turns in
-    smaller pieces, or where backward is cut in two."""
+def _bound(layout: Layout, ranks: list[Rank], micro: int, send: float) -> float:
+    """Filling and emptying a pipeline costs a micro-batch of each other rank; less, where ranks take turns in smaller
+    pieces, or where backward is cut in two."""
     fill = {"1f1b": 1.0, "gpipe": 1.0, "zb": 0.4}[layout.schedule]
-    return (micro + fill * (layout.pp - 1) / layout.vpp) * busy + 2 * (layout.pp - 1) * send
+    busy = [rank.busy for rank in ranks]
+    slowest = max(busy)
+    return micro * slowest + fill * (sum(busy) - slowest) / layout.vpp + 2 * (layout.pp - 1) * send
 
 
 @lru_cache(maxsize=256)
@@ -161,23 +187,29 @@ def _schedule(name: str, pp: int, vpp: int, micro: int) -> Schedule:
     return build(name, pp, vpp, micro)
 
 
-def _pipeline(layout: Layout, ranks: dict[int, _Rank], micro: int, send: float) -> float:
-    """Seconds from the first forward to the last backward."""
-    pp, vpp = layout.pp, layout.vpp
-
-    def rank_of(index: int) -> _Rank:
-        return ranks[index] if index in ranks else ranks[1]
+def _durations(work: Work, layout: Layout, ranks: list[Rank], send: float) -> Callable[[Action], float]:
+    """How long a rank is busy with an action."""
+    waits = send if work.habits.waits_for_sends else 0.0
 
     def seconds(action: Action) -> float:
-        forward, backward = rank_of(action.stage % pp).stages[action.stage // pp]
+        forward, backward = ranks[action.stage % layout.pp].stages[action.stage // layout.pp]
         if action.kind == "F":
-            return forward.total
-        if action.kind == "B":
-            return backward.total
-        return backward.compute / 2 + (sum(backward.messages.values()) if action.kind == "I" else 0.0)
+            return forward.total + (waits if action.stage < layout.pp * layout.vpp - 1 else 0.0)
+        if action.kind == "W":
+            return backward.compute / 2
+        whole = backward.total - (backward.compute / 2 if action.kind == "I" else 0.0)
+        return whole + (waits if action.stage else 0.0)
+
+    return seconds
+
+
+def _pipeline(work: Work, layout: Layout, ranks: list[Rank], send: float) -> float:
+    """Seconds from the first forward to the last backward."""
+    pp, vpp, micro = layout.pp, layout.vpp, work.micro_batches
+    seconds = _durations(work, layout, ranks, send)
 
     def run(count: int) -> float:
-        return finish(_schedule(layout.schedule, pp, vpp, count), seconds, send)
+        return max(row[-1].end for row in timed(_schedule(layout.schedule, pp, vpp, count), seconds, send))
 
     if micro <= ROUNDS * pp:
         return run(micro)
@@ -187,22 +219,23 @@ def _pipeline(layout: Layout, ranks: dict[int, _Rank], micro: int, send: float) 
     return end + (micro - long) * (end - run(short)) / (long - short)
 
 
-def finish(schedule: Schedule, seconds: Callable[[Action], float], send: float) -> float:
-    """When the last action of any rank ends, if actions take `seconds` and a result needs `send` to a neighbour."""
+def timed(schedule: Schedule, seconds: Callable[[Action], float], send: float) -> list[list[Timed]]:
+    """When each rank does each action, if actions take `seconds` and a result needs `send` to a neighbour."""
     done: dict[Action, float] = {}
-    at, free = [0] * schedule.pp, [0.0] * schedule.pp
+    rows: list[list[Timed]] = [[] for _ in range(schedule.pp)]
     moved = True
     while moved:
         moved = False
         for rank, order in enumerate(schedule.orders):
-            while at[rank] < len(order):
-                action = order[at[rank]]
+            row = rows[rank]
+            while len(row) < len(order):
+                action = order[len(row)]
                 needs = schedule.needs(action)
                 if any(need not in done for need in needs):
                     break
                 ready = [done[need] + (send if schedule.rank_of(need.stage) != rank else 0.0) for need in needs]
-                free[rank] = max([free[rank], *ready]) + seconds(action)
-                done[action] = free[rank]
-                at[rank] += 1
+                start = max([row[-1].end if row else 0.0, *ready])
+                done[action] = start + seconds(action)
+                row.append(Timed(action, start, done[action]))
                 moved = True
-    return max(free)
+    return rows

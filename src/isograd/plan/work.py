@@ -23,12 +23,15 @@ class Habits:
     """How a program computes. The defaults are isograd's own; published runs are of programs with others."""
 
     fused_attention: bool = True  # scores are never in memory
+    attention: float = 1.0  # its rate, over that of the machine's description
+    fused_sums: bool = False  # products of gradients add to the sums themselves
     passes: float = 2.0  # how often operations on elements read and write what they have to, at the least, once
     gradient_bytes: int = 4  # of an element that is reduced
     hides_gradients: float = 0.8  # the share of a backward that can hide the reduction of gradients
     hides_parameters: float = 0.0  # the share of a forward that can hide the gather of updated parameters
     hides_shards: float = 0.8  # at ZeRO 3: the share of a block's time that can hide the gather of the next block
     hides_tp: float = 0.0  # the share of the messages of tensor parallelism that products hide
+    waits_for_sends: bool = False  # a pipeline rank computes nothing while it sends
     even_layers: bool = False  # stages have as many layers as each other, whatever embedding and head cost
     keeps_gradients: bool = True  # whole gradients stay between micro-batches; False: each owner's rows alone
     saved: float = 1.0  # of what isograd's blocks keep for backward; fused operators keep less

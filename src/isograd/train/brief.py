@@ -3,12 +3,11 @@
     isograd plan quickstart.yaml --machine here.yaml --brief --measured runs/quickstart
 
 Memory is what `isograd train` says before it starts: of the rank that needs most, a bound, with Python and torch. Time
-is that of isograd/plan; ranks that share the devices of a machine get a share of its rates each.
+is that of isograd/plan; ranks that share the devices of a machine get a part of one each.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
@@ -28,7 +27,7 @@ def brief(config: Config, device: Machine, folder: str | None) -> str:
 
     layout = Layout.parse(config.layout)
     bytes_needed = max(stage.total for stage in needs(config))
-    step = predict(work_of(config), layout, shared(device, layout.world_size))
+    step = predict(work_of(config), layout, device.shared(layout.world_size))
     between = f"{_seconds(step.low)} to {_seconds(step.high)}"
     expected = f"{bytes_needed / 1e9:.2f} GB a rank, {_seconds(step.seconds)} a step ({between})"
     line = f"plan: {layout} on {device.name}: {expected}"
@@ -36,24 +35,6 @@ def brief(config: Config, device: Machine, folder: str | None) -> str:
         return line
     memory, seconds = measured(folder)
     return f"{line}; measured: {memory / 1e9:.2f} GB, {_seconds(seconds)}"
-
-
-def shared(device: Machine, ranks: int) -> Machine:
-    """A machine of one node whose devices are too few for so many ranks, as a machine with a device for each."""
-    if device.between is not None or ranks <= device.devices:
-        return device
-    part = device.devices / ranks
-    return dataclasses.replace(
-        device,
-        devices=ranks,
-        memory_gb=device.memory_gb * part,
-        memory_gb_s=device.memory_gb_s * part,
-        tflops={dtype: rate * part for dtype, rate in device.tflops.items()},
-        inside=dataclasses.replace(
-            device.inside, gb_s=device.inside.gb_s * part, latency_us=device.inside.latency_us / part
-        ),
-        rates=dataclasses.replace(device.rates, operator_us=device.rates.operator_us / part),
-    )
 
 
 def measured(folder: str) -> tuple[float, float]:

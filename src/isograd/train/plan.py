@@ -45,6 +45,9 @@ def plan(words: list[str], kind: Parser) -> int:
     parser.add_argument("--measured", metavar="RUN", help="with --brief: the folder of a run, to say what it had")
     parser.add_argument("--batch", type=int, metavar="N", help="sequences of a step, in place of the config's")
     parser.add_argument("--top", type=int, default=10, metavar="N", help="how many layouts to show (default 10)")
+    parser.add_argument(
+        "--picture", metavar="FILE", help="draw the first layout's step, stage by stage, as an SVG file"
+    )
     parser.add_argument("--write", metavar="FILE", help="write the config with the best layout to a new file")
     group = parser.add_argument_group("checkpoints of a long run")
     group.add_argument(
@@ -57,9 +60,10 @@ def plan(words: list[str], kind: Parser) -> int:
     if extra:
         parser.refuse(extra)  # type: ignore[attr-defined]
     from isograd.plan import machine as machines
+    from isograd.plan.costs import left_out
 
-    device = machines.load(options.machine)
     config, work, count = _read(options)
+    device = machines.load(options.machine).shared(count)
     if options.brief:
         from isograd.train.brief import brief
 
@@ -70,12 +74,19 @@ def plan(words: list[str], kind: Parser) -> int:
     wide = screen.width(140)
     print(heading(work, count, device))
     print(table(found.best))
+    if missing := left_out(work):
+        print(screen.fold(f"at the least: nothing is counted for {', '.join(missing)}", wide))
     if not options.layout:
         print()
         print(screen.fold(why(found), wide))
         print(f"searched in {time.monotonic() - began:.1f} s")
     print("\nto run it:" if options.layout else "\nto run the first:")
     print("  " + command(options.config, found.best[0]))
+    if options.picture:
+        from isograd.plan.gantt import svg
+
+        _new_file(options.picture, svg(found.best[0].work, found.best[0].layout, device))
+        print(f"{options.picture} written")
     if options.write:
         _write(options.write, config, found.best[0])
     if options.failures_per_rank_hour is not None:
