@@ -1,8 +1,10 @@
 """This computer as a Machine: what its CPU sustains, found by running products, copies, attention and messages.
 
-Each rank of a world here gets one core, one thread and its share of the memory: a device of this machine is a core.
-Numbers are medians of a few runs. The peak is the fastest product seen, so MFU is relative to what this computer was
-seen to do. Nothing else should run meanwhile.
+Each rank of a world here gets one core, one thread and its share of the memory: a device of this machine is a core. All
+cores are measured at once, as they work in a run: they share the memory's bandwidth and the clock. Then two ranks on
+each core are: what they lose beside each other, and what their messages take. Numbers are medians of a few runs. The
+peak is the fastest product seen, so MFU is relative to what this computer was seen to do. Nothing else should run
+meanwhile.
 """
 
 from __future__ import annotations
@@ -20,42 +22,95 @@ import torch.nn.functional as F
 from isograd.comm import raw
 from isograd.comm.launch import World
 from isograd.mesh import Mesh
-from isograd.plan.machine import Link, Machine, Rates
+from isograd.plan.machine import Crowded, Link, Machine, Rates
 
-PRODUCT = 1024  # rows of the matrices of the largest product
+PRODUCT = {"fp32": 1024, "bf16": 256}  # rows of the matrices; 16 bits are slow on many CPUs
+TYPICAL = (512, 256, 768)  # rows, inner and columns of a product of a model for a CPU
+ELEMENTS = 1 << 20  # of an activation
 COPIED = 1 << 26  # bytes, more than caches hold
+QUERIES = (1, 4, 512, 64)  # rows, heads, length, features: of attention
+ATTENTION = 2 * 4 * 512**2 * 64  # products and additions that its causal mask leaves
 SENT = (1 << 10, 1 << 23)  # bytes of a small and of a large message
+CHAIN = 100
+MOST = 16  # ranks that are started
+TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def measure(repeats: int = 5) -> Machine:
-    """Run everything, on one thread; takes about ten seconds."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        speeds = {
-            name: _products(dtype, repeats) for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16))
-        }
-        memory, start = _copies(repeats), _start(repeats)
-        attention = _attention(repeats) / speeds["fp32"]
-    finally:
-        torch.set_num_threads(threads)
+    """Run everything; takes about twenty seconds."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    gb_s, latency = _link()
+    ranks = max(2, min(cores, MOST))  # a single core has no neighbour to send to but a second rank
+    with World(ranks) as world:
+        found = _slowest(world.run(_rank, ranks, repeats))
+    crowded = None
+    if 2 * cores <= MOST:
+        with World(2 * cores) as world:
+            shared = _slowest(world.run(_rank, 2 * cores, repeats, True))
+        slower = shared["fp32"] / found["fp32"] / (2 * cores / ranks)
+        crowded = Crowded(slower=max(1.0, _short(slower)), link=_link(shared, 2 * cores))
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
+    speeds = {name: 2 * rows**3 / found[name] for name, rows in PRODUCT.items()}
+    copied = 2 * COPIED / found["copy"]
+    rates = Rates(
+        matmul={"fp32": _share(2 * math.prod(TYPICAL) / found["typical"] / speeds["fp32"]), "bf16": 1.0},
+        attention=_share(ATTENTION / found["attention"] / speeds["fp32"]),
+        memory=_share(8 * ELEMENTS / found["elements"] / copied), links=1.0,
+        operator_us=_short(found["start"] / (2 * CHAIN) * 1e6), spread=0.3,
+    )  # fmt: skip
     return Machine(
         name="here", about=f"this computer, measured: {cores} cores, one for each rank",
-        memory_gb=round(whole / cores, 2), reserved_gb=0.3, memory_gb_s=_short(memory / 1e9),
+        memory_gb=round(whole / cores, 2), reserved_gb=0.3, memory_gb_s=_short(copied / 1e9),
         tflops={name: _short(speed / 1e12) for name, speed in speeds.items()}, devices=cores,
-        inside=Link(gb_s=_short(gb_s), latency_us=_short(latency * 1e6)),
-        rates=Rates(
-            matmul=dict.fromkeys(speeds, 1.0), attention=_short(attention), memory=1.0, links=1.0,
-            operator_us=_short(start * 1e6), spread=0.3,
-        ),
+        inside=_link(found, ranks), crowded=crowded, rates=rates,
     )  # fmt: skip
+
+
+def _slowest(ranks: list[dict[str, float]]) -> dict[str, float]:
+    return {name: max(found[name] for found in ranks) for name in ranks[0]}
+
+
+def _link(found: dict[str, float], ranks: int) -> Link:
+    """Of each rank, while all gather: it sends its part to every other."""
+    seconds = max(found["large"] - found["small"], 1e-9)
+    latency = found["small"] / math.log2(ranks)
+    return Link(gb_s=_short((ranks - 1) * SENT[1] / seconds / 1e9), latency_us=_short(latency * 1e6))
+
+
+def _rank(ranks: int, repeats: int, crowded: bool = False) -> dict[str, float]:
+    """On a rank of the world, at the same time as all others: seconds of each thing."""
+    group = Mesh(f"dp{ranks}").group("dp")
+    ones = torch.ones(1)
+    a, b = (torch.ones(COPIED // 4) for _ in range(2))
+    work: dict[str, Callable[[], object]] = {}
+    for name, rows in PRODUCT.items():
+        if name == "fp32" or not crowded:
+            x, y = (torch.ones(rows, rows, dtype=TYPES[name]) for _ in range(2))
+            work[name] = partial(torch.mm, x, y)
+    if not crowded:
+        q = torch.randn(*QUERIES)
+        work["attention"] = partial(F.scaled_dot_product_attention, q, q, q, is_causal=True)
+        work["copy"] = partial(a.copy_, b)
+        work["start"] = _chain
+        work["elements"] = partial(F.silu, torch.ones(ELEMENTS))
+        rows, inner, columns = TYPICAL
+        work["typical"] = partial(torch.mm, torch.ones(rows, inner), torch.ones(inner, columns))
+    for name, size in zip(("small", "large"), SENT, strict=True):
+        part = torch.ones(size // 4)
+        work[name] = partial(raw.all_gather, part, group, [part.numel()] * group.size)
+    found = {}
+    for name, function in work.items():
+        raw.all_gather(ones, group, [1] * group.size)  # all begin together
+        found[name] = _seconds(function, repeats)
+    return found
 
 
 def _short(value: float) -> float:
     return float(f"{value:.3g}")
+
+
+def _share(value: float) -> float:
+    """At most 1: something that was measured as slower than the fastest of its kind."""
+    return min(1.0, _short(value))
 
 
 def _seconds(function: Callable[[], object], repeats: int) -> float:
@@ -68,51 +123,9 @@ def _seconds(function: Callable[[], object], repeats: int) -> float:
     return median(found)
 
 
-def _products(dtype: torch.dtype, repeats: int) -> float:
-    """Products and additions per second."""
-    a, b = (torch.ones(PRODUCT, PRODUCT, dtype=dtype) for _ in range(2))
-    return 2 * PRODUCT**3 / _seconds(lambda: a @ b, repeats)
-
-
-def _attention(repeats: int) -> float:
-    """Of fused causal attention: those that its mask leaves, per second."""
-    length, heads, d = 512, 4, 64
-    q = torch.randn(1, heads, length, d)
-    return (
-        2 * length**2 * heads * d / _seconds(lambda: F.scaled_dot_product_attention(q, q, q, is_causal=True), repeats)
-    )
-
-
-def _copies(repeats: int) -> float:
-    """Bytes per second, read and written."""
-    a, b = (torch.ones(COPIED // 4) for _ in range(2))
-    return 2 * COPIED / _seconds(lambda: a.copy_(b), repeats)
-
-
-def _start(repeats: int) -> float:
-    """Seconds of an operator on almost nothing, with its share of autograd."""
-    x = torch.ones(8, requires_grad=True)
-
-    def chain() -> None:
-        y = x
-        for _ in range(100):
-            y = y * 1.0
-        y.sum().backward()
-
-    return _seconds(chain, repeats) / 200
-
-
-def _messages() -> list[float]:
-    """On a rank of two: seconds of each size's all-gather."""
-    group, found = Mesh("dp2").group("dp"), []
-    for size in SENT:
-        x = torch.ones(size // 4)
-        found.append(_seconds(partial(raw.all_gather, x, group, [x.numel()] * 2), 9))
-    return found
-
-
-def _link() -> tuple[float, float]:
-    """(GB per second, seconds of a small message) between two ranks."""
-    with World(2) as world:
-        small, large = (max(times) for times in zip(*world.run(_messages), strict=True))
-    return SENT[1] / max(large - small, 1e-9) / 1e9, min(small, math.inf)
+def _chain() -> None:
+    """CHAIN operators on almost nothing, and as many in backward."""
+    y = torch.ones(8, requires_grad=True)
+    for _ in range(CHAIN):
+        y = y * 1.0
+    y.sum().backward()
