@@ -104,6 +104,8 @@ ARROWS = {
         "outside",
         "stored",
     },
+    # checkpoint: copies of ranks become one
+    "resilience": {"checkpoint", "comm", "engine", "errors", "layout", "scratch"},
     # nn: encoders with experts
     "contrastive": {"comm", "contract", "engine", "errors", "mesh", "nn", "random", "tallies", "terms"},
     "network": {"__version__", "comm", "errors", "verbs"},
@@ -127,6 +129,7 @@ ARROWS = {
         "pipeline",
         "plan",
         "random",
+        "resilience",
         "scratch",
         "stored",
         "yamls",

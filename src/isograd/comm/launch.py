@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
@@ -68,7 +68,7 @@ class World:
             # The first job goes along with the fork: a forked rank (notebook) inherits it and needs no pickle.
             self._ranks = _Ranks(self, (fn, args))
         else:
-            job = _pickled(fn, args)
+            job = pickled(fn, args)
         try:
             if job is not None:
                 self._ranks.send(job)
@@ -99,16 +99,16 @@ class _Ranks:
     """The processes of one incarnation of a World."""
 
     def __init__(self, world: World, first: tuple[Callable[..., Any], tuple[Any, ...]]) -> None:
-        context, forked = _context()
+        context, forked = start_method()
         self._busy = world._busy
         self.directory = tempfile.mkdtemp(prefix="world-", dir=scratch.home())
         self.processes: list[Any] = []
         self.pipes: list[Connection] = []
         watch, self._alive = context.Pipe(duplex=False)
-        job = first if forked else _pickled(*first)
+        job = first if forked else pickled(*first)
         ignored = [number for number in GROUP if signal.getsignal(number) == signal.SIG_IGN]  # as under nohup
         deaf = (*world._deaf, *ignored)
-        self._end = weakref.finalize(self, _stop, self.processes, self.pipes, self.directory, self._alive)
+        self._end = weakref.finalize(self, stop_all, self.processes, self.pipes, self.directory, self._alive)
         for rank in range(world.nproc):
             alive = self._alive.fileno() if forked else None
             seat = Seat(
@@ -148,8 +148,7 @@ class _Ranks:
                 raise self._failure(answers)
             if not news and end is not None and time.monotonic() >= end:
                 raise self._hang(answers, timeout)
-        # Values were pickled by our own children from what the caller's function returned.
-        return [pickle.loads(answers[rank].payload) for rank in range(len(self.pipes))]  # type: ignore[arg-type]
+        return [answers[rank].value for rank in range(len(self.pipes))]
 
     def _listen(self, answers: dict[int, Answer], timeout: float | None) -> bool:
         """Take in what arrives; True when something did (an answer or a death)."""
@@ -183,41 +182,7 @@ class _Ranks:
         return [rank for rank in range(len(self.pipes)) if rank not in answers and rank not in dead]
 
     def _failure(self, answers: dict[int, Answer], when: str = "") -> LaunchError:
-        """The root cause first: a rank that was killed, else the earliest exception; the rest in a line each.
-
-        When a rank raises one of isograd's errors and leaves, gloo aborts ranks that wait for it: those come last.
-        """
-        dead = self._dead(answers)
-        failed = sorted((r for r, a in answers.items() if not a.ok), key=lambda r: answers[r].when)
-        told = any(answers[r].error for r in failed)
-        aborted = [r for r in dead if told and self.processes[r].exitcode == -signal.SIGABRT]
-        order = [r for r in dead if r not in aborted] + failed + aborted
-        first = order[0]
-        others = [f"rank {r}: {_headline(answers.get(r), self.processes[r].exitcode)}" for r in order[1:]]
-        waiting = self._silent(answers)
-        where = f"rank {first} of {len(self.pipes)}"
-        consequences = "; ".join(others) if others else None
-        if first in dead:
-            return LaunchError(
-                "IG252",
-                f"rank {first} ended{when}: {_exit_words(self.processes[first].exitcode)}",
-                seen=consequences,
-                expected="every rank to return a value or raise",
-                fix=_exit_advice(self.processes[first].exitcode),
-                where=where,
-            )
-        error = _RankError(
-            "IG253",
-            f"{str(answers[first].payload).rstrip()}\n\nrank {first} of {len(self.pipes)} raised the above first",
-            seen=consequences,
-            fix=f"ranks {waiting} waited for it and were stopped" if waiting else None,
-            where=where,
-        )
-        said = answers[first].error
-        if said is not None:
-            code, what, *others_said = said
-            error.cause = IsogradError(str(code), str(what), **dict(zip(PARTS, others_said, strict=True)))
-        return error
+        return failure(answers, [process.exitcode for process in self.processes], when)
 
     def _hang(self, answers: dict[int, Answer], timeout: float | None) -> LaunchError:
         silent = [r for r in range(len(self.pipes)) if r not in answers]
@@ -250,6 +215,44 @@ class _Ranks:
         self._end()
 
 
+def failure(answers: dict[int, Answer], exitcodes: Sequence[int | None], when: str = "") -> LaunchError:
+    """The root cause first: a rank that was killed, else the earliest exception; the rest in a line each.
+
+    When a rank raises one of isograd's errors and leaves, gloo aborts ranks that wait for it: those come last.
+    """
+    dead = [r for r, code in enumerate(exitcodes) if r not in answers and code is not None]
+    failed = sorted((r for r, a in answers.items() if not a.ok), key=lambda r: answers[r].when)
+    told = any(answers[r].error for r in failed)
+    aborted = [r for r in dead if told and exitcodes[r] == -signal.SIGABRT]
+    order = [r for r in dead if r not in aborted] + failed + aborted
+    first = order[0]
+    others = [f"rank {r}: {_headline(answers.get(r), exitcodes[r])}" for r in order[1:]]
+    waiting = [r for r in range(len(exitcodes)) if r not in answers and r not in dead]
+    where = f"rank {first} of {len(exitcodes)}"
+    consequences = "; ".join(others) if others else None
+    if first in dead:
+        return LaunchError(
+            "IG252",
+            f"rank {first} ended{when}: {exit_words(exitcodes[first])}",
+            seen=consequences,
+            expected="every rank to return a value or raise",
+            fix=_exit_advice(exitcodes[first]),
+            where=where,
+        )
+    error = _RankError(
+        "IG253",
+        f"{str(answers[first].payload).rstrip()}\n\nrank {first} of {len(exitcodes)} raised the above first",
+        seen=consequences,
+        fix=f"ranks {waiting} waited for it and were stopped" if waiting else None,
+        where=where,
+    )
+    said = answers[first].error
+    if said is not None:
+        code, what, *others_said = said
+        error.cause = IsogradError(str(code), str(what), **dict(zip(PARTS, others_said, strict=True)))
+    return error
+
+
 class _RankError(LaunchError):
     """A rank's exception. Its traceback is the first thing printed."""
 
@@ -258,7 +261,7 @@ class _RankError(LaunchError):
         return f"\n{head.removeprefix(self.code + ': ')}\n\n{self.code}: rank {rest}"
 
 
-def _stop(processes: list[Any], pipes: list[Connection], directory: str, alive: Connection) -> None:
+def stop_all(processes: list[Any], pipes: list[Connection], directory: str, alive: Connection) -> None:
     """End whatever still runs: ask, then kill; leave no zombie and no directory."""
     for process in processes:
         if process.is_alive():
@@ -275,8 +278,9 @@ def _stop(processes: list[Any], pipes: list[Connection], directory: str, alive: 
     shutil.rmtree(directory, ignore_errors=True)
 
 
-def _context() -> tuple[Any, bool]:
-    """(multiprocessing context, whether ranks are forked from this very process).
+def start_method(preload: Iterable[str] = ()) -> tuple[Any, bool]:
+    """(multiprocessing context, whether ranks are forked from this very process). `preload`: modules that ranks have
+    from the beginning, if the fork server has not been started before.
 
     A fork server that has torch loaded makes ranks in milliseconds from a clean process. A notebook's functions live in
     a __main__ that no other process can import; there, ranks are forked from the notebook itself.
@@ -288,7 +292,7 @@ def _context() -> tuple[Any, bool]:
     ):
         return mp.get_context("fork"), True
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["isograd.comm.worker"])
+    context.set_forkserver_preload(["isograd.comm.worker", *preload])
     _start_server()
     return context, False
 
@@ -332,7 +336,8 @@ def _temporary_files_in(folder: str) -> Iterator[None]:
         tempfile.tempdir = before
 
 
-def _pickled(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+def pickled(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    """A job as it is sent to a rank."""
     try:
         return pickle.dumps((fn, args))
     except Exception as error:
@@ -347,12 +352,13 @@ def _pickled(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
 
 def _headline(answer: Answer | None, exitcode: int | None) -> str:
     if answer is None:
-        return _exit_words(exitcode)
+        return exit_words(exitcode)
     lines = str(answer.payload).strip().splitlines()
     return next(line for line in reversed(lines) if not line[:1].isspace())
 
 
-def _exit_words(exitcode: int | None) -> str:
+def exit_words(exitcode: int | None) -> str:
+    """How a process ended."""
     if exitcode is not None and exitcode < 0:
         return f"killed by signal {-exitcode} ({signal.Signals(-exitcode).name})"
     return f"exit code {exitcode} without an answer"

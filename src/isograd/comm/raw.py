@@ -95,8 +95,8 @@ def leave() -> None:
     for group in _given:
         group.handle = None
         _left.add(group)
-    _made.clear()
-    _ranges.clear()
+    for counted in (_made, _ranges, _serials):  # a rank that joins another world begins as a new process does
+        counted.clear()
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -50,6 +50,12 @@ class Answer:
     when: float
     error: tuple[str | None, ...] | None = None  # one of isograd's errors: code, what, and PARTS
 
+    @property
+    def value(self) -> Any:
+        """What the caller's function returned on one of our own children, which has pickled it."""
+        assert isinstance(self.payload, bytes)
+        return pickle.loads(self.payload)
+
 
 def stack_file(directory: str, rank: int) -> str:
     """Where a rank writes its stack when it is asked to."""
@@ -68,18 +74,9 @@ def main(seat: Seat, jobs: Connection, watch: Connection, first: Any) -> None:
     stacks = open(stack_file(seat.directory, seat.rank), "w")  # noqa: SIM115  (open as long as the rank lives)
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, GROUP)  # the fork server has them blocked
-    os.environ.update(
-        RANK=str(seat.rank),
-        LOCAL_RANK=str(seat.rank),
-        WORLD_SIZE=str(seat.nproc),
-        LOCAL_WORLD_SIZE=str(seat.nproc),
-        OMP_NUM_THREADS=str(seat.threads),
-    )
     torch.set_num_threads(seat.threads)
     try:
-        if seat.nproc > 1:
-            raw.be_patient(seat.patience)
-            raw.join(seat.rank, seat.nproc, seat.directory, seat.interface)
+        sit(seat)
     except Exception:
         jobs.send(Answer(False, traceback.format_exc(), time.time()))
     job = first if first is not None else _next(jobs)
@@ -89,6 +86,20 @@ def main(seat: Seat, jobs: Connection, watch: Connection, first: Any) -> None:
     raw.leave()
     # Not sys.exit: gloo's threads abort an interpreter that unwinds under them.
     os._exit(0)
+
+
+def sit(seat: Seat) -> None:
+    """Take a seat: tell this process which rank it is, and join the world."""
+    os.environ.update(
+        RANK=str(seat.rank),
+        LOCAL_RANK=str(seat.rank),
+        WORLD_SIZE=str(seat.nproc),
+        LOCAL_WORLD_SIZE=str(seat.nproc),
+        OMP_NUM_THREADS=str(seat.threads),
+    )
+    if seat.nproc > 1:
+        raw.be_patient(seat.patience)
+        raw.join(seat.rank, seat.nproc, seat.directory, seat.interface)
 
 
 def _next(jobs: Connection) -> Any:

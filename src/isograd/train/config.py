@@ -7,10 +7,13 @@ pydantic's findings into file, line and nearest name.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
+
+if TYPE_CHECKING:
+    from isograd.layout import Layout
 
 VERSION: Literal[1] = 1  # of the schema; reading.py migrates older ones
 
@@ -197,6 +200,18 @@ class Safety(Part):
 class Resilience(Part):
     """`resilience`: what a run does when ranks or machines are lost."""
 
+    after_death: Literal["end", "replace", "shrink"] = Field(
+        default="end", description="replace: start a new rank; shrink: go on with those that are left; end: neither"
+    )
+    copies: Literal["none", "partner"] = Field(
+        default="none", description="partner: after each step every rank keeps a copy of another one's state in memory"
+    )
+    layouts: list[str] = Field(
+        default=[],
+        description="for shrink: layouts of fewer ranks, the first that fits is taken; none: found by itself",
+    )
+    tries: Positive = Field(default=3, description="deaths in a row without a finished step after which the run ends")
+    wait_s: Rate = Field(default=20.0, description="a rank that has not noticed a death for this long is ended")
     network_s: Rate = Field(
         default=20.0, description="a run on several machines that no longer reach each other ends within this time"
     )
@@ -278,6 +293,7 @@ class Config(Part):
                 f"to be cut into {self.micro_batches} micro-batches: make batch a multiple of dp that is large enough",
                 "batch", "layout", "micro_batches",
             )  # fmt: skip
+        self._survives(layout)
         if self.optimizer.min_lr > self.optimizer.lr:
             raise _contradiction(
                 f"optimizer.min_lr {self.optimizer.min_lr:g} is above optimizer.lr {self.optimizer.lr:g}",
@@ -289,6 +305,34 @@ class Config(Part):
                 "optimizer.warmup", "steps",
             )  # fmt: skip
         return self
+
+    def _survives(self, layout: Layout) -> None:
+        """What `resilience` says must have an effect."""
+        from isograd.errors import LayoutError
+        from isograd.layout import Layout
+
+        after = self.resilience
+        if after.copies == "partner" and after.after_death == "end":
+            raise _contradiction(
+                "resilience.copies are of no use when resilience.after_death is end", "resilience.copies"
+            )
+        if after.layouts and after.after_death != "shrink":
+            raise _contradiction("resilience.layouts are for resilience.after_death shrink", "resilience.layouts")
+        for text in after.layouts:
+            try:
+                smaller = Layout.parse(text)
+            except LayoutError as error:
+                raise _contradiction(f"resilience.layouts: {error.what}", "resilience.layouts") from error
+            if smaller.world_size >= layout.world_size:
+                raise _contradiction(
+                    f"resilience.layouts: {text!r} has {smaller.world_size} ranks, and must have fewer than the "
+                    f"{layout.world_size} of the layout", "resilience.layouts",
+                )  # fmt: skip
+            if self.batch % smaller.dp:
+                raise _contradiction(
+                    f"resilience.layouts: batch {self.batch} cannot be cut over dp {smaller.dp} of {text!r}",
+                    "resilience.layouts", "batch",
+                )  # fmt: skip
 
     @property
     def packing(self) -> Literal["documents", "whole", "stream"]:

@@ -28,6 +28,7 @@ from isograd.comm.agree import all_or_none
 from isograd.engine import Stats
 from isograd.errors import DataError, TrainError, headline
 from isograd.mesh import Mesh
+from isograd.resilience import Copies, reached
 from isograd.train import curves, journal, load, peers
 from isograd.train.config import Config
 from isograd.train.devices import peak_flops
@@ -65,6 +66,7 @@ class Orders:
     signals: tuple[Any, ...] = SIGNALS  # which this rank takes as requests to stop
     passed_on: Path | None = None  # the launcher makes this file when it is asked to stop
     before_step: Callable[[int, Job], None] | None = None  # for tests that break things
+    notes: tuple[tuple[int, str], ...] = ()  # deaths that this run has survived: (steps done, what happened)
 
 
 def run(config: Config, orders: Orders, asked: Asked | None = None) -> Outcome:
@@ -77,6 +79,7 @@ def run(config: Config, orders: Orders, asked: Asked | None = None) -> Outcome:
         raw.be_patient(patience(stall_s))
         dog = Watchdog(config.folder, *raw.seat(), stall_s)
         stack.callback(dog.close)
+        stack.callback(lambda: setattr(reached, "phase", dog.phase))
         mesh = Mesh(config.layout)
         pulse = Pulse(mesh.rank, mesh.layout.world_size, config.resilience.network_s)
         dog.joined(mesh.where(), peers.hosts(mesh), pulse)
@@ -115,6 +118,10 @@ class _Run:
         self.passed_over: tuple[str, ...] = ()
         self.schedule = Schedule(config.optimizer, self.job.engine.optimizer, config.steps)
         self.start = self.saved = self._resume()  # `saved`: the step of the newest checkpoint that is good
+        self.copies: Copies | None = None
+        if config.resilience.copies == "partner" and mesh.layout.world_size > 1:
+            self.copies = Copies(self.job.engine, config.run, self._extra())
+            stack.callback(self.copies.close)
         self.log: journal.Journal | None = None
         if mesh.rank == 0:
             self._open_journal(stack)
@@ -163,6 +170,8 @@ class _Run:
         stack.callback(self.log.close)
         if self.job.lacks:
             self._event("note", self.job.lacks, self.start)
+        for step, text in self.orders.notes:
+            self._event("death", text, min(step, self.start))
         if self.start:
             text = f"resumed from the checkpoint of step {self.start}"
             text += f"; newer ones are damaged: {'; '.join(self.passed_over)}" if self.passed_over else ""
@@ -186,10 +195,17 @@ class _Run:
             rate = self.schedule.set(step)
             self.job.accumulate(batch)
             self._compare(step + 1)
+            if self.copies is not None:
+                self.dog.beat(f"in step {step + 1}, waiting for copies")
+                self.copies.finish()
             self.dog.beat(f"in step {step + 1}, optimizer")
             stats = self.job.engine.step()
             self.dog.stepped()
             step += 1
+            reached.step = step
+            if self.copies is not None:
+                self.dog.beat(f"copying after step {step}")
+                self.copies.start(step)
             self.losses.append(stats.loss)
             ending = self._not_finite(stats, step)
             if step % self.config.log.every == 0 or step in (self.start + 1, self.config.steps) or stats.skipped:
@@ -257,7 +273,7 @@ class _Run:
             self.dog.beat(f"saving after step {step}")
             done = ending.step if ending else step
             try:
-                self.keeper.save(done, {"data": self.job.fingerprint, "config": config.model_dump(mode="json")})
+                self.keeper.save(done, self._extra())
             except NotFinite as error:
                 self._event("not saved", f"{error.what}: {error.seen}", step)
                 why = f"{ending.why}; " if ending else ""
@@ -268,6 +284,10 @@ class _Run:
             self.keeper.wait()
             self.dog.beat("ending")
         return ending
+
+    def _extra(self) -> dict[str, Any]:
+        """What a checkpoint says of this run."""
+        return {"data": self.job.fingerprint, "config": self.config.model_dump(mode="json")}
 
     def _evaluate(self, step: int) -> None:
         found = self.job.evaluate(self.dog.beat)

@@ -79,6 +79,11 @@ class Watchdog:
         """This rank makes progress, and enters `phase`."""
         self._phase, self._last = phase, time.monotonic()
 
+    @property
+    def phase(self) -> str:
+        """What this rank is doing."""
+        return self._phase
+
     def joined(self, where: str, hosts: Sequence[str], pulse: Pulse | None = None) -> None:
         """All ranks are there; `where` says which one this is, `hosts` on which machine each of them runs.
 

@@ -17,7 +17,8 @@ from typing import TextIO
 from isograd import scratch, screen
 from isograd.checkpoint.folder import Growing
 from isograd.comm.launch import World
-from isograd.errors import IsogradError, LaunchError
+from isograd.errors import IsogradError, LaunchError, TrainError
+from isograd.resilience import Crew
 from isograd.train import journal
 from isograd.train.config import Config
 from isograd.train.devices import this_machine
@@ -27,6 +28,7 @@ from isograd.train.loop import Orders, Outcome, run
 from isograd.train.opening import Opening, opening, refuse_data
 from isograd.train.stall import STALLED, happened, patience
 from isograd.train.stop import STOPPED, Asked
+from isograd.train.survive import survive
 
 
 def start(config: Config, asked: Asked, *, resume: str, show: str, until: int | None, force: bool) -> int:
@@ -34,6 +36,7 @@ def start(config: Config, asked: Asked, *, resume: str, show: str, until: int | 
     out = sys.stderr if show == "json" else sys.stdout
     first = os.environ.get("RANK", "0") == "0"
     if _joins():
+        _refuse_elsewhere(config)
         if first:
             with suppress(IsogradError):  # every rank finds the same mistake itself; none may leave before the others
                 opened(config, resume, out)
@@ -55,16 +58,39 @@ def start(config: Config, asked: Asked, *, resume: str, show: str, until: int | 
         asked.pass_on(file)
         orders = Orders(resume, show, until, signals=(), passed_on=file)
         try:
-            with World(
-                found.layout.world_size, threads=config.threads, patience=patience(config.safety.stall_s),
-                deaf=(signal.SIGTERM, signal.SIGHUP), busy=Growing(config.folder / "checkpoints"),
-            ) as world:  # fmt: skip
-                outcome = world.run(run, config, orders)[0]
+            outcome = _done_here(config, found.layout.world_size, orders)
         except LaunchError:
             if happened(config.folder):
                 return STALLED
             raise  # printed by the command line once every rank has ended: an error is the last thing on the screen
     return _said(outcome)
+
+
+def _refuse_elsewhere(config: Config) -> None:
+    """torchrun and Slurm end all ranks of a run when one of them dies."""
+    if config.resilience.after_death != "end":
+        raise TrainError(
+            "IG257", f"resilience.after_death {config.resilience.after_death} is for ranks that isograd starts itself",
+            seen="ranks that torchrun or Slurm has started, which end together", expected="resilience.after_death end",
+            fix="--resilience.after_death end --resilience.copies none: torchrun's --max-restarts and Slurm's requeue "
+            "resume from the last checkpoint",
+        )  # fmt: skip
+
+
+def _done_here(config: Config, ranks: int, orders: Orders) -> Outcome:
+    """Start the ranks on this machine, and wait for them."""
+    limit, deaf = patience(config.safety.stall_s), (signal.SIGTERM, signal.SIGHUP)
+    busy = Growing(config.folder / "checkpoints")
+    after = config.resilience
+    if after.after_death != "end":
+        with Crew(
+            threads=config.threads, patience=limit, deaf=deaf, wait_s=after.wait_s, busy=busy,
+            preload=("isograd.train.loop", "torch._dynamo"),
+        ) as crew:  # fmt: skip
+            return survive(config, orders, crew)
+    with World(ranks, threads=config.threads, patience=limit, deaf=deaf, busy=busy) as world:
+        outcome: Outcome = world.run(run, config, orders)[0]
+        return outcome
 
 
 def opened(config: Config, resume: str, out: TextIO) -> Opening:

@@ -1,0 +1,19 @@
+"""Runs that survive the death of a rank: the step that it interrupts is done again, on the same samples.
+
+    crew.py       the launcher's side: processes that are ranks of one world after another
+    member.py     a rank's side: leaves a world that has lost a rank, without dying
+    copies.py     what a rank writes into a checkpoint, in the memory of a partner too
+    rescue.py     after a death: those copies become a checkpoint
+    smaller.py    a layout for fewer ranks
+    progress.py   what a survivor can say of the world that ended
+
+train/survive.py puts them together.
+"""
+
+from isograd.resilience.copies import Copies, offers
+from isograd.resilience.crew import Attempt, Crew
+from isograd.resilience.progress import reached
+from isograd.resilience.rescue import rescue
+from isograd.resilience.smaller import smaller
+
+__all__ = ["Attempt", "Copies", "Crew", "offers", "reached", "rescue", "smaller"]

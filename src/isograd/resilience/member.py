@@ -1,0 +1,37 @@
+"""A member of a crew takes part in a world, and leaves it without dying when another rank has died."""
+
+from __future__ import annotations
+
+import gc
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from isograd.comm import raw
+from isograd.comm.worker import Seat, sit
+
+
+def in_world(seat: Seat, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """fn(*args) as a rank of a new world. However it ends, this process has left the world afterwards.
+
+    After an error the connections must close at once, since other ranks may wait for this one; and they stay open as
+    long as a frame of the error, or a cycle of objects, holds a message that has not arrived.
+    """
+    try:
+        sit(seat)
+        return fn(*args)
+    except BaseException as error:
+        _let_go(error)
+        raise
+    finally:
+        raw.leave()
+        gc.collect()
+
+
+def _let_go(error: BaseException | None) -> None:
+    """Free what the frames of an error hold, and those of the errors before it."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__

@@ -1,0 +1,146 @@
+"""A rank dies, and the run's losses are those of the run in which nobody did."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from isograd.checkpoint.folder import checkpoints
+from isograd.errors import LaunchError
+from isograd.layout import Layout
+from isograd.resilience import Crew, smaller
+from isograd.resilience.copies import Offer
+from isograd.resilience.rescue import Found, newest
+from isograd.train import journal
+from isograd.train.language import Language
+from isograd.train.loop import run
+from isograd.train.survive import survive
+from tests import faults
+from tests.train.conftest import text  # noqa: F401  (a fixture)
+from tests.train.test_loop import QUIET, close, losses
+
+
+def test_the_newest_copies_are_those_of_which_every_ranks_rows_are_held() -> None:
+    older, newer = (1, 2), (0, 1)
+    offers = {
+        0: [Offer("a", 3, 3, older), Offer("a", 4, 3, newer)],
+        1: [Offer("a", 3, 3, (2, 0)), Offer("a", 4, 3, (1,))],
+    }
+    assert newest(offers) == Found("a", 3, 3, {1: [0], 0: [1, 2]})  # rank 2's rows of step 4 died with it
+    offers[1][1] = Offer("a", 4, 3, (1, 2))
+    assert newest(offers) == Found("a", 4, 3, {0: [0], 1: [1, 2]})
+    assert newest({0: [Offer("a", 3, 3, (0, 1))], 1: [Offer("b", 3, 3, (2,))]}) is None  # of two worlds
+    assert newest({}) is None
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks", "listed", "found"),
+    [
+        ("dp4 zero1", 3, [], "dp2 zero1"),  # a batch of 8 cannot be cut over dp3
+        ("dp2 tp2 sp zero1", 3, [], "tp2 sp zero1"),
+        ("pp2 dp2", 2, [], "pp2"),
+        ("tp4", 3, [], "tp2"),
+        ("dp4", 3, ["dp3", "dp1"], "dp3"),
+        ("dp4", 2, ["dp3", "dp1"], "dp1"),
+        ("dp4", 2, ["dp3"], None),
+        ("dp4", 0, [], None),
+    ],
+)
+def test_fewer_ranks_take_the_first_layout_of_the_list_or_the_nearest_that_divides(
+    layout: str, ranks: int, listed: list[str], found: str | None
+) -> None:
+    fits = lambda each: 8 % each.dp == 0  # noqa: E731
+    one = smaller(Layout.parse(layout), ranks, [Layout.parse(each) for each in listed], fits)
+    assert one == (Layout.parse(found) if found else None)
+
+
+@pytest.mark.parametrize(
+    ("after", "said"),
+    [
+        ({"copies": "partner"}, "of no use when resilience.after_death is end"),
+        ({"after_death": "replace", "layouts": ["dp2"]}, "are for resilience.after_death shrink"),
+        ({"after_death": "shrink", "layouts": ["dp4 zero1"]}, "must have fewer than the 4"),
+        ({"after_death": "shrink", "layouts": ["dp3"]}, "batch 8 cannot be cut over dp 3"),
+        ({"after_death": "shrink", "layouts": ["up3"]}, "resilience.layouts: "),
+    ],
+)
+def test_a_resilience_that_cannot_work_is_a_mistake_in_the_config(tmp_path: Path, after: dict, said: str) -> None:
+    with pytest.raises(ValidationError, match=said):
+        faults.config(tmp_path, tmp_path, "dp4", resilience=after)
+
+
+@pytest.mark.medium
+def test_a_rank_that_dies_costs_no_step_and_no_bit(text: Path, tmp_path: Path) -> None:  # noqa: F811
+    """After the vote, where the others are about to write; rank 0, which holds the journal and the folder's lock."""
+    expected = faults.undisturbed(tmp_path / "whole", text, "dp2 zero1")
+    row = faults.one(tmp_path, text, "dp2 zero1", "partner", "after the vote", 0, expected)
+    assert (row.named, row.lost, row.equal) == ([0], 0, True)
+    assert row.seen_s < 2
+    lines = list(journal.read(tmp_path / "run" / "metrics.jsonl"))
+    said = [line["text"] for line in lines if line.get("event") == "death"]
+    assert len(said) == 1
+    assert said[0].startswith("rank 0 (dp0) was killed by signal 9 (SIGKILL); the others were in step 4, ")
+    assert "the state after step 3 was held by those that are left; 1 new process started" in said[0]
+
+
+@pytest.mark.slow
+def test_fewer_ranks_continue_twice_and_the_samples_stay_the_same(text: Path, tmp_path: Path) -> None:  # noqa: F811
+    """Two deaths, four ranks, then two, of which one is a rank that was left over. Without copies, from step 2."""
+    expected = faults.undisturbed(tmp_path / "whole", text, "dp2 tp2 zero1")
+    config = faults.config(
+        tmp_path / "run", text, "dp2 tp2 zero1", resilience={"after_death": "shrink"}, checkpoint={"every": 2}
+    )
+    deaths = (Death(3, 3, tmp_path / "first"), Death(4, 1, tmp_path / "second"))
+    with Crew() as crew:
+        outcome = survive(config, replace(QUIET, before_step=partial(_each, deaths)), crew)
+        assert len(crew.members) == 2
+    assert (outcome.code, outcome.step) == (0, 6)
+    assert close(losses(tmp_path / "run"), expected)
+    said = [line["text"] for line in journal.read(tmp_path / "run" / "metrics.jsonl") if line.get("event") == "death"]
+    assert "back to the checkpoint of step 2; going on with 2 ranks as 'tp2 zero1'" in said[0]
+    assert "back to the checkpoint of step 4; a rank that was left over takes its place" in said[1]
+
+
+@pytest.mark.medium
+def test_what_always_dies_and_what_raises_ends_the_run(text: Path, tmp_path: Path) -> None:  # noqa: F811
+    config = faults.config(tmp_path / "run", text, "dp2", resilience={"after_death": "replace", "tries": 1})
+    with Crew() as crew, pytest.raises(LaunchError, match="IG255: ranks died 2 times without a step in between"):
+        survive(config, replace(QUIET, before_step=_always), crew)
+    assert not checkpoints(tmp_path / "run" / "checkpoints")
+    with Crew() as crew:
+        crew.fill(2)
+        with pytest.raises(LaunchError, match="ValueError: no accident"):
+            crew.attempt(2, run, config, replace(QUIET, before_step=_raises))
+
+
+class Death:
+    """Ends a rank before a step, once."""
+
+    def __init__(self, step: int, rank: int, mark: Path) -> None:
+        self.step, self.rank, self.mark = step, rank, mark
+
+    def __call__(self, step: int, job: Language) -> None:
+        if (step, job.mesh.rank) == (self.step, self.rank) and not self.mark.exists():
+            self.mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _each(deaths: tuple[Death, ...], step: int, job: Language) -> None:
+    for death in deaths:
+        death(step, job)
+
+
+def _always(step: int, job: Language) -> None:
+    if step == 1 and job.mesh.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _raises(step: int, job: Language) -> None:
+    if step == 1 and job.mesh.rank == 1:
+        raise ValueError("no accident")
