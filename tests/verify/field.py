@@ -333,6 +333,25 @@ def pipeline(steps_of_schedule: int = 1, scale: bool = True) -> None:
         optimizer.zero_grad()
 
 
+def pipeline_of_labels(own_count: bool) -> None:
+    """Two stages; the second micro-batch has one label fewer than the first."""
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model = [Stage(0).double(), Stage(1).double()][rank]
+    stage = PipelineStage(model, rank, 2, torch.device("cpu"))
+
+    def loss(logits: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(logits, labels) if own_count else F.cross_entropy(logits, labels, reduction="sum") / 3
+
+    schedule = ScheduleGPipe(stage, n_microbatches=2, loss_fn=loss, scale_grads=own_count)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        x = rows(4, 4, seed=10 * step, own=False)
+        schedule.step(x) if rank == 0 else schedule.step(target=torch.tensor([0, 1, 2, -100]))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def pipeline_alone() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(Stage(0), Stage(1)).double()

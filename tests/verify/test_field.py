@@ -103,6 +103,14 @@ def test_scale_grads_over_two_calls_of_a_schedule_has_an_id_and_a_cause(worlds: 
     assert "scale_grads" in found.look
 
 
+@pytest.mark.parametrize("own_count", [False, True])
+def test_labels_of_a_pipelines_micro_batches_weigh_the_same(worlds: Worlds, tmp_path: Path, own_count: bool) -> None:
+    subject = watched(worlds, tmp_path, field.pipeline_of_labels, own_count)
+    assert bugs(subject) == (["mean-of-means"] if own_count else [])
+    if own_count:
+        assert "step 1" in only(subject).sentence and ": 2, 1" in only(subject).sentence
+
+
 @pytest.mark.parametrize("which", ["", "1."])
 @pytest.mark.parametrize("accumulate", [2, 3])
 def test_sums_in_hooks_behind_every_accumulation_are_named(

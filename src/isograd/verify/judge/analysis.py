@@ -219,11 +219,15 @@ class Analysis:
 
     @cached_property
     def losses(self) -> dict[str, dict[Key, list[Weighed]]]:
-        """By the place of its call, the one with the most labels first: every call of a cross-entropy."""
+        """By the place of its call, the one with the most labels first: every call of a cross-entropy. A schedule of
+        torch's pipelining calls the loss once more on its first micro-batch, for shapes."""
         found: dict[str, dict[Key, list[Weighed]]] = defaultdict(lambda: defaultdict(list))
+        seen: set[tuple[object, ...]] = set()
         for record in self.recording.ranks:
             for event in record.of(LabelWeight, self.step):
-                if event.count:
+                one = (record.rank, event.micro, event.site, event.labels, event.low, event.high)
+                if event.count and not (event.labels and one in seen):
+                    seen.add(one)
                     weighed = Weighed(event.count, event.low, event.high)
                     found[event.site][record.rank, event.micro].append(weighed)
         return dict(sorted(found.items(), key=lambda item: -sum(w.count for calls in item[1].values() for w in calls)))

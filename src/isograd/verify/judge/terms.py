@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Collection
 
 from isograd.verify import tolerances
 from isograd.verify.judge.analysis import Analysis
@@ -26,16 +27,21 @@ def _same_data(analysis: Analysis, key: Key, members: tuple[Key, ...]) -> list[K
     return [m for m in members if mine is None or analysis.data.get(m) == mine] or [key]
 
 
-def reference_tensor(analysis: Analysis) -> tuple[str, Fit] | None:
+def reference_tensor(analysis: Analysis, of: Collection[Key] = ()) -> tuple[str, Fit] | None:
     """The first tensor whose coefficients are known and belong to the usual pattern; best one whose contributions all
-    differ, so that each has a coefficient of its own."""
+    differ, so that each has a coefficient of its own. `of`: one that some of these micro-batches add to; in a pipeline
+    only the last stage's see the loss."""
     second = None
     for name in analysis.names:
         if len(analysis.replica_sets(name)) > 1 and not analysis.info(name).declared:
             continue
         for seen in analysis.observed(name)[:1]:
             found = analysis.fit(seen)
-            if found is not None and found.uniform:
+            if (
+                found is not None
+                and found.uniform
+                and (not of or any(set(c) & set(of) for c in found.classes.values()))
+            ):
                 if all(len(members) == 1 for members in found.classes.values()):
                     return name, found
                 second = second or (name, found)

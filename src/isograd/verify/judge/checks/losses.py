@@ -21,7 +21,8 @@ from isograd.verify.tell.wording import finding, labelled, meanings, spread
 
 def token_weights(analysis: Analysis) -> Iterator[Finding]:
     """Every valid label's gradient has the same weight, over all ranks and micro-batches of the step."""
-    chosen = reference_tensor(analysis) if analysis.losses else None
+    weighed_in = {key for calls in analysis.losses.values() for key in calls}
+    chosen = reference_tensor(analysis, weighed_in) if weighed_in else None
     if chosen is None:
         return
     name, found = chosen
