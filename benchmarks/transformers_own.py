@@ -37,7 +37,7 @@ def attempt(kind: str, folder: str, micros: int) -> dict[str, Any]:
     from transformers.distributed import DistributedConfig
 
     from isograd.hugging import proof
-    from isograd.hugging.loading import library_of
+    from isograd.hugging.losses import library_of
     from isograd.hugging.small import small
     from isograd.hugging.wide import Wide
     from isograd.mesh import Mesh
@@ -57,7 +57,7 @@ def attempt(kind: str, folder: str, micros: int) -> dict[str, Any]:
     try:
         plan = DistributedConfig(tp_size=2)
         with Wide():  # rotary frequencies, too
-            model = library_of(tiny, "").from_pretrained(
+            model = library_of(tiny, "")[0].from_pretrained(
                 folder, config=tiny, dtype=torch.float64, distributed_config=plan, experts_implementation="eager"
             )
         for one in (model.train(), reference):

@@ -22,6 +22,8 @@ from typing import Any
 
 from isograd.comm.launch import World
 from isograd.errors import IsogradError
+from isograd.hugging.losses import library_of
+from isograd.hugging.parts import is_text, parts_of
 
 LAYOUTS = ("tp2", "tp2 zero1", "dp2 zero3", "pp2 1f1b", "dp2 ep2")
 OWN = "transformers' own tp2"  # benchmarks/transformers_own.py
@@ -32,9 +34,16 @@ FRESH = 8  # architectures until the ranks are started anew
 OPEN: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
     "deepseek_v2": {"num_experts_per_tok": 2},
+    "deepseek_ocr2": {"text_config": {"mlp_layer_types": ["dense"] + ["sparse"] * 11, "num_experts_per_tok": 2}},
+    "granite4_vision": {"deepstack_layer_map": [[-1, 0]], "downsample_rate": "4/8"},
+    "paddleocr_vl": {
+        "text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5, "mrope_section": [16, 24, 24]}}
+    },
+    "step3p7": {"text_config": {"sliding_window": 512}},
     "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "flex_olmo": {"num_experts": 8},  # the default of 7 cannot be cut over two ranks
     "gemma4_text": {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 64},
+    "phimoe": {"router_jitter_noise": 0.0, "input_jitter_noise": 0.0},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
     "ministral": {"head_dim": 128},
     "nemotron": {"num_key_value_heads": 8},
@@ -129,12 +138,45 @@ def attempt(kind: str, layout: str) -> dict[str, Any]:
 
 
 def architectures() -> list[str]:
-    """Those with a tensor plan or an expert plan and a causal language model, by their model_type."""
-    from transformers import CONFIG_MAPPING
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    """Those with a tensor plan or an expert plan and a class with a loss of tokens, by their model_type.
 
-    kinds = sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) & set(CONFIG_MAPPING))
-    return [k for k in kinds if any(getattr(CONFIG_MAPPING[k], f"base_model_{p}_plan", None) for p in ("tp", "ep"))]
+    Of those around a text model that is an architecture of its own, as LLaVA is around Llama, only that one is there.
+    """
+    found = []
+    for kind, config in configs().items():
+        inner = [part for part in parts_of(config).values() if is_text(part)]
+        own = plans_of(config) if not inner else set().union(*(plans_of(part) for part in inner if why_no_class(part)))
+        if own and not why_no_class(config):
+            found.append(kind)
+    return found
+
+
+def configs() -> dict[str, Any]:
+    """The default config of each architecture, by its model_type."""
+    from transformers import CONFIG_MAPPING
+
+    found = {}
+    for kind in sorted(CONFIG_MAPPING):
+        try:
+            found[kind] = CONFIG_MAPPING[kind](**OPEN.get(kind, {}))
+        except Exception:  # the default has to be given a value: such as the configs of its parts
+            found[kind] = None
+    return {kind: config for kind, config in found.items() if config is not None}
+
+
+def plans_of(config: Any) -> set[str]:
+    """Which plans the layers that tokens pass through have: "tp", "ep"."""
+    found = {plan for plan in ("tp", "ep") if getattr(config, f"base_model_{plan}_plan", None)}
+    return found.union(*(plans_of(part) for part in parts_of(config).values() if is_text(part)))
+
+
+def why_no_class(config: Any) -> str:
+    """What `ig.hugging.load` says of an architecture that has no loss of tokens; "" where it has one."""
+    try:
+        library_of(config, "")
+    except IsogradError as error:
+        return f"{error.code}: {error.what}"
+    return ""
 
 
 def sweep(kinds: list[str], layouts: list[str], state: Path, patience: float) -> None:

@@ -13,7 +13,8 @@ from isograd.contract import contracts
 from isograd.engine import Engine
 from isograd.errors import ModelError, PipelineError
 from isograd.hugging import stages
-from isograd.hugging.loading import build, library_of
+from isograd.hugging.loading import build
+from isograd.hugging.losses import CAUSAL, library_of
 from isograd.hugging.proof import compare
 from isograd.hugging.survey import AFTER, BEFORE, EVERYWHERE, survey
 from isograd.hugging.wide import widened
@@ -89,7 +90,7 @@ def test_the_proof_names_a_tie_that_is_not_summed(worlds) -> None:
 
 def test_a_survey_says_what_is_needed_where() -> None:
     config = config_of("qwen2")
-    found = survey(library_of(config, "here"), config)
+    found = survey(library_of(config, "here")[0], config, CAUSAL)
     assert found.layers == "model.layers"
     assert found.crossing == []
     assert found.roles == {"model.embed_tokens.weight": {BEFORE, AFTER}, "model.norm.weight": {AFTER}}
@@ -99,7 +100,7 @@ def test_what_layers_are_given_from_elsewhere_is_held_by_every_stage() -> None:
     from transformers import AutoConfig
 
     config = AutoConfig.for_model("gemma3n_text", num_kv_shared_layers=0)
-    roles = survey(library_of(config, "here"), config).roles
+    roles = survey(library_of(config, "here")[0], config, CAUSAL).roles
     assert roles["model.embed_tokens_per_layer.weight"] == {BEFORE, EVERYWHERE}
 
 
@@ -107,7 +108,7 @@ def test_results_of_a_layer_that_are_none_are_not_taken_for_tensors() -> None:
     from transformers import AutoConfig
 
     config = AutoConfig.for_model("falcon")
-    _, leaves = survey(library_of(config, "here"), config).output
+    _, leaves = survey(library_of(config, "here")[0], config, CAUSAL).output
     assert leaves == [torch.Tensor, None]
 
 

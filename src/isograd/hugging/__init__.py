@@ -7,7 +7,8 @@ engine.backward(model(**part.inputs).loss, weight=part.weight)
 """
 
 from isograd.hugging.loading import load
+from isograd.hugging.losses import shard
 from isograd.hugging.proof import Proof, prove
-from isograd.sequence.hugging import Part, shard
+from isograd.sequence.hugging import Part
 
 __all__ = ["Part", "Proof", "load", "prove", "shard"]

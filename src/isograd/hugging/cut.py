@@ -32,7 +32,8 @@ from isograd.errors import ModelError
 from isograd.hugging import styles
 from isograd.hugging.adapters import NAME
 from isograd.hugging.experts import DISPATCHED, deal_out, dispatched, number_of, outside, shard_of
-from isograd.hugging.plan import CUTS, EXPERTS, read_plan, without_split_ties
+from isograd.hugging.parts import text_of
+from isograd.hugging.plan import CUTS, EXPERTS, is_below, names_of_towers, read_plan, without_split_ties
 from isograd.inputs import WrongInputs
 from isograd.mesh import DATA, EXPERT_DATA, Mesh
 
@@ -146,7 +147,7 @@ class _Cutter:
                 module.register_forward_pre_hook(hooks.before, with_kwargs=True)
             module.register_forward_hook(hooks.after)
         elif style == "mla_kv_a_proj":
-            config = getattr(self.model, "config", None)
+            config = text_of(self.model.config)
             tail = getattr(config, "qk_rope_head_dim", None)
             if not isinstance(tail, int):
                 raise self._unsupported(name, style, f"{type(config).__name__} without qk_rope_head_dim")
@@ -247,7 +248,7 @@ class _Cutter:
         if name in self.heads:
             return self.heads[name]
         module: Any = self.model.get_submodule(name)
-        config = getattr(module, "config", None) or self.model.config
+        config = getattr(module, "config", None) or text_of(self.model.config)
         self.heads[name] = None
         if not any(isinstance(getattr(module, attribute, None), int) for attribute in OF_ATTENTION):
             return None
@@ -327,9 +328,11 @@ def _sizes(shard: Shard) -> tuple[int, ...]:
 
 def _refuse_dropout(model: nn.Module, mesh: Mesh) -> None:
     """Ranks of a tp group would draw different masks for the same features, and equal ones for different heads."""
+    towers = names_of_towers(model)
     found = [
         f"{name or type(module).__name__}.{attribute}={value}"
         for name, module in model.named_modules()
+        if not is_below(name, towers)
         for attribute, value in vars(module).items()
         if isinstance(value, float)
         and value > 0

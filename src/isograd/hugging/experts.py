@@ -24,7 +24,7 @@ from isograd.comm import ops, raw
 from isograd.comm.raw import even_sizes
 from isograd.contract import Shard
 from isograd.errors import ModelError
-from isograd.hugging.plan import pattern_of
+from isograd.hugging.plan import is_below, names_of_towers, pattern_of
 from isograd.mesh import Mesh
 from isograd.nn.experts import from_slots, to_slots
 
@@ -34,10 +34,10 @@ DISPATCHED = "ep_dispatch_experts"
 def dispatched(model: Any, mesh: Mesh) -> list[str]:
     """The names of the layers of experts that the expert plan deals out."""
     config, name = model.config, type(model).__name__
-    plan = getattr(config, "base_model_ep_plan", None) or {}
-    prefix = "" if model.base_model is model else f"{model.base_model_prefix}."
-    wanted = {prefix + pattern for pattern, style in plan.items() if style == DISPATCHED}
-    found = [n for n, _ in model.named_modules() if pattern_of(n) in wanted]
+    plan: dict[str, str] = getattr(model, "ep_plan", None) or {}
+    wanted = {pattern for pattern, style in plan.items() if style == DISPATCHED}
+    towers = names_of_towers(model)
+    found = [n for n, _ in model.named_modules() if pattern_of(n) in wanted and not is_below(n, towers)]
     if not found:
         raise ModelError(
             "IG472",

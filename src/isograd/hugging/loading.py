@@ -24,6 +24,7 @@ from isograd.engine.first import become
 from isograd.errors import ModelError, headline
 from isograd.hugging.adapters import Adapted, insert
 from isograd.hugging.cut import cut
+from isograd.hugging.losses import library_of, refuse_cut_sequences, refuse_other_parts
 from isograd.hugging.stages import cut_into_stages, refuse_shared_keys
 from isograd.hugging.survey import survey
 from isograd.hugging.values import Folder, Random, Source, give_starts
@@ -42,7 +43,7 @@ def load(
     dtype: torch.dtype | None = None,
     seed: int = 0,
 ) -> nn.Module:
-    """A causal language model of transformers on this mesh; all ranks call it.
+    """A language model of transformers on this mesh; all ranks call it.
 
     source: a folder with config.json and safetensors; or a config of transformers, which gives random weights that are
     equal under every layout. prove: first train a small copy for one step, and refuse the model if a gradient is not
@@ -76,8 +77,9 @@ def build(
     noise: float = 0.0,
 ) -> Any:
     """The model of a config on this mesh, with values from a folder or random ones; nothing is proven."""
-    model = _empty(config, dtype, mesh)
-    source = Random(_empty(config, dtype, mesh), seed, noise)
+    model, loss = _empty(config, dtype, mesh)
+    refuse_cut_sequences(loss, type(model).__name__, mesh)
+    source = Random(_empty(config, dtype, mesh)[0], seed, noise)
     values: Random | Folder = source if folder is None else Folder(Stored(folder), model, mesh.where())
     starts: Source = values
     if adapter is not None:
@@ -85,7 +87,7 @@ def build(
         starts = Adapted(values, model, adapter, seed, noise)
     cut(model, mesh)
     if mesh.size("pp") > 1:
-        cut_into_stages(model, mesh, survey(type(model), config))
+        cut_into_stages(model, mesh, survey(type(model), config, loss), loss)
     give_starts(model, starts)
     _fill_buffers(model, values)
     if mesh.layout.zero != 3 or mesh.size("cp") > 1:
@@ -93,31 +95,16 @@ def build(
     for module in model.modules():
         for name, buffer in module._buffers.items():
             module._buffers[name] = None if buffer is None else buffer.to(mesh.device)
+    refuse_other_parts(model, loss, mesh)
     return attach(model, mesh) if mesh.size("cp") > 1 else model
 
 
-def _empty(config: Any, dtype: torch.dtype, mesh: Mesh) -> Any:
-    """The library's class for a config, with parameters on the meta device and buffers with values."""
-    library = library_of(config, mesh.where())
+def _empty(config: Any, dtype: torch.dtype, mesh: Mesh) -> tuple[Any, str]:
+    """The library's model for a config, with parameters on the meta device and buffers with values; and its loss."""
+    library, loss = library_of(config, mesh.where())
     with empty_parameters():
         model = library._from_config(copy.deepcopy(config), dtype=dtype)
-    return model.train()
-
-
-def library_of(config: Any, where: str) -> Any:
-    """The library's class for a config."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ModelError(
-            "IG461",
-            f"transformers has no causal language model for {type(config).__name__}",
-            seen=getattr(config, "model_type", type(config).__name__),
-            expected="a config of AutoModelForCausalLM",
-            fix="for a model of another kind: under dp and zero, ig.Engine takes any module",
-            where=where,
-        )
-    return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    return model.train(), loss
 
 
 @torch.no_grad()

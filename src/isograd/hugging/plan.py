@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from isograd.errors import ModelError, did_you_mean
+from isograd.hugging.parts import towers_of
 from isograd.mesh import Mesh
 
 # The dimension of a matrix that each style cuts.
@@ -27,10 +28,34 @@ OF_EXPERTS = ("packed_colwise", "packed_rowwise", "colwise", "rowwise", "grouped
 OTHERS = ("replicated_with_grad_allreduce", "all_reduce", "mla_kv_a_proj", EXPERTS, "local_params", "replicate")
 KNOWN = (*CUTS, *OTHERS)
 
+NORMS_OF_HEADS: dict[str, str | None] = {
+    f"model.language_model.layers.*.self_attn.{name}_norm": "replicated_with_grad_allreduce" for name in "qk"
+}
 # What the plans of transformers 5.23 leave out or cut wrongly, found by the proof. None: whole.
 CORRECTED: dict[str, dict[str, str | None]] = {
     # Parameters of the activation between two cut projections.
     "apertus": {"model.layers.*.mlp.act_fn": "replicated_with_grad_allreduce"},
+    # Norms over the features of all heads between the projections and the heads, which a rank does not have.
+    "esmc": {f"esmc.layers.*.self_attn.{name}_proj": None for name in "qkvo"},
+    # Embeddings for all key heads are added to the values.
+    "neomme": {
+        f"model.layers.*.self_attn.{name}_proj": None
+        for name in ("q", "k", "v", "output_projection.gate", "output_projection.o")
+    },
+    # Norms of heads, of which each rank has some.
+    "qwen3_omni_moe_thinker": NORMS_OF_HEADS,
+    "qwen3_vl_moe": NORMS_OF_HEADS,
+    # The mask is made of all key heads' values.
+    "doge": {f"model.layers.*.self_attn.{name}_proj": None for name in ("q", "k", "v", "dt", "o")},
+    # Linear attention, whose own projections are whole, has an output projection of the same name.
+    "glm5_next": {
+        f"model.language_model.layers.*.self_attn.{name}": None
+        for name in ("q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+    },
+    # Experts whose forward does not leave out what other ranks' experts compute.
+    "nemotron_h": {"model.layers.*.mixer.experts": None},
+    "llama4_text": {"model.layers.*.feed_forward.experts": None},
+    "longcat_flash": {"model.layers.*.mlp.experts": None, "model.layers.*.mlp.experts.identity_expert": None},
     # The activation uses the mean and the deviation of all inner features.
     "gemma3n_text": {f"model.layers.*.mlp.{name}_proj": None for name in ("gate", "up", "down")},
 }
@@ -41,11 +66,23 @@ def pattern_of(name: str) -> str:
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
+def names_of_towers(model: Any) -> list[str]:
+    """The parts of a model that no text passes through: those for images and sounds. They stay whole."""
+    kinds = {type(part) for part in towers_of(model.config)}
+    return [n for n, module in model.named_modules() if n and type(getattr(module, "config", None)) in kinds]
+
+
+def is_below(name: str, homes: Iterable[str]) -> bool:
+    """Whether a name is that of one of these modules, or of something in it."""
+    return any(name == home or name.startswith(f"{home}.") for home in homes)
+
+
 def read_plan(model: Any, mesh: Mesh) -> dict[str, str]:
     """{module or parameter: style}; a style without effect is left out."""
     plan: dict[str, str] = dict(getattr(model, "tp_plan", None) or {})
     corrected = CORRECTED.get(model.config.model_type, {}) if plan else {}
     plan = {n: style for n, style in {**plan, **corrected}.items() if style is not None}
+    plan = {n: style for n, style in plan.items() if corrected.get(n.rpartition(".")[0], style) is not None}
     name = type(model).__name__
     if not plan:
         raise ModelError(
@@ -57,7 +94,8 @@ def read_plan(model: Any, mesh: Mesh) -> dict[str, str]:
             where=mesh.where(),
         )
     parameters = {n for n, _ in model.named_parameters(remove_duplicate=False)}
-    names = [n for n, _ in model.named_modules() if n] + sorted(parameters)
+    towers = names_of_towers(model)
+    names = [n for n in [n for n, _ in model.named_modules() if n] + sorted(parameters) if not is_below(n, towers)]
     found = {n: plan[pattern_of(n)] for n in names if pattern_of(n) in plan}
     experts = {n for n, style in found.items() if style == EXPERTS}
     found = {n: style for n, style in found.items() if not _belongs(n, experts, parameters)}

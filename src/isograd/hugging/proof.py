@@ -25,11 +25,13 @@ from isograd.engine import Engine
 from isograd.errors import IsogradError, ModelError, headline
 from isograd.hugging.adapters import smaller
 from isograd.hugging.loading import build, refuse_layout
-from isograd.hugging.small import small
+from isograd.hugging.losses import MASKED, SEQ2SEQ, library_of, mean_of_labels, shard
+from isograd.hugging.parts import parts_of, text_of
+from isograd.hugging.small import VOCAB, small
 from isograd.hugging.stages import refuse_shared_keys
 from isograd.hugging.wide import Wide, widened
 from isograd.mesh import Mesh
-from isograd.sequence.hugging import IGNORE, shard
+from isograd.sequence.hugging import IGNORE, Part
 
 LIMIT = 1e-9  # of the norm of a gradient
 FLOOR = 1e-6  # of the norm of all: a gradient that is truly zero is judged on this
@@ -90,12 +92,14 @@ def compare(config: Any, mesh: Mesh, adapter: Any = None) -> Proof:
         lambda: small(config, mesh.size("tp"), mesh.layout.pp * mesh.layout.vpp, mesh.size("ep")),
         mesh,
     )
-    tiny._experts_implementation = "eager"  # the class's own; grouped products of matrices have no fp64
+    for part in (tiny, *parts_of(tiny).values()):
+        part._experts_implementation = "eager"  # the class's own; grouped products of matrices have no fp64
+    _, loss = library_of(config, mesh.where())
     with _undisturbed():
         model = _tried("cannot be cut", lambda: _built(tiny, mesh, smaller(adapter)), mesh)
         held = share_held(model, mesh)
-        truth = _tried("does not run on one device", lambda: _one_device(tiny, mesh, smaller(adapter)), mesh)
-        step = partial(_under_layout, model, mesh, tiny.vocab_size)
+        truth = _tried("does not run on one device", lambda: _one_device(tiny, mesh, smaller(adapter), loss), mesh)
+        step = partial(_under_layout, model, mesh, loss)
         found = _tried("does not run under the layout", step, mesh, steps=True)
     floor = FLOOR * float(torch.stack([g.norm() for g in truth.values()]).norm())
     errors = {name: _error(gradient, truth.get(name), floor) for name, gradient in found.items()}
@@ -126,11 +130,13 @@ def _error(found: Tensor | None, true: Tensor | None, floor: float) -> float:
     return float((found - true).norm()) / max(float(true.norm()), floor)
 
 
-def _batch(data_rank: int, number: int, vocab: int) -> dict[str, Tensor]:
+def _batch(data_rank: int, number: int, loss: str) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(100 * data_rank + number)
-    tokens = torch.randint(3, vocab, (ROWS, LENGTH), generator=generator)
-    labels = tokens.clone()
+    tokens = torch.randint(3, VOCAB, (ROWS, LENGTH), generator=generator)
+    labels = torch.randint(3, VOCAB, (ROWS, LENGTH - 2), generator=generator) if loss == SEQ2SEQ else tokens.clone()
     labels[0, : 2 + (3 * data_rank + 2 * number) % 7] = IGNORE
+    if loss == MASKED:
+        labels[1, ::2] = IGNORE
     return {"input_ids": tokens, "labels": labels}
 
 
@@ -140,18 +146,19 @@ def _built(config: Any, mesh: Mesh, adapter: Any) -> Any:
         return build(config, mesh, torch.float64, adapter=adapter, noise=NOISE)
 
 
-def _one_device(config: Any, mesh: Mesh, adapter: Any) -> dict[str, Tensor]:
+def _one_device(config: Any, mesh: Mesh, adapter: Any, loss: str) -> dict[str, Tensor]:
     alone = Mesh.unbound("1")
     alone.device = mesh.device
     model = _built(config, alone, adapter)
-    batches = [_batch(rank, n, config.vocab_size) for rank in range(mesh.size("dp")) for n in range(MICROS)]
-    parts = [shard(batch, alone) for batch in batches]
+    batches = [_batch(rank, n, loss) for rank in range(mesh.size("dp")) for n in range(MICROS)]
+    parts = [shard(batch, alone, loss) for batch in batches]
     total = sum(int(part.weight) for part in parts)
     before = torch.random.get_rng_state()
     for part in parts:
         with Wide():
-            loss = model(**part.inputs).loss
-        (loss * part.weight / total).backward()
+            mean = model(**part.inputs).loss
+        (mean * part.weight / total).backward()
+    _refuse_other_mean(model, batches[0], parts[0], loss, mesh)
     if not torch.equal(before, torch.random.get_rng_state()):
         raise ModelError(
             "IG466",
@@ -164,17 +171,39 @@ def _one_device(config: Any, mesh: Mesh, adapter: Any) -> dict[str, Tensor]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def _under_layout(model: Any, mesh: Mesh, vocab: int) -> dict[str, Tensor]:
+@torch.no_grad()
+def _refuse_other_mean(model: Any, batch: dict[str, Tensor], part: Part, loss: str, mesh: Mesh) -> None:
+    """Refuse a loss that is not the mean of the labels that are counted, to which balance losses may be added."""
+    with Wide():
+        means = [model(**part.inputs).loss]
+        output = model(**{**batch, **({} if loss == SEQ2SEQ else {"use_cache": False})})
+    means.append(output.loss)
+    if not getattr(text_of(model.config), "output_router_logits", False):
+        means.append(mean_of_labels(output.logits.double(), batch["labels"], loss))
+    if any(abs(float(mean - means[0])) > LIMIT * abs(float(means[0])) for mean in means):
+        raise ModelError(
+            "IG474",
+            f"the loss of {type(model).__name__} is not the mean of the labels that count",
+            seen="of one micro-batch: "
+            + ", ".join(f"{float(mean):.9g}" for mean in means)
+            + " (of a part, of the batch as it is, and cross entropy of its logits)",
+            expected="three equal numbers: a step of several micro-batches weighs each by its labels",
+            fix="ig.Engine takes any module, with a loss and its weight of your own",
+            where=mesh.where(),
+        )
+
+
+def _under_layout(model: Any, mesh: Mesh, loss: str) -> dict[str, Tensor]:
     engine = Engine(model, mesh, lambda parameters: torch.optim.SGD(parameters, lr=0.0))
-    batches = [_batch(mesh.index("dp"), number, vocab) for number in range(MICROS)]
+    batches = [_batch(mesh.index("dp"), number, loss) for number in range(MICROS)]
     if engine.pipeline is not None:
         engine.pipeline.chunks = {stage: widened(chunk) for stage, chunk in engine.pipeline.chunks.items()}
         engine.accumulate(batches)
     for batch in batches if engine.pipeline is None else ():
-        part = shard(batch, mesh)
+        part = shard(batch, mesh, loss)
         with Wide():
-            loss = model(**part.inputs).loss
-        engine.backward(loss, weight=part.weight)
+            mean = model(**part.inputs).loss
+        engine.backward(mean, weight=part.weight)
     return {name: gradient.clone() for name, gradient in engine.grads()}
 
 

@@ -25,24 +25,25 @@ from torch.utils import _pytree as tree
 
 from isograd.contract import Contract, contract_of, declare
 from isograd.errors import ModelError, PipelineError
+from isograd.hugging.losses import shard
+from isograd.hugging.parts import text_of
 from isograd.hugging.survey import AFTER, BEFORE, EVERYWHERE, Survey
 from isograd.mesh import Mesh
 from isograd.pipeline.split import balanced, ranges
 from isograd.pipeline.stages import pieces
-from isograd.sequence.hugging import shard
 
 
-def cut_into_stages(model: Any, mesh: Mesh, survey: Survey) -> None:
+def cut_into_stages(model: Any, mesh: Mesh, survey: Survey, loss: str) -> None:
     """Keep this rank's stages of a model whose parameters are on the meta device. With one pp rank it stays whole."""
     refuse_crossing(type(model).__name__, survey.crossing, mesh)
     layers: Any = model.get_submodule(survey.layers)
     stages = mesh.layout.pp * mesh.layout.vpp
     head = getattr(model, "lm_head", None)
-    last = _cost(head, model.config) if isinstance(head, nn.Module) else 0.0
-    costs = [_cost(layer, model.config) for layer in layers]
+    last = _cost(head, text_of(model.config)) if isinstance(head, nn.Module) else 0.0
+    costs = [_cost(layer, text_of(model.config)) for layer in layers]
     parts = ranges(balanced(costs, stages, last=last, ranks=mesh.layout.pp), stages, len(layers))
     _declare_ties(model, mesh, survey, parts)
-    flow = _Flow(mesh, survey.layers, parts, survey.output)
+    flow = _Flow(mesh, survey.layers, parts, survey.output, loss)
     for number, layer in enumerate(layers):
         if number not in flow.mine:
             layers[number] = _Elsewhere(layer, flow)
@@ -67,7 +68,7 @@ def refuse_crossing(name: str, crossing: list[str], mesh: Mesh) -> None:
 
 def refuse_shared_keys(config: Any, mesh: Mesh) -> None:
     """Refuse layers that attend with the keys of earlier ones. A small copy has none of them, so no survey finds it."""
-    number = getattr(config, "num_kv_shared_layers", None)
+    number = getattr(text_of(config), "num_kv_shared_layers", None)
     if mesh.size("pp") > 1 and number:
         refuse_crossing(type(config).__name__, [f"num_kv_shared_layers={number}"], mesh)
 
@@ -93,7 +94,7 @@ class _Staged(nn.Module):
                 expected="engine.train_step({'input_ids': ..., 'labels': ...}, micro_batches=k), or engine.evaluate",
                 where=flow.mesh.where(),
             )
-        part = shard(micro, flow.mesh)
+        part = shard(micro, flow.mesh, flow.loss)
         with flow.through(self, stage, passed):
             try:
                 return super().forward(**part.inputs).loss, part.weight
@@ -109,6 +110,7 @@ class _Flow:
     layers: str  # the name of their list
     parts: tuple[range, ...]  # of each stage
     output: Any  # the form of a layer's output and its leaves, the class Tensor in the place of each tensor
+    loss: str
     arrived: Any = None
 
     @property

@@ -18,8 +18,11 @@ from torch import Tensor, nn
 from torch.utils import _pytree as tree
 
 from isograd.errors import ModelError
+from isograd.hugging.losses import shard
+from isograd.hugging.parts import text_of
 from isograd.hugging.small import VOCAB, small
 from isograd.hugging.wide import Wide
+from isograd.mesh import Mesh
 
 BEFORE, AFTER, EVERYWHERE = "before", "after", "everywhere"
 
@@ -34,7 +37,7 @@ class Survey:
     output: Any = None  # of a layer: its form and its leaves, the class Tensor in the place of each tensor
 
 
-def survey(library: Any, config: Any) -> Survey:
+def survey(library: Any, config: Any, loss: str) -> Survey:
     """library: the class of transformers."""
     tiny = small(config, 1)
     tiny._experts_implementation = "eager"
@@ -43,20 +46,19 @@ def survey(library: Any, config: Any) -> Survey:
     try:
         with torch.random.fork_rng(devices=[]), torch.enable_grad(), Wide():
             model = library._from_config(copy.deepcopy(tiny), dtype=torch.float64).double().train()
-            return _Look(model, list_of_layers(model)).run()
+            return _Look(model, list_of_layers(model)).run(loss)
     finally:
         torch.set_default_dtype(before)
 
 
 def list_of_layers(model: Any) -> str:
     """The name of the list of layers in the pipeline plan; without a plan, the outermost list of that length."""
-    plan = getattr(model.config, "base_model_pp_plan", None) or {}
-    depth = getattr(model.config, "num_hidden_layers", None)
+    plan = getattr(model, "pp_plan", None) or {}
+    depth = getattr(text_of(model.config), "num_hidden_layers", None)
     lists: dict[str, int] = {n: len(m) for n, m in model.named_modules() if isinstance(m, nn.ModuleList)}
-    prefix = "" if model.base_model is model else f"{model.base_model_prefix}."
     long = [n for n, length in lists.items() if length == depth]
     outermost = min((n.count(".") for n in long), default=0)
-    found = [n for n in lists if n.removeprefix(prefix) in plan] or [n for n in long if n.count(".") == outermost]
+    found = [n for n in lists if n in plan] or [n for n in long if n.count(".") == outermost]
     if len(found) != 1:
         raise ModelError(
             "IG470",
@@ -84,15 +86,14 @@ class _Look:
         self.outputs: dict[int, int] = {}  # by the id of a leaf that continues a layer's output
         self.forms: list[Any] = []
 
-    def run(self) -> Survey:
+    def run(self, loss: str) -> Survey:
         handles = []
         for number, layer in enumerate(self.layers):
             handles.append(layer.register_forward_pre_hook(self._takes(number), with_kwargs=True))
             handles.append(layer.register_forward_hook(self._gives(number)))
         tokens = torch.arange(14).view(2, 7) % (VOCAB - 3) + 3
-        places = torch.arange(7).expand(2, -1)
-        loss = self.model(input_ids=tokens, position_ids=places, labels=tokens, use_cache=False).loss
-        self._note("the loss", [loss], AFTER, len(self.layers), -1)
+        part = shard({"input_ids": tokens, "labels": tokens}, Mesh.unbound("1"), loss)
+        self._note("the loss", [self.model(**part.inputs).loss], AFTER, len(self.layers), -1)
         form = self.forms[0] if self.forms else None
         if any(other != form for other in self.forms):
             self.found.crossing.append("layers return results of several forms")
