@@ -53,6 +53,7 @@ CORRECTED: dict[str, dict[str, str | None]] = {
         for name in ("q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
     },
     # Experts whose forward does not leave out what other ranks' experts compute.
+    "step3p7": {"model.language_model.layers.*.mlp.experts": None},
     "nemotron_h": {"model.layers.*.mixer.experts": None},
     "llama4_text": {"model.layers.*.feed_forward.experts": None},
     "longcat_flash": {"model.layers.*.mlp.experts": None, "model.layers.*.mlp.experts.identity_expert": None},

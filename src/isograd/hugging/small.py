@@ -186,7 +186,7 @@ def _sections(values: dict[str, Any], config: Any) -> dict[str, Any]:
     """Three kinds of rotary positions share the features of a head: time, height and width, equal for text."""
     rope = values.get("rope_parameters")
     known = {*(rope or ()), *(getattr(config, "ignore_keys_at_rope_validation", None) or ())}
-    if not isinstance(rope, dict) or "mrope_section" not in known:
+    if not isinstance(rope, dict) or "mrope_section" not in known or "rope_type" not in rope:
         return {}
     rotated = rope.get("partial_rotary_factor", getattr(config, "partial_rotary_factor", None)) or 1.0
     half = int(HEAD * rotated) // 2
