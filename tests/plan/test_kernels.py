@@ -85,6 +85,12 @@ def test_two_ranks_on_a_device_get_what_was_measured_for_two() -> None:
     assert measured.shared(4).inside == Link(gb_s=1.0, latency_us=500)
     assert measured.shared(8).inside == Link(gb_s=0.5, latency_us=1000)
     assert measured.shared(2) == measured
+    layout, described = Layout.parse("pp4"), work(batch=8, micro_batches=4)
+    quick = dataclasses.replace(here, crowded=Crowded(slower=1.0, link=H100.inside)).shared(4)
+    alone, together = (predict(described, layout, device) for device in (H100, quick))
+    assert alone.parts["bubble"] > 0.5 * alone.parts["compute"]
+    assert together.parts["bubble"] < 0.1 * together.seconds  # two devices are busy while any two ranks have work
+    assert sum(together.parts.values()) == pytest.approx(together.seconds)
     assert H100.shared(64) == H100  # it has other nodes
     assert machine.from_dict(machine.yamls.parse(machine.text(measured)), "itself") == measured
     with pytest.raises(PlanError, match=r"crowded\.link\.gb_s is missing"):

@@ -72,6 +72,7 @@ class Machine:
     inside: Link  # between devices of a node
     between: Link | None = None  # between nodes; None: there is one node
     crowded: Crowded | None = None  # None: a rank needs a device of its own
+    per_device: float = 1  # ranks that take turns on one; `shared` says how many
     rates: Rates
 
     def peak(self, dtype: str) -> float:
@@ -92,6 +93,7 @@ class Machine:
         return dataclasses.replace(
             self,
             devices=ranks,
+            per_device=1 / part,
             memory_gb=self.memory_gb * part,
             memory_gb_s=self.memory_gb_s * rate,
             tflops={dtype: speed * rate for dtype, speed in self.tflops.items()},

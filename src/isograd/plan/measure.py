@@ -25,6 +25,8 @@ from isograd.mesh import Mesh
 from isograd.plan.machine import Crowded, Link, Machine, Rates
 
 PRODUCT = {"fp32": 1024, "bf16": 256}  # rows of the matrices; 16 bits are slow on many CPUs
+QUICK = ("small", "pause", "paced")  # less than a millisecond each
+PAUSE = 256  # rows of the product between two messages
 TYPICAL = (512, 256, 768)  # rows, inner and columns of a product of a model for a CPU
 ELEMENTS = 1 << 20  # of an activation
 COPIED = 1 << 26  # bytes, more than caches hold
@@ -55,6 +57,7 @@ def measure(repeats: int = 5) -> Machine:
         matmul={"fp32": _share(2 * math.prod(TYPICAL) / found["typical"] / speeds["fp32"]), "bf16": 1.0},
         attention=_share(ATTENTION / found["attention"] / speeds["fp32"]),
         memory=_share(8 * ELEMENTS / found["elements"] / copied), links=1.0,
+        contention=1.0,  # the core that sends does not compute
         operator_us=_short(found["start"] / (2 * CHAIN) * 1e6), spread=0.3,
     )  # fmt: skip
     return Machine(
@@ -70,9 +73,11 @@ def _slowest(ranks: list[dict[str, float]]) -> dict[str, float]:
 
 
 def _link(found: dict[str, float], ranks: int) -> Link:
-    """Of each rank, while all gather: it sends its part to every other."""
+    """Of each rank, while all gather: it sends its part to every other. A message between two products can take
+    longer than one after another: ranks that computed wait to be scheduled."""
     seconds = max(found["large"] - found["small"], 1e-9)
-    latency = found["small"] / math.log2(ranks)
+    small = max(found["small"], found["paced"] - found["pause"])
+    latency = small / math.log2(ranks)
     return Link(gb_s=_short((ranks - 1) * SENT[1] / seconds / 1e9), latency_us=_short(latency * 1e6))
 
 
@@ -97,10 +102,13 @@ def _rank(ranks: int, repeats: int, crowded: bool = False) -> dict[str, float]:
     for name, size in zip(("small", "large"), SENT, strict=True):
         part = torch.ones(size // 4)
         work[name] = partial(raw.all_gather, part, group, [part.numel()] * group.size)
+    some = torch.ones(PAUSE, PAUSE)
+    work["pause"] = partial(torch.mm, some, some)
+    work["paced"] = lambda: (work["pause"](), work["small"]())
     found = {}
     for name, function in work.items():
         raw.all_gather(ones, group, [1] * group.size)  # all begin together
-        found[name] = _seconds(function, repeats)
+        found[name] = _seconds(function, repeats * (5 if name in QUICK else 1))
     return found
 
 

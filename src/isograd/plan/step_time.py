@@ -83,7 +83,13 @@ def predict(
             parts["compute"] += micro * cost.compute
             for axes, seconds in cost.messages.items():
                 parts[axes] += micro * seconds
-    parts["bubble"] = whole - micro * slowest.busy
+    if machine.per_device > 1:  # while one rank waits, others have its device
+        average = micro * sum(rank.busy for rank in ranks) / layout.pp
+        parts = {part: seconds * average / (micro * slowest.busy) for part, seconds in parts.items()}
+        whole = max(average, whole / machine.per_device)
+        parts["bubble"] = whole - average
+    else:
+        parts["bubble"] = whole - micro * slowest.busy
     for part, seconds in after.items():
         parts[part] += seconds
     seconds = whole + sum(after.values())
