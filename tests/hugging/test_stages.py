@@ -13,7 +13,7 @@ from isograd.contract import contracts
 from isograd.engine import Engine
 from isograd.errors import ModelError, PipelineError
 from isograd.hugging import stages
-from isograd.hugging.loading import build
+from isograd.hugging.loading import build, load
 from isograd.hugging.losses import CAUSAL, library_of
 from isograd.hugging.proof import compare
 from isograd.hugging.survey import AFTER, BEFORE, EVERYWHERE, survey
@@ -72,6 +72,32 @@ def test_a_model_in_stages_is_written_as_one_folder(worlds, tmp_path: Path) -> N
     _, after = one_device(config, dict(alone.named_parameters()), 1)
     assert type(written).__name__ == "Qwen2ForCausalLM"
     assert all(distance(p.detach(), after[name], 1e-6) <= 1e-9 for name, p in written.named_parameters())
+
+
+def refused_before_any_stage_runs() -> list[str]:
+    """Codes of micro-batches that no stage may run; the next step is the first one's, to the bit."""
+    config, mesh = config_of("qwen2", **LAYERS), Mesh("pp2 1f1b")
+    engine = Engine(load(config, mesh, prove=False), mesh, sgd)
+    good = batch(0, 0, 0)
+    engine.accumulate([good])
+    before = dict(engine.grads())
+    engine.discard()
+    padded = {**good, "attention_mask": torch.ones_like(good["input_ids"])}
+    padded["attention_mask"][0, 0] = 0
+    codes = []
+    for wrong in ({"input_ids": good["input_ids"]}, padded, tuple(good.values())):
+        with pytest.raises(ModelError) as error:
+            engine.train_step([good, wrong])
+        codes.append(error.value.code)
+    engine.accumulate([good])
+    codes += [name for name, g in engine.grads() if not torch.equal(g, before[name])]
+    with pytest.raises(ModelError) as error:
+        engine.model.save_pretrained("never")  # type: ignore[operator]
+    return [*codes, error.value.code]
+
+
+def test_a_batch_that_some_stage_could_not_run_is_refused_on_all_and_leaves_nothing(worlds) -> None:
+    assert worlds(2).run(refused_before_any_stage_runs) == [["IG444", "IG445", "IG444", "IG475"]] * 2
 
 
 def without_the_tie() -> list[str]:

@@ -46,7 +46,6 @@ from isograd.engine.zero import Factory, Optimized
 from isograd.errors import EngineError, IsogradError, headline
 from isograd.inputs import Inputs
 from isograd.mesh import DATA, Mesh
-from isograd.pipeline import Pipeline
 from isograd.stored import Stored, Weights
 from isograd.tallies import Tallies
 from isograd.terms import Terms
@@ -91,7 +90,7 @@ class Engine:
         start.refuse_wrapped(model, mesh)
         start.take_over(model)
         self.model, self.mesh, self.clip, self.reproducible = model, mesh, clip, reproducible
-        self.pipeline = Pipeline(start.chunks_of(model, mesh, reproducible), mesh) if mesh.size("pp") > 1 else None
+        self.pipeline = start.pipeline_of(model, mesh, reproducible)
         self.table = contracts(model, mesh)
         start.refuse_idle_stage(self.table, mesh)
         refuse_unfit(model, self.table, mesh)
@@ -247,6 +246,7 @@ class Engine:
         if weights is not None:
             self.begin(**weights)
         if self.pipeline is not None:
+            self.pipeline.refuse(micros)
             with self.together() as ledger:
                 self.pipeline.train(micros, ledger)
             return

@@ -19,7 +19,7 @@ from isograd.engine.hooks import Handles
 from isograd.engine.plan import Plan, check_same
 from isograd.errors import EngineError
 from isograd.mesh import DATA, Mesh
-from isograd.pipeline.run import Chunk, Pipeline
+from isograd.pipeline import Pipeline
 from isograd.tallies import Tallies
 
 _OURS = "_isograd_hook"  # marks functions of isograd, which change no gradient: an engine's, the verifier's
@@ -58,8 +58,10 @@ def refuse_wrapped(model: nn.Module, mesh: Mesh) -> None:
             )
 
 
-def chunks_of(model: nn.Module, mesh: Mesh, reproducible: bool) -> dict[int, Chunk]:
+def pipeline_of(model: nn.Module, mesh: Mesh, reproducible: bool) -> Pipeline | None:
     """The stages of this rank, for a layout with a pipeline."""
+    if mesh.size("pp") == 1:
+        return None
     found = getattr(model, "chunks", None)
     if not isinstance(found, dict):
         raise EngineError(
@@ -77,7 +79,8 @@ def chunks_of(model: nn.Module, mesh: Mesh, reproducible: bool) -> dict[int, Chu
             expected="reproducible=False, or a layout without pp",
             where=mesh.where(),
         )
-    return found
+    refuse: Callable[[Any], None] | None = getattr(model, "refuse_micro", None)
+    return Pipeline(found, mesh, refuse) if refuse is not None else Pipeline(found, mesh)
 
 
 def refuse_idle_stage(table: Table, mesh: Mesh) -> None:

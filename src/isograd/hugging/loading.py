@@ -63,7 +63,21 @@ def load(
     folder = Path(source) if isinstance(source, str | Path) else None
     make = partial(build, config, mesh, dtype, folder=folder, seed=seed, adapter=adapter)
     model: nn.Module = all_or_none(make, mesh, ModelError, not_loaded)
+    if any(mesh.size(axis) > 1 for axis in ("tp", "pp", "ep")):
+        for name in ("save_pretrained", "push_to_hub"):
+            setattr(model, name, partial(_refuse_part, name, mesh))
     return model
+
+
+def _refuse_part(name: str, mesh: Mesh, *_: Any, **__: Any) -> None:
+    raise ModelError(
+        "IG475",
+        f"{name} of a model of which each rank has a part",
+        seen=f"model.{name}(...) under {str(mesh.layout)!r}: it would write this rank's part as if it were the model",
+        expected="ig.checkpoint.export_hf(engine, folder), on all ranks",
+        fix="export the folder, and load it on one device to push it",
+        where=mesh.where(),
+    )
 
 
 def build(

@@ -14,7 +14,7 @@ One device: the library's forward.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -82,6 +82,20 @@ class _Staged(nn.Module):
     def chunks(self) -> dict[int, Callable[[Any, Any], Any]]:
         """The stages of this rank, by number."""
         return pieces(self, self._isograd_flow.mesh)
+
+    def refuse_micro(self, micro: Any) -> None:
+        """Raise for a micro-batch that some stage could not run, before any stage of the step runs."""
+        mesh = self._isograd_flow.mesh
+        if isinstance(micro, Mapping) and micro.get("labels") is not None:
+            shard(micro, mesh)
+            return
+        raise ModelError(
+            "IG444",
+            "a batch that a model of transformers in stages cannot train on",
+            seen=f"keys {', '.join(map(str, micro))}" if isinstance(micro, Mapping) else type(micro).__name__,
+            expected="a mapping with input_ids and labels",
+            where=mesh.where(),
+        )
 
     def forward(self, *args: Any, stage: int | None = None, passed: Any = None, **micro: Any) -> Any:
         """One stage of a micro-batch of input_ids and labels, as a pipeline calls it."""

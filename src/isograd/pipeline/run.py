@@ -71,8 +71,11 @@ class _Held:
 class Pipeline:
     """The stages of this rank, and the way through all of them."""
 
-    def __init__(self, chunks: Mapping[int, Chunk], mesh: Mesh) -> None:
-        self.chunks, self.mesh, self.layout = chunks, mesh, mesh.layout
+    def __init__(
+        self, chunks: Mapping[int, Chunk], mesh: Mesh, refuse: Callable[[Any], None] = lambda micro: None
+    ) -> None:
+        """`refuse` raises for a micro-batch that some stage cannot run; all ranks of a column ask before any runs."""
+        self.chunks, self.mesh, self.layout, self._refuse = chunks, mesh, mesh.layout, refuse
         self.group, self.ways = mesh.group("pp"), Ways.of_mesh(mesh)
         self.last = self.layout.pp * self.layout.vpp - 1
         self.timeline: list[Timed] = []  # of the latest step, without the time spent waiting for others
@@ -80,9 +83,8 @@ class Pipeline:
         self._compared = False
 
     def train(self, micros: Sequence[Any], autograd: Autograd) -> None:
-        """Forward and backward of every micro-batch."""
+        """Forward and backward of every micro-batch, which `refuse` has passed."""
         schedule = build(self.layout.schedule, self.layout.pp, self.layout.vpp, len(micros))
-        self._refuse_unlike(micros)
         self._run(_Step(self, schedule, micros, self._known, autograd))
 
     def evaluate(self, micros: Sequence[Any]) -> list[Result]:
@@ -90,7 +92,7 @@ class Pipeline:
         layout = self.layout
         whole = build("gpipe", layout.pp, layout.vpp, len(micros))
         forwards = tuple(tuple(a for a in order if a.kind == "F") for order in whole.orders)
-        self._refuse_unlike(micros)
+        self.refuse(micros)
         schedule = Schedule("forward", layout.pp, layout.vpp, len(micros), forwards)
         # Evaluating needs no gradients, so what stages pass on has another form than in training.
         with torch.no_grad():
@@ -107,8 +109,9 @@ class Pipeline:
         self.timeline = step.timeline
         return step.losses
 
-    def _refuse_unlike(self, micros: Sequence[Any]) -> None:
-        """All pp ranks of a column were given the same micro-batches; contents are compared once, shapes always."""
+    def refuse(self, micros: Sequence[Any]) -> None:
+        """Before `train`, on all pp ranks of a column: they were given the same micro-batches (contents are compared
+        once, shapes always), and each can run on all stages."""
         shapes = torch.tensor([hash(tuple(map(shapes_of, micros))) >> 1, len(micros)], device=self.mesh.device)
         whole = torch.zeros((), dtype=torch.int64, device=self.mesh.device)
         if not self._compared:
@@ -126,6 +129,8 @@ class Pipeline:
                 fix="index the data by mesh.index('dp'), not by the global rank",
                 where=self.mesh.where(),
             )
+        for micro in micros:
+            self._refuse(micro)
 
 
 class _Step:
