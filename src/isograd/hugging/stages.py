@@ -85,16 +85,16 @@ class _Staged(nn.Module):
 
     def refuse_micro(self, micro: Any) -> None:
         """Raise for a micro-batch that some stage could not run, before any stage of the step runs."""
-        mesh = self._isograd_flow.mesh
+        flow = self._isograd_flow
         if isinstance(micro, Mapping) and micro.get("labels") is not None:
-            shard(micro, mesh)
+            shard(micro, flow.mesh, flow.loss)
             return
         raise ModelError(
             "IG444",
             "a batch that a model of transformers in stages cannot train on",
             seen=f"keys {', '.join(map(str, micro))}" if isinstance(micro, Mapping) else type(micro).__name__,
             expected="a mapping with input_ids and labels",
-            where=mesh.where(),
+            where=flow.mesh.where(),
         )
 
     def forward(self, *args: Any, stage: int | None = None, passed: Any = None, **micro: Any) -> Any:
