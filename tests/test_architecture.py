@@ -143,6 +143,7 @@ ARROWS = {
         "layout",
         "mesh",
         "models",
+        "nn",
         "outside",
         "pipeline",
         "yamls",

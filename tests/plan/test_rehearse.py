@@ -11,7 +11,6 @@ from isograd.comm import raw
 from isograd.engine import Engine
 from isograd.engine.flights import Flights
 from isograd.engine.ledger import Ledger
-from isograd.errors import PlanError
 from isograd.layout import Layout
 from isograd.mesh import Mesh
 from isograd.models import Transformer, TransformerConfig
@@ -56,11 +55,6 @@ def test_a_right_program_passes(layout: str) -> None:
 def test_kinds_are_ranks_with_equal_programs() -> None:
     ranks = step("pp2")
     assert [[rank.rank for rank in kind] for kind in kinds([*ranks, ranks[0]])] == [[0, 0], [1]]
-
-
-def test_experts_are_refused() -> None:
-    with pytest.raises(PlanError, match="IG270"):
-        step("dp2 ep2")
 
 
 def test_a_rank_of_zero3_keeps_rows_and_a_doubled_reduction_is_named(monkeypatch) -> None:

@@ -86,6 +86,7 @@ class MoE(nn.Module):
         if options.shared_gate:
             owes = stream_owes(mesh)
             self.shared_gate = Router(hidden, 1, mesh, key=key.fold("shared gate"), owes=owes, **made)
+        self.choose = routing.choose  # a rehearsal, which has no scores, states a load in its place
         self.wrong = WrongScores(name)
         self.load = Tally(options.number, ahead=options.balance == "batch", use=self._committed)
         # Buffers have values from the start: only parameters may be without memory.
@@ -145,7 +146,7 @@ class MoE(nn.Module):
     def _route(self, scores: Tensor, here: balance.Rows) -> Route:
         """Choose, count, and tell the other ranks of the ep group how many slots come."""
         options, k = self.options, self.options.per_token
-        indices = routing.choose(scores, options, self.choice_bias)
+        indices = self.choose(scores, options, self.choice_bias)
         kept = here.real[:, None].expand(-1, k)
         wants_counts = options.balance == "sequence" and self.training
         counts = here.counts(indices, options.number) if wants_counts else None
@@ -160,7 +161,7 @@ class MoE(nn.Module):
         if group.size == 1:
             return Route(indices, order, wanted.cumsum(0).tolist(), counts)
         table = wanted.view(group.size, -1)  # [members, experts of each]
-        arriving = torch.stack(raw.all_to_all(table.unbind(), [table.shape[1:]] * group.size, group))
+        arriving = torch.stack(raw.all_to_all(table.unbind(), [table.shape[1:]] * group.size, group, control=True))
         number = torch.arange(table.shape[1], device=table.device).repeat(group.size)
         sorting = number.repeat_interleave(arriving.flatten()).argsort(stable=True)
         ends = arriving.sum(0).cumsum(0).tolist()

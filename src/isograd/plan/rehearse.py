@@ -28,9 +28,10 @@ from isograd.comm.record import Entry
 from isograd.contract import mark_as, marks_of
 from isograd.engine import Engine
 from isograd.engine.plan import Slot
-from isograd.errors import PlanError
 from isograd.layout import AXES, Layout
 from isograd.mesh import Mesh
+from isograd.nn.moe import MoE
+from isograd.plan.load import Choice
 from isograd.plan.shapes import LARGE, Shapes, bytes_of, mark, segments
 
 Build = Callable[[Mesh], tuple[Engine, Any, int]]  # (engine, this rank's batch, micro-batches)
@@ -82,19 +83,13 @@ def _call(entry: Entry) -> tuple[object, ...]:
     return entry.operation, entry.site, entry.phase, entry.axes, entry.purpose, len(entry.ranks)
 
 
-def rehearse(build: Build, layout: Layout, *, large: int = LARGE) -> list[Rank]:
-    """Run one step on each rank of the first column, and on those beside it, where a kind of stage begins and ends."""
-    if layout.ep > 1:
-        raise PlanError(
-            "IG270",
-            f"the rehearsal of this version cannot run {str(layout)!r}",
-            seen=str(layout),
-            expected="a layout without ep: what experts send depends on data",
-        )
+def rehearse(build: Build, layout: Layout, *, large: int = LARGE, load: str = "even") -> list[Rank]:
+    """Run one step on each rank of the first column, and on those beside it, where a kind of stage begins and ends.
+    `load`: how often tokens choose each expert (plan/load.py)."""
     world, mode = imagined.World(), Shapes(large)
 
     def run(*ranks: int) -> list[Rank]:
-        found = world.run({rank: partial(_step, build, layout, rank, world, mode.another()) for rank in ranks})
+        found = world.run({rank: partial(_step, build, layout, rank, world, mode.another(), load) for rank in ranks})
         return [found[rank] for rank in ranks]
 
     column = run(*layout.ranks("pp", 0))
@@ -112,8 +107,11 @@ def beside(layout: Layout, column: list[Rank]) -> list[int]:
     return [layout.rank({"pp": pp, **spot}) for pp in sorted(ends) for spot in spots if any(spot.values())]
 
 
-def _run(build: Build, mesh: Mesh) -> Engine:
+def _run(build: Build, mesh: Mesh, load: str) -> Engine:
     engine, batch, micro_batches = build(mesh)
+    for module in engine.model.modules():
+        if isinstance(module, MoE):
+            module.choose = Choice(load)
     collect = engine.ledger.collect
 
     def marked(slot: Slot, gradient: Tensor) -> None:
@@ -126,10 +124,10 @@ def _run(build: Build, mesh: Mesh) -> Engine:
     return engine
 
 
-def _step(build: Build, layout: Layout, rank: int, world: imagined.World, mode: Shapes) -> Rank:
+def _step(build: Build, layout: Layout, rank: int, world: imagined.World, mode: Shapes, load: str) -> Rank:
     mesh = Mesh.imagine(layout, rank, world)
     with mode, raw.recording(segments) as record:
-        engine = _run(build, mesh)
+        engine = _run(build, mesh, load)
     slots = engine.plan.slots
     debts = {
         slot.name: Debt(

@@ -152,6 +152,8 @@ class Shapes(TorchDispatchMode):
             result = func(*args, **kwargs)
         else:
             result = self._shaped(about, args, kwargs, *found)
+            if func is _aten.isnan.default and not self._is_hollow(result):
+                result.zero_()  # nobody knows the values; the program that is rehearsed goes well
         if about.follows:
             self._follow(about.follows, args, kwargs, result)
         return result

@@ -36,14 +36,18 @@ def rehearse(words: list[str], kind: type[argparse.ArgumentParser]) -> int:
     parser.add_argument("--layout", help="in place of the config's, for example 'dp128 tp8 sp pp16 zero1'")
     parser.add_argument("--world", type=int, metavar="N", help="the number of ranks, to check the layout against")
     parser.add_argument("--micro-batches", type=int, metavar="N", help="in place of the config's")
+    parser.add_argument("--load", choices=("even", "zipf"), default="even", help="of experts; default: even")
     options = parser.parse_args(words)
     config, layout = _read(options)
     from isograd.plan.check import check
     from isograd.plan.rehearse import rehearse as run
 
     began = time.monotonic()
-    ranks = run(_build(config, layout, options.micro_batches or config.micro_batches), layout)
+    build = _build(config, layout, options.micro_batches or config.micro_batches)
+    ranks = run(build, layout, load=options.load)
     print(table(ranks, layout))
+    if said := _load(config, layout, options.load):
+        print(f"\n{said}")
     findings = check(ranks)
     took = f"{time.monotonic() - began:.0f} s"
     if not findings:
@@ -116,6 +120,22 @@ def _build(config: Config, layout: Layout, micro_batches: int) -> Build:
         return engine, batch, micro_batches
 
     return build
+
+
+def _load(config: Config, layout: Layout, load: str) -> str:
+    """What is assumed of experts; nothing where there are none."""
+    from isograd.plan.load import busiest
+    from isograd.train.language import model_config
+
+    experts = model_config(config.model).experts
+    if experts is None:
+        return ""
+    share = busiest(load, experts.number, experts.per_token, layout.ep)
+    named = {"even": "even", "zipf": "by Zipf's law, in one order on all ranks and layers"}[load]
+    return (
+        f"experts: how often they are chosen is not known before the run. Stated: {named}; the busiest rank of an ep "
+        f"group computes {share:.2f} times an even share"
+    )
 
 
 def table(ranks: list[Rank], layout: Layout) -> str:

@@ -1,0 +1,97 @@
+"""Experts are rehearsed with a stated load: what is sent is what running ranks send whose tokens choose like that."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from isograd.comm import imagined, raw
+from isograd.comm.record import Entry
+from isograd.engine import Engine
+from isograd.layout import Layout
+from isograd.mesh import Mesh
+from isograd.models import Transformer, TransformerConfig
+from isograd.nn.moe import MoE
+from isograd.plan.check import check
+from isograd.plan.load import LOADS, Choice, busiest, chosen
+from isograd.plan.rehearse import rehearse, without_memory
+from tests.comm.test_imagined import comparable
+
+EXPERTS = {"number": 8, "per_token": 2, "width": 20, "shared": 12, "balance": "lagged", "z_weight": 0.01}
+CONFIG = TransformerConfig.from_dict(
+    {"vocab": 101, "hidden": 24, "layers": 2, "heads": 4, "kv_heads": 2, "mlp": 40, "experts": EXPERTS}
+)
+RUN = {2: ("dp2 ep2", "tp2 sp ep2 zero1", "dp2 ep2 zero3"), 4: ("dp4 ep2 zero1", "dp2 tp2 ep4", "dp2 ep2 pp2")}
+
+
+def engine(mesh: Mesh, device: str | None = None) -> Engine:
+    model = Transformer(CONFIG, mesh, device=device)
+    if device == "meta":
+        without_memory(model)
+    return Engine(model, mesh, lambda ps: torch.optim.AdamW(ps, lr=1e-3), clip=1.0, bucket_mb=0.01)
+
+
+def recorded(mesh: Mesh) -> list[Entry]:
+    """What a rank sends in a step whose tokens choose experts evenly."""
+    with raw.recording() as record:
+        made = engine(mesh)
+        for module in made.model.modules():
+            if isinstance(module, MoE):
+                module.choose = Choice("even")
+        tokens = torch.randint(0, 101, (4, 16), generator=torch.Generator().manual_seed(mesh.index("dp")))
+        made.train_step((tokens, tokens), 2)
+    return comparable(record.entries)
+
+
+def running(layouts: tuple[str, ...]) -> dict[str, list[Entry]]:
+    return {layout: recorded(Mesh(layout)) for layout in layouts}
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_imagined_ranks_with_an_even_load_send_what_running_ones_do(worlds, ranks: int) -> None:
+    real = worlds(ranks).run(running, RUN[ranks])
+    for layout in RUN[ranks]:
+        world = imagined.World()
+
+        def step(rank: int, layout: str = layout, world: imagined.World = world) -> list[Entry]:
+            return recorded(Mesh.imagine(layout, rank, world))
+
+        found = world.run({rank: partial(step, rank) for rank in range(ranks)})
+        assert any("exchange_rows" in entry.site for entry in found[0])
+        for rank in range(ranks):
+            assert found[rank] == real[rank][layout], f"{layout}, rank {rank}"
+
+
+def build(mesh: Mesh) -> tuple[Engine, Any, int]:
+    tokens = torch.zeros(4, 16, dtype=torch.int64)
+    return engine(mesh, "meta"), (tokens, tokens), 2
+
+
+@pytest.mark.parametrize("layout", ["dp4 ep2 zero1", "dp2 tp2 sp ep4"])
+def test_a_program_with_experts_passes_and_a_skewed_load_moves_more(layout: str) -> None:
+    most = {}
+    for load in LOADS:
+        ranks = rehearse(build, Layout.parse(layout), large=200, load=load)
+        assert check(ranks) == []
+        rows = [e for e in ranks[0].entries if "exchange_rows" in e.site]
+        most[load] = max(m.numel for e in rows for messages in e.received for m in messages)
+    assert most["zipf"] > 1.2 * most["even"]  # the first rank of each ep group is the busiest
+
+
+@pytest.mark.parametrize("load", LOADS)
+@pytest.mark.parametrize(("tokens", "experts", "k"), [(64, 8, 2), (100, 7, 3), (33, 128, 8), (5, 4, 4)])
+def test_tokens_choose_different_experts_as_often_as_stated(load: str, tokens: int, experts: int, k: int) -> None:
+    found = chosen(load, tokens, experts, k)
+    assert found.shape == (tokens, k)
+    assert all(len(set(row)) == k for row in found.tolist())
+    counts = found.flatten().bincount(minlength=experts)
+    assert load == "zipf" or counts.max() - counts.min() <= 1
+    assert counts.tolist() == sorted(counts.tolist(), reverse=True)
+
+
+def test_the_busiest_rank_has_the_share_that_is_said() -> None:
+    assert busiest("even", 128, 8, 8) == 1.0
+    assert busiest("zipf", 128, 8, 8) > 2.5
