@@ -140,6 +140,7 @@ ARROWS = {
         "contract",
         "engine",
         "errors",
+        "inside",
         "layout",
         "mesh",
         "models",

@@ -13,6 +13,7 @@ The ranks of the first column run together, each hearing what the others say. Th
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -27,11 +28,14 @@ from isograd.comm import imagined, raw
 from isograd.comm.record import Entry
 from isograd.contract import mark_as, marks_of
 from isograd.engine import Engine
+from isograd.engine.kept import Kept
 from isograd.engine.plan import Slot
 from isograd.layout import AXES, Layout
 from isograd.mesh import Mesh
 from isograd.nn.moe import MoE
+from isograd.plan.held import GRADIENTS, OPTIMIZER, PARAMETERS, Held
 from isograd.plan.load import Choice
+from isograd.plan.peak import Peak, peak
 from isograd.plan.shapes import LARGE, Shapes, bytes_of, mark, segments
 
 Build = Callable[[Mesh], tuple[Engine, Any, int]]  # (engine, this rank's batch, micro-batches)
@@ -61,6 +65,7 @@ class Rank:
     parameters: int  # bytes
     gradients: int  # bytes, when all are there
     states: int  # bytes of the optimizer's state and of masters
+    peak: Peak
 
     @property
     def program(self) -> int:
@@ -107,27 +112,68 @@ def beside(layout: Layout, column: list[Rank]) -> list[int]:
     return [layout.rank({"pp": pp, **spot}) for pp in sorted(ends) for spot in spots if any(spot.values())]
 
 
-def _run(build: Build, mesh: Mesh, load: str) -> Engine:
+def _run(build: Build, mesh: Mesh, held: Held, load: str) -> tuple[Engine, Peak]:
     engine, batch, micro_batches = build(mesh)
     for module in engine.model.modules():
         if isinstance(module, MoE):
             module.choose = Choice(load)
-    collect = engine.ledger.collect
+    _name_states(engine, held)
+    ledger, collect, settle = engine.ledger, engine.ledger.collect, engine.ledger.settle
 
     def marked(slot: Slot, gradient: Tensor) -> None:
         """Each gradient that autograd has finished is marked with its parameter's name."""
         mark(gradient, ((slot.name, gradient.numel()),))
         collect(slot, gradient)
+        held.name(ledger.local[slot], GRADIENTS, _pattern(slot.name))
 
-    engine.ledger.collect = marked  # type: ignore[method-assign]
+    def settled(flush: bool) -> None:
+        settle(flush)
+        for slot, rows in ledger.paid.items():
+            held.name(rows, GRADIENTS, _pattern(slot.name))
+
+    ledger.collect, ledger.settle = marked, settled  # type: ignore[method-assign]
+    began = held.moment
     engine.train_step(batch, micro_batches)
-    return engine
+    for state in engine.optimizer.state.values():
+        for entry, value in state.items():
+            if isinstance(value, Tensor):
+                held.name(value, OPTIMIZER, entry)
+    return engine, peak(held, began)
+
+
+def _name_states(engine: Engine, held: Held) -> None:
+    """Say which memory is that of parameters and masters. The whole parameters of ZeRO 3 come and go."""
+    for slot in engine.plan.slots:
+        held.name(engine._optimized.masters[slot.name], OPTIMIZER, "masters")
+    for record in engine.table:
+        held.name(engine.held(record.name), PARAMETERS, _pattern(record.name))
+    for kept in engine._units.kept.values() if engine._units is not None else ():
+        held.name(kept.whole, PARAMETERS, "gathered (ZeRO 3)")
+        held.resized(kept.whole)
+        for change in ("grow", "shrink"):
+            setattr(kept, change, _noticed(getattr(kept, change), kept, held))
+
+
+def _noticed(change: Callable[..., None], kept: Kept, held: Held) -> Callable[..., None]:
+    def both(*args: Any, **named: Any) -> None:
+        change(*args, **named)
+        held.name(kept.whole, PARAMETERS, "gathered (ZeRO 3)")
+        held.resized(kept.whole)
+
+    return both
+
+
+def _pattern(name: str) -> str:
+    """The name of a parameter with those of other layers."""
+    return re.sub(r"\.\d+\.", ".*.", name)
 
 
 def _step(build: Build, layout: Layout, rank: int, world: imagined.World, mode: Shapes, load: str) -> Rank:
     mesh = Mesh.imagine(layout, rank, world)
+    mode.held = Held()
     with mode, raw.recording(segments) as record:
-        engine = _run(build, mesh, load)
+        engine, top = _run(build, mesh, mode.held, load)
+    mode.held = None
     slots = engine.plan.slots
     debts = {
         slot.name: Debt(
@@ -151,6 +197,7 @@ def _step(build: Build, layout: Layout, rank: int, world: imagined.World, mode: 
         bytes_of(parameters),
         sum(slot.parameter.numel() * slot.dtype.itemsize for slot in slots),
         bytes_of(states) + (0 if wide else bytes_of(masters)),
+        top,
     )
 
 

@@ -25,6 +25,8 @@ from torch import Tensor
 from torch.utils import _pytree as tree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from isograd.plan.held import LEAST, Held
+
 LARGE = 1 << 16  # elements
 EXACT = 1 << 24  # the same of whole numbers, masks and float64, in which programs count, choose and compare
 SPACE = 1 << 42  # bytes of addresses
@@ -55,8 +57,8 @@ class _Range:
         self.first = torch.frombuffer(self._bytes, dtype=torch.uint8, count=1).data_ptr()
         self.end, self._next = self.first + SPACE, 0
 
-    def take(self, form: Form) -> Tensor:
-        """A tensor in memory that nothing touches."""
+    def take(self, form: Form) -> tuple[Tensor, memoryview]:
+        """A tensor in memory that nothing touches, and what lives as long as that memory does."""
         shape, strides, dtype = form
         extent = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
         size = extent * dtype.itemsize
@@ -64,7 +66,7 @@ class _Range:
             self._next = 0
         memory = self._bytes[self._next : self._next + size]
         self._next += -(-size // 64) * 64
-        return torch.frombuffer(memory, dtype=dtype).as_strided(shape, strides)
+        return torch.frombuffer(memory, dtype=dtype).as_strided(shape, strides), memory
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor's memory is in here."""
@@ -113,6 +115,7 @@ class Shapes(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.large = large
         self.normed: list[Segments] = []
+        self.held: Held | None = None  # is told of memory that is taken
         self._range = _Range()
         self._results: dict[Any, tuple[tuple[Form | None, ...], Any]] = {}
         self._abouts: dict[int, _About] = {}
@@ -150,6 +153,10 @@ class Shapes(TorchDispatchMode):
             found = self._results[key] = self._result(func, args, kwargs, given, hollow)
         if found is _REAL or (func in _EMPTY and _size(found[0]) < RESIZABLE):
             result = func(*args, **kwargs)
+            if self.held is not None:
+                for tensor in _tensors((result,)):
+                    if tensor.nbytes >= LEAST:
+                        self.held.take(tensor)
         else:
             result = self._shaped(about, args, kwargs, *found)
             if func is _aten.isnan.default and not self._is_hollow(result):
@@ -222,9 +229,13 @@ class Shapes(TorchDispatchMode):
 
     def _new(self, form: Form) -> Tensor:
         """A result: hollow, or small and of ones."""
-        if not self._is_large(form):
-            return torch.ones(form[0], dtype=form[2]).as_strided(form[0], form[1])
-        return self._range.take(form)
+        if self._is_large(form):
+            tensor, memory = self._range.take(form)
+        else:
+            tensor, memory = torch.ones(form[0], dtype=form[2]).as_strided(form[0], form[1]), None
+        if self.held is not None:
+            self.held.take(tensor, memory)
+        return tensor
 
     # -- whose gradient
 

@@ -37,6 +37,7 @@ def rehearse(words: list[str], kind: type[argparse.ArgumentParser]) -> int:
     parser.add_argument("--world", type=int, metavar="N", help="the number of ranks, to check the layout against")
     parser.add_argument("--micro-batches", type=int, metavar="N", help="in place of the config's")
     parser.add_argument("--load", choices=("even", "zipf"), default="even", help="of experts; default: even")
+    parser.add_argument("--picture", metavar="FILE", help="a PNG of what each kind of rank holds over the step")
     options = parser.parse_args(words)
     config, layout = _read(options)
     from isograd.plan.check import check
@@ -48,6 +49,8 @@ def rehearse(words: list[str], kind: type[argparse.ArgumentParser]) -> int:
     print(table(ranks, layout))
     if said := _load(config, layout, options.load):
         print(f"\n{said}")
+    if options.picture is not None:
+        _draw(ranks, layout, options.picture)
     findings = check(ranks)
     took = f"{time.monotonic() - began:.0f} s"
     if not findings:
@@ -138,6 +141,21 @@ def _load(config: Config, layout: Layout, load: str) -> str:
     )
 
 
+def _draw(ranks: list[Rank], layout: Layout, path: str) -> None:
+    from pathlib import Path
+
+    from isograd.plan.areas import draw
+    from isograd.plan.rehearse import kinds
+
+    top = [max(kind, key=lambda rank: rank.peak.bytes) for kind in kinds(ranks)]
+    if draw([(rank.where, rank.peak) for rank in top], Path(path), f"{layout!s}: memory over a step"):
+        print(f"\npicture: {path}")
+    else:
+        raise ConfigError(
+            "IG600", "--picture needs matplotlib, which is not installed", fix="pip install isograd[plot]"
+        )
+
+
 def table(ranks: list[Rank], layout: Layout) -> str:
     """Per kind of rank: messages, bytes by axes, and what a rank holds."""
     from isograd.plan.rehearse import kinds
@@ -155,8 +173,17 @@ def table(ranks: list[Rank], layout: Layout) -> str:
             f"\nkind {number}: {one.where}" + (f" and {len(kind) - 1} more" if len(kind) > 1 else ""),
             f"  holds     {held}",
             f"  sends     {messages} messages: {moved}",
+            *_peak(max(kind, key=lambda rank: rank.peak.bytes)),
         ]
     return "\n".join(lines)
+
+
+def _peak(rank: Rank) -> list[str]:
+    """The peak of a rank's memory, what is held there, and whose it is."""
+    peak = rank.peak
+    parts = ", ".join(f"{kind} {_size(count)}" for kind, count in peak.kinds.items() if count * 1000 > peak.bytes)
+    owners = [f"            {_size(count):>8}  {owner}" for owner, count in peak.owners]
+    return [f"  peak      {_size(peak.bytes)} in {peak.when} ({rank.where}): {parts}", *owners]
 
 
 def _size(count: float) -> str:

@@ -1,0 +1,74 @@
+"""The peak of what a rank's memory holds in a rehearsed step: when, how much, and whose it is.
+
+Every later step begins with the optimizer's state, which the first one makes at its end: it is counted from the start.
+Pieces are rounded up to ROUND bytes, as allocators of GPUs do. Not counted: memory that kernels take for themselves,
+pieces below held.LEAST, what the allocator cannot use between pieces, and the program itself.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+
+from isograd.plan.held import KINDS, OPTIMIZER, Held
+
+ROUND = 512
+POINTS = 600  # of a picture
+OWNERS = 10
+
+
+@dataclass(frozen=True)
+class Peak:
+    """What a rank's memory holds in a step."""
+
+    bytes: int
+    when: str  # "backward 3 of 8"
+    kinds: dict[str, int]  # bytes at the peak
+    owners: tuple[tuple[str, int], ...]  # the ten largest, bytes at the peak
+    areas: dict[str, tuple[int, ...]]  # of each kind, along the step
+    phases: tuple[tuple[float, str], ...]  # where along the step (0 to 1) the program begins to do what
+
+
+def peak(held: Held, began: int) -> Peak:
+    """`began`: the moment at which the step began."""
+    pieces, end = held.pieces(), held.moment + 1
+    sizes = np.array([-(-piece.bytes // ROUND) * ROUND for piece in pieces], dtype=np.int64)
+    born = np.array([0 if piece.kind == OPTIMIZER else piece.born for piece in pieces], dtype=np.int64)
+    died = np.array([piece.died for piece in pieces], dtype=np.int64)
+    kinds = np.array([KINDS.index(piece.kind) for piece in pieces], dtype=np.int64)
+    held_by = np.zeros((len(KINDS), end + 1), dtype=np.int64)
+    np.add.at(held_by, (kinds, born), sizes)
+    np.add.at(held_by, (kinds, died), -sizes)
+    held_by = held_by.cumsum(1)[:, began:end]
+    total = held_by.sum(0)
+    top = int(total.argmax())
+    there = (born <= began + top) & (died > began + top)
+    owners: Counter[str] = Counter()
+    for number in there.nonzero()[0].tolist():
+        piece = pieces[number]
+        owners[f"{piece.kind}: {piece.owner}"] += int(sizes[number])
+    phases = _numbered(held.phases, began)
+    here = [name for at, name in phases if at <= top][-1]
+    chosen = [int(part[total[part].argmax()]) for part in np.array_split(np.arange(len(total)), POINTS) if len(part)]
+    return Peak(
+        int(total[top]),
+        here,
+        {kind: int(held_by[row, top]) for row, kind in enumerate(KINDS)},
+        tuple(owners.most_common(OWNERS)),
+        {kind: tuple(held_by[row, chosen].tolist()) for row, kind in enumerate(KINDS)},
+        tuple((at / len(total), name) for at, name in phases),
+    )
+
+
+def _numbered(phases: list[tuple[int, str]], began: int) -> list[tuple[int, str]]:
+    """The phases of the step, from its first moment on; of several of one name, which of how many."""
+    ours = [(max(0, at - began), name) for at, name in phases if at >= began] or [(0, "step")]
+    many, seen = Counter(name for _, name in ours), Counter[str]()
+    found = []
+    for number, (at, name) in enumerate(ours):
+        seen[name] += 1
+        words = f"{name} {seen[name]} of {many[name]}" if many[name] > 1 else name
+        found.append((at if number else 0, words))
+    return found
