@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from isograd.comm import raw
-from isograd.engine import Engine
+from isograd.engine import Engine, state
 from isograd.engine.flights import Flights
 from isograd.engine.ledger import Ledger
+from isograd.engine.plan import Slot
+from isograd.engine.state import Part
 from isograd.layout import Layout
 from isograd.mesh import Mesh
 from isograd.models import Transformer, TransformerConfig
-from isograd.plan.check import check
+from isograd.plan.check import Finding, check
 from isograd.plan.rehearse import Rank, kinds, rehearse, without_memory
 from isograd.plan.shapes import shapes
 from tests.comm.test_imagined import comparable, imagined_ranks
@@ -37,6 +40,10 @@ def step(layout: str) -> list[Rank]:
     return rehearse(build, Layout.parse(layout), large=SIZE)
 
 
+def wrong(layout: str) -> list[Finding]:
+    return check(step(layout), Layout.parse(layout))
+
+
 @pytest.mark.parametrize("layout", ["tp2 sp"])
 def test_a_rank_without_memory_sends_what_one_with_memory_does(layout: str) -> None:
     whole = imagined_ranks(layout)
@@ -48,7 +55,7 @@ def test_a_rank_without_memory_sends_what_one_with_memory_does(layout: str) -> N
 @pytest.mark.parametrize("layout", ["dp3", "dp2 tp2 sp zero1", "cp2 ulysses tp2 zero2", "dp2 pp2 zero1"])
 def test_a_right_program_passes(layout: str) -> None:
     ranks = step(layout)
-    assert check(ranks) == []
+    assert check(ranks, Layout.parse(layout)) == []
     assert all(rank.debts and rank.parameters and rank.states for rank in ranks)
 
 
@@ -59,7 +66,7 @@ def test_kinds_are_ranks_with_equal_programs() -> None:
 
 def test_a_rank_of_zero3_keeps_rows_and_a_doubled_reduction_is_named(monkeypatch) -> None:
     ranks, whole = step("dp2 zero3"), step("dp2 zero2")
-    assert check(ranks) == []
+    assert check(ranks, Layout.parse("dp2 zero3")) == []
     assert ranks[0].parameters == pytest.approx(whole[0].parameters / 2, rel=0.02)
     launch = Flights.launch
 
@@ -68,14 +75,14 @@ def test_a_rank_of_zero3_keeps_rows_and_a_doubled_reduction_is_named(monkeypatch
             launch(self, bucket, gradients)
 
     monkeypatch.setattr(Flights, "launch", twice)
-    assert "is sent 2 times over the data axes" in check(step("dp2 zero3"))[0].what
+    assert "is sent 2 times over the data axes" in wrong("dp2 zero3")[0].what
 
 
 @pytest.mark.parametrize("layout", ["tp2 sp", "dp2 tp2 sp zero3"])
 def test_a_missing_reduction_is_named(monkeypatch, layout: str) -> None:
     pay = Ledger._pay
     monkeypatch.setattr(Ledger, "_pay", lambda self, axes, slots, due: pay(self, axes, slots[1:], due))
-    found = check(step(layout))
+    found = wrong(layout)
     assert {f.kind for f in found} == {"debts"}
     assert "the gradient of 'blocks.0.attention" in found[0].what
     assert "over no group; it owes once over [" in found[0].what
@@ -89,14 +96,14 @@ def test_a_doubled_reduction_is_named(monkeypatch) -> None:
         pay(self, axes, slots[:1], due)
 
     monkeypatch.setattr(Ledger, "_pay", twice)
-    found = check(step("tp2 sp"))
+    found = wrong("tp2 sp")
     assert "summed 2 times over ranks [0, 1]; it owes once over [0, 1]" in found[0].what
 
 
 def test_a_wrong_group_is_named(monkeypatch) -> None:
     pay = Ledger._pay
     monkeypatch.setattr(Ledger, "_pay", lambda self, axes, slots, due: pay(self, "dp cp", slots, due))
-    found = [f.what for f in check(step("dp2 tp2 sp")) if f.kind == "debts"]
+    found = [f.what for f in wrong("dp2 tp2 sp") if f.kind == "debts"]
     assert found[0].startswith("rank 0: the gradient of 'blocks.0")
     assert found[0].endswith("is summed 1 times over ranks [0, 2]; it owes once over [0, 1]")
 
@@ -111,7 +118,7 @@ def test_a_swapped_order_is_named(monkeypatch) -> None:
             pay(self, axes, part, due)
 
     monkeypatch.setattr(Ledger, "_pay", halves)
-    (finding, *_) = check(step("tp2 sp"))
+    (finding, *_) = wrong("tp2 sp")
     assert finding.kind == "messages"
     assert "from rank 0 to rank 1" in finding.what
     assert "all_reduce in engine/ledger.py:_pay" in finding.what
@@ -127,7 +134,7 @@ def test_ranks_that_wait_for_each_other_in_a_circle_are_named(monkeypatch) -> No
         raw.send_start([x], group, peer).wait()
         return made
 
-    found = check(rehearse(program, Layout.parse("dp2")))
+    found = check(rehearse(program, Layout.parse("dp2")), Layout.parse("dp2"))
     assert [f.kind for f in found] == ["waits", "waits"]
     assert "rank 0 waits for ranks [1] in receive_start over 'dp'" in found[0].what
 
@@ -136,6 +143,44 @@ def test_a_norm_that_counts_a_replica_is_named(monkeypatch) -> None:
     from isograd.engine import norm
 
     monkeypatch.setattr(norm, "counted", lambda slots, mesh: list(slots))
-    found = check(step("tp2 sp"))
+    found = wrong("tp2 sp")
     assert {f.kind for f in found} == {"norm"}
     assert found[0].what.startswith("rank 1: of 'blocks.0")
+
+
+@pytest.mark.parametrize("layout", ["dp3 zero1", "tp2 sp", "dp2 pp2 zero1", "dp2 zero3"])
+def test_a_hole_and_an_overlap_of_a_checkpoint_are_named(monkeypatch, layout: str) -> None:
+    part = state._part
+
+    def by(first: int, last: int) -> Any:
+        """Rank 1 writes rows of the matrices of MLPs from `first` to `last` further on."""
+
+        def moved(key: str, slot: Slot, tensor: torch.Tensor, mesh: Mesh) -> Part:
+            found = part(key, slot, tensor, mesh)
+            start, stop = found.writes
+            if mesh.rank != 1 or "mlp.up" not in key or not stop:
+                return found
+            return replace(found, writes=(start + first, stop + last))
+
+        return moved
+
+    monkeypatch.setattr(state, "_part", by(0, -1))
+    found = wrong(layout)
+    assert {f.kind for f in found} == {"checkpoint"}
+    assert len(found) == 3 * (1 if "pp2" in layout else 2)  # the matrix and two moments of each layer
+    assert "elements are written by no rank; the first at [" in found[0].what
+    assert any(f.what.startswith("of 'model/blocks.0.mlp.up.weight', 96 of 19200") for f in found)
+    if layout != "dp3 zero1":
+        return
+    monkeypatch.setattr(state, "_part", by(-1, 0))
+    found = wrong(layout)
+    assert {f.kind for f in found} == {"checkpoint"}
+    assert "96 of 19200 elements are written by several ranks: [0, 1]; the first at [" in found[0].what
+
+
+def test_replicas_that_both_write_are_named(monkeypatch) -> None:
+    part = state._part
+    monkeypatch.setattr(
+        state, "_part", lambda key, slot, tensor, mesh: replace(part(key, slot, tensor, mesh), writes=(0, len(tensor)))
+    )
+    assert any("are written by several ranks: [0, 1]" in f.what for f in wrong("dp2 zero1"))

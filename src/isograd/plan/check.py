@@ -4,6 +4,7 @@ messages    what one rank sends to another is what that one receives from it, in
 waits       no ranks wait for each other in a circle, when each does what its record says in that order
 debts       every gradient goes to each owner of its rows once, and is summed once over each group that it owes
 norm        each element of a gradient is counted on the rank that stands for its replicas
+checkpoint  each element of what a checkpoint holds is written by one rank (plan/saved.py)
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from isograd.comm.record import Entry, Message
+from isograd.layout import Layout
 from isograd.plan.rehearse import Rank
+from isograd.plan.saved import holes
 
 GRADIENTS = "gradients"  # the purpose of the connections on which gradients go to the owners of their rows
 
@@ -22,7 +25,7 @@ GRADIENTS = "gradients"  # the purpose of the connections on which gradients go 
 class Finding:
     """Something that does not fit, named."""
 
-    kind: str  # "messages", "waits", "debts" or "norm"
+    kind: str  # "messages", "waits", "debts", "norm" or "checkpoint"
     what: str
 
 
@@ -30,10 +33,11 @@ Stream = tuple[str, str, int, int, int]  # axes, purpose, tag; the sender and th
 Sent = tuple[Message, Entry, int]  # with the place of the entry
 
 
-def check(ranks: Sequence[Rank]) -> list[Finding]:
+def check(ranks: Sequence[Rank], layout: Layout) -> list[Finding]:
     """What does not fit together in the records of these ranks; the first finding of each pair of ranks."""
     sent, received = _streams(ranks)
     found = [*_messages(sent, received), *(f for rank in ranks for f in (*_debts(rank), *_norm(rank)))]
+    found += [Finding("checkpoint", what) for what in holes({rank.rank: rank.saves for rank in ranks}, layout)]
     return found or list(_waits(ranks, sent, received))
 
 

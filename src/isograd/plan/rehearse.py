@@ -36,6 +36,7 @@ from isograd.nn.moe import MoE
 from isograd.plan.held import GRADIENTS, OPTIMIZER, PARAMETERS, Held
 from isograd.plan.load import Choice
 from isograd.plan.peak import Peak, peak
+from isograd.plan.saved import Saves, saves
 from isograd.plan.shapes import LARGE, Shapes, bytes_of, mark, segments
 
 Build = Callable[[Mesh], tuple[Engine, Any, int]]  # (engine, this rank's batch, micro-batches)
@@ -66,6 +67,7 @@ class Rank:
     gradients: int  # bytes, when all are there
     states: int  # bytes of the optimizer's state and of masters
     peak: Peak
+    saves: dict[str, Saves]  # by tensor of a checkpoint
 
     @property
     def program(self) -> int:
@@ -198,6 +200,7 @@ def _step(build: Build, layout: Layout, rank: int, world: imagined.World, mode: 
         sum(slot.parameter.numel() * slot.dtype.itemsize for slot in slots),
         bytes_of(states) + (0 if wide else bytes_of(masters)),
         top,
+        saves(engine),
     )
 
 

@@ -51,7 +51,7 @@ def rehearse(words: list[str], kind: type[argparse.ArgumentParser]) -> int:
         print(f"\n{said}")
     if options.picture is not None:
         _draw(ranks, layout, options.picture)
-    findings = check(ranks)
+    findings = check(ranks, layout)
     took = f"{time.monotonic() - began:.0f} s"
     if not findings:
         print(f"\nfits together: {len(ranks)} of {layout.world_size} ranks were imagined, in {took}")
@@ -61,7 +61,8 @@ def rehearse(words: list[str], kind: type[argparse.ArgumentParser]) -> int:
     raise PlanError(
         "IG271", "this program does not fit together",
         seen="\n            ".join(lines + ([f"and {more} more"] if more > 0 else [])),
-        expected="both ends of every message, no circle of waits, every debt paid once, every element in the norm once",
+        expected="both ends of every message, no circle of waits, every debt paid once, every element once in the norm "
+        "and in a checkpoint",
     )  # fmt: skip
 
 
