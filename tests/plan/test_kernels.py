@@ -8,13 +8,17 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from isograd.cli import main
 from isograd.errors import PlanError
 from isograd.layout import Layout
-from isograd.models import TransformerConfig
+from isograd.mesh import Mesh
+from isograd.models import Transformer, TransformerConfig
+from isograd.nn import ExpertOptions
 from isograd.plan import gantt, machine
-from isograd.plan.costs import Costs
+from isograd.plan.costs import OPERATORS, ROUTING, Costs
 from isograd.plan.kernels import attention_share, product_share
 from isograd.plan.machine import Crowded, Link
 from isograd.plan.step_time import predict
@@ -95,6 +99,33 @@ def test_two_ranks_on_a_device_get_what_was_measured_for_two() -> None:
     assert machine.from_dict(machine.yamls.parse(machine.text(measured)), "itself") == measured
     with pytest.raises(PlanError, match=r"crowded\.link\.gb_s is missing"):
         machine.from_dict(machine.yamls.parse(machine.text(measured).replace("    gb_s: 1.0\n", "")), "a file")
+
+
+VIEWS = ("view", "t", "transpose", "detach", "_unsafe_view", "slice", "select", "unsqueeze", "split", "unbind", "empty")
+
+
+class Counter(TorchDispatchMode):
+    """Counts operators that start something on a device."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        self.count += not name.startswith((*VIEWS, "new_empty", "expand", "item", "_local_scalar"))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("experts", [None, ExpertOptions(number=16, per_token=4, width=16)])
+def test_operators_of_a_block_are_those_that_its_forward_starts(experts: ExpertOptions | None) -> None:
+    found = []
+    for layers in (1, 2):
+        config = TransformerConfig(vocab=64, hidden=32, layers=layers, heads=4, kv_heads=2, mlp=48, experts=experts)
+        model, window = Transformer(config, Mesh(Layout())), torch.randint(64, (2, 9))
+        with Counter() as counter:
+            model(window[:, :-1], window[:, 1:])
+        found.append(counter.count)
+    assumed = OPERATORS if experts is None else ROUTING + 3 * experts.number
+    assert found[1] - found[0] == pytest.approx(assumed, rel=0.1)
 
 
 # -- the picture

@@ -225,5 +225,6 @@ def _refused(source: str, seen: str) -> PlanError:
 
 def text(machine: Machine) -> str:
     """The file that `load` reads back as this machine."""
-    values = {name: value for name, value in dataclasses.asdict(machine).items() if value is not None}
+    defaults = {field.name: field.default for field in dataclasses.fields(Machine)}
+    values = {name: value for name, value in dataclasses.asdict(machine).items() if value != defaults[name]}
     return str(yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=100))
