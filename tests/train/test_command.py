@@ -174,6 +174,17 @@ def test_layouts_are_compared_in_numbers_picture_and_page(
     assert max(len(line) for line in said.partition("last")[2].splitlines()) <= 80
     assert main(words) == 2  # nothing is overwritten
     assert "IG987" in capsys.readouterr().err
+    runs = [str(out / "dp2"), str(out / "tp2_sp")]
+    assert main(["compare", *runs, "--out", str(out / "again")]) == 0  # what is left of the same two runs
+    again = json.loads((out / "again" / "compare.json").read_text())
+    for one, other in zip(again, (first, second), strict=True):
+        assert (one["ranks"], one["loss"], one["held_out"]) == (2, other["loss"], other["held_out"])
+        assert one["difference"] < 1e-9
+    assert "data:image/png;base64," in (out / "again" / "compare.html").read_text()
+    assert main(["compare", runs[0]]) == 2
+    assert main(["compare", runs[0], str(out)]) == 2
+    assert capsys.readouterr().err.count("IG636") == 2
+    assert main(["compare", str(config)]) == 2
 
 
 def test_a_dry_run_takes_one_step_and_keeps_nothing(config: Path, capfd: pytest.CaptureFixture[str]) -> None:

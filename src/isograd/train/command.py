@@ -120,16 +120,26 @@ def config(words: list[str], kind: Parser) -> int:
 
 
 def compare(words: list[str], kind: Parser) -> int:
-    """`isograd compare`: the same run under several layouts; the exit code."""
+    """`isograd compare`: the same run under several layouts, or runs that are over; the exit code."""
     parser = kind(
         prog="isograd compare", allow_abbrev=False,
-        description="The same run under several layouts: losses, speed, memory, bytes on the wire. Table, PNG, HTML.",
+        description="The same run under several layouts: losses, speed, memory, bytes on the wire. Table, PNG, HTML. "
+        "With folders of runs in place of a config: what they have logged.",
     )  # fmt: skip
-    _config_argument(parser)
-    parser.add_argument("--layouts", required=True, metavar="A;B;...", help="the others are compared to the first")
+    parser.add_argument(
+        "config", help="a YAML file; or the folder of a run, and then more of them", metavar="CONFIG|RUN"
+    )
+    parser.add_argument("runs", nargs="*", help=argparse.SUPPRESS)
+    parser.add_argument("--layouts", metavar="A;B;...", help="the others are compared to the first")
     _force_argument(parser)
     parser.add_argument("--out", metavar="FOLDER", help="where pictures and numbers go (default: RUN/compare)")
     options, dotted = _parse(parser, words)
+    if options.layouts is None and not Path(options.config).is_dir():
+        parser.error("the following arguments are required: --layouts (or folders of runs in the place of a config)")
+    if options.layouts is None:
+        from isograd.train.compare import compare_runs
+
+        return compare_runs([Path(name) for name in (options.config, *options.runs)], options.out)
     layouts = [text.strip() for text in options.layouts.split(";") if text.strip()]
     loads = {layout: _load(options.config, [*dotted, f"--layout={layout}"], parser) for layout in layouts}
     if len(loads) < 2:

@@ -1,6 +1,7 @@
-"""The same run under several layouts: speed, memory and bytes differ; the losses must not.
+"""The same run under several layouts, or runs that are over: speed, memory and bytes differ; the losses must not.
 
-Each layout runs in its own folder from the same first values on the same samples. Bytes are what the sockets of a
+Each layout runs in its own folder from the same first values on the same samples. Runs that are over are read from
+their folders: the one that lost a rank and the one that did not. Bytes are what the sockets of a
 rank's process sent, so they are known for gloo on Linux and left out elsewhere.
 """
 
@@ -16,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from isograd import screen
+from isograd import inside, screen
 from isograd.comm.launch import World
 from isograd.comm.wire import sent_by_me
 from isograd.errors import TrainError
@@ -24,6 +25,7 @@ from isograd.layout import Layout
 from isograd.train import curves, journal
 from isograd.train.config import Config
 from isograd.train.loop import Orders, Outcome, run
+from isograd.train.reading import load
 
 PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>
 <meta name="viewport" content="width=device-width"><style>
@@ -69,10 +71,51 @@ def compare(configs: Mapping[str, Config], out: str | None) -> int:
             results[layout] = _slowest(world.run(_measured, alone))
         runs[layout] = here / "metrics.jsonl"
     rows = _rows(runs, results)
-    _write(rows, runs, folder, first)
+    about = (
+        f"{first.steps} steps of {first.batch} {'sequences' if first.data else 'pairs'}, {first.model.dtype}; "
+        "the largest difference is that of any step's loss to the first layout's, relative"
+    )
+    _write(rows, runs, folder, f"{first.folder.name} under {len(rows)} layouts", about)
     print(table(rows, screen.width()), flush=True)
     failed = [layout for layout, (outcome, _) in results.items() if outcome.code]
     return 1 if failed else 0
+
+
+def compare_runs(folders: Sequence[Path], out: str | None) -> int:
+    """What runs have written into their folders; numbers, picture, page and table; return the exit code."""
+    runs = {str(folder): folder / "metrics.jsonl" for folder in folders}
+    losses = {name: dict(curves.losses(file)[0]) for name, file in runs.items()}
+    common = sorted(set.intersection(*(set(points) for points in losses.values())))
+    if not common or len(runs) < 2:
+        raise TrainError(
+            "IG636", "these runs have no step in common" if len(runs) > 1 else "a comparison needs two runs",
+            seen=", ".join(f"{name}: {len(points)} logged steps" for name, points in losses.items()),
+            expected="two folders of runs or more, with the loss of the same steps in metrics.jsonl",
+            fix="isograd compare RUN RUN; 'log.every' says which steps are logged",
+        )  # fmt: skip
+    configs = {name: load(Path(name) / "config.yaml").config for name in runs}
+    first, rows = next(iter(losses.values())), []
+    for name, points in losses.items():
+        lines = [line for line in journal.read(runs[name]) if "event" not in line and "per_s" in line]
+        held_out = curves.losses(runs[name])[1]
+        rows.append(
+            Row(
+                name,
+                Layout.parse(configs[name].layout).world_size,
+                points[max(common)],
+                max(abs(points[n] - first[n]) / max(abs(first[n]), 1e-30) for n in common),
+                held_out[-1][1] if held_out else None,
+                statistics.median(line["per_s"] for line in lines[1:] or lines),
+                max(line["memory_gb"] for line in lines),
+                None,
+            )
+        )
+    folder = Path(out) if out else folders[0] / "compare"
+    folder.mkdir(parents=True, exist_ok=True)
+    about = f"{len(common)} logged steps; the largest difference is that of one of their losses to the first run's"
+    _write(rows, runs, folder, f"{len(rows)} runs", about)
+    print(table(rows, screen.width()), flush=True)
+    return 0
 
 
 def _measured(config: Config) -> tuple[Outcome, float | None]:
@@ -163,22 +206,18 @@ def _line(words: Sequence[str], widths: list[int]) -> str:
     return "  ".join(word.rjust(wide) if i else word.ljust(wide) for i, (word, wide) in enumerate(cells))
 
 
-def _write(rows: list[Row], runs: Mapping[str, Path], folder: Path, config: Config) -> None:
-    (folder / "compare.json").write_text(json.dumps([asdict(row) for row in rows], indent=2), encoding="utf-8")
+def _write(rows: list[Row], runs: Mapping[str, Path], folder: Path, title: str, about: str) -> None:
+    inside.write_text(folder / "compare.json", json.dumps([asdict(row) for row in rows], indent=2))
     picture = folder / "compare.png"
-    drawn = curves.draw(runs, picture, f"{config.folder.name} under {len(rows)} layouts")
+    drawn = curves.draw(runs, picture, title)
     bytes_ = base64.b64encode(picture.read_bytes()).decode() if drawn else ""
     image = f'<img alt="loss curves" src="data:image/png;base64,{bytes_}">'
     cells: list[Any] = [f"<tr>{''.join(f'<th>{title}</th>' for title in TITLES)}</tr>"]
     cells += [f"<tr>{''.join(f'<td>{html.escape(word)}</td>' for word in _words(row))}</tr>" for row in rows]
-    about = (
-        f"{config.steps} steps of {config.batch} {'sequences' if config.data else 'pairs'}, {config.model.dtype}; "
-        "the largest difference is that of any step's loss to the first layout's, relative"
+    page = PAGE.format(
+        title=html.escape(title), about=html.escape(about), rows="\n".join(cells), picture=image if drawn else ""
     )
-    (folder / "compare.html").write_text(
-        PAGE.format(title=html.escape(f"{config.folder.name} under {len(rows)} layouts"), about=html.escape(about),
-                    rows="\n".join(cells), picture=image if drawn else ""), encoding="utf-8",
-    )  # fmt: skip
+    inside.write_text(folder / "compare.html", page)
     made = (
         "compare.json, compare.png, compare.html"
         if drawn
