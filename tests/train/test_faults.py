@@ -119,6 +119,34 @@ def test_a_state_with_nan_is_not_saved_and_the_run_resumes_before_it(worlds, tex
     assert losses(tmp_path / "run")[-3:] == losses(tmp_path / "whole")[-3:]
 
 
+def wrong_once(step: int, job: Language) -> None:
+    """In step 2 rank 1 makes one wrong gradient."""
+    if step != 1 or job.mesh.rank != 1 or hasattr(job, "was_wrong"):
+        return
+    job.was_wrong = True  # type: ignore[attr-defined]
+
+    def hook(gradient: torch.Tensor) -> torch.Tensor:
+        handle.remove()
+        return gradient * (1 + 2**-20)
+
+    handle = job.engine.plan.slots[0].parameter.register_hook(hook)
+
+
+@pytest.mark.medium
+def test_a_step_with_a_wrong_gradient_is_done_again_and_the_run_is_as_if_nothing_had_happened(
+    worlds, text: Path, tmp_path: Path
+) -> None:
+    safety = {"sums_every": 2, "replay_every": 2}
+    config = config_of(tmp_path / "run", text, layout="dp2 zero1", steps=4, safety=safety)
+    assert worlds(2).run(loop.run, config, replace(QUIET, before_step=wrong_once))[0].code == 0
+    said = [line for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines() if "corrupted" in line]
+    assert len(said) == 1
+    assert "rank 1 computed wrongly" in said[0]
+    whole = config_of(tmp_path / "whole", text, layout="dp2 zero1", steps=4)
+    worlds(2).run(loop.run, whole, QUIET)
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+
+
 # -- a slow disk -----------------------------------------------------------------------------------------------------
 
 

@@ -7,6 +7,7 @@ from isograd.engine.first import empty_parameters
 from isograd.engine.joined import Joined
 from isograd.engine.muon import Muon
 from isograd.engine.precision import LossScale
+from isograd.engine.replay import Replay
 from isograd.engine.shares import Mean
 from isograd.engine.stats import Stats
 from isograd.engine.zero import Shards
@@ -19,6 +20,7 @@ __all__ = [
     "LossScale",
     "Mean",
     "Muon",
+    "Replay",
     "Shards",
     "Stats",
     "empty_parameters",

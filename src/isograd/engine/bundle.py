@@ -95,6 +95,10 @@ class Bundle:
         flat = torch.cat([tensors[i].reshape(-1) for i in self._small])
         return [*(tensors[i] for i in self._large), flat[self._order]]
 
+    def names(self, names: Sequence[str]) -> list[list[str]]:
+        """The names of the slots that each of `slots` stands for."""
+        return [[names[i]] for i in self._large] + ([[names[i] for i in self._small]] if self._small else [])
+
     def rows(self, travelled: Sequence[Tensor]) -> list[Tensor]:
         """My rows of each slot, from my rows of what has travelled."""
         if not self._small:

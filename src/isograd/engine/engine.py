@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -206,6 +206,10 @@ class Engine:
         with self.together() as ledger:
             ledger.of_terms(terms)
 
+    def check_sums(self) -> None:
+        """Before a step, on all ranks: compare what its reductions send with what they add up (engine/sums.py)."""
+        self.ledger.flights.begin_sums()
+
     def discard(self) -> None:
         """Drop all that this step has gathered, on every rank: after a backward that failed, or for a bad batch.
 
@@ -277,6 +281,10 @@ class Engine:
             for micro in micros if self.pipeline is None else ():
                 call(self.model, micro)
             self._meet_units("ends its count")
+
+    def only_looking(self) -> AbstractContextManager[None]:
+        """Forwards in here are not the step's: what it was given is kept."""
+        return self._inputs.evaluating()
 
     @torch.no_grad()
     def evaluate(self, batch: Any, micro_batches: int | None = None) -> Evaluation:

@@ -23,6 +23,7 @@ from isograd.comm.notes import gather_notes
 from isograd.comm.raw import Group
 from isograd.engine.bundle import SMALL, Cut
 from isograd.engine.plan import Bucket, Plan, Slot
+from isograd.engine.sums import Sums, refuse
 from isograd.engine.transport import Flight, Pieces, reduce_rows
 from isograd.errors import EngineError
 from isograd.mesh import Mesh
@@ -43,6 +44,7 @@ class Flights:
         self.sent: list[Bucket] = []  # the buckets that left since the step began
         # The sum of all gradients that were looked at in this step, on the device: NaN or Inf if one of them has any.
         self.total = torch.zeros((), dtype=torch.float64, device=plan.slots[0].parameter.device)
+        self.sums: dict[tuple[int, ...], Sums] = {}  # of a step whose reductions are checked, by owners
         self.due: dict[Slot, Tensor] = {}  # landed: my rows, summed over the data axes
         self._air: deque[tuple[Bucket, Flight]] = deque()
         self._in_pass = 0  # launched in the running pass, or in the last one
@@ -110,7 +112,9 @@ class Flights:
         slots = bucket.bundle.slots
         self.look(t for t, slot in zip(packed, slots, strict=True) if isinstance(slot, Cut) or t.numel() <= SMALL)
         owners = self._groups[bucket.owners.ranks]
-        flight = reduce_rows(slots, packed, owners, tree=self.tree, number=bucket.number)
+        flight = reduce_rows(
+            slots, packed, owners, tree=self.tree, number=bucket.number, sums=self.sums.get(owners.ranks)
+        )
         self._air.append((bucket, flight))
 
     def look(self, gradients: Iterable[Tensor]) -> None:
@@ -133,6 +137,21 @@ class Flights:
         for slot, piece in zip(bucket.slots, rows, strict=True):
             before = self.due.get(slot)
             self.due[slot] = piece if before is None else before.add_(piece)
+
+    def begin_sums(self) -> None:
+        """Check the reductions of the step that begins."""
+        self.sums = {group.ranks: Sums() for group in self.plan.owners}
+
+    def check_sums(self, mesh: Mesh) -> None:
+        """All ranks together, when all has landed: refuse the step if what was sent is not what was added up."""
+        if not self.sums:
+            return
+        sums, self.sums, wrong = self.sums, {}, list[str]()
+        for group in self.plan.owners:
+            theirs = {bucket for bucket in self.sent if bucket.owners.ranks == group.ranks}
+            names = {bucket.number: bucket.bundle.names([slot.name for slot in bucket.slots]) for bucket in theirs}
+            wrong += sums[group.ranks].compare(self._groups[group.ranks], names)
+        refuse(wrong, mesh)
 
     def even_out(self, mesh: Mesh) -> None:
         """After a failure, on all ranks: launch zeros until every owner of a bucket has launched it equally often."""

@@ -103,6 +103,7 @@ class Ledger:
         self.full: dict[Slot, Tensor] = {}  # memory of a whole gradient
         self.used: set[Slot] = set()  # reached by a backward of this step on this rank
         self.flights = Flights(plan, mesh, tree=reproducible)
+        self.watcher: Callable[[Slot, Tensor], None] | None = None  # sees each gradient as autograd has made it
         self._tree = Tree()
         self._leave = Leave.AT_END
         self._running = self._leaves_now = self._dropped = False  # about the run of autograd that is under way
@@ -158,6 +159,12 @@ class Ledger:
             self._seeded(loss, count, last=last, discard=nothing)
         self.told.weight = self.told.weight + count
         self.told.losses.append(weighted(loss.detach().double().reshape(()), count))
+
+    def of_nothing(self, loss: Tensor, weight: Tensor | float) -> None:
+        """Backward from a loss as `of_loss` does it; the step gathers nothing of it. For `watcher`."""
+        self.must_be(State.BACKWARD)
+        count = torch.as_tensor(weight, dtype=torch.float64, device=loss.device).detach().reshape(())
+        self._seeded(loss, count, last=False, discard=True)
 
     def of_terms(self, terms: Terms, *, last: bool = True) -> None:
         """Backward from the terms of a loss, in one run of autograd; each is seeded with its share of the step."""
@@ -311,6 +318,8 @@ class Ledger:
                 "this model's parameters until that backward is over",
                 where=self.mesh.where(),
             )
+        if self.watcher is not None and gradient is not None:
+            self.watcher(slot, gradient)
         if not self._dropped and gradient is not None:
             self.collect(slot, gradient)
         if self._leaves_now:
@@ -400,6 +409,7 @@ class Ledger:
             self._unsent = list(self.plan.buckets)
             self._flush()
         self.flights.land_all()
+        self.flights.check_sums(self.mesh)
         due, self.flights.due = self.flights.due, {}
         # Sorted, because the two stages of a tie hold it at different places among their parameters.
         for axes in sorted({axes for slot in due for axes in slot.contract.owes}, reverse=True):
@@ -435,6 +445,7 @@ class Ledger:
             for parameter, _ in shown:
                 parameter.grad = None
         self.flights.clear()
+        self.flights.sums = {}
         self.local, self.paid, self.full, self.told, self.passes = {}, {}, {}, Contributions(), 0
         self.shares.clear()
         self.used, self._withheld, self._unsent = set(), set(), []

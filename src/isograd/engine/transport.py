@@ -20,6 +20,7 @@ from torch import Tensor
 from isograd.comm import raw
 from isograd.comm.raw import Group, Handle
 from isograd.engine.bundle import Rows
+from isograd.engine.sums import Sums
 
 SMALL = 1 << 14  # elements: below this a slice is packed with others rather than sent by itself
 
@@ -29,8 +30,12 @@ Pieces = list[Tensor]
 class Flight:
     """A bucket's reduction under way. `wait` returns my rows of each slot, summed over the group."""
 
-    def __init__(self, handle: Handle, members: list[Pieces], own: Pieces | None, tree: bool) -> None:
+    def __init__(
+        self, handle: Handle, members: list[Pieces], own: Pieces | None, tree: bool, sums: Sums | None, number: int
+    ) -> None:
+        """`sums`: whether the messages and their sum are checked, as bucket `number`."""
         self._handle, self._members, self._own, self._tree = handle, members, own, tree
+        self._sums, self._number = sums, number
 
     def ready(self) -> bool:
         """Whether `wait` would return at once."""
@@ -39,7 +44,12 @@ class Flight:
     def wait(self) -> Pieces:
         """My rows of each slot, summed over the group."""
         self._handle.wait()
-        return tree_sum(self._members, self._own) if self._tree else reduce(self._add, self._members)
+        if self._sums is not None and len(self._members) > 1:
+            self._sums.arrived(self._number, self._members)
+        rows = tree_sum(self._members, self._own) if self._tree else reduce(self._add, self._members)
+        if self._sums is not None:
+            self._sums.summed(self._number, rows)
+        return rows
 
     def _add(self, a: Pieces, b: Pieces) -> Pieces:
         return _add(a, b, self._own)
@@ -62,19 +72,22 @@ def tree_sum(members: Sequence[Pieces], keep: Pieces | None = None) -> Pieces:
 
 
 def reduce_rows(
-    slots: Sequence[Rows], gradients: Pieces, group: Group, *, tree: bool, number: int | None = None
+    slots: Sequence[Rows], gradients: Pieces, group: Group, *, tree: bool, number: int = -1, sums: Sums | None = None
 ) -> Flight:
     """Start sending each owner its rows of my full gradients.
 
     `number`: what these slots are to all members. On gloo, rows of different numbers never meet, so members may send
     their buckets in different orders; rows of one number meet in the order in which they were sent. After a backward in
     which some members did not send a bucket, use numbers that were not used before: the unsent ones would be paired
-    with those of the next backward.
+    with those of the next backward. `sums`: check the messages and their sum.
     """
     if group.size == 1:
-        return Flight(Handle(), [[g.view(1) if g.dim() == 0 else g for g in gradients]], None, tree)
+        return Flight(Handle(), [[g.view(1) if g.dim() == 0 else g for g in gradients]], None, tree, None, number)
+    if sums is not None:
+        sums.sending(number, [[slot.rows(g, m) for slot, g in zip(slots, gradients, strict=True)]
+                              for m in range(group.size)])  # fmt: skip
     if raw.native(group) and not tree:
-        return _reduce_packed(slots, gradients, group)
+        return _reduce_packed(slots, gradients, group, sums, number)
     rows = [slot.cut(g) for slot, g in zip(slots, gradients, strict=True)]
     own = [of_slot[group.index] for of_slot in rows]
     members: list[Pieces] = []
@@ -90,7 +103,7 @@ def reduce_rows(
             members.append(pieces)
             out.append(_outgoing([of_slot[member] for of_slot in rows]))
             into.append(messages)
-    return Flight(raw.exchange(out, into, group, 0 if number is None else number + 1), members, own, tree)
+    return Flight(raw.exchange(out, into, group, number + 1), members, own, tree, sums, number)
 
 
 def gather_rows(slots: Sequence[Rows], whole: Pieces, group: Group, tag: int = 0) -> Handle:
@@ -165,14 +178,14 @@ def _chunk_size(slots: Sequence[Rows], like: Pieces, owners: int) -> int:
     return max(sum(slot.rows(t, owner).numel() for slot, t in pairs) for owner in range(owners))
 
 
-def _reduce_packed(slots: Sequence[Rows], gradients: Pieces, group: Group) -> Flight:
+def _reduce_packed(slots: Sequence[Rows], gradients: Pieces, group: Group, sums: Sums | None, number: int) -> Flight:
     size = _chunk_size(slots, gradients, group.size)
     flat = gradients[0].new_zeros(size * group.size)
     for owner, places in enumerate(_chunks(slots, gradients, flat, group.size)):
         torch._foreach_copy_(places, [s.rows(g, owner) for s, g in zip(slots, gradients, strict=True)])
     mine, handle = raw.reduce_scatter_start(flat, group)
     rows = [slot.rows(g) for slot, g in zip(slots, gradients, strict=True)]
-    return Flight(handle, [_views(mine[: sum(r.numel() for r in rows)], rows)], None, False)
+    return Flight(handle, [_views(mine[: sum(r.numel() for r in rows)], rows)], None, False, sums, number)
 
 
 def _gather_packed(slots: Sequence[Rows], whole: Pieces, group: Group) -> Handle:

@@ -195,6 +195,12 @@ class Safety(Part):
     replicas_every: Annotated[int, Field(ge=0)] = Field(
         default=100, description="steps between checks of copies; 0: never"
     )
+    sums_every: Annotated[int, Field(ge=0)] = Field(
+        default=0, description="steps between checks of what a reduction adds up, by checksums; 0: never"
+    )
+    replay_every: Annotated[int, Field(ge=0)] = Field(
+        default=0, description="steps between checks in which another data rank computes a micro-batch again; 0: never"
+    )
 
 
 class Resilience(Part):
@@ -285,6 +291,8 @@ class Config(Part):
             raise _contradiction(
                 "pairs have no micro_batches: every row is every other's negative; set pairs.chunk", "micro_batches"
             )
+        if self.safety.replay_every and self.pairs is not None:
+            raise _contradiction("safety.replay_every is for language models", "safety.replay_every", "pairs")
         layout = Layout.parse(self.layout)
         rows, rest = divmod(self.batch, layout.dp)
         if rest or rows < self.micro_batches:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from isograd.mesh import Mesh
 from isograd.resilience import Copies, reached
 from isograd.train import curves, journal, load, peers
 from isograd.train.config import Config
+from isograd.train.corrupted import Checks
 from isograd.train.devices import peak_flops
 from isograd.train.early import refuse_earlier_run
 from isograd.train.job import Job, make_job, prepare
@@ -115,6 +117,7 @@ class _Run:
         )  # fmt: skip
         stack.enter_context(self.keeper)
         dog.before_end = self.keeper.let_finish
+        self.checks = Checks(config, self.job.engine, partial(self._event, "corrupted"))
         self.passed_over: tuple[str, ...] = ()
         self.schedule = Schedule(config.optimizer, self.job.engine.optimizer, config.steps)
         self.start = self.saved = self._resume()  # `saved`: the step of the newest checkpoint that is good
@@ -189,17 +192,8 @@ class _Run:
             self._evaluate(step)
         began, at = time.perf_counter(), step
         for batch in self._batches(step):
-            self.dog.beat(f"in step {step + 1}, forward and backward")
-            if self.orders.before_step is not None:
-                self.orders.before_step(step, self.job)
             rate = self.schedule.set(step)
-            self.job.accumulate(batch)
-            self._compare(step + 1)
-            if self.copies is not None:
-                self.dog.beat(f"in step {step + 1}, waiting for copies")
-                self.copies.finish()
-            self.dog.beat(f"in step {step + 1}, optimizer")
-            stats = self.job.engine.step()
+            stats = self.checks.step(step + 1, batch, partial(self._gather, step, batch))
             self.dog.stepped()
             step += 1
             reached.step = step
@@ -219,6 +213,17 @@ class _Run:
             if ending:
                 return ending
         return self._finish(step)
+
+    def _gather(self, step: int, batch: Any) -> None:
+        self.dog.beat(f"in step {step + 1}, forward and backward")
+        if self.orders.before_step is not None:
+            self.orders.before_step(step, self.job)
+        self.job.accumulate(batch)
+        self._compare(step + 1)
+        if self.copies is not None:
+            self.dog.beat(f"in step {step + 1}, waiting for copies")
+            self.copies.finish()
+        self.dog.beat(f"in step {step + 1}, optimizer")
 
     def _batches(self, first: int) -> Iterator[dict[str, Any]]:
         """Read one step ahead, in a thread: reading is no part of a step."""

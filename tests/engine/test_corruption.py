@@ -1,0 +1,269 @@
+"""Bits that flip in a step: what a checksum through the reduction and a neighbour's replay find, and whom they name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from isograd.engine import batches, transport
+from isograd.engine.engine import Engine
+from isograd.engine.replay import Replay
+from isograd.errors import EngineError
+from tests.checkpoint import toys
+
+NAME = "blocks.1.mlp.up.weight"
+Plant = Callable[[Engine, int], Any]
+
+
+def flip(tensor: Tensor, bit: int) -> None:
+    """In fp32: bit 30 is of the exponent, 22 the highest of the mantissa, 0 the lowest."""
+    tensor.view(torch.int32).view(-1)[1:2].bitwise_xor_(1 << bit)
+
+
+def once(at: int, change: Callable[[], None]) -> Callable[[], None]:
+    """`change` at the given call and at no other."""
+    calls = [0]
+
+    def called() -> None:
+        calls[0] += 1
+        if calls[0] == at:
+            change()
+
+    return called
+
+
+@contextmanager
+def nothing(engine: Engine, bit: int) -> Iterator[None]:
+    yield
+
+
+@contextmanager
+def on_the_wire(engine: Engine, bit: int) -> Iterator[None]:
+    """A message of gradients is changed between rank 1 and the owner of the rows."""
+    original = transport.raw.exchange
+
+    def exchange(out, into, group, tag=0, **more):
+        if group.purpose != "gradients":
+            return original(out, into, group, tag, **more)
+        largest = max((t for pieces in out for t in pieces), key=Tensor.numel)
+        hits()
+        if hit:
+            changed = largest.clone()
+            flip(changed, bit)
+            out = [[changed if t is largest else t for t in pieces] for pieces in out]
+            hit.clear()
+        return original(out, into, group, tag, **more)
+
+    hit: list[bool] = []
+    hits = once(1, lambda: hit.append(True))
+    if engine.mesh.rank == 1:
+        transport.raw.exchange = exchange
+    try:
+        yield
+    finally:
+        transport.raw.exchange = original
+
+
+@contextmanager
+def in_the_sum(engine: Engine, bit: int) -> Iterator[None]:
+    """An addition of rank 1 is wrong."""
+    original = transport._add
+    done: list[bool] = []
+
+    def add(a, b, keep):
+        total = original(a, b, keep)
+        if not done:
+            flip(max(total, key=Tensor.numel), bit)
+            done.append(True)
+        return total
+
+    if engine.mesh.rank == 1:
+        transport._add = add
+    try:
+        yield
+    finally:
+        transport._add = original
+
+
+@contextmanager
+def in_a_gradient(engine: Engine, bit: int) -> Iterator[None]:
+    """Once, as autograd makes it on rank 1."""
+
+    def hook(gradient: Tensor) -> Tensor:
+        changed = gradient.clone()
+        hit = once_only()
+        if hit:
+            flip(changed, bit)
+        return changed
+
+    calls = [0]
+
+    def once_only() -> bool:
+        calls[0] += 1
+        return calls[0] == 1
+
+    parameter = engine.table.records[NAME].parameter
+    handle = parameter.register_hook(hook) if engine.mesh.rank == 1 else None
+    yield
+    if handle is not None:
+        handle.remove()
+
+
+@contextmanager
+def in_an_activation(engine: Engine, bit: int) -> Iterator[None]:
+    """Once, in the forward of a norm on rank 1."""
+    calls = [0]
+
+    def hook(module, args, out: Tensor) -> Tensor:
+        calls[0] += 1
+        if calls[0] > 1:
+            return out
+        mask = torch.zeros_like(out).detach()
+        changed = out.detach().clone()
+        flip(changed, bit)
+        mask += changed - out.detach()
+        return out + mask
+
+    norm = next(m for n, m in engine.model.named_modules() if n == "blocks.1")
+    handle = norm.register_forward_hook(hook) if engine.mesh.rank == 1 else None
+    yield
+    if handle is not None:
+        handle.remove()
+
+
+@contextmanager
+def in_a_parameter(engine: Engine, bit: int) -> Iterator[None]:
+    """On rank 1, and it stays."""
+    if engine.mesh.rank == 1:
+        flip(engine.held(NAME).data, bit)
+    yield
+
+
+@contextmanager
+def in_the_optimizer(engine: Engine, bit: int) -> Iterator[None]:
+    """A row of Adam's first moment on rank 1."""
+    if engine.mesh.rank == 1:
+        state = next(kept for kept in engine.optimizer.state.values() if kept["exp_avg"].numel() > 8)
+        flip(state["exp_avg"], bit)
+    yield
+
+
+PLACES: dict[str, Plant] = {
+    "nowhere": nothing, "wire": on_the_wire, "sum": in_the_sum, "gradient": in_a_gradient,
+    "activation": in_an_activation, "parameter": in_a_parameter, "optimizer": in_the_optimizer,
+}  # fmt: skip
+
+
+def checked_step(engine: Engine, step: int, *, replays: bool = True) -> str:
+    """A step with both checks: "" or what was said; then it is dropped."""
+    batch, micros = toys.batch(step, engine.mesh), 2
+    try:
+        replay = Replay(engine) if replays else None
+        engine.check_sums()
+        if replay is not None:
+            replay.begin()
+        engine.accumulate(batch, micros)
+        if replay is not None:
+            replay.compare(batches.micro_batches(batch, micros)[0])
+        engine.step()
+    except EngineError as error:
+        if not engine.ledger.empty:
+            engine.discard()
+        return f"{error.code}: {error.what}: {error.seen}"
+    return ""
+
+
+def planted(layout: str, place: str, bit: int, steps: int = 2) -> list[str]:
+    """A good step, then some in whose first the bit flips, until something is said."""
+    engine = toys.engine_of(layout, dtype=torch.float32)
+    said = [checked_step(engine, 0)]
+    with PLACES[place](engine, bit):
+        for step in range(1, 1 + steps):
+            said.append(checked_step(engine, step))
+            if said[-1]:
+                break
+    return [*said, checked_step(engine, 9)]
+
+
+def planted_all(cases: list[tuple[str, str, int]]) -> list[list[str]]:
+    return [planted(*case) for case in cases]
+
+
+ONE_OF_TWO = "rank 0 or rank 1 computed wrongly"
+CASES = {
+    ("dp2 zero1", "nowhere", 0): "",
+    ("dp2 zero0", "nowhere", 0): "",
+    ("dp2 zero1", "wire", 0): "between rank 1, which sent them, and rank 0, which owns them",
+    ("dp2 zero2", "wire", 30): "between rank 1, which sent them, and rank 0, which owns them",
+    ("dp2 zero1", "sum", 22): "added up wrongly on rank 1",
+    ("dp2 zero0", "sum", 29): "added up wrongly on rank 1",
+    ("dp2 zero1", "gradient", 0): "IG581: two ranks computed different gradients of one micro-batch: rank 1 computed",
+    ("dp2 zero1", "activation", 22): "IG581: two ranks computed different gradients of one micro-batch: rank 1 comp",
+    ("dp2 zero1", "parameter", 5): ONE_OF_TWO,
+    ("dp2 zero1", "optimizer", 22): "",
+}  # fmt: skip
+
+
+@pytest.mark.medium
+def test_planted_flips_are_found_in_their_step_and_their_rank_is_named(worlds) -> None:
+    """The table of docs/corruption.md. The step after the one that was refused is right again, or refused again."""
+    ours, theirs = worlds(2).run(planted_all, list(CASES))
+    for (case, expected), said, also in zip(CASES.items(), ours, theirs, strict=True):
+        assert said == also, case  # all ranks alike
+        assert said[0] == "", case
+        if not expected:
+            assert said == [""] * 4, case
+        else:
+            assert expected in said[1], (case, said)
+            stays = case[1] == "parameter"
+            assert (said[-1] != "") == stays, (case, said)
+            assert NAME in said[1] or case[1] in ("sum", "wire", "activation", "parameter"), case
+
+
+@pytest.mark.slow
+def test_the_table_of_the_docs(worlds) -> None:
+    """Printed: for each place and bit, what is said in the step of the flip, or in one of the two after it."""
+    cases = [("dp2 zero1", place, bit) for place in PLACES for bit in (0, 10, 16, 22, 26, 30)]
+    found = worlds(2).run(planted_all, cases, timeout=500)[0]
+    for (_, place, bit), said in zip(cases, found, strict=True):
+        step = next((str(at) for at, text in enumerate(said) if text), "-")
+        print(f"{place:12} {bit:3}  step {step}  {next(filter(None, said), '')[:150]}")
+    assert not any(said for case, said in zip(cases, found, strict=True) if case[1] == "nowhere" and any(said))
+
+
+@pytest.mark.medium
+def test_of_four_ranks_the_one_with_a_changed_parameter_is_named(worlds) -> None:
+    said = worlds(4).run(planted, "dp4 zero1", "parameter", 5)[0]
+    assert "rank 1 computed wrongly" in said[1]
+    said = worlds(4).run(planted, "dp2 tp2", "wire", 0)[0]
+    assert "IG580" in said[1]
+    assert worlds(4).run(planted, "dp2 tp2 sp", "nowhere", 0)[0] == [""] * 4
+
+
+def healthy(layout: str, options: dict[str, Any], dtype: torch.dtype) -> list[str]:
+    engine = toys.engine_of(layout, dtype=dtype, **options)
+    return [checked_step(engine, step, replays="zero3" not in layout) for step in range(6)]
+
+
+@pytest.mark.medium
+def test_healthy_runs_raise_no_alarm(worlds) -> None:
+    for layout, options, dtype in (
+        ("dp2 zero3", {}, torch.float32), ("dp2 zero1", {}, torch.bfloat16), ("dp2 zero2", {}, torch.float64),
+    ):  # fmt: skip
+        assert worlds(2).run(healthy, layout, options, dtype)[0] == [""] * 6, layout
+
+
+def refused(layout: str) -> str:
+    with pytest.raises(EngineError) as caught:
+        Replay(toys.engine_of(layout))
+    return f"{caught.value.code}: {caught.value.seen}"
+
+
+def test_layouts_that_cannot_be_computed_again_are_refused(worlds) -> None:
+    assert worlds(2).run(refused, "dp2 zero3")[0].startswith("IG582: at ZeRO 3")
+    assert worlds(2).run(refused, "pp2")[0].startswith("IG582: a pipeline")
