@@ -68,7 +68,7 @@ def main() -> None:
         near += ratio <= 1 + NEAR
         lines.append(
             f"| {name} | {chosen} | {mine:.2f} s | `{best.layout}`, {best.work.micro_batches} "
-            f"| {best.step.seconds:.2f} s | {ratio:.2f} | {why(row, best) if ratio > 1 + NEAR else ''} |"
+            f"| {best.step.seconds:.2f} s | {ratio:.2f} | {why(row, best) if abs(ratio - 1) > NEAR else ''} |"
         )
         print(lines[-1], flush=True)
     text = "\n".join([f"{near} of {len(found)} choices are within {NEAR:.0%} of the best.", "", *lines])

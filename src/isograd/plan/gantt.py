@@ -91,6 +91,8 @@ def svg(work: Work, layout: Layout, machine: Machine) -> str:
     title = (
         f"{layout} on {layout.world_size:,} x {machine.name}: {_time(end)} a step, {work.micro_batches} micro-batches"
     )
+    if machine.per_device > 1:
+        title += f"; as if each rank always had its part of a device, which {machine.per_device:g} share"
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif">',
         f'<rect width="{width}" height="{height}" fill="#fff"/>',
