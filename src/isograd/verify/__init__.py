@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from isograd.verify.case import Case as Case
     from isograd.verify.compare.numerics import taylor as taylor
+    from isograd.verify.inside import lightning_callback as lightning_callback
     from isograd.verify.inside import trainer_callback as trainer_callback
     from isograd.verify.inside import watching as watching
     from isograd.verify.prove import assert_same_gradients as assert_same_gradients
@@ -35,6 +36,7 @@ _HOMES = {
     "verify": "isograd.verify.prove",
     "taylor": "isograd.verify.compare.numerics",
     "weigh": "isograd.verify.watch.weighing",
+    "lightning_callback": "isograd.verify.inside",
     "trainer_callback": "isograd.verify.inside",
     "watching": "isograd.verify.inside",
 }

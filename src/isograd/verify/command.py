@@ -89,7 +89,9 @@ def _prove_options(parser: argparse.ArgumentParser) -> None:
 
 def _run_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--record", metavar="DIR", help="keep the recording in this new directory")
-    parser.add_argument("--steps", type=int, default=3, metavar="N", help="optimizer steps to watch (default 3)")
+    parser.add_argument(
+        "--steps", default="3", metavar="WHICH", help="optimizer steps to watch: 3 (the default), 'first,every 1000'"
+    )
     parser.add_argument("--stall", type=float, default=300.0, metavar="S", help="seconds of silence that are a hang")
     parser.add_argument("--layout", default="", help="names the axes in what is said, for example 'dp2 tp2'")
     parser.add_argument(
@@ -204,10 +206,10 @@ def _run(options: argparse.Namespace) -> int:
     from isograd import scratch
     from isograd.verify.run import beside
     from isograd.verify.run.attach import run
+    from isograd.verify.watch.steps import Steps
 
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
-    if options.steps < 1:
-        raise ConfigError("IG622", "--steps must be at least 1", seen=options.steps)
+    Steps.of(options.steps)  # refused before anything runs
     one, replay = options.beside_one, options.replay_routing
     if replay is not None and bool(replay) == one:
         raise ConfigError(

@@ -5,6 +5,7 @@
         train()                                         # a loop, trainer.fit(...), trainer.train()
 
     trainer = Trainer(..., callbacks=[isograd.verify.trainer_callback("recording")])          # of transformers
+    trainer = Trainer(..., callbacks=[isograd.verify.lightning_callback("recording")])        # of Lightning
 
 The first steps are watched; then every hook is taken out. At the end rank 0 prints what `verify run` would have told,
 when all ranks have written. The folder is one that all ranks reach, and new; it holds sketches, not whole gradients,
@@ -29,6 +30,7 @@ from isograd.verify.watch import foreign
 from isograd.verify.watch.capture import Capture
 
 if TYPE_CHECKING:
+    from lightning.pytorch.callbacks import Callback  # type: ignore[import-not-found, unused-ignore]
     from transformers import TrainerCallback  # type: ignore[import-untyped, unused-ignore]
 
 PATIENCE = 60.0  # seconds that rank 0 waits for the others' files
@@ -37,7 +39,7 @@ PATIENCE = 60.0  # seconds that rank 0 waits for the others' files
 class watching:
     """Watches the first optimizer steps of what runs inside; `report` is set on rank 0 at the end, and printed."""
 
-    def __init__(self, directory: str | Path, steps: int = 3, layout: str = "", whole: bool = False) -> None:
+    def __init__(self, directory: str | Path, steps: int | str = 3, layout: str = "", whole: bool = False) -> None:
         self.directory, self.layout = Path(directory), layout
         self.capture = Capture(self.directory, steps, parameters=whole, lenient=True)
         self.report: Report | None = None
@@ -81,7 +83,7 @@ class watching:
             self.capture.stop()
 
 
-def trainer_callback(directory: str | Path, steps: int = 3, layout: str = "") -> TrainerCallback:
+def trainer_callback(directory: str | Path, steps: int | str = 3, layout: str = "") -> TrainerCallback:
     """For `Trainer(callbacks=[...])` of transformers: watches the first steps of its training, and tells at the end."""
     from transformers import TrainerCallback
 
@@ -93,6 +95,26 @@ def trainer_callback(directory: str | Path, steps: int = 3, layout: str = "") ->
             self.watching.start()
 
         def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self.watching.stop()
+
+    return Watching()
+
+
+def lightning_callback(directory: str | Path, steps: int | str = 3, layout: str = "") -> Callback:
+    """For `Trainer(callbacks=[...])` of Lightning: watches the first steps of `fit`, and tells at its end."""
+    try:
+        from lightning.pytorch.callbacks import Callback
+    except ImportError:
+        from pytorch_lightning.callbacks import Callback  # the older name of the package
+
+    class Watching(Callback):  # type: ignore[misc, unused-ignore]
+        def __init__(self) -> None:
+            self.watching = watching(directory, steps, layout)
+
+        def on_fit_start(self, trainer: Any, module: Any) -> None:
+            self.watching.start()
+
+        def on_fit_end(self, trainer: Any, module: Any) -> None:
             self.watching.stop()
 
     return Watching()

@@ -41,7 +41,7 @@ STARTUP = Path(__file__).parents[1] / "watch" / "startup"
 def run(
     command: list[str],
     directory: Path,
-    steps: int = 3,
+    steps: int | str = 3,
     stall: float = 300.0,
     layout: str = "",
     activations: bool = False,
@@ -209,7 +209,7 @@ def facts(recording: Recording) -> dict[str, str]:
     if seconds:
         told["overhead"] = f"{own:.2f} s of the {seconds:.2f} s watched on rank 0"
     gaps = [b - a for a, b in pairwise(float(t) for t in first.about.get("step_times", []))]
-    watched = len(recording.steps) - 1
+    watched = sum(step == number for number, step in enumerate(recording.steps, 1)) - 1
     later = gaps[watched + 1 :] or gaps[watched:]  # the very first one after the watching may still clean up
     if watched >= 1 and later:
         with_it, without = statistics.median(gaps[:watched]), statistics.median(later)

@@ -3,7 +3,7 @@
     with Capture(directory, steps=3):
         train()                       # any program: plain, DDP, FSDP2, DTensor, DeepSpeed, isograd
 
-Until the given number of optimizer steps is over it notes events in order (record/events.py has every kind),
+In the optimizer steps that are watched (steps.py) it notes events in order (record/events.py has every kind),
 and as tensors, per step: `part/MICRO/NAME`, the sketch of what one backward added to a parameter on this rank, before
 any communication; `final/NAME` and `sum/NAME`, the gradient before clip and its sketch; `clipped/NAME`, the sketch of
 what the optimizer received; `parameter/NAME` before and `after/NAME` behind the step; and when `activations` is set,
@@ -52,6 +52,7 @@ from isograd.verify.watch.hooks import Hooks
 from isograd.verify.watch.labels import Labels
 from isograd.verify.watch.life import Life
 from isograd.verify.watch.routing import Routing
+from isograd.verify.watch.steps import Steps
 
 LIMIT = 1 << 28  # bytes of full gradients, parameters and activations that a rank writes per step
 Box = tuple[tuple[int, int], ...]
@@ -62,14 +63,14 @@ MOST_MICROS = 512  # backwards without an optimizer step, after which nothing mo
 
 
 class Capture(Life):
-    """`parameters`: write these and gradients as a whole, too: only `verify compare` needs more than sketches.
-    `lenient`: an error of the capture's own ends the watching, and is told, instead of ending the program. `replay`: a
-    recording whose choices of experts are taken (routing.py)."""
+    """`steps`: which are watched (steps.py). `parameters`: write these and gradients as a whole, too: only `verify
+    compare` needs more than sketches. `lenient`: an error of the capture's own ends the watching, and is told, instead
+    of ending the program. `replay`: a recording whose choices of experts are taken (routing.py)."""
 
     def __init__(
         self,
         directory: str | Path,
-        steps: int = 3,
+        steps: int | str = 3,
         activations: bool = False,
         limit: int = LIMIT,
         parameters: bool = True,
@@ -77,10 +78,10 @@ class Capture(Life):
         replay: Path | None = None,
     ) -> None:
         super().__init__(Path(directory), lenient)
-        self.most_steps, self.activations, self.limit, self.parameters = steps, activations, limit, parameters
+        self.steps = Steps.of(steps)
+        self.activations, self.limit, self.parameters = activations, limit, parameters
         self.whole = parameters  # gradients are kept as a whole; feed.py keeps them where it keeps no parameters
         self.base = os.getcwd()
-        self.last_step_at = -1  # `backwards` at the last step taken
         self.numbers = self.arrivals = self.calls = 0
         self.names: dict[int, str] = {}  # id of a parameter -> its name
         self.inside: dict[int, list[str]] = {}  # id of a flat parameter (FSDP1) -> the names of what is in it
@@ -472,7 +473,7 @@ class Capture(Life):
         self.waiting.clear()
         self.watch.flows.clear()
         self.step, self.micro, self.snapped, self.cleared = self.step + 1, -1, False, 0
-        if self.step > self.most_steps:
+        if not self.steps.watches(self.step):
             self.pause()
 
 

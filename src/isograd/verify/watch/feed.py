@@ -23,6 +23,7 @@ from isograd.outside import CONFIG, read_json
 from isograd.verify.record.recording import load
 from isograd.verify.watch import foreign
 from isograd.verify.watch.calls import file_of, found, outermost
+from isograd.verify.watch.steps import Steps
 
 if TYPE_CHECKING:
     from isograd.verify.watch.capture import Capture
@@ -47,14 +48,12 @@ class Feed:
         self.natural = bool(about["natural"])  # the first step is the program's own
         self.fed = self.call = 0  # backwards that are over; calls of the model in this one
         self.withheld: list[tuple[Tensor, Tensor]] = []
-        capture.beside, capture.most_steps = True, len(self.queue) + 2
+        capture.beside, capture.steps = True, Steps(len(self.queue) + 2)
         capture.routing.only = 1  # every backward is one of the other run's first step
         capture.hooks.wrap(nn.Module, "__call__", self._called)
         capture.hooks.wrap(torch.autograd, "backward", self._backward)
-        capture.hooks.handles += [
-            register_optimizer_step_pre_hook(self._withhold),
-            register_optimizer_step_post_hook(self._give_back),
-        ]
+        capture.hooks.handles.append(register_optimizer_step_pre_hook(self._withhold))
+        register_optimizer_step_post_hook(self._give_back)  # stays: hooks are taken out behind a step, from their list
 
     def _called(self, original: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if outermost(self.capture, module):

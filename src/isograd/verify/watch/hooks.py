@@ -65,7 +65,8 @@ class Hooks:
             if not self.capture.tick(optimizer):
                 self._let_go()
 
-        self.after = register_optimizer_step_post_hook(after_step)
+        if self.after is None:  # else it watches again, called from this very hook
+            self.after = register_optimizer_step_post_hook(after_step)
         self.wrap(torch.autograd, "backward", self._backward)
         self.wrap(Optimizer, "add_param_group", self._given)
         original, watched = self.capture.fused.wrapper()
@@ -97,6 +98,7 @@ class Hooks:
             if getattr(getattr(home, name), "__wrapped__", None) is original:  # else the program has wrapped it too
                 setattr(home, name, original)
         self.handles, self.on_parameters, self.wrapped = [], [], []
+        self.seen = WeakTensorKeyDictionary()
 
     def _let_go(self) -> None:
         """From within the list of hooks behind a step, which torch is walking: only its last member may go."""
@@ -235,7 +237,7 @@ class Hooks:
 
     def _backward(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         roots = _tensors(args[0] if args else kwargs.get("tensors"))
-        inside = torch._C._current_graph_task_id() != -1 or self.capture.fused.inside
+        inside = torch._C._current_graph_task_id() != -1 or self.capture.fused.inside or self.capture.backing
         if not inside:  # recomputation calls backward inside backward, a Function in its forward: it is the same one
             self.capture.guarded(self.capture.backward_begins)(roots)
             self.capture.guarded(self.capture.look_at_buffers, "buffers")("forward")

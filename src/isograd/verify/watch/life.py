@@ -21,6 +21,7 @@ from isograd.verify.record.events import Backward, Event, Lost, OtherWorld, Step
 from isograd.verify.record.recording import RankWriter
 from isograd.verify.watch import foreign
 from isograd.verify.watch.claim import claim
+from isograd.verify.watch.steps import Steps
 
 if TYPE_CHECKING:
     from isograd.verify.watch.collectives import Watch
@@ -44,7 +45,7 @@ class Life:
 
     watch: Watch
     hooks: Hooks
-    most_steps: int
+    steps: Steps
 
     def __init__(self, directory: Path, lenient: bool) -> None:
         self.directory, self.lenient = directory, lenient
@@ -62,8 +63,10 @@ class Life:
         self.micro = -1  # backward calls since the last step, minus one
         self.backwards = 0  # since the start
         self.stepping = 0  # optimizers now inside their step
+        self.last_step_at = -1  # `backwards` at the last step taken
         self.times: list[float] = []
-        self.clock: weakref.ref[Any] | None = None  # the optimizer whose steps are timed
+        self.clock: weakref.ref[Any] | None = None  # the optimizer whose steps are timed and counted
+        self.ticks = 0  # its steps
 
     def settle(self) -> None:
         """Finish a step that was waiting for more optimizers."""
@@ -91,18 +94,35 @@ class Life:
         self.watch.enter_below()
 
     def tick(self, optimizer: Any) -> bool:
-        """After each step. Steps are timed beyond the watched ones, for the overhead; False when all is done."""
+        """After each step. Steps are timed beyond the first watched ones, for the overhead; False when all is done."""
         if self.failure and self.installed:
             self.pause()
         if self.stepping:
             return True
         if not self.installed and not self.left:
             self.left = self.watch.leave()
-        if self.clock is None:
+        if self.clock is None or self.clock() is None:
             self.clock = weakref.ref(optimizer)
+        timing = len(self.times) < self.steps.first + UNWATCHED
         if self.clock() is optimizer:
-            self.times.append(time.perf_counter())
-        return len(self.times) < self.most_steps + UNWATCHED or not self.left
+            self.ticks += 1
+            if timing:
+                self.times.append(time.perf_counter())
+            if not self.installed and self.steps.every and self.steps.watches(self.ticks + 1):
+                self.resume()
+        return timing or not self.left or bool(self.steps.every and not self.failure)
+
+    def resume(self) -> None:
+        """The step that comes is watched again."""
+        if self.failure or self.writer is None:
+            return
+        self.step, self.micro, self.last_step_at = max(self.step, self.ticks + 1), -1, self.backwards
+        self.active = self.installed = True
+        self.stance = torch.compiler.set_stance("force_eager")
+        self.hooks.install()
+        if self.left:
+            self.watch.enter_below()
+        self.left = False
 
     def abandon(self) -> None:
         """In a forked child (a data loader's worker): not a rank, nothing is written from here."""
@@ -206,6 +226,7 @@ class Life:
         if (rank, world) != (self.writer.about["rank"], self.writer.about["world"]):
             self.event(OtherWorld(*self.now, rank=rank, world=world))
             self.pause()
+            self.steps = Steps(self.steps.first)  # what comes is another recording's
 
     @property
     def out(self) -> RankWriter:

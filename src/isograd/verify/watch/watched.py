@@ -70,7 +70,7 @@ def _capture(directory: str) -> Any:
 
     capture = Capture(
         directory,
-        steps=int(os.environ.get("ISOGRAD_VERIFY_STEPS", "3")),
+        steps=os.environ.get("ISOGRAD_VERIFY_STEPS", "3"),
         activations=os.environ.get("ISOGRAD_VERIFY_ACTIVATIONS") == "1",
         parameters=os.environ.get("ISOGRAD_VERIFY_PARAMETERS") == "1",
         lenient=True,
