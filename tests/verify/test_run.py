@@ -375,6 +375,29 @@ def test_an_optimizer_that_steps_inside_backward_is_said_plainly(tmp_path) -> No
     assert "an optimizer steps inside backward, parameter by parameter, which is not understood" in said[0]
 
 
+def test_gradients_in_main_grad_are_said_not_to_be_understood(tmp_path) -> None:
+    """A stand-in for Megatron-Core's DDP, which allocates its buffers on CUDA only: it moves gradients as that does."""
+
+    def moved(parameter: torch.Tensor) -> None:
+        parameter.main_grad.add_(parameter.grad)
+        parameter.grad = None
+
+    def program() -> None:
+        model = seeded()
+        for parameter in model.parameters():
+            parameter.main_grad = torch.zeros_like(parameter)
+            parameter.register_post_accumulate_grad_hook(moved)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(torch.arange(4)).sum().backward()
+        for parameter in model.parameters():
+            parameter.grad = parameter.main_grad
+        optimizer.step()
+
+    verdict, said = verdict_and_sentences(watch(tmp_path, program))
+    assert verdict == INCONCLUSIVE
+    assert "gradients are kept in main_grad, as by Megatron-Core's DistributedDataParallel" in said[0]
+
+
 def by_hand(model: nn.Module) -> None:
     for seed in range(3):
         step(model, seed, micros=1)

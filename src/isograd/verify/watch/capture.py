@@ -337,6 +337,11 @@ class Capture(Life):
         if self.snapped:
             return
         self.snapped = True
+        if any(getattr(p, "main_grad", None) is not None for p in self.learn_names().values()):
+            raise RuntimeError(
+                "gradients are kept in main_grad, as by Megatron-Core's DistributedDataParallel and distributed "
+                "optimizer, which is not understood"
+            )
         self.before = {n: _state(foreign.local(p)) for n, p in self.learn_names().items()}
         for name, parameter in self.learn_names().items():
             gradient = gradients.get(name) if gradients is not None else parameter.grad
