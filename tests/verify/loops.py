@@ -73,6 +73,10 @@ def _value(loss: str, logits: Tensor, labels: Tensor, count: Tensor, accumulate:
         "undivided": mean,  # by the number of micro-batches
         "undivided two": lambda: mean() + 0.01 * F.cross_entropy(-logits, labels),
         "square": lambda: (logits.softmax(-1) - F.one_hot(labels.clamp(0), VOCAB)).square().mean() / accumulate,
+        # Over all numbers of the step, of which each rank and micro-batch has as many.
+        "shared": lambda: (
+            dist.get_world_size() * (logits.square().sum() / (logits.numel() * accumulate * dist.get_world_size()))
+        ),
         "negated": lambda: -logits.log_softmax(-1).gather(1, labels.clamp(0)[:, None]).mean() / accumulate,
         "half": lambda: mean() / 2,
     }

@@ -84,6 +84,7 @@ def test_a_right_loop_passes_beside_one_device_whatever_its_loss_divides_by(judg
         ("", 2, 3, True, "negated"),
         ("", 2, 3, False, "sum"),
         ("", 2, 3, True, "balanced"),
+        ("", 2, 3, True, "shared"),
     ):
         subject = judged(loops.ddp, *args)
         assert (subject.verdict, said(subject)) == (PASS, []), subject.findings

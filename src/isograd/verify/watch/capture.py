@@ -247,9 +247,9 @@ class Capture(Life):
         self.unreached[mark] = (self.micro + 1, about)
 
         def arrives(gradient: Tensor | None) -> None:
-            if self.backing and mark in self.unreached:
+            if gradient is not None and self.backing and mark in self.unreached:  # None: it is no part of the loss
                 del self.unreached[mark]
-                if self.beside and gradient is not None:
+                if self.beside:
                     self.tensors[f"begun/{self.micro}/{mark}"] = sketch(foreign.local(gradient))
                 self.event(Given(*self.now, forward=self.micro, tensors=about))
 
