@@ -103,14 +103,14 @@ class Life:
             self.left = self.watch.leave()
         if self.clock is None or self.clock() is None:
             self.clock = weakref.ref(optimizer)
-        timing = len(self.times) < self.steps.first + UNWATCHED
+        timed = self.steps.first + UNWATCHED
         if self.clock() is optimizer:
             self.ticks += 1
-            if timing:
+            if len(self.times) < timed:
                 self.times.append(time.perf_counter())
             if not self.installed and self.steps.every and self.steps.watches(self.ticks + 1):
                 self.resume()
-        return timing or not self.left or bool(self.steps.every and not self.failure)
+        return len(self.times) < timed or not self.left or bool(self.steps.every and not self.failure)
 
     def resume(self) -> None:
         """The step that comes is watched again."""
