@@ -95,8 +95,8 @@ class Life:
 
     def tick(self, optimizer: Any) -> bool:
         """After each step. Steps are timed beyond the first watched ones, for the overhead; False when all is done."""
-        if self.failure and self.installed:
-            self.pause()
+        if self.failure and self.installed and torch._C._current_graph_task_id() == -1:
+            self.pause()  # not inside a backward: it puts the dispatch mode back that it found
         if self.stepping:
             return True
         if not self.installed and not self.left:
