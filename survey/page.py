@@ -26,12 +26,18 @@ def truth(said):
         return f"not computed: {known['failed']}"
     if known["right"]:
         return f"right ({known['error']:.0e}, {known['tensors']} tensors)"
+    if not known["missing"] and all(ones(g["of"]) for g in known["coefficients"]):
+        return f"rounded: {known['error']:.0e} off"
     parts = [f"{g['tensors']} x {shown(g['of'])}" for g in known["coefficients"][:3]]
     if known["missing"]:
         parts.append(f"no gradient: {', '.join(known['missing'][:2])}")
     if known.get("copies differ"):
         parts.append(f"copies differ: {len(known['copies differ'])}")
     return "wrong: " + "; ".join(parts)
+
+
+def ones(coefficients):
+    return not isinstance(coefficients, str) and all(abs(c - 1) < 0.01 for c in coefficients)
 
 
 def shown(coefficients):

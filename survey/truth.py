@@ -9,10 +9,11 @@
    sum of the same contributions; the coefficients, over those of one device, must all be 1.
 
 A program may say more about itself: `plain(args)` the model of step 2 (else tiny.model()), `batch(rank, world, micro,
-args)` its data (else what the model was called with), `READERS(world)` the ranks that have data of their own,
+args)` its data (else what the model was called with), `parts(batch)` what
+the library cuts it into, `READERS(world)` the ranks that have data of their own,
 `whole(model, batches, args)` one loss over all micro-batches where it is not a sum, `gradients(models)` how to read
-gradients that a library keeps elsewhere, `RENAME` pairs of texts to
-replace in names.
+gradients that a library keeps elsewhere, `BEFORE` (class, method, condition on its object) the call before which they
+are to be read, `RENAME` pairs of texts to replace in names.
 """
 
 import json
@@ -62,6 +63,9 @@ class Dump:
         for home in (nn.utils, nn.utils.clip_grad):
             for name in ("clip_grad_norm_", "clip_grad_value_"):
                 setattr(home, name, self.before(getattr(home, name)))
+        if hasattr(program, "BEFORE"):
+            owner, name, ready = program.BEFORE
+            setattr(owner, name, self.before(getattr(owner, name), ready))
 
     def stepping(self, optimizer, args, kwargs):
         """A closure makes the gradients inside of step."""
@@ -78,12 +82,13 @@ class Dump:
 
         return (own, after, *args[1:]), {k: v for k, v in kwargs.items() if k != "closure"}
 
-    def before(self, clip):
-        def clipped(*args, **kwargs):
-            self.write()
-            return clip(*args, **kwargs)
+    def before(self, function, ready=lambda first: True):
+        def called(*args, **kwargs):
+            if ready(args[0]):
+                self.write()
+            return function(*args, **kwargs)
 
-        return clipped
+        return called
 
     def seen(self, call):
         """nn.Module's call: the outermost ones with a gradient tell the model, its weights and what it was given."""
@@ -93,6 +98,7 @@ class Dump:
                 self.depth == 0
                 and not self.done
                 and torch.is_grad_enabled()
+                and torch._C._current_graph_task_id() == -1  # not again, inside of backward
                 and any(p.requires_grad for p in module.parameters())
             ):
                 self.roots[id(module)] = module
@@ -176,6 +182,9 @@ def contributions(program, model, ranks, args, out):
     else:
         micros = {r: seen[r][0] for r in readers}
     every = [b for own in micros.values() for b in own]
+    if hasattr(program, "parts"):
+        micros = {r: [p for b in own for p in program.parts(b)] for r, own in micros.items()}
+        every = [b for own in micros.values() for b in own]
     joint = program.whole(model, every, args) if hasattr(program, "whole") else None
     if joint is not None:
         return [("all", 1.0, gradient(model, joint))], []
@@ -207,7 +216,7 @@ def judge(found, given, labels, close):
         if name not in found:
             continue
         seen = found[name].double()
-        floor = max(float(right[name].norm()), 1e-4 * norm)
+        floor = max(float(right[name].norm()), 0.1 * close * norm)
         errors[name] = float((seen - right[name]).norm()) / floor
         columns = torch.stack([c * g[name].flatten() for _, c, g in given if name in g], 1)
         if float(right[name].norm()) < 1e-4 * norm:

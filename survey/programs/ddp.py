@@ -34,7 +34,10 @@ def main():
     if args.fp16_hook:
         model.register_comm_hook(None, default_hooks.fp16_compress_hook)
     if args.powersgd:
-        state = powerSGD_hook.PowerSGDState(process_group=None, matrix_approximation_rank=1, start_powerSGD_iter=2)
+        state = powerSGD_hook.PowerSGDState(
+            process_group=None, matrix_approximation_rank=1, start_powerSGD_iter=0, use_error_feedback=False,
+            warm_start=False,
+        )  # fmt: skip
         model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     own = args.steps - (args.join and rank == 1)  # with join a rank may have fewer batches

@@ -8,6 +8,9 @@ from deepspeed.utils import safe_get_full_grad
 SWITCHES = ("zero1", "zero2", "zero3")
 
 
+BEFORE = (deepspeed.DeepSpeedEngine, "step", lambda engine: engine.is_gradient_accumulation_boundary())
+
+
 def batch(rank, world, micro, args):
     return tiny.text(micro * world + rank, args.uneven)
 

@@ -3,9 +3,10 @@
 import tiny
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-SWITCHES = ("deferred", "mixed", "reduce-bf16", "clip")  # deferred: reduce with the last micro-batch only
+SWITCHES = ("deferred", "mixed", "reduce-bf16", "clip", "hybrid")  # deferred: reduce with the last micro-batch only
 
 
 def batch(rank, world, micro, args):
@@ -23,11 +24,17 @@ def main():
     model = tiny.model()
     policy = MixedPrecisionPolicy()
     if args.mixed or args.reduce_bf16:
-        reduced = torch.bfloat16 if args.reduce_bf16 else torch.float32
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduced)
+        computed, reduced = torch.bfloat16, torch.float32
+        if args.reduce_bf16:
+            computed, reduced = reduced, computed
+        policy = MixedPrecisionPolicy(param_dtype=computed, reduce_dtype=reduced)
+    mesh = None
+    if args.hybrid:  # copies of shards
+        copies = min(2, world)
+        mesh = init_device_mesh("cpu", (copies, world // copies), mesh_dim_names=("copies", "shards"))
     for layer in model.layers.values():
-        fully_shard(layer, mp_policy=policy)
-    fully_shard(model, mp_policy=policy)
+        fully_shard(layer, mp_policy=policy, mesh=mesh)
+    fully_shard(model, mp_policy=policy, mesh=mesh)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     for step in range(args.steps):
         for i in range(args.accumulate):

@@ -34,8 +34,9 @@ def optimizer_of(model, args):
         matrices = [p for n, p in model.named_parameters() if p.ndim == 2]
         return torch.optim.Muon(matrices, lr=1e-3)
     if args.local_sgd:
-        model.register_comm_hook(local.PostLocalSGDState(None, None, start_localSGD_iter=2), local.post_localSGD_hook)
-        averager = PeriodicModelAverager(period=2, warmup_steps=2)
+        alone, _ = dist.new_subgroups(group_size=1)
+        model.register_comm_hook(local.PostLocalSGDState(None, alone, start_localSGD_iter=0), local.post_localSGD_hook)
+        averager = PeriodicModelAverager(period=2, warmup_steps=0)
         return PostLocalSGDOptimizer(optim=torch.optim.SGD(model.parameters(), lr=0.1), averager=averager)
     raise SystemExit("which optimizer?")
 

@@ -17,6 +17,11 @@ def batch(rank, world, step, args):
     return tiny.text(step, args.uneven, rows=2 * MICRO)
 
 
+def parts(batch):
+    """A step's micro-batches."""
+    return list(zip(*(t.chunk(MICRO) for t in batch), strict=True))
+
+
 def truth(model, batch):
     return tiny.summed(model(batch[0]), batch[1])
 

@@ -1,4 +1,5 @@
-"""torch's tensor parallel styles as its tutorial shows them: attention and MLP, sequence parallel, loss parallel."""
+"""torch's tensor parallel styles as its tutorial shows them: attention and MLP, sequence parallel,
+loss parallel, and with FSDP2 over pairs of ranks."""
 
 from contextlib import nullcontext
 
@@ -6,6 +7,7 @@ import tiny
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -16,15 +18,16 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-SWITCHES = ("sequence", "loss-parallel", "odd-vocab")
+SWITCHES = ("sequence", "loss-parallel", "odd-vocab", "fsdp")
 
 
 def READERS(world):
-    return [0]
+    """Two ranks share their data; four are two pairs, with data of their own under FSDP2."""
+    return range(0, world, 2)
 
 
 def batch(rank, world, micro, args):
-    return tiny.text(micro, args.uneven, vocab=vocab(args))
+    return tiny.text(micro * max(world // 2, 1) + rank // 2, args.uneven, vocab=vocab(args))
 
 
 def truth(model, batch):
@@ -42,7 +45,10 @@ def plain(args):
 def main():
     args = tiny.options(*SWITCHES)
     dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    rank, world = dist.get_rank(), dist.get_world_size()
+    pair = min(2, world)
+    whole_mesh = init_device_mesh("cpu", (world // pair, pair), mesh_dim_names=("data", "tensor"))
+    mesh = whole_mesh["tensor"]
     model = plain(args)
     attention = {f"attention.{n}": ColwiseParallel() for n in "qkv"}
     block = {**attention, "attention.o": RowwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
@@ -59,10 +65,14 @@ def main():
     for layer in model.layers.values():
         parallelize_module(layer, mesh, block)
     parallelize_module(model, mesh, whole)
+    if args.fsdp:
+        for layer in model.layers.values():
+            fully_shard(layer, mesh=whole_mesh["data"])
+        fully_shard(model, mesh=whole_mesh["data"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
     for step in range(args.steps):
         for i in range(args.accumulate):
-            tokens, labels = batch(0, 1, step * args.accumulate + i, args)
+            tokens, labels = batch(rank, world, step * args.accumulate + i, args)
             with loss_parallel() if args.loss_parallel else nullcontext():
                 (tiny.loss(model(tokens), labels) / args.accumulate).backward()
         optimizer.step()

@@ -17,8 +17,8 @@ def READERS(world):
 def plain(args):
     set_seed(0)
     small = {
-        "vocab_size": tiny.VOCAB, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4, "max_position_embeddings": 32,
+        "vocab_size": tiny.VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 32,
     }  # fmt: skip
     return Qwen3ForCausalLM(Qwen3Config(**small)) if args.qwen3 else LlamaForCausalLM(LlamaConfig(**small))
 
