@@ -1,5 +1,7 @@
 """docs/survey.md, written from programs.toml and results.json."""
 
+from collections import Counter
+
 OPEN = ("right", "open", "not seen alone")  # what may be without a note
 
 HEAD = """# The survey
@@ -14,7 +16,8 @@ in survey/programs, one line each in survey/programs.toml. Nothing is downloaded
   behind it). Elsewhere the coefficients are given, and how many tensors have them.
 - **Alone**: `isograd verify run`. **Beside one**: with `--beside-one`.
 - **Is it?** A verdict is *right* when it says BUG of what is wrong and PASS of what is right. *Open* is INCONCLUSIVE;
-  *not seen alone* is a PASS that the run beside one device corrects.
+  *not seen alone* is a PASS that the run beside one device corrects. *MISSED* and *FALSE ALARM* are the verifier's
+  failures.
 """
 
 
@@ -83,7 +86,9 @@ def text(programs, state):
     """The page."""
     head = ["program", "version", "arguments", "ranks", "truth", "alone", "beside one", "is it?"]
     table = [head, ["---"] * len(head), *rows(programs, state)]
-    parts = [HEAD, "\n".join("| " + " | ".join(row) + " |" for row in table) + "\n"]
+    counts = Counter(row[-1] for row in table[2:])
+    summary = f"{len(table) - 2} programs: {', '.join(f'{n} {kind}' for kind, n in counts.most_common())}.\n"
+    parts = [HEAD, summary, "\n".join("| " + " | ".join(row) + " |" for row in table) + "\n"]
     notes = [f"- **{name}**: {about['note']}" for name, about in programs.items() if "note" in about and name in state]
     if notes:
         parts.append("## What the rows mean\n\n" + "\n".join(notes) + "\n")

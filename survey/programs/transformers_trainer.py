@@ -1,8 +1,10 @@
 """transformers' Trainer on a tiny random model, as its documentation shows it, with each of the usual arguments."""
 
+import sys
 import tempfile
 
 import tiny
+import torch
 from torch.nn import functional as F
 from transformers import (
     LlamaConfig,
@@ -14,7 +16,8 @@ from transformers import (
     set_seed,
 )
 
-SWITCHES = ("moe", "average-per-rank", "lora", "checkpointing")
+SWITCHES = ("moe", "average-per-rank", "lora", "checkpointing", "smoothing")
+SMOOTH, SMOOTHING = "--smoothing", 0.1
 
 
 def plain(args):
@@ -36,11 +39,21 @@ def plain(args):
     return model
 
 
+def labels_of(batch):
+    """With smoothing, Trainer takes the labels out of what it gives to the model."""
+    text = tiny.Text("--uneven" in sys.argv)
+    return torch.stack([text.labels[(text.tokens == ids).all(1)][0] for ids in batch["input_ids"]])
+
+
 def truth(model, batch):
-    labels = F.pad(batch["labels"], (0, 1), value=-100)[:, 1:]
+    labels = F.pad(batch["labels"] if "labels" in batch else labels_of(batch), (0, 1), value=-100)[:, 1:]
     made = model(input_ids=batch["input_ids"])
     aux = [] if getattr(made, "aux_loss", None) is None else [model.config.router_aux_loss_coef * made.aux_loss]
-    return *tiny.summed(made.logits, labels), *aux
+    loss, count = tiny.summed(made.logits, labels)
+    if SMOOTH in sys.argv:
+        uniform = -made.logits.log_softmax(-1)[labels != -100].mean(-1).sum()
+        loss = (1 - SMOOTHING) * loss + SMOOTHING * uniform
+    return loss, count, *aux
 
 
 def main():
@@ -50,7 +63,7 @@ def main():
             output_dir=place, use_cpu=True, max_steps=args.steps, per_device_train_batch_size=2,
             gradient_accumulation_steps=args.accumulate, average_tokens_across_devices=not args.average_per_rank,
             gradient_checkpointing=args.checkpointing, save_strategy="no", report_to="none", disable_tqdm=True,
-            logging_steps=1,
+            logging_steps=1, label_smoothing_factor=SMOOTHING if args.smoothing else 0.0,
         )  # fmt: skip
         Trainer(plain(args), arguments, train_dataset=tiny.Text(args.uneven)).train()
 
