@@ -35,8 +35,8 @@ def optimizer_of(model, args):
         return torch.optim.Muon(matrices, lr=1e-3)
     if args.local_sgd:
         alone, _ = dist.new_subgroups(group_size=1)
-        model.register_comm_hook(local.PostLocalSGDState(None, alone, start_localSGD_iter=0), local.post_localSGD_hook)
-        averager = PeriodicModelAverager(period=2, warmup_steps=0)
+        model.register_comm_hook(local.PostLocalSGDState(None, alone, start_localSGD_iter=2), local.post_localSGD_hook)
+        averager = PeriodicModelAverager(period=2, warmup_steps=2)
         return PostLocalSGDOptimizer(optim=torch.optim.SGD(model.parameters(), lr=0.1), averager=averager)
     raise SystemExit("which optimizer?")
 

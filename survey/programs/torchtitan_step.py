@@ -45,7 +45,9 @@ def main():
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for step in range(args.steps):
         micros = [batch(rank, world, step * args.accumulate + i, args) for i in range(args.accumulate)]
-        labels = dist_utils.dist_sum_tensor(sum((t != -100).sum() for _, t in micros), dims.get_mesh("batch"))
+        labels = sum((t != -100).sum() for _, t in micros)
+        if dims.dp_enabled:
+            labels = dist_utils.dist_sum_tensor(labels, dims.get_mesh("batch"))
         for ids, targets in micros:
             loss, _ = loss_of(model(ids), targets, labels)
             loss.backward()
