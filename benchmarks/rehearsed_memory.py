@@ -1,6 +1,7 @@
 """The peak of a rank's memory: as a rehearsal predicts it, beside what running ranks measure.
 
-    python -m benchmarks.rehearsed_memory [--only "dp2 zero1"] [--write docs/plan.md]
+    python -m benchmarks.rehearsed_memory [--only "dp2 zero1"]
+    python -m benchmarks.rehearsed_memory --write               # writes the table into docs/plan.md
 
 Gloo ranks on this machine build the model, take a step and delete everything, so that libraries, connections and the
 buffers that they keep are there; then they build it again. Measured is the most resident memory of the second step then
@@ -22,6 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from benchmarks import tables
 from isograd.comm.launch import World
 from isograd.engine import Engine
 from isograd.layout import Layout
@@ -31,7 +33,6 @@ from isograd.plan.rehearse import rehearse, without_memory
 
 OPTIONS: dict[str, Any] = {"vocab": 2048, "hidden": 256, "layers": 4, "heads": 8, "kv_heads": 4, "mlp": 688}
 ROWS, LENGTH = 8, 128  # of a data rank
-BEGIN, END = "<!-- rehearsed memory -->", "<!-- end of rehearsed memory -->"
 
 
 class Case(NamedTuple):
@@ -115,17 +116,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--only", help="one layout")
     parser.add_argument("--resident", action="store_true", help="with the C library's allocator as it is")
-    parser.add_argument("--write", type=Path, help="a page whose table is replaced")
+    parser.add_argument("--write", action="store_true", help="write the table into docs/plan.md")
     options = parser.parse_args()
     lines = []
     for line in rows(options.only, options.resident):
         print(line, flush=True)
         lines.append(line)
-    if options.write is not None:
-        text = options.write.read_text(encoding="utf-8")
-        before, rest = text.split(BEGIN)
-        table = "\n".join([BEGIN, *lines, END])
-        options.write.write_text(before + table + rest.split(END)[1], encoding="utf-8")
+    if options.write:
+        tables.write("plan", "rehearsed-memory", "\n".join(lines))
 
 
 if __name__ == "__main__":
