@@ -24,6 +24,7 @@ def dry_run(opening: Opening, *, force: bool = False) -> int:
     journal.refuse_other_config(config.folder)
     if problem is not None and not force:
         print(memory_table(opening))
+        print("by formula, a bound; `isograd rehearse` finds the peak of the run's own program, without its memory")
         print("config, data, model and layout fit each other; no step was taken", flush=True)
         print(f"dry run not passed on this machine. {problem}", flush=True)
         return problem.exit_code
