@@ -51,6 +51,13 @@ class Piece(NamedTuple):
     owner: str
 
 
+class _Ref(ref[Any]):
+    """To the memory of a piece."""
+
+    __slots__ = ("key",)
+    key: int
+
+
 class Held:
     """What a program holds and has held."""
 
@@ -62,7 +69,7 @@ class Held:
         self._died: dict[int, int] = {}
         self._whose: list[tuple[str, str]] = []
         self._alive: dict[int, int] = {}  # storage -> number
-        self._refs: dict[int, Any] = {}
+        self._refs: dict[int, _Ref] = {}
         self._known: dict[CodeType, tuple[str, str]] = {}
 
     def take(self, tensor: Tensor, memory: Any = None) -> None:
@@ -73,11 +80,8 @@ class Held:
             return
         self._add(key, size, self._place())
 
-        def gone(_: Any) -> None:
-            self._end(key)
-            del self._refs[key]
-
-        self._refs[key] = ref(storage if memory is None else memory, gone)
+        self._refs[key] = _Ref(storage if memory is None else memory, self._forget)
+        self._refs[key].key = key
 
     def resized(self, tensor: Tensor) -> None:
         """The program has changed the size of a tensor's memory, perhaps to nothing."""
@@ -105,20 +109,23 @@ class Held:
         self._whose.append(whose)
         self.moment += 1
 
+    def _forget(self, memory: _Ref) -> None:
+        self._end(memory.key)
+        del self._refs[memory.key]
+
     def _end(self, key: int) -> None:
         self._died[self._alive.pop(key)] = self.moment
         self.moment += 1
 
     def _place(self) -> tuple[str, str]:
         """(kind, owner) by the place in the program; notes what the program does now."""
-        site = phase = ""
+        known, site = self._known, ""
+        phase = "backward" if torch._C._current_graph_task_id() != -1 else ""
         frame = sys._getframe(2)
-        while frame is not None and not phase:
-            place, phase = self._of_code(frame.f_code)
-            site = site or place
+        while frame is not None and not (site and phase):
+            place, does = known.get(frame.f_code) or self._of_code(frame.f_code)
+            site, phase = site or place, phase or does
             frame = frame.f_back  # type: ignore[assignment]
-        if torch._C._current_graph_task_id() != -1:
-            phase = "backward"
         if not phase:
             phase = self.phases[-1][1] if self.phases else "build"
         elif not self.phases or self.phases[-1][1] != phase:
