@@ -20,6 +20,7 @@ from isograd.layout import Layout
 from isograd.mesh import Mesh
 
 Box = tuple[tuple[int, int], ...]
+Slotted = tuple[str, Contract, tuple[int, ...], bool]  # name, contract, cuts, whole
 BUFFER = "buffer/"  # of which every stage may write a copy
 
 
@@ -29,7 +30,7 @@ class Saves:
 
     shape: tuple[int, ...]
     box: Box | None  # what this rank writes
-    slot: tuple[str, Contract, tuple[int, ...], bool] | None  # the plan: name, contract, cuts, whole; of a parameter
+    slot: Slotted | None  # the plan, of a parameter
 
 
 def saves(engine: Engine) -> dict[str, Saves]:
@@ -61,40 +62,65 @@ def holes(ranks: Mapping[int, Mapping[str, Saves]], layout: Layout) -> Iterator[
     stages: dict[int, list[int]] = {}
     for rank in sorted(ranks):
         stages.setdefault(rank // of_stage, []).append(rank)
-    meshes: dict[int, Mesh] = {}
-    boxes: dict[str, list[tuple[int, Box]]] = {}  # by tensor: (rank, what it writes)
+    boxes: dict[str, dict[int, Box]] = {}  # by tensor: what each rank writes
     shapes: dict[str, tuple[int, ...]] = {}
-    for known in stages.values():
+    for number, known in stages.items():
+        stage = _Stage(layout, range(number * of_stage, (number + 1) * of_stage))
         for key, one in ranks[known[0]].items():
             shapes[key] = one.shape
-            planned = {} if one.slot is None else dict(_planned(one.slot, layout, known[0], of_stage, meshes))
+            planned = {} if one.slot is None else stage.planned(one.slot)
             said = {rank: ranks[rank][key].box for rank in known if key in ranks[rank]}
-            mine = boxes.setdefault(key, [])
-            mine += [(rank, box) for rank, box in (planned | said).items() if box is not None]
+            mine = {rank: box for rank, box in (planned | said).items() if box is not None}
+            boxes[key] = boxes.get(key, {}) | mine
+    found: dict[object, list[str]] = {}  # tensors that are written in the same way have the same holes
     for key, written in boxes.items():
-        yield from _wrong(key, shapes[key], written)
+        same = shapes[key], key.startswith(BUFFER), tuple(written.items())
+        if same not in found:
+            found[same] = list(_wrong(key, shapes[key], list(written.items())))
+        for what in found[same]:
+            yield f"of {key!r}, {what}"
 
 
-def _planned(
-    slot: tuple[str, Contract, tuple[int, ...], bool], layout: Layout, first: int, ranks: int, meshes: dict[int, Mesh]
-) -> Iterator[tuple[int, Box]]:
-    """The box of each rank of a stage that writes some of a parameter."""
-    name, contract, cuts, whole = slot
-    for rank in range(first - first % ranks, first - first % ranks + ranks):
-        mesh = meshes.get(rank)
-        if mesh is None:
-            mesh = meshes[rank] = Mesh.unbound(layout, rank)
-        if not contract.counted_here(mesh):
-            continue
-        box = list(contract.local(mesh)) or [(0, 1)]
-        rows, here = box[0][1] - box[0][0], cuts
-        if rows != cuts[-1]:  # another rank's part has another size
-            sizes = [stop - start for start, stop in box]
-            here = tuple(rows if cut else 0 for cut in cuts) if whole else cut_rows(name, sizes, len(cuts) - 1)
-        owner = mesh.index(contract.data)
-        if here[owner] < here[owner + 1]:
-            box[0] = (box[0][0] + here[owner], box[0][0] + here[owner + 1])
-            yield rank, tuple(box)
+class _Stage:
+    """The ranks of a pipeline stage, and what they write by plan."""
+
+    def __init__(self, layout: Layout, ranks: range) -> None:
+        self._meshes = {rank: Mesh.unbound(layout, rank) for rank in ranks}
+        self._places: dict[str, list[tuple[int, int, int]]] = {}  # by data axes: (rank, place beside, owner)
+        self._planned: dict[Slotted, dict[int, Box]] = {}
+
+    def planned(self, slot: Slotted) -> dict[int, Box]:
+        """The box of each rank that writes some of a parameter."""
+        if slot not in self._planned:
+            self._planned[slot] = dict(self._boxes(*slot))
+        return self._planned[slot]
+
+    def _boxes(self, name: str, contract: Contract, cuts: tuple[int, ...], whole: bool) -> Iterator[tuple[int, Box]]:
+        if contract.data not in self._places:
+            self._places[contract.data] = [
+                (rank, mesh.index(contract.beside), mesh.index(contract.data)) for rank, mesh in self._meshes.items()
+            ]
+        parts: dict[int, tuple[Box, tuple[int, ...]] | None] = {}  # by place beside: its part, and the cuts of its rows
+        for rank, place, owner in self._places[contract.data]:
+            if place not in parts:
+                parts[place] = _part(name, contract, cuts, whole, self._meshes[rank])
+            part = parts[place]
+            if part is not None and part[1][owner] < part[1][owner + 1]:
+                (first, _), *rest = part[0]
+                yield rank, ((first + part[1][owner], first + part[1][owner + 1]), *rest)
+
+
+def _part(
+    name: str, contract: Contract, cuts: tuple[int, ...], whole: bool, mesh: Mesh
+) -> tuple[Box, tuple[int, ...]] | None:
+    """A rank's part of a parameter, and where its owners' rows end; None: another rank's replica counts."""
+    if not contract.counted_here(mesh):
+        return None
+    box = contract.local(mesh) or ((0, 1),)
+    sizes = [stop - start for start, stop in box]
+    if sizes[0] != cuts[-1]:  # another size than the part that `cuts` are of
+        cuts = tuple(sizes[0] if cut else 0 for cut in cuts) if whole else cut_rows(name, sizes, len(cuts) - 1)
+    return box, cuts
 
 
 def _wrong(key: str, shape: tuple[int, ...], written: Sequence[tuple[int, Box]]) -> Iterator[str]:
@@ -114,4 +140,4 @@ def _wrong(key: str, shape: tuple[int, ...], written: Sequence[tuple[int, Box]])
         who = [r for r, box in written if all(a <= c < b for (a, b), (c, _) in zip(box, first, strict=True))]
         named = f": {who[:6]}" if who else ""
         where = ", ".join(f"{a}:{b}" for a, b in first)
-        yield f"of {key!r}, {total} of {math.prod(shape)} elements are written by {many}{named}; the first at [{where}]"
+        yield f"{total} of {math.prod(shape)} elements are written by {many}{named}; the first at [{where}]"
