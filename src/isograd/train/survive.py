@@ -39,7 +39,8 @@ def survive(config: Config, orders: Orders, crew: Crew) -> Outcome:
         step = max((step for step, _, _ in said.values()), default=0)
         without_progress = 0 if step > most else without_progress + 1
         most = max(most, step)
-        phases = sorted({phase for _, phase, _ in said.values()})
+        left = layout.world_size - len(attempt.dead)  # the members behind them were in no world
+        phases = sorted({phase for member, (_, phase, _) in said.items() if member < left})
         text = f"{_who(attempt, layout)}; the others were {' or '.join(phases) or 'gone, too'}"
         if without_progress >= config.resilience.tries:
             raise _given_up(text, without_progress, step)
@@ -110,7 +111,7 @@ def _resume(config: Config, before: str) -> str:
 
 def _given_up(text: str, times: int, step: int) -> LaunchError:
     return LaunchError(
-        "IG255", f"ranks died {times + 1} times without a step in between", seen=text,
+        "IG255", f"ranks died {times + 1} times without a new step in between", seen=text,
         expected=f"step {step + 1} to be finished",
         fix="what dies at the same place each time is no accident of a machine, but memory or a bug: see the kernel's "
         "log; the same command resumes",
