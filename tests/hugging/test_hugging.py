@@ -30,11 +30,12 @@ from isograd.stored import Stored
 VOCAB, LENGTH, MICROS, STEPS = 61, 9, 2, 2
 SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 21, "num_hidden_layers": 2,
          "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 1}  # fmt: skip
-# What each shows: plain; biases and a tie; norms of heads; a window; caps and one key head; fused and gathered; ...
+# What each shows: plain; biases, a tie, key heads that tp does not divide; norms of heads; a window, caps and one key
+# head; fused and gathered; ...
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0,
                                   "high_freq_factor": 4.0, "original_max_position_embeddings": 64}},
-    "qwen2": {"tie_word_embeddings": True},
+    "qwen2": {"tie_word_embeddings": True, "num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 48},
     "qwen3": {},
     "gemma2": {"sliding_window": 4, "num_key_value_heads": 1, "query_pre_attn_scalar": 8},
     "phi3": {},
@@ -277,6 +278,16 @@ def test_debts_and_cuts_are_those_of_the_plan() -> None:
     assert table[layer + "o_proj.weight"].shards[0].dim == 1
     assert table["model.layers.0.mlp.up_proj.weight"].shards[0].ranges == ((0, 11), (11, 21))
     assert table["model.norm.weight"] == ig.Contract((32,))
+
+
+def test_key_heads_that_tp_does_not_divide_are_dealt_out_with_their_query_heads() -> None:
+    mesh = Mesh.unbound("tp2")
+    config = config_of("qwen3", num_attention_heads=9, num_key_value_heads=3)  # as SmolLM2-135M
+    table = contracts(build(config, mesh, torch.float32), mesh)
+    layer = "model.layers.0.self_attn."
+    assert table[layer + "q_proj.weight"].shards[0].ranges == ((0, 48), (48, 72))
+    assert table[layer + "k_proj.weight"].shards[0].ranges == ((0, 16), (16, 24))
+    assert table[layer + "o_proj.weight"].shards[0].ranges == ((0, 48), (48, 72))
 
 
 def of_layout(kind: str, layout: str, **more: Any) -> None:

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from isograd.comm.raw import even_sizes
 from isograd.contract import Shard, contract_of, declare, mark_as, marks_of
 from isograd.errors import ModelError
 from isograd.hugging import styles
@@ -89,6 +90,7 @@ class _Heads:
 
     count: int
     keys: int  # key and value heads
+    sizes: tuple[int, ...]  # query heads on each rank
 
 
 class _Cutter:
@@ -129,7 +131,7 @@ class _Cutter:
         elif style == "colwise":  # of a stack of matrices, each one's outputs
             dim = max(0, parameter.dim() - 2)
             heads = self._attention(home) if dim == 0 else None
-            self.replace(module, leaf, self._even(name, parameter.shape[dim], dim, heads))
+            self.replace(module, leaf, self._whole_heads(name, parameter.shape[dim], dim, heads))
         elif style == "rowwise":
             if parameter.dim() > 1:
                 self.replace(module, leaf, self._even(name, parameter.shape[-1], parameter.dim() - 1))
@@ -182,7 +184,7 @@ class _Cutter:
     def _rows(self, name: str, module: Any, split: bool) -> None:
         heads = None if split else self._attention(name.rpartition(".")[0])
         linear = getattr(module, "base_layer", module)
-        shard = self._even(name, linear.in_features, dim=1, whole_heads=heads)
+        shard = self._whole_heads(name, linear.in_features, 1, heads)
         self.replace(linear, "weight", shard)
         if linear is not module:
             self.replace(module.lora_A[NAME], "weight", shard)
@@ -255,15 +257,20 @@ class _Cutter:
         count = _number(module, QUERY_HEADS) or _number(config, QUERY_HEADS)
         if count is None:
             return None
-        if count % self.tp:
-            raise self._indivisible(f"the {count} heads of {name}", "a tp that divides the number of heads")
         groups = _number(module, ("num_key_value_groups",))
         keys = _number(module, KEY_HEADS) or (count // groups if groups else _number(config, KEY_HEADS)) or count
-        if keys % self.tp and self.tp % keys:
-            what = f"the {keys} key and value heads of {name}"
-            raise self._indivisible(what, "a tp that divides them, or is a multiple of them")
-        heads = self.heads[name] = _Heads(count, keys)
-        here, keys_here = count // self.tp, max(1, keys // self.tp)
+        what = f"the {count} heads of {name}, with {keys} key and value heads,"
+        if keys > self.tp and keys % self.tp:  # some ranks have one key head more, with its query heads
+            if count % keys or self.mesh.size("cp") > 1:
+                raise self._indivisible(what, "a tp that divides them; without cp, key heads that divide the others do")
+        elif count % self.tp or (keys < self.tp and self.tp % keys):
+            raise self._indivisible(
+                what, "a tp that divides the heads, and is below the key heads or a multiple of them"
+            )
+        dealt = even_sizes(keys, self.tp) if keys > self.tp else (1,) * self.tp
+        sizes = tuple(count * size // sum(dealt) for size in dealt)
+        heads = self.heads[name] = _Heads(count, keys, sizes)
+        here, keys_here = sizes[self.mesh.index("tp")], dealt[self.mesh.index("tp")]
         known = {**dict.fromkeys(QUERY_HEADS, here), **dict.fromkeys(KEY_HEADS, keys_here)}
         for attribute, mine in {**known, "num_key_value_groups": here // keys_here}.items():
             if isinstance(getattr(module, attribute, None), int):
@@ -277,14 +284,23 @@ class _Cutter:
         number = heads.keys if name.endswith(OF_KEYS) else heads.count
         if length % number:
             raise self._indivisible(f"{name} of {length}", f"a multiple of its {number} heads")
-        if number % self.tp == 0:
-            return self._even(name, length), ()
+        if number >= self.tp:
+            return self._whole_heads(name, length, 0, heads), ()
         copies, width = self.tp // number, length // number
         ranges = tuple((rank // copies * width, (rank // copies + 1) * width) for rank in range(self.tp))
         return Shard("tp", 0, ranges), (f"tp/{copies}",)
 
-    def _even(self, name: str, length: int, dim: int = 0, whole_heads: _Heads | None = None) -> Shard:
-        if length < self.tp or (whole_heads is not None and length % self.tp):
+    def _whole_heads(self, name: str, length: int, dim: int, heads: _Heads | None) -> Shard:
+        """The features of each rank's heads. Groups of heads that tp does not divide are dealt out unevenly."""
+        if heads is None:
+            return self._even(name, length, dim)
+        if any(length * size % heads.count for size in heads.sizes):
+            raise self._indivisible(f"{name} of {length}", f"as many features for each of its {heads.count} heads")
+        stops = [length * sum(heads.sizes[: rank + 1]) // heads.count for rank in range(self.tp)]
+        return Shard("tp", dim, tuple(zip([0, *stops[:-1]], stops, strict=True)))
+
+    def _even(self, name: str, length: int, dim: int = 0) -> Shard:
+        if length < self.tp:
             raise self._indivisible(f"{name} of {length}", f"a multiple of {self.tp}")
         return Shard.even("tp", dim, length, self.tp)
 

@@ -56,7 +56,8 @@ def number_of(name: str, module: Any, mesh: Mesh, style: str) -> int:
     own = dict(module.named_parameters(recurse=False))
     odd = [leaf for leaf, p in own.items() if p.shape[0] != number]
     inner = [leaf for leaf, _ in module.named_parameters() if leaf not in own]
-    if not isinstance(number, int) or not own or odd or inner or not hasattr(module, "_is_expert_parallel"):
+    elsewhere = style != DISPATCHED and not hasattr(module, "_is_expert_parallel")  # computes what others hold, too
+    if not isinstance(number, int) or not own or odd or inner or elsewhere:
         raise ModelError(
             "IG464",
             f"the style {style!r} is not supported for {name}",
