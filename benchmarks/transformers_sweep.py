@@ -52,9 +52,11 @@ OPEN: dict[str, dict[str, Any]] = {
 HEAD = """# Which models of transformers train under which layout
 
 Written by `python -m benchmarks.transformers_sweep` with transformers {version}; not by hand. Each architecture with a
-causal language model is made small (random weights, fp64) and trains one step of two micro-batches with uneven labels,
-under the layout and on one device. Every gradient is compared by name. Tried are those with a tensor plan, under
-`dp2 ep2` those with an expert plan, and under `pp2 1f1b` some that have no plan at all.
+causal, masked or sequence-to-sequence loss is made small (random weights, fp64) and trains one step of two
+micro-batches with uneven labels, under the layout and on one device. Every gradient is compared by name. Tried are
+those with a tensor plan, under `dp2 ep2` those with an expert plan, and under `pp2 1f1b` some that have no plan at all.
+Models of images and text are trained on text alone; of those around a text model that is itself in the table, only that
+one is tried.
 
 - **proven**: every gradient differs from one device's by less than 1e-9 of its norm. Beside it, the share of the small
   copy's parameters that a tp rank holds: half where everything is cut.
@@ -246,7 +248,21 @@ def page(state: Path, layouts: list[str]) -> str:
         rules="|".join("---" for _ in layouts),
     )
     notes = "\n".join(f"{number}. {text}" for text, number in reasons.items())
-    return f"{head}{chr(10).join(rows)}\n\n## Reasons\n\n{notes or 'None.'}\n{ERRORS if OWN in layouts else ''}"
+    rest = "\n".join(f"- `{kind}`: {why}" for kind, why in without_loss(kinds).items())
+    body = f"{head}{chr(10).join(rows)}\n\n## Reasons\n\n{notes or 'None.'}"
+    title = "## With a plan, and without a class that has such a loss"
+    return f"{body}\n\n{title}\n\n{rest}\n{ERRORS if OWN in layouts else ''}"
+
+
+def without_loss(kinds: list[str]) -> dict[str, str]:
+    """{architecture: what `ig.hugging.load` says}, of those with a plan that are no part of one in the table."""
+    every = configs()
+    parts = [type(part) for kind in kinds if kind in every for part in parts_of(every[kind]).values()]
+    return {
+        kind: why
+        for kind, config in every.items()
+        if kind not in kinds and type(config) not in parts and plans_of(config) and (why := why_no_class(config))
+    }
 
 
 def main() -> None:
