@@ -6,6 +6,7 @@ Trainer's own balance loss depends on ranks and accumulation.
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -238,6 +239,161 @@ def test_failures_end_or_skip_a_step_on_all_ranks_and_leave_nothing_behind(world
         same(seen[3], one_device)
 
 
+def subclass(base: Any, overridden: str) -> Any:
+    """What scripts write below their import of a Trainer: an override of one method."""
+
+    def compute_loss(self: Any, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        counted = kwargs.get("num_items_in_batch") if overridden == "compute_loss with its count" else None
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        count = (labels[:, 1:] != -100).sum() if counted is None else counted
+        loss = toys.exact(outputs, labels, count)
+        return (loss, outputs) if return_outputs else loss
+
+    def training_step(self: Any, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        return base.training_step(self, model, {**inputs}, num_items_in_batch)
+
+    def get_train_dataloader(self: Any) -> Any:
+        return base.get_train_dataloader(self)
+
+    functions = {f.__name__: f for f in (compute_loss, training_step, get_train_dataloader)}
+    name = overridden.split(maxsplit=1)[0]
+    return type("Mine", (base,), {name: functions[name]})
+
+
+OVERRIDDEN = ["compute_loss", "compute_loss with its count", "training_step", "get_train_dataloader"]
+
+
+def of_subclass(layout: str | None, overridden: str, door: bool) -> dict[str, Any]:
+    from transformers import Trainer
+
+    with as_torchrun_starts_it() as (_, ranks), tempfile.TemporaryDirectory() as scratch:
+        kind = subclass(ig.doors.trainer(Trainer, layout) if door else Trainer, overridden)
+        given = {} if overridden.startswith("compute_loss") else {"compute_loss_func": toys.exact}
+        model = toys.model()
+        if overridden.endswith("count"):  # without it the Trainer counts each row's first label, too
+            model.loss_type = "ForCausalLM"
+        found = kind(model, toys.arguments(scratch, 8 // ranks, ranks), train_dataset=toys.Rows(), **given)
+        found.train()
+        return toys.trained(found)
+
+
+@pytest.mark.parametrize("overridden", OVERRIDDEN)
+def test_a_subclass_of_the_doors_trainer_trains_as_the_stock_subclass(worlds, overridden: str) -> None:
+    """In one process and on two ranks; a step is one micro-batch, as the stock one divides a mean by nothing."""
+    expected = of_subclass(None, overridden, door=False)
+    for ranks in (1, 2):
+        for found in on(ranks, worlds, of_subclass, None, overridden, True):
+            same(found, expected)
+
+
+def test_a_training_step_that_goes_backward_by_itself_is_refused(tmp_path: Path) -> None:
+    from transformers import Trainer
+
+    class Own(ig.doors.trainer(Trainer)):  # type: ignore[misc]
+        def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+            loss = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+            self.accelerator.backward(loss)
+            return loss.detach()
+
+    with as_torchrun_starts_it(), pytest.raises(ig.IsogradError, match="IG871"):
+        Own(toys.model(), toys.arguments(str(tmp_path), 2, 1), train_dataset=toys.Rows()).train()
+
+
+def test_state_belongs_to_one_trainer(tmp_path: Path) -> None:
+    from transformers import Trainer
+
+    with as_torchrun_starts_it():
+        args = toys.arguments(str(tmp_path), 2, 1)
+        made = ig.doors.trainer(Trainer)(toys.model(), args, train_dataset=toys.Rows())
+        stock = Trainer(toys.model(), args, train_dataset=toys.Rows())
+    assert (made.args.average_tokens_across_devices, stock.args.average_tokens_across_devices) == (False, True)
+
+
+@pytest.mark.parametrize("name", ["fsdp", "deepspeed", "fp16", "optim"])
+def test_arguments_by_which_a_trainer_reduces_or_steps_by_itself_are_refused(name: str, tmp_path: Path) -> None:
+    from transformers import Trainer
+
+    with as_torchrun_starts_it():
+        made = ig.doors.trainer(Trainer)(toys.model(), toys.arguments(str(tmp_path), 2, 1), train_dataset=toys.Rows())
+        if name == "deepspeed":
+            made.is_deepspeed_enabled = True
+        elif name == "fp16":
+            made.args.mixed_precision = "fp16"
+        else:
+            setattr(made.args, name, {"fsdp": True, "optim": "lomo"}[name])
+        with pytest.raises(ig.IsogradError, match=f"IG856[\\s\\S]*{name}"):
+            made._refuse_arguments()
+
+
+def test_a_second_loss_of_experts_is_refused(tmp_path: Path) -> None:
+    with as_torchrun_starts_it():
+        made = through_the_door(None, str(tmp_path), {}, "experts")
+        loss = torch.ones((), requires_grad=True)
+        made._scores = [{"aux_loss": loss * 2, "z_loss": loss * 3}]
+        with pytest.raises(ig.IsogradError, match="IG859"):
+            made._with_balance(sum(made._scores[0].values()))
+
+
+def test_an_optimizer_that_cannot_step_rows_is_refused_in_the_words_of_a_script(worlds) -> None:
+    for text in worlds(2).run(adafactor):
+        assert all(word in text for word in ("IG542", "optim='adafactor'", "--isograd zero0"))
+
+
+def adafactor() -> str:
+    with as_torchrun_starts_it(), tempfile.TemporaryDirectory() as scratch:
+        try:
+            through_the_door("zero1", scratch, {"optim": "adafactor"}, compute_loss_func=toys.exact).train()
+        except ig.IsogradError as error:
+            return str(error)
+    return ""
+
+
+ENDS = """
+import sys
+from transformers import Trainer, TrainerCallback
+import isograd as ig
+from isograd.comm import raw
+from tests.doors import toys
+
+class Fails(TrainerCallback):
+    def on_step_begin(self, args, state, control, **kwargs):
+        if raw.world()[0] == 1 and state.global_step == 1:
+            raise ValueError("a bad callback")
+
+door = ig.doors.trainer(Trainer)
+door(toys.model(), toys.arguments(sys.argv[1], 2, 2), train_dataset=toys.Rows(), callbacks=[Fails()]).train()
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_loses_another_one_names_it_and_its_error(tmp_path: Path) -> None:
+    import subprocess
+
+    script = tmp_path / "ends.py"
+    script.write_text(ENDS)
+    places = os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])
+    said = {"PYTHONPATH": places, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(tmp_path)],
+            env={**os.environ, **said, "RANK": str(rank), "LOCAL_RANK": str(rank)}, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    error = ranks[0].communicate(timeout=140)[1]
+    ranks[1].communicate(timeout=20)
+    assert "IG870" in error and "rank 1: ValueError: a bad callback" in error, error[-3000:]
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
 def refused() -> list[str]:
     from transformers import Trainer
 
@@ -282,13 +438,15 @@ def test_what_cannot_be_right_is_refused_by_name(worlds) -> None:
 def test_the_layout_of_the_command_line_comes_first_and_is_taken_out_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import Trainer
 
-    monkeypatch.setattr("isograd.doors.world._said", None)
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    monkeypatch.setattr(sys, "orig_argv", ["python", "train.py"])
     assert ig.doors.trainer(Trainer, "dp4").isograd_layout == "dp4"
     monkeypatch.setattr(sys, "argv", ["train.py", "--isograd", "dp2 zero1", "--lr", "1"])
     assert ig.doors.trainer(Trainer, "dp4").isograd_layout == "dp2 zero1"
     assert sys.argv == ["train.py", "--lr", "1"]
     assert ig.doors.trainer(Trainer, "dp4").isograd_layout == "dp2 zero1"  # a second Trainer of the same script
     monkeypatch.setattr(sys, "argv", ["train.py", "--isograd=zero3"])
+    monkeypatch.setattr(sys, "orig_argv", ["python", "train.py", "--isograd=zero3"])
     assert ig.doors.trainer(Trainer).isograd_layout == "zero3"
     monkeypatch.setattr(sys, "argv", ["train.py", "--isograd"])
     with pytest.raises(ig.IsogradError, match="IG854"):

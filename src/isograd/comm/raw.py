@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -194,15 +194,22 @@ def serial(group: Group) -> int:
     return _serials[group.ranks]
 
 
-def raise_flag(name: str) -> None:
+def raise_flag(name: str, note: str = "1") -> None:
     """Let every rank see this name, without a message that another rank would have to wait for."""
     if dist.is_initialized():
-        distributed_c10d._get_default_store().set(f"isograd/{name}", "1")
+        distributed_c10d._get_default_store().set(f"isograd/{name}", note)
 
 
 def flag_raised(name: str) -> bool:
     """Whether any rank has raised it."""
     return dist.is_initialized() and bool(distributed_c10d._get_default_store().check([f"isograd/{name}"]))
+
+
+def note_of(name: str) -> str:
+    """What was noted with a flag; empty when none was raised, or when the store has ended with its rank."""
+    with suppress(RuntimeError):
+        return distributed_c10d._get_default_store().get(f"isograd/{name}").decode() if flag_raised(name) else ""
+    return ""
 
 
 def store_line() -> Any:

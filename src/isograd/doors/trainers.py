@@ -18,6 +18,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from copy import copy
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,11 +28,11 @@ from torch import Tensor, nn
 from isograd.checkpoint import Keeper
 from isograd.comm.agree import told
 from isograd.doors.optimizer import EngineOptimizer, onto_shards
-from isograd.doors.weights import labels_in, routed_in, rows_in
-from isograd.doors.world import layout_said, mesh_of, need, refuse
+from isograd.doors.weights import labels_in, routed_in, rows_in, shifts_labels
+from isograd.doors.world import ends_alike, layout_said, mesh_of, need, refuse
 from isograd.engine import Engine, Stats
 from isograd.engine.dropped import is_dropped
-from isograd.errors import DoorError
+from isograd.errors import DoorError, EngineError
 from isograd.mesh import Mesh
 from isograd.terms import Terms
 
@@ -69,12 +70,14 @@ class OnEngine(_Base):  # type: ignore[misc]
     """What `trainer` puts before a Trainer class."""
 
     isograd_layout: str | None = None
+    args: Any
     optimizer: Any
     loss_is_scaled_for_ga = True  # "do not divide by accumulation steps"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.mesh: Mesh = mesh_of(self.isograd_layout)
+        self.args = copy(self.args)  # the script's own may be another Trainer's, too
         self.args.average_tokens_across_devices = False  # no factor of ranks in a loss: the engine divides, once
         self.loss_is_scaled_for_ga = True
         self._refuse_arguments()
@@ -86,6 +89,11 @@ class OnEngine(_Base):  # type: ignore[misc]
         self._listening: Any = None
         self._logged: Tensor | None = None  # the Trainer's sum of losses when the step began
         self._rows_said = False
+        self._computes_loss = any(
+            "compute_loss" in vars(kind) and kind.__module__.partition(".")[0] not in ("transformers", "trl", "isograd")
+            for kind in type(self).__mro__
+        )  # in the script, perhaps without the count that it is given
+        self._weighs = False  # while a training_step of this door runs
 
     @property
     def engine(self) -> Engine:
@@ -94,10 +102,9 @@ class OnEngine(_Base):  # type: ignore[misc]
         return self.optimizer.engine
 
     def _refuse_arguments(self) -> None:
-        args, behind = self.args, type(self).__mro__[2:]
-        of_step = next(
-            (vars(kind)["loss_is_scaled_for_ga"] for kind in behind if "loss_is_scaled_for_ga" in vars(kind)), None
-        )
+        args, others = self.args, [kind for kind in type(self).__mro__ if kind is not OnEngine]
+        says = next((kind for kind in others if "loss_is_scaled_for_ga" in vars(kind)), object)
+        of_step = vars(says).get("loss_is_scaled_for_ga")
         optim = str(getattr(args.optim, "value", args.optim))
         refuse(
             {
@@ -110,7 +117,7 @@ class OnEngine(_Base):  # type: ignore[misc]
                 "fp16 (bf16 works)": args.mixed_precision == "fp16",
                 "auto_find_batch_size": args.auto_find_batch_size,
                 f"optim={optim!r}, which steps inside backward": any(w in optim for w in STEPS_IN_BACKWARD),
-                f"{behind[0].__name__}, whose loss is divided by counts of the whole step": of_step is True,
+                f"{says.__name__}, whose loss is divided by counts of the whole step": of_step is True,
             },
             "this Trainer reduces, steps or divides by itself",
             "leave it out; --isograd 'zero3' takes the place of fsdp and deepspeed",
@@ -125,13 +132,33 @@ class OnEngine(_Base):  # type: ignore[misc]
             return self.optimizer
         super().create_optimizer(model)
         optimizer = onto_shards(self.optimizer, self.model, self.mesh)
-        engine = Engine(self.model, self.mesh, optimizer, clip=self.args.max_grad_norm or None)
+        try:
+            engine = Engine(self.model, self.mesh, optimizer, clip=self.args.max_grad_norm or None)
+        except EngineError as error:
+            raise self._of_optimizer(error) if error.code == "IG542" else error from None
         self.optimizer = EngineOptimizer(engine, self._stepped)
         self.model._isograd_trained_by = id(engine)
         if self._listening is not None:
             self._listening.remove()
         self._listening = self.model.register_forward_hook(self._hear)
         return self.optimizer
+
+    def _of_optimizer(self, error: EngineError) -> EngineError:
+        """The error of an optimizer that cannot step rows, in the words of a script."""
+        optim = str(getattr(self.args.optim, "value", self.args.optim))
+        return EngineError(
+            "IG542",
+            error.what,
+            seen=f"optim={optim!r} under {str(self.mesh.layout)!r}; {error.seen}",
+            expected="an elementwise optimizer, such as optim='adamw_torch' or 'sgd'; or whole parameters",
+            fix="--isograd zero0 steps whole parameters with any optimizer; or another optim",
+            where=self.mesh.where(),
+        )
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """The Trainer's."""
+        with ends_alike(self.mesh):
+            return super().train(*args, **kwargs)
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         self._logged = None
@@ -168,7 +195,7 @@ class OnEngine(_Base):  # type: ignore[misc]
     def loss_weight(self, inputs: Mapping[str, Any]) -> float | Tensor:
         """How many things the loss of a micro-batch is the mean of: its labels, without any its rows. Override this
         for a loss that is the mean of something else."""
-        labels = labels_in(inputs, shifted=self._loss_shifts_labels)
+        labels = labels_in(inputs, shifted=shifts_labels(self.model))
         if labels is not None:
             return labels
         if not self._rows_said and self.mesh.rank == 0:
@@ -182,16 +209,18 @@ class OnEngine(_Base):  # type: ignore[misc]
             self._logged = self._tr_loss.clone()
         self._weight, self._routed, self._scores = self.loss_weight(inputs), routed_in(inputs), []
         if num_items_in_batch is not None:
-            own = self._get_num_items_in_batch([inputs], self.args.device)
+            # Of GPT-2 and others the Trainer counts each row's first label, too, and divides by that count.
+            own = None if self._computes_loss else self._get_num_items_in_batch([inputs], self.args.device)
             self._weight = num_items_in_batch = self._weight if own is None else own
         self.current_gradient_accumulation_steps = 1  # TRL divides its balance loss by it
+        self._weighs = True
         try:
             loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
         except Exception as error:
             self._tell(error)
             raise
         finally:
-            self._scores = []
+            self._scores, self._weighs = [], False
         return loss
 
     def _tell(self, error: Exception) -> None:
@@ -212,6 +241,15 @@ class OnEngine(_Base):  # type: ignore[misc]
     def _backward(self, loss: Tensor, **_: Any) -> None:
         """In the place of accelerate's: no division, and a weight."""
         engine = self.engine
+        if not self._weighs:
+            raise DoorError(
+                "IG871",
+                "a training_step goes backward by itself, and nothing says what its loss is the mean of",
+                seen=f"{type(self).__name__}.training_step without super().training_step",
+                expected="super().training_step(model, inputs, num_items_in_batch)",
+                fix="override compute_loss, or loss_weight, instead",
+                where=self.mesh.where(),
+            )
         last = self.accelerator.sync_gradients
         with nullcontext() if last else engine.no_sync():
             engine.backward(self._with_balance(loss), self._weight)

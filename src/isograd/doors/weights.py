@@ -22,20 +22,27 @@ def labels_in(batch: Mapping[str, Any], *, shifted: bool) -> Tensor | None:
     return labels.ne(IGNORED).sum() if isinstance(labels, Tensor) else None
 
 
+def shifts_labels(model: object) -> bool:
+    """Whether a model of transformers leaves out each row's first label. GPT-2 and others say no kind of loss, and are
+    known by their names."""
+    from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+
+    name, kind = type(model).__name__, getattr(model, "loss_type", None)
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return False
+    return LOSS_MAPPING.get(str(kind)) is ForCausalLMLoss or (kind is None and ("LMHead" in name or "CausalLM" in name))
+
+
 def own_labels(model: object, batch: Mapping[str, Any]) -> Tensor | None:
     """How many labels the loss is the mean of that a model of transformers makes of this batch by itself. None: there
     are no labels, or it is not known which of them count."""
-    name, kind = type(model).__name__, getattr(model, "loss_type", None)
     if not hasattr(model, "loss_function"):
         return None
-    from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+    from transformers.loss.loss_utils import LOSS_MAPPING
 
-    function = LOSS_MAPPING.get(str(kind))
-    shifts = function is ForCausalLMLoss or (kind is None and ("LMHead" in name or "CausalLM" in name))
-    if function is None and not shifts:
-        return None
-    encodes = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-    return labels_in(batch, shifted=shifts and not encodes)
+    shifts = shifts_labels(model)
+    known = shifts or str(getattr(model, "loss_type", None)) in LOSS_MAPPING
+    return labels_in(batch, shifted=shifts) if known else None
 
 
 class Heard:

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from typing import Any
 
 from isograd.comm import raw
-from isograd.errors import DoorError
+from isograd.errors import DoorError, IsogradError
 from isograd.layout import Layout
 from isograd.mesh import Mesh
 
 OPTION = "--isograd"
-_said: str | None = None  # by the command line of this process, from which the option was taken out
 
 
 def need(packages: Iterable[str], door: str, extra: str) -> None:
@@ -33,19 +33,33 @@ def need(packages: Iterable[str], door: str, extra: str) -> None:
 
 
 def layout_said(given: str | None) -> str | None:
-    """The layout of `--isograd LAYOUT` or `--isograd=LAYOUT`, which is taken out of the command line and holds for
-    every door of this process; else the one given."""
-    global _said  # noqa: PLW0603
-    words = sys.argv
-    for place, word in enumerate(words):
+    """The layout of `--isograd LAYOUT` or `--isograd=LAYOUT` on this process's command line; else the one given.
+
+    The option is taken out of sys.argv, which the script reads; sys.orig_argv keeps it for further Trainers.
+    """
+    found = _option_in(sys.argv)
+    if found is not None:
+        place, count, layout = found
+        words = sys.argv[place : place + count]
+        del sys.argv[place : place + count]
+        if _option_in(sys.orig_argv) is None:  # a process whose sys.argv was set by the one that started it
+            sys.orig_argv += words
+        return layout
+    found = _option_in(sys.orig_argv)
+    return given if found is None else found[2]
+
+
+def _option_in(words: list[str]) -> tuple[int, int, str] | None:
+    """(place, how many words, layout) of the option."""
+    for place, word in enumerate(words[1:], 1):
         name, equals, value = word.partition("=")
-        if place and name == OPTION:
-            if not equals and place + 1 == len(words):
-                raise DoorError("IG854", f"{OPTION} stands without a layout", expected=f"{OPTION} 'dp2 zero1'")
-            _said = value if equals else words[place + 1]
-            del words[place : place + (1 if equals else 2)]
-            break
-    return given if _said is None else _said
+        if name == OPTION and equals:
+            return place, 1, value
+        if name == OPTION and place + 1 < len(words):
+            return place, 2, words[place + 1]
+        if name == OPTION:
+            raise DoorError("IG854", f"{OPTION} stands without a layout", expected=f"{OPTION} 'dp2 zero1'")
+    return None
 
 
 def mesh_of(layout: str | None) -> Mesh:
@@ -73,3 +87,35 @@ def refuse(reasons: dict[str, Any], what: str, fix: str, mesh: Mesh) -> None:
         raise DoorError(
             "IG856", what, seen=", ".join(found), expected="none of these", fix=fix, where=mesh.where()
         )  # fmt: skip
+
+
+ENDED = "ended/"  # and a rank: the error with which it has left a loop
+
+
+@contextmanager
+def ends_alike(mesh: Mesh) -> Iterator[None]:
+    """A foreign loop of all ranks. When an exception ends it on one of them, and others lose their connection to that
+    one, they raise IG870, which names the rank and its error, in the place of the backend's own."""
+    mine = f"{ENDED}{mesh.rank}"
+    raw.raise_flag(mine, "")
+    try:
+        yield
+    except Exception as error:
+        lost = isinstance(error, RuntimeError) and any(word in str(error).lower() for word in LOST)
+        if isinstance(error, IsogradError) or not lost:
+            with suppress(RuntimeError):  # the rank that kept the store has ended
+                raw.raise_flag(mine, f"{type(error).__name__}: {error}"[:500])
+            raise
+        notes = [(rank, raw.note_of(f"{ENDED}{rank}")) for rank in range(mesh.layout.world_size)]
+        said = next((f"rank {rank}: {note}" for rank, note in notes if note), "no word of the rank that ended")
+        raise DoorError(
+            "IG870",
+            "another rank has left the loop",
+            seen=said,
+            expected="all ranks in one loop until its end",
+            fix="this rank is well: see that one's error",
+            where=mesh.where(),
+        ) from error
+
+
+LOST = ("closed by peer", "reset by peer", "broken pipe", "connection closed", "connection refused")
