@@ -99,10 +99,10 @@ def test_adapters_of_a_cut_layer_are_cut_with_it() -> None:
     table = contracts(build(config_of("qwen2"), mesh, torch.float32, adapter=lora()), mesh)
     layer = "model.layers.0.mlp."
     halves = ((0, 11), (11, 21))
-    assert table[layer + "up_proj.lora_A.default.weight"] == Contract((3, 32), (), ("tp",))
+    assert table[layer + "up_proj.lora_A.default.weight"] == Contract((3, 48), (), ("tp",))
     assert table[layer + "up_proj.lora_B.default.weight"] == Contract((21, 3), (Shard("tp", 0, halves),))
     assert table[layer + "down_proj.lora_A.default.weight"] == Contract((3, 21), (Shard("tp", 1, halves),))
-    assert table[layer + "down_proj.lora_B.default.weight"] == Contract((32, 3), (), ("tp",))
+    assert table[layer + "down_proj.lora_B.default.weight"] == Contract((48, 3), (), ("tp",))
 
 
 def test_first_values_are_equal_under_every_layout() -> None:
