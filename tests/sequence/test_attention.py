@@ -170,9 +170,9 @@ def traffic(layout: str, heads: tuple[int, int], length: int) -> tuple[int, int,
     local = [places.shard(t, rank).clone().requires_grad_() for t in (q, k, v)]
     originals = raw.exchange, block.forward, block.backward
 
-    def counting(out, into, group):
+    def counting(out, into, group, **more):
         sent.append(sum(t.numel() for i, pieces in enumerate(out) for t in pieces if i != group.index))
-        return originals[0](out, into, group)
+        return originals[0](out, into, group, **more)
 
     def counted(which: int):
         return lambda *a: calls.append(which) or originals[which](*a)
