@@ -28,8 +28,8 @@ RANGES = {
     "PipelineError": range(800, 900),
     "DataError": range(900, 930),
     "CheckpointError": range(930, 960),
-    "ContrastiveError": range(960, 980),
-    "TrainError": range(980, 990),
+    "ContrastiveError": range(960, 979),
+    "TrainError": range(979, 990),
     "ChatError": range(990, 1000),
 }
 

@@ -14,9 +14,10 @@ from pydantic import ValidationError
 from isograd.checkpoint.folder import checkpoints
 from isograd.errors import LaunchError
 from isograd.layout import Layout
-from isograd.resilience import Crew, smaller
+from isograd.resilience import Crew
 from isograd.resilience.copies import Offer
 from isograd.resilience.rescue import Found, newest
+from isograd.resilience.smaller import smaller
 from isograd.train import journal
 from isograd.train.language import Language
 from isograd.train.loop import run

@@ -13,7 +13,5 @@ train/survive.py puts them together.
 from isograd.resilience.copies import Copies, offers
 from isograd.resilience.crew import Attempt, Crew
 from isograd.resilience.progress import reached
-from isograd.resilience.rescue import rescue
-from isograd.resilience.smaller import smaller
 
-__all__ = ["Attempt", "Copies", "Crew", "offers", "reached", "rescue", "smaller"]
+__all__ = ["Attempt", "Copies", "Crew", "offers", "reached"]

@@ -34,7 +34,7 @@ from isograd.comm import raw
 from isograd.comm.agree import told
 from isograd.comm.handle import Handle
 from isograd.engine import Engine, state
-from isograd.errors import EngineError
+from isograd.errors import LaunchError
 
 ALIGNED = 16  # bytes: rows of any dtype begin at a multiple of it
 
@@ -80,7 +80,7 @@ class Copies:
         self.engine, self.mesh, self.run, self.extra = engine, engine.mesh, run, dict(extra)
         self._group = self.mesh.group("world", "copies")
         if raw.native(self._group):
-            raise EngineError(
+            raise LaunchError(
                 "IG258", "copies are kept in host memory, which NCCL does not send", seen="resilience.copies partner",
                 expected="ranks that talk through gloo", fix="--resilience.copies none", where=self.mesh.where(),
             )  # fmt: skip

@@ -20,7 +20,7 @@ from typing import Any
 from isograd import inside, screen
 from isograd.comm.launch import World
 from isograd.comm.wire import sent_by_me
-from isograd.errors import TrainError
+from isograd.errors import ConfigError, TrainError
 from isograd.layout import Layout
 from isograd.train import curves, journal
 from isograd.train.config import Config
@@ -87,7 +87,7 @@ def compare_runs(folders: Sequence[Path], out: str | None) -> int:
     losses = {name: dict(curves.losses(file)[0]) for name, file in runs.items()}
     common = sorted(set.intersection(*(set(points) for points in losses.values())))
     if not common or len(runs) < 2:
-        raise TrainError(
+        raise ConfigError(
             "IG636", "these runs have no step in common" if len(runs) > 1 else "a comparison needs two runs",
             seen=", ".join(f"{name}: {len(points)} logged steps" for name, points in losses.items()),
             expected="two folders of runs or more, with the loss of the same steps in metrics.jsonl",

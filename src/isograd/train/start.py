@@ -17,7 +17,7 @@ from typing import TextIO
 from isograd import scratch, screen
 from isograd.checkpoint.folder import Growing
 from isograd.comm.launch import World
-from isograd.errors import IsogradError, LaunchError, TrainError
+from isograd.errors import IsogradError, LaunchError
 from isograd.resilience import Crew
 from isograd.train import journal
 from isograd.train.config import Config
@@ -69,7 +69,7 @@ def start(config: Config, asked: Asked, *, resume: str, show: str, until: int | 
 def _refuse_elsewhere(config: Config) -> None:
     """torchrun and Slurm end all ranks of a run when one of them dies."""
     if config.resilience.after_death != "end":
-        raise TrainError(
+        raise LaunchError(
             "IG257", f"resilience.after_death {config.resilience.after_death} is for ranks that isograd starts itself",
             seen="ranks that torchrun or Slurm has started, which end together", expected="resilience.after_death end",
             fix="--resilience.after_death end --resilience.copies none: torchrun's --max-restarts and Slurm's requeue "

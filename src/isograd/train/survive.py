@@ -18,8 +18,10 @@ from isograd.checkpoint.folder import checkpoints
 from isograd.comm.launch import exit_words
 from isograd.errors import LaunchError
 from isograd.layout import Layout
-from isograd.resilience import Attempt, Crew, offers, reached, rescue, smaller
+from isograd.resilience import Attempt, Crew, offers, reached
 from isograd.resilience.copies import Offer
+from isograd.resilience.rescue import rescue
+from isograd.resilience.smaller import smaller
 from isograd.train import journal
 from isograd.train.config import Config
 from isograd.train.loop import Orders, Outcome, run
