@@ -94,22 +94,9 @@ def compare_runs(folders: Sequence[Path], out: str | None) -> int:
             fix="isograd compare RUN RUN; 'log.every' says which steps are logged",
         )  # fmt: skip
     configs = {name: load(Path(name) / "config.yaml").config for name in runs}
-    first, rows = next(iter(losses.values())), []
-    for name, points in losses.items():
-        lines = [line for line in journal.read(runs[name]) if "event" not in line and "per_s" in line]
-        held_out = curves.losses(runs[name])[1]
-        rows.append(
-            Row(
-                name,
-                Layout.parse(configs[name].layout).world_size,
-                points[max(common)],
-                max(abs(points[n] - first[n]) / max(abs(first[n]), 1e-30) for n in common),
-                held_out[-1][1] if held_out else None,
-                statistics.median(line["per_s"] for line in lines[1:] or lines),
-                max(line["memory_gb"] for line in lines),
-                None,
-            )
-        )
+    first = next(iter(losses.values()))
+    shared = {name: {step: points[step] for step in common} for name, points in losses.items()}
+    rows = [_row(name, configs[name].layout, first, shared[name], runs[name], None) for name in runs]
     folder = Path(out) if out else folders[0] / "compare"
     folder.mkdir(parents=True, exist_ok=True)
     about = f"{len(common)} logged steps; the largest difference is that of one of their losses to the first run's"
@@ -140,26 +127,28 @@ def _slowest(found: list[tuple[Outcome, float | None]]) -> tuple[Outcome, float 
 
 
 def _rows(runs: Mapping[str, Path], results: Mapping[str, tuple[Outcome, float | None]]) -> list[Row]:
-    reference = next(iter(results.values()))[0].losses
-    rows = []
-    for layout, (outcome, sent) in results.items():
-        lines = [line for line in journal.read(runs[layout]) if "event" not in line]
-        held_out = curves.losses(runs[layout])[1]
-        speeds = [line["per_s"] for line in lines[1:] or lines]
-        gaps = [abs(a - b) / max(abs(a), 1e-30) for a, b in zip(reference, outcome.losses, strict=False)]
-        rows.append(
-            Row(
-                layout,
-                Layout.parse(layout).world_size,
-                outcome.losses[-1],
-                max(gaps),
-                held_out[-1][1] if held_out else None,
-                statistics.median(speeds),
-                max(line["memory_gb"] for line in lines),
-                None if sent is None else sent / 1e6,
-            )
-        )
-    return rows
+    losses = {layout: dict(enumerate(outcome.losses, 1)) for layout, (outcome, _) in results.items()}
+    first = next(iter(losses.values()))
+    return [_row(each, each, first, losses[each], runs[each], sent) for each, (_, sent) in results.items()]
+
+
+def _row(
+    name: str, layout: str, first: Mapping[int, float], losses: Mapping[int, float], journaled: Path, sent: float | None
+) -> Row:
+    """One run beside the first one, whose losses, by step, are `first`. `sent`: bytes, per step and rank."""
+    lines = [line for line in journal.read(journaled) if "event" not in line and "per_s" in line]
+    held_out = curves.losses(journaled)[1]
+    common = first.keys() & losses.keys()
+    return Row(
+        name,
+        Layout.parse(layout).world_size,
+        losses[max(losses)],
+        max(abs(losses[n] - first[n]) / max(abs(first[n]), 1e-30) for n in common),
+        held_out[-1][1] if held_out else None,
+        statistics.median(line["per_s"] for line in lines[1:] or lines),
+        max(line["memory_gb"] for line in lines),
+        None if sent is None else sent / 1e6,
+    )
 
 
 TITLES = (

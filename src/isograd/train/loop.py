@@ -173,10 +173,11 @@ class _Run:
         stack.callback(self.log.close)
         if self.job.lacks:
             self._event("note", self.job.lacks, self.start)
-        known = {line.get("text") for line in journal.read(folder / "metrics.jsonl")}
-        for step, text in self.orders.notes:
-            if text not in known:
-                self._event("death", text, min(step, self.start))
+        if self.orders.notes:
+            known = {line.get("text") for line in journal.read(folder / "metrics.jsonl")}
+            for step, text in self.orders.notes:
+                if text not in known:
+                    self._event("death", text, min(step, self.start))
         if self.start:
             text = f"resumed from the checkpoint of step {self.start}"
             text += f"; newer ones are damaged: {'; '.join(self.passed_over)}" if self.passed_over else ""

@@ -49,9 +49,8 @@ def survive(config: Config, orders: Orders, crew: Crew) -> Outcome:
         _tell(text)
         text += f"; {_state_of(config, crew, said)}"
         config, layout, how = _next(config, layout, crew, text)
-        text += (
-            f"; {how}, {time.monotonic() - began:.1f} s after the others had noticed"  # the next world's log tells it
-        )
+        text += f"; {how}, {time.monotonic() - began:.1f} s after the others had noticed"
+        # The log of the next world tells the whole sentence.
         orders = replace(orders, resume=_resume(config, orders.resume), notes=(*orders.notes, (step, text)))
 
 
