@@ -199,7 +199,7 @@ class Ledger:
     def _seeded(self, loss: Tensor, count: Tensor, *, last: bool, discard: bool) -> None:
         seed = count * (self.loss_scale.value if self.loss_scale else 1.0)
         if loss.dtype in (torch.float16, torch.bfloat16):  # 1,003 would become 1,000: seed with a power of two
-            start.refuse_half_loss(loss, self.mesh, in_one_run=last)
+            start.refuse_half_loss(loss, self.mesh, in_one_run=last or discard)
             largest = 15.0 if loss.dtype == torch.float16 else 100.0
             power = torch.exp2(torch.log2(seed.clamp(min=1e-30)).floor().clamp(max=largest))
             seed, self._factor = power, (seed / power).to(torch.float32)
