@@ -13,7 +13,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from isograd.doors.deepspeed.keys import READ, Keys, Row
+from isograd.doors.deepspeed.keys import READ, Keys, Row, opened
 from isograd.errors import DoorError
 from isograd.layout import Layout
 from isograd.new import write
@@ -26,14 +26,7 @@ HEAD = """# Written from {source} by 'isograd config from-deepspeed'. Set model,
 
 def convert(values: object, ranks: int | None) -> tuple[dict[str, Any], list[Row]]:
     """The fields of a run's config, and every key of the file with its fate. ranks: that the run will have."""
-    if not isinstance(values, dict):
-        raise DoorError(
-            "IG863", "this is no DeepSpeed config", seen=type(values).__name__, expected="a mapping of keys"
-        )
-    rows: list[Row] = []
-    keys = Keys(dict(values), rows)
-    zero = keys.inside("zero_optimization")
-    stage = zero.take("stage", "0, 1, 2 or 3", lambda v: type(v) is int and 0 <= v <= 3, 0, "layout")
+    keys, zero, stage = opened(values)
     zero.rest()
     cut = keys.inside("tensor_parallel")
     tp = cut.whole("autotp_size", "layout", 1)
@@ -65,7 +58,7 @@ def convert(values: object, ranks: int | None) -> tuple[dict[str, Any], list[Row
         "batch": batch,
         "micro_batches": micro,
         "log": log,
-    }, rows
+    }, keys.rows
 
 
 def batch_of(keys: Keys, ranks: int | None, tp: int) -> tuple[int, int, int]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from isograd.errors import did_you_mean
+from isograd.errors import DoorError, did_you_mean
 
 SUMS = "isograd sums gradients in fp32 and divides once"
 BUCKETS = "isograd plans its own buckets"
@@ -162,3 +162,15 @@ def _is_on(name: str, value: Any) -> bool:
     elif name.endswith("_size") and value in (1, -1):
         return False
     return bool(value)
+
+
+def opened(values: object) -> tuple[Keys, Keys, int]:
+    """What every reader of a DeepSpeed config begins with: its keys, those of ZeRO, and its stage."""
+    if not isinstance(values, dict):
+        raise DoorError(
+            "IG863", "this is no DeepSpeed config", seen=type(values).__name__, expected="a mapping of keys"
+        )
+    keys = Keys(dict(values), [])
+    zero = keys.inside("zero_optimization")
+    stage = zero.take("stage", "0, 1, 2 or 3", lambda v: type(v) is int and 0 <= v <= 3, 0, "layout")
+    return keys, zero, stage

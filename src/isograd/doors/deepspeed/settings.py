@@ -10,7 +10,7 @@ import torch
 
 from isograd.doors.deepspeed import schedules
 from isograd.doors.deepspeed.config import batch_of, dtype_of
-from isograd.doors.deepspeed.keys import Keys, Row
+from isograd.doors.deepspeed.keys import Keys, Row, opened
 from isograd.errors import DoorError
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -44,14 +44,7 @@ class Settings:
 
 def read(values: object, ranks: int) -> Settings:
     """The settings, or IG863, IG864, or IG865 with all keys that would train otherwise."""
-    if not isinstance(values, dict):
-        raise DoorError(
-            "IG863", "this is no DeepSpeed config", seen=type(values).__name__, expected="a mapping of keys"
-        )
-    rows: list[Row] = []
-    keys = Keys(dict(values), rows)
-    zero = keys.inside("zero_optimization")
-    stage = zero.take("stage", "0, 1, 2 or 3", lambda v: type(v) is int and 0 <= v <= 3, 0, "layout")
+    keys, zero, stage = opened(values)
     offload = [_offloads(zero.inside(name)) for name in ("offload_optimizer", "offload_param")]
     zero.rest()
     bf16 = dtype_of(keys) == "bf16"
@@ -62,7 +55,7 @@ def read(values: object, ranks: int) -> Settings:
     optimizer, schedule = _optimizer(keys.inside("optimizer")), _schedule(keys.inside("scheduler"))
     batch, steps, _ = batch_of(keys, ranks, 1)
     keys.rest()
-    wrong = [row for row in rows if row.fate in ("refused", "open")]
+    wrong = [row for row in keys.rows if row.fate in ("refused", "open")]
     if any(offload) and not stage:
         wrong.append(Row("zero_optimization.offload_optimizer", "cpu", "refused", "needs stage 1, 2 or 3"))
     if wrong:
