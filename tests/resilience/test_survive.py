@@ -88,6 +88,12 @@ def test_a_rank_that_dies_costs_no_step_and_no_bit(text: Path, tmp_path: Path) -
     assert len(said) == 1
     assert said[0].startswith("rank 0 (dp0) was killed by signal 9 (SIGKILL); the others were in step 4, ")
     assert "the state after step 3 was held by those that are left; 1 new process started" in said[0]
+    (recovered,) = [line for line in lines if line.get("event") == "recovered"]
+    parts = "others left", "state written", "ranks joined", "model built", "state loaded", "step"
+    assert tuple(recovered["parts"]) == parts and all(
+        0 <= seconds < row.recovered_s for seconds in recovered["parts"].values()
+    )
+    assert recovered["text"].startswith("recovered in ")
 
 
 @pytest.mark.slow

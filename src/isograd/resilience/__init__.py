@@ -5,6 +5,7 @@
     copies.py     what a rank writes into a checkpoint, in the memory of a partner too
     rescue.py     after a death: those copies become a checkpoint
     smaller.py    a layout for fewer ranks
+    recovery.py   how long each part of it took
     progress.py   what a survivor can say of the world that ended
 
 train/survive.py puts them together.
@@ -13,5 +14,6 @@ train/survive.py puts them together.
 from isograd.resilience.copies import Copies, offers
 from isograd.resilience.crew import Attempt, Crew
 from isograd.resilience.progress import reached
+from isograd.resilience.recovery import Recovery
 
-__all__ = ["Attempt", "Copies", "Crew", "offers", "reached"]
+__all__ = ["Attempt", "Copies", "Crew", "Recovery", "offers", "reached"]

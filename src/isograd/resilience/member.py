@@ -17,6 +17,8 @@ def in_world(seat: Seat, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     After an error the connections must close at once, since other ranks may wait for this one; and they stay open as
     long as a frame of the error, or a cycle of objects, holds a message that has not arrived.
     """
+    if not gc.get_freeze_count():
+        gc.freeze()  # `collect` below then looks at this world's objects, and not at all of torch's (a second or two)
     try:
         sit(seat)
         return fn(*args)

@@ -29,7 +29,7 @@ from isograd.comm.agree import all_or_none
 from isograd.engine import Stats
 from isograd.errors import DataError, TrainError, headline
 from isograd.mesh import Mesh
-from isograd.resilience import Copies, reached
+from isograd.resilience import Copies, Recovery, reached
 from isograd.train import curves, journal, load, peers
 from isograd.train.config import Config
 from isograd.train.corrupted import Checks
@@ -69,6 +69,7 @@ class Orders:
     passed_on: Path | None = None  # the launcher makes this file when it is asked to stop
     before_step: Callable[[int, Job], None] | None = None  # for tests that break things
     notes: tuple[tuple[int, str], ...] = ()  # deaths that this run has survived: (steps done, what happened)
+    recovery: Recovery | None = None  # from the last of them; it ends with the first step
 
 
 def run(config: Config, orders: Orders, asked: Asked | None = None) -> Outcome:
@@ -86,6 +87,8 @@ def run(config: Config, orders: Orders, asked: Asked | None = None) -> Outcome:
         pulse = Pulse(mesh.rank, mesh.layout.world_size, config.resilience.network_s)
         dog.joined(mesh.where(), peers.hosts(mesh), pulse)
         peers.same_config(written(config), mesh)
+        if orders.recovery is not None:
+            orders.recovery.done("ranks joined")
         journal.make_folder(config.folder)
         if mesh.rank == 0:
             journal.leave_code(config.folder, None)
@@ -110,6 +113,7 @@ class _Run:
     def __init__(self, config: Config, mesh: Mesh, orders: Orders, dog: Watchdog, wish: Wish, stack: ExitStack) -> None:
         self.config, self.mesh, self.orders, self.dog, self.wish = config, mesh, orders, dog, wish
         self.job = make_job(config, mesh)
+        self._part("model built")
         keep = config.checkpoint
         self.keeper = Keeper(
             config.folder / "checkpoints", self.job.engine, keep_last=keep.keep_last, keep_every=keep.keep_every,
@@ -121,6 +125,7 @@ class _Run:
         self.passed_over: tuple[str, ...] = ()
         self.schedule = Schedule(config.optimizer, self.job.engine.optimizer, config.steps)
         self.start = self.saved = self._resume()  # `saved`: the step of the newest checkpoint that is good
+        self._part("state loaded")
         self.copies: Copies | None = None
         if config.resilience.copies == "partner" and mesh.layout.world_size > 1:
             self.copies = Copies(self.job.engine, config.run, self._extra())
@@ -183,6 +188,10 @@ class _Run:
             text += f"; newer ones are damaged: {'; '.join(self.passed_over)}" if self.passed_over else ""
             self._event("resumed", text, self.start)
 
+    def _part(self, name: str) -> None:
+        if self.orders.recovery is not None:
+            self.orders.recovery.done(name)
+
     def _event(self, event: str, text: str, step: int, **more: Any) -> None:
         if self.log is not None:
             self.log.write(step=step, event=event, text=text, **more)
@@ -200,6 +209,9 @@ class _Run:
             self.dog.stepped()
             step += 1
             reached.step = step
+            if step == self.start + 1 and (recovery := self.orders.recovery) is not None:
+                recovery.done("step")
+                self._event("recovered", str(recovery), self.start, parts=recovery.seconds)
             if self.copies is not None:
                 self.dog.beat(f"copying after step {step}")
                 self.copies.start(step)

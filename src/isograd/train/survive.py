@@ -11,14 +11,13 @@ again on the same samples, and under the same layout with the same bits.
 from __future__ import annotations
 
 import sys
-import time
 from dataclasses import replace
 
 from isograd.checkpoint.folder import checkpoints
 from isograd.comm.launch import exit_words
 from isograd.errors import LaunchError
 from isograd.layout import Layout
-from isograd.resilience import Attempt, Crew, offers, reached
+from isograd.resilience import Attempt, Crew, Recovery, offers, reached
 from isograd.resilience.copies import Offer
 from isograd.resilience.rescue import rescue
 from isograd.resilience.smaller import smaller
@@ -36,7 +35,8 @@ def survive(config: Config, orders: Orders, crew: Crew) -> Outcome:
         if attempt.values is not None:
             outcome: Outcome = attempt.values[0]
             return outcome
-        began = time.monotonic()
+        recovery = Recovery(attempt.seen)
+        recovery.done("others left")
         said = crew.ask(dict.fromkeys(range(len(crew.members)), (_report, (config.run,))))
         step = max((step for step, _, _ in said.values()), default=0)
         without_progress = 0 if step > most else without_progress + 1
@@ -48,10 +48,13 @@ def survive(config: Config, orders: Orders, crew: Crew) -> Outcome:
             raise _given_up(text, without_progress, step)
         _tell(text)
         text += f"; {_state_of(config, crew, said)}"
+        recovery.done("state written")
         config, layout, how = _next(config, layout, crew, text)
-        text += f"; {how}, {time.monotonic() - began:.1f} s after the others had noticed"
+        text += f"; {how}"
         # The log of the next world tells the whole sentence.
-        orders = replace(orders, resume=_resume(config, orders.resume), notes=(*orders.notes, (step, text)))
+        orders = replace(
+            orders, resume=_resume(config, orders.resume), notes=(*orders.notes, (step, text)), recovery=recovery
+        )
 
 
 def _report(run: str) -> tuple[int, str, list[Offer]]:
