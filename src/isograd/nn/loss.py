@@ -93,6 +93,21 @@ def cross_entropy(
     return mean, count
 
 
+@ops.uncompiled
+def cross_entropy_of_logits(
+    logits: Tensor, labels: Tensor, group: Group, first: int, vocab: int, ignore_index: int = IGNORE
+) -> Tensor:
+    """The sum of the cross entropies of labels [T], in fp32 at least.
+
+    logits [T, mine]: of this rank's slice of the vocabulary, from token `first`; their gradient is of this slice only.
+    A label that is neither in the vocabulary nor `ignore_index` makes the sum and its gradients NaN.
+    """
+    total: Tensor = _CrossEntropyOfLogits.apply(  # type: ignore[no-untyped-call]
+        logits, labels, group, first, vocab, ignore_index
+    )
+    return total
+
+
 def _cut(weight: Tensor, mesh: Mesh) -> tuple[int, int]:
     """The first token of this rank's slice, and the size of the whole vocabulary."""
     contract = contract_of(weight)
@@ -130,24 +145,11 @@ class _CrossEntropy(torch.autograd.Function):
         total = torch.zeros((), dtype=torch.float64, device=x.device)
         for start in range(0, len(x), chunk):
             part, target = x[start : start + chunk], labels[start : start + chunk]
-            counts = target != ignore
-            wrong = outside(target, vocab, ignore)
-            column = target - first
-            here = counts & (column >= 0) & (column < len(weight))
-            column = torch.where(here, column, 0)
             logits = (part @ weight.t()).to(wide)
-            top = logits.amax(1)
-            label_logit = torch.where(here, logits.gather(1, column[:, None])[:, 0], 0)
-            exps = logits.sub_(top[:, None]).exp_()
-            own_top, own_sum = top, exps.sum(1)
-            top, denominator, label_logit = _combine(own_top, own_sum, label_logit, group)
-            losses = denominator.log() + top - label_logit
-            total += torch.where(counts, losses, 0).masked_fill(wrong, torch.nan).sum(dtype=torch.float64)
-            if need_x or need_weight:
-                share = torch.where(counts, (own_top - top).exp(), 0).masked_fill(wrong, torch.nan)
-                exps *= (share / denominator)[:, None]  # probabilities
-                exps[torch.arange(len(part), device=x.device), column] -= here.to(wide)
-                dlogits = exps.to(x.dtype)
+            losses, dlogits = _of_logits(logits, target, group, first, vocab, ignore, need_x or need_weight)
+            total += losses.sum(dtype=torch.float64)
+            if dlogits is not None:
+                dlogits = dlogits.to(x.dtype)
                 if dx is not None:
                     torch.mm(dlogits, weight, out=dx[start : start + chunk])
                 if need_weight:
@@ -171,6 +173,47 @@ class _CrossEntropy(torch.autograd.Function):
             dweight = None if dweight is None else dweight * scale
         dweight = None if dweight is None else dweight.to(dtype)
         return dx, dweight, None, None, None, None, None, None
+
+
+class _CrossEntropyOfLogits(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, group: Group, first: int, vocab: int, ignore: int) -> Tensor:
+        wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
+        own = logits.to(wide, copy=True)
+        losses, dlogits = _of_logits(own, labels, group, first, vocab, ignore, ctx.needs_input_grad[0])
+        ctx.save_for_backward(None if dlogits is None else dlogits.to(logits.dtype))
+        return losses.sum(dtype=torch.float64).to(wide)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        (dlogits,) = ctx.saved_tensors
+        return dlogits * gradient.to(dlogits.dtype), None, None, None, None, None
+
+
+def _of_logits(
+    logits: Tensor, labels: Tensor, group: Group, first: int, vocab: int, ignore: int, need_gradient: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The losses of tokens [T], 0 where they have no label, and the gradient of their sum.
+
+    logits [T, mine]: of this rank's slice of the vocabulary; they are overwritten.
+    """
+    counts = labels != ignore
+    wrong = outside(labels, vocab, ignore)
+    column = labels - first
+    here = counts & (column >= 0) & (column < logits.shape[1])
+    column = torch.where(here, column, 0)
+    own_top = logits.amax(1)
+    label_logit = torch.where(here, logits.gather(1, column[:, None])[:, 0], 0)
+    exps = logits.sub_(own_top[:, None]).exp_()
+    top, denominator, label_logit = _combine(own_top, exps.sum(1), label_logit, group)
+    losses = torch.where(counts, denominator.log() + top - label_logit, 0).masked_fill(wrong, torch.nan)
+    if not need_gradient:
+        return losses, None
+    share = torch.where(counts, (own_top - top).exp(), 0).masked_fill(wrong, torch.nan)
+    exps *= (share / denominator)[:, None]  # probabilities
+    exps[torch.arange(len(labels), device=logits.device), column] -= here.to(exps.dtype)
+    return losses, exps
 
 
 def _added(total: Tensor | None, a: Tensor, b: Tensor, wide: torch.dtype) -> Tensor:
