@@ -33,6 +33,7 @@ from isograd.errors import ModelError
 from isograd.hugging import styles
 from isograd.hugging.adapters import NAME
 from isograd.hugging.experts import DISPATCHED, deal_out, dispatched, number_of, outside, shard_of
+from isograd.hugging.head import Joined
 from isograd.hugging.parts import text_of
 from isograd.hugging.plan import CUTS, EXPERTS, is_below, names_of_towers, read_plan, without_split_ties
 from isograd.inputs import WrongInputs
@@ -44,8 +45,11 @@ OF_KEYS = ("k_proj", "v_proj", ".key", ".value")  # the ends of the names of pro
 OF_ATTENTION = ("head_dim", "head_size", "num_key_value_groups", "qk_head_dim", *QUERY_HEADS)
 
 
-def cut(model: nn.Module, mesh: Mesh) -> None:
-    """Cut a model whose parameters are on the meta device. With one tp rank and one ep rank it stays as it is."""
+def cut(model: nn.Module, mesh: Mesh, joined: Joined | None = None) -> None:
+    """Cut a model whose parameters are on the meta device. With one tp rank and one ep rank it stays as it is.
+
+    joined: the loss function of a model whose logits need not be gathered.
+    """
     if mesh.size("tp") == 1 and mesh.size("ep") == 1:
         return
     plan: dict[str, str] = {}
@@ -53,7 +57,7 @@ def cut(model: nn.Module, mesh: Mesh) -> None:
     if mesh.size("tp") > 1:
         _refuse_dropout(model, mesh)
         plan = without_split_ties(model, outside(read_plan(model, mesh), experts), mesh)
-    cutter = _Cutter(model, mesh, plan)
+    cutter = _Cutter(model, mesh, plan, joined)
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters(remove_duplicate=False))
     for name in experts:
         cutter.over_ep(name, modules[name])
@@ -94,8 +98,8 @@ class _Heads:
 
 
 class _Cutter:
-    def __init__(self, model: nn.Module, mesh: Mesh, plan: dict[str, str]) -> None:
-        self.model, self.mesh, self.tp, self.plan = model, mesh, mesh.size("tp"), plan
+    def __init__(self, model: Any, mesh: Mesh, plan: dict[str, str], joined: Joined | None) -> None:
+        self.model, self.mesh, self.tp, self.plan, self.joined = model, mesh, mesh.size("tp"), plan, joined
         self.made: dict[int, nn.Parameter] = {}  # by the id of the whole parameter, which lives as long as `old`
         self.old: list[nn.Parameter] = []
         self.entrances: dict[str, styles.Entrance] = {}
@@ -176,7 +180,9 @@ class _Cutter:
             self.replace(module.lora_A[NAME], "weight", None, owes=("tp",))
             self.replace(module.lora_B[NAME], "weight", shard, owes)
         self._enter(name, module)
-        if gather:
+        if gather and self.joined is not None and module is self.model.get_output_embeddings():
+            self.joined.register(self.model, module, _sizes(shard))
+        elif gather:
             module.register_forward_hook(styles.Gather(self.mesh, _sizes(shard)).after)
         else:
             linear.out_features = _sizes(shard)[self.mesh.index("tp")]

@@ -24,7 +24,8 @@ from isograd.engine.first import become
 from isograd.errors import ModelError, headline
 from isograd.hugging.adapters import Adapted, insert
 from isograd.hugging.cut import cut
-from isograd.hugging.losses import library_of, refuse_cut_sequences, refuse_other_parts
+from isograd.hugging.head import Joined, may_join, refuse_logits
+from isograd.hugging.losses import CAUSAL, library_of, refuse_cut_sequences, refuse_other_parts
 from isograd.hugging.stages import cut_into_stages, refuse_shared_keys
 from isograd.hugging.survey import survey
 from isograd.hugging.values import Folder, Random, Source, give_starts
@@ -42,13 +43,15 @@ def load(
     adapter: Any = None,
     dtype: torch.dtype | None = None,
     seed: int = 0,
+    logits: bool = False,
 ) -> nn.Module:
     """A language model of transformers on this mesh; all ranks call it.
 
     source: a folder with config.json and safetensors; or a config of transformers, which gives random weights that are
     equal under every layout. prove: first train a small copy for one step, and refuse the model if a gradient is not
     one device's. adapter: a peft.LoraConfig, whose adapters are trained in the place of the model. dtype: of the
-    parameters; left out, the config's. seed: of random weights.
+    parameters; left out, the config's. seed: of random weights. logits: under tp, gather them in training steps, too,
+    where most models otherwise compute the loss from cut ones.
     """
     refuse_layout(mesh)
     config = all_or_none(lambda: _config_of(source, mesh), mesh, ModelError, not_loaded)
@@ -61,7 +64,7 @@ def load(
         if mesh.rank == 0:
             print(f"isograd: {proof}", file=sys.stderr)
     folder = Path(source) if isinstance(source, str | Path) else None
-    make = partial(build, config, mesh, dtype, folder=folder, seed=seed, adapter=adapter)
+    make = partial(build, config, mesh, dtype, folder=folder, seed=seed, adapter=adapter, logits=logits)
     model: nn.Module = all_or_none(make, mesh, ModelError, not_loaded)
     if any(mesh.size(axis) > 1 for axis in ("tp", "pp", "ep")):
         for name in ("save_pretrained", "push_to_hub"):
@@ -89,6 +92,7 @@ def build(
     adapter: Any = None,
     seed: int = 0,
     noise: float = 0.0,
+    logits: bool = False,
 ) -> Any:
     """The model of a config on this mesh, with values from a folder or random ones; nothing is proven."""
     model, loss = _empty(config, dtype, mesh)
@@ -99,7 +103,10 @@ def build(
     if adapter is not None:
         insert(model, adapter, dtype, mesh)
         starts = Adapted(values, model, adapter, seed, noise)
-    cut(model, mesh)
+    joined = None
+    if mesh.size("tp") > 1 and not logits and may_join(type(model), config, loss):
+        joined = Joined(mesh, model.loss_function, shifts=loss == CAUSAL)
+    cut(model, mesh, joined)
     if mesh.size("pp") > 1:
         cut_into_stages(model, mesh, survey(type(model), config, loss), loss)
     give_starts(model, starts)
@@ -110,7 +117,11 @@ def build(
         for name, buffer in module._buffers.items():
             module._buffers[name] = None if buffer is None else buffer.to(mesh.device)
     refuse_other_parts(model, loss, mesh)
-    return attach(model, mesh) if mesh.size("cp") > 1 else model
+    if mesh.size("cp") > 1:
+        attach(model, mesh)
+    if joined is not None:
+        refuse_logits(model, joined)
+    return model
 
 
 def _empty(config: Any, dtype: torch.dtype, mesh: Mesh) -> tuple[Any, str]:

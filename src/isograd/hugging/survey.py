@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch.utils import _pytree as tree
 
 from isograd.errors import ModelError
 from isograd.hugging.losses import shard
-from isograd.hugging.parts import text_of
+from isograd.hugging.parts import parts_of, text_of
 from isograd.hugging.small import VOCAB, small
 from isograd.hugging.wide import Wide
 from isograd.mesh import Mesh
@@ -39,14 +40,21 @@ class Survey:
 
 def survey(library: Any, config: Any, loss: str) -> Survey:
     """library: the class of transformers."""
+    with tiny_model(library, config) as model:
+        return _Look(model, list_of_layers(model)).run(loss)
+
+
+@contextmanager
+def tiny_model(library: Any, config: Any) -> Iterator[Any]:
+    """A small copy of the class, whole and in fp64, with the library's own random values; nothing else changes."""
     tiny = small(config, 1)
-    tiny._experts_implementation = "eager"
+    for part in (tiny, *parts_of(tiny).values()):
+        part._experts_implementation = "eager"  # the class's own; grouped products of matrices have no fp64
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
         with torch.random.fork_rng(devices=[]), torch.enable_grad(), Wide():
-            model = library._from_config(copy.deepcopy(tiny), dtype=torch.float64).double().train()
-            return _Look(model, list_of_layers(model)).run(loss)
+            yield library._from_config(copy.deepcopy(tiny), dtype=torch.float64).double().train()
     finally:
         torch.set_default_dtype(before)
 
