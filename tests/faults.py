@@ -1,244 +1,401 @@
-"""Kill ranks of runs that survive it, at every point of a step, and write what happened into docs/faults.md.
+"""Faults planted in runs that survive them (or say why not): docs/faults.md is written from what happened.
 
-    python -m tests.faults                                  the whole table: hours on two busy cores
-    python -m tests.faults --layouts "dp2 zero1" --ranks 0  some of its rows
+    python -m tests.faults                 every case that docs/faults.json has no row of, one after the other
+    python -m tests.faults --only zero3    those whose name has this word, once more
+    python -m tests.faults --list          what there is, and what has been run
 
-A rank kills itself with SIGKILL at a point of the fourth step. The row of the table says how soon the launcher saw it,
-which rank it named, how many finished steps had to be done again, how long it took until the next step was finished,
-and whether all losses are those of the run that nothing happened to: the same bits, as the layout is the same.
+Stop it at any time; the next start does the rest. A run has five steps, and the fault comes in the fourth. Its row says
+how soon the launcher saw it, what it named, how the run ended, how many finished steps had to be done again, and
+whether all losses are those of the run that nothing happened to. After a case that ends the run, the same command is
+given once more, and the losses compared are those of both.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import multiprocessing
-import os
-import signal
+import subprocess
+import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
 from functools import partial
+from itertools import product
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
-from isograd.checkpoint import write
-from isograd.engine import norm
+from isograd.errors import IsogradError
 from isograd.layout import Layout
 from isograd.resilience import Attempt, Crew
-from isograd.train import journal, peers
+from isograd.train import journal
 from isograd.train.config import Config
-from isograd.train.language import Language
 from isograd.train.loop import Orders
+from isograd.train.reading import written
+from isograd.train.stall import STALLED, happened, silent
 from isograd.train.survive import survive
-from tests.train.test_loop import config_of, losses
+from tests.planted import IN_A_STEP, MEETING_AGAIN, SAVING, SAVING_FIRST, Fault, Faults
+from tests.train.test_loop import close, config_of, losses
 
-LAYOUTS = ("dp2", "dp2 zero1", "dp2 zero2", "dp2 zero3", "tp2 sp zero1", "pp2 zero1", "dp2 tp2 sp zero1")
-POINTS = ("forward", "backward", "before the vote", "after the vote", "re-forming", "saving")
-AT = 3  # finished steps when the rank dies
-STEPS = 6
-TABLE = Path(__file__).parents[1] / "docs" / "faults.md"
+DOCS = Path(__file__).parents[1] / "docs"
+AT, STEPS = 3, 5
+SMALL = "300k"  # of a file system that holds a journal, and no checkpoint
+EXPERTS = {"number": 4, "per_token": 2, "width": 16}
+LAYOUTS = (
+    "dp2 zero1", "dp2", "dp2 zero2", "dp2 zero3", "tp2 sp zero1", "pp2 zero1", "cp2 ulysses zero1", "dp2 ep2 zero1",
+    "dp2 tp2 sp zero1",
+)  # fmt: skip
+PLACES = ("first", "last", "middle")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run, and what is done to it."""
+
+    name: str
+    layout: str
+    faults: tuple[Fault, ...]
+    config: dict[str, Any] = field(default_factory=dict, compare=False)
+    around: str = ""  # what is done to the run from outside: a key of AROUND
 
 
 @dataclass
-class Fault:
-    """Given to the ranks as `Orders.before_step`: it plants the death at its point, in its step, on its rank, once."""
+class Row:
+    """What happened."""
 
-    point: str
-    rank: int
-    folder: Path
-    ranks: int
-    steps_here: int = field(default=0, compare=False)  # that this process has begun in this world
-
-    def __call__(self, step: int, job: Language) -> None:
-        if self.steps_here and job.mesh.rank == 0 and (self.folder / "dead").exists():
-            with open(self.folder / "again", "a") as file:  # the first line: when a step was finished after the death
-                file.write(f"{time.time()}\n")
-        self.steps_here += 1
-        if self.point == "re-forming" and step == AT and job.mesh.rank == (self.rank + 1) % self.ranks:
-            _at_forward(job, partial(self.die, "first"))
-        if step != AT or job.mesh.rank != self.rank:
-            return
-        if self.point == "forward":
-            _at_forward(job, self.die)
-        elif self.point == "backward":
-            _at_backward(job, self.die)
-        elif self.point == "before the vote":
-            _around(norm, "global_norm", before=self.die)
-        elif self.point == "after the vote":
-            _around(norm, "global_norm", after=self.die)
-        elif self.point == "saving":
-            _around(write, "flush_folder", before=self.die)
-        elif self.point == "re-forming":
-            _around(peers, "same_config", before=self.die)
-
-    def die(self, name: str = "dead") -> None:
-        """Unless it has been done before."""
-        try:
-            with open(self.folder / name, "x") as file:
-                file.write(str(time.time()))
-        except FileExistsError:
-            return
-        os.kill(os.getpid(), signal.SIGKILL)
+    name: str
+    layout: str
+    seen_s: float | None = None  # from the first fault to the launcher
+    named: str = ""
+    code: int = 0
+    ended: str = ""  # the error that ended the run, if one did
+    lost: int | None = None  # finished steps that were done again
+    recovered_s: float | None = None  # from the fault to the end of the first step after it
+    equal: str = "DIFFERENT"
 
 
-def _around(module: Any, name: str, before: Callable[[], None] | None = None, after: Callable[[], None] | None = None):
-    inner = getattr(module, name)
-
-    def outer(*args: Any, **options: Any) -> Any:
-        if before is not None:
-            before()
-        value = inner(*args, **options)
-        if after is not None:
-            after()
-        return value
-
-    setattr(module, name, outer)
+def settings(copies: str = "partner", after: str = "replace", **more: Any) -> dict[str, Any]:
+    """A case's changes of the config."""
+    return {
+        "resilience": {"after_death": after, "copies": copies, "wait_s": 10.0},
+        "checkpoint": {"every": None},
+        **more,
+    }
 
 
-def _linear(job: Language) -> nn.Module:
-    """A layer that every stage of every layout has."""
-    return next(m for n, m in job.model.named_modules() if n.endswith(("mlp.up", "mlp.down")))
+def killed(layout: str, point: str, rank: int, copies: str = "partner") -> Case:
+    """A case of one SIGKILL; of two where the second is while the ranks meet again."""
+    config, at = settings(copies, checkpoint={"every": 2 if copies == "none" else None}), AT
+    if point.startswith("saving"):
+        config, at = settings(copies, checkpoint={"every": AT + 1}), AT + 1
+    if point == "evaluation":
+        config, at = settings(copies, evaluate={"every": AT + 1, "batches": 1}), AT + 1
+    faults = (Fault(point, at, rank),)
+    if point in MEETING_AGAIN:
+        faults = (Fault("forward", at, (rank + 1) % Layout.parse(layout).world_size), Fault(point, at, rank))
+    return Case(f"kill in {point}, rank {rank}, copies {copies}", layout, faults, config)
 
 
-def _at_forward(job: Language, die: Callable[[], None]) -> None:
-    _linear(job).register_forward_hook(lambda *_: die())
+def deaths() -> Iterator[Case]:
+    """Every point with every layout, and in turn every place of the rank: pairs, not the full product.
+
+    Rank 0 of two gives a point's last row, if it is for rank 0 only.
+    """
+    every = (*IN_A_STEP, "reading", "evaluation", *SAVING, *SAVING_FIRST, *MEETING_AGAIN)
+    for turn, layout in enumerate(LAYOUTS):
+        last = Layout.parse(layout).world_size - 1
+        ranks = {"first": 0, "last": last, "middle": last // 2 + last % 2 if last > 1 else last}
+        points = [point for point in every if turn < 2 or point not in (*SAVING[1:], *SAVING_FIRST[:2])]
+        for number, point in enumerate(points):
+            place = PLACES[(number + turn) % len(PLACES)] if last > 1 else PLACES[(number + turn) % 2]
+            yield killed(layout, point, 0 if point in SAVING_FIRST else ranks[place])
 
 
-def _at_backward(job: Language, die: Callable[[], None]) -> None:
-    def plant(module: nn.Module, given: Any, result: Tensor) -> None:
-        if result.requires_grad:
-            result.register_hook(lambda _: die())
-
-    _linear(job).register_forward_hook(plant)
+def others() -> Iterator[Case]:
+    """What is not one SIGKILL of one rank with copies."""
+    for layout, rank in product(("dp2 zero1", "pp2 zero1", "dp2 ep2 zero1", "dp2 zero3"), (0, 1)):
+        yield killed(layout, "backward", rank, "none")
+    both = lambda a, b: (Fault("forward", AT, a), Fault("forward", AT, b))  # noqa: E731
+    saves = {"checkpoint": {"every": 2}}
+    yield Case("kill of two ranks, no partners", "dp2 tp2 sp zero1", both(1, 2), settings())
+    yield Case("kill of two partners, checkpoint every 2", "dp2 tp2 sp zero1", both(0, 2), settings(**saves))
+    yield Case("kill of all ranks, checkpoint every 2", "dp2 zero1", both(0, 1), settings(**saves))
+    yield Case(
+        "kill, then again in the next step", "dp2 zero1", (*both(0, 0)[:1], Fault("backward", AT + 1, 0)), settings()
+    )
+    four = "dp2 tp2 sp zero1"
+    yield Case("kill, no replacement", four, (Fault("forward", AT, 3),), settings(after="shrink"))
+    yield Case("kill of two, no replacement", four, both(1, 3), settings(after="shrink", **saves))
+    yield Case(
+        "kill, no replacement, no copies", "dp4 zero1", (Fault("backward", AT, 1),), settings("none", "shrink", **saves)
+    )
+    yield Case(
+        "kill, no layout for the rest",
+        "dp2 zero1",
+        (Fault("forward", AT, 0),),
+        {**settings(**saves), "resilience": {"after_death": "shrink", "layouts": ["dp1"], "copies": "partner"}},
+    )
+    for rank in (0, 1):
+        yield Case(
+            f"SIGSTOP, rank {rank}",
+            "dp2 zero1",
+            (Fault("forward", AT, rank, "stop"),),
+            settings(safety={"stall_s": 4.0}, **saves),
+        )
+        yield Case(f"NaN, rank {rank}", "dp2 zero1", (Fault("forward", AT, rank, "nan"),), settings(**saves))
+        yield Case(f"slow by 1.5 s, rank {rank}", "pp2 zero1", (Fault("forward", AT, rank, "slow"),), settings())
+        yield Case(f"an exception, rank {rank}", "dp2 zero1", (Fault("forward", AT, rank, "raise"),), settings(**saves))
+        yield Case(
+            f"no memory: RLIMIT_AS, rank {rank}",
+            "dp2 zero1",
+            (Fault("forward", AT, rank, "memory"),),
+            settings(**saves),
+        )
+        yield Case(
+            f"files limited: RLIMIT_FSIZE, rank {rank}",
+            "dp2 zero1",
+            (Fault("forward", AT, rank, "files"),),
+            settings(checkpoint={"every": AT + 1}),
+        )
+        yield Case(
+            f"no memory: killed by a cgroup, rank {rank}",
+            "dp2 zero1",
+            (Fault("forward", AT, rank, "cgroup"),),
+            settings(),
+        )
+        yield Case(
+            f"files of the ranks' store removed, rank {rank}",
+            "dp2 zero1",
+            (Fault("forward", 1, rank, "no store"), Fault("forward", AT, rank)),
+            settings(),
+        )
+    yield Case("disk full while saving", "dp2 zero1", (), settings(checkpoint={"every": 2}), "disk")
+    yield Case("disk full when a rank dies", "dp2 zero1", (Fault("forward", AT, 1),), settings(), "disk")
+    yield Case(
+        "folder of checkpoints not writable", "dp2 zero1", (Fault("forward", 1, 0, "not writable"),), settings(**saves)
+    )
+    yield Case("kill of the launcher", "dp2 zero1", (), settings(**saves), "launcher")
 
 
 class Watched(Crew):
-    """A crew that remembers its attempts."""
+    """A crew that remembers its attempts, and how far its members had come."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, run: Config) -> None:
+        super().__init__(wait_s=10.0, silent=partial(silent, run.folder, run.safety.stall_s))
         self.attempts: list[Attempt] = []
+        self.steps: list[int] = []
 
     def attempt(self, size: int, fn: Callable[..., Any], *args: Any) -> Attempt:
         self.attempts.append(super().attempt(size, fn, *args))
         return self.attempts[-1]
 
-
-@dataclass(frozen=True)
-class Row:
-    """What happened in one case."""
-
-    layout: str
-    copies: str
-    point: str
-    rank: int
-    seen_s: float  # from the death to the launcher
-    named: list[int]
-    lost: int  # finished steps that were done again
-    recovered_s: float  # from the death to the end of the next step
-    equal: bool
-
-    def __str__(self) -> str:
-        cells = [
-            f"`{self.layout}`", self.copies, self.point, str(self.rank), f"{self.seen_s:.2f} s",
-            "rank " + " and ".join(map(str, self.named)), str(self.lost), f"{self.recovered_s:.1f} s",
-            "the same bits" if self.equal else "**DIFFERENT**",
-        ]  # fmt: skip
-        return f"| {' | '.join(cells)} |"
+    def ask(self, jobs: Any) -> dict[int, Any]:
+        values = super().ask(jobs)
+        if values and isinstance(next(iter(values.values())), tuple):
+            self.steps.append(max(step for step, _, _ in values.values()))
+        return values
 
 
 def config(folder: Path, text: Path, layout: str, **changes: Any) -> Config:
     """A toy run."""
-    return config_of(folder, text, **{"layout": layout, "steps": STEPS, "checkpoint": {"every": None}, **changes})
+    options = {"vocab": 257, **({"experts": EXPERTS} if "ep2" in layout else {})}
+    model = {"preset": "tiny-llama", "options": options, "dtype": "fp64"}
+    return config_of(
+        folder, text, **{"layout": layout, "steps": STEPS, "model": model, "checkpoint": {"every": None}, **changes}
+    )
 
 
-def undisturbed(folder: Path, text: Path, layout: str) -> list[float]:
+def undisturbed(folder: Path, text: Path, layout: str, **changes: Any) -> list[float]:
     """The losses of the run that nothing happens to."""
     with Crew() as crew:
-        assert survive(config(folder, text, layout), Orders(show="none", signals=()), crew).code == 0
+        assert survive(config(folder, text, layout, **changes), Orders(show="none", signals=()), crew).code == 0
     return losses(folder)
 
 
-def one(folder: Path, text: Path, layout: str, copies: str, point: str, rank: int, expected: list[float]) -> Row:
-    """Kill one rank at one point."""
-    after = {"after_death": "replace", "copies": copies}
-    saves = {"every": 2} if copies == "none" or point == "saving" else {"every": None}
-    if point == "saving":
-        saves = {"every": AT + 1}
-    run = config(folder / "run", text, layout, resilience=after, checkpoint=saves)
-    fault = Fault(point, rank, folder, Layout.parse(layout).world_size)
-    with Watched() as crew:
-        outcome = survive(run, Orders(show="none", signals=(), before_step=fault), crew)
-    assert outcome.code == 0, outcome
-    died = float((folder / "dead").read_text())
-    death = [attempt for attempt in crew.attempts if attempt.dead][-1]
-    done = AT + (point == "saving")
-    lines = list(journal.read(folder / "run" / "metrics.jsonl"))
-    resumed = max((line["step"] for line in lines if line.get("event") == "resumed"), default=0)
-    again = float((folder / "again").read_text().splitlines()[0])
-    named = sorted(rank for attempt in crew.attempts for rank in attempt.dead)
-    same = losses(folder / "run") == expected
-    return Row(layout, copies, point, rank, death.seen - died, named, done - resumed, again - died, same)
+def one(case: Case, folder: Path, text: Path, expected: list[float]) -> Row:
+    """Run a case. `folder`: an empty one."""
+    row, marks = Row(case.name, case.layout), folder / "marks"
+    marks.mkdir()
+    run = config(folder / "run", text, case.layout, **case.config)
+    if case.around == "launcher":
+        return launcher(row, run, expected)
+    if case.around == "disk":
+        run.folder.mkdir()
+        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={SMALL}", "tmpfs", run.folder], check=True)
+    faults = Faults(case.faults, marks)
+    with Watched(run) as crew:
+        try:
+            outcome = survive(run, Orders(show="none", signals=(), before_step=faults), crew)
+            row.code, row.ended = outcome.code, outcome.why
+        except IsogradError as error:
+            row.code = STALLED if happened(run.folder) else error.exit_code
+            row.ended = _brief(error)
+    _told(row, faults, crew, run)
+    if (checkpoints := run.folder / "checkpoints").exists():
+        subprocess.run(["chattr", "-i", checkpoints], check=False)
+    if row.code and case.around == "disk":  # room is made
+        subprocess.run(["mount", "-o", "remount,size=100m", run.folder], check=True)
+    if row.code:
+        with Watched(run) as crew:
+            assert survive(run, Orders(show="none", signals=(), before_step=faults), crew).code == 0
+    row.equal = same(losses(run.folder), expected)
+    if case.around == "disk":
+        subprocess.run(["umount", run.folder], check=True)
+    return row
+
+
+def launcher(row: Row, run: Config, expected: list[float]) -> Row:
+    """Kill the launcher, wait for its ranks to end, and give its command again."""
+    file = run.folder.parent / "run.yaml"
+    file.write_text(written(run))
+    command = [sys.executable, "-m", "isograd.cli", "train", str(file), "--log-format", "lines"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        while process.poll() is None and len(losses(run.folder)) < AT:
+            time.sleep(0.05)
+        ranks = _children(process.pid)
+        process.kill()
+        killed = time.time()
+    while any(Path(f"/proc/{pid}").exists() for pid in ranks):
+        time.sleep(0.02)
+    row.seen_s, row.code, row.named = time.time() - killed, process.returncode, f"{len(ranks)} processes, all ended"
+    before = len(losses(run.folder))
+    assert subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode == 0
+    lines = list(journal.read(run.folder / "metrics.jsonl"))
+    row.lost = before - max((line["step"] for line in lines if line.get("event") == "resumed"), default=0)
+    row.ended, row.equal = "no word of its own: killed", same(losses(run.folder), expected)
+    return row
+
+
+def _children(pid: int) -> list[int]:
+    """Of a process, and theirs."""
+    found = [int(each) for file in Path(f"/proc/{pid}/task").glob("*/children") for each in file.read_text().split()]
+    return found + [below for each in found for below in _children(each)]
+
+
+def _told(row: Row, faults: Faults, crew: Watched, run: Config) -> None:
+    """What launcher and journal say."""
+    dead = [attempt for attempt in crew.attempts if attempt.dead]
+    lines = list(journal.read(run.folder / "metrics.jsonl"))
+    if dead and (when := [faults.when(number) for number in faults.happened()]):
+        row.seen_s = dead[-1].seen - max(each for each in when if each <= dead[-1].seen)
+        row.named = "rank " + ", then ".join(" and ".join(map(str, each.dead)) for each in dead)
+    recovered = [sum(line["parts"].values()) for line in lines if line.get("event") == "recovered"]
+    resumed = [line["step"] for line in lines if line.get("event") == "resumed"]
+    if recovered:
+        row.recovered_s = recovered[-1] + (row.seen_s or 0.0)
+        row.lost = crew.steps[-1] - (resumed[-1] if resumed else 0)
+    row.named = row.named or next((line["text"] for line in lines if line.get("event") == "skipped"), "")
+
+
+def _brief(error: IsogradError) -> str:
+    cause = getattr(error, "cause", None) or error
+    last = str(cause.what).strip().splitlines()
+    words = " / ".join(dict.fromkeys((last[0], last[-1]))) if "Traceback" not in last[0] else " / ".join(last[-3:])
+    return " ".join(f"{cause.code}: {words}; fix: {cause.fix}".split())[:400]
+
+
+def same(found: list[float], expected: list[float]) -> str:
+    """How two runs' losses compare."""
+    return "the same bits" if found == expected else "within 1e-9" if close(found, expected) else "DIFFERENT"
 
 
 def tokens(folder: Path) -> Path:
     """A little text."""
     from isograd.data import build
 
+    folder.mkdir(parents=True, exist_ok=True)
     for number in range(12):
         (folder / f"{number}.txt").write_text(" ".join(f"{number} of {i * i}" for i in range(20 + 9 * number)))
     build(folder / "tokens", sorted(folder.glob("*.txt")), validation=0.3)
     return folder / "tokens"
 
 
+def cases() -> list[Case]:
+    """All of them, those first that differ most: a start that is stopped has seen some of everything."""
+    found = [*deaths()]
+    step = 7  # has no divisor in common with the number of points
+    spread = [found[i] for start in range(step) for i in range(start, len(found), step)]
+    unlike = list(others())
+    mixed = [case for pair in zip(spread, unlike, strict=False) for case in pair]
+    return mixed + spread[len(unlike) :] + unlike[len(spread) :]
+
+
 def main() -> None:
-    """Fill in the table."""
+    """Run what has no row yet."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--layouts", nargs="*", default=LAYOUTS)
-    parser.add_argument("--points", nargs="*", default=POINTS)
-    parser.add_argument("--copies", nargs="*", default=("partner", "none"))
-    parser.add_argument("--ranks", nargs="*", type=int, help="default: the first and the last")
-    parser.add_argument("--table", type=Path, default=TABLE)
+    parser.add_argument("--only", metavar="WORD", help="cases with this word in their name or layout, again")
+    parser.add_argument("--list", action="store_true")
+    parser.add_argument("--rows", type=Path, default=DOCS / "faults.json")
     options = parser.parse_args()
+    rows = {(row["name"], row["layout"]): Row(**row) for row in _read(options.rows)}
+    key = lambda case: (case.name, case.layout)  # noqa: E731
+    wanted = [
+        case
+        for case in cases()
+        if (options.only in f"{case.name} {case.layout}" if options.only else key(case) not in rows)
+    ]
+    if options.list:
+        for case in cases():
+            print("run " if key(case) in rows else "    ", case.layout, "|", case.name)
+        return
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    multiprocessing.set_forkserver_preload(["isograd.comm.worker", "tests.preloaded"])
+    multiprocessing.set_forkserver_preload(
+        ["isograd.comm.worker", "tests.preloaded", "tests.planted", "matplotlib.figure"]
+    )
     forkserver.ensure_running()
+    expected: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as home:
-        text = tokens(Path(home))
-        for layout in options.layouts:
-            place = Path(home) / layout.replace(" ", "-")
-            expected = undisturbed(place / "whole", text, layout)
-            last = Layout.parse(layout).world_size - 1
-            for copies in options.copies:
-                for point in options.points:
-                    for rank in options.ranks or (0, last):
-                        folder = place / f"{copies}-{point}-{rank}".replace(" ", "-")
-                        folder.mkdir(parents=True)
-                        row = one(folder, text, layout, copies, point, rank, expected)
-                        print(row, flush=True)
-                        put(row, options.table)
+        text = tokens(Path(home) / "text")
+        for number, case in enumerate(wanted):
+            if case.layout not in expected:
+                expected[case.layout] = undisturbed(Path(home) / f"whole-{number}", text, case.layout)
+            folder = Path(home) / f"case-{number}"
+            folder.mkdir()
+            began = time.monotonic()
+            row = one(case, folder, text, expected[case.layout])
+            rows[key(case)] = row
+            print(f"{number + 1}/{len(wanted)} in {time.monotonic() - began:.0f} s: {row}", flush=True)
+            options.rows.write_text(json.dumps([asdict(each) for each in rows.values()], indent=1) + "\n")
+            if options.rows == DOCS / "faults.json":
+                tell(list(rows.values()))
 
 
-MARK = "<!-- the table below is written by python -m tests.faults -->\n"
-HEAD = "| layout | copies | killed in | rank | seen after | named | steps lost | next step after | losses |\n"
-HEAD += "|---|---|---|---|---|---|---|---|---|\n"
-KEY = 4  # columns that say which case it is
+def _read(file: Path) -> list[dict[str, Any]]:
+    return json.loads(file.read_text()) if file.exists() else []
 
 
-def put(row: Row, table: Path) -> None:
-    """Into the table, in place of an older row of the same case."""
-    before, _, after = table.read_text().partition(MARK)
-    rows = [line for line in after.splitlines() if line.startswith("| `")]
-    key = str(row).split("|")[: KEY + 1]
-    rows = [line for line in rows if line.split("|")[: KEY + 1] != key] + [str(row)]
-    table.write_text(before + MARK + "\n" + HEAD + "\n".join(rows) + "\n")
+MARK = "<!-- the tables below are written by python -m tests.faults -->\n"
+
+
+def tell(rows: list[Row]) -> None:
+    """Write docs/faults.md below its mark."""
+    page = DOCS / "faults.md"
+    before = page.read_text().partition(MARK)[0]
+    survived, ended = [row for row in rows if not row.ended], [row for row in rows if row.ended]
+    text = "\n| fault | layout | seen after | named | steps lost | next step after | losses |\n"
+    text += f"|{'---|' * 7}\n"
+    text += "".join(
+        f"| {row.name} | `{row.layout}` | {_s(row.seen_s, 2)} | {row.named or '-'} | "
+        f"{'-' if row.lost is None else row.lost} | {_s(row.recovered_s, 1)} | {row.equal} |\n"
+        for row in sorted(survived, key=lambda row: (row.name, row.layout))
+    )
+    text += "\n| fault that ends the run | layout | exit code | what it says | losses of both runs |\n"
+    text += f"|{'---|' * 5}\n"
+    text += "".join(
+        f"| {row.name} | `{row.layout}` | {row.code} | {row.ended.replace('|', '/')} | {row.equal} |\n"
+        for row in sorted(ended, key=lambda row: (row.name, row.layout))
+    )
+    page.write_text(before + MARK + text)
+
+
+def _s(seconds: float | None, digits: int) -> str:
+    return "-" if seconds is None else f"{seconds:.{digits}f} s"
 
 
 if __name__ == "__main__":

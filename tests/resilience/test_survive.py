@@ -76,13 +76,18 @@ def test_a_resilience_that_cannot_work_is_a_mistake_in_the_config(tmp_path: Path
         faults.config(tmp_path, tmp_path, "dp4", resilience=after)
 
 
+def row_of(case: faults.Case, folder: Path, text: Path) -> faults.Row:  # noqa: F811
+    expected = faults.undisturbed(folder / "whole", text, case.layout)
+    return faults.one(case, folder, text, expected)
+
+
 @pytest.mark.medium
 def test_a_rank_that_dies_costs_no_step_and_no_bit(text: Path, tmp_path: Path) -> None:  # noqa: F811
     """After the vote, where the others are about to write; rank 0, which holds the journal and the folder's lock."""
-    expected = faults.undisturbed(tmp_path / "whole", text, "dp2 zero1")
-    row = faults.one(tmp_path, text, "dp2 zero1", "partner", "after the vote", 0, expected)
-    assert (row.named, row.lost, row.equal) == ([0], 0, True)
-    assert row.seen_s < 2
+    row = row_of(faults.killed("dp2 zero1", "after the vote", 0), tmp_path, text)
+    assert (row.code, row.named, row.lost, row.equal) == (0, "rank 0", 0, "the same bits")
+    assert row.seen_s is not None and row.seen_s < 2
+    assert row.recovered_s is not None
     lines = list(journal.read(tmp_path / "run" / "metrics.jsonl"))
     said = [line["text"] for line in lines if line.get("event") == "death"]
     assert len(said) == 1
@@ -90,10 +95,17 @@ def test_a_rank_that_dies_costs_no_step_and_no_bit(text: Path, tmp_path: Path) -
     assert "the state after step 3 was held by those that are left; 1 new process started" in said[0]
     (recovered,) = [line for line in lines if line.get("event") == "recovered"]
     parts = "others left", "state written", "ranks joined", "model built", "state loaded", "step"
-    assert tuple(recovered["parts"]) == parts and all(
-        0 <= seconds < row.recovered_s for seconds in recovered["parts"].values()
-    )
+    assert tuple(recovered["parts"]) == parts
+    assert all(0 <= seconds < row.recovered_s for seconds in recovered["parts"].values())
     assert recovered["text"].startswith("recovered in ")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["kill in meeting again", "kill in saving: half written", "SIGSTOP, rank 1"])
+def test_a_fault_of_the_table_costs_no_bit(name: str, text: Path, tmp_path: Path) -> None:  # noqa: F811
+    case = next(case for case in faults.cases() if case.name.startswith(name))
+    row = row_of(case, tmp_path, text)
+    assert (row.code, row.equal) == (0, "the same bits")
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ rank holds what the others need to meet, so any of them may die.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import tempfile
 import time
@@ -31,6 +32,8 @@ from isograd import scratch
 from isograd.comm.launch import GRACE, failure, pickled, start_method, stop_all
 from isograd.comm.worker import Answer, Seat, main
 from isograd.resilience.member import in_world
+
+LOOK_S = 1.0  # between two looks for ranks that are silent
 
 
 @dataclass
@@ -54,6 +57,7 @@ class Attempt:
     values: list[Any] | None  # in rank order; None: somebody died
     dead: dict[int, int] = field(default_factory=dict)  # rank: exit code of its process
     late: list[int] = field(default_factory=list)  # of these, ranks that were killed because they did not answer
+    silent: dict[int, str] = field(default_factory=dict)  # and those that the others waited for: what was known of each
     seen: float = 0.0  # when the launcher saw the first sign of it, in seconds since the epoch
 
 
@@ -62,21 +66,25 @@ class Crew:
 
     def __init__(self, *, threads: int = 1, patience: float = 0.0, deaf: Iterable[int] = (), wait_s: float = 20.0,
                  interface: str | None = "lo", busy: Callable[[], bool] = lambda: False,
+                 silent: Callable[[int, float], dict[int, str]] = lambda size, since: {},
                  preload: Iterable[str] = ()) -> None:  # fmt: skip
         """wait_s: how long after a death the others may take to notice, or longer while they are `busy`.
+
+        silent: which ranks of a world of this size that began then the others wait for in vain; asked every second.
+        They are killed, and have died.
 
         preload: modules that new processes need, so that they have them from the beginning. The rest is as in
         `launch.World`.
         """
-        self.busy = busy
+        self.busy, self.silent = busy, silent
         self.threads, self.patience, self.deaf, self.wait_s = threads, patience, tuple(deaf), wait_s
         self.interface = interface
         self.members: list[Member] = []
-        self.worlds = 0
+        self.worlds = self.started = 0  # how many worlds, how many processes
         self._context, self._forked = start_method(preload)
         self._root = tempfile.mkdtemp(prefix="crew-", dir=scratch.home())
         self._watch, self._alive = self._context.Pipe(duplex=False)
-        self._processes: list[Any] = []  # all that were ever started
+        self._processes: list[Any] = []  # of the members, like the pipes
         self._pipes: list[Connection] = []
         self._end = weakref.finalize(self, stop_all, self._processes, self._pipes, self._root, self._alive)
 
@@ -85,11 +93,12 @@ class Crew:
         missing = max(0, size - len(self.members))
         for _ in range(missing):
             alive = self._alive.fileno() if self._forked else None
-            seat = Seat(len(self._processes), 1, self._root, self.threads, None, deaf=self.deaf, alive=alive)
+            seat = Seat(self.started, 1, self._root, self.threads, None, deaf=self.deaf, alive=alive)
             ours, theirs = self._context.Pipe()
             process = self._context.Process(target=main, args=(seat, theirs, self._watch, None))
             process.start()
             theirs.close()
+            self.started += 1
             self._processes.append(process)
             self._pipes.append(ours)
             self.members.append(Member(process, ours))
@@ -100,15 +109,22 @@ class Crew:
 
         Raises as `World.run` does when a rank fails by itself.
         """
+        shutil.rmtree(os.path.join(self._root, f"world-{self.worlds}"), ignore_errors=True)
         self.worlds += 1
         directory = os.path.join(self._root, f"world-{self.worlds}")
         os.mkdir(directory)
-        ranks = self.members[:size]
+        ranks, began = self.members[:size], time.time()
         for rank, member in enumerate(ranks):
             seat = Seat(rank, size, directory, self.threads, self.interface, self.patience)
             with suppress(OSError):  # it has died: its exit code says so
                 member.pipe.send_bytes(pickled(in_world, (seat, fn, args)))
-        answers, late, seen = self._collect(ranks)
+        silent: dict[int, str] = {}
+
+        def look() -> Iterable[int]:
+            silent.update(self.silent(size, began))
+            return silent
+
+        answers, late, seen = self._collect(ranks, look)
         codes = [None if rank in answers else member.code for rank, member in enumerate(ranks)]
         dead = {rank: code for rank, code in enumerate(codes) if code is not None}
         failed = [answer for answer in answers.values() if not answer.ok]
@@ -119,8 +135,8 @@ class Crew:
         own = [rank for rank, code in dead.items() if code < 0 and not (told and code == -signal.SIGABRT)]
         if not own or any(code >= 0 for code in dead.values()):
             raise failure(answers, codes)
-        self.members = [member for member in self.members if member.code is None]
-        return Attempt(None, dead, late, seen)
+        self.bury()
+        return Attempt(None, dead, late, silent, seen)
 
     def ask(self, jobs: Mapping[int, tuple[Callable[..., Any], tuple[Any, ...]]]) -> dict[int, Any]:
         """Each of these members does its job, in no world; the values of those that did not die of it."""
@@ -135,12 +151,19 @@ class Crew:
         return {numbers[i]: answer.value for i, answer in answers.items()}
 
     def bury(self) -> None:
-        """Let those go that have died since."""
-        self.members = [member for member in self.members if member.code is None]
+        """Let those go that have died, with their pipes: a long run may have hundreds of deaths."""
+        for member in [member for member in self.members if member.code is not None]:
+            self.members.remove(member)
+            self._processes.remove(member.process)
+            self._pipes.remove(member.pipe)
+            member.pipe.close()
+            member.process.close()
 
-    def _collect(self, ranks: list[Member]) -> tuple[dict[int, Answer], list[int], float]:
+    def _collect(
+        self, ranks: list[Member], silent: Callable[[], Iterable[int]] = tuple
+    ) -> tuple[dict[int, Answer], list[int], float]:
         """(answers, who was killed because it gave none, when something was wrong): until every rank has answered or
-        ended."""
+        ended. `silent`: which ranks to kill although nothing is known to be wrong."""
         answers: dict[int, Answer] = {}
         late: list[int] = []
         wrong: float | None = None  # since when something is
@@ -156,7 +179,9 @@ class Crew:
                 late += waiting
                 for rank in waiting:
                     ranks[rank].process.kill()
-            for source in wait(list(sources), None if end is None else max(0.1, end - time.monotonic())):
+            for rank in silent() if wrong is None else ():
+                ranks[rank].process.kill()
+            for source in wait(list(sources), LOOK_S if end is None else max(0.1, end - time.monotonic())):
                 rank = sources[source]
                 if rank not in answers and ranks[rank].pipe.poll():
                     with suppress(EOFError, OSError):  # a rank that dies closes its pipe

@@ -80,7 +80,8 @@ def run(config: Config, orders: Orders, asked: Asked | None = None) -> Outcome:
     stall_s = config.safety.stall_s
     with ExitStack() as stack:
         raw.be_patient(patience(stall_s))
-        dog = Watchdog(config.folder, *raw.seat(), stall_s)
+        rescued = config.resilience.after_death != "end"
+        dog = Watchdog(config.folder, *raw.seat(), stall_s, config.resilience.wait_s if rescued else 0.0)
         stack.callback(dog.close)
         stack.callback(lambda: setattr(reached, "phase", dog.phase))
         mesh = Mesh(config.layout)

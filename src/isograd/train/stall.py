@@ -42,6 +42,36 @@ def happened(folder: Path) -> bool:
     return any((folder / "stalled").glob("rank-*.json"))
 
 
+def _for_reports(limit: float) -> float:
+    """Seconds that a watchdog waits for those of the other ranks, once it has spoken."""
+    return min(10.0, max(1.0, limit / 4))
+
+
+def silent(folder: Path, limit: float, size: int, since: float) -> dict[int, str]:
+    """For the launcher: the ranks that the others wait for in vain, and what is known of each.
+
+    Empty until the watchdogs of a world that began at `since` have spoken, and where no rank is silent.
+    """
+    files = [folder / "stalled" / f"rank-{rank:05d}.json" for rank in range(size)]
+    spoken = {rank: when for rank, file in enumerate(files) if (when := _when(file)) > since}
+    if not spoken or (len(spoken) < size and time.time() < min(spoken.values()) + _for_reports(limit)):
+        return {}
+    said = {rank: found for rank in spoken if (found := _read(files[rank])) is not None}
+    quiet = {rank: said[rank].phase if rank in said else "" for rank in range(size) if not _waits(said.get(rank))}
+    return quiet if len(quiet) < size else {}
+
+
+def _waits(report: Report | None) -> bool:
+    return report is not None and report.waits
+
+
+def _when(file: Path) -> float:
+    try:
+        return file.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
 @dataclass(frozen=True)
 class Report:
     """What a rank's watchdog writes for those of the other ranks."""
@@ -60,8 +90,12 @@ class Watchdog:
     Between `joined` and `stepped` it has ten times as long: first steps import, compile and load.
     """
 
-    def __init__(self, folder: Path, rank: int, size: int, limit: float) -> None:
-        """Started before the ranks have joined each other: a rank that never comes is named, too."""
+    def __init__(self, folder: Path, rank: int, size: int, limit: float, rescue_s: float = 0.0) -> None:
+        """Started before the ranks have joined each other: a rank that never comes is named, too.
+
+        rescue_s: how long the launcher may take to end a silent rank and to start the next world, which closes this.
+        """
+        self._rescue_s = rescue_s
         self.folder, self.rank, self.size, self.limit = folder / "stalled", rank, size, limit
         self.where, self.hosts = f"rank {rank}", list[str]()
         self.main = threading.main_thread().ident
@@ -124,9 +158,11 @@ class Watchdog:
         partial = self._file(self.rank).with_suffix(".partial")
         inside.write_text(partial, json.dumps(asdict(self._mine()), indent=1))
         partial.replace(self._file(self.rank))
-        end = time.monotonic() + min(10.0, max(1.0, self.limit / 4))
+        end = time.monotonic() + _for_reports(self.limit)
         while time.monotonic() < end and not all(self._file(rank).exists() for rank in range(self.size)):
             time.sleep(0.05)
+        if self._rescue_s and self._over.wait(self._rescue_s):
+            return
         if all(not self._file(rank).exists() for rank in range(self.rank)):  # the first that gave a sign speaks for all
             print(self.diagnosis(), file=sys.stderr, flush=True)
         self.before_end()

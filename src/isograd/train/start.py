@@ -11,6 +11,7 @@ import signal
 import sys
 import tempfile
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TextIO
 
@@ -26,7 +27,7 @@ from isograd.train.early import refuse_early
 from isograd.train.job import prepare
 from isograd.train.loop import Orders, Outcome, run
 from isograd.train.opening import Opening, opening, refuse_data
-from isograd.train.stall import STALLED, happened, patience
+from isograd.train.stall import STALLED, happened, patience, silent
 from isograd.train.stop import STOPPED, Asked
 from isograd.train.survive import survive
 
@@ -85,6 +86,7 @@ def _done_here(config: Config, ranks: int, orders: Orders) -> Outcome:
     if after.after_death != "end":
         with Crew(
             threads=config.threads, patience=limit, deaf=deaf, wait_s=after.wait_s, busy=busy,
+            silent=partial(silent, config.folder, config.safety.stall_s),
             preload=("isograd.train.loop", "torch._dynamo"),
         ) as crew:  # fmt: skip
             return survive(config, orders, crew)

@@ -66,6 +66,9 @@ def _who(attempt: Attempt, layout: Layout) -> str:
     for rank, code in attempt.dead.items():
         spots = " ".join(f"{a}{i}" for a, i in layout.coordinates(rank).items() if layout.size(a) > 1)
         late = " by the launcher, as it did not notice the death of another rank" if rank in attempt.late else ""
+        if rank in attempt.silent:
+            doing = attempt.silent[rank]
+            late = " by the launcher, as " + (f"it was silent ({doing})" if doing else "it gave no sign of life")
         words.append(f"rank {rank}{f' ({spots})' if spots else ''} was {exit_words(code)}{late}")
     return "; ".join(words)
 
