@@ -143,11 +143,14 @@ class Steps:
             elif self.zero < 3:
                 a, b = alone.new_full((len(alone), 2), 0.125 * scale), alone.new_ones(2, alone.shape[1])
                 ledger.of_product(alone, a, b, last=False)
+            if self.zero < 3:
+                rows = torch.tensor([0, len(alone) - 1, 0])
+                ledger.of_rows(alone, rows, alone.new_full((3, alone.shape[1]), 0.5 * scale))
         for item in drawn:
             self.add(*item)
         if self.zero < 3:
             weight = self.twin.out.weight
-            self.losses.append(((weight * 0.25).sum(), 1.0))
+            self.losses.append(((weight * 0.25).sum() + (weight[[0, -1, 0]] * 0.5).sum(), 1.0))
             self.losses.append((weight.sum() * 0, -1.0))  # it brought no weight of its own
 
     def fail(self) -> None:

@@ -77,7 +77,7 @@ def _last_backward_dropped() -> Any:
 
 
 def _weights_run(times: int) -> Any:
-    from isograd.pipeline.deferred import Deferred
+    from isograd.pipeline.products import Deferred
 
     original = Deferred.products
 
@@ -92,16 +92,29 @@ def _weights_run(times: int) -> Any:
 
 def _weights_of_another_input() -> Any:
     """What a weight gradient keeps is overwritten by the next micro-batch's."""
-    from isograd.pipeline.deferred import Deferred
+    from isograd.pipeline.products import Products
 
-    original, latest = Deferred._note, {}
+    original, latest = Products._factors, {}
 
-    def note(self: Any, weight: Any, x: Any, dy: Any) -> None:
+    def factors(self: Any, weight: Any, x: Any, dy: Any) -> None:
         before = latest.get(id(weight))
         latest[id(weight)] = x
         original(self, weight, x if before is None or before.shape != x.shape else before, dy)
 
-    return patch.object(Deferred, "_note", note)
+    return patch.object(Products, "_factors", factors)
+
+
+def _ledger_takes(name: str, times: int) -> Any:
+    """What the ledger is handed while autograd runs is added `times` times."""
+    from isograd.engine.ledger import Ledger
+
+    original = getattr(Ledger, name)
+
+    def taken(self: Any, *given: Any, **options: Any) -> None:
+        for _ in range(times if self._running else 1):
+            original(self, *given, **options)
+
+    return patch.object(Ledger, name, taken)
 
 
 def _norm_of_own_stage() -> Any:
@@ -247,6 +260,8 @@ NAMED: dict[str, Callable[[], Any]] = {
     "pipeline: weight gradients put off and never made": lambda: _weights_run(0),
     "pipeline: weight gradients put off and made twice": lambda: _weights_run(2),
     "pipeline: weight gradients made of another micro-batch's input": _weights_of_another_input,
+    "pipeline: weight gradients made at once added twice": lambda: _ledger_takes("of_product", 2),
+    "pipeline: gradients of lookups lost but for the last": lambda: _ledger_takes("of_rows", 0),
     "pipeline: clipped by the norm of one's own stage": _norm_of_own_stage,
     "pipeline: the weight of a loss lost": lambda: _loss_weight(lambda weight, rank: float(weight > 0)),
     "pipeline: loss and weight read from the first stage": _loss_of_the_first_stage,

@@ -46,6 +46,7 @@ KILLERS_OF_PP = (
     Case("dp2 pp2 zb zero1", "deep-tied", 3),
     Case("pp2 vpp2 zb tp2 sp zero1", "deep-tied", 5, recompute=True),
     Case("pp2 vpp2 zb dp2 zero1", "deep", 2, recompute=True),
+    Case("pp2 tp2 sp zero2", "deep", 2),
 )
 
 

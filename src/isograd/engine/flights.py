@@ -118,8 +118,8 @@ class Flights:
         self._air.append((bucket, flight))
 
     def look(self, gradients: Iterable[Tensor]) -> None:
-        """Remember whether gradients of this rank are finite, which their sums show. The ledger shows large ones as
-        soon as they are made, while they are in the processor's cache; small ones are looked at when they leave.
+        """Remember whether gradients of this rank are finite, which their sums show. The ledger shows large ones, once,
+        as soon as they are complete, while they are in the processor's cache; small ones are looked at when they leave.
         One number is kept: small tensors that stay between large ones would keep the heap from being used again.
         """
         for gradient in gradients:

@@ -106,7 +106,7 @@ class Ledger:
         self.watcher: Callable[[Slot, Tensor], None] | None = None  # sees each gradient as autograd has made it
         self._tree = Tree()
         self._leave = Leave.AT_END
-        self._running = self._leaves_now = self._dropped = False  # about the run of autograd that is under way
+        self._running = self._leaves = self._dropped = False  # of the run of autograd under way
         self._factor: Tensor | None = None  # that a half-precision loss could not be seeded with
         self._no_loss: Tensor | None = None  # on a GPU: whether the loss is a mean over nothing
         self._unsent: list[Bucket] = []  # of this backward, in the order in which they leave
@@ -119,6 +119,7 @@ class Ledger:
             slot: [(slot.parameter, Withheld(slot.parameter, slot.name))] for slot in plan.slots if withholds
         }
         self._withheld: set[Slot] = set()  # whose `.grad` is a stand-in
+        self._unseen: set[Slot] = set()  # whose sums flights have not looked at
 
     def shows(self, masters: dict[str, nn.Parameter]) -> None:
         """Tensors that the optimizer steps in place of parameters: their `.grad` is withheld, too."""
@@ -218,35 +219,62 @@ class Ledger:
         self.must_be(State.BACKWARD)
         if not roots:
             return
-        leaves = last and self._leave is not Leave.AT_END
+        self._leaves = last and self._leave is not Leave.AT_END
         self._running, self._dropped = True, discard
-        self._leaves_now = leaves and self._leave is Leave.EAGER
         if self.units is not None:
-            self.units.begin_backward(self._left if leaves else None)
+            self.units.begin_backward(self._left if self._leaves else None)
         try:
             torch.autograd.backward(roots, seeds)
         finally:
-            self._running = self._leaves_now = self._dropped = False
+            self._running = self._leaves = self._dropped = False
             if self.units is not None:  # it tells the other ranks when an exception is on its way
                 self.units.end_backward()
 
-    @torch.no_grad()
-    def of_product(self, parameter: Tensor, a: Tensor, b: Tensor, *, last: bool) -> None:
-        """The gradient a @ b of a parameter, which autograd has left to the caller: added without memory of its own
-        to what is here. Through autograd where somebody's hooks wait for it."""
+    def takes_products(self, parameter: Tensor) -> bool:
+        """Whether a gradient of this parameter may come by `of_product` or `of_rows`: nobody's hooks wait for it, and
+        no bit depends on how it is added up."""
         slot = self._slots.get(id(parameter))
-        if slot is None or self.units is not None or start.is_watched(slot.parameter):
+        return not (slot is None or self.units is not None or self.reproducible or start.is_watched(slot.parameter))
+
+    @torch.no_grad()
+    def of_product(self, parameter: Tensor, a: Tensor, b: Tensor, *, last: bool = False) -> None:
+        """The gradient a @ b of a parameter, which autograd has left to the caller: added without memory of its own
+        to what is here. Through autograd where somebody's hooks wait for it. `last`: as in `run_backward`."""
+        if not self._running and not self.takes_products(parameter):
             self.run_backward([parameter], [a @ b], last=last)
             return
         self.must_be(State.BACKWARD)
+        slot = self._slots[id(parameter)]
         before = self.local.get(slot)
-        if before is None or before.dtype != a.dtype:
-            self.collect(slot, a @ b)
-        else:
+        if before is None or before.dtype != a.dtype or self._watched():
+            self._taken_in(slot, a @ b)
+        elif not self._dropped:
             self.used.add(slot)
-            self._looked_at(before.addmm_(a, b))
+            self._summed(slot, before.addmm_(a, b))
         if last and self._leave is Leave.EAGER:
             self.passed_by(slot)
+
+    @torch.no_grad()
+    def of_rows(self, parameter: Tensor, rows: Tensor, values: Tensor) -> None:
+        """A gradient that is zero but for these rows (one may come twice), added to what is here."""
+        self.must_be(State.BACKWARD)
+        slot = self._slots[id(parameter)]
+        before = self.local.get(slot)
+        if before is None or self._watched():
+            self._taken_in(slot, zeros_of(slot).index_put_((rows,), values.to(slot.dtype), accumulate=True))
+        elif not self._dropped:
+            self.used.add(slot)
+            self._summed(slot, before.index_put_((rows,), values.to(before.dtype), accumulate=True))
+
+    def _watched(self) -> bool:
+        """Whether each gradient is wanted by itself."""
+        return self.watcher is not None or self._factor is not None or self._no_loss is not None
+
+    def _taken_in(self, slot: Slot, gradient: Tensor) -> None:
+        if self.watcher is not None:
+            self.watcher(slot, gradient)
+        if not self._dropped:
+            self.collect(slot, gradient)
 
     def begin(self, leave: Leave) -> None:
         """For a front whose backward is run by others; else `backward`."""
@@ -255,6 +283,7 @@ class Ledger:
         for slot in self._withheld:
             slot.parameter.grad = None
         self.state, self._leave, self._withheld = State.BACKWARD, leave, set()
+        self._leaves = leave is not Leave.AT_END
         if leave is not Leave.AT_END:
             self.passes += 1
             self.flights.begin_pass()
@@ -318,11 +347,9 @@ class Ledger:
                 "this model's parameters until that backward is over",
                 where=self.mesh.where(),
             )
-        if self.watcher is not None and gradient is not None:
-            self.watcher(slot, gradient)
-        if not self._dropped and gradient is not None:
-            self.collect(slot, gradient)
-        if self._leaves_now:
+        if gradient is not None:
+            self._taken_in(slot, gradient)
+        if self._leaves and self._leave is Leave.EAGER:
             self.passed_by(slot)
 
     def collect(self, slot: Slot, gradient: Tensor) -> None:
@@ -336,11 +363,16 @@ class Ledger:
             gradient = torch.where(self._no_loss, torch.zeros_like(gradient), gradient)
         before = self.local.get(slot)
         total = self.local[slot] = gradient if before is None else before.add_(gradient)
-        self._looked_at(total)
+        self._summed(slot, total)
 
-    def _looked_at(self, total: Tensor) -> None:
+    def _summed(self, slot: Slot, total: Tensor) -> None:
+        """Flights look at a large sum once: here if it leaves with this run, as it lies in the processor's cache."""
         if total.numel() > SMALL:
-            self.flights.look([total])
+            if self._leaves:
+                self.flights.look([total])
+                self._unseen.discard(slot)
+            else:
+                self._unseen.add(slot)
 
     # -- 3. a bucket leaves
 
@@ -378,6 +410,8 @@ class Ledger:
     def _launch(self, bucket: Bucket) -> None:
         self._unsent.remove(bucket)
         gradients = [self._taken(slot) for slot in bucket.slots]
+        self.flights.look(g for slot, g in zip(bucket.slots, gradients, strict=True) if slot in self._unseen)
+        self._unseen -= set(bucket.slots)
         self.flights.launch(bucket, gradients)
         if self.keep_full:
             self.full.update(zip(bucket.slots, gradients, strict=True))
@@ -448,7 +482,7 @@ class Ledger:
         self.flights.sums = {}
         self.local, self.paid, self.full, self.told, self.passes = {}, {}, {}, Contributions(), 0
         self.shares.clear()
-        self.used, self._withheld, self._unsent = set(), set(), []
+        self.used, self._withheld, self._unseen, self._unsent = set(), set(), set(), []
         self._tree = Tree()
         self.state, self.failure, self.ended = State.OPEN, None, self.ended + 1
 

@@ -20,8 +20,8 @@ from isograd.comm import raw
 from isograd.comm.fingerprint import fingerprint, ranks_unlike
 from isograd.errors import PipelineError
 from isograd.mesh import Mesh
-from isograd.pipeline.deferred import Deferred
 from isograd.pipeline.mail import Known, Mail, Ways
+from isograd.pipeline.products import Deferred, Products
 from isograd.pipeline.schedule import Action, Schedule, Timed, build
 from isograd.terms import Terms
 
@@ -40,8 +40,16 @@ class Autograd(Protocol):
         """Backward from what a stage passed on, with the gradients of these roots."""
         ...
 
-    def of_product(self, parameter: Tensor, a: Tensor, b: Tensor, *, last: bool) -> None:
-        """The delayed gradient a @ b of a weight."""
+    def takes_products(self, parameter: Tensor) -> bool:
+        """Whether a gradient of this parameter may come by one of the next two ways, past autograd."""
+        ...
+
+    def of_product(self, parameter: Tensor, a: Tensor, b: Tensor, *, last: bool = False) -> None:
+        """The gradient a @ b of a weight."""
+        ...
+
+    def of_rows(self, parameter: Tensor, rows: Tensor, values: Tensor) -> None:
+        """What is to be added to these rows of the gradient of a lookup's weight."""
         ...
 
     def of_loss(self, loss: Tensor, weight: Tensor | float, *, last: bool) -> None:
@@ -65,7 +73,7 @@ class _Held:
     outputs: list[Tensor]
     loss: Result | None  # of the last stage
     terms: Terms | None  # of another stage, which seeds them: no value of a term is passed on
-    deferred: Deferred | None
+    products: Products | None
 
 
 class Pipeline:
@@ -174,29 +182,42 @@ class _Step:
 
     def _forward(self, action: Action, inputs: list[Tensor]) -> None:
         micro = self.micros[action.micro]
-        deferred = Deferred() if self.schedule.name == "zb" else None
-        with deferred or nullcontext():
+        products = self._products(action)
+        with products or nullcontext():
             result = self.pipeline.chunks[action.stage](_unpacked(inputs), micro)
         if action.stage == self.pipeline.last:
             loss: Result = result if isinstance(result, Terms) else _pair(result)
             if self._autograd is None:
                 self.losses.append(loss)
             else:
-                self.held[action[1:]] = _Held(inputs, [], loss, None, deferred)
+                self.held[action[1:]] = _Held(inputs, [], loss, None, products)
             return
         result, terms = _without_terms(result)
         outputs = _checked(result, action.stage, self.pipeline.mesh)
         _in_doubt(lambda: self.mail.send(action, outputs), self.pipeline.mesh)
         if self._autograd is not None:
-            self.held[action[1:]] = _Held(inputs, outputs, None, terms, deferred)
+            self.held[action[1:]] = _Held(inputs, outputs, None, terms, products)
         elif terms is not None:
             self.losses.append(terms)
+
+    def _products(self, forward: Action) -> Products | None:
+        """How gradients of weights come past autograd. Those of a stage's last micro-batch come by autograd's hooks,
+        which know when the last use of a weight is over, so that buckets leave during that backward."""
+        ledger = self._autograd
+        if ledger is None:
+            return None
+        zb = self.schedule.name == "zb"
+        if forward.micro == self.final["I" if zb else "B", forward.stage].micro:
+            return Deferred() if zb else None
+        if zb:
+            return Deferred(ledger.of_rows, ledger.takes_products)
+        return Products(ledger.of_product, ledger.of_rows, ledger.takes_products)
 
     def _backward(self, action: Action, gradients: list[Tensor]) -> None:
         assert self._autograd is not None
         held = self.held[action[1:]]
         last = self.final[action.kind, action.stage] is action
-        with held.deferred or nullcontext():
+        with held.products or nullcontext():
             if isinstance(held.loss, Terms):
                 self._autograd.of_terms(held.loss, last=last)
             elif held.loss is not None:
@@ -218,8 +239,8 @@ class _Step:
 
     def _weights(self, action: Action, _: list[Tensor]) -> None:
         assert self._autograd is not None
-        deferred = self.held.pop(action[1:]).deferred
-        assert deferred is not None
+        deferred = self.held.pop(action[1:]).products
+        assert isinstance(deferred, Deferred)
         last = self.final["W", action.stage] is action
         for weight, dy, x in deferred.products():
             self._autograd.of_product(weight, dy, x, last=last)

@@ -1,4 +1,4 @@
-"""Weight gradients that are put off are autograd's own: same numbers, same hooks, once."""
+"""Gradients that are handed out as products, delayed or at once, are autograd's own: same numbers, same hooks, once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from isograd.pipeline.deferred import Deferred
+from isograd.pipeline.products import Deferred, Products
 
 Forward = Callable[[nn.Module, Tensor], Tensor]
 
@@ -178,3 +178,69 @@ def test_half_precision_weights_have_half_precision_gradients() -> None:
     run(deferred)
     assert layer.weight.grad.dtype == torch.bfloat16
     assert torch.equal(layer.weight.grad, torch.full((7, 5), 6.0, dtype=torch.bfloat16))
+
+
+class Sums:
+    """A stand-in for the step's ledger: sums by parameter."""
+
+    def __init__(self) -> None:
+        self.of: dict[int, Tensor] = {}
+
+    def product(self, weight: Tensor, a: Tensor, b: Tensor) -> None:
+        self.of[id(weight)] = self.of.get(id(weight), torch.zeros_like(weight)) + a @ b
+
+    def rows(self, weight: Tensor, rows: Tensor, values: Tensor) -> None:
+        before = self.of.get(id(weight), torch.zeros_like(weight))
+        self.of[id(weight)] = before.index_put((rows,), values, accumulate=True)
+
+
+@pytest.mark.parametrize("padding", [None, 2, -1])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_products_and_rows_handed_out_at_once_are_those_of_autograd(padding: int | None, recompute: bool) -> None:
+    torch.manual_seed(0)
+    words, layer = nn.Embedding(6, 5, padding_idx=padding, dtype=torch.float64), nn.Linear(5, 3, dtype=torch.float64)
+    torch.nn.init.normal_(words.weight)
+    tokens = torch.tensor([[2, 5, 5], [0, 2, 1]])
+
+    def forward() -> Tensor:
+        body = lambda x: layer(torch.tanh(x))  # noqa: E731
+        x = words(tokens)
+        return (checkpoint(body, x, use_reentrant=False) if recompute else body(x)).square().sum()  # type: ignore
+
+    forward().backward()
+    truth = {p: p.grad for p in (words.weight, layer.weight, layer.bias)}
+    words.zero_grad()
+    layer.zero_grad()
+    sums = Sums()
+    products = Products(sums.product, sums.rows)
+    with products:
+        loss = forward()
+    with products:
+        torch.autograd.backward(loss)
+    assert words.weight.grad is None
+    assert layer.weight.grad is None
+    assert torch.equal(layer.bias.grad, truth[layer.bias])
+    for weight in (words.weight, layer.weight):
+        assert float((sums.of[id(weight)] - truth[weight]).norm()) <= 1e-12 * float(truth[weight].norm())
+
+
+def test_weights_that_are_not_taken_and_options_of_lookups_are_left_to_autograd() -> None:
+    words, layer = nn.Embedding(6, 5, scale_grad_by_freq=True), nn.Linear(5, 3)
+    sums = Sums()
+    with Products(sums.product, sums.rows, lambda weight: weight is not layer.weight):
+        layer(words(torch.tensor([1, 1]))).sum().backward()
+    assert not sums.of
+    assert words.weight.grad is not None
+    assert layer.weight.grad is not None
+
+
+def test_functions_are_put_back_after_an_exception_and_the_inner_one_counts() -> None:
+    plain, sums, inner = (F.linear, F.embedding), Sums(), Sums()
+    layer, x = nn.Linear(5, 3), needing(2, 5, dtype=torch.float32)
+    with pytest.raises(ZeroDivisionError), Products(sums.product):
+        with Products(inner.product):
+            layer(x).sum().backward()
+        raise ZeroDivisionError
+    assert (F.linear, F.embedding) == plain
+    assert not sums.of
+    assert list(inner.of) == [id(layer.weight)]
