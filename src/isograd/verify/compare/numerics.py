@@ -43,9 +43,9 @@ class Noise:
         return float((found.double() - expected).norm()) / float(max(spread, floor))
 
 
-def verdict(ratio: float) -> str:
+def verdict(ratio: float, limits: tuple[float, float] = tolerances.NOISE) -> str:
     """The verdict on an error in units of the measured noise."""
-    low, high = tolerances.NOISE
+    low, high = limits
     return PASS if ratio <= low else BUG if not ratio <= high else INCONCLUSIVE
 
 

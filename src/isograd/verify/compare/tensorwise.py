@@ -122,10 +122,10 @@ def common_factor(
                 along += float((final.double() * expected).sum())
                 squares += float(expected.square().sum())
     factor = along / squares if squares else 1.0
-    verdict = judged(abs(factor - 1) / noise.factor)
+    verdict = judged(abs(factor - 1) / noise.factor, tolerances.ALL_TOGETHER)
     if verdict == PASS:
         return []
-    sentence = f"all gradients together are {factor:.5g} times the reference's; rounding leaves {noise.factor:.1e}"
+    sentence = f"all gradients together are {factor:.8g} times the reference's; rounding leaves {noise.factor:.1e}"
     bars = (("reference", 1.0), ("here", factor))
     return [finding(verdict, "", sentence, tensors=tuple(names), coefficients=bars)]
 
