@@ -159,6 +159,13 @@ class Line:
                 me.world.say((speaker, me.stage(rank), self.axes, self.purpose, tag, count), tensor.detach())
         return ARRIVED
 
+    def fill(self, into: Sequence[Sequence[torch.Tensor]]) -> None:
+        """Data of every other member, by one call however many there are."""
+        mine = self.ranks.index(self.member.rank)
+        targets = [tensor for place, pieces in enumerate(into) if place != mine for tensor in pieces]
+        if targets:
+            torch._foreach_zero_(targets)
+
     def recv(self, tensors: Sequence[torch.Tensor], peer: int, tag: int) -> Arrived:
         """Zeros for data; for control a promise, because this rank may still have to say what is mirrored."""
         if not self.control:

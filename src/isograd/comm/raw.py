@@ -270,6 +270,9 @@ def exchange(out: Tensors, into: Tensors, group: Group, tag: int = 0, *, control
         return _noted(_exchange_nccl(out, into, group), group, out, into, tag, control)
     if any(t.is_cuda for pieces in (*out, *into) for t in pieces):
         return _exchange_staged(out, into, group, tag, control)
+    if isinstance(pg, imagined.Line) and not control:
+        pg.fill(into)
+        return _noted(Handle(keep=(out, into)), group, out, into, tag, control)
     works: list[Any] = []
     members: list[int] = []
     # Receives are posted first so that nothing that arrives waits in a kernel buffer.

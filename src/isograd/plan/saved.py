@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -22,6 +23,7 @@ from isograd.mesh import Mesh
 Box = tuple[tuple[int, int], ...]
 Slotted = tuple[str, Contract, tuple[int, ...], bool]  # name, contract, cuts, whole
 BUFFER = "buffer/"  # of which every stage may write a copy
+NOTHING: dict[int, Box] = {}  # is planned of what is no parameter
 
 
 @dataclass(frozen=True)
@@ -58,56 +60,83 @@ def _parameter(key: str) -> str:
 
 def holes(ranks: Mapping[int, Mapping[str, Saves]], layout: Layout) -> Iterator[str]:
     """What would be written by no rank, or by several. `ranks`: what each imagined rank says, by number."""
-    of_stage = layout.world_size // layout.pp
+    plans = _Plans(layout)
     stages: dict[int, list[int]] = {}
     for rank in sorted(ranks):
-        stages.setdefault(rank // of_stage, []).append(rank)
-    boxes: dict[str, dict[int, Box]] = {}  # by tensor: what each rank writes
+        stages.setdefault(rank // plans.of_stage, []).append(rank)
+    written: dict[str, list[_Said]] = {}  # of each tensor, what each stage writes
     shapes: dict[str, tuple[int, ...]] = {}
     for number, known in stages.items():
-        stage = _Stage(layout, range(number * of_stage, (number + 1) * of_stage))
+        first = number * plans.of_stage
         for key, one in ranks[known[0]].items():
             shapes[key] = one.shape
-            planned = {} if one.slot is None else stage.planned(one.slot)
-            said = {rank: ranks[rank][key].box for rank in known if key in ranks[rank]}
-            mine = {rank: box for rank, box in (planned | said).items() if box is not None}
-            boxes[key] = boxes.get(key, {}) | mine
-    found: dict[object, list[str]] = {}  # tensors that are written in the same way have the same holes
-    for key, written in boxes.items():
-        same = shapes[key], key.startswith(BUFFER), tuple(written.items())
-        if same not in found:
-            found[same] = list(_wrong(key, shapes[key], list(written.items())))
-        for what in found[same]:
+            planned = NOTHING if one.slot is None else plans.planned(one.slot, first)
+            said = tuple((rank - first, ranks[rank][key].box) for rank in known if key in ranks[rank])
+            written.setdefault(key, []).append(_Said(first, planned, said))
+    right = set()  # tensors that are written in the same way are looked at once
+    for key, parts in written.items():
+        same = shapes[key], key.startswith(BUFFER), tuple((id(part.planned), part.said) for part in parts)
+        if same in right:
+            continue
+        boxes = {rank: box for part in parts for rank, box in part.boxes() if box is not None}
+        wrong = list(_wrong(key, shapes[key], list(boxes.items())))
+        if not wrong:
+            right.add(same)
+        for what in wrong:
             yield f"of {key!r}, {what}"
 
 
-class _Stage:
-    """The ranks of a pipeline stage, and what they write by plan."""
+class _Said(NamedTuple):
+    """What the ranks of one stage write of a tensor. Ranks are counted from the stage's first one."""
 
-    def __init__(self, layout: Layout, ranks: range) -> None:
-        self._meshes = {rank: Mesh.unbound(layout, rank) for rank in ranks}
-        self._places: dict[str, list[tuple[int, int, int]]] = {}  # by data axes: (rank, place beside, owner)
-        self._planned: dict[Slotted, dict[int, Box]] = {}
+    first: int
+    planned: Mapping[int, Box]
+    said: tuple[tuple[int, Box | None], ...]  # by the ranks that were imagined
 
-    def planned(self, slot: Slotted) -> dict[int, Box]:
-        """The box of each rank that writes some of a parameter."""
-        if slot not in self._planned:
-            self._planned[slot] = dict(self._boxes(*slot))
-        return self._planned[slot]
+    def boxes(self) -> Iterator[tuple[int, Box | None]]:
+        """What each rank of the world writes; what it says counts, where it was imagined."""
+        return ((self.first + rank, box) for rank, box in {**self.planned, **dict(self.said)}.items())
 
-    def _boxes(self, name: str, contract: Contract, cuts: tuple[int, ...], whole: bool) -> Iterator[tuple[int, Box]]:
-        if contract.data not in self._places:
-            self._places[contract.data] = [
-                (rank, mesh.index(contract.beside), mesh.index(contract.data)) for rank, mesh in self._meshes.items()
-            ]
-        parts: dict[int, tuple[Box, tuple[int, ...]] | None] = {}  # by place beside: its part, and the cuts of its rows
-        for rank, place, owner in self._places[contract.data]:
+
+class _Plans:
+    """What the ranks of a stage write by plan. Stages with equal contracts and cuts have equal plans."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.of_stage = layout.world_size // layout.pp
+        self._layout = layout
+        self._places: dict[str, list[int]] = {}  # by axes: the place of each rank of the first stage in its group
+        self._planned: dict[tuple[object, ...], dict[int, Box]] = {}
+
+    def planned(self, slot: Slotted, first: int) -> dict[int, Box]:
+        """The box of each rank that writes some of a parameter. `first`: the first rank of its stage."""
+        name, contract, cuts, whole = slot
+        cut = contract.cut
+        even = cut is None or len({stop - start for start, stop in cut.ranges}) == 1
+        key = contract, cuts, whole, "" if even else name, first if contract.ties else 0
+        if key not in self._planned:
+            self._planned[key] = dict(self._boxes(slot, first))
+        return self._planned[key]
+
+    def _boxes(self, slot: Slotted, first: int) -> Iterator[tuple[int, Box]]:
+        name, contract, cuts, whole = slot
+        parts: dict[int, tuple[Box, tuple[int, ...]] | None] = {}  # by place beside: its part, and its rows' ends
+        places = zip(self._along(contract.beside), self._along(contract.data), strict=True)
+        for rank, (place, owner) in enumerate(places):
             if place not in parts:
-                parts[place] = _part(name, contract, cuts, whole, self._meshes[rank])
+                parts[place] = _part(name, contract, cuts, whole, Mesh.unbound(self._layout, first + rank))
             part = parts[place]
             if part is not None and part[1][owner] < part[1][owner + 1]:
-                (first, _), *rest = part[0]
-                yield rank, ((first + part[1][owner], first + part[1][owner + 1]), *rest)
+                (start, _), *rest = part[0]
+                yield rank, ((start + part[1][owner], start + part[1][owner + 1]), *rest)
+
+    def _along(self, axes: str) -> list[int]:
+        if axes not in self._places:
+            places = [0] * self._layout.world_size
+            for group in self._layout.groups(axes):
+                for place, rank in enumerate(group):
+                    places[rank] = place
+            self._places[axes] = places[: self.of_stage]
+        return self._places[axes]
 
 
 def _part(

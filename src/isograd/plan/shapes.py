@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from isograd.plan.held import LEAST, Held
 
-LARGE = 1 << 16  # elements
+LARGE = 1 << 14  # elements
 EXACT = 1 << 24  # the same of whole numbers, masks and float64, in which programs count, choose and compare
 SPACE = 1 << 42  # bytes of addresses
 RESIZABLE = (
@@ -99,6 +99,7 @@ def _about(func: Any) -> _About:
 
 
 _EMPTY = {_aten.empty.memory_format, _aten.empty_like.default, _aten.new_empty.default, _aten.empty_strided.default}
+_ZEROS = {_aten.zero_.default, _aten._foreach_zero_.default}
 _VIEWS = {_aten._unsafe_view.default, _aten.lift_fresh.default}
 _ELEMENTWISE = {
     "add", "add_", "_foreach_add_", "mul", "mul_", "_foreach_mul_", "copy_", "_foreach_copy_", "_to_copy", "clone",
@@ -134,6 +135,8 @@ class Shapes(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func in _ZEROS:
+            return self._zero(*args)
         kwargs = kwargs or {}
         about = self._abouts.get(id(func))
         if about is None:
@@ -152,17 +155,28 @@ class Shapes(TorchDispatchMode):
         if found is None:
             found = self._results[key] = self._result(func, args, kwargs, given, hollow)
         if found is _REAL or (func in _EMPTY and _size(found[0]) < RESIZABLE):
-            result = func(*args, **kwargs)
-            if self.held is not None:
-                for tensor in _tensors((result,)):
-                    if tensor.nbytes >= LEAST:
-                        self.held.take(tensor)
+            result = self._run(func, args, kwargs)
         else:
             result = self._shaped(about, args, kwargs, *found)
             if func is _aten.isnan.default and not self._is_hollow(result):
                 result.zero_()  # nobody knows the values; the program that is rehearsed goes well
         if about.follows:
             self._follow(about.follows, args, kwargs, result)
+        return result
+
+    def _zero(self, given: Tensor | list[Tensor]) -> Tensor | None:
+        """Messages that arrive: many thousands in a large world, of which most are hollow."""
+        for tensor in [given] if isinstance(given, Tensor) else given:
+            if not self._is_hollow(tensor):
+                tensor.zero_()
+        return given if isinstance(given, Tensor) else None
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = func(*args, **kwargs)
+        if self.held is not None:
+            for tensor in _tensors((result,)):
+                if tensor.nbytes >= LEAST:
+                    self.held.take(tensor)
         return result
 
     def _stays_small(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor]) -> bool:
