@@ -264,6 +264,28 @@ class Transformer(nn.Module):
         documents: Tensor | None = None,
     ) -> Any:
         """Run one stage, from the tokens or from the stream x that the previous stage passed on."""
+        x, stream, terms = self._through(stage, x, tokens, labels, key=key, samples=samples, documents=documents)
+        if stage < len(self.parts) - 1:
+            return (x, Terms(**terms)) if terms else x
+        assert self.head is not None
+        assert stream.places is not None
+        if labels is not None:
+            loss = self.head(x, self._mine(labels, stream.places), self.loss_chunk)
+            return Terms(lm=loss, **terms) if self._has_terms else loss
+        return gather_whole(self.head.logits(x).view(stream.batch, stream.length, -1), self.mesh, stream.places)
+
+    def _through(
+        self,
+        stage: int,
+        x: Tensor | None,
+        tokens: Tensor,
+        labels: Tensor | None,
+        *,
+        key: Key | None,
+        samples: Tensor | None,
+        documents: Tensor | None,
+    ) -> tuple[Tensor, Stream, dict[str, tuple[Tensor, float, float]]]:
+        """Through the blocks of one stage, and of the last one its norm; where tokens lie, and the experts' terms."""
         self._check(tokens, labels, documents, key, samples)
         places, part = places_for(tokens.shape[1], len(tokens), self.mesh), self.mesh.index("cp")
         stream = self._stream(places, tokens, key if self.training else None, samples, documents)
@@ -274,16 +296,14 @@ class Transformer(nn.Module):
             x = stream.dropout(x, self.config.dropout, self.mesh, "embed")
         assert x is not None
         x, sums = self._body(x, stream, self.parts[stage])
-        terms = self._expert_terms(sums, _tokens_of(places, len(tokens), part))
-        if stage < len(self.parts) - 1:
-            return (x, Terms(**terms)) if terms else x
-        assert self.norm is not None
-        assert self.head is not None
-        x = self.norm(x)
-        if labels is not None:
-            loss = self.head(x, places.shard(labels, part, self.ignore_index).reshape(-1), self.loss_chunk)
-            return Terms(lm=loss, **terms) if self._has_terms else loss
-        return gather_whole(self.head.logits(x).view(stream.batch, stream.length, -1), self.mesh, places)
+        if stage == len(self.parts) - 1:
+            assert self.norm is not None
+            x = self.norm(x)
+        return x, stream, self._expert_terms(sums, _tokens_of(places, len(tokens), part))
+
+    def _mine(self, labels: Tensor, places: Places) -> Tensor:
+        """This cp rank's part of the labels, flattened."""
+        return places.shard(labels, self.mesh.index("cp"), self.ignore_index).reshape(-1)
 
     def _body(self, x: Tensor, stream: Stream, numbers: range) -> tuple[Tensor, list[Tensor]]:
         """Through these blocks; and the sums of their experts' losses."""
@@ -338,7 +358,7 @@ class Transformer(nn.Module):
             return None
         places, part = places_for(tokens.shape[1], len(tokens), self.mesh), self.mesh.index("cp")
         routed = float(_tokens_of(places, len(tokens), part))
-        options, mine = self.config.experts, places.shard(labels, part, self.ignore_index)
+        options, mine = self.config.experts, self._mine(labels, places)
         found: dict[str, Tensor | float] = {"lm": (mine != self.ignore_index).sum()}
         assert options is not None
         found |= {"balance": routed} if options.balance != "none" else {}

@@ -7,6 +7,9 @@ numbers per token (largest logit, sum of exponentials, the label's logit) gives 
 The gradients of x and of the weight are computed in the same pass. Logits therefore exist for one chunk only and are
 computed once; running the head again in backward would cost one more matrix product. x has passed `enter`: its gradient
 here is this vocabulary slice's part of a sum, which the adjoint of `enter` completes.
+
+Losses of whole answers need the log probability of each label (`log_probabilities`), and their gradients of these are
+known in backward only: there the logits of each chunk are computed again.
 """
 
 from __future__ import annotations
@@ -68,6 +71,12 @@ class Head(Layer):
         x = enter(x, self.mesh)
         return cross_entropy(x, self.weight, labels, self.mesh, ignore_index=self.ignore_index, chunk=chunk)
 
+    def log_probabilities(self, x: Tensor, labels: Tensor, chunk: int | None = CHUNK) -> Tensor:
+        """Of each label [T], 0 where `ignore_index` stands; wrong labels are treated as in `forward`."""
+        self.wrong.find(labels)
+        x = enter(x, self.mesh)
+        return log_probabilities(x, self.weight, labels, self.mesh, ignore_index=self.ignore_index, chunk=chunk)
+
     def logits(self, x: Tensor) -> Tensor:
         """Logits of the whole vocabulary [T, vocab], on every tp rank."""
         sizes = [stop - start for start, stop in self.shard.ranges]
@@ -106,6 +115,18 @@ def cross_entropy_of_logits(
         logits, labels, group, first, vocab, ignore_index
     )
     return total
+
+
+@ops.uncompiled
+def log_probabilities(
+    x: Tensor, weight: Tensor, labels: Tensor, mesh: Mesh, *, ignore_index: int = IGNORE, chunk: int | None = CHUNK
+) -> Tensor:
+    """The log probability [T] of each label, 0 of one that is `ignore_index`; in fp32 at least. See cross_entropy."""
+    first, vocab = _cut(weight, mesh)
+    found: Tensor = _LogProbabilities.apply(  # type: ignore[no-untyped-call]
+        x, weight, labels, mesh.group("tp"), first, vocab, ignore_index, chunk or max(1, len(x))
+    )
+    return found
 
 
 def _cut(weight: Tensor, mesh: Mesh) -> tuple[int, int]:
@@ -198,11 +219,8 @@ def _of_logits(
 
     logits [T, mine]: of this rank's slice of the vocabulary; they are overwritten.
     """
-    counts = labels != ignore
+    counts, column, here = _columns(labels, logits.shape[1], first, ignore)
     wrong = outside(labels, vocab, ignore)
-    column = labels - first
-    here = counts & (column >= 0) & (column < logits.shape[1])
-    column = torch.where(here, column, 0)
     own_top = logits.amax(1)
     label_logit = torch.where(here, logits.gather(1, column[:, None])[:, 0], 0)
     exps = logits.sub_(own_top[:, None]).exp_()
@@ -214,6 +232,68 @@ def _of_logits(
     exps *= (share / denominator)[:, None]  # probabilities
     exps[torch.arange(len(labels), device=logits.device), column] -= here.to(exps.dtype)
     return losses, exps
+
+
+class _LogProbabilities(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        group: Group,
+        first: int,
+        vocab: int,
+        ignore: int,
+        chunk: int,
+    ) -> Tensor:
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        found, log_sums = x.new_empty(2, len(x), dtype=wide).unbind()
+        for start in range(0, len(x), chunk):
+            part, target = x[start : start + chunk], labels[start : start + chunk]
+            counts, column, here = _columns(target, len(weight), first, ignore)
+            logits = (part @ weight.t()).to(wide)
+            top = logits.amax(1)
+            label_logit = torch.where(here, logits.gather(1, column[:, None])[:, 0], 0)
+            exps = logits.sub_(top[:, None]).exp_().sum(1)
+            top, denominator, label_logit = _combine(top, exps, label_logit, group)
+            log_sum = denominator.log() + top
+            log_sums[start : start + chunk] = log_sum
+            wrong = outside(target, vocab, ignore)
+            found[start : start + chunk] = torch.where(counts, label_logit - log_sum, 0).masked_fill(wrong, torch.nan)
+        ctx.save_for_backward(x, weight, labels, log_sums)
+        ctx.cut = first, ignore, chunk
+        return found
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, labels, log_sums = ctx.saved_tensors
+        first, ignore, chunk = ctx.cut
+        need_x, need_weight = ctx.needs_input_grad[:2]
+        dx = torch.empty_like(x) if need_x else None
+        dweight = torch.zeros_like(weight, dtype=log_sums.dtype) if need_weight else None
+        for start in range(0, len(x), chunk):
+            part, seed = x[start : start + chunk], gradient[start : start + chunk]
+            counts, column, here = _columns(labels[start : start + chunk], len(weight), first, ignore)
+            logits = (part @ weight.t()).to(log_sums.dtype)
+            dlogits = logits.sub_(log_sums[start : start + chunk, None]).exp_()  # probabilities
+            dlogits *= torch.where(counts, -seed, 0)[:, None]
+            dlogits[torch.arange(len(part), device=x.device), column] += torch.where(here, seed, 0)
+            dlogits = dlogits.to(x.dtype)
+            if dx is not None:
+                torch.mm(dlogits, weight, out=dx[start : start + chunk])
+            if dweight is not None:
+                dweight = _added(dweight, dlogits.t(), part, log_sums.dtype)
+        return dx, None if dweight is None else dweight.to(weight.dtype), None, None, None, None, None, None
+
+
+def _columns(labels: Tensor, mine: int, first: int, ignore: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Which labels count, the column of each in this slice of `mine` tokens (0 where it is in another), and which are in
+    this slice."""
+    counts, column = labels != ignore, labels - first
+    here = counts & (column >= 0) & (column < mine)
+    return counts, torch.where(here, column, 0), here
 
 
 def _added(total: Tensor | None, a: Tensor, b: Tensor, wide: torch.dtype) -> Tensor:
