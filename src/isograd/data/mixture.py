@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b, sha256
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -225,7 +225,16 @@ def _same_vocabulary(found: Sequence[Tokens]) -> None:
             )
 
 
-def read_tokenizer(data: Mixture) -> Callable[[Sequence[int]], str]:
+class Sourced(Protocol):
+    """What has been built from sources."""
+
+    @property
+    def sources(self) -> Sequence[Source]:
+        """The folders."""
+        ...
+
+
+def read_tokenizer(data: Sourced) -> Callable[[Sequence[int]], str]:
     """What turns tokens back into text: the tokenizer kept with the first source, which is that of all."""
     first = Path(data.sources[0].path)
     return load_tokenizer(first, read(first).recipe.vocabulary).decode

@@ -1,4 +1,5 @@
-"""Built-in conversations about sums, and a tokenizer of bytes with a chat template: what recipes/chat.yaml trains on.
+"""Built-in conversations about sums, pairs of answers about them, and a tokenizer of bytes with a chat template: what
+recipes/chat.yaml and recipes/preference.yaml train on.
 
 Nothing is downloaded. The tokenizer is a folder as transformers writes it, so it goes with an exported model.
 """
@@ -33,6 +34,17 @@ def conversations(file: Path) -> Path:
             chat += [("user", "And one more?"), ("assistant", f"{a + b + 1}.")] * ((a + b) % 3 == 0)
             chat = [("system", "Answer briefly.")] * (a % 4 == 0) + chat
             lines.append(json.dumps({"messages": [{"role": role, "content": text} for role, text in chat]}) + "\n")
+    return _written(file, "".join(lines))
+
+
+def pairs(file: Path) -> Path:
+    """A sum of two numbers with its answer, and with one that is wrong by one to three."""
+    lines = []
+    for a in range(MOST):
+        for b in range(MOST):
+            wrong = a + b + (1, -1, 2, 3)[(a + 2 * b) % 4]
+            answers = {"chosen": f"{a} plus {b} is {a + b}.", "rejected": f"{a} plus {b} is {wrong}."}
+            lines.append(json.dumps({"prompt": f"What is {a} plus {b}?", **answers}) + "\n")
     return _written(file, "".join(lines))
 
 

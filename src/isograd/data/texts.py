@@ -144,6 +144,28 @@ def read(recipe: Recipe, part: Part) -> Iterator[str]:
             yield _utf8(path, 0, file.read())
 
 
+def values(path: Path) -> Iterator[tuple[int, Any]]:
+    """(number from 1, value) of each line that is not empty, or of each row of a parquet file."""
+    if path.suffix not in (*JSON_LINES, ".parquet"):
+        raise _no_input(path, f"a file {path.suffix!r}", "pairs stand in .jsonl or .parquet files")
+    if path.suffix == ".parquet":
+        with _parquet(path) as file:
+            rows = chain.from_iterable(batch.to_pylist() for batch in file.iter_batches(ROWS))
+            yield from enumerate(map(_filled, rows), 1)
+        return
+    with _opened(path) as file:
+        for number, line in enumerate(iter(file.readline, b""), 1):
+            if line.strip():
+                text = _utf8(path, 0, line)
+                try:
+                    yield number, objects.loads(text)
+                except (ValueError, RecursionError) as error:
+                    raise DataError(
+                        "IG927", f"{path}: line {number} is no JSON", seen=str(error)[:200],
+                        expected="one JSON object in each line", fix="fix or remove the line",
+                    ) from error  # fmt: skip
+
+
 def changed(path: str) -> DataError:
     """The error of an input that changed while its build was unfinished."""
     return DataError(

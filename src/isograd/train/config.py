@@ -71,10 +71,13 @@ class Text(Part):
     """One of `data.sources`: a folder of token shards, or a built-in text."""
 
     path: str | None = Field(
-        default=None, description="a folder made by `isograd data build`; of task chat, also a file of conversations"
+        default=None,
+        description="a folder made by `isograd data build`; of task chat, also a file of conversations; of task "
+        "preference, a file of pairs of answers",
     )
     builtin: Literal["stdlib", "sums"] | None = Field(
-        default=None, description="stdlib: the source text of Python's own modules; sums: conversations about sums"
+        default=None,
+        description="stdlib: the source text of Python's own modules; sums: conversations, or pairs, about sums",
     )
     weight: Rate = Field(default=1.0, description="share of the samples, relative to the other sources")
 
@@ -96,7 +99,8 @@ class Data(Part):
         "they see each other; null: whole for task chat, else documents",
     )
     tokenizer: str | None = Field(
-        default=None, description="of task chat: a folder with a tokenizer and its chat template; null: model.path"
+        default=None,
+        description="of tasks chat and preference: a folder with a tokenizer and chat template; null: model.path",
     )
     held_out: Share = Field(default=0.05, description="share of the conversations, or built-in texts, held out")
     seed: Seed = Field(default=0, description="of the order, which is a function of seed and step alone")
@@ -122,6 +126,46 @@ class PairsOf(Part):
     @classmethod
     def _pair(cls, value: Any) -> Any:
         return tuple(value) if isinstance(value, list) else value
+
+
+class Preference(Part):
+    """`preference`: which loss of pairs of answers task preference minimises."""
+
+    loss: Literal["dpo", "ipo", "simpo", "orpo", "kto"] = Field(
+        default="dpo", description="dpo, ipo and kto compare with the model as it is before the first step"
+    )
+    beta: Rate | None = Field(
+        default=None, description="how strongly answers are compared (orpo: weight of the odds); null: 0.1, simpo: 2"
+    )
+    smoothing: Annotated[float, Field(ge=0, lt=0.5)] = Field(
+        default=0.0, description="of dpo: the share of pairs that are taken to be the wrong way round"
+    )
+    margin: float = Field(default=1.0, description="of simpo: by how much the chosen answer should be ahead")
+    weights: tuple[Rate, Rate] = Field(default=(1.0, 1.0), description="of kto: of chosen and of rejected answers")
+    answers: Annotated[float, Field(ge=0)] | None = Field(
+        default=None, description="weight of the chosen answers' own loss per token; null: 1 of orpo, else 0"
+    )
+
+    @field_validator("weights", mode="before")
+    @classmethod
+    def _pair(cls, value: Any) -> Any:
+        return tuple(value) if isinstance(value, list) else value
+
+    @model_validator(mode="after")
+    def _belongs(self) -> Preference:
+        for name, loss, default in (
+            ("smoothing", "dpo", 0.0),
+            ("margin", "simpo", 1.0),
+            ("weights", "kto", (1.0, 1.0)),
+        ):
+            if self.loss != loss and getattr(self, name) != default:
+                raise ValueError(f"{name} belongs to the loss {loss}, and the loss is {self.loss}")
+        return self
+
+    @property
+    def strength(self) -> float:
+        """beta, or what stands for null."""
+        return self.beta or (2.0 if self.loss == "simpo" else 0.1)
 
 
 class Optimizer(Part):
@@ -233,13 +277,16 @@ class Config(Part):
 
     version: Literal[1] = Field(default=VERSION, description="of this schema")
     run: str = Field(description="the folder of the run: checkpoints, metrics, pictures")
-    task: Literal["language", "chat"] = Field(
-        default="language", description="chat: `data` are conversations, of which the assistant's tokens are labels"
+    task: Literal["language", "chat", "preference"] = Field(
+        default="language",
+        description="chat: `data` are conversations, of which the assistant's tokens are labels; preference: pairs of "
+        "answers, of which one is preferred",
     )
     layout: str = Field(default="dp1", description="for example 'dp2 tp2 sp zero1'")
     model: Model
     data: Data | None = Field(default=None, description="tokens for a language model")
     pairs: PairsOf | None = Field(default=None, description="pairs of texts for an encoder, instead of data")
+    preference: Preference | None = Field(default=None, description="the loss of task preference; null: dpo")
     optimizer: Optimizer
     steps: Positive = Field(description="optimizer steps of the whole run")
     batch: Positive = Field(description="sequences of a step, over all ranks")
@@ -278,15 +325,7 @@ class Config(Part):
 
         if (self.data is None) == (self.pairs is None):
             raise _contradiction("give data or pairs, one of them", "data", "pairs")
-        if self.task == "chat" and (self.data is None or self.packing == "stream"):
-            raise _contradiction("task chat has data, of packing whole or documents", "task", "data.packing")
-        if self.task != "chat" and self.data is not None and self.data.tokenizer is not None:
-            raise _contradiction("data.tokenizer belongs to task chat", "task", "data.tokenizer")
-        builtin = {text.builtin for text in self.data.sources} if self.data is not None else set()
-        if ("stdlib" if self.task == "chat" else "sums") in builtin:
-            raise _contradiction(
-                "builtin stdlib is text, and builtin sums are conversations for task chat", "task", "data.sources"
-            )
+        self._fits_task()
         if self.pairs is not None and self.micro_batches > 1:
             raise _contradiction(
                 "pairs have no micro_batches: every row is every other's negative; set pairs.chunk", "micro_batches"
@@ -313,6 +352,26 @@ class Config(Part):
                 "optimizer.warmup", "steps",
             )  # fmt: skip
         return self
+
+    def _fits_task(self) -> None:
+        """What the task is given belongs to it."""
+        rendered, data = self.task in ("chat", "preference"), self.data
+        if self.task == "chat" and (data is None or self.packing == "stream"):
+            raise _contradiction("task chat has data, of packing whole or documents", "task", "data.packing")
+        if self.task == "preference" and (data is None or data.packing is not None):
+            raise _contradiction("task preference has data, without packing: rows are padded", "task", "data.packing")
+        if self.task == "preference" and data is not None and len(data.sources) != 1:
+            raise _contradiction("task preference has one source of pairs", "task", "data.sources")
+        if self.task != "preference" and self.preference is not None:
+            raise _contradiction("preference belongs to task preference", "task", "preference")
+        if not rendered and data is not None and data.tokenizer is not None:
+            raise _contradiction("data.tokenizer belongs to tasks chat and preference", "task", "data.tokenizer")
+        builtin = {text.builtin for text in data.sources} if data is not None else set()
+        if ("stdlib" if rendered else "sums") in builtin:
+            raise _contradiction(
+                "builtin stdlib is text, and builtin sums are conversations or pairs for tasks chat and preference",
+                "task", "data.sources",
+            )  # fmt: skip
 
     def _survives(self, layout: Layout) -> None:
         """What `resilience` says must have an effect."""

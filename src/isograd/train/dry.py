@@ -31,9 +31,8 @@ def dry_run(opening: Opening, *, force: bool = False) -> int:
     with tempfile.TemporaryDirectory(prefix="dry-", dir=scratch.home()) as folder:
         one = _one_step(config, folder)
         prepare(one)
-        data = texts.mixture(one, "train") if config.data else None
-        if data is not None:
-            print(f"data: {data.describe()}")
+        if config.data is not None:
+            print(f"data: {texts.trained(one).describe()}")
         with World(opening.layout.world_size, threads=config.threads) as world:
             outcome: Outcome = world.run(run, one, Orders(resume="never", show="lines", signals=()))[0]
     if outcome.code:

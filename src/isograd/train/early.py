@@ -24,9 +24,7 @@ def refuse_early(config: Config, resume: str) -> None:
     elif resume != "auto":
         open_whole(Path(resume))
     if config.data is not None and config.log.sample and texts.is_ready(config):
-        mixture = texts.mixture(config, "train")
-        assert mixture is not None
-        read_tokenizer(mixture)  # whose package may be missing: said now, not after the last step
+        read_tokenizer(texts.trained(config))  # whose package may be missing: said now, not after the last step
 
 
 def refuse_earlier_run(folder: Path) -> None:

@@ -1,4 +1,5 @@
-"""What the loop asks of a task. language.py trains on tokens, pairs.py on texts that belong together."""
+"""What the loop asks of a task. language.py trains on tokens, preference.py on pairs of answers, pairs.py
+on texts that belong together."""
 
 from __future__ import annotations
 
@@ -83,12 +84,16 @@ def rows_of(config: Config, mesh: Mesh) -> range:
     return range(mesh.index("dp") * share, (mesh.index("dp") + 1) * share)
 
 
-def make_job(config: Config, mesh: Mesh) -> Job:
-    """The task that a config asks for: token sequences (of texts or conversations), or pairs of texts."""
+def make_job(config: Config, mesh: Mesh, beat: Beat) -> Job:
+    """The task that a config asks for: token sequences (of texts or conversations), pairs of answers, or of texts."""
     if config.pairs is not None:
         from isograd.train.pairs import PairsJob
 
         return PairsJob(config, mesh)
+    if config.task == "preference":
+        from isograd.train.preference import PreferenceJob
+
+        return PreferenceJob(config, mesh, beat)
     from isograd.train.language import Language
 
     return Language(config, mesh)

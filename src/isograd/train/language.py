@@ -6,7 +6,7 @@ stopped resumes where it was, under any other layout.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from isograd import random
 from isograd.data import Mixture, read_tokenizer
+from isograd.data.preferences import Preferences
 from isograd.engine.evaluation import together
 from isograd.errors import ConfigError
 from isograd.mesh import Mesh
@@ -33,7 +34,7 @@ def model_config(model: Model) -> TransformerConfig:
     return TransformerConfig.from_dict({**base, **model.options}, "model")
 
 
-def refuse_vocabulary(data: Mixture, described: TransformerConfig) -> None:
+def refuse_vocabulary(data: Mixture | Preferences, described: TransformerConfig) -> None:
     """Token ids that the model's embedding does not have are an error, in the parent process and on every rank."""
     if data.vocab > described.vocab:
         raise ConfigError(
@@ -118,12 +119,18 @@ class Language:
         row = (self.held_out or self.data).rows(0, range(1))
         chat = self.config.task == "chat"
         start, stop = first_answer(row["labels"][0]) if chat else (32, IGNORE)
-        prompt = row["tokens"][:, :start].to(self.mesh.device)
-        written = generate(self.model, prompt, tokens, self.length)
-        written = written[: written.index(stop) + 1] if stop in written else written
         assert self.decode is not None
-        decode = self.decode
-        return f"{decode(prompt[0].tolist())}▮{decode(written)}"
+        return shown(self.model, row["tokens"][:, :start], stop, tokens, self.length, self.decode)
+
+
+def shown(
+    model: Transformer, prompt: Tensor, stop: int, tokens: int, window: int, decode: Callable[[Sequence[int]], str]
+) -> str:
+    """A prompt [1, n], and at most so many tokens that the model writes after it, until it writes `stop`."""
+    prompt = prompt.to(model.mesh.device)
+    written = generate(model, prompt, tokens, window)
+    written = written[: written.index(stop) + 1] if stop in written else written
+    return f"{decode(prompt[0].tolist())}▮{decode(written)}"
 
 
 def first_answer(labels: Tensor) -> tuple[int, int]:

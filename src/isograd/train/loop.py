@@ -113,7 +113,7 @@ def run(config: Config, orders: Orders, asked: Asked | None = None) -> Outcome:
 class _Run:
     def __init__(self, config: Config, mesh: Mesh, orders: Orders, dog: Watchdog, wish: Wish, stack: ExitStack) -> None:
         self.config, self.mesh, self.orders, self.dog, self.wish = config, mesh, orders, dog, wish
-        self.job = make_job(config, mesh)
+        self.job = make_job(config, mesh, dog.beat)
         self._part("model built")
         keep = config.checkpoint
         self.keeper = Keeper(
@@ -380,7 +380,7 @@ def changed(before: object, now: Config) -> list[str]:
         return []
     ours = now.model_dump(mode="json")
     found = []
-    for name in ("data", "pairs", "batch"):
+    for name in ("data", "pairs", "preference", "batch"):
         old, new = before.get(name), ours[name]
         if isinstance(old, dict) and isinstance(new, dict):
             keys = [key for key in new if old.get(key) != new[key]]

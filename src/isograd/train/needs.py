@@ -67,7 +67,7 @@ def work_of(config: Config) -> Work:
     return Work(
         model=model_config(config.model),
         length=config.data.length,
-        batch=config.batch,
+        batch=config.batch * (2 if config.task == "preference" else 1),  # rows: answers
         micro_batches=config.micro_batches,
         dtype=config.model.dtype,
         recompute="full" if config.model.recompute else "none",

@@ -113,9 +113,7 @@ def refuse_data(config: Config) -> None:
     """Raise what the ranks would raise later: token shards that are missing, or have ids that the model lacks."""
     if config.data is None or not texts.is_ready(config):
         return  # the rest is built when the run starts
-    data = texts.mixture(config, "train")
-    assert data is not None
-    language.refuse_vocabulary(data, language.model_config(config.model))
+    language.refuse_vocabulary(texts.trained(config), language.model_config(config.model))
 
 
 def drawn(layout: Layout) -> str:
@@ -143,6 +141,9 @@ def _model(config: Config) -> str:
 def _batch(config: Config) -> str:
     if config.data is None:
         return f"{config.batch} pairs a step, {config.steps} steps"
+    if config.task == "preference":
+        most = config.data.length
+        return f"{config.batch} pairs of answers of at most {most} tokens a step, {config.steps} steps"
     tokens = human(config.batch * config.data.length)
     cut = f" in {config.micro_batches} micro-batches" if config.micro_batches > 1 else ""
     return f"{config.batch} sequences x {config.data.length} tokens = {tokens} tokens a step{cut}, {config.steps} steps"
@@ -154,7 +155,8 @@ def _data(config: Config) -> str:
     assert config.data is not None
     names = {"stdlib": "Python's standard library", "sums": "built-in sums", None: ""}
     found = ", ".join(source.path or names[source.builtin] for source in config.data.sources)
-    return f"conversations: {found}" if config.task == "chat" else found
+    kind = {"chat": "conversations: ", "preference": "pairs of answers: ", "language": ""}[config.task]
+    return kind + found
 
 
 def _folder(config: Config, resume: str) -> str:

@@ -48,7 +48,7 @@ def start(config: Config, asked: Asked, *, resume: str, show: str, until: int | 
     refuse(found, force)
     refuse_data(config)
     refuse_early(config, resume)
-    if config.task == "chat":  # a conversation that cannot be learned from is refused before any rank starts
+    if config.task != "language":  # a conversation that cannot be learned from is refused before any rank starts
         prepare(config)
         refuse_data(config)
     if asked.why:

@@ -1,7 +1,8 @@
 """Where a run's tokens come from: folders that were built before, built-in texts, or files of conversations.
 
 What is not built yet is built into the run's own folder, by one process, before the ranks read it: token shards of a
-built-in text in `data`, those of source number 0, 1, ... of task chat in `data/0`, `data/1`, ...
+built-in text in `data`, those of source number 0, 1, ... of task chat in `data/0`, `data/1`, ..., and the pairs of task
+preference in `data`.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import sysconfig
 from pathlib import Path
 
-from isograd.data import Mixture, Source, build, manifest, sums
+from isograd.data import Mixture, Source, build, manifest, preferences, sums
+from isograd.data.preferences import Preferences
 from isograd.errors import ConfigError
 from isograd.train.config import Config, Text
 
@@ -28,6 +30,11 @@ def _is_built(path: Path) -> bool:
 def prepare(config: Config) -> None:
     """Build what is not there yet. One process does."""
     assert config.data is not None
+    if config.task == "preference":
+        (source,) = config.data.sources
+        file = sums.pairs(config.folder / "sums.jsonl") if source.builtin else Path(str(source.path))
+        preferences.prepare(config.folder / "data", file, str(tokenizer(config)), strangers=_strangers(config))
+        return
     for number, text in enumerate(config.data.sources):
         to = place(config, number, text)
         if text.path and to == Path(text.path):
@@ -41,7 +48,7 @@ def prepare(config: Config) -> None:
 
 
 def tokenizer(config: Config) -> Path:
-    """The folder with the tokenizer and the chat template of task chat."""
+    """The folder with the tokenizer and the chat template of tasks chat and preference."""
     assert config.data is not None
     named = config.data.tokenizer or config.model.path
     if named is None and any(text.builtin for text in config.data.sources):
@@ -52,6 +59,28 @@ def tokenizer(config: Config) -> Path:
             seen="neither data.tokenizer nor model.path", fix="--data.tokenizer FOLDER, or --model.path FOLDER",
         )  # fmt: skip
     return Path(named)
+
+
+def _strangers(config: Config) -> bool:
+    return config.preference is not None and config.preference.loss == "kto"
+
+
+def pairs(config: Config) -> Preferences:
+    """The pairs of task preference, which `prepare` has built."""
+    assert config.data is not None
+    return Preferences(
+        config.folder / "data", length=config.data.length, batch=config.batch, seed=config.data.seed,
+        held_out=config.data.held_out, answers=3 if _strangers(config) else 2,
+    )  # fmt: skip
+
+
+def trained(config: Config) -> Mixture | Preferences:
+    """What a run trains on."""
+    if config.task == "preference":
+        return pairs(config)
+    found = mixture(config, "train")
+    assert found is not None
+    return found
 
 
 def mixture(config: Config, split: str) -> Mixture | None:
@@ -69,6 +98,8 @@ def mixture(config: Config, split: str) -> Mixture | None:
 def is_ready(config: Config) -> bool:
     """Whether nothing is to be built when the run starts."""
     assert config.data is not None
+    if config.task == "preference":
+        return (config.folder / "data" / preferences.BUILT / manifest.NAME).exists()
     given = [text for text in config.data.sources if text.path and config.task != "chat"]
     made = [place(config, number, text) for number, text in enumerate(config.data.sources) if text not in given]
     return all((folder / manifest.NAME).exists() for folder in made)

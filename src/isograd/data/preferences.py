@@ -1,0 +1,234 @@
+"""Pairs of answers, of which one is preferred, as tokens: read by number, as windows of text are.
+
+    {"prompt": "What is 2 plus 3?", "chosen": "5.", "rejected": "6."}                  texts
+    {"messages": [...], "chosen": {"role": "assistant", ...}, "rejected": [...]}       a conversation, and messages
+    {"chosen": [...], "rejected": [...]}                                               two whole conversations
+
+Each line of the file (or row, of parquet) becomes two conversations, in which only the answer counts; chats.py renders
+them and building.py makes tokens of them. With `strangers` a third one follows, the prompt with the chosen answer of
+the next pair, from which KTO estimates how far a model has moved. Pairs of one prompt are held out together, as a
+number made of the prompt decides.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from hashlib import blake2b, sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from isograd.data.building import build
+from isograd.data.files import Writer, damaged, write_whole
+from isograd.data.files import sha256 as sha256_of
+from isograd.data.mixture import IGNORE, Source
+from isograd.data.order import shuffled
+from isograd.data.texts import values
+from isograd.data.tokens import Numbers, Tokens
+from isograd.errors import DataError, IsogradError
+from isograd.outside import read_bytes
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+NOBODY = -1  # the number of no pair: a row without labels
+TEXTS, PROMPTS, BUILT = "conversations.jsonl", "prompts.u64", "tokens"
+Messages = list[dict[str, Any]]
+
+
+def prepare(to: Path, file: Path, tokenizer: str, *, strangers: bool) -> None:
+    """Build the tokens of a file of pairs into a folder. What was built from the same pairs is left as it is."""
+    to.mkdir(parents=True, exist_ok=True)
+    texts, prompts = Writer(to / f"{TEXTS}.new"), bytearray()
+    try:
+        for lines, prompt in conversations(file, strangers):
+            texts.write("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode())
+            prompts += blake2b(json.dumps(prompt, sort_keys=True).encode(), digest_size=8).digest()
+        written = texts.keep()
+    finally:
+        texts.discard()
+    new, kept = to / f"{TEXTS}.new", to / TEXTS
+    if kept.exists() and sha256_of(kept) == written:
+        new.unlink()  # the file keeps its date, by which a build knows its inputs
+    else:
+        new.replace(kept)
+    write_whole(to / PROMPTS, bytes(prompts))
+    try:
+        build(to / BUILT, [kept], tokenizer=tokenizer, validation=0.0, chat=True)
+    except IsogradError as error:
+        name, _, number = (error.where or "").rpartition(", document ")
+        if name and number.isdigit():
+            each = 3 if strangers else 2
+            error.where = f"{file}, pair {(int(number) - 1) // each + 1}"
+        raise
+
+
+def conversations(file: Path, strangers: bool) -> Iterator[tuple[list[dict[str, Any]], Any]]:
+    """(the conversations of a pair, what its prompt is) of each pair of a file."""
+    first: tuple[Messages, Any, Messages, Messages] | None = None
+    waiting: tuple[Messages, Any, Messages, Messages] | None = None
+    for number, value in values(file):
+        pair = _pair(file, number, value)
+        first = first or pair
+        if waiting is not None:
+            yield _written(waiting, pair if strangers else None)
+        waiting = pair
+    if waiting is None:
+        raise DataError(
+            "IG926", f"{file} has no pair to train on", seen="no line", expected='lines with "chosen" and "rejected"'
+        )
+    yield _written(waiting, first if strangers else None)
+
+
+def _written(
+    pair: tuple[Messages, Any, Messages, Messages], following: tuple[Messages, Any, Messages, Messages] | None
+) -> tuple[list[dict[str, Any]], Any]:
+    prompt, tools, chosen, rejected = pair
+    answers = [chosen, rejected] + ([] if following is None else [following[2]])
+    more = {"tools": tools} if tools else {}
+    return [{"messages": [*prompt, *answer], **more} for answer in answers], [prompt, tools]
+
+
+def _pair(file: Path, number: int, value: Any) -> tuple[Messages, Any, Messages, Messages]:
+    """(prompt, tools, chosen, rejected) of a line, as messages. Of the prompt nothing is learned."""
+
+    def refused(seen: str) -> DataError:
+        return DataError(
+            "IG927", f"{file}: line {number} is no pair of answers", seen=seen[:200],
+            expected='{"prompt": ..., "chosen": ..., "rejected": ...}: texts, or messages; or "messages" instead of '
+            '"prompt"; or two whole conversations that begin alike',
+            fix="fix or remove the line",
+        )  # fmt: skip
+
+    if not isinstance(value, dict):
+        raise refused(f"{type(value).__name__} instead of an object")
+    if missing := [key for key in ("chosen", "rejected") if not value.get(key)]:
+        raise refused(f"no {' and no '.join(map(repr, missing))}; keys {', '.join(map(repr, list(value)[:10]))}")
+    if "prompt" in value and "messages" in value:
+        raise refused("'prompt' and 'messages', of which one is the prompt")
+    chosen, rejected = (_messages(value[key], "assistant") for key in ("chosen", "rejected"))
+    prompt = _messages(value.get("prompt", value.get("messages", [])), "user")
+    if chosen is None or rejected is None or prompt is None:
+        raise refused("messages that are neither text nor a list of objects with 'role'")
+    if not prompt:
+        same = 0
+        while same < min(len(chosen), len(rejected)) and chosen[same] == rejected[same]:
+            same += 1
+        while same and chosen[same - 1]["role"] == "assistant":
+            same -= 1  # equal answers to one prompt are answers, not part of the prompt
+        prompt = chosen[:same]
+    if not prompt:
+        raise refused("no prompt: the two answers have no first message in common")
+    chosen, rejected = (
+        answer[len(prompt) :] if answer[: len(prompt)] == prompt else answer for answer in (chosen, rejected)
+    )
+    for name, answer in (("chosen", chosen), ("rejected", rejected)):
+        if not answer or answer[0]["role"] != "assistant":
+            raise refused(f"{name!r} has no message of the role 'assistant' where its answer should begin")
+    asked = [{**one, "weight": 0} if one["role"] == "assistant" else one for one in prompt]
+    return asked, value.get("tools"), chosen, rejected
+
+
+def _messages(value: Any, role: str) -> Messages | None:
+    """Text as one message of a role, a message, or a list of messages; None: something else."""
+    if isinstance(value, str):
+        return [{"role": role, "content": value}] if value.strip() else []
+    found = [value] if isinstance(value, dict) else value
+    if not isinstance(found, list) or not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in found):
+        return None
+    return [{key: part for key, part in message.items() if key != "weight"} for message in found]
+
+
+class Preferences:
+    """What `prepare` has built, `batch` pairs a step."""
+
+    def __init__(self, folder: Path, *, length: int, batch: int, seed: int, held_out: float, answers: int) -> None:
+        """answers: conversations of a pair: 2, or 3 with strangers."""
+        self.batch, self.seed, self.answers, self.length = batch, seed, answers, length
+        self.sources = (Source(folder / BUILT),)
+        self._tokens = Tokens(folder / BUILT)
+        self._ends = self._tokens.ends(0, self._tokens.tokens)
+        prompts = np.frombuffer(read_bytes(folder / PROMPTS, len(self._ends) * 8), np.uint8)
+        if len(prompts) * answers != len(self._ends) * 8:
+            raise damaged(folder / PROMPTS, f"{len(prompts) // 8} prompts, {len(self._ends)} conversations")
+        prompts = prompts.view(">u8")
+        self._lengths = np.diff(self._ends, prepend=0).reshape(-1, answers)
+        fits = self._lengths.max(1) <= length
+        held = prompts.astype(np.float64) / 2.0**64 < held_out
+        self.train = np.flatnonzero(fits & ~held).tolist()
+        self.held: list[int] = np.flatnonzero(fits & held).tolist()
+        self.number, self._too_long = len(prompts), int((~fits).sum())
+        if not self.train:
+            raise DataError(
+                "IG926", f"{folder} has no pair to train on",
+                seen=f"{self._too_long} pairs are longer than {length} tokens, {len(self.held)} are held out",
+                expected="at least one pair that fits, and is not held out",
+                fix=f"--data.length {int(self._lengths.max())}, or a smaller --data.held_out",
+            )  # fmt: skip
+        shards = [(s.tokens_sha256, s.ends_sha256, s.counted_sha256) for s in self._tokens.shards]
+        self.contents = sha256(json.dumps([shards, answers]).encode()).hexdigest()  # of all pairs, in their order
+        options = [self.contents, length, batch, seed, held_out]
+        self.fingerprint = sha256(json.dumps(options).encode()).hexdigest()
+
+    @property
+    def vocab(self) -> int:
+        """The number of token ids."""
+        return self._tokens.vocab
+
+    @property
+    def left_out(self) -> str:
+        """The pairs that are too long, in words; empty: none."""
+        if not self._too_long:
+            return ""
+        longest = int(self._lengths.max())
+        return (
+            f"{self._too_long:,} of {self.number:,} pairs have an answer that ends behind token {self.length}, and are "
+            f"left out (the longest has {longest:,})"
+        )
+
+    @property
+    def mean_length(self) -> float:
+        """Tokens of a prompt with its answer, on average."""
+        return float(self._lengths[self.train, :2].mean())
+
+    def describe(self) -> str:
+        """For people: what is read."""
+        text = f"{len(self.train):,} pairs, {len(self.held):,} held out, {self.batch} a step, seed {self.seed}"
+        return f"{text}\n  {self.left_out}" if self.left_out else text
+
+    def numbers(self, step: int) -> list[int]:
+        """The pairs of a step. Each epoch goes through all pairs once, in an order of its own."""
+        found = []
+        for sample in range(step * self.batch, (step + 1) * self.batch):
+            epoch, index = divmod(sample, len(self.train))
+            key = blake2b(f"{self.seed} {epoch}".encode(), digest_size=16).digest()
+            found.append(self.train[shuffled(index, len(self.train), key)])
+        return found
+
+    def batches(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Pairs in their order, cut into batches; the last one is filled up with `NOBODY`."""
+        filled = [*numbers, *[NOBODY] * (-len(numbers) % self.batch)]
+        return [filled[at : at + self.batch] for at in range(0, len(filled), self.batch)]
+
+    def rows(self, numbers: Sequence[int], mine: range, answers: range) -> dict[str, Tensor]:
+        """tokens and labels [n, answers, length] of rows `mine` of these pairs; the length is that of the longest
+        answer of all of them, so that all ranks have one shape."""
+        import torch
+
+        pairs = [number for number in numbers if number != NOBODY]
+        width = int(self._lengths[pairs][:, answers.start : answers.stop].max()) if pairs else 1
+        shape = (len(mine), len(answers), width)
+        tokens, labels = np.zeros(shape, np.int64), np.full(shape, IGNORE, np.int64)
+        for row, place in enumerate(mine):
+            for answer in answers if numbers[place] != NOBODY else ():
+                at = row, answer - answers.start
+                self._fill(numbers[place] * self.answers + answer, tokens[at], labels[at])
+        return {"tokens": torch.from_numpy(tokens), "labels": torch.from_numpy(labels)}
+
+    def _fill(self, document: int, tokens: Numbers, labels: Numbers) -> None:
+        first, last = int(self._ends[document - 1]) if document else 0, int(self._ends[document])
+        stream = self._tokens.read(first, last)
+        tokens[: last - first] = stream
+        labels[: last - first - 1] = np.where(self._tokens.counted(first, last), stream, IGNORE)[1:]

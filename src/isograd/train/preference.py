@@ -1,0 +1,153 @@
+"""Pairs of answers in training: a language model learns to prefer one answer to another, under every layout.
+
+DPO, IPO and KTO compare the model with what it was before the first step. The log probabilities of all answers by that
+model are computed once, by the run's own ranks, and kept in the run's folder (references.py), so no second model is in
+memory. KTO also compares with how far the model has moved: the mean, over the whole step, of the log probability of
+strangers (the answer to the next pair's prompt) above the reference, which is at least 0 and has no gradient.
+
+One device: the loss of losses/naive.py over the whole batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isograd import random
+from isograd.comm import raw
+from isograd.data import read_tokenizer
+from isograd.data.preferences import NOBODY
+from isograd.engine.evaluation import together
+from isograd.mesh import Mesh
+from isograd.models.families import HuggingFace
+from isograd.train import config as configs
+from isograd.train import references, texts
+from isograd.train.job import DTYPES, Beat, Evaluated, engine_of, rows_of
+from isograd.train.language import first_answer, flops_per_token, model_config, refuse_vocabulary, shown
+from isograd.train.preferring import Preferring
+
+BOTH, STRANGER = range(2), range(2, 3)  # the answers of a pair
+
+
+class PreferenceJob:
+    """The job of a language model that learns from pairs of answers."""
+
+    unit = "pairs"
+
+    def __init__(self, config: configs.Config, mesh: Mesh, beat: Beat) -> None:
+        assert config.data is not None
+        self.config, self.mesh, self.seed = config, mesh, config.data.seed
+        self.options = config.preference or configs.Preference()
+        self.data = texts.pairs(config)
+        lacks = [self.data.left_out] if self.data.left_out else []
+        lacks += [] if self.data.held else ["no evaluation: no pair is held out (data.held_out)"]
+        self.lacks, self.per_step = "; ".join(lacks), config.batch
+        self.decode = read_tokenizer(self.data) if config.log.sample else None
+        described = model_config(config.model)
+        refuse_vocabulary(self.data, described)
+        weights = HuggingFace(config.model.path, described) if config.model.path and config.model.weights else None
+        self.model = Preferring(
+            described, mesh, self.options, seed=config.model.seed, dtype=DTYPES[config.model.dtype],
+            device="meta" if mesh.layout.zero == 3 else None,
+        )  # fmt: skip
+        self.fingerprint = self.data.fingerprint
+        self.flops = 2 * self.data.mean_length * flops_per_token(described, round(self.data.mean_length))
+        self.model.recompute = config.model.recompute
+        self.engine = engine_of(config, self.model, mesh, weights)
+        self.reference: Tensor | None = None  # [pairs, answers], of the pairs by number
+        if self.options.loss in ("dpo", "ipo", "kto"):
+            self.reference = references.kept_or_made(
+                config.folder / "references",
+                lambda: references.key_of(config, described, self.data.contents),
+                (self.data.number, self.data.answers),
+                mesh,
+                lambda: self._made(beat),
+            )
+
+    def _made(self, beat: Beat) -> Tensor:
+        """The log probabilities of all pairs that fit, by the model as it is."""
+        found = torch.zeros(self.data.number, self.data.answers, dtype=torch.float64)
+        batches = self.data.batches(self.data.train + self.data.held)
+        for number, pairs in enumerate(batches, 1):
+            beat(f"computing references, batch {number} of {len(batches)}")
+            sums = self._sums(pairs, range(self.data.answers))
+            there = [row for row, pair in enumerate(pairs) if pair != NOBODY]
+            found[[pairs[row] for row in there]] = sums[there]
+        return found
+
+    def _sums(self, pairs: Sequence[int], answers: range) -> Tensor:
+        """[batch, answers]: the log probability of each answer of a whole batch, on all ranks."""
+        mine, mesh = rows_of(self.config, self.mesh), self.mesh
+        rows = {name: part.to(mesh.device) for name, part in self.data.rows(pairs, mine, answers).items()}
+        self.model.eval()
+        with self.model.noting() as noted:
+            self.engine.evaluate(rows, self.config.micro_batches)
+        self.model.train()
+        found = torch.zeros(len(pairs), len(answers), dtype=torch.float64, device=mesh.device)
+        if noted and mesh.index("tp") == mesh.index("cp") == 0:  # one of those that have the same sums
+            found[mine.start : mine.stop] = torch.cat(noted).double()
+        return raw.all_reduce(found, mesh.group("world")).cpu()
+
+    def batch(self, step: int) -> dict[str, Any]:
+        """This data rank's pairs of a step."""
+        mine = rows_of(self.config, self.mesh)
+        samples = torch.arange(step * self.config.batch + mine.start, step * self.config.batch + mine.stop)
+        rows = self._rows(self.data.numbers(step)) | {"samples": samples.to(self.mesh.device)}
+        return {**rows, "key": random.key(self.seed, "dropout", step)}
+
+    def _rows(self, pairs: Sequence[int]) -> dict[str, Tensor]:
+        mine = rows_of(self.config, self.mesh)
+        rows = self.data.rows(pairs, mine, BOTH)
+        if self.reference is None:
+            rows["reference"] = torch.zeros(len(mine), 2, dtype=torch.float64)
+        else:
+            rows["reference"] = self.reference[[pairs[row] for row in mine]][:, :2]
+        return {name: tensor.to(self.mesh.device) for name, tensor in rows.items()}
+
+    def _baseline(self, pairs: Sequence[int]) -> Tensor:
+        """KTO's, for each of this rank's pairs: the mean over the strangers of all of them."""
+        assert self.reference is not None
+        there = [row for row, pair in enumerate(pairs) if pair != NOBODY]
+        moved = self._sums(pairs, STRANGER)[there, 0] - self.reference[[pairs[row] for row in there], 2]
+        mean = moved.sum() / max(1, len(there))
+        return mean.clamp(min=0).expand(len(rows_of(self.config, self.mesh))).to(self.mesh.device)
+
+    def accumulate(self, batch: dict[str, Any]) -> None:
+        """Forward and backward of a step, in micro-batches."""
+        if self.options.loss == "kto":
+            step = int(batch["samples"][0]) // self.config.batch
+            batch["baseline"] = self._baseline(self.data.numbers(step))
+        self.engine.accumulate(batch, self.config.micro_batches)
+
+    def evaluate(self, beat: Beat) -> Evaluated | None:
+        """The loss of the first batches of held-out pairs, and how often the chosen answer is ahead."""
+        if not self.data.held:
+            return None
+        found = []
+        for number, pairs in enumerate(self.data.batches(self.data.held)[: self.config.evaluate.batches], 1):
+            beat(f"evaluating, batch {number}")
+            rows: dict[str, Any] = self._rows(pairs)
+            if self.options.loss == "kto":
+                rows["baseline"] = self._baseline(pairs)
+            self.model.eval()
+            found.append(self.engine.evaluate(rows, self.config.micro_batches))
+            self.model.train()
+        every = together(found)
+        return Evaluated(every.loss, every.weight, {name: term.mean for name, term in every.terms.items()})
+
+    def finish(self, sample: int) -> str | None:
+        """What the model answers to the first prompt that was held out."""
+        if not sample:
+            return None
+        if self.mesh.layout.pp > 1:
+            return "no sample: the model of a pipeline is not called; 'isograd ckpt convert' makes one that is"
+        assert self.decode is not None
+        assert self.config.data is not None
+        row = self.data.rows((self.data.held or self.data.train)[:1], range(1), BOTH)
+        start, stop = first_answer(row["labels"][0, 0])
+        self.model.eval()
+        text = shown(self.model, row["tokens"][0, :1, :start], stop, sample, self.config.data.length, self.decode)
+        return f"a sample of what the model answers (▮ is where it begins):\n{text}"

@@ -1,0 +1,151 @@
+"""A decoder that is trained on pairs of answers: the loss of a pair, from the log probabilities of whole answers.
+
+    model(tokens, labels, reference=..., samples=...)       tokens, labels [pairs, 2, length]: chosen, rejected
+
+Parameters and their names are the Transformer's, so checkpoints and exports are, too. Both answers of a pair are rows
+of one micro-batch. Under cp a rank has parts of both answers: `sequence_sums` adds up over the group, all its ranks
+compute the same losses, and each stands for 1/cp of the pairs. Under pp the last stage does all of this.
+
+Called without `reference`, under `noting`, it keeps each answer's log probability: this is how references are made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isograd import losses
+from isograd.mesh import Mesh
+from isograd.models import Transformer, TransformerConfig
+from isograd.random import Key
+from isograd.sequence import places_for
+from isograd.terms import Terms
+from isograd.train.config import Preference
+
+
+class Preferring(Transformer):
+    """The Transformer with a loss of pairs; of tokens [rows, length] it is the Transformer."""
+
+    def __init__(self, config: TransformerConfig, mesh: Mesh, options: Preference, **more: Any) -> None:
+        super().__init__(config, mesh, **more)
+        self.options = options
+        self._noted: list[Tensor] | None = None
+
+    @contextmanager
+    def noting(self) -> Iterator[list[Tensor]]:
+        """Of each micro-batch without a reference: the log probabilities [pairs, answers], where the last stage is."""
+        self._noted = []
+        try:
+            yield self._noted
+        finally:
+            self._noted = None
+
+    def forward(
+        self,
+        tokens: Tensor,
+        labels: Tensor | None = None,
+        *,
+        reference: Tensor | None = None,
+        baseline: Tensor | None = None,
+        samples: Tensor | None = None,
+        stage: int | None = None,
+        passed: Tensor | None = None,
+        key: Key | None = None,
+        documents: Tensor | None = None,
+    ) -> Any:
+        """reference [pairs, answers]: log probabilities of the answers; baseline [pairs]: KTO's, the same for all.
+
+        A pair without labels in one of its answers is not counted: it fills up the last batch of an evaluation.
+        """
+        if tokens.dim() == 2 or labels is None or (stage is None and len(self.parts) > 1):
+            given: dict[str, Any] = {"documents": documents, "key": key, "samples": samples}
+            return super().forward(tokens, labels, stage=stage, passed=passed, **given)  # type: ignore[call-overload]
+        pairs, answers, _ = tokens.shape
+        if samples is not None:  # ids of pairs; dropout draws for each answer
+            samples = (samples[:, None] * answers + torch.arange(answers, device=samples.device)).reshape(-1)
+        rows, rows_labels = tokens.flatten(0, 1), labels.flatten(0, 1)
+        x, stream, experts = self._through(
+            stage or 0, passed, rows, rows_labels, key=key, samples=samples, documents=None
+        )  # fmt: skip
+        if stage is not None and stage < len(self.parts) - 1:
+            return (x, Terms(**experts)) if experts else x
+        assert self.head is not None
+        assert stream.places is not None
+        mine = self._mine(rows_labels, stream.places)
+        logp = self.head.log_probabilities(x, mine, self.loss_chunk).view(len(rows), -1)
+        mask = (mine != self.ignore_index).view(len(rows), -1)
+        numbers = torch.arange(len(rows), device=mask.device)[:, None].expand(mask.shape)
+        sums = losses.sequence_sums(logp, mask, numbers, len(rows), self.mesh).view(pairs, answers)
+        if reference is None:
+            if self._noted is not None:
+                self._noted.append(sums.detach())
+            return sums.mean(), pairs / self.mesh.size("cp")
+        counts = (labels != self.ignore_index).sum(-1)
+        terms = self._terms(sums, counts, reference.to(sums.dtype), baseline)
+        if self._answers_weight:
+            chosen = mask.view(pairs, answers, -1)[:, 0]
+            share = losses.of_tokens(chosen)
+            terms["answers"] = (*losses.mean(-logp.view(pairs, answers, -1)[:, 0], share), self._answers_weight)
+        if self._has_terms:
+            terms.update(experts)
+        value, weight, coefficient = terms["preference"]
+        return (value, weight) if len(terms) == 1 and coefficient == 1.0 else Terms(**terms)
+
+    def _terms(self, sums: Tensor, counts: Tensor, reference: Tensor, baseline: Tensor | None) -> dict[str, Any]:
+        """The loss of pairs; of an evaluation also how often, and by how much, the chosen answer is preferred."""
+        options, beta = self.options, self.options.strength
+        there = (counts > 0).all(1)
+        if options.loss in ("simpo", "orpo"):
+            sums = sums / counts.clamp(min=1)
+        chosen, rejected = sums.unbind(1)
+        if options.loss == "dpo":
+            found = losses.dpo(chosen, rejected, reference[:, 0], reference[:, 1], beta, options.smoothing)
+        elif options.loss == "ipo":
+            found = losses.ipo(chosen, rejected, reference[:, 0], reference[:, 1], beta)
+        elif options.loss == "simpo":
+            found = losses.simpo(chosen, rejected, beta, options.margin)
+        elif options.loss == "orpo":
+            found = losses.orpo(chosen, rejected)
+        else:
+            assert baseline is not None
+            liked = torch.tensor([True, False], device=sums.device).expand(sums.shape)
+            found = losses.kto(sums, reference, liked, baseline[:, None].to(sums.dtype), beta, options.weights).mean(1)
+        number, ranks = there.sum(), self.mesh.size("cp")
+
+        def mean(values: Tensor) -> Tensor:
+            return torch.where(there, values, 0).sum() / number.clamp(min=1)
+
+        terms = {"preference": (mean(found), number / ranks, beta if options.loss == "orpo" else 1.0)}
+        if not self.training:
+            margins = beta * (sums - reference).detach()
+            margins = margins[:, 0] - margins[:, 1]
+            terms["accuracy"] = (mean((margins > 0).to(sums.dtype)), number / ranks, 0.0)
+            terms["margin"] = (mean(margins), number / ranks, 0.0)
+        return terms
+
+    @property
+    def _answers_weight(self) -> float:
+        given = self.options.answers
+        return float(self.options.loss == "orpo") if given is None else given
+
+    def term_weights(
+        self, tokens: Tensor, labels: Tensor | None = None, **more: object
+    ) -> dict[str, Tensor | float] | None:
+        """How many pairs, labels of chosen answers and routed tokens this rank has; None: the loss has one term."""
+        if tokens.dim() == 2 or labels is None:
+            return super().term_weights(tokens, labels, **more)
+        rows, rows_labels = tokens.flatten(0, 1), labels.flatten(0, 1)
+        experts = super().term_weights(rows, rows_labels) or {}
+        if not experts and not self._answers_weight and self.options.loss != "orpo":
+            return None
+        found = {name: weight for name, weight in experts.items() if name != "lm"}
+        there = (labels != self.ignore_index).any(-1).all(-1)
+        found["preference"] = there.sum() / self.mesh.size("cp")
+        if self._answers_weight:
+            mine = self._mine(rows_labels, places_for(rows.shape[1], len(rows), self.mesh))
+            found["answers"] = (mine.view(len(tokens), tokens.shape[1], -1)[:, 0] != self.ignore_index).sum()
+        return found
