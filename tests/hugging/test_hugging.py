@@ -325,12 +325,6 @@ def test_a_plan_that_cannot_be_followed_is_refused_by_name(plan: dict[str, str],
     assert caught.value.code == code
 
 
-@pytest.mark.parametrize("layout", ["tp2 sp", "cp2 pp2 ulysses"])
-def test_axes_over_which_nothing_is_cut_are_refused(layout: str) -> None:
-    with pytest.raises(ModelError, match="IG460"):
-        ig.hugging.load(config_of("llama"), Mesh.unbound(layout))
-
-
 @pytest.mark.parametrize(
     ("files", "code", "said"),
     [

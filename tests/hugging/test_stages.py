@@ -57,7 +57,7 @@ def test_gradients_and_parameters_are_one_devices(worlds, kind: str, layout: str
     assert worlds(2).run(trained, kind, layout) == [[], []]
 
 
-@pytest.mark.parametrize("layout", ["tp2 pp2 zero1", "dp2 pp2 zero2"])
+@pytest.mark.parametrize("layout", ["tp2 pp2 zero1", "dp2 pp2 zero2", "cp2 pp2 ulysses", "cp2 pp2 ring zero1"])
 def test_with_other_axes_a_tied_model_is_one_devices(worlds, layout: str) -> None:
     assert worlds(4).run(trained, "qwen2", layout) == [[]] * 4
 

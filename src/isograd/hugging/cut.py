@@ -35,7 +35,8 @@ from isograd.hugging.adapters import NAME
 from isograd.hugging.experts import DISPATCHED, deal_out, dispatched, number_of, outside, shard_of
 from isograd.hugging.head import Joined
 from isograd.hugging.parts import text_of
-from isograd.hugging.plan import CUTS, EXPERTS, is_below, names_of_towers, read_plan, without_split_ties
+from isograd.hugging.plan import CLOSED, CUTS, EXPERTS, is_below, names_of_towers, read_plan, without_split_ties
+from isograd.hugging.sequences import Sequences, register, sequences_of
 from isograd.inputs import WrongInputs
 from isograd.mesh import DATA, EXPERT_DATA, Mesh
 
@@ -57,7 +58,9 @@ def cut(model: nn.Module, mesh: Mesh, joined: Joined | None = None) -> None:
     if mesh.size("tp") > 1:
         _refuse_dropout(model, mesh)
         plan = without_split_ties(model, outside(read_plan(model, mesh), experts), mesh)
-    cutter = _Cutter(model, mesh, plan, joined)
+    sequences = sequences_of(model, plan, experts, mesh)
+    plan = {n: style for n, style in plan.items() if not (style in CLOSED and sequences.are_cut(n))}
+    cutter = _Cutter(model, mesh, plan, joined, sequences)
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters(remove_duplicate=False))
     for name in experts:
         cutter.over_ep(name, modules[name])
@@ -70,7 +73,10 @@ def cut(model: nn.Module, mesh: Mesh, joined: Joined | None = None) -> None:
             for module in modules[name].modules():
                 for leaf in module._parameters:
                     cutter.replace(module, leaf, None, owes=("tp",))
-    for module in modules.values():
+    register(model, sequences, mesh)
+    for name, module in modules.items():
+        if sequences.are_cut(name):
+            cutter.owing(module)
         if own := [p for p in module.parameters(recurse=False) if contract_of(p) is not None]:
             module._isograd_marks = Marks(own)
 
@@ -98,8 +104,11 @@ class _Heads:
 
 
 class _Cutter:
-    def __init__(self, model: Any, mesh: Mesh, plan: dict[str, str], joined: Joined | None) -> None:
-        self.model, self.mesh, self.tp, self.plan, self.joined = model, mesh, mesh.size("tp"), plan, joined
+    def __init__(
+        self, model: Any, mesh: Mesh, plan: dict[str, str], joined: Joined | None, sequences: Sequences
+    ) -> None:
+        self.model, self.mesh, self.tp, self.plan = model, mesh, mesh.size("tp"), plan
+        self.joined, self.sequences = joined, sequences
         self.made: dict[int, nn.Parameter] = {}  # by the id of the whole parameter, which lives as long as `old`
         self.old: list[nn.Parameter] = []
         self.entrances: dict[str, styles.Entrance] = {}
@@ -123,6 +132,12 @@ class _Cutter:
             self.made[id(old)] = part
             self.old.append(old)
         module._parameters[leaf] = self.made[id(old)]
+
+    def owing(self, module: nn.Module) -> None:
+        """What is whole in a module, used on a part of the sequences or of the heads, owes its sum over tp."""
+        for leaf, parameter in list(module._parameters.items()):
+            if parameter is not None and contract_of(parameter) is None:
+                self.replace(module, leaf, None, owes=("tp",))
 
     def bare(self, name: str, style: str) -> None:
         """A parameter that no module of its own computes with, such as the sinks of an attention."""
@@ -148,7 +163,7 @@ class _Cutter:
         if style == EXPERTS:
             self._experts(name, module)
         elif style == "all_reduce":
-            hooks = styles.Total(mesh)
+            hooks = styles.Total(mesh, self._region(name, name))
             if any(f"{name}.{leaf}" in self.plan for leaf, _ in own):
                 module.register_forward_pre_hook(hooks.before, with_kwargs=True)
             module.register_forward_hook(hooks.after)
@@ -157,7 +172,8 @@ class _Cutter:
             tail = getattr(config, "qk_rope_head_dim", None)
             if not isinstance(tail, int):
                 raise self._unsupported(name, style, f"{type(config).__name__} without qk_rope_head_dim")
-            module.register_forward_hook(styles.SharedTail(mesh, tail).after)
+            if not self.sequences.are_cut(name):
+                module.register_forward_hook(styles.SharedTail(mesh, tail).after)
         elif style in ("embedding_rowwise", "embedding_colwise"):
             if not isinstance(module, nn.Embedding) or module.max_norm is not None:
                 raise self._unsupported(name, style, f"a {type(module).__name__}")
@@ -197,18 +213,26 @@ class _Cutter:
             self.replace(module.lora_B[NAME], "weight", None, owes=("tp",))
         if split:
             module.register_forward_pre_hook(styles.Slice(self.mesh, _sizes(shard)).before, with_kwargs=True)
-        summed = styles.Sum(self.mesh)
+        summed = styles.Sum(self.mesh, self._region(name, name.rpartition(".")[0]))
         module.register_forward_pre_hook(summed.before)
         module.register_forward_hook(summed.after, always_call=True)
         linear.in_features = _sizes(shard)[self.mesh.index("tp")]
 
     def _enter(self, name: str, module: nn.Module) -> None:
         parent = name.rpartition(".")[0]
+        if self.sequences.are_entered(parent):
+            return
         if parent not in self.entrances:
-            self.entrances[parent] = styles.Entrance(self.mesh)
+            self.entrances[parent] = styles.Entrance(self.mesh, self.sequences.are_cut(parent))
             above = self.model.get_submodule(parent)
             above.register_forward_hook(self.entrances[parent].forget, always_call=True)
         module.register_forward_pre_hook(self.entrances[parent].before, with_kwargs=True)
+
+    def _region(self, name: str, region: str) -> bool:
+        """Whether a cut region begins and ends with parts of sequences."""
+        if self.sequences.are_cut(name) and self.sequences.are_whole_in(region):
+            raise self._unsupported(name, self.plan[name], "a cut region within another, under sp")
+        return self.sequences.are_cut(name)
 
     def _embedding(self, name: str, module: Any, style: str) -> None:
         if style == "embedding_colwise":
@@ -245,7 +269,7 @@ class _Cutter:
             self.replace(module, leaf, shard)
         module.num_experts = number // self.tp
         module._is_expert_parallel = True
-        hooks = styles.ExpertRange(self.mesh, module.num_experts)
+        hooks = styles.ExpertRange(self.mesh, module.num_experts, self._region(name, name))
         module.register_forward_pre_hook(hooks.before, with_kwargs=True)
         module.register_forward_hook(hooks.after, always_call=True)
 

@@ -120,7 +120,7 @@ class Exchange:
         shape, choices = x.shape, numbers.shape[-1]
         x = x.reshape(-1, shape[-1])
         sizes = tuple(even_sizes(len(x), tp.size))
-        if tp.size > 1:
+        if tp.size > 1 and not self.mesh.layout.sp:  # with sp, ranks of a tp group have different tokens
             numbers = numbers.split(list(sizes))[tp.index]
             x, scores = (ops.slice(t, tp, 0, sizes) for t in (x, scores))
         # A choice of no expert, whose number is too high, is not sent.
@@ -146,7 +146,9 @@ class Exchange:
         slots = ops.exchange_rows(output[: sum(sent.into)], self.mesh.group("ep"), sent.into, sent.out)
         ones = slots.new_ones(sent.tokens, sent.choices)
         y = from_slots(slots, ones, sent.order)
-        return ops.gather_for_identical_use(y, self.mesh.group("tp"), 0, sent.tp_sizes).view(sent.shape)
+        if not self.mesh.layout.sp:
+            y = ops.gather_for_identical_use(y, self.mesh.group("tp"), 0, sent.tp_sizes)
+        return y.view(sent.shape)
 
 
 def outside(plan: dict[str, str], experts: Iterable[str]) -> dict[str, str]:

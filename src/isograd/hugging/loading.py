@@ -26,8 +26,9 @@ from isograd.hugging.adapters import Adapted, insert
 from isograd.hugging.cut import cut
 from isograd.hugging.head import Joined, may_join, refuse_logits
 from isograd.hugging.losses import CAUSAL, library_of, refuse_cut_sequences, refuse_other_parts
+from isograd.hugging.sequences import refuse_sequences
 from isograd.hugging.stages import cut_into_stages, refuse_shared_keys
-from isograd.hugging.survey import survey
+from isograd.hugging.survey import survey, tiny_model
 from isograd.hugging.values import Folder, Random, Source, give_starts
 from isograd.mesh import Mesh
 from isograd.outside import CONFIG, read_json
@@ -53,7 +54,6 @@ def load(
     parameters; left out, the config's. seed: of random weights. logits: under tp, gather them in training steps, too,
     where most models otherwise compute the loss from cut ones.
     """
-    refuse_layout(mesh)
     config = all_or_none(lambda: _config_of(source, mesh), mesh, ModelError, not_loaded)
     refuse_shared_keys(config, mesh)
     dtype = dtype or getattr(config, "dtype", None) or torch.float32
@@ -97,6 +97,7 @@ def build(
     """The model of a config on this mesh, with values from a folder or random ones; nothing is proven."""
     model, loss = _empty(config, dtype, mesh)
     refuse_cut_sequences(loss, type(model).__name__, mesh)
+    refuse_sequences(model, loss, mesh)
     source = Random(_empty(config, dtype, mesh)[0], seed, noise)
     values: Random | Folder = source if folder is None else Folder(Stored(folder), model, mesh.where())
     starts: Source = values
@@ -107,8 +108,9 @@ def build(
     if mesh.size("tp") > 1 and not logits and may_join(type(model), config, loss):
         joined = Joined(mesh, model.loss_function, shifts=loss == CAUSAL)
     cut(model, mesh, joined)
+    library = type(model)
     if mesh.size("pp") > 1:
-        cut_into_stages(model, mesh, survey(type(model), config, loss), loss)
+        cut_into_stages(model, mesh, survey(library, config, loss), loss)
     give_starts(model, starts)
     _fill_buffers(model, values)
     if mesh.layout.zero != 3 or mesh.size("cp") > 1:
@@ -118,10 +120,19 @@ def build(
             module._buffers[name] = None if buffer is None else buffer.to(mesh.device)
     refuse_other_parts(model, loss, mesh)
     if mesh.size("cp") > 1:
-        attach(model, mesh)
+        _attach(model, library, config, mesh)
     if joined is not None:
         refuse_logits(model, joined)
     return model
+
+
+def _attach(model: Any, library: Any, config: Any, mesh: Mesh) -> None:
+    """A model in stages cannot be tried out: a small copy is tried in its place."""
+    if mesh.size("pp") == 1:
+        attach(model, mesh)
+        return
+    with tiny_model(library, config) as tiny:
+        attach(model, mesh, tried=tiny)
 
 
 def _empty(config: Any, dtype: torch.dtype, mesh: Mesh) -> tuple[Any, str]:
@@ -149,20 +160,6 @@ def _fill_buffers(model: nn.Module, values: Random | Folder) -> None:
         for name, buffer in model.named_buffers():
             if name in kept:
                 buffer.copy_(values.read(name, [(0, size) for size in buffer.shape]))
-
-
-def refuse_layout(mesh: Mesh) -> None:
-    """Refuse the axes over which a model of transformers is not cut."""
-    axes = ["sp"] * bool(mesh.layout.sp) + ["cp with pp"] * (mesh.size("cp") > 1 and mesh.size("pp") > 1)
-    if axes:
-        raise ModelError(
-            "IG460",
-            f"a model of transformers is not cut over {', '.join(axes)}",
-            seen=str(mesh.layout),
-            expected="dp, tp, ep and zero, with pp or with cp",
-            fix="leave those axes out, or load the weights into isograd's Transformer (isograd.models.families)",
-            where=mesh.where(),
-        )
 
 
 def not_loaded(error: Exception) -> ModelError:

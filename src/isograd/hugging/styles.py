@@ -9,8 +9,9 @@
     ExpertRange            around experts that are dealt out over tp: each rank computes its experts for all tokens.
     SharedTail    I -> R   after a projection whose last features enter the cut heads directly (MLA's rotary key).
 
-The library's forward runs between the two, on this rank's part of the parameters. A hook holds no module, so that a
-deep copy of a model has hooks of its own.
+The library's forward runs between the two, on this rank's part of the parameters. Within layers whose sequences are cut
+(sequences.py), an all_gather (V -> R) takes the place of copy_in, and a reduce_scatter (P -> V) that of all_reduce. A
+hook holds no module, so that a deep copy of a model has hooks of its own.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from isograd.mesh import Mesh
 Called = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def _replaced(args: tuple[Any, ...], kwargs: Mapping[str, Any], value: Tensor) -> Called:
+def replaced(args: tuple[Any, ...], kwargs: Mapping[str, Any], value: Tensor) -> Called:
     """The same call with another first argument."""
     if args:
         return (value, *args[1:]), dict(kwargs)
@@ -36,7 +37,20 @@ def _replaced(args: tuple[Any, ...], kwargs: Mapping[str, Any], value: Tensor) -
     return (), {**kwargs, first: value}
 
 
-def _first(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+def enter(x: Tensor, mesh: Mesh, sequences: bool) -> Tensor:
+    """Into a cut region: from what all ranks hold, or from parts of sequences."""
+    group = mesh.group("tp")
+    return ops.all_gather(x, group, -2) if sequences else ops.copy_in(x, group)
+
+
+def leave(x: Tensor, mesh: Mesh, sequences: bool) -> Tensor:
+    """The sum over tp of partial outputs: all of it, or of this rank's part of the sequences."""
+    group = mesh.group("tp")
+    return ops.reduce_scatter(x, group, -2) if sequences else ops.all_reduce(x, group)
+
+
+def first_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+    """The first argument of a call."""
     value: Tensor = args[0] if args else next(iter(kwargs.values()))
     return value
 
@@ -46,15 +60,16 @@ class Entrance:
     """Copies a tensor into the cut region once for all modules below one parent that are given it."""
 
     mesh: Mesh
+    sequences: bool = False  # whether the tensor is a part of the sequences
     seen: Tensor | None = None
     entered: Tensor | None = None
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Called:
         """Of a projection: replaces its input by the tensor that its siblings were given, too."""
-        x = _first(args, kwargs)
+        x = first_of(args, kwargs)
         if self.entered is None or x is not self.seen:
-            self.seen, self.entered = x, ops.copy_in(x, self.mesh.group("tp"))
-        return _replaced(args, kwargs, self.entered)
+            self.seen, self.entered = x, enter(x, self.mesh, self.sequences)
+        return replaced(args, kwargs, self.entered)
 
     def forget(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Of the parent: when its forward is over, no tensor is kept."""
@@ -66,6 +81,7 @@ class Sum:
     """Sums the partial outputs of a projection; the bias waits outside of it, as it is to be added once."""
 
     mesh: Mesh
+    sequences: bool = False  # whether each rank goes on with a part of the sequences
     bias: nn.Parameter | None = None
 
     def before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -82,8 +98,8 @@ class Sum:
             getattr(module, "base_layer", module)._parameters["bias"] = bias
         if output is None:
             return None
-        whole = ops.all_reduce(output, self.mesh.group("tp"))
-        return whole if bias is None else whole + bias
+        total = leave(output, self.mesh, self.sequences)
+        return total if bias is None else total + bias
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,8 +123,8 @@ class Slice:
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Called:
         """input [..., all] -> [..., mine]."""
-        mine = ops.slice(_first(args, kwargs), self.mesh.group("tp"), -1, self.sizes)
-        return _replaced(args, kwargs, mine)
+        mine = ops.slice(first_of(args, kwargs), self.mesh.group("tp"), -1, self.sizes)
+        return replaced(args, kwargs, mine)
 
 
 @dataclass(eq=False)
@@ -123,11 +139,11 @@ class VocabRows:
 
     def before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Called:
         """Token ids become rows of this rank's part."""
-        ids = _first(args, kwargs)
+        ids = first_of(args, kwargs)
         self.wrong = module.wrong.find(ids)
         row = ids - self.first
         self.here = (row >= 0) & (row < self.rows)
-        return _replaced(args, kwargs, torch.where(self.here, row, 0))
+        return replaced(args, kwargs, torch.where(self.here, row, 0))
 
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         """A token outside the vocabulary becomes NaN and is counted: an Engine refuses the step on all ranks."""
@@ -149,13 +165,15 @@ class ExpertRange:
 
     mesh: Mesh
     here: int  # how many experts this rank holds
+    sequences: bool = False  # whether the tokens that come are a part of the sequences
     entered: tuple[Tensor, ...] = ()
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Called:
         """(tokens [T, hidden], numbers [T, k], scores [T, k]) -> the same for the experts here."""
         x, numbers, scores = (*args, *kwargs.values())[:3]
         group = self.mesh.group("tp")
-        x, scores = ops.copy_in(x, group), ops.copy_in(scores, group)
+        x, scores = enter(x, self.mesh, self.sequences), enter(scores, self.mesh, self.sequences)
+        numbers = ops.all_gather(numbers, group, -2) if self.sequences else numbers
         self.entered = x, scores
         mine = numbers - group.index * self.here
         elsewhere = (mine < 0) | (mine >= self.here)
@@ -169,7 +187,7 @@ class ExpertRange:
             return None
         for tensor in entered:
             output = output + tensor[:0].sum().to(output.dtype)
-        return ops.all_reduce(output, self.mesh.group("tp"))
+        return leave(output, self.mesh, self.sequences)
 
 
 @dataclass(frozen=True, eq=False)
@@ -191,6 +209,7 @@ class Total:
     in, whichever argument it is."""
 
     mesh: Mesh
+    sequences: bool = False  # whether each rank has a part of the sequences
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Called:
         """I -> R, of each tensor that may have a gradient."""
@@ -199,8 +218,8 @@ class Total:
     def _enter(self, value: Any) -> Any:
         if not (isinstance(value, Tensor) and value.is_floating_point()):
             return value
-        return ops.copy_in(value, self.mesh.group("tp"))
+        return enter(value, self.mesh, self.sequences)
 
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         """P -> I."""
-        return ops.all_reduce(output, self.mesh.group("tp"))
+        return leave(output, self.mesh, self.sequences)

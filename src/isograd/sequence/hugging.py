@@ -144,12 +144,16 @@ def attention(
     return isograd.attend(query, key, value, scale, attention_mask, sliding_window), None
 
 
-def attach(model: Model, mesh: Mesh) -> Model:
+def attach(model: Model, mesh: Mesh, *, tried: nn.Module | None = None) -> Model:
     """Give a transformers model attention over sequences that this mesh cuts. A trial first proves that nothing else in
     the model mixes tokens. With a mesh without cp, the model gets its own attention back, for example to generate.
+
+    tried: a whole small copy for the trial, of a model that is cut into stages.
     """
     cut = {shard.axis for p in model.parameters() if (found := contract_of(p)) for shard in found.shards}
     axes = [f"{axis}{mesh.size(axis)}" for axis in ("tp", "pp", "ep") if mesh.size(axis) > 1 and axis not in cut]
+    if tried is not None:
+        axes = []
     if axes:
         raise ModelError(
             "IG440",
@@ -166,14 +170,14 @@ def attach(model: Model, mesh: Mesh) -> Model:
     if isinstance(heads, int):
         here = heads // mesh.size("tp")
         heads_here(here, here, mesh)  # refuses too few
-    configs, own = _register_and_try(model)
+    configs, own = _register_and_try(model, model if tried is None else tried)
     base: Any = getattr(model, "base_model", model)
     gate = base.register_forward_pre_hook(_gate(mesh, configs), with_kwargs=True)
     model._isograd_attached = (gate, own)  # type: ignore[assignment]
     return model
 
 
-def _register_and_try(model: Any) -> tuple[list[Any], str]:
+def _register_and_try(model: Any, tried: Any) -> tuple[list[Any], str]:
     """The model's configs, which now name our attention, and the name of its previous attention."""
     name = type(model).__name__
     if not hasattr(model, "set_attn_implementation"):
@@ -191,7 +195,8 @@ def _register_and_try(model: Any) -> tuple[list[Any], str]:
     AttentionMaskInterface.register(TRIAL, trial_mask)  # under NAME none is made at all
     configs, own = _own_configs(model), model.config._attn_implementation
     try:
-        try_out(model)
+        try_out(tried)
+        model.set_attn_implementation(NAME)
     except BaseException:
         model.set_attn_implementation(own)
         raise
@@ -263,7 +268,7 @@ def shard(batch: Mapping[str, Any], mesh: Mesh) -> Part:
     _refuse_unknown(given, mesh)
     tokens: Tensor = given["input_ids"]
     rows, length = tokens.shape
-    places, rank = places_for(length, rows, mesh), mesh.index("cp")
+    places, rank = places_for(length, 1, mesh), mesh.index("cp")  # under sp, tp divides the tokens of each row
     labels = torch.full_like(tokens, IGNORE)
     if "labels" in given:
         labels = F.pad(given["labels"][:, 1:], (0, 1), value=IGNORE)
