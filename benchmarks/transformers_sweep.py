@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import subprocess
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from isograd.errors import IsogradError
 from isograd.hugging.losses import library_of
 from isograd.hugging.parts import is_text, parts_of
 
-LAYOUTS = ("tp2", "tp2 zero1", "dp2 zero3", "pp2 1f1b", "dp2 ep2")
+LAYOUTS = ("tp2", "tp2 zero1", "tp2 sp", "dp2 zero3", "pp2 1f1b", "dp2 ep2", "cp2 ulysses")
 OWN = "transformers' own tp2"  # benchmarks/transformers_own.py
 STATE = Path("transformers_sweep.json")
 PAGE = Path("docs/transformers.md")
@@ -63,7 +64,7 @@ one is tried.
 - **refused**: `ig.hugging.load` raises the error named, before anything is trained.
 - **not run**: the small copy made for the proof does not run, on one device or under the layout, so nothing is known.
   `ig.hugging.load` refuses such a model, too (IG469).
-- An empty cell has not been tried.
+- An empty cell has not been tried. The cells are of several commits, named below the reasons.
 - **wrong**: gradients differ. `ig.hugging.load` refuses the model (IG468).
 - **transformers' own tp2** is `from_pretrained(..., distributed_config=DistributedConfig(tp_size=2))`, judged in the
   same way by `python -m benchmarks.transformers_own`, for some of them: right, or wrong in the parameters named, with
@@ -181,10 +182,15 @@ def why_no_class(config: Any) -> str:
     return ""
 
 
+def revision() -> str:
+    """The commit that is checked out."""
+    return subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], text=True).strip()
+
+
 def sweep(kinds: list[str], layouts: list[str], state: Path, patience: float) -> None:
     """Fill the cells that are missing."""
     cells = json.loads(state.read_text()) if state.exists() else {}
-    world, since = World(2), 0
+    world, since, at = World(2), 0, revision()
     for kind in kinds:
         missing = [layout for layout in layouts if f"{kind} | {layout}" not in cells]
         since += bool(missing)
@@ -203,7 +209,7 @@ def sweep(kinds: list[str], layouts: list[str], state: Path, patience: float) ->
             if found["outcome"] != "proven":  # a stage that fails has closed its connections
                 world.close()
                 world, since = World(2), 0
-            cells[f"{kind} | {layout}"] = found
+            cells[f"{kind} | {layout}"] = found | {"at": at}
             state.write_text(json.dumps(cells, indent=1))
             print(f"{kind:24} {layout:10} {found['outcome']:8} {found.get('why', '')[:150]}", flush=True)
     world.close()
@@ -249,9 +255,26 @@ def page(state: Path, layouts: list[str]) -> str:
     )
     notes = "\n".join(f"{number}. {text}" for text, number in reasons.items())
     rest = "\n".join(f"- `{kind}`: {why}" for kind, why in without_loss(kinds).items())
-    body = f"{head}{chr(10).join(rows)}\n\n## Reasons\n\n{notes or 'None.'}"
+    body = (
+        f"{head}{chr(10).join(rows)}\n\n## Reasons\n\n{notes or 'None.'}\n\n## Revisions\n\n{revisions(cells, layouts)}"
+    )
     title = "## With a plan, and without a class that has such a loss"
     return f"{body}\n\n{title}\n\n{rest}\n{ERRORS if OWN in layouts else ''}"
+
+
+def revisions(cells: dict[str, Any], layouts: list[str]) -> str:
+    """Of which commit each cell is: all architectures but those named are of the first one."""
+    lines = []
+    for layout in layouts:
+        found: dict[str, list[str]] = {}
+        for name, cell in sorted(cells.items()):
+            kind, _, column = name.partition(" | ")
+            if column == layout:
+                found.setdefault(cell.get("at", "before"), []).append(f"`{kind}`")
+        most, *others = sorted(found.items(), key=lambda item: -len(item[1]))
+        rest = "".join(f"; {at}: {', '.join(kinds)}" for at, kinds in others)
+        lines.append(f"- `{layout}`: {most[0]} ({len(most[1])}){rest}")
+    return "\n".join(lines)
 
 
 def without_loss(kinds: list[str]) -> dict[str, str]:
