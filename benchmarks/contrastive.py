@@ -2,6 +2,7 @@
 
     python -m benchmarks.contrastive                         # one process and 2 gloo ranks, some minutes on two cores
     python -m benchmarks.contrastive --memory                # 256 to 16,384 rows; draws docs/contrastive-memory.svg
+    python -m benchmarks.contrastive --keep 0 64 128 256     # budgets of kept graphs; draws docs/contrastive-keep.svg
 
 The same encoder (a BERT of random weights, mean pooling), batch, chunk, AdamW, and thread per rank for all. In the race
 each contestant has processes of its own, and turns alternate; the fastest of its turns counts. Peak memory is the
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import math
 import os
 import time
 from pathlib import Path
@@ -31,6 +33,7 @@ from benchmarks.sequence_memory import peak_of
 from isograd.comm.launch import World
 
 CHART = Path(__file__).parents[1] / "docs" / "contrastive-memory.svg"
+KEPT = CHART.with_name("contrastive-keep.svg")
 HIDDEN, VOCAB, SCALE = 384, 1000, 20.0
 OURS, PEER, FULL = "isograd GradCache", "sentence-transformers", "full batch"
 SWEEP = (256, 1024, 4096, 16384)
@@ -73,12 +76,13 @@ class Contestant:
         self.name, world = name, dist.get_world_size() if dist.is_initialized() else 1
         plain = Encoder(layers)
         self.model: nn.Module = plain
-        if name == OURS:
+        if name.startswith(OURS):
+            keep_mb = float(name.removeprefix(OURS) or 0)  # "isograd GradCache 64"
             mesh = ig.Mesh(f"dp{world}")
             self.engine = ig.Engine(plain, mesh, adamw)
             loss = ig.contrastive.InfoNCE(mesh, SCALE)
             encode = lambda **features: plain(features)["sentence_embedding"]  # noqa: E731
-            self.cache = ig.contrastive.GradCache(self.engine, loss, encode=encode, chunk=chunk)
+            self.cache = ig.contrastive.GradCache(self.engine, loss, encode=encode, chunk=chunk, keep_mb=keep_mb)
             return
         if world > 1:
             self.model = DistributedDataParallel(plain)
@@ -94,7 +98,7 @@ class Contestant:
             self.loss.model = self.model
 
     def step(self, features: list[dict[str, Tensor]]) -> None:
-        if self.name == OURS:
+        if self.name.startswith(OURS):
             self.cache.backward(*features)
             self.engine.step()
             return
@@ -136,8 +140,8 @@ def names(ranks: int) -> list[str]:
     return [OURS, *peers, *([FULL] if ranks == 1 else [])]
 
 
-def race(ranks: int, options: argparse.Namespace) -> dict[str, tuple[float, int]]:
-    worlds = {name: World(ranks) for name in names(ranks)}
+def race(ranks: int, options: argparse.Namespace, chosen: list[str] | None = None) -> dict[str, tuple[float, int]]:
+    worlds = {name: World(ranks) for name in chosen or names(ranks)}
     best = dict.fromkeys(worlds, (float("inf"), 0))
     for name, world in worlds.items():
         world.run(sit, name, options.layers, options.chunk, options.length, timeout=900.0)
@@ -186,6 +190,31 @@ def chart(peaks: dict[str, dict[int, int]], path: Path) -> None:
         panel.plot(SWEEP, ideal, linestyle=":", color="grey", label="the representations' own bytes")
 
 
+def keeping(options: argparse.Namespace) -> None:
+    """Time and peak memory of one process by the budget of kept graphs, beside the full batch in one graph."""
+    budgets = [f"{OURS} {megabytes:g}" for megabytes in options.keep]
+    found = race(1, options, [*budgets, FULL])
+    table = Table("keep_mb", "seconds a step", "x the full batch", "peak MiB")
+    for name, (seconds, peak) in found.items():
+        shown = name.removeprefix(OURS).strip()
+        table.add_row(shown, f"{seconds:.3f}", f"{seconds / found[FULL][0]:.2f}", f"{peak / report.MIB:.0f}")
+    Console(width=100).print(table)
+    points = [(peak / report.MIB, seconds / found[FULL][0]) for seconds, peak in found.values()]
+    doublings = range(int(math.log2(min(points)[0])), int(math.log2(max(points)[0])) + 2)
+    with report.growth(
+        KEPT,
+        f"A contrastive step of {options.rows:,} rows: time for memory",
+        "peak MiB above what was resident before the step",
+        "time, of the full batch's in one graph",
+        {2**n: f"{2**n}" for n in doublings},
+        from_zero=True,
+    ) as panel:
+        panel.plot(*zip(*points[:-1], strict=True), marker="o", label="GradCache; the numbers are keep_mb")
+        for point, megabytes in zip(points, options.keep, strict=False):
+            panel.annotate(f"{megabytes:g}", point, textcoords="offset points", xytext=(6, 6))
+        panel.plot(*points[-1], marker="D", linestyle="", color="grey", label="full batch")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=1024, help="of all ranks together")
@@ -194,6 +223,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--memory", action="store_true", help="the sweep over rows instead of the race")
+    parser.add_argument("--keep", type=float, nargs="+", help="budgets in MiB, raced beside the full batch")
     parser.add_argument("--only", help="in the sweep: one contestant")
     parser.add_argument("--peer-rows", type=int, default=SWEEP[-1], help="in the sweep: the peer's largest batch")
     parser.add_argument("--chart", default=str(CHART), help="where to draw the sweep; '' for nowhere")
@@ -208,6 +238,9 @@ def main() -> None:
         (report.OUT / "contrastive-memory.json").write_text(json.dumps(document, indent=1) + "\n")
         if options.chart:
             chart(peaks, Path(options.chart))
+        return
+    if options.keep:
+        keeping(options)
         return
     table = Table("ranks", "contestant", "seconds a step", "x the peer", "peak MiB")
     results = {ranks: race(ranks, options) for ranks in (1, 2)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -147,6 +148,47 @@ def test_dropout_of_the_replay_is_that_of_the_first_pass_and_the_next_draws_go_o
         for part in t.split(2):
             Dropping.forward(plain, part)
     assert torch.equal(after, torch.rand(3)), "the replay leaves no trace in the generator"
+
+
+def test_graphs_are_kept_up_to_a_budget_and_change_no_bit() -> None:
+    x, y, seen = rows(7), rows(7, 1), []
+    for keep_mb in (0.0, 0.003, 9.0):
+        model, calls = Dropping(), []
+        model.register_forward_hook(lambda *_, calls=calls: calls.append(torch.is_grad_enabled()))
+        engine, cache = alone(model, keep_mb=keep_mb)
+        torch.manual_seed(11)
+        for _ in range(2):
+            cache.backward(x, y)
+        seen.append((dict(engine.grads()), torch.rand(3), calls))
+    for gradients, draws, _ in seen[1:]:
+        assert all(torch.equal(gradients[name], g) for name, g in seen[0][0].items())
+        assert torch.equal(draws, seen[0][1])
+    none, some, all_of_them = (calls for *_, calls in seen)
+    assert none == ([False] * 8 + [True] * 8) * 2
+    assert len(all_of_them) == 16
+    assert all(all_of_them)
+    assert 16 < len(some) < 32
+    kept = some.index(False) - 1  # the one before was too large
+    assert len(some) == 2 * (16 - kept)
+
+
+def test_a_kept_activation_that_is_changed_is_not_used() -> None:
+    kept: list[Tensor] = []
+
+    class Careless(Dropping):
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = torch.tanh(self.first(x))
+            for other in kept:
+                other.mul_(2.0)
+            kept[:] = [hidden.detach()]
+            return self.last(hidden)  # type: ignore[no-any-return]
+
+    engine, cache = alone(Careless(), keep_mb=9.0)
+    with pytest.raises(ContrastiveError, match="IG972"):
+        cache.backward(rows(5), rows(5, 1))
+    with pytest.raises(EngineError, match="IG550"):
+        engine.step()
+    engine.discard()
 
 
 def test_a_module_that_draws_differently_is_named() -> None:
@@ -335,6 +377,9 @@ def test_what_could_not_be_exact_is_refused_by_name() -> None:
     assert code(lambda: cache.backward(rows(5), rows(5, 1))) == "IG968"
     assert code(lambda: alone(Dropping(), InfoNCE(mesh, learn_scale=True))) == "IG966"
     assert code(lambda: alone(Dropping(), chunk=0)) == "IG967"
+    assert code(lambda: alone(Dropping(), keep_mb=-1.0)) == "IG973"
+    assert code(lambda: alone(Dropping(), keep_mb=math.nan)) == "IG973"
+    assert code(lambda: GradCache(ig.Engine(Dropping(), Mesh("dp1 zero3"), sgd), InfoNCE(mesh), keep_mb=1.0)) == "IG973"
     _, cache = alone(Dropping())
     assert code(lambda: cache.backward(rows(5), rows(4))) == "IG960"
     assert code(lambda: cache.backward(rows(5))) == "IG960"

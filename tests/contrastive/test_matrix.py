@@ -58,6 +58,7 @@ LOSSES = {
 AXES: dict[str, list[Any]] = {
     "loss": list(LOSSES),
     "chunk": [1, 3, 99],
+    "keep_mb": [0.0, 0.03, 99.0],  # graphs of none, of some and of all chunks; at ZeRO 3 of none
     "tied": [True, False],
     "negatives": [0, 2],
     "dropout": [0.0, 0.2],
@@ -92,7 +93,8 @@ def run(chosen: list[dict[str, Any]]) -> list[Found]:
     found = []
     for case in chosen:
         make, more = arguments(case)
-        found.append(cached(case["layout"], make, chunk=case["chunk"], **more))
+        keep_mb = 0.0 if "zero3" in case["layout"] else case["keep_mb"]
+        found.append(cached(case["layout"], make, chunk=case["chunk"], keep_mb=keep_mb, **more))
     return found
 
 

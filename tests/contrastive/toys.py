@@ -174,6 +174,7 @@ def cached(
     make: Make,
     *,
     chunk: int,
+    keep_mb: float = 0.0,
     masks: str = "",
     negatives: int = 0,
     rows: str = "empty",
@@ -184,7 +185,7 @@ def cached(
     model = Towers(make(mesh), mesh, **more)  # type: ignore[arg-type]
     engine = ig.Engine(model, mesh, sgd, bucket_mb=0.001)
     encoders = [model.query, model.document, model.document][: 2 + bool(negatives)]
-    cache = ig.contrastive.GradCache(engine, model.loss, encode=encoders, chunk=chunk)
+    cache = ig.contrastive.GradCache(engine, model.loss, encode=encoders, chunk=chunk, keep_mb=keep_mb)
     mine = batch(mesh.index("dp"), negatives, rows)
     given = {"ids": mine.ids} if "ids" in masks else {}
     if "guides" in masks:

@@ -1,4 +1,5 @@
-"""Chunks of a tower's rows for GradCache: cutting the inputs, and encoding a chunk twice with the same random draws."""
+"""Chunks of a tower's rows for GradCache: cutting the inputs, encoding a chunk twice with the same random draws, and
+keeping the graphs of as many chunks as fit into a budget of memory."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as tree
 
 from isograd.engine.batches import call
@@ -56,6 +57,48 @@ def encoded(encode: Encode, inputs: Any) -> Tensor:
             fix="give encode=lambda **inputs: pool(model(**inputs)), a function of a chunk",
         )
     return vectors[:rows]
+
+
+class Budget:
+    """Bytes that the graphs of chunks may hold, beside the parameters, until their backward."""
+
+    def __init__(self, megabytes: float, model: nn.Module) -> None:
+        self.left = megabytes * 2**20
+        self._free = {_memory(p) for p in model.parameters()} if self.left else set()
+
+    def kept(self, encode: Encode, inputs: Any) -> tuple[Tensor, bool]:
+        """The encoder's vectors of a chunk, with its graph, and whether that fits. When one does not, none is kept
+        after it: the next one would need the memory that this one needed in vain."""
+        held: dict[int, int] = {}
+
+        def pack(tensor: Tensor) -> tuple[Tensor, int]:
+            if _memory(tensor) not in self._free:
+                held[_memory(tensor)] = tensor.untyped_storage().nbytes()
+            return tensor, tensor._version
+
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
+            vectors = encoded(encode, inputs)
+        fits = sum(held.values()) <= self.left
+        self.left = self.left - sum(held.values()) if fits else 0.0
+        return vectors, fits
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _unpack(packed: tuple[Tensor, int]) -> Tensor:
+    """Autograd checks this only of what passes through no hooks."""
+    tensor, version = packed
+    if tensor._version != version:
+        raise ContrastiveError(
+            "IG972",
+            "an encoder changed a tensor in place that its backward needs",
+            seen=f"a tensor of {tuple(tensor.shape)} at version {tensor._version}, kept at version {version}",
+            expected="what autograd has saved to be as it was",
+            fix="do not change activations in place after they were used",
+        )
+    return tensor
 
 
 def _ones(x: Any) -> Any:

@@ -14,6 +14,9 @@ A step's backward has four parts (Gao et al. 2021, arXiv 2101.06983):
    vectors' gradients. IG965 is raised when the vectors do not have the bits of the first pass.
 4. The engine sees one backward: each gradient is reduced once, for any number of chunks and towers, at any ZeRO stage.
 
+With `keep_mb`, the first chunks keep the graph of their first pass, as many as that much memory holds; part 3 has no
+second forward for those. Gradients have the same bits with any budget: chunks go backward in the same order.
+
 All data ranks call `backward` together. A rank may have no rows (inputs of length 0): its encoder then runs once, and
 its result is not used. At ZeRO 3, and where experts are cut over ep, a forward is a collective, so ranks with fewer
 chunks run such extra forwards until all ranks are done. Layers of experts do not count them.
@@ -26,6 +29,7 @@ the gather of engine.begin.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -38,6 +42,7 @@ from isograd.comm import raw
 from isograd.comm.fingerprint import fingerprint
 from isograd.comm.raw import even_sizes
 from isograd.contrastive.chunks import (
+    Budget,
     Encode,
     Random,
     cut,
@@ -86,6 +91,7 @@ class _Tower:
     prints: list[int] = field(default_factory=list)
     traces: dict[int, Trace] = field(default_factory=dict)
     vectors: Tensor = field(default_factory=lambda: torch.empty(0))  # later: their gradients
+    kept: dict[int, Tensor] = field(default_factory=dict)  # vectors of chunks, with their graphs
 
 
 class GradCache:
@@ -98,12 +104,15 @@ class GradCache:
         *,
         encode: Encode | Sequence[Encode] | None = None,
         chunk: int = 64,
+        keep_mb: float = 0.0,
         watch: bool = False,
     ) -> None:
         """loss: InfoNCE, SigLIP, OfAll, or a module with their interface; a part of the engine's model.
         encode: a function from a chunk to vectors [rows, d]: one for all towers, or a list with one for each. Default:
             the engine's model.
         chunk: the number of rows that are encoded at once.
+        keep_mb: MiB of activations that chunks may keep between their two passes, so that they need no second forward.
+            Not at ZeRO 3 and under ep, where a forward is a collective.
         watch: record every module of every chunk, so that IG965 names the module whose random draws differ in the
             replay. By default only the first chunk of the first step is recorded.
         """
@@ -111,7 +120,7 @@ class GradCache:
         self.encode: Encode | list[Encode] = engine.model if encode is None else encode  # type: ignore[assignment]
         if not callable(self.encode):
             self.encode = list(self.encode)
-        self.chunk = chunk
+        self.chunk, self.keep_mb = chunk, keep_mb
         self._first = True
         self._tallies = Tallies(engine.model, engine.mesh)
         self._refuse()
@@ -137,9 +146,11 @@ class GradCache:
         with one_kernel():
             # The first pass and the loss come before the step's backward begins: what they raise leaves the step as it
             # was, while an exception inside `together` makes the whole step unusable.
+            budget = Budget(self.keep_mb, engine.model)
             for tower, chunks in zip(work, most, strict=True):
                 tower.chunks = chunks
-                self._represent(tower)
+                self._represent(tower, budget)
+            self._keep_alike(work)
             loss, leaves = self._loss(work, counted, ids, guides)
             if second is not None:
                 engine.begin_alone(contrastive=_my_rows(counted), second=second.weight)
@@ -224,17 +235,33 @@ class GradCache:
     # -- the parts of a step
 
     @torch.no_grad()
-    def _represent(self, tower: _Tower) -> None:
+    def _represent(self, tower: _Tower, budget: Budget) -> None:
         device = self.engine.mesh.device
         pieces = []
         for number, inputs in self._parts(tower):
             tower.states.append(random_state(device))
             tower.traces[number], tracing = self._tracing(tower, number)
             with tracing:
-                vectors = encoded(tower.encode, inputs)
+                if budget.left and rows_of(inputs):
+                    vectors, fits = budget.kept(tower.encode, inputs)
+                    if fits:
+                        tower.kept[number] = vectors
+                    else:
+                        torch.clear_autocast_cache()  # it holds weights that were cast with a graph
+                    vectors = vectors.detach()
+                else:
+                    vectors = encoded(tower.encode, inputs)
             tower.prints.append(int(fingerprint(vectors)))
             pieces.append(vectors)
         tower.vectors = torch.cat(pieces)
+
+    def _keep_alike(self, work: Sequence[_Tower]) -> None:
+        """Ranks that encode rows together keep the same chunks: those that fit on all of them."""
+        group = self.engine.mesh.group("cp tp")
+        if self.keep_mb and group.size > 1:
+            mine = torch.tensor([len(tower.kept) for tower in work], device=self.engine.mesh.device)
+            for tower, most in zip(work, torch.stack(raw.gather_list(mine, group)).amin(0).tolist(), strict=True):
+                tower.kept = {number: vectors for number, vectors in tower.kept.items() if number < most}
 
     def _loss(
         self,
@@ -285,12 +312,15 @@ class GradCache:
         """Encode again with a graph and go backward, chunk by chunk. The last backward of a step may communicate."""
         device = self.engine.mesh.device
         for number, inputs in self._parts(tower):
-            set_random_state(tower.states[number], device)
-            trace, tracing = self._tracing(tower, number)
-            with tracing, nullcontext() if rows_of(inputs) else self._tallies.ignoring():
-                vectors = encoded(tower.encode, inputs)
-            if int(fingerprint(vectors)) != tower.prints[number]:
-                raise self._drew_differently(first_unlike(tower.traces[number], trace), bool(trace), number)
+            if number in tower.kept:
+                vectors = tower.kept.pop(number)
+            else:
+                set_random_state(tower.states[number], device)
+                trace, tracing = self._tracing(tower, number)
+                with tracing, nullcontext() if rows_of(inputs) else self._tallies.ignoring():
+                    vectors = encoded(tower.encode, inputs)
+                if int(fingerprint(vectors)) != tower.prints[number]:
+                    raise self._drew_differently(first_unlike(tower.traces[number], trace), bool(trace), number)
             if vectors.requires_grad:  # a frozen tower ends here
                 first = number * self.chunk
                 gradient = tower.vectors[first : first + self.chunk].to(vectors.dtype)
@@ -320,6 +350,15 @@ class GradCache:
                 "GradCache does not support this chunk size or layout",
                 seen=f"chunk={self.chunk} under {str(self.engine.mesh.layout)!r}",
                 expected="a chunk of at least one row, and a layout of dp, cp, tp, sp and zero",
+                where=self.engine.mesh.where(),
+            )
+        together = self.engine.mesh.layout.zero == 3 or self.engine.mesh.layout.ep > 1
+        if not 0 <= self.keep_mb < math.inf or (self.keep_mb and together):
+            raise ContrastiveError(
+                "IG973",
+                "GradCache cannot keep graphs of chunks in this amount of memory or under this layout",
+                seen=f"keep_mb={self.keep_mb} under {str(self.engine.mesh.layout)!r}",
+                expected="0 or more MiB; 0 at ZeRO 3 and under ep, where each forward is a collective",
                 where=self.engine.mesh.where(),
             )
         _refuse_batch_norm(self.engine.model)

@@ -113,6 +113,9 @@ class PairsOf(Part):
     keys: tuple[str, str] = Field(description="under which the two texts of a line stand")
     length: Positive = Field(default=64, description="tokens of a text at most")
     chunk: Positive = Field(default=64, description="texts encoded at once: memory, not results, depends on it")
+    keep_mb: float = Field(
+        default=0.0, ge=0, allow_inf_nan=False, description="MiB of activations kept in place of a second forward"
+    )
     scale: Rate = Field(default=20.0, description="1 / temperature")
     learn_scale: bool = Field(default=False, description="whether the scale is trained too")
     both: bool = Field(default=True, description="whether answers find their queries, too")

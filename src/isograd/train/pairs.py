@@ -59,7 +59,7 @@ class PairsJob:
         self.model = Encoder(body, loss, pairs.pooling).to(mesh.device, DTYPES[config.model.dtype])
         self.model.train()
         self.engine = engine_of(config, self.model, mesh)
-        self.cache = GradCache(self.engine, loss, encode=self.model, chunk=pairs.chunk)
+        self.cache = GradCache(self.engine, loss, encode=self.model, chunk=pairs.chunk, keep_mb=pairs.keep_mb)
         self.flops = 2 * pairs.length * 6.0 * sum(p.numel() for p in body.parameters() if p.dim() > 1)
 
     def batch(self, step: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
