@@ -4,6 +4,7 @@ isograd ckpt inspect run/checkpoints                   what a checkpoint holds
 isograd ckpt verify run/checkpoints                    read everything, check every hash
 isograd ckpt diff A B                                  which tensors and rows differ, and by how much
 isograd ckpt convert run/checkpoints out/              a Hugging Face folder, without ranks
+isograd ckpt import DCP out/ --config models/llama     the same from torchtitan's, Megatron-Core's or FSDP2's folder
 """
 
 from __future__ import annotations
@@ -29,12 +30,13 @@ EXAMPLES = """examples:
   isograd ckpt verify run/checkpoints
   isograd ckpt diff run/checkpoints/step-00000100 other/checkpoints/step-00000100
   isograd ckpt convert run/checkpoints out/ --tokenizer my_model/ --dtype bf16
+  isograd ckpt import outputs/checkpoint/step-100 out/ --config my_model/
 
 exit codes: 0 well, 2 wrong usage, 3 damaged (verify) or different (diff)"""
 DTYPES = ("fp32", "bf16", "fp16", "fp64")
 PLACE = "a checkpoint, or the newest of a run or of a folder of checkpoints"
 
-ABOUT = "Checkpoints: what is in them, whether they are whole, how two differ, and out to Hugging Face."
+ABOUT = "Checkpoints: what is in them, whether they are whole, how two differ, to Hugging Face, and from others."
 
 
 def main(words: list[str], kind: Parser) -> int:
@@ -170,10 +172,20 @@ def _diff(options: argparse.Namespace) -> int:
 
 def _convert_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("place", metavar="PLACE", help=PLACE)
+    _hugging_options(parser)
+
+
+def _hugging_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("out", metavar="OUT", help="a new folder")
     parser.add_argument("--tokenizer", metavar="DIR", help="copy tokenizer files, and special tokens, from here")
     parser.add_argument("--max-shard-gb", type=_gigabytes, default=5.0, help="of one safetensors file (default 5)")
     parser.add_argument("--dtype", choices=DTYPES, help="of the weights (default: as they were trained)")
+
+
+def _import_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("place", metavar="DCP", help="a folder with .metadata and *.distcp")
+    parser.add_argument("--config", metavar="DIR", required=True, help="a folder with the model's config.json")
+    _hugging_options(parser)
 
 
 def _gigabytes(text: str) -> float:
@@ -187,17 +199,34 @@ def _gigabytes(text: str) -> float:
 
 
 def _convert(options: argparse.Namespace) -> int:
-    import torch
-
     from isograd.checkpoint.folder import one_of
     from isograd.checkpoint.hugging import convert
 
-    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
     place = one_of(Path(options.place))
     out = convert(
-        place, options.out, tokenizer=options.tokenizer, max_shard_gb=options.max_shard_gb,
-        dtype=dtypes.get(options.dtype),
+        place, options.out, tokenizer=options.tokenizer, max_shard_gb=options.max_shard_gb, dtype=_dtype(options.dtype)
+    )
+    return _written(place, out)
+
+
+def _import(options: argparse.Namespace) -> int:
+    from isograd.checkpoint.foreign import import_dcp
+
+    out = import_dcp(
+        options.place, options.out, config=options.config, tokenizer=options.tokenizer,
+        max_shard_gb=options.max_shard_gb, dtype=_dtype(options.dtype),
     )  # fmt: skip
+    return _written(options.place, out)
+
+
+def _dtype(name: str | None) -> Any:
+    import torch
+
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+    return dtypes[name] if name else None
+
+
+def _written(place: object, out: Path) -> int:
     size = sum(path.stat().st_size for path in out.iterdir())
     print(f"{place} -> {out}: {_size(size)}, read again and compared")
     return 0
@@ -208,4 +237,5 @@ VERBS: dict[str, Verb] = {
     "verify": ("read everything and check every hash", _verify_options, _verify),
     "diff": ("name the tensors and rows in which two differ", _diff_options, _diff),
     "convert": ("write a Hugging Face folder, without ranks", _convert_options, _convert),
+    "import": ("write one from a folder of torch.distributed.checkpoint", _import_options, _import),
 }

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -166,6 +167,19 @@ def _neox(config: TransformerConfig) -> Iterator[Rule]:
 # -- weights ---------------------------------------------------------------------------------------------------------
 
 
+class Source(Protocol):
+    """Tensors by transformers' names, of which any part is read by itself."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Of all tensors."""
+        ...
+
+    def look(self, name: str, take: View) -> Tensor:
+        """A copy of what `take` picks from a tensor."""
+        ...
+
+
 class _Given:
     """A state dict, looked at as stored tensors are."""
 
@@ -183,9 +197,13 @@ class HuggingFace:
     Any part of any parameter is read by itself, so no rank holds a whole tensor, on whatever layout or ZeRO stage.
     """
 
-    def __init__(self, source: str | Path | Mapping[str, Tensor], config: TransformerConfig) -> None:
+    def __init__(self, source: str | Path | Mapping[str, Tensor] | Source, config: TransformerConfig) -> None:
         """Raises at once, with every point, when these are not the weights of this config."""
-        self._source = _Given(source) if isinstance(source, Mapping) else Stored(source)
+        self._source: Source
+        if isinstance(source, str | Path):
+            self._source = Stored(source)
+        else:
+            self._source = _Given(source) if isinstance(source, Mapping) else source
         stored = self._source.shapes
         self._places = _prefixed(list(stored), config)
         every = rules(config, model_type_of(config))

@@ -289,7 +289,7 @@ class _LogProbabilities(torch.autograd.Function):
 
 
 def _columns(labels: Tensor, mine: int, first: int, ignore: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Which labels count, the column of each in this slice of `mine` tokens (0: it is in another), and which are here."""
+    """Which labels count, the column of each in this slice (0 where it is in another), and which are in it."""
     counts, column = labels != ignore, labels - first
     here = counts & (column >= 0) & (column < mine)
     return counts, torch.where(here, column, 0), here

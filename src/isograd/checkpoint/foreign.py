@@ -1,0 +1,250 @@
+"""Checkpoints of other trainers, under the names that transformers has: what models/families.py reads.
+
+    isograd ckpt import outputs/checkpoint/step-100 out/ --config models/llama      # a Hugging Face folder
+
+    transformers   FSDP2 and DTensors around models of transformers: the names are there already, behind a prefix
+    torchtitan     Llama 3: wq, w1, ...; queries and keys have the two halves of each rotation beside each other
+    Megatron-Core  torch_dist: linear_qkv by groups of heads, linear_fc1 gate above up, layers stacked or one by one,
+                   vocabularies padded; Llama, Mistral and Qwen 3 without experts
+
+A tensor is put together when it is asked for, one at a time. Which names are there, and their shapes, is checked
+against the config before anything is read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from isograd.checkpoint import hugging
+from isograd.checkpoint.agree import as_ours
+from isograd.checkpoint.dcp import Dcp
+from isograd.checkpoint.files import DTYPES, Entry
+from isograd.contract import contracts
+from isograd.errors import CheckpointError
+from isograd.mesh import Mesh
+from isograd.models import HuggingFace, Transformer, TransformerConfig, load_config
+from isograd.models.hf_configs import model_type_of
+
+Make = Callable[[], Tensor]
+ANCHORS = {
+    "torchtitan": ("tok_embeddings.weight",),
+    "Megatron-Core": ("embedding.word_embeddings.weight",),
+    "transformers": ("model.embed_tokens.weight", "transformer.wte.weight", "gpt_neox.embed_in.weight"),
+}
+BESIDE = ("_extra_state", "rotary_emb.inv_freq", "freqs_cis")  # stored beside weights, and no weights
+STACKED = "decoder.layers."
+
+
+@dataclass(frozen=True)
+class Theirs:
+    """A tensor under transformers' name."""
+
+    shape: tuple[int, ...]
+    make: Make
+
+
+class Foreign:
+    """A folder of torch.distributed.checkpoint as the tensors of a model of transformers, for HuggingFace(...)."""
+
+    def __init__(self, folder: Dcp, config: TransformerConfig) -> None:
+        self.folder = folder
+        self.kind, prefix = _kind(folder)
+        self.names = {
+            name.removeprefix(prefix): name
+            for name in folder.tensors
+            if name.startswith(prefix) and not name.endswith(BESIDE)
+        }
+        found = {"torchtitan": _torchtitan, "Megatron-Core": _megatron, "transformers": _transformers}[self.kind]
+        self.tensors = dict(found(self, config))
+        self.shapes = {name: theirs.shape for name, theirs in self.tensors.items()}
+
+    def look(self, name: str, take: Callable[[Tensor], Tensor]) -> Tensor:
+        """A copy of what `take` picks from a tensor."""
+        return take(self.tensors[name].make()).clone(memory_format=torch.contiguous_format)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a tensor by its name in the folder, without the prefix; one that is missing is an error."""
+        if name not in self.names:
+            raise CheckpointError(
+                "IG420", f"{self.folder.place} has no tensor {name!r}", seen=f"{self.kind}: {sorted(self.names)[:8]}",
+                expected="the tensors of the model that the config describes", fix="the config of this checkpoint",
+            )  # fmt: skip
+        return self.folder.shapes[self.names[name]]
+
+    def one(self, name: str, change: Callable[[Tensor], Tensor] = lambda t: t) -> Theirs:
+        """A tensor by its name in the folder, changed."""
+        made = change(torch.empty(self.shape(name), device="meta"))
+        return Theirs(tuple(made.shape), lambda: change(self.folder.whole(self.names[name])))
+
+
+def _kind(folder: Dcp) -> tuple[str, str]:
+    """(who wrote it, what stands before each name of a weight): by the name of the embedding. Optimizers' states have
+    longer names."""
+    found = [
+        (name.removesuffix(anchor), kind)
+        for kind, anchors in ANCHORS.items()
+        for anchor in anchors
+        for name in folder.tensors
+        if name.endswith(anchor)
+    ]
+    if not found:
+        known = "; ".join(f"{kind}: {', '.join(anchors)}" for kind, anchors in ANCHORS.items())
+        raise CheckpointError(
+            "IG420", f"{folder.place} holds no model of a known family", seen=f"{sorted(folder.tensors)[:8]}",
+            expected=f"the embedding of one of them ({known})", fix="the folder that holds the model's weights",
+        )  # fmt: skip
+    prefix, kind = min(found, key=lambda pair: len(pair[0]))
+    return kind, prefix
+
+
+def _transformers(source: Foreign, _: TransformerConfig) -> Iterator[tuple[str, Theirs]]:
+    for name in source.names:
+        if not name.startswith(("optim", "state.")):
+            yield name, source.one(name)
+
+
+def _torchtitan(source: Foreign, config: TransformerConfig) -> Iterator[tuple[str, Theirs]]:
+    _refuse_family(source, config, ("llama",))
+    yield "model.embed_tokens.weight", source.one("tok_embeddings.weight")
+    yield "model.norm.weight", source.one("norm.weight")
+    if not config.tied:
+        yield "lm_head.weight", source.one("output.weight")
+    kv_heads = config.kv_heads or config.heads
+    for i in range(config.layers):
+        us, them = f"model.layers.{i}.", f"layers.{i}."
+        yield us + "self_attn.q_proj.weight", source.one(them + "attention.wq.weight", partial(_halves, config.heads))
+        yield us + "self_attn.k_proj.weight", source.one(them + "attention.wk.weight", partial(_halves, kv_heads))
+        for ours, theirs in (
+            ("self_attn.v_proj", "attention.wv"), ("self_attn.o_proj", "attention.wo"),
+            ("input_layernorm", "attention_norm"), ("post_attention_layernorm", "ffn_norm"),
+            ("mlp.gate_proj", "feed_forward.w1"), ("mlp.down_proj", "feed_forward.w2"),
+            ("mlp.up_proj", "feed_forward.w3"),
+        ):  # fmt: skip
+            yield f"{us}{ours}.weight", source.one(f"{them}{theirs}.weight")
+
+
+def _halves(heads: int, weight: Tensor) -> Tensor:
+    """Rows of each head from (first of pair 0, second of pair 0, first of pair 1, ...) to all firsts, all seconds."""
+    return weight.view(heads, -1, 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
+
+
+def _megatron(source: Foreign, config: TransformerConfig) -> Iterator[tuple[str, Theirs]]:
+    _refuse_family(source, config, ("llama", "mistral", "qwen3"))
+    vocab = config.vocab
+    yield "model.embed_tokens.weight", source.one("embedding.word_embeddings.weight", lambda t: t[:vocab])
+    yield "model.norm.weight", source.one("decoder.final_layernorm.weight")
+    if not config.tied:
+        yield "lm_head.weight", source.one("output_layer.weight", lambda t: t[:vocab])
+    for i in range(config.layers):
+        us, of = f"model.layers.{i}.", partial(_layer, source, i)
+        qkv = "self_attention.linear_qkv."
+        for leaf in ("weight", "bias") if config.qkv_bias else ("weight",):
+            for number, name in enumerate("qkv"):
+                yield f"{us}self_attn.{name}_proj.{leaf}", of(qkv + leaf, partial(_of_groups, config, number))
+        yield us + "self_attn.o_proj.weight", of("self_attention.linear_proj.weight")
+        if config.out_bias:
+            yield us + "self_attn.o_proj.bias", of("self_attention.linear_proj.bias")
+        if config.qk_norm:
+            yield us + "self_attn.q_norm.weight", of("self_attention.q_layernorm.weight")
+            yield us + "self_attn.k_norm.weight", of("self_attention.k_layernorm.weight")
+        yield us + "input_layernorm.weight", of((qkv + "layer_norm_weight", "input_layernorm.weight"))
+        norm = ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight")
+        yield us + "post_attention_layernorm.weight", of(norm)
+        for number, name in enumerate(("gate", "up")):
+            alone = f"mlp.linear_fc1.weight_{'wv'[number]}"  # how newer ones store the two halves
+            there = any(one in source.names for one in (f"{STACKED}{alone}", f"{STACKED}{i}.{alone}"))
+            half = of(alone) if there else of("mlp.linear_fc1.weight", partial(_half, number))
+            yield f"{us}mlp.{name}_proj.weight", half
+        yield us + "mlp.down_proj.weight", of("mlp.linear_fc2.weight")
+
+
+def _layer(
+    source: Foreign, number: int, names: str | tuple[str, str], change: Callable[[Tensor], Tensor] = lambda t: t
+) -> Theirs:
+    """A tensor of a layer, under the first of its names that is there: by itself, or a row of all layers' tensor."""
+    each = (names,) if isinstance(names, str) else names
+    alone = [f"{STACKED}{number}.{name}" for name in each]
+    stacked = [f"{STACKED}{name}" for name in each]
+    for name in alone:
+        if name in source.names:
+            return source.one(name, change)
+    found = next((name for name in stacked if name in source.names), stacked[0])
+    if number >= source.shape(found)[0]:
+        raise CheckpointError(
+            "IG420", f"{source.folder.place} has fewer layers than the config",
+            seen=f"{source.shape(found)[0]} of {found!r}", expected=f"layer {number}",
+            fix="the config of this checkpoint",
+        )  # fmt: skip
+    return source.one(found, lambda t: change(t[number]))
+
+
+def _of_groups(config: TransformerConfig, number: int, weight: Tensor) -> Tensor:
+    """q, k or v of linear_qkv, whose rows are, for each head of keys: its queries, its key, its value."""
+    groups = config.kv_heads or config.heads
+    queries = config.heads // groups
+    by_group = weight.view(groups, queries + 2, -1, *weight.shape[1:])
+    part = by_group[:, :queries] if number == 0 else by_group[:, queries + number - 1]
+    return part.reshape(-1, *weight.shape[1:])
+
+
+def _half(number: int, weight: Tensor) -> Tensor:
+    return weight.chunk(2)[number]
+
+
+def _refuse_family(source: Foreign, config: TransformerConfig, known: tuple[str, ...]) -> None:
+    family = model_type_of(config)
+    if family not in known:
+        raise CheckpointError(
+            "IG942", f"the names that {source.kind} gives to a {family} are not known", seen=family,
+            expected=", ".join(known), fix="save it under transformers' names, with the trainer's own converter",
+        )  # fmt: skip
+
+
+def import_dcp(
+    place: str | Path,
+    folder: str | Path,
+    *,
+    config: str | Path,
+    tokenizer: str | Path | None = None,
+    max_shard_gb: float = hugging.SHARD_GB,
+    dtype: torch.dtype | None = None,
+) -> Path:
+    """Write a Hugging Face folder from a folder of torch.distributed.checkpoint, whose model `config` describes: a
+    folder with a config.json. In one process; one tensor is in memory at a time."""
+    opened, described, target = Dcp(place), load_config(str(config)), Path(folder)
+    foreign = Foreign(opened, described)
+    weights = HuggingFace(foreign, described)
+    one = Mesh.unbound("1")
+    shapes = {r.name: r.contract.shape for r in contracts(Transformer(described, one, device="meta"), one)}
+    kept = DTYPES[_dtype(opened, foreign)]
+    ours = {f"model/{name}": Entry(f"model/{name}", kept, shape) for name, shape in shapes.items()}
+    about = {"kind": "isograd", "config": dataclasses.asdict(described)}
+    with as_ours(f"writing {target}", ""):
+        shards = hugging.plan(about, ours, max_shard_gb, dtype)
+        hugging.open_new(target, tokenizer)
+        try:
+            keys = hugging.keys_of(shards)
+            read = (_read(weights, key, shapes).to(_dtype(opened, foreign)) for key in dict.fromkeys(keys))
+            hugging.write(target, shards, hugging.repeated(keys, read), about, tokenizer)
+        finally:
+            shutil.rmtree(hugging.draft_of(target), ignore_errors=True)
+    return target
+
+
+def _read(weights: HuggingFace, key: str, shapes: Mapping[str, tuple[int, ...]]) -> Tensor:
+    name = key.removeprefix("model/")
+    return weights.read(name, shapes[name], [(0, size) for size in shapes[name]])
+
+
+def _dtype(folder: Dcp, foreign: Foreign) -> torch.dtype:
+    """The widest of the weights'."""
+    dtypes = {folder.tensors[name].dtype for name in foreign.names.values()}
+    return max((d for d in dtypes if d.is_floating_point), key=lambda d: d.itemsize)
