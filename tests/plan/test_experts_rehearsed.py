@@ -74,7 +74,7 @@ def build(mesh: Mesh) -> tuple[Engine, Any, int]:
 def test_a_program_with_experts_passes_and_a_skewed_load_moves_more(layout: str) -> None:
     most, peaks = {}, {}
     for load in LOADS:
-        ranks = rehearse(build, Layout.parse(layout), large=200, load=load)
+        ranks = rehearse(build, Layout.parse(layout), large=30, load=load)  # a number of each token is too many
         assert check(ranks, Layout.parse(layout)) == []
         rows = [e for e in ranks[0].entries if "exchange_rows" in e.site]
         most[load] = max(m.numel for e in rows for messages in e.received for m in messages)

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.utils import _pytree as tree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from isograd.errors import PlanError
 from isograd.plan.held import LEAST, Held
 
 LARGE = 1 << 14  # elements
@@ -148,6 +149,8 @@ class Shapes(TorchDispatchMode):
             return result
         given = _tensors((*args, *kwargs.values()) if kwargs else args)
         hollow = any(map(self._is_hollow, given))
+        if hollow and func is _aten.index.Tensor:
+            args = args[0], self._places(args[1])
         if hollow and func in _ANSWERS:
             return _ANSWERS[func]
         key = id(func), hollow, _key(args), _key(tuple(kwargs.items())) if kwargs else ()
@@ -170,6 +173,14 @@ class Shapes(TorchDispatchMode):
             if not self._is_hollow(tensor):
                 tensor.zero_()
         return given if isinstance(given, Tensor) else None
+
+    def _places(self, indices: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Masks whose values are known as the places that they choose, on which the result's shape depends."""
+        found: list[Tensor | None] = []
+        for index in indices:
+            chooses = index is not None and index.dtype == torch.bool and not self._is_hollow(index)
+            found += index.nonzero().unbind(1) if index is not None and chooses else [index]
+        return found
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = func(*args, **kwargs)
@@ -223,7 +234,15 @@ class Shapes(TorchDispatchMode):
         named = {name: None if name == "generator" else value for name, value in shaped[1].items()}
         if any(argument.name == "device" for argument in func._schema.arguments):
             named["device"] = torch.device("meta")
-        leaves, spec = tree.tree_flatten(func(*shaped[0], **named))
+        try:
+            leaves, spec = tree.tree_flatten(func(*shaped[0], **named))
+        except NotImplementedError as error:
+            raise PlanError(
+                "IG270", "a program whose sizes depend on values that a rehearsal does not have",
+                seen=f"{func} of {', '.join(str(tuple(t.shape)) for t in given)}: {str(error).splitlines()[0]}",
+                expected="sizes that follow from shapes, from whole numbers, or from masks computed from those",
+                fix="fewer tokens in a micro-batch, so that what is compared is small enough to have values",
+            ) from error  # fmt: skip
         forms = tuple(_form(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves)
         return (forms, spec) if hollow or any(form and self._is_large(form) for form in forms) else _REAL
 
