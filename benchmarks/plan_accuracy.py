@@ -18,6 +18,7 @@ import dataclasses
 import math
 import re
 from dataclasses import dataclass
+from itertools import combinations
 from statistics import mean, median, quantiles
 from typing import Any
 
@@ -28,7 +29,7 @@ from isograd.models import TransformerConfig
 from isograd.nn.routing import ExpertOptions
 from isograd.plan import machine
 from isograd.plan.machine import Machine
-from isograd.plan.memory import memory
+from isograd.plan.memory import TIGHT, memory
 from isograd.plan.step_time import predict
 from isograd.plan.work import Habits, Work
 
@@ -73,6 +74,7 @@ EXPERTS = {  # (number, per token, width, shared width, dense layers first)
 }  # fmt: skip
 NODES = {"V100-32GB": "v100", "V100-16GB": "v100", "A100-40GB": "a100", "A100-80GB": "a100", "H100-80GB": "h100",
          "H100-96GB": "h100", "B200-180GB": "b200"}  # fmt: skip
+YES, MAYBE, NO = "fits", "tight", "does not fit"
 MEMORY = {"V100-16GB": 16.9, "V100-32GB": 34.1, "A100-40GB": 42.4, "H100-96GB": 102.0}
 
 
@@ -271,6 +273,27 @@ def spread_of(errors: dict[str, list[list[float]]]) -> float:
     return quantiles(found, n=10)[8]
 
 
+def halves(errors: dict[str, list[list[float]]]) -> str:
+    """The publishers cut into two halves in every way, and each half predicted with share and width of the other."""
+    found, holds = [], []
+    for chosen in combinations(errors, len(errors) // 2):
+        parts: list[dict[str, list[list[float]]]] = [{}, {}]
+        for name, rows in errors.items():
+            parts[name in chosen][name] = rows
+        off, inside = list[float](), list[bool]()
+        for judged, others in (parts, parts[::-1]):
+            index, wide = fit(others), spread_of(others)
+            wrong = [row[index] for rows in judged.values() for row in rows]
+            off += [abs(math.expm1(one)) for one in wrong]
+            inside += [abs(one) <= wide for one in wrong]
+        found.append(mean(off))
+        holds.append(mean(inside))
+    return (
+        f"{len(found)} ways to cut the publishers into halves: mean error {mean(found):.1%}, from {min(found):.1%} to "
+        f"{max(found):.1%}; {mean(holds):.0%} of the intervals hold, from {min(holds):.0%} to {max(holds):.0%}"
+    )
+
+
 def main() -> None:
     """Print the tables, or write them."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -289,6 +312,7 @@ def main() -> None:
         timed = [row for row in rows if row.publisher == name and row.seconds]
         judged += [(row, found[index], spread) for row, found in zip(timed, errors[name], strict=True)]
     print(f"all: {GRID[fit(errors)]:.2f} of the best product's rate; spread {spread_of(errors):.2f}")
+    print("\n" + halves(errors))
     for name, text in (("accuracy", table(judged)), ("memory", of_memory(rows)), ("out-of-memory", outcomes(rows))):
         print("\n" + text)
         if options.write:
@@ -330,17 +354,24 @@ def of_memory(rows: list[Row]) -> str:
 def outcomes(rows: list[Row]) -> str:
     """Runs that ended for want of memory."""
     gone = [row for row in rows if row.out_of_memory]
-    seen = [bytes_of(row) > row.machine.memory_gb * 1e9 for row in gone]
-    fine = [row for row in rows if not row.out_of_memory]
-    wrong = sum(bytes_of(row) > row.machine.memory_gb * 1e9 for row in fine)
+    said = [verdict(row) for row in gone]
+    fine = [verdict(row) for row in rows if not row.out_of_memory]
     lines = [
-        f"{sum(seen)} of {len(gone)} are predicted; of {len(fine)} that ran, {wrong} are said not to fit.", "",
-        "| run that ended out of memory | predicted GB | of | said |", "|---|---|---|---|",
+        f"{said.count(NO)} of {len(gone)} are predicted, and of {said.count(MAYBE)} more it is said that memory is "
+        f"tight; of {len(fine)} that ran, {fine.count(NO)} are said not to fit, and {fine.count(MAYBE)} to be tight.",
+        "", "| run that ended out of memory | predicted GB | of | said |", "|---|---|---|---|",
     ]  # fmt: skip
-    for row, said in zip(gone, seen, strict=True):
-        word = "does not fit" if said else "**fits**"
-        lines.append(f"| {row.label} | {bytes_of(row) / 1e9:.1f} | {row.machine.memory_gb:.1f} | {word} |")
+    for row, word in zip(gone, said, strict=True):
+        shown = f"**{word}**" if word == YES else word
+        lines.append(f"| {row.label} | {bytes_of(row) / 1e9:.1f} | {row.machine.memory_gb:.1f} | {shown} |")
     return "\n".join(lines)
+
+
+def verdict(row: Row) -> str:
+    """What `isograd plan` says of a run's memory."""
+    reserved = row.machine.reserved_gb * 1e9
+    share = (bytes_of(row) - reserved) / (row.machine.memory_gb * 1e9 - reserved)
+    return NO if share > 1 else MAYBE if share > TIGHT else YES
 
 
 def bytes_of(row: Row) -> float:

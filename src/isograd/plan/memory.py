@@ -18,6 +18,9 @@ from isograd.plan.work import Habits, Work, held, layers_of, of_block, of_ends
 
 LOAD = 1.5  # slots that the busiest rank of an ep group computes, over an even share
 CHUNK = 1024  # tokens whose logits exist at a time: nn/loss.py
+TIGHT = (
+    0.9  # of what a device has: more may end a run, as allocators keep gaps (PyTorch's up to 43 %: arXiv 2507.16274)
+)
 BUCKETS = 3 * 16 * 2**20  # gradients on their way: two buckets and what arrives of them
 
 

@@ -74,6 +74,8 @@ def plan(words: list[str], kind: Parser) -> int:
     wide = screen.width(140)
     print(heading(work, count, device))
     print(table(found.best))
+    if crowded := tight(found.best, device):
+        print(screen.fold(crowded, wide))
     if missing := left_out(work):
         print(screen.fold(f"at the least: nothing is counted for {', '.join(missing)}", wide))
     if not options.layout:
@@ -218,6 +220,20 @@ def table(best: list[Candidate]) -> str:
             + "".join(f"{step.parts[name]:>10.2f}" for name in names)
         )
     return "\n".join(lines)
+
+
+def tight(best: list[Candidate], device: Machine) -> str:
+    """Which layouts nearly fill a device's memory; nothing where none does."""
+    from isograd.plan.memory import TIGHT
+
+    room = (device.memory_gb - device.reserved_gb) * 1e9
+    found = [str(number) for number, one in enumerate(best, 1) if TIGHT * room < one.memory.total <= room]
+    if not found:
+        return ""
+    return (
+        f"memory is tight: {', '.join(found)} would take more than {TIGHT:.0%} of the {room / 1e9:.0f} GB that a "
+        "program has there; what an allocator cannot use between pieces may end such a run"
+    )
 
 
 def _seconds(value: float) -> str:
