@@ -10,6 +10,7 @@ from torch import Tensor
 
 from isograd.verify.record import events
 from isograd.verify.record.events import Event
+from isograd.verify.record.projection import project, worthwhile
 from isograd.verify.record.recording import VERSION, RankWriter, Recording, write_json
 from isograd.verify.record.sketch import digest, sketch, squares
 from isograd.verify.watch.given import described
@@ -42,18 +43,19 @@ class Step:
     events: list[Event] = field(default_factory=list)
 
 
-def write(home: Path, ranks: list[list[Step]], layout: str = "") -> Recording:
-    """A recording of these ranks' steps, as Capture would have left it."""
+def write(home: Path, ranks: list[list[Step]], layout: str = "", beyond: int | None = None) -> Recording:
+    """A recording of these ranks' steps, as Capture would have left it. `beyond`: tensors of more elements by sketches
+    alone."""
     for rank, steps in enumerate(ranks):
         writer = RankWriter(home, rank, len(ranks))
         for number, step in enumerate(steps, 1):
-            _write_step(writer, number, step)
+            _write_step(writer, number, step, beyond)
         writer.close()
     write_json(home / "recording.json", {"version": VERSION, "layout": layout})
     return Recording(home)
 
 
-def _write_step(writer: RankWriter, number: int, step: Step) -> None:
+def _write_step(writer: RankWriter, number: int, step: Step, beyond: int | None) -> None:
     micros = {m for one in step.held.values() for m in one.parts} or {0}
     for micro, given in enumerate(step.inputs):
         named = given if isinstance(given, dict) else {"x": given}
@@ -75,10 +77,24 @@ def _write_step(writer: RankWriter, number: int, step: Step) -> None:
         if one.gradient is not None:
             tensors[f"final/{name}"] = one.gradient
             tensors[f"sum/{name}"] = tensors[f"clipped/{name}"] = sketch(one.gradient)
+        if beyond is not None and worthwhile(tuple(one.value.shape), one.value.numel(), beyond):
+            _sketched(tensors, name, one)
         about[name] = told(one, after)
     writer.event(events.Step(number, parameters=about, backwards=number * len(micros)))
     # Two names for one tensor are two entries of the file.
     writer.tensors(number, {name: t.clone() for name, t in tensors.items()})
+
+
+def _sketched(tensors: dict[str, Tensor], name: str, one: Held) -> None:
+    """Takes whole tensors out, and puts sums along their dimensions in."""
+    starts = tuple(start for start, _ in one.box) if one.box is not None else ()
+    for kind in ("parameter", "after", "final"):
+        whole = tensors.pop(f"{kind}/{name}", None)
+        for d, sums in (project(whole, starts).along if whole is not None else {}).items():
+            tensors[f"along/{kind}/{d}/{name}"] = sums
+    for micro, part in one.parts.items():
+        for d, sums in project(part).along.items():
+            tensors[f"along/{micro}/{d}/{name}"] = torch.stack([sketch(row) for row in sums])
 
 
 def told(one: Held, after: Tensor) -> events.Parameter:

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from isograd.errors import VerifyError
-from isograd.verify.compare.compare import compare, whole_tensors
+from isograd.verify.compare.compare import compare
 from isograd.verify.compare.same_data import same_data
 from isograd.verify.compare.tensorwise import block_error
+from isograd.verify.compare.values import whole_values
 from isograd.verify.judge.analysis import Analysis
 from isograd.verify.record.events import Event, Norm, Result
 from isograd.verify.record.recording import Recording
@@ -327,7 +328,7 @@ def test_an_error_in_one_shard_is_shown_on_the_rank_that_holds_it(judged: Any) -
 def test_a_reference_may_itself_be_sharded(reference: Recording, tmp_path: Path) -> None:
     sharded = write(tmp_path / "sharded", rows_of(tensor_parallel(), {**EVEN, **UNEVEN}, True), "tp2")
     assert torch.equal(
-        whole_tensors(Analysis(sharded, 1), "final")["down.weight"], reference.ranks[0].group(1, "final")["down.weight"]
+        whole_values(Analysis(sharded, 1), "final")["down.weight"], reference.ranks[0].group(1, "final")["down.weight"]
     )
     subject = compare(sharded, reference)
     assert subject.verdict == PASS
@@ -527,11 +528,11 @@ def test_a_tensor_whose_true_gradient_is_zero_is_judged_on_the_whole(judged: Any
 
 def test_block_errors_are_relative_to_the_block_and_at_least_to_a_millionth_of_the_whole() -> None:
     truth = numbers(8, 16)
-    assert block_error(truth, truth, 1.0) == 0.0
-    assert block_error(truth * 1.25, truth, 1.0) == pytest.approx(0.25)
-    assert block_error(torch.full((3,), 1e-9).double(), torch.zeros(3), 1e-3) == pytest.approx(3**0.5)
-    assert block_error(torch.full((3,), 1e-9), torch.zeros(3), 1e-3) == pytest.approx(3**0.5 / 100)  # fp32
-    assert math.isnan(block_error(torch.full((3,), math.nan), torch.zeros(3), 1.0))
+    assert block_error(truth, truth, 1.0).error == 0.0
+    assert block_error(truth * 1.25, truth, 1.0).error == pytest.approx(0.25)
+    assert block_error(torch.full((3,), 1e-9).double(), torch.zeros(3), 1e-3).error == pytest.approx(3**0.5)
+    assert block_error(torch.full((3,), 1e-9), torch.zeros(3), 1e-3).error == pytest.approx(3**0.5 / 100)  # fp32
+    assert math.isnan(block_error(torch.full((3,), math.nan), torch.zeros(3), 1.0).error)
 
 
 @pytest.mark.parametrize(("error", "verdict"), [(1e-6, PASS), (5e-5, PASS), (4e-4, INCONCLUSIVE), (2e-2, BUG)])

@@ -693,7 +693,7 @@ class Data(torch.utils.data.Dataset):
     def __getitem__(self, index): return torch.full((4,), float(index + torch._C._len_torch_dispatch_stack()))
 
 if __name__ == "__main__":
-    model = torch.nn.Linear(4, 3)
+    model = torch.nn.Linear(4, 2048)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for step, x in enumerate(DataLoader(Data(), batch_size=2, num_workers=1, multiprocessing_context="spawn")):
         model(x).square().sum().backward()
@@ -728,11 +728,12 @@ def test_one_process_with_spawned_workers_and_its_own_sitecustomize_passes(verif
 
 
 def test_a_recording_of_a_program_that_was_killed_is_readable(verify_run, plain, tmp_path) -> None:
-    done = verify_run(*plain(1), options=("--record", str(tmp_path / "recording")))
+    done = verify_run(*plain(1), options=("--record", str(tmp_path / "recording"), "--sketch"))
     assert done.code == 137
     assert [f["verdict"] for f in done.findings] == [NOTE]
     assert done.said == ["rank 0 ended without closing the recording (killed, or left through os._exit)"]
     assert Recording(tmp_path / "recording").steps == [1, 2]
+    assert "along/final/0/weight" in Recording(tmp_path / "recording").ranks[0].tensors(1)
 
 
 def test_a_recording_that_was_cut_in_a_line_is_inconclusive_and_says_where(tmp_path) -> None:
@@ -758,6 +759,11 @@ def test_a_command_that_does_not_exist_leaves_nothing_behind(tmp_path, capsys) -
     assert main(["verify", "run", "--record", str(record), "--", "no-such-program", "--fast"]) == 2
     assert "IG703: cannot start 'no-such-program'" in capsys.readouterr().err
     assert not record.exists()
+
+
+def test_sketches_without_a_recording_are_refused(capsys) -> None:
+    assert main(["verify", "run", "--sketch", "--", "true"]) == 2
+    assert "IG624: --sketch is about a recording, and none is kept" in capsys.readouterr().err
 
 
 def test_a_directory_that_holds_something_is_not_overwritten(tmp_path, capsys) -> None:

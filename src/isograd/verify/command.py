@@ -101,6 +101,9 @@ def _run_options(parser: argparse.ArgumentParser) -> None:
         "--replay-routing", nargs="?", const="", metavar="DIR",
         help="where rounding decides, tokens go to the experts of this recording (with --beside-one: of each other)",
     )  # fmt: skip
+    parser.add_argument(
+        "--sketch", action="store_true", help="with --record: sketches of large tensors in place of them, for 'compare'"
+    )
     parser.add_argument("--activations", action="store_true", help="record step 1's activations for compare")
     _report_options(parser)
     parser.add_argument("command", nargs=argparse.REMAINDER, help="-- COMMAND ...")
@@ -211,6 +214,8 @@ def _run(options: argparse.Namespace) -> int:
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     Steps.of(options.steps)  # refused before anything runs
     one, replay = options.beside_one, options.replay_routing
+    if options.sketch and not options.record:
+        raise ConfigError("IG624", "--sketch is about a recording, and none is kept", fix="--record DIR")
     if replay is not None and bool(replay) == one:
         raise ConfigError(
             "IG623", "--replay-routing names a recording, or stands beside --beside-one", seen=replay or "no recording",
@@ -223,6 +228,7 @@ def _run(options: argparse.Namespace) -> int:
         report, own = run(
             command, home, options.steps, options.stall, options.layout, options.activations,
             parameters=one or bool(options.record), calls=one, replay=Path(replay) if replay else None,
+            sketch=options.sketch,
         )  # fmt: skip
         if one and not own and (home / "rank-0000").is_dir():
             _say("once more, in a world of one")

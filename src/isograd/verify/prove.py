@@ -33,8 +33,9 @@ from isograd.terms import Terms
 from isograd.verify import tolerances
 from isograd.verify.case import Case
 from isograd.verify.compare.classes import fit_all, fitted, kind_findings, large_kinds, mean_of, shifts
-from isograd.verify.compare.compare import compare, match_names, places_of, whole_tensors
+from isograd.verify.compare.compare import compare, match_names, places_of
 from isograd.verify.compare.numerics import Associated, Noise
+from isograd.verify.compare.values import whole_values
 from isograd.verify.judge.analysis import Analysis
 from isograd.verify.record.events import LabelWeight, Norm, Pipeline, Result
 from isograd.verify.record.recording import VERSION, Recording, write_json
@@ -376,7 +377,7 @@ def judged_by_kinds(noise: Noise, dtype: torch.dtype) -> bool:
 def kinds(reference: Recording, runs: list[Recording], noise: Noise) -> list[Finding]:
     """Kinds of parameters that have a factor of their own, on the average over re-associated runs of a layout."""
     found, eps = [], 0.0
-    start = whole_tensors(Analysis(reference, 1), "parameter")
+    start = whole_values(Analysis(reference, 1), "parameter")
     for recording in runs:
         analysis = Analysis(recording, 1)
         names = {n: t for n, t in match_names(analysis, noise.mean, start, {}).items() if t in noise.mean}

@@ -16,14 +16,15 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from isograd.verify import tolerances
-from isograd.verify.compare.placement import Place
+from isograd.verify.compare.placement import Place, Value
+from isograd.verify.compare.values import numbers, sides
 from isograd.verify.judge.analysis import Analysis
 from isograd.verify.tell.findings import BUG, INCONCLUSIVE, PASS, Finding, kind
 from isograd.verify.tell.wording import finding
@@ -59,7 +60,7 @@ def fitted(found: Iterable[Tensor], expected: Iterable[Tensor]) -> tuple[float, 
 
 
 def fit_all(
-    analysis: Analysis, expected: dict[str, Tensor], names: dict[str, str], places: dict[str, dict[int, Place]]
+    analysis: Analysis, expected: Mapping[str, Value], names: dict[str, str], places: dict[str, dict[int, Place]]
 ) -> tuple[Fitted, float]:
     """(each tensor's factor over all ranks that hold it, the largest eps of their formats)."""
     found: Fitted = {}
@@ -67,12 +68,12 @@ def fit_all(
     for name in names:
         mine, theirs = [], []
         for rank, spot in places[name].items():
-            final = analysis.recording.ranks[rank].tensors(analysis.step).get(f"final/{name}")
-            part = spot.of(expected[name])
-            if final is not None and final.shape == part.shape and final.is_floating_point():
-                mine.append(final)
-                theirs.append(part)
-                eps = max(eps, torch.finfo(final.dtype).eps)
+            final, part = sides(analysis, rank, "final", name, expected[name], spot)
+            if final is not None and part is not None and tuple(final.shape) == tuple(part.shape):
+                ours, reference = numbers(final, part)
+                mine.append(ours)
+                theirs.append(reference)
+                eps = max(eps, torch.finfo(getattr(torch, analysis.about[rank][name].gradient_dtype)).eps)
         if mine:
             found[name] = fitted(mine, theirs)
     return found, eps

@@ -62,12 +62,12 @@ def combine(candidate: Recording, alone: Recording, again: list[Again], path: Pa
     factors = shares(alone, again)
     own = alone.ranks[0]
     names = list(dict.fromkeys(name for one in again for name in one.record.group(one.step, "sum")))
-    tensors = {name: t for name, t in own.tensors(1).items() if name.startswith("parameter/")}
-    for kind in ("sum", "final"):
-        for name in names:
-            total = _total([(one, share, f"{kind}/{name}") for one, share in zip(again, factors, strict=True)])
-            if total is not None:
-                tensors[f"{kind}/{name}"] = total
+    tensors = {name: t for name, t in own.tensors(1).items() if name.startswith(("parameter/", "along/parameter/"))}
+    sums = list(dict.fromkeys(p for one in again for p in one.record.tensors(one.step) if p.startswith("along/final/")))
+    for kept in (*(f"{kind}/{name}" for kind in ("sum", "final") for name in names), *sums):
+        total = _total([(one, share, kept) for one, share in zip(again, factors, strict=True)])
+        if total is not None:
+            tensors[kept] = total
     writer = RankWriter(path, 0, 1)
     for number, (one, share) in enumerate(zip(again, factors, strict=True)):
         for part, value in one.record.group(one.step, "part").items():
@@ -103,7 +103,8 @@ def _total(terms: list[tuple[Again, float, str]]) -> Tensor | None:
     total: Tensor | None = None
     kind = torch.float64
     for one, share, path in terms:
-        tensors, name = one.record.tensors(one.step), path.partition("/")[2]
+        tensors = one.record.tensors(one.step)
+        name = path.split("/", 3 if path.startswith("along/") else 1)[-1]
         if path not in tensors:
             if f"sum/{name}" in tensors:
                 return None

@@ -8,11 +8,9 @@ is diagnosed (diagnose.py), and the checks that need no reference run as well.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from isograd.errors import VerifyError
 from isograd.verify import tolerances
@@ -21,17 +19,16 @@ from isograd.verify.compare.diagnose import diagnose
 from isograd.verify.compare.divergence import first_divergence
 from isograd.verify.compare.loss_terms import other_amounts
 from isograd.verify.compare.numerics import Noise
-from isograd.verify.compare.placement import Place, place
+from isograd.verify.compare.placement import Place, Value, place
 from isograd.verify.compare.routing import ADVICE, without_flips
 from isograd.verify.compare.same_data import same_data
 from isograd.verify.compare.tensorwise import (
     Tensorwise,
     common_factor,
-    compare_sketch,
     compare_tensor,
     limit_of,
-    unrecorded,
 )  # fmt: skip
+from isograd.verify.compare.values import difference, norm, nothing, of_rank, sides, whole_values
 from isograd.verify.judge.analysis import Analysis
 from isograd.verify.judge.checks import check
 from isograd.verify.judge.checks.gradients import scales
@@ -40,7 +37,6 @@ from isograd.verify.judge.consequences import row, spoilt, without_consequences
 from isograd.verify.judge.naming import class_of
 from isograd.verify.record.events import Norm, Result
 from isograd.verify.record.recording import Recording
-from isograd.verify.record.sketch import dtype_name
 from isograd.verify.tell.findings import BUG, INCONCLUSIVE, NOTE, Finding, Subject, listed
 from isograd.verify.tell.report import timeline
 from isograd.verify.tell.wording import axis_over, finding, left_out
@@ -144,7 +140,7 @@ def _step(
     noise: Noise | None,
 ) -> list[Finding]:
     theirs = Analysis(reference, step)
-    truth, start = whole_tensors(theirs, "final"), whole_tensors(theirs, "parameter")
+    truth, start = whole_values(theirs, "final"), whole_values(theirs, "parameter")
     analysis = Analysis(candidate, step)
     limit = limit_of(analysis)
     names = match_names(analysis, truth, start, rename)
@@ -153,8 +149,9 @@ def _step(
     moved = _other_weights(analysis, start, names, places, reference, step)
     if moved is not None:
         return [moved]
-    expected = {n: truth[t] if t in truth else torch.zeros_like(start[t]) for n, t in names.items()}
-    compared, unplaced = _every_tensor(analysis, reference, names, expected, places, noise)
+    expected = {n: truth[t] if t in truth else nothing(start[t]) for n, t in names.items()}
+    lost = {n for n, t in names.items() if t not in truth and any(t in sums for sums in theirs.sums)}
+    compared, unplaced = _every_tensor(analysis, reference, names, expected, places, noise, lost)
     for one in compared:
         worst = max(one.errors.values(), default=0.0)
         if not worst <= subject.errors.get(one.name, -1.0):
@@ -189,7 +186,7 @@ def _step(
     if (
         not wrong and not any(f.verdict == BUG for f in found) and limit < tolerances.HALF_UPDATE
     ):  # half-precision updates are rounding
-        found += _updates(analysis, theirs, start, whole_tensors(theirs, "after"), names, places)
+        found += _updates(analysis, theirs, start, whole_values(theirs, "after"), names, places)
     of = f" of {len(compared) + len(left)}" if left else ""
     subject.facts["gradients"] = f"{len(compared)}{of} compared by name, step {step} last"
     return without_flips(reference, candidate, step, found, subject)
@@ -199,12 +196,13 @@ def _every_tensor(
     analysis: Analysis,
     reference: Recording,
     names: dict[str, str],
-    expected: dict[str, Tensor],
+    expected: Mapping[str, Value],
     places: dict[str, dict[int, Place]],
     noise: Noise | None,
+    lost: set[str],
 ) -> tuple[list[Tensorwise], list[str]]:
-    """(what was compared, names of what could not be)."""
-    whole = math.sqrt(sum(float(t.double().square().sum()) for t in expected.values()))
+    """(what was compared, names of what could not be). `lost`: gradients that the reference had and did not record."""
+    whole = math.hypot(*map(norm, expected.values()))
     compared: list[Tensorwise] = []
     left: list[str] = []
     given = {key for record in reference.ranks for key in record.tensors(analysis.step)}
@@ -212,11 +210,8 @@ def _every_tensor(
         if f"sum/{theirs}" not in given and not any(analysis.about[r][name].gradient for r in analysis.holders(name)):
             continue
         one: Tensorwise | None = None
-        if all(rank in places[name] for rank in analysis.holders(name)):
-            if unrecorded(analysis, reference, name, theirs):
-                one = compare_sketch(analysis, reference, name, theirs, places[name])
-            else:
-                one = compare_tensor(analysis, name, expected[name], places[name], whole, noise)
+        if name not in lost and all(rank in places[name] for rank in analysis.holders(name)):
+            one = compare_tensor(analysis, name, expected[name], places[name], whole, noise)
         if one is None:
             left.append(name)
         else:
@@ -224,30 +219,8 @@ def _every_tensor(
     return compared, left
 
 
-def whole_tensors(analysis: Analysis, prefix: str) -> dict[str, Tensor]:
-    """Full tensors of a reference that ran on one device, or whose shards say where they sit."""
-    found: dict[str, Tensor] = {}
-    ranks = analysis.recording.ranks
-    for name in analysis.names:
-        infos = {r: analysis.about[r][name] for r in analysis.holders(name)}
-        parts = {r: ranks[r].tensors(analysis.step).get(f"{prefix}/{name}") for r in infos}
-        first = next(iter(infos))
-        if parts[first] is None:
-            continue
-        if all(i.box is None for i in infos.values()) or infos[first].shape == infos[first].whole:
-            found[name] = parts[first]  # type: ignore[assignment]
-            continue
-        whole = torch.zeros(infos[first].whole, dtype=parts[first].dtype)  # type: ignore[union-attr]
-        for rank, info in infos.items():
-            if parts[rank] is not None and info.box is not None:
-                held = whole.view(-1) if info.in_a_row else whole
-                held[tuple(slice(a, b) for a, b in info.box)] = parts[rank]  # type: ignore[assignment]
-        found[name] = whole
-    return found
-
-
 def match_names(
-    analysis: Analysis, truth: dict[str, Tensor], start: dict[str, Tensor], rename: dict[str, str]
+    analysis: Analysis, truth: Mapping[str, Value], start: Mapping[str, Value], rename: dict[str, str]
 ) -> dict[str, str]:
     """The candidate's names -> the reference's."""
     theirs = {**start, **truth}
@@ -276,12 +249,12 @@ def match_names(
     return names
 
 
-def _without_counterpart(analysis: Analysis, truth: dict[str, Tensor], names: dict[str, str]) -> dict[str, str]:
+def _without_counterpart(analysis: Analysis, truth: Mapping[str, Value], names: dict[str, str]) -> dict[str, str]:
     ours = [n for n in analysis.names if n not in names and analysis.info(n).gradient]
     return dict.fromkeys(ours, NOT_THERE) | {n: NOT_HERE for n in truth if n not in names.values()}
 
 
-def places_of(analysis: Analysis, start: dict[str, Tensor], names: dict[str, str]) -> dict[str, dict[int, Place]]:
+def places_of(analysis: Analysis, start: Mapping[str, Value], names: dict[str, str]) -> dict[str, dict[int, Place]]:
     """By name and rank: where what the rank holds stands in the whole tensor."""
     found: dict[str, dict[int, Place]] = {}
     for name, theirs in names.items():
@@ -289,7 +262,7 @@ def places_of(analysis: Analysis, start: dict[str, Tensor], names: dict[str, str
         found[name] = {}
         for i, rank in enumerate(holders):
             info = analysis.about[rank][name]
-            local = analysis.recording.ranks[rank].tensors(analysis.step).get(f"parameter/{name}")
+            local = of_rank(analysis, rank, "parameter", name)
             if theirs not in start or local is None:
                 continue
             if _given_whole(analysis, rank, name, start[theirs]):
@@ -308,17 +281,17 @@ def places_of(analysis: Analysis, start: dict[str, Tensor], names: dict[str, str
     return found
 
 
-def _given_whole(analysis: Analysis, rank: int, name: str, whole: Tensor) -> bool:
+def _given_whole(analysis: Analysis, rank: int, name: str, whole: Value) -> bool:
     """Whether a rank holds nothing of a parameter between steps, and its engine tells the whole gradient (ZeRO 3 of
     DeepSpeed)."""
-    tensors = analysis.recording.ranks[rank].tensors(analysis.step)
-    final = tensors.get(f"final/{name}")
-    return not tensors[f"parameter/{name}"].numel() and final is not None and final.shape == whole.shape
+    local, final = (of_rank(analysis, rank, kind, name) for kind in ("parameter", "final"))
+    empty = local is not None and not local.numel()
+    return empty and final is not None and tuple(final.shape) == tuple(whole.shape)
 
 
 def _other_weights(
     analysis: Analysis,
-    start: dict[str, Tensor],
+    start: Mapping[str, Value],
     names: dict[str, str],
     places: dict[str, dict[int, Place]],
     reference: Recording,
@@ -326,15 +299,15 @@ def _other_weights(
 ) -> Finding | None:
     """The two runs must begin a step with the same weights, each rank with its own part of them."""
     apart: list[str] = []
-    whole = math.sqrt(sum(float(t.double().square().sum()) for t in start.values()))
+    whole = math.hypot(*map(norm, start.values()))
     for name, theirs in names.items():
         for rank, spot in places[name].items():
-            local = analysis.recording.ranks[rank].tensors(analysis.step)[f"parameter/{name}"].double()
-            if not local.numel():  # its weights are elsewhere until they are needed
+            local, expected = sides(analysis, rank, "parameter", name, start[theirs], spot)
+            if local is None or expected is None or not local.numel():  # its weights are elsewhere until needed
                 continue
-            expected = spot.of(start[theirs]).double()
-            size = max(float(expected.norm()), tolerances.FLOOR * whole)
-            if local.shape != expected.shape or float((local - expected).norm()) > tolerances.START * size:
+            size = max(norm(expected), tolerances.FLOOR * whole)
+            same = tuple(local.shape) == tuple(expected.shape)
+            if not same or norm(difference(local, expected)) > tolerances.START * size:
                 apart.append(name)
     apart = list(dict.fromkeys(apart))
     swapped = _swapped(analysis, names, places)
@@ -403,8 +376,8 @@ def _norms(reference: Recording, candidate: Recording, step: int, wrong: bool, l
 def _updates(
     analysis: Analysis,
     reference: Analysis,
-    before: dict[str, Tensor],
-    after: dict[str, Tensor],
+    before: Mapping[str, Value],
+    after: Mapping[str, Value],
     names: dict[str, str],
     places: dict[str, dict[int, Place]],
 ) -> list[Finding]:
@@ -415,16 +388,17 @@ def _updates(
         if analysis.negligible(name):  # Adam makes a full step of what is rounding alone
             continue
         for rank, spot in places[name].items():
-            tensors = analysis.recording.ranks[rank].tensors(step)
-            if f"after/{name}" not in tensors or theirs not in after or theirs not in before:
+            if theirs not in after or theirs not in before:
                 continue
-            if not tensors[f"after/{name}"].numel():
+            ends = sides(analysis, rank, "after", name, after[theirs], spot)
+            starts = sides(analysis, rank, "parameter", name, before[theirs], spot)
+            if any(one is None or not one.numel() for one in (*ends, *starts)):
                 continue
-            moved = tensors[f"after/{name}"].double() - tensors[f"parameter/{name}"].double()
-            expected = spot.of(after[theirs]).double() - spot.of(before[theirs]).double()
-            rounding = tolerances.UPDATE.get(dtype_name(tensors[f"after/{name}"]), tolerances.UPDATE_OTHER)
-            if float((moved - expected).norm()) > rounding * max(float(expected.norm()), tolerances.NOTHING):
-                apart[name] = float((moved - expected).norm()) / max(float(expected.norm()), 1e-300)
+            moved, expected = (difference(*both) for both in zip(ends, starts, strict=True))  # type: ignore[arg-type]
+            rounding = tolerances.UPDATE.get(analysis.about[rank][name].dtype, tolerances.UPDATE_OTHER)
+            apart_by, size = norm(difference(moved, expected)), norm(expected)
+            if apart_by > rounding * max(size, tolerances.NOTHING):
+                apart[name] = apart_by / max(size, 1e-300)
     if not apart:
         return []
     absent = tuple(

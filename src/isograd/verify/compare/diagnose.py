@@ -8,6 +8,7 @@ added); is it right in some rows only; is it the truth permuted. Tensors with on
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,8 @@ import torch
 from torch import Tensor
 
 from isograd.verify import tolerances
+from isograd.verify.compare.placement import Value, projected
+from isograd.verify.compare.values import contributions, folded, sides
 from isograd.verify.judge import patterns
 from isograd.verify.judge.analysis import Analysis, Observed
 from isograd.verify.judge.checks.traffic import reductions
@@ -41,7 +44,7 @@ def diagnose(
     analysis: Analysis,
     reference: Recording,
     step: int,
-    truth: dict[str, Tensor],
+    truth: Mapping[str, Value],
     wrong: list[Tensorwise],
     telling: set[str],
 ) -> tuple[list[Finding], bool]:
@@ -169,30 +172,45 @@ def _said(analysis: Analysis, symptom: Symptom, words: str) -> tuple[str, str]:
 
 
 def read_tensor(
-    analysis: Analysis, reference: Recording, step: int, one: Tensorwise, truth: Tensor
+    analysis: Analysis, reference: Recording, step: int, one: Tensorwise, truth: Value
 ) -> tuple[Symptom, dict[Key, float], str]:
     """(symptom, coefficients, words for what has no coefficients) of one wrong tensor, from the worst of its ranks."""
-    seen = _worst(analysis, one)
-    if seen is None:
+    worst = _worst(analysis, one)
+    if worst is None:
         return Symptom(patterns.SCALED, 0.0), {}, ""
-    cover = len(seen.ranks) > 1 and analysis.covered(one.name) and one.places[seen.own].partial
-    expected = truth if cover else one.places[seen.own].of(truth)
-    wanted = sketch(expected)
+    found, expected = sides(analysis, worst.own, "final", one.name, truth, one.places[worst.own])
+    seen, wanted, parts = _coordinates(analysis, one, worst, truth, found, expected)
     tolerance = analysis.tolerance(one.name)
     size = float(wanted.norm())
-    if not bool(seen.sketch.isfinite().all()):
+    if not bool(seen.isfinite().all()):
         return Symptom(UNKNOWN), {}, "not finite"
-    if float(seen.sketch.norm()) <= tolerances.NOTHING * size:
+    if float(seen.norm()) <= tolerances.NOTHING * size:
         return Symptom(patterns.SCALED, 0.0), {}, ""
-    factor = float(seen.sketch @ wanted) / max(size**2, 1e-300)
-    if float((seen.sketch - factor * wanted).norm()) <= tolerances.LOOSER * tolerance * float(seen.sketch.norm()):
+    factor = float(seen @ wanted) / max(size**2, 1e-300)
+    if float((seen - factor * wanted).norm()) <= tolerances.LOOSER * tolerance * float(seen.norm()):
         return Symptom(patterns.SCALED, factor), {}, ""
-    coefficients = _by_contributions(analysis, one.name, seen, wanted, tolerance)
-    coefficients = coefficients or _by_reference(reference, step, one.name, seen, tolerance)
-    if coefficients is not None:
-        return coefficients
-    final = analysis.recording.ranks[seen.own].tensors(step).get(f"final/{one.name}")
-    return _by_shape(final, one.places[seen.own].of(truth))
+    seen_here = replace(worst, sketch=seen)
+    coefficients = _by_contributions(analysis, one.name, seen_here, wanted, parts, tolerance)
+    coefficients = coefficients or _by_reference(reference, step, one.name, worst, tolerance)
+    return coefficients if coefficients is not None else _by_shape(found, expected)
+
+
+def _coordinates(
+    analysis: Analysis, one: Tensorwise, seen: Observed, truth: Value, found: Value | None, expected: Value | None
+) -> tuple[Tensor, Tensor, dict[Key, Tensor]]:
+    """(what was seen, the truth, what each backward added), all as sketches of one kind."""
+    spot = one.places[seen.own]
+    cover = len(seen.ranks) > 1 and analysis.covered(one.name) and spot.partial
+    part = truth if cover else spot.of(truth)
+    if isinstance(part, Tensor):
+        return seen.sketch, sketch(part), analysis.contributions(one.name, seen.own)
+    if part.flat is not None:
+        return seen.sketch, part.flat, analysis.contributions(one.name, seen.own)
+    ours, theirs = (projected(part if side is None else side) for side in (found, expected))
+    dims = sorted(ours.along.keys() & theirs.along.keys())
+    joined = not cover and (spot.row is not None or len(spot.cuts) > 1)  # of several ranks, each with its own part
+    parts = {} if joined else contributions(analysis, one.name, seen.own, dims)
+    return folded(ours, dims), folded(theirs, dims), parts
 
 
 def _worst(analysis: Analysis, one: Tensorwise) -> Observed | None:
@@ -203,10 +221,9 @@ def _worst(analysis: Analysis, one: Tensorwise) -> Observed | None:
 
 
 def _by_contributions(
-    analysis: Analysis, name: str, seen: Observed, wanted: Tensor, tolerance: float
+    analysis: Analysis, name: str, seen: Observed, wanted: Tensor, parts: dict[Key, Tensor], tolerance: float
 ) -> tuple[Symptom, dict[Key, float], str] | None:
     """Truth and observation, both as sums of what the candidate's own backwards added."""
-    parts = analysis.contributions(name, seen.own)
     if not parts:
         return None
     mine = analysis.replicas_of(name, seen.own)
@@ -260,11 +277,14 @@ def _by_reference(
     return patterns.read(found.coefficients, 0), found.coefficients, ""
 
 
-def _by_shape(final: Tensor | None, expected: Tensor) -> tuple[Symptom, dict[Key, float], str]:
+def _by_shape(found: Value | None, expected: Value | None) -> tuple[Symptom, dict[Key, float], str]:
     """Right in some rows only; or the same rows in another order."""
-    if final is None or final.shape != expected.shape or final.dim() == 0:
-        return Symptom(UNKNOWN), {}, "differs from the reference in no known pattern"
-    mine, theirs = final.double().reshape(final.shape[0], -1), expected.double().reshape(final.shape[0], -1)
+    strange = Symptom(UNKNOWN), dict[Key, float](), "differs from the reference in no known pattern"
+    if found is None or expected is None or tuple(found.shape) != tuple(expected.shape) or not found.shape:
+        return strange
+    mine, theirs = _rows(found), _rows(expected)
+    if mine is None or theirs is None:
+        return strange
     size = float(theirs.norm()) or 1.0
     row_error = (mine - theirs).norm(dim=1)
     right = row_error <= tolerances.ROW * size / len(mine) ** 0.5
@@ -278,11 +298,32 @@ def _by_shape(final: Tensor | None, expected: Tensor) -> tuple[Symptom, dict[Key
             {},
             f"right in {int(right.sum())} of {len(mine)} rows, wrong in rows {rows}: cuts disagree",
         )
-    if torch.allclose(
-        mine.flatten().sort().values,
-        theirs.flatten().sort().values,
-        rtol=tolerances.PERMUTED,
-        atol=tolerances.PERMUTED_SMALL * size,
-    ):
+    if isinstance(found, Tensor) and isinstance(expected, Tensor):
+        permuted = _same_numbers(mine.flatten(), theirs.flatten(), size)
+    else:
+        ours, reference = projected(found), projected(expected)
+        both = ours.along.keys() & reference.along.keys()
+        permuted = any(_same_rows(ours.along[d].T, reference.along[d].T, size) for d in both)
+        strange = (*strange[:2], f"{strange[2]}; of a permutation sketches show only one of whole rows or columns")
+    if permuted:
         return Symptom(PERMUTED), {}, "the right numbers in other places: a permutation"
-    return Symptom(UNKNOWN), {}, "differs from the reference in no known pattern"
+    return strange
+
+
+def _rows(value: Value) -> Tensor | None:
+    """[rows, numbers of each]; None where only columns are known."""
+    if isinstance(value, Tensor):
+        return value.double().reshape(value.shape[0], -1)
+    return value.along[0].T if 0 in value.along else None
+
+
+def _same_numbers(mine: Tensor, theirs: Tensor, size: float) -> bool:
+    return torch.allclose(
+        mine.sort().values, theirs.sort().values, rtol=tolerances.PERMUTED, atol=tolerances.PERMUTED_SMALL * size
+    )
+
+
+def _same_rows(mine: Tensor, theirs: Tensor, size: float) -> bool:
+    """Whether rows of sums are the same ones in another order."""
+    first, second = (rows[rows[:, 0].argsort()] for rows in (mine, theirs))
+    return torch.allclose(first, second, rtol=tolerances.PERMUTED, atol=tolerances.PERMUTED_SMALL * size)

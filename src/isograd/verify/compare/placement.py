@@ -8,12 +8,16 @@ constant (biases of zeros) follow the weight of the same module, then their shap
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import overload
 
 import torch
 from torch import Tensor
 
 from isograd.verify import tolerances
 from isograd.verify.record.events import Parameter
+from isograd.verify.record.projection import Projected, project
+
+Value = Tensor | Projected
 
 
 @dataclass(frozen=True)
@@ -29,8 +33,17 @@ class Place:
         """Whether it is a part of the whole."""
         return bool(self.cuts) or self.row is not None
 
-    def of(self, whole: Tensor) -> Tensor:
+    @overload
+    def of(self, whole: Tensor) -> Tensor: ...
+    @overload
+    def of(self, whole: Value) -> Value: ...
+
+    def of(self, whole: Value) -> Value:
         """This part of a whole tensor."""
+        if isinstance(whole, Projected):
+            if self.row is not None or len(self.cuts) > 1:
+                return Projected(whole.shape, {})  # its sums tell of all of it, or of one cut
+            return whole.select(*self.cuts[0]) if self.cuts else whole
         if self.row is not None:
             return whole.reshape(-1)[slice(*self.row)]
         for dim, indices in self.cuts:
@@ -38,23 +51,30 @@ class Place:
         return whole
 
 
-def place(local: Tensor, whole: Tensor, info: Parameter, index: int, holders: int) -> Place | None:
+def projected(value: Value) -> Projected:
+    """A tensor as a recording by sketches would tell it."""
+    return value if isinstance(value, Projected) else project(value)
+
+
+def place(local: Value, whole: Value, info: Parameter, index: int, holders: int) -> Place | None:
     """None when it cannot be told. `index` of `holders`: the rank's place among those that hold the name."""
     if info.box is not None and info.whole == tuple(whole.shape):
         if info.in_a_row:
             return Place(row=info.box[0])
         cuts = [(d, tuple(range(a, b))) for d, (a, b) in enumerate(info.box) if (a, b) != (0, whole.shape[d])]
         return Place(tuple(cuts))
-    if local.shape == whole.shape:
+    if tuple(local.shape) == tuple(whole.shape):
         return Place()
-    if local.dim() != whole.dim():
+    if len(local.shape) != len(whole.shape):
         return None
-    differing = [d for d in range(local.dim()) if local.shape[d] != whole.shape[d]]
+    differing = [d for d in range(len(local.shape)) if local.shape[d] != whole.shape[d]]
     if len(differing) != 1:
         return None
     dim = differing[0]
     even = _even(local.shape[dim], whole.shape[dim], dim, index, holders)
-    if local.numel() and bool((local != local.reshape(-1)[0]).any()):
+    if isinstance(local, Projected) or isinstance(whole, Projected):
+        local, whole = projected(local), projected(whole)
+    if local.numel() and not (info.constant if isinstance(local, Projected) else _constant(local)):
         if even is not None and bool(_close(_rows(local, dim), _rows(even.of(whole), dim)).all()):
             return even  # equal rows elsewhere do not matter
         found = _match(_rows(local, dim), _rows(whole, dim))
@@ -71,7 +91,13 @@ def _even(size: int, of: int, dim: int, index: int, holders: int) -> Place | Non
     return Place(((dim, tuple(range(part * size, (part + 1) * size))),))
 
 
-def _rows(t: Tensor, dim: int) -> Tensor:
+def _constant(t: Tensor) -> bool:
+    return not bool((t != t.reshape(-1)[0]).any())
+
+
+def _rows(t: Value, dim: int) -> Tensor:
+    if isinstance(t, Projected):
+        return t.along[dim].T
     return t.movedim(dim, 0).reshape(t.shape[dim], -1).double()
 
 

@@ -1,4 +1,4 @@
-"""One parameter compared with the reference's on every rank that holds a part of it: whole, block by block, by sketch.
+"""One parameter compared with the reference's on every rank that holds a part of it: whole, and block by block.
 
 Which error is rounding and which is a bug depends on the precision (LIMITS), or on measured noise when there is some.
 """
@@ -14,12 +14,22 @@ from torch import Tensor
 from isograd.verify import tolerances
 from isograd.verify.compare.numerics import Noise
 from isograd.verify.compare.numerics import verdict as judged
-from isograd.verify.compare.placement import Place
+from isograd.verify.compare.placement import Place, Value, projected
+from isograd.verify.compare.values import norm, sides
 from isograd.verify.judge.analysis import Analysis
-from isograd.verify.record.recording import Recording
+from isograd.verify.record.projection import COUNT
 from isograd.verify.record.sketch import dtype_name
 from isograd.verify.tell.findings import BUG, INCONCLUSIVE, PASS, Finding
 from isograd.verify.tell.wording import finding
+
+
+@dataclass(frozen=True)
+class Apart:
+    """How far two tensors are from each other, relative to the second: of sketches an estimate, and its bounds."""
+
+    error: float
+    least: float
+    most: float
 
 
 @dataclass
@@ -40,73 +50,73 @@ def blocks(t: Tensor) -> list[Tensor]:
 
 
 def compare_tensor(
-    analysis: Analysis, name: str, truth: Tensor, places: dict[int, Place], whole: float, noise: Noise | None
-) -> Tensorwise:
+    analysis: Analysis, name: str, truth: Value, places: dict[int, Place], whole: float, noise: Noise | None
+) -> Tensorwise | None:
     """One parameter's gradient on each rank that holds it, beside the reference's; `noise` judges where there is
-    one."""
+    one. None when a gradient that was there is not in the recording."""
     errors: dict[int, float] = {}
     ratios: list[float] = []
     kinds = set()
+    least, most = 0.0, 0.0 if analysis.holders(name) else math.inf
     for rank in analysis.holders(name):
         if rank not in places:
             continue
-        expected = places[rank].of(truth)
-        final = analysis.recording.ranks[rank].tensors(analysis.step).get(f"final/{name}")
-        kinds.add(analysis.about[rank][name].gradient_dtype or analysis.about[rank][name].dtype)
+        dtype = analysis.about[rank][name].gradient_dtype or analysis.about[rank][name].dtype
+        kinds.add(dtype)
+        final, expected = sides(analysis, rank, "final", name, truth, places[rank])
+        if expected is None or (final is None and analysis.about[rank][name].gradient):
+            return None
         if final is None:
-            errors[rank] = 1.0 if float(expected.double().norm()) > tolerances.NOTHING * whole else 0.0
+            errors[rank] = 1.0 if norm(expected) > tolerances.NOTHING * whole else 0.0
+            least, most = max(least, errors[rank]), max(most, errors[rank])
             continue
-        if final.shape != expected.shape and final.numel() == truth.numel():
-            expected = truth  # an engine gave the whole gradient to every rank
-        errors[rank] = block_error(final, expected, whole)
-        if noise is not None and name in noise.mean:
+        apart = block_error(final, expected, whole, dtype)
+        errors[rank] = apart.error
+        least, most = _largest([least, apart.least]), _largest([most, apart.most])
+        if noise is not None and name in noise.mean and isinstance(final, Tensor):
             part = places[rank].of if final.shape == places[rank].of(truth).shape else (lambda t: t)
             ratios.append(noise.ratio(name, final, part, whole))
     if ratios and all(map(math.isfinite, errors.values())):
         return Tensorwise(name, places, errors, judged(max(ratios)))
-    kinds.add(dtype_name(truth))
-    return Tensorwise(name, places, errors, _by_limits(errors, kinds))
+    if isinstance(truth, Tensor):
+        kinds.add(dtype_name(truth))
+    return Tensorwise(name, places, errors, _by_limits(least, most, kinds))
 
 
-def _by_limits(errors: dict[int, float], kinds: Iterable[str]) -> str:
-    """The verdict on relative errors of tensors that were held in these dtypes: the widest limits among them."""
+def _by_limits(least: float, most: float, kinds: Iterable[str]) -> str:
+    """The verdict on a relative error between two bounds, of tensors that were held in these dtypes: by the widest
+    limits among them."""
     limits = [tolerances.LIMITS.get(kind, tolerances.LIMITS["float32"]) for kind in kinds]
     low, high = max(low for low, _ in limits), max(high for _, high in limits)
-    worst = max((math.inf if math.isnan(e) else e for e in errors.values()), default=math.inf)
-    return PASS if worst <= low else BUG if worst > high else INCONCLUSIVE
+    return PASS if most <= low else BUG if not least <= high else INCONCLUSIVE
 
 
-def unrecorded(analysis: Analysis, reference: Recording, name: str, theirs: str) -> bool:
-    """Whether a gradient that was there is in neither or only one recording: more than the limit for full tensors."""
-    held = [r for r in analysis.holders(name) if analysis.about[r][name].gradient]
-    missing = any(f"final/{name}" not in analysis.recording.ranks[r].tensors(analysis.step) for r in held)
-    tensors = reference.ranks[0].tensors(analysis.step)
-    return missing or (f"sum/{theirs}" in tensors and f"final/{theirs}" not in tensors)
+def block_error(found: Value, expected: Value, whole: float, dtype: str = "") -> Apart:
+    """The worst relative error over the tensor and its blocks; NaN when there is one. `dtype`: of what was found."""
+    dtype = dtype_name(found) if isinstance(found, Tensor) else dtype
+    floor = tolerances.FLOORS.get(dtype, tolerances.FLOOR) * whole
+    if isinstance(found, Tensor) and isinstance(expected, Tensor):
+        pairs = zip(blocks(found.double()), blocks(expected.double()), strict=True)
+        error = _largest([_apart(mine, theirs, floor) for mine, theirs in pairs])
+        return Apart(error, error, error)
+    ours, theirs = projected(found), projected(expected)
+    errors, doubts = [0.0], [1.0]
+    for d in ours.along.keys() & theirs.along.keys():
+        pieces = min(8, ours.along[d].numel() // tolerances.ESTIMATE_LEAST)
+        cut = [(one.along[d], *(one.along[d].tensor_split(pieces, 1) if pieces > 1 else ())) for one in (ours, theirs)]
+        errors += [_apart(mine, reference, floor * COUNT**0.5) for mine, reference in zip(*cut, strict=True)]
+        doubts += [1 + tolerances.ESTIMATE * max(sums.numel(), 1) ** -0.5 for sums in cut[0]]
+    bounds = zip(errors, doubts, strict=True)
+    return Apart(_largest(errors), *map(_largest, zip(*((e / doubt, e * doubt) for e, doubt in bounds), strict=True)))
 
 
-def compare_sketch(
-    analysis: Analysis, reference: Recording, name: str, theirs: str, places: dict[int, Place]
-) -> Tensorwise | None:
-    """Compared by its sketch alone, as whole tensors and covers can be: 256 sums over all elements instead of each."""
-    truth = reference.ranks[0].tensors(analysis.step).get(f"sum/{theirs}")
-    cut = any(spot.partial for spot in places.values()) and not analysis.covered(name)
-    if truth is None or reference.world > 1 or cut:
-        return None
-    size = max(float(truth.norm()), 1e-300)
-    errors = {r: float((seen.sketch - truth).norm()) / size for seen in analysis.observed(name) for r in seen.ranks}
-    return Tensorwise(name, places, errors, _by_limits(errors, [analysis.info(name).gradient_dtype]))
+def _apart(mine: Tensor, theirs: Tensor, floor: float) -> float:
+    return float((mine - theirs).norm()) / max(float(theirs.norm()), floor, 1e-300)
 
 
-def block_error(found: Tensor, expected: Tensor, whole: float) -> float:
-    """The worst relative error over the tensor and its blocks; NaN when there is one."""
-    worst = 0.0
-    for mine, theirs in zip(blocks(found.double()), blocks(expected.double()), strict=True):
-        size = max(float(theirs.norm()), tolerances.FLOORS.get(dtype_name(found), tolerances.FLOOR) * whole, 1e-300)
-        error = float((mine - theirs).norm()) / size
-        if math.isnan(error):
-            return error
-        worst = max(worst, error)
-    return worst
+def _largest(errors: Iterable[float]) -> float:
+    errors = list(errors)
+    return math.nan if any(map(math.isnan, errors)) else max(errors)
 
 
 def common_factor(
@@ -117,7 +127,7 @@ def common_factor(
     for name, theirs in names.items():
         for rank, spot in places[name].items():
             final = analysis.recording.ranks[rank].tensors(analysis.step).get(f"final/{name}")
-            if final is not None and theirs in noise.mean:
+            if final is not None and theirs in noise.mean:  # by sketches: each tensor is judged by itself
                 expected = spot.of(noise.mean[theirs])
                 along += float((final.double() * expected).sum())
                 squares += float(expected.square().sum())

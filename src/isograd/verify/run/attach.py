@@ -48,10 +48,11 @@ def run(
     parameters: bool = True,
     calls: bool = False,
     replay: Path | None = None,
+    sketch: bool = False,
 ) -> tuple[Report, int]:
     """(report, the program's own exit code; 0 when it was stopped because it hung). `parameters`: record them, too,
     for a comparison. `calls`: and what the calls of the model were made with. `replay`: a recording whose choices of
-    experts are taken."""
+    experts are taken. `sketch`: large tensors are recorded by sketches alone."""
     if not command:
         raise VerifyError(
             "IG701", "no command to watch", fix="isograd verify run -- torchrun --nproc-per-node 2 train.py"
@@ -66,7 +67,7 @@ def run(
     new = not directory.exists()
     directory.mkdir(parents=True, exist_ok=True)
     about = {"layout": layout, "steps": steps, "replay": replay is not None}
-    switches = {"ACTIVATIONS": activations, "PARAMETERS": parameters, "CALLS": calls}
+    switches = {"ACTIVATIONS": activations, "PARAMETERS": parameters, "CALLS": calls, "SKETCH": sketch}
     more = {f"ISOGRAD_VERIFY_{name}": str(int(on)) for name, on in switches.items()}
     more["ISOGRAD_VERIFY_STEPS"] = str(steps)
     more |= {"ISOGRAD_VERIFY_REPLAY": str(replay.resolve())} if replay is not None else {}

@@ -108,12 +108,13 @@ def every_name(names: Sequence[str]) -> list[Planted]:
     return chosen
 
 
-def record(name: str, argument: bool | str, seed: int, directory: str) -> None:
-    """One rank's run of a program, watched. A world of one has no process group of its own: it gets one."""
+def record(name: str, argument: bool | str, seed: int, directory: str, beyond: int | None = None) -> None:
+    """One rank's run of a program, watched. A world of one has no process group of its own: it gets one. `beyond`:
+    tensors of more elements are recorded by sketches."""
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     before = set(distributed_c10d._world.pg_map)
-    with Capture(directory, steps=2, activations=True):
+    with Capture(directory, steps=2, activations=True, beyond=beyond):
         module(name).train(argument, seed)
     dist.barrier()  # no rank still reads from a group that another one closes
     made = set(distributed_c10d._world.pg_map) - before
@@ -136,25 +137,25 @@ class Bench:
             world.close()
         shutil.rmtree(self.home, ignore_errors=True)
 
-    def watch(self, what: Planted, size: int, bug: bool, seed: int) -> Recording:
+    def watch(self, what: Planted, size: int, bug: bool, seed: int, beyond: int | None = None) -> Recording:
         """The recording of a run of the program on `size` ranks; a second request does not run it again."""
         name = what.name.partition("/")[0]
-        place = self.home / f"{what.name.replace('/', '-') if bug else name}-{size}-{int(bug)}-{seed}"
+        place = self.home / f"{what.name.replace('/', '-') if bug else name}-{size}-{int(bug)}-{seed}-{beyond}"
         if not place.exists():
             argument = (what.bug if bug else "") if what.framework else bug
             self.worlds.setdefault(size, World(size)).run(
-                partial(record, name, argument, seed, str(place)), timeout=120
+                partial(record, name, argument, seed, str(place), beyond), timeout=120
             )
             layout = what.module.LAYOUT if size == what.module.WORLD else "1"
             write_json(place / "recording.json", {"version": VERSION, "layout": layout})
         return Recording(place)
 
-    def outcome(self, what: Planted, seed: int) -> Outcome:
+    def outcome(self, what: Planted, seed: int, beyond: int | None = None) -> Outcome:
         """Runs the reference, the bug and the clean twin, and reads what is said of each."""
-        reference = self.watch(what, 1, False, seed)
-        planted = self.watch(what, what.module.WORLD, True, seed)
+        reference = self.watch(what, 1, False, seed, beyond)
+        planted = self.watch(what, what.module.WORLD, True, seed, beyond)
         wrong = inspect(planted.path) if hasattr(what.module, "ALONE") else compare(reference, planted)
-        right = compare(reference, self.watch(what, what.module.WORLD, False, seed))
+        right = compare(reference, self.watch(what, what.module.WORLD, False, seed, beyond))
         caught = next((f for f in wrong.findings if names_it(f, what, wrong)), None)
         others = tuple(f for f in wrong.findings if f is not caught)
         return Outcome(what, seed, caught, others, tuple(f for f in right.findings if f.verdict != NOTE))

@@ -52,6 +52,7 @@ from isograd.verify.watch.hooks import Hooks
 from isograd.verify.watch.labels import Labels
 from isograd.verify.watch.life import Life
 from isograd.verify.watch.routing import Routing
+from isograd.verify.watch.sketching import Sketching, gradient_of, number_of
 from isograd.verify.watch.steps import Steps
 
 LIMIT = 1 << 28  # bytes of full gradients, parameters and activations that a rank writes per step
@@ -65,7 +66,8 @@ MOST_MICROS = 512  # backwards without an optimizer step, after which nothing mo
 class Capture(Life):
     """`steps`: which are watched (steps.py). `parameters`: write these and gradients as a whole, too: only `verify
     compare` needs more than sketches. `lenient`: an error of the capture's own ends the watching, and is told, instead
-    of ending the program. `replay`: a recording whose choices of experts are taken (routing.py)."""
+    of ending the program. `replay`: a recording whose choices of experts are taken (routing.py). `beyond`: tensors of
+    more elements are kept by sketches alone (sketching.py)."""
 
     def __init__(
         self,
@@ -76,6 +78,7 @@ class Capture(Life):
         parameters: bool = True,
         lenient: bool = False,
         replay: Path | None = None,
+        beyond: int | None = None,
     ) -> None:
         super().__init__(Path(directory), lenient)
         self.steps = Steps.of(steps)
@@ -117,6 +120,7 @@ class Capture(Life):
         self.unsettled = False  # an optimizer has stepped, and another one may before the next forward
         self.labels, self.fused = Labels(self), Fused(self)
         self.routing = Routing(self, replay)
+        self.sketching = Sketching(self, beyond)
         self.watch = Watch(self)
         self.hooks = Hooks(self)
 
@@ -263,6 +267,7 @@ class Capture(Life):
         # Checkpointed modules arrive once per use: later arrivals in one backward are contributions of their own.
         use = next(i for i in count() if f"part/{key(micro, i)}/{name}" not in self.tensors)
         self.tensors[f"part/{key(micro, use)}/{name}"] = sketch(local)
+        self.sketching.contribution(key(micro, use), name, local)
         self.part_shapes[name] = tuple(local.shape)
 
     def accumulated(self, name: str, parameter: Tensor) -> None:
@@ -277,8 +282,10 @@ class Capture(Life):
         micro, _, module = label.partition("/")
         self.keep(f"{kind}/{micro}/{self.arrivals:06d}/{module}", value)
 
-    def keep(self, key: str, value: Tensor) -> bool:
-        """Hold a full tensor for the step's file, within the limit."""
+    def keep(self, key: str, value: Tensor, of: foreign.Held | None = None) -> bool:
+        """Hold a full tensor for the step's file, within the limit; or its sketches, if it is `of` a parameter."""
+        if of is not None and self.sketching.instead(key, value, of):
+            return True
         kind = KINDS.get(key.partition("/")[0], "activations")
         size = value.numel() * value.element_size()
         if self.written + size > self.limit - (self.reserved if kind in ("activations", "choices") else 0):
@@ -292,9 +299,10 @@ class Capture(Life):
         """Before the first activation of a call: gradients come last and are what everything else is compared for."""
         self.reserved = 0
         for parameter in self.learn_names().values():
-            copies = int(parameter.requires_grad) + 2 if self.parameters else 0
+            copies = int(parameter.requires_grad and self.whole) + 2 * int(self.parameters)
             part = foreign.local(parameter)
             self.reserved += copies * part.numel() * part.element_size()
+        self.sketching.reserve(self.reserved)
 
     def backward_begins(self, roots: list[Tensor]) -> None:
         """A call of autograd.backward begins: one more micro-batch."""
@@ -324,9 +332,8 @@ class Capture(Life):
 
     def drop_before(self, micro: int) -> None:
         """Forgets what backwards before this micro-batch added: their gradients were thrown away."""
-        gone = [k for k in self.tensors if k.startswith("part/") and micro_of(int(k.split("/")[1])) < micro]
-        for name in gone:
-            del self.tensors[name]
+        for path in [k for k in self.tensors if (n := number_of(k)) is not None and micro_of(n) < micro]:
+            del self.tensors[path]
 
     def snapshot(self, gradients: dict[str, Tensor] | None = None, talk: bool = True) -> None:
         """The gradients as they are before clip: taken where clipping is called, else at the optimizer's door.
@@ -355,7 +362,7 @@ class Capture(Life):
                 "gradient_hash": digest(part), "gradient_dtype": dtype_name(part), "squares": squares(part),
             }  # fmt: skip
             if self.whole:
-                self.keep(f"final/{name}", part)
+                self.keep(f"final/{name}", part, parameter)
         if gradients is not None:
             self.event(WholeGradients(*self.now, names=tuple(sorted(gradients))))
 
@@ -388,7 +395,7 @@ class Capture(Life):
         for name, parameter in self.learn_names().items():
             part = foreign.local(parameter)
             if self.parameters:
-                self.keep(f"parameter/{name}", part)
+                self.keep(f"parameter/{name}", part, parameter)
             if parameter.grad is not None and not clipped and f"sum/{name}" in self.tensors:
                 self.tensors[f"clipped/{name}"] = self.tensors[f"sum/{name}"].clone()  # a file of its own memory
             elif parameter.grad is not None:
@@ -427,9 +434,8 @@ class Capture(Life):
         self.unsettled = False
         # What an optimizer that did not step holds is no gradient of this step.
         self.waiting = {n for n, p in self.learn_names().items() if n not in self.owned and _owner(p) in self.belongs}
-        for path in [k for k in self.tensors if k.startswith(("sum/", "final/", "clipped/", "part/"))]:
-            if path.split("/", 2 if path.startswith("part/") else 1)[-1] in self.waiting:
-                del self.tensors[path]
+        for path in [k for k in self.tensors if gradient_of(k) in self.waiting]:
+            del self.tensors[path]
         self._finish_step("")
 
     def leftover(self) -> None:
@@ -443,7 +449,7 @@ class Capture(Life):
         for name, parameter in self.learn_names().items():
             part = foreign.local(parameter)
             if self.parameters:
-                self.keep(f"after/{name}", part)
+                self.keep(f"after/{name}", part, parameter)
             box, whole = self.boxes.get(name) or (foreign.box_of(parameter), foreign.whole_shape(parameter))
             about[name] = Parameter(
                 shape=tuple(part.shape),

@@ -398,7 +398,7 @@ class Hooks:
         c = self.capture
         c.snapshot(gradients)
         for name, parameter in c.learn_names().items() if c.parameters else ():
-            c.keep(f"parameter/{name}", foreign.local(parameter))
+            c.keep(f"parameter/{name}", foreign.local(parameter), parameter)
 
     def _within(self, original: Any, engine: Any, *args: Any, whole: Any = nullcontext, **kwargs: Any) -> Any:
         """`whole`: makes parameters readable that are kept as shards."""

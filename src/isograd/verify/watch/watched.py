@@ -66,6 +66,7 @@ def start(directory: str) -> None:
 
 
 def _capture(directory: str) -> Any:
+    from isograd.verify.record.projection import SMALL
     from isograd.verify.watch.capture import Capture
 
     capture = Capture(
@@ -75,6 +76,7 @@ def _capture(directory: str) -> Any:
         parameters=os.environ.get("ISOGRAD_VERIFY_PARAMETERS") == "1",
         lenient=True,
         replay=Path(other) if (other := os.environ.get("ISOGRAD_VERIFY_REPLAY")) else None,
+        beyond=SMALL if os.environ.get("ISOGRAD_VERIFY_SKETCH") == "1" else None,
     )
     steps = _Steps()  # its hook goes first: the capture's own can then be taken out from behind it
 
