@@ -37,18 +37,20 @@ def attend(
     places: Places,
     starts: Tensor | None = None,
     scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """q [b, local, heads, d]; k, v [b, local, kv_heads, d], my tokens of each sequence -> [b, local, heads, d].
 
     `whole` attends over whole sequences, [b, s, heads, d] of some heads. It is used where there is no ring, and may be
     any function (with masks, dropout, documents). A ring has its own arithmetic and needs only `starts`, the beginnings
-    of documents, and `scale`, if it is not 1 / sqrt(d).
+    of documents, `scale`, if it is not 1 / sqrt(d), the `window` and the cap on scores.
     """
     layout = mesh.layout
     neighbours, circle = mesh.group(f"cp/{layout.ulysses}"), mesh.group(f"cp%{layout.ulysses}")
 
     def around(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        return ring.attention(q, k, v, circle, places, starts, scale).transpose(1, 2)
+        return ring.attention(q, k, v, circle, places, starts, scale, window, softcap).transpose(1, 2)
 
     return ulysses.attention(whole if circle.size == 1 else around, q, k, v, neighbours)

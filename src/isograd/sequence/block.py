@@ -2,7 +2,8 @@
 
 One device: out = softmax(scale q k^T + mask) v with log_sum = logsumexp(scale q k^T + mask); `fold` joins the results
 of two sets of keys. Gradients are computed from the global log-sum-exp. torch's CPU kernel computes both directions
-where it applies; elsewhere, and with a mask of documents, the few lines below do, in fp32, or in fp64 for fp64 tensors.
+where it applies; elsewhere, with a mask of documents, and with a cap (scores become cap * tanh(scores / cap)), the few
+lines below do, in fp32, or in fp64 for fp64 tensors.
 
 q [b, heads, n, d]; k, v [b, kv_heads, m, d] with heads a multiple of kv_heads; log_sum [b, heads, n].
 """
@@ -21,18 +22,19 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _fits_kernel(q: Tensor, mask: Tensor | None) -> bool:
-    return q.device.type == "cpu" and mask is None
+def _fits_kernel(q: Tensor, mask: Tensor | None, softcap: float | None) -> bool:
+    return q.device.type == "cpu" and mask is None and softcap is None
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, mask: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, mask: Tensor | None = None,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(out, log_sum), both in `wide`. mask [b, n, m]: True where attended; a row without any key gets 0 and -inf."""
-    if _fits_kernel(q, mask):
+    if _fits_kernel(q, mask, softcap):
         out, log_sum = _flash(q, k, v, 0.0, causal, scale=scale)
         return out.to(wide(q.dtype)), log_sum
-    scores = _scores(q, k, scale, causal, mask)
+    scores, _ = _scores(q, k, scale, causal, mask, softcap)
     log_sum = scores.logsumexp(-1)
     probabilities = (scores - log_sum.masked_fill(log_sum == -torch.inf, 0)[..., None]).exp()
     out = probabilities @ v.to(scores.dtype)[:, :, None]
@@ -48,29 +50,36 @@ def fold(out: Tensor, log_sum: Tensor, more_out: Tensor, more_log_sum: Tensor) -
 
 def backward(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor, scale: float, causal: bool,
-    mask: Tensor | None = None,
+    mask: Tensor | None = None, softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """This block's summands of dq, dk and dv; `out` and `log_sum` are those over ALL keys."""
-    if _fits_kernel(q, mask):
+    if _fits_kernel(q, mask, softcap):
         gradient = gradient if gradient.stride(-1) == 1 else gradient.contiguous()
         dq, dk, dv = _flash_backward(gradient, q, k, v, out, log_sum, 0.0, causal, scale=scale)
         return dq, dk, dv
     share = q.shape[1] // k.shape[1]
-    probabilities = (_scores(q, k, scale, causal, mask) - log_sum.unflatten(1, (-1, share))[..., None]).exp()
+    scores, slope = _scores(q, k, scale, causal, mask, softcap)
+    probabilities = (scores - log_sum.unflatten(1, (-1, share))[..., None]).exp()
     high = probabilities.dtype
     q, gradient, out = (t.to(high).unflatten(1, (-1, share)) for t in (q, gradient, out))  # [b, kv_heads, share, n, d]
     k, v = (t.to(high)[:, :, None] for t in (k, v))
     dv = (probabilities.mT @ gradient).sum(2)
     dscores = probabilities * (gradient @ v.mT - (gradient * out).sum(-1, keepdim=True)) * scale
+    dscores = dscores if slope is None else dscores * slope
     return (dscores @ k).flatten(1, 2), (dscores.mT @ q).sum(2), dv
 
 
-def _scores(q: Tensor, k: Tensor, scale: float, causal: bool, mask: Tensor | None) -> Tensor:
-    """[b, kv_heads, heads per kv head, n, m], wide."""
-    high = wide(q.dtype)
+def _scores(
+    q: Tensor, k: Tensor, scale: float, causal: bool, mask: Tensor | None, softcap: float | None
+) -> tuple[Tensor, Tensor | None]:
+    """[b, kv_heads, heads per kv head, n, m], wide; and of capped scores, their derivative by those without a cap."""
+    high, slope = wide(q.dtype), None
     scores: Tensor = q.to(high).unflatten(1, (k.shape[1], -1)) @ k.to(high)[:, :, None].mT * scale
+    if softcap is not None:
+        bent = (scores / softcap).tanh_()
+        scores, slope = bent * softcap, 1 - bent.square()
     if causal and mask is None:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()[None]
     if mask is not None:
         scores = scores.masked_fill(~mask[:, None, None], -torch.inf)
-    return scores
+    return scores, slope

@@ -66,11 +66,11 @@ class Places:
 
     def positions(self, rank: int, device: torch.device | str | None = None) -> Tensor:
         """Global positions [local] of the tokens of cp rank `rank`, in the order it holds them."""
-        return _positions(self.spans[rank], device)
+        return positions_of(self.spans[rank], device)
 
     def block_positions(self, member: int, device: torch.device | str | None = None) -> Tensor:
         """Global positions of the tokens of ring member `member`'s block."""
-        return _positions(self.blocks[member], device)
+        return positions_of(self.blocks[member], device)
 
     def pad(self, x: Tensor, value: int | float = 0) -> Tensor:
         """x [b, length, ...] -> [b, padded, ...]."""
@@ -138,7 +138,8 @@ def _cut(spans: Spans, first: int, last: int) -> Spans:
     return tuple(found)
 
 
-def _positions(spans: Spans, device: torch.device | str | None) -> Tensor:
+def positions_of(spans: Spans, device: torch.device | str | None = None) -> Tensor:
+    """All positions of some spans, in their order."""
     return torch.cat([torch.arange(start, stop, device=device) for start, stop in spans])
 
 
@@ -155,10 +156,11 @@ class Sight:
     causal: bool = False
 
 
-def sights(mine: Spans, theirs: Spans) -> tuple[Sight, ...]:
+def sights(mine: Spans, theirs: Spans, window: int | None = None) -> tuple[Sight, ...]:
     """Which queries of one block attend to which keys of another under the causal mask; () for none.
 
-    Spans of different blocks lie entirely before or after each other, so a query attends to a prefix of the keys.
+    Spans of different blocks lie entirely before or after each other, so a query attends to a prefix of the keys. Spans
+    of queries that see none of them through the `window` are left out.
     """
     if mine == theirs:
         rows = sum(stop - start for start, stop in mine)
@@ -166,8 +168,11 @@ def sights(mine: Spans, theirs: Spans) -> tuple[Sight, ...]:
     found: list[Sight] = []
     at = 0
     for start, stop in mine:
-        keys = sum(b - a for a, b in theirs if b <= start)
-        if found and found[-1].keys == keys and found[-1].stop == at:
+        before = [(a, b) for a, b in theirs if b <= start]
+        keys = sum(b - a for a, b in before)
+        if window is not None and all(start - b + 1 >= window for _, b in before):
+            keys = 0
+        if keys and found and found[-1].keys == keys and found[-1].stop == at:
             found[-1] = Sight(found[-1].start, at + stop - start, keys)
         elif keys:
             found.append(Sight(at, at + stop - start, keys))
@@ -175,9 +180,9 @@ def sights(mine: Spans, theirs: Spans) -> tuple[Sight, ...]:
     return tuple(found)
 
 
-def reach(mine: Spans, theirs: Spans) -> int:
+def reach(mine: Spans, theirs: Spans, window: int | None = None) -> int:
     """How many leading keys of another block any of my queries attends to: only these must be sent."""
-    return max((sight.keys for sight in sights(mine, theirs)), default=0)
+    return max((sight.keys for sight in sights(mine, theirs, window)), default=0)
 
 
 # -- documents: several texts packed into one sequence ------------------------------------------------------------

@@ -19,7 +19,8 @@ that step t computed for the keys of member j are sent to j while step t + 1 run
 part first and then those of i = j + 1, j + 2, ...: a fixed order, so every run has the same bits.
 
 Key and value heads are never expanded to query heads, neither on the wire nor in memory.
-Documents restrict which keys a query attends to.
+Documents and a window restrict which keys a query attends to: blocks of which no query sees a key are not computed, and
+those of a window are not sent.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from torch import Tensor
 from isograd.comm import ops, raw
 from isograd.comm.raw import Group, Handle
 from isograd.sequence import block
-from isograd.sequence.places import Places, Sight, Spans, reach, sights
+from isograd.sequence.places import Places, Sight, Spans, positions_of, reach, sights
 
 
 def attention(
@@ -43,38 +44,39 @@ def attention(
     places: Places,
     starts: Tensor | None = None,
     scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """My block of causal attention. q [b, heads, n, d]; k, v [b, kv_heads, n, d]: block `group.index` of places.blocks.
 
     starts [b, padded]: where the document of each token of the whole sequences begins (places.document_starts).
+    window: how many tokens each sees, itself included. softcap: scores become softcap * tanh(scores / softcap).
     """
-    return _attention(q, k, v, group, places.blocks, starts, scale or q.shape[-1] ** -0.5)
+    return _attention(q, k, v, group, places.blocks, starts, scale or q.shape[-1] ** -0.5, window, softcap)
 
 
 @ops.uncompiled
 def _attention(
-    q: Tensor, k: Tensor, v: Tensor, group: Group, blocks: tuple[Spans, ...], starts: Tensor | None, scale: float
-) -> Tensor:
-    return _Ring.apply(q, k, v, group, blocks, starts, scale)  # type: ignore[no-any-return, no-untyped-call]
+    q: Tensor, k: Tensor, v: Tensor, group: Group, blocks: tuple[Spans, ...], starts: Tensor | None, scale: float,
+    window: int | None, softcap: float | None,
+) -> Tensor:  # fmt: skip
+    trip = _Trip(group, blocks, _by_block(starts, blocks), window)
+    return _Ring.apply(q, k, v, trip, scale, softcap)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, group: Group, blocks: tuple[Spans, ...], starts: Tensor | None,
-        scale: float,
-    ) -> Tensor:  # fmt: skip
-        trip = _Trip(group, blocks, _by_block(starts, blocks))
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, trip: _Trip, scale: float, softcap: float | None) -> Tensor:
         k, v = (t.permute(2, 0, 1, 3).contiguous() for t in (k, v))  # [n, b, kv_heads, d]: leading keys are one piece
         out = log_sum = None
         for step, (keys, values) in enumerate(trip.visits(k, v)):
             for sight in trip.sights(step):
                 rows = slice(sight.start, sight.stop)
-                mask = trip.mask(step, sight)
+                mask = trip.mask(step, sight, q.device)
                 if mask is not None and not mask.any():
                     continue
                 part = block.forward(
-                    q[:, :, rows], _heads(keys, sight), _heads(values, sight), scale, sight.causal, mask
+                    q[:, :, rows], _heads(keys, sight), _heads(values, sight), scale, sight.causal, mask, softcap
                 )
                 if out is None or log_sum is None:
                     out, log_sum = part  # step 0 has all rows
@@ -83,7 +85,7 @@ class _Ring(torch.autograd.Function):
         assert out is not None
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, log_sum)
-        ctx.trip, ctx.scale = trip, scale
+        ctx.trip, ctx.scale, ctx.softcap = trip, scale, softcap
         return out
 
     @staticmethod
@@ -98,12 +100,12 @@ class _Ring(torch.autograd.Function):
             here = (dk, dv) if step == 0 else homing.parcel(step)
             for sight in trip.sights(step):
                 rows = slice(sight.start, sight.stop)
-                mask = trip.mask(step, sight)
+                mask = trip.mask(step, sight, q.device)
                 if mask is not None and not mask.any():
                     continue
                 to_q, to_k, to_v = block.backward(
                     gradient[:, :, rows], q[:, :, rows], _heads(keys, sight), _heads(values, sight),
-                    out[:, :, rows], log_sum[:, :, rows], ctx.scale, sight.causal, mask,
+                    out[:, :, rows], log_sum[:, :, rows], ctx.scale, sight.causal, mask, ctx.softcap,
                 )  # fmt: skip
                 dq[:, :, rows] += to_q
                 for total, part in zip(here, (to_k, to_v), strict=True):
@@ -111,7 +113,7 @@ class _Ring(torch.autograd.Function):
             if step:
                 homing.send(step)
         homing.land()
-        return dq.to(q.dtype), *(t.permute(1, 2, 0, 3).to(q.dtype) for t in (dk, dv)), None, None, None, None
+        return dq.to(q.dtype), *(t.permute(1, 2, 0, 3).to(q.dtype) for t in (dk, dv)), None, None, None
 
 
 def _heads(t: Tensor, sight: Sight) -> Tensor:
@@ -128,8 +130,10 @@ def _by_block(starts: Tensor | None, blocks: tuple[Spans, ...]) -> list[Tensor] 
 class _Trip:
     """The r steps of one member: whose keys arrive in which step, which of them are used, and what must be sent."""
 
-    def __init__(self, group: Group, blocks: tuple[Spans, ...], starts: list[Tensor] | None) -> None:
-        self.group, self.blocks, self.starts = group, blocks, starts
+    def __init__(
+        self, group: Group, blocks: tuple[Spans, ...], starts: list[Tensor] | None, window: int | None
+    ) -> None:
+        self.group, self.blocks, self.starts, self.window = group, blocks, starts, window
 
     def member(self, step: int) -> int:
         """The member whose keys arrive in this step."""
@@ -137,23 +141,28 @@ class _Trip:
 
     def sights(self, step: int) -> tuple[Sight, ...]:
         """Which of my queries attend to which of the keys of this step."""
-        return sights(self.blocks[self.group.index], self.blocks[self.member(step)])
+        return sights(self.blocks[self.group.index], self.blocks[self.member(step)], self.window)
 
     def keys_in(self, step: int) -> int:
         """How many keys I receive in this step."""
-        return reach(self.blocks[self.group.index], self.blocks[self.member(step)])
+        return reach(self.blocks[self.group.index], self.blocks[self.member(step)], self.window)
 
     def keys_out(self, step: int) -> int:
         """How many of my keys member index + step receives."""
-        return reach(self.blocks[self.member(-step)], self.blocks[self.group.index])
+        return reach(self.blocks[self.member(-step)], self.blocks[self.group.index], self.window)
 
-    def mask(self, step: int, sight: Sight) -> Tensor | None:
-        """[b, rows, keys]: which pairs are in one document, and causal if the sight is. None without documents."""
-        if self.starts is None:
-            return None
-        mine, theirs = self.starts[self.group.index], self.starts[self.member(step)]
-        same = mine[:, sight.start : sight.stop, None] == theirs[:, None, : sight.keys]
-        return same.tril() if sight.causal else same
+    def mask(self, step: int, sight: Sight, device: torch.device) -> Tensor | None:
+        """[b or 1, rows, keys]: which pairs are in one document and in the window, and causal if the sight is. None
+        where neither documents nor the window leave out a pair."""
+        me, other = self.group.index, self.member(step)
+        seen = None
+        if self.window is not None and self.blocks[me][-1][1] - self.blocks[other][0][0] > self.window:
+            queries, keys = (positions_of(self.blocks[member], device) for member in (me, other))
+            seen = (queries[sight.start : sight.stop, None] - keys[: sight.keys] < self.window)[None]
+        if self.starts is not None:
+            same = self.starts[me][:, sight.start : sight.stop, None] == self.starts[other][:, None, : sight.keys]
+            seen = same if seen is None else seen & same
+        return seen.tril() if seen is not None and sight.causal else seen
 
     def visits(self, k: Tensor, v: Tensor) -> Any:
         """Keys and values [n, b, kv_heads, d] of each step; the next ones travel while the caller computes."""
