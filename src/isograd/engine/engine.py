@@ -28,6 +28,7 @@ from isograd.comm import raw
 from isograd.comm.notes import gather_notes
 from isograd.contract import contracts
 from isograd.engine import batches, evaluation, matrices, norm, start, totals
+from isograd.engine.across import Across
 from isograd.engine.batches import call
 from isograd.engine.blame import Blame, blame
 from isograd.engine.dropped import is_dropped, mark, mark_handled
@@ -121,7 +122,8 @@ class Engine:
             units=self._units,
             loss_scale=self.loss_scale,
         )
-        self._optimized = Optimized(self.plan, stage, optimizer, self._units, offload)
+        across = Across(self.plan.slots, mesh, owners, stage)
+        self._optimized = Optimized(self.plan, stage, optimizer, self._units, offload, across)
         self.ledger.shows(self._optimized.masters)
         self._counted = norm.counted(self.plan.slots, mesh)
         self._overlap, self._keeps_local = overlap, accumulate == "local"

@@ -4,18 +4,20 @@ A row shard of a matrix has other singular vectors than the matrix: such an opti
 nothing. Matrices named by `Engine(whole=[...])` therefore have one data rank each that owns all of their rows. The
 experts of a layer are a stack of matrices, of which a row is an expert's: any cut by rows leaves each with one owner.
 Nothing else changes: gradients are sent to the owners of rows and parameters come back from them, by the same moves,
-and each matrix is stepped once instead of on every rank.
+and each matrix is stepped once instead of on every rank. Of a matrix that tp cuts, the owner is a group of tp ranks, of
+which one steps the whole (engine/across.py).
 """
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
 import torch
 
-from isograd.contract import Table
+from isograd.contract import Record, Table
 from isograd.engine.joined import Joined
 from isograd.engine.plan import Slot
 from isograd.errors import EngineError
@@ -43,26 +45,32 @@ def owners(table: Table, mesh: Mesh, patterns: Sequence[str]) -> dict[str, int |
             expected=f"shell-style patterns of names of trainable matrices, such as {[r.name for r in matrices][:3]}",
             where=mesh.where(),
         )
-    cut = [record.name for record in chosen if record.contract.shards and not record.contract.stacked]
+    apart = [record for record in chosen if record.contract.shards and not record.contract.stacked]
+    cut = [r.name for r in apart if [shard.axis for shard in r.contract.shards] != ["tp"]]
     if cut:
         raise EngineError(
             "IG529",
-            "matrices that were to stay whole are cut over tp",
+            "matrices that were to stay whole are cut over more than tp",
             seen=f"{cut[:4]}{' ...' if len(cut) > 4 else ''} under {str(mesh.layout)!r}",
-            expected="matrices of which each tp rank has all rows and columns",
-            fix="a layout without tp, AdamW under tp, or whole= patterns that leave these out",
+            expected="matrices of which the tp ranks have all rows and columns",
+            fix="a layout without these axes, AdamW, or whole= patterns that leave these out",
             where=mesh.where(),
         )
     group = mesh.group(DATA)
     loads = [0] * group.size
     found: dict[str, int | None] = {record.name: None for record in chosen if record.contract.stacked}
     chosen = [record for record in chosen if not record.contract.stacked]
-    for record in sorted(chosen, key=lambda r: (-r.parameter.numel(), r.name)):
+    for record in sorted(chosen, key=lambda r: (-_size(r), r.name)):
         tied = bool(record.contract.ties)
         owner = zlib.crc32(record.name.encode()) % group.size if tied else loads.index(min(loads))
-        loads[owner] += record.parameter.numel()
+        loads[owner] += _size(record)
         found[record.name] = owner
     return found
+
+
+def _size(record: Record) -> int:
+    """Of the whole matrix, on which all tp ranks agree."""
+    return math.prod(record.contract.shape)
 
 
 def refuse_pieces(optimizer: torch.optim.Optimizer, slots: Mapping[int, Slot], *, by_rows: bool) -> None:
@@ -80,5 +88,5 @@ def refuse_pieces(optimizer: torch.optim.Optimizer, slots: Mapping[int, Slot], *
                     seen=f"{slot.name!r}, cut {'over tp' if slot.contract.shards else 'by rows over the data ranks'}",
                     expected="matrices that one data rank owns whole",
                     fix=f"Engine(..., whole=['blocks.*']) and ig.Joined({kind}(shards.whole), AdamW(shards.rest)), "
-                    "where the optimizer is made; under tp, AdamW alone",
+                    "where the optimizer is made",
                 )

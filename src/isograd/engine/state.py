@@ -82,10 +82,11 @@ def parts(engine: Engine, entries: Mapping[str, Iterable[str]] | None = None) ->
         master = engine._optimized.masters.get(record.name)
         if master is None:
             continue
+        part = _matrix if slot in engine._optimized.across else _part
         if master.dtype != record.parameter.dtype:
-            found.append(_part(f"master/{record.name}", slot, master.data, engine.mesh))
+            found.append(part(f"master/{record.name}", slot, master.data, engine.mesh))
         for entry in (entries or {}).get(record.name, ()):
-            found.append(_part(f"optimizer/{entry}/{record.name}", slot, states[record.name][entry], engine.mesh))
+            found.append(part(f"optimizer/{entry}/{record.name}", slot, states[record.name][entry], engine.mesh))
     first = engine.mesh.index(DATA) == 0 and engine.mesh.index("tp") == 0
     for name, buffer in _saved_buffers(engine.model):
         rows = buffer.view(1) if buffer.dim() == 0 else buffer
@@ -111,6 +112,13 @@ def _part(key: str, slot: Slot, tensor: Tensor, mesh: Mesh) -> Part:
         start, stop = 0, stop - start
     writes = (start, stop) if slot.contract.counted_here(mesh) else (0, 0)
     return Part(key, slot.contract.shape, tuple(whole), tensor, writes)
+
+
+def _matrix(key: str, slot: Slot, tensor: Tensor, mesh: Mesh) -> Part:
+    """Of a matrix that tp cuts and that one rank steps whole: `tensor` is all of it there, and empty elsewhere."""
+    rows = len(tensor) if slot.cuts[slot.owner] < slot.cuts[slot.owner + 1] else 0  # at stage 0 all data ranks have it
+    box = ((0, len(tensor)), *((0, size) for size in slot.contract.shape[1:]))
+    return Part(key, slot.contract.shape, box, tensor, (0, rows))
 
 
 def _saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -247,7 +255,9 @@ def counts(engine: Engine, declared: Declared) -> dict[str, dict[str, Any]]:
     slots = {slot.name: slot for slot in engine.plan.slots}
     found: dict[str, dict[str, Any]] = {}
     for member, _, name, master in _stepped(engine):
-        if not _owns_first_element(slots[name], engine.mesh):
+        slot, across = slots[name], engine._optimized.across
+        owns = bool(_matrix("", slot, master, engine.mesh).writes[1]) if slot in across else None
+        if not (_owns_first_element(slot, engine.mesh) if owns is None else owns):
             continue
         for entry, value in _state(member, master).items():
             if declared.entries[_named(member, entry)] == PARAMETER:
@@ -432,6 +442,8 @@ def drop_step(engine: Engine) -> None:
 def settle(engine: Engine) -> None:
     """After tensors were read into parts: make equal again what this rank keeps twice."""
     for slot in engine.plan.slots:
+        if slot in engine._optimized.across:  # its parts are collected at each step
+            continue
         master, kept = engine._optimized.masters[slot.name], engine.held(slot.name)
         rows = kept if kept.shape == master.shape else slot.rows(kept)
         if master.dtype == rows.dtype and master.device != rows.device:  # offloaded fp32

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from isograd.engine import elementwise, matrices
+from isograd.engine.across import Across
 from isograd.engine.flights import zeros_of
 from isograd.engine.kept import on_host
 from isograd.engine.ledger import Ledger
@@ -99,17 +100,28 @@ def _apart(master: Tensor, rows: Tensor) -> bool:
     return master.dtype != rows.dtype or master.device != rows.device
 
 
+def _take(rows: Tensor, master: nn.Parameter) -> None:
+    edited, written = rows.to(master.device), master.to(rows.dtype)
+    if master.device.type != "cpu" or not torch.equal(edited, written):
+        torch.where(edited == written, master, edited.to(master.dtype), out=master.data)
+
+
 Factory = Callable[[Shards], torch.optim.Optimizer]
 
 
 class Optimized:
     """The optimizer, its shards, and the way of their results back into the model."""
 
-    def __init__(self, plan: Plan, stage: int, factory: Factory, units: Units | None, offload: bool) -> None:
-        """offload: masters and the optimizer's state lie, and step, in the host's memory."""
-        self.plan, self.stage, self.units, self.offload = plan, stage, units, offload
+    def __init__(
+        self, plan: Plan, stage: int, factory: Factory, units: Units | None, offload: bool, across: Across
+    ) -> None:
+        """offload: masters and the optimizer's state lie, and step, in the host's memory. across: the matrices that tp
+        cuts and that are stepped whole."""
+        self.plan, self.stage, self.units, self.offload, self.across = plan, stage, units, offload, across
         self.masters = {slot.name: self._master(slot) for slot in plan.slots}
-        self._apart = [slot for slot in plan.slots if _apart(self.masters[slot.name], self._target(slot))]
+        own = [slot for slot in plan.slots if slot not in across]
+        self._apart = [slot for slot in own if _apart(self.masters[slot.name], self._target(slot))]
+        self._collect_edits()
         shards = Shards(self.masters.items(), {slot.name for slot in plan.slots if slot.whole})
         self.optimizer = factory(shards)
         self._check_owned(shards)
@@ -150,6 +162,10 @@ class Optimized:
             )
 
     def _master(self, slot: Slot) -> nn.Parameter:
+        if slot in self.across:  # NaN until it is collected: equal to nothing that could be in the parameter
+            shape = slot.contract.shape if self.across.is_home(slot) else (0, *slot.contract.shape[1:])
+            device = torch.device("cpu") if self.offload else slot.parameter.device
+            return nn.Parameter(torch.full(shape, torch.nan, dtype=slot.dtype, device=device))
         if self.stage == 0 and slot.parameter.dtype == slot.dtype:
             return slot.parameter
         rows = self._target(slot)
@@ -187,8 +203,15 @@ class Optimized:
             gather_gradients(ledger, dict.fromkeys(self.plan.slots, scale))
         else:
             torch._foreach_mul_(list(ledger.paid.values()), scale)
+        gradients: Mapping[Slot, Tensor] = ledger.full if self.stage == 0 else ledger.paid
+        self._collect_edits()
+        collected = self.across.collect({
+            slot: gradients[slot] if slot in gradients else torch.zeros_like(self._target(slot), dtype=slot.dtype)
+            for slot in self.across.slots
+            if slot.name not in unused
+        })  # fmt: skip
         for slot in self.plan.slots:
-            gradient = ledger.full.get(slot) if self.stage == 0 else ledger.paid.get(slot)
+            gradient = (collected if slot in self.across else gradients).get(slot)
             master = self.masters[slot.name]
             here = gradient is not None and gradient.numel() and slot.name not in unused
             master.grad = gradient.to(master.device) if gradient is not None and here else None
@@ -214,15 +237,21 @@ class Optimized:
         left when nothing was edited; on a GPU, which nothing waits for here, each element is chosen.
         """
         for slot in self._apart:
-            master, rows = self.masters[slot.name], self._target(slot)
-            edited, written = rows.to(master.device), master.to(rows.dtype)
-            if master.device.type != "cpu" or not torch.equal(edited, written):
-                torch.where(edited == written, master, edited.to(master.dtype), out=master.data)
+            _take(self._target(slot), self.masters[slot.name])
+
+    @torch.no_grad()
+    def _collect_edits(self) -> None:
+        """The same for matrices that are stepped whole and of which tp ranks have parts."""
+        wholes = self.across.collect({slot: self._target(slot) for slot in self.across.slots})
+        for slot, edited in wholes.items():
+            _take(edited, self.masters[slot.name])
 
     @torch.no_grad()
     def _write_back(self) -> None:
         for slot in self._apart:
             self._target(slot).copy_(self.masters[slot.name])
+        wholes = {slot: self.masters[slot.name].data for slot in self.across.slots if self.across.is_home(slot)}
+        self.across.spread(wholes, {slot: self._target(slot) for slot in self.across.slots})
         if 0 < self.stage < 3:
             _gather([(b, [s.parameter.data for s in b.slots]) for b in self.plan.buckets])
         if self.units is not None:
