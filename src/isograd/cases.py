@@ -93,10 +93,19 @@ def _say(name: str, text: str) -> None:
 def structure(config: TransformerConfig, layers: int) -> TransformerConfig:
     """A model small enough for fp64 on CPUs that a layout treats alike: its heads, ties, norms, biases, positions."""
     hidden = config.heads * 8
+    config = config.with_layers(layers)
+    if config.sliding_window is not None:  # shorter than the sequences of the proof
+        config = replace(config, sliding_window=min(config.sliding_window, LENGTH // 2))
     if config.hidden <= hidden:
-        return replace(config, layers=layers)
+        return config
     mlp = 8 * config.heads * max(1, round(config.mlp / config.hidden))
-    small = replace(config, layers=layers, hidden=hidden, head_dim=8, mlp=mlp, vocab=min(config.vocab, 1009))
+    scaling = config.rope_scaling
+    if scaling is not None and scaling.kind == "longrope":  # a divisor for each pair of features that turns
+        pairs = int(8 * config.rotary_fraction) // 2
+        scaling = replace(
+            scaling, short=scaling.short[:pairs], long=scaling.long[:pairs], original_positions=LENGTH - 2
+        )
+    small = replace(config, rope_scaling=scaling, hidden=hidden, head_dim=8, mlp=mlp, vocab=min(config.vocab, 1009))
     if small.experts is None:
         return small
     dense = min(small.experts.dense_first, layers - 1)

@@ -40,6 +40,8 @@ ARCHITECTURES = {
     "gpt2": "GPT2LMHeadModel", "gpt_neox": "GPTNeoXForCausalLM", "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM", "qwen3": "Qwen3ForCausalLM", "mixtral": "MixtralForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM", "olmoe": "OlmoeForCausalLM",
+    "qwen2": "Qwen2ForCausalLM", "gemma2": "Gemma2ForCausalLM", "gemma3_text": "Gemma3ForCausalLM",
+    "phi3": "Phi3ForCausalLM", "olmo2": "Olmo2ForCausalLM", "smollm3": "SmolLM3ForCausalLM",
 }  # fmt: skip
 COPIED = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model",
@@ -198,6 +200,7 @@ def plan(
 
 def _of_transformer(described: Mapping[str, Any], ours: Mapping[str, Entry]) -> list[Theirs]:
     config = TransformerConfig.from_dict(described["config"])
+    to_hf_config(config)  # refuses, before anything is written, what no family has
     made: dict[str, Theirs] = {}
     for rule in rules(config, model_type_of(config)):
         mine = ours[f"model/{rule.ours}"]

@@ -28,7 +28,7 @@ from isograd.errors import CheckpointError, IsogradError, did_you_mean
 
 SHOWN = 8
 # Options of isograd's models that a run may change when it resumes. All others decide what the model computes.
-FREE = {"dropout", "attention_dropout", "init_std", "max_positions", "sliding_window"}
+FREE = {"dropout", "attention_dropout", "init_std", "max_positions"}
 FREE_OF_EXPERTS = {"choice_bias_rate", "balance", "balance_weight", "z_weight"}
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from isograd.errors import ConfigError, did_you_mean
+from isograd.nn.rotary import RotaryScaling
 from isograd.nn.routing import ExpertOptions
 from isograd.outside import CONFIG, FileError, parse_json, read_text
 
@@ -21,6 +22,8 @@ LARGEST, MOST_LAYERS = 1 << 40, 1 << 16  # beyond any model; a file that says mo
 _KINDS: dict[str, tuple[type, ...]] = {
     "int": (int,), "int | None": (int, type(None)), "float": (float, int), "str": (str,), "bool": (bool,),
     "float | None": (float, int, type(None)), "ExpertOptions | None": (ExpertOptions, type(None)),
+    "RotaryScaling | None": (RotaryScaling, type(None)), "bool | None": (bool, type(None)),
+    "tuple[int, ...]": (int,), "tuple[float, ...]": (float, int),
 }  # fmt: skip
 
 
@@ -37,11 +40,16 @@ class TransformerConfig:
     head_dim: int | None = None  # None: hidden / heads
     norm: str = "rms"  # "rms" | "layer"
     norm_eps: float = 1e-6
+    norm_plus_one: bool = False  # norms multiply with 1 + weight
+    norms: str = "pre"  # "pre" | "post" | "both": of what attention and mlp read, of what they return
     activation: str = "silu"  # "silu" | "gelu" | "gelu_tanh" | "relu"
     gated: bool = True
     positions: str = "rotary"  # "rotary" | "learned"
     rope_theta: float = 10000.0
+    rope_theta_local: float | None = None  # in layers with the window, without scaling; None: as in all others
+    rope_scaling: RotaryScaling | None = None
     rotary_fraction: float = 1.0  # of a head's features that turn
+    nope_layers: tuple[int, ...] = ()  # layers without positions, counted from 0
     max_positions: int = 2048
     qkv_bias: bool = False
     out_bias: bool = False
@@ -51,11 +59,17 @@ class TransformerConfig:
     qk_norm_over: str = "head"  # "head" | "width": what one norm of queries or keys spans
     tied: bool = False
     pad_token: int | None = None  # a token whose lookup gives the embedding no gradient
-    sliding_window: int | None = None  # refused for sequences longer than it
+    embed_scale: float | None = None  # what embedded tokens are multiplied with, rounded to their dtype
+    sliding_window: int | None = None  # how many tokens each sees, itself included
+    full_layers: tuple[int, ...] = ()  # layers without the window, counted from 0
+    query_scalar: int | None = None  # attention divides scores by its root; None: by that of head_dim
+    attention_softcap: float | None = None  # scores become cap * tanh(scores / cap)
+    logit_softcap: float | None = None  # logits do
     dropout: float = 0.0
     attention_dropout: float = 0.0
     init_std: float = 0.02
     experts: ExpertOptions | None = None  # in place of the feed-forward layer; None: in no layer
+    fused: bool = False  # Hugging Face's files hold q, k, v as one tensor, gate and up as another (Phi 3)
 
     def __post_init__(self) -> None:
         mistyped = [
@@ -89,6 +103,7 @@ class TransformerConfig:
             problems.append(f"hidden {self.hidden} is no multiple of heads {self.heads}; give head_dim")
         if self.heads > 0 and self.kv_heads is not None and (self.kv_heads < 1 or self.heads % self.kv_heads):
             problems.append(f"heads {self.heads} is no multiple of kv_heads {self.kv_heads}")
+        problems += self._problems_of_layers()
         problems += [
             f"{n} must be in [0, 1)" for n in ("dropout", "attention_dropout") if not 0 <= getattr(self, n) < 1
         ]
@@ -100,21 +115,90 @@ class TransformerConfig:
         if problems:
             raise ConfigError("IG601", "invalid model config: " + "; ".join(problems), fix="fix every point above")
 
+    def _problems_of_layers(self) -> list[str]:
+        """What is wrong with norms, caps, windows and positions."""
+        found = []
+        if self.norms not in ("pre", "post", "both"):
+            found.append(f"norms are 'pre', 'post' or 'both', not {self.norms!r}")
+        if self.norms != "pre" and self.parallel_residual:
+            found.append(f"parallel_residual has norms 'pre' only, not {self.norms!r}")
+        if self.norm_plus_one and self.norm != "rms":
+            found.append(f"norm_plus_one needs norm 'rms', not {self.norm!r}")
+        if self.norm_plus_one and self.qk_norm and self.qk_norm_over == "width":
+            found.append("norm_plus_one is not built for norms of queries and keys over the width")
+        for name in ("attention_softcap", "logit_softcap", "embed_scale", "rope_theta_local", "rope_theta"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                found.append(f"{name} must be positive, not {value}")
+        for name in ("sliding_window", "query_scalar"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                found.append(f"{name} must be at least 1, not {value}")
+        return found + self._problems_of_positions()
+
+    def _problems_of_positions(self) -> list[str]:
+        """What is wrong with the numbers of layers and with rotary positions."""
+        found = []
+        for name in ("full_layers", "nope_layers"):
+            numbers = getattr(self, name)
+            if any(not 0 <= n < self.layers for n in numbers) or list(numbers) != sorted(set(numbers)):
+                found.append(f"{name} must be ascending numbers of layers from 0 to {self.layers - 1}, not {numbers}")
+        if self.full_layers and self.sliding_window is None:
+            found.append("full_layers without a sliding_window: all layers see everything")
+        if self.rope_theta_local is not None and self.sliding_window is None:
+            found.append("rope_theta_local is of layers with a sliding_window, and there is none")
+        rotary = [n for n in ("rope_scaling", "rope_theta_local", "nope_layers") if getattr(self, n) not in (None, ())]
+        if rotary and self.positions != "rotary":
+            found.append(f"{', '.join(rotary)} without rotary positions")
+        if self.rope_scaling is not None and self.rope_scaling.kind == "yarn" and self.rope_theta == 1:
+            found.append("rope_theta 1 has no positions that yarn could scale")
+        if self.rope_scaling is not None and self.heads > 0:
+            found += self.rope_scaling.problems(self.rotary_dims)
+        return found
+
     @property
     def rotary_dims(self) -> int:
         """The number of features of a head that rotary positions turn."""
         return int((self.head_dim or self.hidden // self.heads) * self.rotary_fraction)
 
+    def window_of(self, layer: int) -> int | None:
+        """How many tokens a token sees in this layer; None: all before it."""
+        return None if layer in self.full_layers else self.sliding_window
+
+    def rotary_of(self, layer: int) -> str | None:
+        """Which rotary positions this layer has: "global", "local", or (None) none."""
+        if self.positions != "rotary" or layer in self.nope_layers:
+            return None
+        return "local" if self.rope_theta_local is not None and self.window_of(layer) is not None else "global"
+
+    def with_layers(self, layers: int) -> TransformerConfig:
+        """The same with this many layers, which keep a layer of each kind where they are enough."""
+        kept: dict[str, tuple[int, ...]] = {}
+        for name in ("full_layers", "nope_layers"):
+            numbers = getattr(self, name)
+            below = tuple(n for n in numbers if n < layers)
+            kept[name] = below if below or not numbers else (layers - 1,)
+        if self.full_layers and len(kept["full_layers"]) == layers < self.layers and layers > 1:
+            kept["full_layers"] = tuple(range(1, layers))
+        return dataclasses.replace(self, layers=layers, **kept)  # type: ignore[arg-type]
+
     @classmethod
     def from_dict(cls, values: dict[str, Any], origin: str = "config") -> TransformerConfig:
         """A config from the fields of a file; `origin` names the file in errors."""
-        inner = values.get("experts")
+        inner, scaling = values.get("experts"), values.get("rope_scaling")
         if isinstance(inner, dict):
             values = {**values, "experts": _made(ExpertOptions, inner, f"{origin}: experts")}
+        if isinstance(scaling, dict):
+            values = {**values, "rope_scaling": _made(RotaryScaling, scaling, f"{origin}: rope_scaling")}
         return _made(cls, values, origin)
 
 
-Made = TypeVar("Made", TransformerConfig, ExpertOptions)
+def rotary_scaling(values: dict[str, Any], origin: str) -> RotaryScaling:
+    """A scaling of these values, all of the right types; a config says whether they fit."""
+    return _made(RotaryScaling, values, origin)
+
+
+Made = TypeVar("Made", TransformerConfig, ExpertOptions, RotaryScaling)
 
 
 def _made(cls: type[Made], values: dict[str, Any], origin: str) -> Made:
@@ -125,7 +209,10 @@ def _made(cls: type[Made], values: dict[str, Any], origin: str) -> Made:
     missing = [f"{name!r} is missing" for name in needed if name not in values]
     if unknown or missing:
         raise ConfigError("IG602", f"{origin}: " + "; ".join(unknown + missing), expected=f"fields of {list(kinds)}")
-    read = {key: _number(value) if "float" in kinds[key] else value for key, value in values.items()}
+    read: dict[str, Any] = {
+        key: tuple(v) if isinstance(v, list) and "tuple" in kinds[key] else v for key, v in values.items()
+    }
+    read = {key: _number(value) if "float" in kinds[key] else value for key, value in read.items()}
     mistyped = [f"{key} is of type {kinds[key]}, not {v!r}" for key, v in read.items() if not _is_a(v, kinds[key])]
     if mistyped:
         raise ConfigError("IG601", f"invalid {origin}: " + "; ".join(mistyped), fix="fix every point")
@@ -133,7 +220,11 @@ def _made(cls: type[Made], values: dict[str, Any], origin: str) -> Made:
 
 
 def _is_a(value: object, kind: str) -> bool:
-    return isinstance(value, _KINDS[kind]) and (kind == "bool" or not isinstance(value, bool))
+    if kind.startswith("tuple"):
+        if not isinstance(value, tuple) or len(value) > MOST_LAYERS:
+            return False
+        return all(isinstance(x, _KINDS[kind]) and not isinstance(x, bool) for x in value)
+    return isinstance(value, _KINDS[kind]) and (kind.startswith("bool") or not isinstance(value, bool))
 
 
 def _number(value: Any) -> Any:

@@ -1,5 +1,5 @@
-"""Hugging Face weights <-> ours: GPT-2, GPT-NeoX, Llama, Mistral, Qwen 3, SmolLM (a tied Llama), and with experts
-Mixtral, Qwen3-MoE and OLMoE. hf_configs.py reads and writes their configs.
+"""Hugging Face weights <-> ours: GPT-2, GPT-NeoX, Llama, Mistral, Qwen 2 and 3, Gemma 2 and 3, Phi 3, OLMo 2, SmolLM (a
+tied Llama) and SmolLM 3, and with experts Mixtral, Qwen3-MoE and OLMoE. hf_configs.py reads and writes their configs.
 
 A family is a list of rules (ours, theirs, how their tensor becomes ours). Reading: each rank takes only its box of each
 tensor, whatever the layout. Writing: full tensors on every rank, in the names `transformers` expects.
@@ -34,6 +34,16 @@ NOT_WEIGHTS = (
     ".attention.bias",
     ".attention.masked_bias",
 )
+
+# Our norms and the first part of theirs, by the norms of a config.
+NORMS = {
+    "pre": (("norm1", "input"), ("norm2", "post_attention")),
+    "post": (("post_norm1", "post_attention"), ("post_norm2", "post_feedforward")),
+    "both": (
+        ("norm1", "input"), ("post_norm1", "post_attention"), ("norm2", "pre_feedforward"),
+        ("post_norm2", "post_feedforward"),
+    ),
+}  # fmt: skip
 
 View = Callable[[Tensor], Tensor]
 
@@ -74,14 +84,16 @@ def _llama(config: TransformerConfig) -> Iterator[Rule]:
     for i in range(config.layers):
         us, them = f"blocks.{i}.", f"model.layers.{i}."
         sparse = config.experts is not None and config.experts.in_layer(i)
-        yield Rule(us + "norm1.weight", them + "input_layernorm.weight")
-        yield Rule(us + "norm2.weight", them + "post_attention_layernorm.weight")
-        for ours, theirs, bias in (
+        for ours, theirs in NORMS[config.norms]:
+            yield Rule(f"{us}{ours}.weight", f"{them}{theirs}_layernorm.weight")
+        if config.fused:
+            yield from _fused(config, us, them)
+        separate = (
             ("q", "q_proj", config.qkv_bias),
             ("k", "k_proj", config.qkv_bias),
             ("v", "v_proj", config.qkv_bias),
-            ("out", "o_proj", config.out_bias),
-        ):
+        )
+        for ours, theirs, bias in (*(() if config.fused else separate), ("out", "o_proj", config.out_bias)):
             for leaf in ("weight", "bias") if bias else ("weight",):
                 yield Rule(f"{us}attention.{ours}.{leaf}", f"{them}self_attn.{theirs}.{leaf}")
         if config.qk_norm:
@@ -90,9 +102,30 @@ def _llama(config: TransformerConfig) -> Iterator[Rule]:
         if sparse:
             yield from experts_rules(config, us, them)
             continue
-        for ours, theirs in (("gate", "gate_proj"), ("up", "up_proj"), ("down", "down_proj")):
+        apart = () if config.fused else (("gate", "gate_proj"), ("up", "up_proj"))
+        for ours, theirs in (*apart, ("down", "down_proj")):
             for leaf in ("weight", "bias") if config.mlp_bias else ("weight",):
                 yield Rule(f"{us}mlp.{ours}.{leaf}", f"{them}mlp.{theirs}.{leaf}")
+
+
+def _fused(config: TransformerConfig, us: str, them: str) -> Iterator[Rule]:
+    """Phi 3: queries, keys and values are one tensor, one after the other; gate and up another."""
+    head_dim = config.head_dim or config.hidden // config.heads
+    q, kv = config.heads * head_dim, (config.kv_heads or config.heads) * head_dim
+    for ours, theirs, sizes in (
+        (("attention.q", "attention.k", "attention.v"), "self_attn.qkv_proj", (q, kv, kv)),
+        (("mlp.gate", "mlp.up"), "mlp.gate_up_proj", (config.mlp, config.mlp)),
+    ):
+        for n, name in enumerate(ours):
+            yield Rule(f"{us}{name}.weight", f"{them}{theirs}.weight", _rows(n, sizes), _total(sizes))
+
+
+def _rows(n: int, sizes: tuple[int, ...]) -> View:
+    return lambda t: t.split(sizes)[n]
+
+
+def _total(sizes: tuple[int, ...]) -> Callable[[tuple[int, ...]], tuple[int, ...]]:
+    return lambda s: (sum(sizes), *s[1:])
 
 
 def experts_rules(config: TransformerConfig, us: str, them: str) -> Iterator[Rule]:

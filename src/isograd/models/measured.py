@@ -46,7 +46,7 @@ def parts(
     config: TransformerConfig, mesh: Mesh, tokens: Tensor, labels: Tensor, dtype: torch.dtype | None
 ) -> list[nn.Module]:
     """Embedding, a block, head with its loss; dropout needs ids of its sequences, which are made up here."""
-    small = replace(config, layers=1, dropout=0.0, attention_dropout=0.0)
+    small = replace(config.with_layers(1), dropout=0.0, attention_dropout=0.0)
     if small.experts is not None:  # a block with experts, and no loss but the language model's
         small = replace(small, experts=replace(small.experts, dense_first=0, every=1, balance="none", z_weight=0.0))
     layout = Layout(pp=PARTS)

@@ -1,4 +1,5 @@
-"""One decoder whose options are data: GPT-2, GPT-NeoX, Llama, Qwen 3, Mistral and SmolLM are configs of it.
+"""One decoder whose options are data: GPT-2, GPT-NeoX, Llama, Mistral, Qwen 2 and 3, Gemma 2 and 3, Phi 3, OLMo 2 and
+SmolLM are configs of it.
 
     model = Transformer(config, mesh)
     loss, count = model(tokens, labels)        # labels[i] is what position i should predict; -100: no target
@@ -21,6 +22,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, overload
 
 import torch
@@ -50,15 +52,20 @@ from isograd.nn.stream import token_ids
 from isograd.pipeline.split import balanced, ranges
 from isograd.pipeline.stages import pieces
 from isograd.random import Key
-from isograd.sequence import Places, document_starts, gather_whole, places_for, refuse_unlike
+from isograd.sequence import Places, document_starts, gather_whole, places_for, refuse_unlike, text_lengths
 from isograd.terms import Terms
 
 Angles = tuple[Tensor, Tensor] | None
 
 
+def norm_of(config: TransformerConfig) -> Callable[..., nn.Module]:
+    """The class of a config's norms on the residual stream."""
+    return partial(RMSNorm, plus_one=config.norm_plus_one) if config.norm == "rms" else LayerNorm
+
+
 class Block(nn.Module):
-    """x + attention(norm(x)), then + mlp(norm(x)); or both on the same x (parallel residual). In the layers that the
-    config says, experts take the place of the mlp."""
+    """x + attention(norm(x)), then + mlp(norm(x)); or both on the same x (parallel residual). Norms may also, or only,
+    be of what attention and mlp return. In the layers that the config says, experts take the place of the mlp."""
 
     def __init__(
         self,
@@ -72,16 +79,21 @@ class Block(nn.Module):
     ) -> None:
         super().__init__()
         out_std = config.init_std / (2 * config.layers) ** 0.5  # the residual sum keeps its scale at any depth
-        norm = RMSNorm if config.norm == "rms" else LayerNorm
+        norm = partial(norm_of(config), config.hidden, mesh, eps=config.norm_eps, dtype=dtype, device=device)
+        before, after = config.norms != "post", config.norms != "pre"
         self.mesh, self.drop, self.parallel = mesh, config.dropout, config.parallel_residual
-        self.norm1 = norm(config.hidden, mesh, eps=config.norm_eps, dtype=dtype, device=device)
+        self.norm1 = norm() if before else None
+        self.post_norm1 = norm() if after else None
         self.attention = Attention(
             config.hidden, config.heads, mesh, key=key.fold("attention"), kv_heads=config.kv_heads,
             head_dim=config.head_dim, bias=config.qkv_bias, out_bias=config.out_bias, rotary=rotary,
             qk_norm=config.qk_norm_over if config.qk_norm else None, norm_eps=config.norm_eps,
-            dropout=config.attention_dropout, std=config.init_std, out_std=out_std, dtype=dtype, device=device,
+            norm_plus_one=config.norm_plus_one, query_scalar=config.query_scalar, window=config.window_of(number),
+            softcap=config.attention_softcap, dropout=config.attention_dropout, std=config.init_std, out_std=out_std,
+            dtype=dtype, device=device,
         )  # fmt: skip
-        self.norm2 = norm(config.hidden, mesh, eps=config.norm_eps, dtype=dtype, device=device)
+        self.norm2 = norm() if before else None
+        self.post_norm2 = norm() if after else None
         about: dict[str, Any] = {
             "activation": config.activation, "gated": config.gated, "std": config.init_std, "out_std": out_std,
             "dtype": dtype, "device": device,
@@ -95,13 +107,18 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, stream: Stream, angles: Angles) -> Tensor | tuple[Tensor, Tensor | None]:
         """The residual stream in and out; of a block with experts, also the sums of their losses (MoE.forward)."""
-        attended = stream.dropout(self.attention(self.norm1(x), stream, angles), self.drop, self.mesh, "attention out")
+        attended = _if(self.post_norm1, self.attention(_if(self.norm1, x), stream, angles))
+        attended = stream.dropout(attended, self.drop, self.mesh, "attention out")
         base = x if self.parallel else x + attended
-        normed, has_experts = self.norm2(base), isinstance(self.mlp, MoE)
+        normed, has_experts = _if(self.norm2, base), isinstance(self.mlp, MoE)
         fed, sums = self.mlp(normed, stream) if has_experts else (self.mlp(normed), None)
-        fed = stream.dropout(fed, self.drop, self.mesh, "mlp out")
+        fed = stream.dropout(_if(self.post_norm2, fed), self.drop, self.mesh, "mlp out")
         out = base + attended + fed if self.parallel else base + fed
         return (out, sums) if has_experts else out
+
+
+def _if(norm: nn.Module | None, x: Tensor) -> Tensor:
+    return x if norm is None else norm(x)
 
 
 class Transformer(nn.Module):
@@ -140,7 +157,11 @@ class Transformer(nn.Module):
         key = random.key(seed, "transformer")
         made: dict[str, Any] = {"dtype": dtype, "device": device}
         learned = config.positions == "learned"
-        self.rotary = None if learned else Rotary(config.rotary_dims, config.rope_theta)
+        self.rotaries: dict[str, Rotary] = {}  # by the names that config.rotary_of gives
+        if not learned:
+            self.rotaries["global"] = Rotary(config.rotary_dims, config.rope_theta, config.rope_scaling)
+        if config.rope_theta_local is not None:
+            self.rotaries["local"] = Rotary(config.rotary_dims, config.rope_theta_local)
         std = config.init_std
         self.embed = self.positions = self.norm = self.head = None
         if first or (last and config.tied):
@@ -161,15 +182,15 @@ class Transformer(nn.Module):
             )
         self.blocks = nn.ModuleList()
         for number in (number for stage in mine for number in self.parts[stage]):
-            block = Block(config, number, mesh, self.rotary, key.fold("block", number), dtype, device)
+            rotary = self.rotaries.get(config.rotary_of(number) or "")
+            block = Block(config, number, mesh, rotary, key.fold("block", number), dtype, device)
             self.blocks.add_module(str(number), block)  # the number it has on one device
         if last:
-            norm = RMSNorm if config.norm == "rms" else LayerNorm
-            self.norm = norm(config.hidden, mesh, eps=config.norm_eps, **made)
+            self.norm = norm_of(config)(config.hidden, mesh, eps=config.norm_eps, **made)
             tied = self.embed.weight if self.embed is not None and config.tied else None
             self.head = Head(
                 config.vocab, config.hidden, mesh, key=key.fold("head"), std=std, tied=tied, ignore_index=ignore_index,
-                **made,
+                softcap=config.logit_softcap, **made,
             )  # fmt: skip
 
     @property
@@ -292,6 +313,8 @@ class Transformer(nn.Module):
         if stage == 0:
             assert self.embed is not None
             x = self.embed(places.shard(tokens, part).reshape(-1))
+            if self.config.embed_scale is not None:  # rounded twice, as in Gemma
+                x = x * float(torch.tensor(self.config.embed_scale, dtype=torch.float32).to(x.dtype))
             x = x if self.positions is None else self.positions(x, stream)
             x = stream.dropout(x, self.config.dropout, self.mesh, "embed")
         assert x is not None
@@ -307,9 +330,15 @@ class Transformer(nn.Module):
 
     def _body(self, x: Tensor, stream: Stream, numbers: range) -> tuple[Tensor, list[Tensor]]:
         """Through these blocks; and the sums of their experts' losses."""
-        angles = None if self.rotary is None else self.rotary.table(stream.positions, x.dtype)
+        used = {self.config.rotary_of(number) for number in numbers}
+        tables = {
+            name: rotary.table(stream.positions, x.dtype, stream.lengths)
+            for name, rotary in self.rotaries.items()
+            if name in used
+        }
         found = []
         for number in numbers:
+            angles = tables.get(self.config.rotary_of(number) or "")
             block, here = self.blocks.get_submodule(str(number)), _for_block(stream, number)
             if self.recompute and torch.is_grad_enabled():
                 here = replace(here, remembered=Remembered())
@@ -375,6 +404,9 @@ class Transformer(nn.Module):
             positions = positions - starts
         if self.config.positions == "learned":  # padding may lie beyond the last learned position
             positions = positions.clamp(max=self.config.max_positions - 1)
+        lengths = None
+        if any(rotary.by_length for rotary in self.rotaries.values()):
+            lengths = places.shard(text_lengths(starts, positions, places.length), part).reshape(-1)
         ids = None if samples is None else token_ids(samples, places.padded).view(len(tokens), -1)
         return Stream(
             len(tokens),
@@ -384,6 +416,7 @@ class Transformer(nn.Module):
             key,
             places,
             starts,
+            lengths,
         )
 
     def _check(
@@ -414,14 +447,6 @@ class Transformer(nn.Module):
                 "the sequence is longer than the learned positions",
                 seen=tokens.shape[1],
                 expected=f"at most {config.max_positions}",
-                where=where,
-            )
-        if config.sliding_window is not None and tokens.shape[1] > config.sliding_window:
-            raise ModelError(
-                "IG412",
-                "sliding-window attention is not built for sequences longer than the window",
-                seen=f"{tokens.shape[1]} tokens",
-                expected=f"at most {config.sliding_window}",
                 where=where,
             )
         dropping = self.training and (config.dropout or config.attention_dropout)

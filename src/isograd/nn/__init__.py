@@ -1,6 +1,6 @@
 """Layers that declare what their gradients owe. All take and give a flattened stream of tokens, x [tokens, hidden]."""
 
-from isograd.nn.attention import Attention, Rotary
+from isograd.nn.attention import Attention
 from isograd.nn.embedding import LearnedPositions, VocabEmbedding
 from isograd.nn.linear import ColumnLinear, RowLinear
 from isograd.nn.loss import Head, cross_entropy
@@ -8,6 +8,7 @@ from isograd.nn.mlp import MLP
 from isograd.nn.moe import MoE
 from isograd.nn.norm import LayerNorm, RMSNorm
 from isograd.nn.parameter import Layer
+from isograd.nn.rotary import Rotary, RotaryScaling
 from isograd.nn.routing import ExpertOptions
 from isograd.nn.stream import Stream, enter, leave
 
@@ -23,6 +24,7 @@ __all__ = [
     "MoE",
     "RMSNorm",
     "Rotary",
+    "RotaryScaling",
     "RowLinear",
     "Stream",
     "VocabEmbedding",

@@ -1,6 +1,7 @@
 """Causal self-attention with grouped queries, cut over heads.
 
-One device: softmax(q k^T / sqrt(d) + causal mask) v for each head, key/value heads shared by groups of query heads.
+One device: softmax(q k^T / sqrt(d) + causal mask) v for each head, key/value heads shared by groups of query heads;
+as options, the divisor, a window, and a cap on scores (they become cap * tanh(scores / cap)).
 
 Query heads are distributed evenly over tp. With fewer key/value heads than tp ranks, each rank holds the one head that
 its queries need. Ranks with the same head are replicas, and its gradient is a sum over them ("tp/2": blocks of two).
@@ -25,29 +26,10 @@ from isograd.errors import ModelError
 from isograd.mesh import Mesh
 from isograd.nn.linear import ColumnLinear, RowLinear
 from isograd.nn.norm import RMSNorm, WidthNorm
+from isograd.nn.rotary import Rotary
 from isograd.nn.stream import Stream, enter
 from isograd.random import Key
-
-
-class Rotary:
-    """Rotary positions on the first `dims` features of a head, in Hugging Face's convention of two halves."""
-
-    def __init__(self, dims: int, theta: float) -> None:
-        self.dims, self.theta = dims, theta
-
-    def table(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """(cos, sin), each [T, 1, dims]. Angles are computed in fp32 in any dtype, as in the published models."""
-        exponent = torch.arange(0, self.dims, 2, dtype=torch.int64, device=positions.device).float() / self.dims
-        angles = positions.float()[:, None] * (1.0 / self.theta**exponent)
-        both = torch.cat((angles, angles), 1)[:, None, :]
-        return both.cos().to(dtype), both.sin().to(dtype)
-
-    def turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotate x [T, heads, d] by the angles of its tokens' positions."""
-        part = x[..., : self.dims]
-        first, second = part.chunk(2, -1)
-        turned = part * cos + torch.cat((-second, first), -1) * sin
-        return turned if self.dims == x.shape[-1] else torch.cat((turned, x[..., self.dims :]), -1)
+from isograd.sequence import band
 
 
 def workable_tp(heads: int, kv_heads: int, wanted: int) -> int:
@@ -73,13 +55,20 @@ class Attention(nn.Module):
         rotary: Rotary | None = None,
         qk_norm: str | None = None,
         norm_eps: float = 1e-6,
+        norm_plus_one: bool = False,
+        query_scalar: int | None = None,
+        window: int | None = None,
+        softcap: float | None = None,
         dropout: float = 0.0,
         std: float = 0.02,
         out_std: float | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        """qk_norm: queries and keys are normalised over each "head", over the "width" of all heads, or (None) not."""
+        """qk_norm: queries and keys are normalised over each "head", over the "width" of all heads, or (None) not.
+        query_scalar: scores are divided by its root; None: by that of head_dim.
+        window: how many tokens each sees, itself included; None: all before it.
+        """
         super().__init__()
         tp = mesh.size("tp")
         kv_heads, head_dim = kv_heads or heads, head_dim or hidden // heads
@@ -109,6 +98,8 @@ class Attention(nn.Module):
                 where=mesh.where(),
             )
         self.mesh, self.head_dim, self.rotary, self.dropout = mesh, head_dim, rotary, dropout
+        self.scale = None if query_scalar is None else query_scalar**-0.5  # None: head_dim ** -0.5
+        self.window, self.softcap = window, softcap
         self.heads, self.kv_heads = heads // tp, max(1, kv_heads // tp)
         start, stop = sequence.heads_here(self.heads, self.kv_heads, mesh)  # of this tp rank's, while attending
         self.attending = range(mesh.index("tp") * self.heads + start, mesh.index("tp") * self.heads + stop)
@@ -132,8 +123,8 @@ class Attention(nn.Module):
         self.over_width = qk_norm == "width"
         about: dict[str, Any] = {"eps": norm_eps, "dtype": dtype, "device": device}
         if qk_norm == "head":
-            self.q_norm = RMSNorm(head_dim, mesh, owes=("tp",), **about)
-            self.k_norm = RMSNorm(head_dim, mesh, owes=("tp",), **about)
+            self.q_norm = RMSNorm(head_dim, mesh, owes=("tp",), plus_one=norm_plus_one, **about)
+            self.k_norm = RMSNorm(head_dim, mesh, owes=("tp",), plus_one=norm_plus_one, **about)
         elif qk_norm == "width":
             even = Shard.even("tp", 0, heads * head_dim, tp)
             self.q_norm = WidthNorm(heads * head_dim, mesh, even, over="tp", **about)
@@ -157,19 +148,26 @@ class Attention(nn.Module):
         if stream.places is None or stream.places.cp == 1:
             y = self._whole(q, k, v, stream)
         else:
-            y = sequence.attend(partial(self._whole, stream=stream), q, k, v, self.mesh, stream.places, stream.starts)
+            y = sequence.attend(
+                partial(self._whole, stream=stream), q, k, v, self.mesh, stream.places, stream.starts, self.scale,
+                self.window, self.softcap,
+            )  # fmt: skip
         return self.out(y.reshape(-1, self.heads * self.head_dim))  # type: ignore[no-any-return]
 
     def _whole(self, q: Tensor, k: Tensor, v: Tensor, stream: Stream) -> Tensor:
         """Attention over whole sequences [b, s, heads, d] of the heads `attending` (without cp: all of the rank's)."""
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        how: dict[str, Any] = {"enable_gqa": q.shape[1] != k.shape[1], "scale": self.scale}
         if self.dropout and stream.key is not None and stream.ids is not None:
             y = self._with_dropout(q, k, v, stream)
+        elif self.softcap is not None or (self.window is not None and self.window < q.shape[2]):
+            y = band.attention(
+                q, k, v, scale=self.scale, window=self.window, softcap=self.softcap, starts=stream.starts
+            )
         elif stream.starts is not None:
-            mask = _seen(stream.starts)
-            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=_seen(stream.starts), **how)
         else:
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, **how)
         return y.transpose(1, 2)
 
     def _with_dropout(self, q: Tensor, k: Tensor, v: Tensor, stream: Stream) -> Tensor:
@@ -178,9 +176,11 @@ class Attention(nn.Module):
         assert stream.key is not None and ids is not None
         group, length = q.shape[1] // k.shape[1], q.shape[2]
         k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-        scores = q @ k.transpose(-1, -2) * self.head_dim**-0.5
+        scores = q @ k.transpose(-1, -2) * (self.scale or self.head_dim**-0.5)
+        scores = scores if self.softcap is None else self.softcap * (scores / self.softcap).tanh()
         seen = torch.ones(1, 1, length, length, dtype=torch.bool, device=q.device).tril()
         seen = seen if stream.starts is None else _seen(stream.starts)
+        seen = seen if self.window is None else seen.triu(1 - self.window)
         wide = torch.float64 if q.dtype == torch.float64 else torch.float32
         probabilities = scores.masked_fill(~seen, -torch.inf).softmax(-1, dtype=wide).to(q.dtype)
         heads = torch.arange(self.attending.start, self.attending.stop, device=q.device)

@@ -1,6 +1,7 @@
 """The language-model head and its cross-entropy, cut over the vocabulary; full logits are never materialised.
 
-One device: F.cross_entropy(x @ weight.T, labels, ignore_index), and how many labels count.
+One device: F.cross_entropy(x @ weight.T, labels, ignore_index), and how many labels count. With a `softcap`, logits are
+softcap * tanh(x @ weight.T / softcap).
 
 Tokens are processed in chunks. For each chunk every tp rank computes its slice of the logits, and one gather of three
 numbers per token (largest logit, sum of exponentials, the label's logit) gives all ranks the same softmax denominator.
@@ -46,12 +47,13 @@ class Head(Layer):
         std: float = 0.02,
         tied: nn.Parameter | None = None,
         ignore_index: int = IGNORE,
+        softcap: float | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         """`tied`: the embedding's weight, used here too. `ignore_index`: the label of positions without a target."""
         super().__init__()
-        self.mesh, self.ignore_index = mesh, ignore_index
+        self.mesh, self.ignore_index, self.softcap = mesh, ignore_index, softcap
         self.wrong = WrongInputs("labels", vocab, ignore_index)
         self.shard = Shard.even("tp", 0, vocab, mesh.size("tp"))
         self.weight = (
@@ -69,35 +71,48 @@ class Head(Layer):
         """
         self.wrong.find(labels)
         x = enter(x, self.mesh)
-        return cross_entropy(x, self.weight, labels, self.mesh, ignore_index=self.ignore_index, chunk=chunk)
+        return cross_entropy(
+            x, self.weight, labels, self.mesh, ignore_index=self.ignore_index, chunk=chunk, softcap=self.softcap
+        )
 
     def log_probabilities(self, x: Tensor, labels: Tensor, chunk: int | None = CHUNK) -> Tensor:
         """Of each label [T], 0 where `ignore_index` stands; wrong labels are treated as in `forward`."""
         self.wrong.find(labels)
         x = enter(x, self.mesh)
-        return log_probabilities(x, self.weight, labels, self.mesh, ignore_index=self.ignore_index, chunk=chunk)
+        return log_probabilities(
+            x, self.weight, labels, self.mesh, ignore_index=self.ignore_index, chunk=chunk, softcap=self.softcap
+        )
 
     def logits(self, x: Tensor) -> Tensor:
         """Logits of the whole vocabulary [T, vocab], on every tp rank."""
         sizes = [stop - start for start, stop in self.shard.ranges]
         part = enter(x, self.mesh) @ self.weight.t()
+        part = part if self.softcap is None else self.softcap * (part / self.softcap).tanh()
         return ops.gather_for_identical_use(part, self.mesh.group("tp"), -1, sizes)
 
 
 @ops.uncompiled
 def cross_entropy(
-    x: Tensor, weight: Tensor, labels: Tensor, mesh: Mesh, *, ignore_index: int = IGNORE, chunk: int | None = CHUNK
+    x: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    mesh: Mesh,
+    *,
+    ignore_index: int = IGNORE,
+    chunk: int | None = CHUNK,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(mean loss, number of labels that count) of x [T, hidden], which has passed `enter`. The mean over no label is 0.
 
     `weight` holds this rank's rows of the vocabulary.
     A label that is neither in the vocabulary nor `ignore_index` makes the mean and its gradients NaN.
-    Logits exist for `chunk` tokens at a time; None: for all tokens at once.
+    Logits exist for `chunk` tokens at a time; None: for all tokens at once. softcap: they are softcap * tanh(logits /
+    softcap).
     """
     group = mesh.group("tp")
     first, vocab = _cut(weight, mesh)
     mean, count = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
-        x, weight, labels, group, first, vocab, ignore_index, chunk or max(1, len(x))
+        x, weight, labels, group, first, vocab, ignore_index, chunk or max(1, len(x)), softcap
     )
     return mean, count
 
@@ -119,12 +134,19 @@ def cross_entropy_of_logits(
 
 @ops.uncompiled
 def log_probabilities(
-    x: Tensor, weight: Tensor, labels: Tensor, mesh: Mesh, *, ignore_index: int = IGNORE, chunk: int | None = CHUNK
+    x: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    mesh: Mesh,
+    *,
+    ignore_index: int = IGNORE,
+    chunk: int | None = CHUNK,
+    softcap: float | None = None,
 ) -> Tensor:
     """The log probability [T] of each label, 0 of one that is `ignore_index`; in fp32 at least. See cross_entropy."""
     first, vocab = _cut(weight, mesh)
     found: Tensor = _LogProbabilities.apply(  # type: ignore[no-untyped-call]
-        x, weight, labels, mesh.group("tp"), first, vocab, ignore_index, chunk or max(1, len(x))
+        x, weight, labels, mesh.group("tp"), first, vocab, ignore_index, chunk or max(1, len(x)), softcap
     )
     return found
 
@@ -158,6 +180,7 @@ class _CrossEntropy(torch.autograd.Function):
         vocab: int,
         ignore: int,
         chunk: int,
+        softcap: float | None,
     ) -> tuple[Tensor, Tensor]:
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
         need_x, need_weight = ctx.needs_input_grad[:2]
@@ -166,11 +189,11 @@ class _CrossEntropy(torch.autograd.Function):
         total = torch.zeros((), dtype=torch.float64, device=x.device)
         for start in range(0, len(x), chunk):
             part, target = x[start : start + chunk], labels[start : start + chunk]
-            logits = (part @ weight.t()).to(wide)
+            logits, slope = _capped((part @ weight.t()).to(wide), softcap)
             losses, dlogits = _of_logits(logits, target, group, first, vocab, ignore, need_x or need_weight)
             total += losses.sum(dtype=torch.float64)
             if dlogits is not None:
-                dlogits = dlogits.to(x.dtype)
+                dlogits = (dlogits if slope is None else dlogits.mul_(slope)).to(x.dtype)
                 if dx is not None:
                     torch.mm(dlogits, weight, out=dx[start : start + chunk])
                 if need_weight:
@@ -193,7 +216,7 @@ class _CrossEntropy(torch.autograd.Function):
             dx = None if dx is None else dx * scale.to(dx.dtype)
             dweight = None if dweight is None else dweight * scale
         dweight = None if dweight is None else dweight.to(dtype)
-        return dx, dweight, None, None, None, None, None, None
+        return dx, dweight, None, None, None, None, None, None, None
 
 
 class _CrossEntropyOfLogits(torch.autograd.Function):
@@ -246,13 +269,14 @@ class _LogProbabilities(torch.autograd.Function):
         vocab: int,
         ignore: int,
         chunk: int,
+        softcap: float | None,
     ) -> Tensor:
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
         found, log_sums = x.new_empty(2, len(x), dtype=wide).unbind()
         for start in range(0, len(x), chunk):
             part, target = x[start : start + chunk], labels[start : start + chunk]
             counts, column, here = _columns(target, len(weight), first, ignore)
-            logits = (part @ weight.t()).to(wide)
+            logits, _ = _capped((part @ weight.t()).to(wide), softcap)
             top = logits.amax(1)
             label_logit = torch.where(here, logits.gather(1, column[:, None])[:, 0], 0)
             exps = logits.sub_(top[:, None]).exp_().sum(1)
@@ -262,30 +286,39 @@ class _LogProbabilities(torch.autograd.Function):
             wrong = outside(target, vocab, ignore)
             found[start : start + chunk] = torch.where(counts, label_logit - log_sum, 0).masked_fill(wrong, torch.nan)
         ctx.save_for_backward(x, weight, labels, log_sums)
-        ctx.cut = first, ignore, chunk
+        ctx.cut = first, ignore, chunk, softcap
         return found
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, labels, log_sums = ctx.saved_tensors
-        first, ignore, chunk = ctx.cut
+        first, ignore, chunk, softcap = ctx.cut
         need_x, need_weight = ctx.needs_input_grad[:2]
         dx = torch.empty_like(x) if need_x else None
         dweight = torch.zeros_like(weight, dtype=log_sums.dtype) if need_weight else None
         for start in range(0, len(x), chunk):
             part, seed = x[start : start + chunk], gradient[start : start + chunk]
             counts, column, here = _columns(labels[start : start + chunk], len(weight), first, ignore)
-            logits = (part @ weight.t()).to(log_sums.dtype)
+            logits, slope = _capped((part @ weight.t()).to(log_sums.dtype), softcap)
             dlogits = logits.sub_(log_sums[start : start + chunk, None]).exp_()  # probabilities
             dlogits *= torch.where(counts, -seed, 0)[:, None]
             dlogits[torch.arange(len(part), device=x.device), column] += torch.where(here, seed, 0)
-            dlogits = dlogits.to(x.dtype)
+            dlogits = (dlogits if slope is None else dlogits.mul_(slope)).to(x.dtype)
             if dx is not None:
                 torch.mm(dlogits, weight, out=dx[start : start + chunk])
             if dweight is not None:
                 dweight = _added(dweight, dlogits.t(), part, log_sums.dtype)
-        return dx, None if dweight is None else dweight.to(weight.dtype), None, None, None, None, None, None
+        return dx, None if dweight is None else dweight.to(weight.dtype), None, None, None, None, None, None, None
+
+
+def _capped(logits: Tensor, softcap: float | None) -> tuple[Tensor, Tensor | None]:
+    """softcap * tanh(logits / softcap), in the memory of `logits`; and its derivative by them. None: no cap."""
+    if softcap is None:
+        return logits, None
+    bent = logits.div_(softcap).tanh_()
+    slope = 1 - bent.square()
+    return bent.mul_(softcap), slope
 
 
 def _columns(labels: Tensor, mine: int, first: int, ignore: int) -> tuple[Tensor, Tensor, Tensor]:

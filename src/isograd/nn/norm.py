@@ -1,6 +1,6 @@
 """RMSNorm and LayerNorm. Statistics in fp32 (fp64 in fp64 models).
 
-One device: weight * x / rms(x), and weight * (x - mean) / std + bias.
+One device: weight * x / rms(x), and weight * (x - mean) / std + bias. Gemma's norms multiply with 1 + weight.
 
 A norm over the width of all heads (WidthNorm) sums squares over tp; its weight is cut as the heads are.
 
@@ -31,16 +31,21 @@ class RMSNorm(Layer):
         *,
         eps: float = 1e-6,
         owes: tuple[str, ...] | None = None,
+        plus_one: bool = False,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
+        """plus_one: x / rms(x) is multiplied with 1 + weight, which begins as 0."""
         super().__init__()
-        self.eps = eps
+        self.eps, self.plus_one = eps, plus_one
         debts = stream_owes(mesh) if owes is None else owes
-        self.weight = make(mesh, (size,), owes=debts, fill=1.0, dtype=dtype, device=device)
+        self.weight = make(mesh, (size,), owes=debts, fill=0.0 if plus_one else 1.0, dtype=dtype, device=device)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., size], normalised."""
+        if self.plus_one:  # in half precision scaled before it is rounded, as in Gemma
+            wide = x if x.dtype.itemsize >= 4 else x.float()
+            return F.rms_norm(wide, self.weight.shape, 1 + self.weight.to(wide.dtype), self.eps).to(x.dtype)
         if x.dtype.itemsize >= 4:
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         # Half precision: normalise in fp32, round, then scale, as Hugging Face's models do.

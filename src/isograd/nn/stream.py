@@ -51,6 +51,7 @@ class Stream:
     key: random.Key | None = None  # None: no dropout
     places: Places | None = None  # where the sequences' other tokens are; None: all are here
     starts: Tensor | None = None  # [batch, whole length] where each token's document begins; None: one document
+    lengths: Tensor | None = None  # [batch * length] of each token's text; None: nothing depends on it
     remembered: Remembered | None = None  # of one block: what its forward does again when it is run again
 
     def whole_ids(self) -> Tensor | None:

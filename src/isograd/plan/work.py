@@ -140,7 +140,7 @@ def of_block(work: Work, layout: Layout, sparse: bool) -> Held:
 def _of_block(c: TransformerConfig, tp: int, sp: bool, ep: int, sparse: bool) -> Held:
     d, matrices = c.head_dim or c.hidden // c.heads, 3 if c.gated else 2
     heads, kv = c.heads / tp, max(1, (c.kv_heads or c.heads) / tp)
-    norms = 2 * c.hidden * (1 if c.norm == "rms" else 2)
+    norms = (4 if c.norms == "both" else 2) * c.hidden * (1 if c.norm == "rms" else 2)
     keys = 2 * c.hidden * kv * d + (2 * kv * d if c.qkv_bias else 0)
     attention = 2 * c.hidden * heads * d + keys + (heads * d if c.qkv_bias else 0)
     over_heads = 0.0

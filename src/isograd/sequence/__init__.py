@@ -2,7 +2,7 @@
 
 from isograd.sequence.attend import attend, heads_here, places_for
 from isograd.sequence.hugging import Cut, Part, attach, shard
-from isograd.sequence.places import Places, document_starts, spread
+from isograd.sequence.places import Places, document_starts, spread, text_lengths
 from isograd.sequence.same import gather_whole, refuse_unlike
 
 __all__ = [
@@ -18,4 +18,5 @@ __all__ = [
     "refuse_unlike",
     "shard",
     "spread",
+    "text_lengths",
 ]

@@ -194,3 +194,11 @@ def document_starts(documents: Tensor) -> Tensor:
     changed = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0))
     starts: Tensor = torch.where(changed, place, 0).cummax(1).values
     return starts
+
+
+def text_lengths(starts: Tensor | None, positions: Tensor, length: int) -> Tensor:
+    """[b, s]: how many tokens the text of each token has, which is the whole sequence or its document."""
+    if starts is None:
+        return torch.full_like(positions, length)
+    tokens = torch.zeros_like(starts).scatter_add_(1, starts, torch.ones_like(starts))
+    return tokens.gather(1, starts)

@@ -186,7 +186,7 @@ def _refusal(work: Work, layout: Layout) -> str | None:
 
     try:
         refuse_unbuilt(Mesh.unbound(layout))
-        Transformer(dataclasses.replace(work.model, layers=layout.pp * layout.vpp), Mesh.unbound(layout), device="meta")
+        Transformer(work.model.with_layers(layout.pp * layout.vpp), Mesh.unbound(layout), device="meta")
     except IsogradError as error:
         return error.what
     return None
