@@ -97,7 +97,9 @@ class Record:
         phase = "backward" if torch._C._current_graph_task_id() != -1 else self.phase
         known: dict[int, Messages] = {}  # the same list may go to every member
         sent, received = (
-            tuple(() if i == group.index else self._messages(pieces, known) for i, pieces in enumerate(side))
+            tuple(
+                () if i == group.index or not pieces else self._messages(pieces, known) for i, pieces in enumerate(side)
+            )
             for side in (out, into)
         )
         place = len(self.entries)

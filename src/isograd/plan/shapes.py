@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -34,6 +34,7 @@ SPACE = 1 << 42  # bytes of addresses
 RESIZABLE = (
     1 << 33
 )  # bytes: what a program asks for by `empty`, up to this, is memory of the system that nothing touches
+WIDEST = 16  # bytes of an element
 _NORESERVE = 0x4000  # Linux's MAP_NORESERVE: addresses alone, which no limit of memory counts
 Segments = tuple[tuple[str, int], ...]  # (parameter, how many elements of its gradient), in the order in memory
 Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides, dtype
@@ -69,10 +70,6 @@ class _Range:
         self._next += -(-size // 64) * 64
         return torch.frombuffer(memory, dtype=dtype).as_strided(shape, strides), memory
 
-    def holds(self, tensor: Tensor) -> bool:
-        """Whether a tensor's memory is in here."""
-        return self.first <= tensor.data_ptr() < self.end
-
 
 class _About(NamedTuple):
     """What is known of an operation from its schema."""
@@ -81,6 +78,7 @@ class _About(NamedTuple):
     written: tuple[tuple[int, str], ...]  # the arguments that it changes: place, name
     returned: tuple[bool, ...]  # of each result: whether it is one of those
     follows: str  # the name, where marks are followed through it
+    often: Callable[[Shapes, Any, tuple[Any, ...], dict[str, Any]], Any] | None  # a shorter way to do it
 
 
 def _about(func: Any) -> _About:
@@ -95,12 +93,11 @@ def _about(func: Any) -> _About:
     name = func.overloadpacket.__name__
     return _About(
         *(views, written, tuple(info is not None and info.is_write for info in infos)),
-        name if views or name in _FOLLOWED else "",
+        *(name if views or name in _FOLLOWED else "", _OFTEN.get(func)),
     )
 
 
 _EMPTY = {_aten.empty.memory_format, _aten.empty_like.default, _aten.new_empty.default, _aten.empty_strided.default}
-_ZEROS = {_aten.zero_.default, _aten._foreach_zero_.default}
 _VIEWS = {_aten._unsafe_view.default, _aten.lift_fresh.default}
 _ELEMENTWISE = {
     "add", "add_", "_foreach_add_", "mul", "mul_", "_foreach_mul_", "copy_", "_foreach_copy_", "_to_copy", "clone",
@@ -136,12 +133,12 @@ class Shapes(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in _ZEROS:
-            return self._zero(*args)
         kwargs = kwargs or {}
         about = self._abouts.get(id(func))
         if about is None:
             about = self._abouts[id(func)] = _about(func)
+        if about.often and (done := about.often(self, func, args, kwargs)) is not NotImplemented:
+            return done
         if about.views:
             result = func(*args, **kwargs)
             if whole := segments(args[0]):
@@ -167,12 +164,28 @@ class Shapes(TorchDispatchMode):
             self._follow(about.follows, args, kwargs, result)
         return result
 
-    def _zero(self, given: Tensor | list[Tensor]) -> Tensor | None:
-        """Messages that arrive: many thousands in a large world, of which most are hollow."""
-        for tensor in [given] if isinstance(given, Tensor) else given:
+    # -- what a rank does for each message of a large world
+
+    def _zero(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        for tensor in [args[0]] if isinstance(args[0], Tensor) else args[0]:
             if not self._is_hollow(tensor):
                 tensor.zero_()
-        return given if isinstance(given, Tensor) else None
+        return args[0] if isinstance(args[0], Tensor) else None
+
+    def _empty(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        sizes = args[1] if len(args) > 1 else args[0].shape if isinstance(args[0], Tensor) else args[0]
+        small = math.prod(sizes) * WIDEST < RESIZABLE
+        return self._run(func, args, kwargs) if small else NotImplemented
+
+    def _add(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if len(args) > 2 or kwargs:
+            return NotImplemented
+        for into, other in zip(*args, strict=True):
+            if into.shape != other.shape or not self._is_hollow(into):
+                return NotImplemented
+        return self._follow("_foreach_add_", args, kwargs, None)
+
+    # -- all other operations
 
     def _places(self, indices: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Masks whose values are known as the places that they choose, on which the result's shape depends."""
@@ -248,7 +261,7 @@ class Shapes(TorchDispatchMode):
 
     def _is_hollow(self, tensor: Tensor) -> bool:
         """Whether nothing may read or write a tensor's memory; it may also be a part of memory that is too large."""
-        if self._range.holds(tensor):
+        if self._range.first <= tensor.data_ptr() < self._range.end:
             return True
         limit = self._limit(tensor.dtype)
         return tensor.numel() > limit or tensor.untyped_storage().nbytes() > limit * tensor.itemsize
@@ -295,6 +308,11 @@ class Shapes(TorchDispatchMode):
                     mark(out, found)
 
 
+_OFTEN = {
+    _aten.zero_.default: Shapes._zero, _aten._foreach_zero_.default: Shapes._zero,
+    _aten.empty.memory_format: Shapes._empty, _aten.empty_like.default: Shapes._empty,
+    _aten.new_empty.default: Shapes._empty, _aten._foreach_add_.List: Shapes._add,
+}  # fmt: skip
 _REAL: tuple[tuple[Form | None, ...], Any] = (), None
 
 # Answers about the values of hollow tensors: nothing was edited.
@@ -345,10 +363,10 @@ def _tensors(values: Iterable[Any]) -> list[Tensor]:
     """The tensors among arguments or results, and in lists of them."""
     found = []
     for value in values:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, list | tuple):
+        if isinstance(value, list | tuple):
             found += _tensors(value)
+        elif isinstance(value, Tensor):
+            found.append(value)
     return found
 
 
@@ -356,7 +374,7 @@ def _key(values: Iterable[Any]) -> tuple[Any, ...]:
     """What decides the forms of an operation's results."""
     found: list[Any] = []
     for value in values:
-        if isinstance(value, Tensor):
+        if type(value) is Tensor or isinstance(value, Tensor):
             found.append((value.shape, value.stride(), value.dtype, value.is_meta))
         elif isinstance(value, list | tuple):
             found.append(_key(value))
