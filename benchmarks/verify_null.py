@@ -145,9 +145,9 @@ def proved(make: Any, layouts: tuple[str, ...], dtype: torch.dtype) -> tuple[Rep
     """The report; and per layout the ratios of error to noise: one per tensor, in order, then the one factor's."""
     heard: list[float] = []
 
-    def judged(ratio: float) -> str:
+    def judged(ratio: float, limits: tuple[float, float] = tolerances.NOISE) -> str:
         heard.append(ratio)
-        return numerics.verdict(ratio)
+        return numerics.verdict(ratio, limits)
 
     tensorwise.judged = judged  # type: ignore[attr-defined]
     report = prove.verify(make, layouts, dtype=dtype)
