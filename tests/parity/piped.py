@@ -77,7 +77,7 @@ def _last_backward_dropped() -> Any:
 
 
 def _weights_run(times: int) -> Any:
-    from isograd.pipeline.products import Deferred
+    from isograd.products import Deferred
 
     original = Deferred.products
 
@@ -92,7 +92,7 @@ def _weights_run(times: int) -> Any:
 
 def _weights_of_another_input() -> Any:
     """What a weight gradient keeps is overwritten by the next micro-batch's."""
-    from isograd.pipeline.products import Products
+    from isograd.products import Products
 
     original, latest = Products._factors, {}
 

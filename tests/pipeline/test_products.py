@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from isograd.pipeline.products import Deferred, Products
+from isograd.products import Deferred, Products
 
 Forward = Callable[[nn.Module, Tensor], Tensor]
 

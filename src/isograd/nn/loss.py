@@ -28,6 +28,7 @@ from isograd.inputs import WrongInputs, outside
 from isograd.mesh import Mesh
 from isograd.nn.parameter import Layer, make
 from isograd.nn.stream import enter
+from isograd.products import Factors, taker
 from isograd.random import Key
 
 IGNORE = -100
@@ -111,8 +112,20 @@ def cross_entropy(
     """
     group = mesh.group("tp")
     first, vocab = _cut(weight, mesh)
+    chunk = chunk or max(1, len(x))
+    # Where the weight's gradient is wanted as two factors, the gradient of the logits is kept if it is the smaller one.
+    factors = taker(x, weight) if 0 < len(x) <= min(chunk, x.shape[-1]) else None
     mean, count = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
-        x, weight, labels, group, first, vocab, ignore_index, chunk or max(1, len(x)), softcap
+        x,
+        weight if factors is None else weight.detach(),
+        labels,
+        group,
+        first,
+        vocab,
+        ignore_index,
+        chunk,
+        softcap,
+        factors,
     )
     return mean, count
 
@@ -181,11 +194,13 @@ class _CrossEntropy(torch.autograd.Function):
         ignore: int,
         chunk: int,
         softcap: float | None,
+        factors: Factors | None,
     ) -> tuple[Tensor, Tensor]:
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
         need_x, need_weight = ctx.needs_input_grad[:2]
         dx = torch.empty_like(x) if need_x else None
         dweight: Tensor | None = None
+        dlogits: Tensor | None = None
         total = torch.zeros((), dtype=torch.float64, device=x.device)
         for start in range(0, len(x), chunk):
             part, target = x[start : start + chunk], labels[start : start + chunk]
@@ -201,22 +216,27 @@ class _CrossEntropy(torch.autograd.Function):
         if need_weight and dweight is None:  # no token
             dweight = torch.zeros_like(weight, dtype=wide)
         count = (labels != ignore).sum()
-        ctx.save_for_backward(dx, dweight, count)
+        ctx.factors = factors
+        kept = (None, None) if factors is None else (x, dlogits)
+        ctx.save_for_backward(dx, dweight, count, *kept)
         ctx.mark_non_differentiable(count)
         return (total / count.clamp(min=1)).to(wide), count
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        dx, dweight, count = ctx.saved_tensors
+        dx, dweight, count, x, dlogits = ctx.saved_tensors
         scale = gradient / count.clamp(min=1)
         dtype = (dx if dx is not None else dweight).dtype
         # An Engine seeds a mean with its count. Looking costs a GPU more than a multiplication, the CPU less.
         if scale.device.type != "cpu" or scale != 1:
             dx = None if dx is None else dx * scale.to(dx.dtype)
             dweight = None if dweight is None else dweight * scale
+            dlogits = None if dlogits is None else dlogits * scale.to(dlogits.dtype)
+        if dlogits is not None:
+            ctx.factors(x, dlogits)
         dweight = None if dweight is None else dweight.to(dtype)
-        return dx, dweight, None, None, None, None, None, None, None
+        return dx, dweight, None, None, None, None, None, None, None, None
 
 
 class _CrossEntropyOfLogits(torch.autograd.Function):

@@ -21,8 +21,8 @@ from isograd.comm.fingerprint import fingerprint, ranks_unlike
 from isograd.errors import PipelineError
 from isograd.mesh import Mesh
 from isograd.pipeline.mail import Known, Mail, Ways
-from isograd.pipeline.products import Deferred, Products
 from isograd.pipeline.schedule import Action, Schedule, Timed, build
+from isograd.products import Deferred, Products
 from isograd.terms import Terms
 
 T = TypeVar("T")

@@ -7,8 +7,9 @@ to the step's ledger later, which is what the zero-bubble schedule does while it
 the product to the ledger's sum as soon as it can be made (`Ledger.of_product`, `Ledger.of_rows`), without memory of
 its own and without a second pass over the sum.
 
-Every F.linear on a weight is met, in whichever module it stands. Any other use keeps its gradient with autograd, and so
-does a weight whose input needs no gradient: nothing else would be left of that backward.
+Every F.linear on a weight is met, in whichever module it stands, and so is the weight of isograd's own loss, which asks
+for it (`taker`). Any other use keeps its gradient with autograd, and so does a weight whose input needs no gradient:
+nothing else would be left of that backward.
 
 F.linear itself is replaced for as long as a stage runs. A TorchFunctionMode would not do: torch takes it away inside
 `backward`, so a recomputed forward would be another one than the first. What takes its place is one function for the
@@ -26,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 OfProduct = Callable[[Tensor, Tensor, Tensor], None]  # (weight, a, b): its gradient is a @ b
+Factors = Callable[[Tensor, Tensor], None]  # (x, dy) of y = x @ weight.T
 OfRows = Callable[[Tensor, Tensor, Tensor], None]  # (weight, rows, values): what is added to these rows of its gradient
 
 
@@ -57,11 +59,19 @@ class Products:
 
     def linear(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """F.linear, but for the gradient of the weight."""
-        if not (input.requires_grad and input.dim() > 1 and _fits(weight, input) and self._takes(weight)):
+        factors = self.of_weight(input, weight)
+        if factors is None:
             return Products._plain[0](input, weight, bias)
         # Detached: autograd would take a gradient of None for one that has arrived, and fire the weight's hooks.
-        y: Tensor = _Linear.apply(input, weight.detach(), partial(self._factors, weight))  # type: ignore[no-untyped-call]
+        y: Tensor = _Linear.apply(input, weight.detach(), factors)  # type: ignore[no-untyped-call]
         return y if bias is None else y + bias
+
+    def of_weight(self, input: Tensor, weight: Tensor) -> Factors | None:
+        """What is to be called with (x, dy) in the place of making the weight's gradient dy.T @ x; None: autograd's
+        own is to be made."""
+        if not (input.requires_grad and input.dim() > 1 and _fits(weight, input) and self._takes(weight)):
+            return None
+        return partial(self._factors, weight)
 
     def _factors(self, weight: Tensor, x: Tensor, dy: Tensor) -> None:
         self._of_product(weight, dy.reshape(-1, dy.shape[-1]).t(), x.reshape(-1, x.shape[-1]))
@@ -98,6 +108,11 @@ class Deferred(Products):
             yield noted.pop()
 
 
+def taker(input: Tensor, weight: Tensor) -> Factors | None:
+    """As `Products.of_weight`, of what is entered. The caller hands autograd the weight detached then."""
+    return Products._entered[-1].of_weight(input, weight) if Products._entered else None
+
+
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """What F.linear is while a stage runs."""
     if torch.compiler.is_compiling() or not Products._entered:
@@ -130,7 +145,7 @@ def _fits(weight: Tensor, other: Tensor) -> bool:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, factors: Callable[[Tensor, Tensor], None]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, factors: Factors) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.factors = factors
         return x @ weight.t()
