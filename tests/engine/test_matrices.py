@@ -5,14 +5,17 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Sequence
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from isograd.comm import raw
+from isograd.comm.handle import Handle
 from isograd.contract import assemble, contracts
-from isograd.engine import Engine, Joined, Muon, Shards, matrices
+from isograd.engine import Engine, Joined, Muon, Shards, across, matrices
 from isograd.engine.plan import make_plan
 from isograd.errors import IsogradError
 from isograd.mesh import Mesh
@@ -165,6 +168,30 @@ def muon_under_tp(truth: dict[str, Tensor]) -> list[str]:
 def test_muon_steps_whole_matrices_of_which_tp_ranks_have_parts(worlds) -> None:
     (truth,) = worlds(1).run(muon_of_a_transformer, "1", 2, "qwen")
     assert worlds(2).run(muon_under_tp, truth) == [[]] * 2
+
+
+def muon_with_lost_parts(truth: dict[str, Tensor]) -> list[bool]:
+    """Whether a run differs from one device whose matrices' parts do not arrive: at the home, and back from it."""
+    seen, exchange = [], across.raw.exchange
+
+    def losing(out: list[list[Tensor]], into: list[list[Tensor]], group: raw.Group) -> Handle:
+        return exchange(out, into, group).and_then(lambda: [t.zero_() for part in into for t in part])
+
+    for method in ("collect", "spread"):
+        original = getattr(across.Across, method)
+
+        def lost(self: object, *given: object, original: Any = original) -> object:
+            with mock.patch.object(across.raw, "exchange", losing):
+                return original(self, *given)
+
+        with mock.patch.object(across.Across, method, lost):
+            seen.append(bool(apart(muon_of_a_transformer("tp2 zero1", 2, "qwen"), truth)))
+    return seen
+
+
+def test_parts_of_matrices_that_are_lost_on_their_way_are_seen(worlds) -> None:
+    (truth,) = worlds(1).run(muon_of_a_transformer, "1", 2, "qwen")
+    assert worlds(2).run(muon_with_lost_parts, truth) == [[True, True]] * 2
 
 
 @pytest.mark.parametrize("layout", ["tp4 zero1", "dp2 tp2 zero0", "dp2 tp2 sp zero2", "dp2 tp2 zero3", "pp2 tp2 zero1"])

@@ -10,7 +10,10 @@ from itertools import combinations, product
 import pytest
 import torch
 
+from isograd.engine import Engine
 from isograd.layout import SCHEDULES, Layout
+from isograd.mesh import Mesh
+from isograd.models import Transformer
 
 from . import cases
 from .test_grid import noise_ratios
@@ -36,13 +39,18 @@ GRID = [
     ("pp2 vpp2 dp2 tp2 sp zero1", "deep-tied", 2, False),
     ("pp3 dp2 zb zero2", "deep-tied", 3, False),
     ("dp2 pp2 zb zero1", "deep-tied", 3, False),
+    ("pp2 zero3", "deep-tied", 5, True),
+    ("pp2 vpp2 zb dp2 zero3", "deep", 2, False),
+    ("pp2 gpipe tp2 sp zero3", "deep", 1, True),
+    ("pp4 vpp2 cp2 ulysses zero3", "deep-tied", 2, False),
+    ("pp2 cp2 ring zero3", "deep", 5, False),
 ]
 VALUES = {
     "pp": (2, 4),
     "vpp": (1, 2),
     "schedule": SCHEDULES,
     "beside": ("", "dp2", "tp2 sp", "cp2 ulysses", "cp2 ring"),
-    "zero": (0, 1, 2),
+    "zero": (0, 1, 2, 3),
     "model": ("deep", "deep-tied"),
     "micro-batches": (1, 2, 5),
     "recompute": (False, True),
@@ -90,9 +98,33 @@ def test_a_pipeline_trains_as_one_device_does(
 @pytest.mark.parametrize("layout", ["dp2 pp2", "pp2 vpp2 zb tp2 sp"])
 def test_zero_stages_give_the_same_bits_under_pp(worlds, layout: str) -> None:
     world = worlds(Layout.parse(layout).world_size)
-    runs = [cases.on_layout(world, f"{layout} zero{stage}", "deep-tied", 2) for stage in (0, 1, 2)]
+    runs = [cases.on_layout(world, f"{layout} zero{stage}", "deep-tied", 2) for stage in range(4)]
     for rank in range(len(runs[0])):
         assert len({run[rank].settled for run in runs}) == 1
+
+
+def most_blocks_at_once(layout: str) -> int:
+    """How many blocks of this rank are whole at a time, at the most, in a step of several micro-batches."""
+    mesh, config = Mesh(layout), cases.CONFIGS["deep"]
+    engine = Engine(Transformer(config, mesh), mesh, cases.sgd)
+    units = engine._units
+    assert units is not None
+    most, start = 0, units._start
+
+    def watched(unit: object) -> None:
+        nonlocal most
+        start(unit)  # type: ignore[arg-type]
+        most = max(most, sum(any(kept.users for kept in unit.kept) for unit in units.units if unit is not units.root))
+
+    units._start = watched  # type: ignore[assignment]
+    tokens, labels, _ = cases.micro_batch(config, 0, 0, 1)
+    engine.train_step([{"tokens": tokens, "labels": labels}] * 4)
+    assert not any(kept.users for kept in units.kept.values())
+    return most
+
+
+def test_at_stage_3_a_stage_of_a_pipeline_has_few_of_its_blocks_whole_at_a_time(worlds) -> None:
+    assert set(worlds(4).run(most_blocks_at_once, "dp2 pp2 zero3")) == {2}  # the one that computes and the next
 
 
 @pytest.mark.parametrize("layout", ["dp2 pp2 zero1", "pp2 zb tp2 sp", "pp4 zero2"])

@@ -194,7 +194,7 @@ def test_a_search_finds_the_fastest_that_fits_and_says_why_others_fell_out() -> 
     assert tight.best[0].step.seconds >= found.best[0].step.seconds
 
 
-def test_a_search_offers_only_what_the_engine_trains() -> None:
+def test_a_search_offers_only_what_it_predicts() -> None:
     tiny = work(model=dataclasses.replace(SMALL, layers=4), batch=16)
     offered = list(layouts(tiny, 8, H100, Found([], 0, 0)))
     assert any(layout.pp > 1 for layout in offered) and any(layout.zero == 3 for layout in offered)

@@ -87,7 +87,6 @@ class Engine:
         accumulate: what `train_step` does with gradients of all but its last micro-batch. "local": kept whole here, and
             reduced once, as in no_sync. "sharded": each reduced into its owners' rows, and freed.
         """
-        start.refuse_unbuilt(mesh)
         start.refuse_wrapped(model, mesh)
         start.take_over(model)
         self.model, self.mesh, self.clip, self.reproducible = model, mesh, clip, reproducible
@@ -146,6 +145,8 @@ class Engine:
     def _leave(self) -> Leave:
         """When the buckets of the next backward leave."""
         if not (self._sync and self._overlap) or self.reproducible:
+            return Leave.AT_END
+        if self._units is not None and self.pipeline is not None:  # blocks are left once for every micro-batch
             return Leave.AT_END
         # Ranks of a cp or ep group reach parameters at different points of backward. On NCCL a bucket that one of them
         # launches early could take the place of an exchange that the other one waits for.

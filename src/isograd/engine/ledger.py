@@ -234,7 +234,8 @@ class Ledger:
         """Whether a gradient of this parameter may come by `of_product` or `of_rows`: nobody's hooks wait for it, and
         no bit depends on how it is added up."""
         slot = self._slots.get(id(parameter))
-        return not (slot is None or self.units is not None or self.reproducible or start.is_watched(slot.parameter))
+        gathers = self.units is not None and self._leave is not Leave.AT_END  # buckets leave while blocks are left
+        return not (slot is None or gathers or self.reproducible or start.is_watched(slot.parameter))
 
     @torch.no_grad()
     def of_product(self, parameter: Tensor, a: Tensor, b: Tensor, *, last: bool = False) -> None:

@@ -25,21 +25,6 @@ from isograd.tallies import Tallies
 _OURS = "_isograd_hook"  # marks functions of isograd, which change no gradient: an engine's, the verifier's
 
 
-def refuse_unbuilt(mesh: Mesh) -> None:
-    """Layouts that this version can describe but not yet run."""
-    layout = mesh.layout
-    if layout.zero > 2 and layout.pp > 1:
-        raise EngineError(
-            "IG522",
-            "ZeRO 3 does not go with a pipeline",
-            seen=str(layout),
-            expected="zero0 to zero2 with pp: stage 3 would gather each parameter twice for every micro-batch, while "
-            "pp has already cut the parameters of a rank by pp",
-            fix="use zero1 or zero2, which cut optimizer state and gradients, or more pp ranks",
-            where=mesh.where(),
-        )
-
-
 WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel", "DeepSpeedEngine")
 
 
