@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,7 +14,7 @@ COLORS = ("#4c78a8", "#72b7b2", "#54a24b", "#eeca3b", "#f58518", "#e45756", "#ba
 SHADES = {"forward": "#ffffff", "backward": "#f3f3f3"}
 OTHER = "#e4e9f2"
 MOST = 8  # plots
-LABELS = 0.06  # the least share of the step whose name is written
+LETTER = 0.008  # of the step's width: a letter of a phase's name, which is written where there is room for it
 
 
 def draw(ranks: Sequence[tuple[str, Peak]], to: Path, title: str) -> bool:
@@ -40,8 +41,10 @@ def draw(ranks: Sequence[tuple[str, Peak]], to: Path, title: str) -> bool:
         ends = [at for at, _ in peak.phases[1:]] + [1.0]
         for (start, phase), end in zip(peak.phases, ends, strict=True):
             plot.axvspan(start, end, color=SHADES.get(phase.split()[0], OTHER), zorder=0)
-            if end - start >= LABELS:
-                plot.text((start + end) / 2, 1.12 * peak.bytes / size, phase, ha="center", va="center", fontsize=8)
+            letters = int((end - start) / LETTER)
+            if letters >= max(map(len, phase.split())):
+                words = textwrap.fill(phase, letters)
+                plot.text((start + end) / 2, 1.12 * peak.bytes / size, words, ha="center", va="center", fontsize=8)
         plot.axhline(peak.bytes / size, color="black", linewidth=0.8, linestyle=":")
         plot.set(xlim=(0, 1), ylim=(0, 1.2 * peak.bytes / size), ylabel=unit, xticks=[])
         plot.set_title(f"{name}: {peak.bytes / size:.3g} {unit} in {peak.when}", fontsize=10, loc="left")

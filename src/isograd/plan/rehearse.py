@@ -90,17 +90,28 @@ def _call(entry: Entry) -> tuple[object, ...]:
     return entry.operation, entry.site, entry.phase, entry.axes, entry.purpose, len(entry.ranks)
 
 
-def rehearse(build: Build, layout: Layout, *, large: int = LARGE, load: str = "even") -> list[Rank]:
+def rehearse(
+    build: Build,
+    layout: Layout,
+    *,
+    large: int = LARGE,
+    load: str = "even",
+    tell: Callable[[int, int], None] = lambda done, total: None,
+) -> list[Rank]:
     """Run one step on each rank of the first column, and on those beside it, where a kind of stage begins and ends.
-    `load`: how often tokens choose each expert (plan/load.py)."""
+    `load`: how often tokens choose each expert (plan/load.py). `tell` hears how many ranks have run, of how many."""
     world, mode = imagined.World(), Shapes(large)
 
     def run(*ranks: int) -> list[Rank]:
         found = world.run({rank: partial(_step, build, layout, rank, world, mode.another(), load) for rank in ranks})
         return [found[rank] for rank in ranks]
 
-    column = run(*layout.ranks("pp", 0))
-    return column + [one for rank in beside(layout, column) for one in run(rank)]
+    found = run(*layout.ranks("pp", 0))
+    others = beside(layout, found)
+    for rank in others:
+        tell(len(found), layout.pp + len(others))
+        found += run(rank)
+    return found
 
 
 def beside(layout: Layout, column: list[Rank]) -> list[int]:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from isograd.train.config import Config
 
 SHOWN = 12  # findings
+PATIENCE = 15.0  # seconds between two words about how far it is
 
 
 def rehearse(words: list[str], kind: type[argparse.ArgumentParser]) -> int:
@@ -35,8 +36,13 @@ def rehearse(words: list[str], kind: type[argparse.ArgumentParser]) -> int:
     parser.add_argument("config", help="a config of 'isograd train'")
     parser.add_argument("--layout", help="in place of the config's, for example 'dp128 tp8 sp pp16 zero1'")
     parser.add_argument("--world", type=int, metavar="N", help="the number of ranks, to check the layout against")
-    parser.add_argument("--micro-batches", type=int, metavar="N", help="in place of the config's")
-    parser.add_argument("--load", choices=("even", "zipf"), default="even", help="of experts; default: even")
+    parser.add_argument(
+        "--micro-batches", type=int, metavar="N", help="a shorter step: so many micro-batches of the config's size"
+    )
+    parser.add_argument(
+        "--load", choices=("even", "zipf"), default="even",
+        help="how often tokens choose each expert: evenly (the default), or by Zipf's law, a skew",
+    )  # fmt: skip
     parser.add_argument("--picture", metavar="FILE", help="a PNG of what each kind of rank holds over the step")
     options = parser.parse_args(words)
     config, layout = _read(options)
@@ -45,7 +51,7 @@ def rehearse(words: list[str], kind: type[argparse.ArgumentParser]) -> int:
 
     began = time.monotonic()
     build = _build(config, layout, options.micro_batches or config.micro_batches)
-    ranks = run(build, layout, load=options.load)
+    ranks = run(build, layout, load=options.load, tell=_Progress())
     print(table(ranks, layout))
     if said := _load(config, layout, options.load):
         print(f"\n{said}")
@@ -64,6 +70,19 @@ def rehearse(words: list[str], kind: type[argparse.ArgumentParser]) -> int:
         expected="both ends of every message, no circle of waits, every debt paid once, every element once in the norm "
         "and in a checkpoint",
     )  # fmt: skip
+
+
+class _Progress:
+    """Says now and then how far a long rehearsal has come."""
+
+    def __init__(self) -> None:
+        self._said = self._began = time.monotonic()
+
+    def __call__(self, done: int, total: int) -> None:
+        now = time.monotonic()
+        if now - self._said > PATIENCE:
+            self._said = now
+            print(f"{done} of {total} ranks, {now - self._began:.0f} s", file=sys.stderr)
 
 
 def _read(options: argparse.Namespace) -> tuple[Config, Layout]:
@@ -114,6 +133,8 @@ def _build(config: Config, layout: Layout, micro_batches: int) -> Build:
 
     assert config.data is not None
     described, length, rows = model_config(config.model), config.data.length, config.batch // layout.dp
+    if micro_batches != config.micro_batches:
+        rows = micro_batches * -(-rows // config.micro_batches)
 
     def build(mesh: Mesh) -> tuple[Engine, Any, int]:
         model = Transformer(described, mesh, dtype=DTYPES[config.model.dtype], device="meta")

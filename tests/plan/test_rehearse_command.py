@@ -1,0 +1,47 @@
+"""`isograd rehearse` as somebody meets it who has only a config."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from isograd.cli import main
+from isograd.layout import Layout
+from isograd.mesh import Mesh
+from isograd.train.reading import load
+from isograd.train.rehearse import _build
+
+CONFIG = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
+
+
+def test_a_config_is_rehearsed_and_drawn(capsys, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "memory.png"
+    assert main(["rehearse", str(CONFIG), "--layout", "dp2 pp2 zero1", "--picture", str(picture)]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("dp2 pp2 zero1: 4 ranks\n\nkind 1: rank 0 (pp0 dp0)")
+    assert "fits together: 4 of 4 ranks were imagined" in said
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_shorter_step_has_micro_batches_of_the_same_size() -> None:
+    layout = Layout.parse("dp2 pp2")
+    config = load(str(CONFIG), ["--layout", str(layout), "--micro_batches", "4"]).config
+    for micro_batches, rows in ((4, 8), (1, 2), (3, 6)):
+        _, batch, count = _build(config, layout, micro_batches)(Mesh.imagine(layout, 0))
+        assert (len(batch["tokens"]), count) == (rows, micro_batches)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--layout", "dp2 tp3"], "cannot be dealt out over tp3"),
+        (["--layout", "dp2", "--world", "5"], "layout 'dp2' needs 2 ranks"),
+        (["--micro-batches", "0"], "--micro-batches must be at least 1"),
+        (["--load", "uneven"], "invalid choice: 'uneven' (choose from 'even', 'zipf')"),
+    ],
+)
+def test_what_cannot_be_rehearsed_is_said(capsys, words: list[str], said: str) -> None:
+    assert main(["rehearse", str(CONFIG), *words]) == 2
+    assert said in capsys.readouterr().err
