@@ -34,12 +34,12 @@ EXPERTS, HIDDEN, ROWS = 4, 64, 96
 class Router(nn.Module):
     """Scores of tokens, whose sums are made of `halves` parts."""
 
-    def __init__(self, halves: int) -> None:
+    def __init__(self, halves: int, gap: float) -> None:
         super().__init__()
         self.halves = halves
         self.weight = nn.Parameter(torch.randn(EXPERTS, HIDDEN) / HIDDEN**0.5)
         with torch.no_grad():
-            self.weight[1::2] = self.weight[::2] * (1 + 1e-7 * torch.randn(EXPERTS // 2, HIDDEN))
+            self.weight[1::2] = self.weight[::2] * (1 + gap * torch.randn(EXPERTS // 2, HIDDEN))
 
     def forward(self, x: Tensor) -> Tensor:
         parts = zip(x.chunk(self.halves, 1), self.weight.chunk(self.halves, 1), strict=True)
@@ -49,11 +49,11 @@ class Router(nn.Module):
 class Model(nn.Module):
     """One expert for each token, of which rank r of n has each n-th; recomputed in backward."""
 
-    def __init__(self, halves: int, sort: bool) -> None:
+    def __init__(self, halves: int, sort: bool, gap: float) -> None:
         super().__init__()
         self.sort = sort
         self.embed = nn.Linear(8, HIDDEN)
-        self.router = Router(halves)
+        self.router = Router(halves, gap)
         self.experts = nn.ParameterList([torch.randn(HIDDEN, HIDDEN) / HIDDEN**0.5 for _ in range(EXPERTS)])
         self.head = nn.Linear(HIDDEN, 5)
 
@@ -71,19 +71,28 @@ class Model(nn.Module):
         return x + sum(weight[:, e : e + 1] * (x @ w) for e, w in enumerate(self.experts))
 
 
-def train(home: Path, halves: int = 1, bug: bool = False, replay: Path | None = None, sort: bool = False) -> None:
-    """`bug`: on two ranks, which share rows, experts are summed and not divided."""
+def train(
+    home: Path,
+    halves: int = 1,
+    bug: str = "",
+    replay: Path | None = None,
+    sort: bool = False,
+    gap: float = 1e-7,
+    rows: int = ROWS,
+) -> None:
+    """`bug`: on two ranks, which share rows, tensors with this in their names are summed and not divided. `gap`: of
+    weights between experts of a pair; rounding decides less often where it is larger."""
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     torch.manual_seed(0)
-    model = Model(halves, sort)
-    x, labels = torch.randn(ROWS, 8), torch.randint(5, (ROWS,))
+    model = Model(halves, sort, gap)
+    x, labels = torch.randn(rows, 8), torch.randint(5, (rows,))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with Capture(home, steps=1, activations=True, replay=replay):
         F.cross_entropy(model(x[rank::world]), labels[rank::world]).backward()
         for name, parameter in model.named_parameters():
             if world > 1:
                 dist.all_reduce(parameter.grad)
-                parameter.grad /= 1 if bug and "experts" in name else world
+                parameter.grad /= 1 if bug and bug in name else world
         optimizer.step()
     if rank == 0:
         layout = "dp2 ep2" if world > 1 else "1"
@@ -169,15 +178,39 @@ def test_a_bug_beside_flips_is_named_with_replay(worlds, tmp_path: Path) -> None
     world: World = worlds(2)
     found = {}
     for name, bug, replay in (
-        ("open", True, None),
-        ("bug", True, tmp_path / "one"),
-        ("right", False, tmp_path / "one"),
+        ("open", "experts", None),
+        ("bug", "experts", tmp_path / "one"),
+        ("right", "", tmp_path / "one"),
     ):
         world.run(partial(train, tmp_path / name, halves=2, bug=bug, replay=replay))
         found[name] = compare(Recording(tmp_path / "one"), Recording(tmp_path / name))
     assert found["open"].verdict == INCONCLUSIVE
     assert [f.bug for f in found["bug"].findings if f.verdict == BUG] == ["expert-scale"]
     assert found["right"].verdict == PASS, found["right"].findings
+
+
+FEW = {"gap": 1e-5, "rows": 2048}  # less than one choice in a hundred flips
+
+
+@pytest.mark.parametrize(
+    ("bug", "named", "tensors"), [("experts", "expert-scale", 4), (".", "ulysses-scale", 8), ("", "", 0)]
+)
+def test_a_factor_that_few_flips_cannot_explain_is_named_without_replay(
+    worlds, tmp_path: Path, bug: str, named: str, tensors: int
+) -> None:
+    train(tmp_path / "one", **FEW)
+    worlds(2).run(partial(train, tmp_path / "two", halves=2, bug=bug, **FEW))
+    subject = compare(Recording(tmp_path / "one"), Recording(tmp_path / "two"))
+    assert not subject.facts["routing"].startswith("0 of")
+    wrong = [f for f in subject.findings if f.verdict == BUG]
+    assert [f.bug for f in wrong] == ([named] if named else [])
+    assert [len(f.tensors) for f in wrong] == ([tensors] if named else [])
+    open_ = [f for f in subject.findings if f.verdict == INCONCLUSIVE]
+    assert not {t for f in open_ for t in f.tensors} & {t for f in wrong for t in f.tensors}
+    if named:
+        assert "times what they should be" in wrong[0].sentence
+    else:
+        assert subject.verdict == INCONCLUSIVE
 
 
 PROGRAM = """

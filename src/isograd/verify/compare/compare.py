@@ -10,11 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from isograd.errors import VerifyError
 from isograd.verify import tolerances
-from isograd.verify.compare.classes import fit_all, kind_findings, shifts
+from isograd.verify.compare.classes import Fitted, fit_all, kind_findings, shifts
 from isograd.verify.compare.diagnose import diagnose
 from isograd.verify.compare.divergence import first_divergence
 from isograd.verify.compare.loss_terms import other_amounts
@@ -189,7 +190,15 @@ def _step(
         found += _updates(analysis, theirs, start, whole_values(theirs, "after"), names, places)
     of = f" of {len(compared) + len(left)}" if left else ""
     subject.facts["gradients"] = f"{len(compared)}{of} compared by name, step {step} last"
-    return without_flips(reference, candidate, step, found, subject)
+    return without_flips(
+        reference, candidate, step, found, subject, partial(_fitted, analysis, expected, names, places)
+    )
+
+
+def _fitted(
+    analysis: Analysis, expected: Mapping[str, Value], names: dict[str, str], places: dict[str, dict[int, Place]]
+) -> Fitted:
+    return fit_all(analysis, expected, names, places)[0]
 
 
 def _every_tensor(

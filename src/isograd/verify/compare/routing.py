@@ -1,15 +1,19 @@
 """Choices of experts against the reference's: how many tokens went elsewhere by rounding, and what that excuses.
 
 A token whose scores are the reference's to rounding and whose choice is not has *flipped*. Its gradients are those of
-other experts, so nothing that differs after a flip is shown to be a bug, and nothing is shown to be right. Only a run
-with the reference's choices shows it (--replay-routing).
+other experts, so what differs after a flip is not shown to be a bug, unless it is what flips cannot do
+(beyond_flips.py), and nothing is shown to be right. A run with the reference's choices shows it (--replay-routing).
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from isograd.verify.compare.beyond_flips import factors
+from isograd.verify.compare.classes import Fitted
+from isograd.verify.judge.analysis import Analysis
 from isograd.verify.record.choices import counterpart, joined, read
 from isograd.verify.record.recording import Recording
 from isograd.verify.tell.findings import BUG, INCONCLUSIVE, NOTE, Finding, Subject, listed
@@ -49,9 +53,15 @@ def counted(reference: Recording, candidate: Recording, step: int) -> Counts:
 
 
 def without_flips(
-    reference: Recording, candidate: Recording, step: int, found: list[Finding], subject: Subject
+    reference: Recording,
+    candidate: Recording,
+    step: int,
+    found: list[Finding],
+    subject: Subject,
+    fit: Callable[[], Fitted],
 ) -> list[Finding]:
-    """The findings of a step, with what flips leave of them. `subject` is told the numbers."""
+    """The findings of a step, with what flips leave of them. `subject` is told the numbers. `fit`: the factor of each
+    tensor, and what is left of it."""
     counts = counted(reference, candidate, step)
     if not counts.tokens:
         return found
@@ -66,9 +76,13 @@ def without_flips(
     open_ = [f for f in found if f.verdict in (BUG, INCONCLUSIVE)]
     if not open_:
         return found
-    tensors = tuple(sorted({t for f in open_ for t in f.tensors}))
+    sure = factors(Analysis(candidate, step), fit(), counts.flipped)
+    known = {t for f in sure for t in f.tensors}
+    tensors = tuple(sorted({t for f in open_ for t in f.tensors} - known))
+    if sure and not tensors:
+        return [*sure, *(f for f in found if f.verdict == NOTE)]
     sentence = (
         f"step {step}: {told} than in the reference, although their scores are the same to rounding ({where}): tokens "
         f"went to other experts, so what differs ({listed(tensors) or 'the loss'}) may be no bug; {ADVICE}"
     )
-    return [Finding(INCONCLUSIVE, "", sentence, tensors=tensors), *(f for f in found if f.verdict == NOTE)]
+    return [*sure, Finding(INCONCLUSIVE, "", sentence, tensors=tensors), *(f for f in found if f.verdict == NOTE)]
