@@ -77,23 +77,26 @@ def _write_step(writer: RankWriter, number: int, step: Step, beyond: int | None)
         if one.gradient is not None:
             tensors[f"final/{name}"] = one.gradient
             tensors[f"sum/{name}"] = tensors[f"clipped/{name}"] = sketch(one.gradient)
-        if beyond is not None and worthwhile(tuple(one.value.shape), one.value.numel(), beyond):
-            _sketched(tensors, name, one)
+        if beyond is not None:
+            _sketched(tensors, name, one, beyond)
         about[name] = told(one, after)
     writer.event(events.Step(number, parameters=about, backwards=number * len(micros)))
     # Two names for one tensor are two entries of the file.
     writer.tensors(number, {name: t.clone() for name, t in tensors.items()})
 
 
-def _sketched(tensors: dict[str, Tensor], name: str, one: Held) -> None:
-    """Takes whole tensors out, and puts sums along their dimensions in."""
+def _sketched(tensors: dict[str, Tensor], name: str, one: Held, beyond: int) -> None:
+    """Takes large whole tensors out, and puts sums along their dimensions in."""
     starts = tuple(start for start, _ in one.box) if one.box is not None else ()
     for kind in ("parameter", "after", "final"):
-        whole = tensors.pop(f"{kind}/{name}", None)
-        for d, sums in (project(whole, starts).along if whole is not None else {}).items():
+        whole = tensors.get(f"{kind}/{name}")
+        if whole is None or not worthwhile(tuple(whole.shape), whole.numel(), beyond):
+            continue
+        del tensors[f"{kind}/{name}"]
+        for d, sums in project(whole, starts).along.items():
             tensors[f"along/{kind}/{d}/{name}"] = sums
     for micro, part in one.parts.items():
-        for d, sums in project(part).along.items():
+        for d, sums in project(part).along.items() if worthwhile(tuple(part.shape), part.numel(), beyond) else ():
             tensors[f"along/{micro}/{d}/{name}"] = torch.stack([sketch(row) for row in sums])
 
 

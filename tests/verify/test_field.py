@@ -205,15 +205,16 @@ def test_a_comparison_of_one_of_three_gradients_is_inconclusive_and_says_so_firs
     assert not any("all 1 gradients" in f.sentence for f in subject.findings)
 
 
-def test_whole_gradients_of_parameters_that_are_kept_empty_are_compared(tmp_path: Path) -> None:
+@pytest.mark.parametrize("beyond", [None, 0])
+def test_whole_gradients_of_parameters_that_are_kept_empty_are_compared(tmp_path: Path, beyond: int | None) -> None:
     """DeepSpeed's ZeRO 3: the engine tells the whole gradient, the parameter's own memory is given up between steps."""
-    whole = {n: (numbers(4, 3, seed=i), numbers(4, 3, seed=i + 10)) for i, n in enumerate("ab")}
-    one = write(tmp_path / "one", [[Step({n: Held(v, g) for n, (v, g) in whole.items()})]])
+    whole = {n: (numbers(8, 6, seed=i), numbers(8, 6, seed=i + 10)) for i, n in enumerate("ab")}
+    one = write(tmp_path / "one", [[Step({n: Held(v, g) for n, (v, g) in whole.items()})]], beyond=beyond)
     empty = torch.empty(0, dtype=torch.float64)
     right = {n: Held(empty, g, after=empty) for n, (_, g) in whole.items()}
-    assert compare(one, write(tmp_path / "two", [[Step(right)], [Step(right)]])).verdict == PASS
+    assert compare(one, write(tmp_path / "two", [[Step(right)], [Step(right)]], beyond=beyond)).verdict == PASS
     half = {n: Held(empty, 0.5 * g, after=empty) for n, (_, g) in whole.items()}
-    found = only(compare(one, write(tmp_path / "three", [[Step(half)], [Step(half)]])))
+    found = only(compare(one, write(tmp_path / "three", [[Step(half)], [Step(half)]], beyond=beyond)))
     assert "all 2 gradients: 0.5 times what they should be" in found.sentence
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import count, takewhile
 
 import torch
 from torch import Tensor
@@ -21,19 +22,18 @@ from isograd.verify.record.projection import COUNT, Projected, project, project_
 from isograd.verify.record.sketch import sketch
 
 
-def held(tensors: Mapping[str, Tensor], kind: str, name: str, dims: int) -> Value | None:
-    """What a step's file has of a parameter ('parameter', 'after') or its gradient ('final'), whole or by sketches.
-    `dims`: how many dimensions it has at most."""
+def held(tensors: Mapping[str, Tensor], kind: str, name: str) -> Value | None:
+    """What a step's file has of a parameter ('parameter', 'after') or its gradient ('final'), whole or by sketches."""
     if f"{kind}/{name}" in tensors:
         return tensors[f"{kind}/{name}"]
-    found = {d: tensors[path].double() for d in range(dims) if (path := f"along/{kind}/{d}/{name}") in tensors}
+    paths = takewhile(tensors.__contains__, (f"along/{kind}/{d}/{name}" for d in count()))
+    found = {d: tensors[path].double() for d, path in enumerate(paths)}
     return Projected(tuple(t.shape[1] for t in found.values()), found) if found else None
 
 
 def of_rank(analysis: Analysis, rank: int, kind: str, name: str) -> Value | None:
     """The same, of one rank in the step that is looked at."""
-    tensors = analysis.recording.ranks[rank].tensors(analysis.step)
-    return held(tensors, kind, name, len(analysis.about[rank][name].whole))
+    return held(analysis.recording.ranks[rank].tensors(analysis.step), kind, name)
 
 
 def whole_values(analysis: Analysis, kind: str) -> dict[str, Value]:
