@@ -114,3 +114,47 @@ def counts_of_the_whole_step() -> str | None:
 def test_a_loss_that_is_divided_by_counts_of_the_whole_step_is_refused() -> None:
     assert raw.world()[1] == 1
     assert counts_of_the_whole_step() == "IG856"
+
+
+def test_task_preference_has_the_loss_and_the_gradients_of_dpo_trainer(tmp_path: Any) -> None:
+    """One batch of uneven pairs, a policy that differs from its reference; TRL computes log-probabilities in fp32."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from trl import DPOConfig, DPOTrainer
+
+    from isograd.models import TransformerConfig
+    from isograd.models.families import to_hf
+    from isograd.models.hf_configs import to_hf_config
+    from isograd.train.config import Preference
+    from isograd.train.preferring import Preferring
+
+    words, mesh = tokenizer(), ig.Mesh("dp1")
+    config = TransformerConfig(vocab=len(words), hidden=24, layers=2, heads=4, kv_heads=2, mlp=40, tied=False)
+    policy, before = (Preferring(config, mesh, Preference(beta=0.3), seed=s, dtype=torch.float64) for s in (0, 1))
+
+    def theirs(model: Any) -> Any:
+        found = LlamaForCausalLM(LlamaConfig(**to_hf_config(config))).double()
+        found.load_state_dict(to_hf(model))
+        return found
+
+    options: dict[str, Any] = {"bf16": False, "use_cpu": True, "report_to": "none", "gradient_checkpointing": False}
+    arguments = DPOConfig(str(tmp_path), beta=0.3, max_length=64, per_device_train_batch_size=6, **options)
+    model = theirs(policy)
+    trainer = DPOTrainer(
+        model, ref_model=theirs(before), args=arguments, train_dataset=texts("DPO"), processing_class=words
+    )
+    batch = next(iter(trainer.get_train_dataloader()))
+    loss = trainer.compute_loss(trainer.model, batch)
+    loss.backward()
+
+    counted = batch["input_ids"].masked_fill(batch["completion_mask"] == 0, -100).roll(-1, 1)
+    counted[:, -1] = -100
+    tokens, labels = (t.unflatten(0, (2, -1)).transpose(0, 1) for t in (batch["input_ids"], counted))
+    with before.noting() as noted, torch.no_grad():
+        before(tokens, labels)
+    ours, pairs = policy(tokens, labels, reference=noted[0])
+    ours.backward()
+    assert pairs == 6 and abs(float(ours.detach()) - 0.6931) > 1e-3
+    assert loss.item() == pytest.approx(ours.item(), rel=1e-5)
+    gradients = to_hf(policy, {name: parameter.grad for name, parameter in policy.named_parameters()})
+    for name, parameter in trainer.model.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-6, msg=name)
