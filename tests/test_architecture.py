@@ -106,7 +106,7 @@ ARROWS = {
         "stored",
     },
     # checkpoint: copies of ranks become one
-    "resilience": {"checkpoint", "comm", "engine", "errors", "layout", "scratch"},
+    "resilience": {"checkpoint", "comm", "engine", "errors", "layout", "mesh", "scratch"},
     # nn: encoders with experts
     "contrastive": {"comm", "contract", "engine", "errors", "mesh", "nn", "random", "tallies", "terms"},
     "network": {"__version__", "comm", "errors", "verbs"},

@@ -25,6 +25,22 @@ def fingerprint(tensor: Tensor) -> Tensor:
     return total
 
 
+def checksum(tensor: Tensor) -> Tensor:
+    """An int64 that changes with every change of one 8-byte word: the sum of all words, at the speed of memory.
+
+    For one tensor at two times, or two copies of it; it does not depend on the places of words.
+    """
+    flat = tensor.detach().contiguous().reshape(-1)
+    if flat.storage_offset() * flat.element_size() % 8:
+        flat = flat.clone()
+    data = flat.view(torch.uint8)
+    whole = len(data) // 8 * 8
+    total = data[:whole].view(torch.int64).sum()
+    for place, byte in enumerate(data[whole:].long()):
+        total = total + (byte << 8 * place)
+    return total
+
+
 def _weighed(values: Tensor, first: int) -> Tensor:
     place = torch.arange(first, first + len(values), device=values.device)
     return ((values + 1) * (place * 0x9E3779B97F4A7C1 ^ (place << 7))).sum()

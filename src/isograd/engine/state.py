@@ -215,6 +215,33 @@ def declare(engine: Engine) -> Declared:
         if len(certain) > 1:
             refused.append(f"{entry}: " + " and ".join(f"{kind} for {kinds[kind]!r}" for kind in certain))
         entries[entry] = (certain or sorted(kinds))[0].removesuffix("?")
+    _refuse_kindless(refused)
+    _refuse_unequal(run, mesh)
+    return Declared(entries, run | {"groups": _merged(gather_notes(run["groups"], mesh.group("pp"), mesh.device))})
+
+
+def renew(engine: Engine, before: Declared) -> Declared:
+    """What `declare` would say now, without a message: kinds as they were declared, and this stage's numbers per run.
+    An entry that is new since then has the kind that this rank sees."""
+    entries, refused = dict(before.entries), list[str]()
+    for member, _, name, master in _stepped(engine):
+        for entry, value in _state(member, master).items():
+            if _named(member, entry) not in entries:
+                kind = _kind(entry, value, master)
+                refused += [] if kind else [f"{entry!r} of {name!r}: {_words(value)}"]
+                entries[_named(member, entry)] = (kind or PARAMETER).removesuffix("?")
+    run = _per_run(engine, refused)
+    _refuse_kindless(refused)
+    return Declared(entries, run)
+
+
+def merge_runs(runs: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """The numbers per run of all stages, from those that `renew` gave on each of the ranks, in rank order."""
+    found = list(runs)
+    return found[0] | {"groups": _merged([run["groups"] for run in found])}
+
+
+def _refuse_kindless(refused: list[str]) -> None:
     if refused:
         raise EngineError(
             "IG540",
@@ -223,8 +250,6 @@ def declare(engine: Engine) -> Declared:
             expected="for a parameter, tensors of its shape and single numbers; for a group, numbers and words",
             fix="take an elementwise optimizer (AdamW, SGD, ...), or Muon for whole matrices: Engine(..., whole=[...])",
         )
-    _refuse_unequal(run, mesh)
-    return Declared(entries, run | {"groups": _of_all_stages(run["groups"], mesh)})
 
 
 def _kind(entry: str, value: object, master: Tensor) -> str | None:
@@ -250,14 +275,14 @@ def elementwise(engine: Engine, declared: Declared) -> dict[str, list[str]]:
     }
 
 
-def counts(engine: Engine, declared: Declared) -> dict[str, dict[str, Any]]:
-    """{entry: {parameter: [value, dtype or None]}}: the numbers per parameter that this rank writes."""
+def counts(engine: Engine, declared: Declared, *, every: bool = False) -> dict[str, dict[str, Any]]:
+    """{entry: {parameter: [value, dtype or None]}}: numbers that this rank writes; all it has (`every`)."""
     slots = {slot.name: slot for slot in engine.plan.slots}
     found: dict[str, dict[str, Any]] = {}
     for member, _, name, master in _stepped(engine):
         slot, across = slots[name], engine._optimized.across
         owns = bool(_matrix("", slot, master, engine.mesh).writes[1]) if slot in across else None
-        if not (_owns_first_element(slot, engine.mesh) if owns is None else owns):
+        if not every and not (_owns_first_element(slot, engine.mesh) if owns is None else owns):
             continue
         for entry, value in _state(member, master).items():
             if declared.entries[_named(member, entry)] == PARAMETER:
@@ -391,10 +416,10 @@ def _difference(one: dict[str, Any], other: dict[str, Any]) -> str:
     return "groups of other parameters"
 
 
-def _of_all_stages(groups: list[dict[str, Any]], mesh: Mesh) -> list[dict[str, Any]]:
+def _merged(stages: Iterable[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """Groups of one kind with equal options are one group, over all stages of a pipeline."""
     merged: dict[str, dict[str, Any]] = {}
-    for of_stage in gather_notes(groups, mesh.group("pp"), mesh.device):
+    for of_stage in stages:
         for group in of_stage:
             same = json.dumps([group["kind"], group["options"]], sort_keys=True)
             before = merged.setdefault(same, {**group, "names": []})

@@ -2,7 +2,9 @@
 
     crew.py       the launcher's side: processes that are ranks of one world after another
     member.py     a rank's side: leaves a world that has lost a rank, without dying
-    copies.py     what a rank writes into a checkpoint, in the memory of a partner too
+    copies.py     what a rank writes into a checkpoint, held by a partner too
+    rooms.py      memory that outlives the process that fills it
+    replicas.py   the state of ranks that all hold the same, which needs no copy
     rescue.py     after a death: those copies become a checkpoint
     smaller.py    a layout for fewer ranks
     recovery.py   how long each part of it took

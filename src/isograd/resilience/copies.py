@@ -1,33 +1,37 @@
-"""What a rank writes into a checkpoint, kept in the memory of a partner too: a death loses nothing of the state.
+"""What a rank writes into a checkpoint, in memory that outlives it too: a death loses nothing of the state.
 
-After each step, beside the next forward, every rank sends its rows (of parameters, optimizer, generators: what it would
-write into a checkpoint, so that each row of the state is sent once) to the rank half a world away, and keeps what the
-rank half a world behind it sends. The copies of two steps are kept:
+After each step every rank copies its rows (of parameters, optimizer, generators: what it would write into a checkpoint,
+so that each row of the state is copied once) into a room (rooms.py). Its partner, the rank half a world away, holds
+them as well:
+
+    on the same machine      it has the room open, and nothing is sent
+    elsewhere                the room's bytes leave in one message, beside the next forward, for a room of its own
+
+There are two rooms, for even and for odd steps:
 
     copies of step k complete  <  vote of step k + 1  <  step k + 1 changes the state  <  copies of k + 1 begin
 
 The vote of a step is the exchange of its gradients' norm: a rank that knows the norm knows that all gradients are
 reduced. `finish` comes before it. So whoever has voted holds complete copies of the step before, nobody is ever more
-than one step ahead, and the memory of step k - 1 is used again only when all ranks have those of step k. At any moment
+than one step ahead, and the room of step k - 1 is used again only when all ranks have theirs of step k. At any moment
 at which a rank dies, one step of which all rows are held by others is left; unless its partner dies too.
+
+Where every rank holds the whole state (replicas.py) nothing is copied at all, with `copies: none`, too.
 
 What is held outlives the world: `offers` and `write` (rescue.py asks for them) need no other rank.
 """
 
 from __future__ import annotations
 
-import json
+import os
 import secrets
-from collections.abc import Mapping
+import socket
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from isograd.checkpoint.files import DTYPES, TORCH
 from isograd.checkpoint.hugging import describe
 from isograd.checkpoint.write import Copied, Job, write_own
 from isograd.comm import raw
@@ -35,116 +39,189 @@ from isograd.comm.agree import told
 from isograd.comm.handle import Handle
 from isograd.engine import Engine, state
 from isograd.errors import LaunchError
+from isograd.resilience.replicas import Replicas, copied
+from isograd.resilience.rooms import HEAD, Room
 
-ALIGNED = 16  # bytes: rows of any dtype begin at a multiple of it
-
-
-@dataclass(frozen=True)
-class Rows:
-    """What one rank writes of a step: a note that says what lies where, and the bytes."""
-
-    note: dict[str, Any]
-    flat: Tensor
-
-    def copied(self) -> list[Copied]:
-        """The rows as a checkpoint's writer takes them."""
-        found = []
-        for key, shape, box, dtype, rows, start in self.note["rows"]:
-            kind = TORCH[dtype]
-            count = torch.Size(rows).numel() * kind.itemsize
-            tensor = self.flat[start : start + count].view(kind).view(rows)
-            found.append(Copied(key, tuple(shape), tuple((a, b) for a, b in box), tensor))
-        return found
+FIRST = 8 * HEAD  # bytes of the first message: the head alone, which says how many are to follow
 
 
 @dataclass
 class Held:
-    """The copies of one step in this process."""
+    """What this process holds of one world's state."""
 
     run: str
-    world: str  # in which they were made
-    step: int
+    world: str
     ranks: int
-    head: dict[str, Any]  # of a checkpoint's manifest
-    rows: dict[int, Rows] = field(default_factory=dict)  # by rank of that world
+    head: dict[str, Any]  # of a checkpoint's manifest, without step and numbers per run
+    rooms: dict[int, tuple[Room, Room]] = field(default_factory=dict)  # by rank: of even steps, of odd ones
+    whole: tuple[int, dict[int, tuple[list[Copied], dict[str, Any]]], dict[str, Any]] | None = None
+    # the state itself: (step, by rank (tensors, numbers per parameter), numbers per run)
+
+    def steps(self) -> dict[int, list[int]]:
+        """{step: ranks whose rows of it are here}."""
+        found: dict[int, list[int]] = {}
+        for rank, rooms in self.rooms.items():
+            for room in rooms:
+                if room.step is not None:
+                    found.setdefault(room.step, []).append(rank)
+        if self.whole is not None:
+            found[self.whole[0]] = list(range(self.ranks))
+        return found
+
+    def rows(self, step: int, rank: int) -> tuple[list[Copied], dict[str, Any], dict[str, Any]]:
+        """(tensors, numbers per parameter, numbers per run), whole and as they were."""
+        if self.whole is not None and self.whole[0] == step:
+            return *self.whole[1][rank], self.whole[2]
+        rows = self.rooms[rank][step % 2].rows()
+        if rows.damaged:
+            raise LaunchError(
+                "IG259", f"the copy of rank {rank} has changed in memory", seen=f"another checksum, after step {step}",
+                expected="the bits that were copied", fix="the memory of this machine may be faulty",
+            )  # fmt: skip
+        return rows.copied(), rows.note["counts"], rows.note["run"]
 
 
-_held: list[Held] = []  # of the last two steps, older first; one list per process, like the world itself
+_held: list[Held] = []  # of the last two worlds, older first; one list per process, like the world itself
 
 
 class Copies:
     """One rank's part: its own rows, and its partner's."""
 
-    def __init__(self, engine: Engine, run: str, extra: Mapping[str, Any]) -> None:
-        """All ranks make it together. `run`: its name. `extra`: of the checkpoint that the copies may become."""
-        self.engine, self.mesh, self.run, self.extra = engine, engine.mesh, run, dict(extra)
-        self._group = self.mesh.group("world", "copies")
-        if raw.native(self._group):
-            raise LaunchError(
-                "IG258", "copies are kept in host memory, which NCCL does not send", seen="resilience.copies partner",
-                expected="ranks that talk through gloo", fix="--resilience.copies none", where=self.mesh.where(),
-            )  # fmt: skip
-        self._by = max(1, self._group.size // 2)
-        self._world = str(told(secrets.token_hex(8), self.mesh)[0])
-        self._arriving: tuple[Held, int, Tensor, Tensor, Handle] | None = None
-        self._spare: list[Tensor] = []
+    def __init__(self, engine: Engine, run: str, extra: Mapping[str, Any], *, partner: bool = True) -> None:
+        """All ranks make it together. `run`: its name. `extra`: of the checkpoint that the copies may become.
+
+        partner: whether rows are copied that no other rank holds.
+        """
+        self.engine, self.mesh, mesh = engine, engine.mesh, engine.mesh
+        world = str(told(secrets.token_hex(8), mesh)[0])
+        head = {"layout": str(mesh.layout), "model": describe(engine.model), "extra": dict(extra)}
+        self._mine = Held(run, world, mesh.layout.world_size, head)
+        _held.append(self._mine)
+        self._replicas, self._partner = Replicas(engine), partner
+        self._lives = self._replicas.equal  # whether any rank that is left has it all; asked again after the first step
+        self._step = 0
+        self._declared: state.Declared | None = None
+        self._parts: tuple[tuple[int, ...], list[state.Part]] = (), []
+        self._link: raw.Group | None = None
+        self._sends = self._receives = False
+        by = max(1, mesh.layout.world_size // 2)
+        self._to, self._source = ((mesh.rank + way) % mesh.layout.world_size for way in (by, -by))
+        self._sent = self._received = FIRST  # bytes that both ends of a message take for granted
+        self._under_way: tuple[int, Handle | None, Handle | None] | None = None
 
     def start(self, step: int) -> None:
         """After a step that all ranks have voted for, on all of them: copy this rank's rows, and let them leave."""
-        declared = state.declare(self.engine)
-        found = state.parts(self.engine, state.elementwise(self.engine, declared)) + state.generators(self.mesh)
-        while _held and (len(_held) > 1 or _held[0].world != self._world):
-            self._spare += [rows.flat for rows in _held.pop(0).rows.values()]
-        layout, config = self.mesh.layout, describe(self.engine.model)
-        head = {"step": step, "layout": str(layout), "model": config, "extra": self.extra, "run": declared.run}
-        held = Held(self.run, self._world, step, layout.world_size, head)
-        own = self._copy([part for part in found if part.written[1].numel()], state.counts(self.engine, declared))
-        held.rows[self.mesh.rank] = own
-        _held.append(held)
-        text = torch.frombuffer(bytearray(json.dumps(own.note).encode()), dtype=torch.uint8)
-        sizes = torch.tensor([len(text), len(own.flat)])
-        theirs = raw.shift(sizes, self._group, self._by).tolist()
-        note, flat = self._room(theirs[0]), self._room(theirs[1])
-        members = self._group.size
-        to, source = (self._group.index + self._by) % members, (self._group.index - self._by) % members
-        out: list[list[Tensor]] = [[] for _ in range(members)]
-        into: list[list[Tensor]] = [[] for _ in range(members)]
-        out[to], into[source] = [text, own.flat], [note, flat]
-        self._arriving = held, self._group.ranks[source], note, flat, raw.exchange(out, into, self._group)
+        if self._declared is None or not self._declared.entries:  # after the first step, on all ranks
+            self._lives = all(told(self._replicas.usable(), self.mesh))
+            self._declared = state.declare(self.engine)
+            if self._partner and not self._lives and not self._mine.rooms:
+                self._meet()
+        self._step = step
+        if self._mine.rooms:
+            declared = state.renew(self.engine, self._declared)
+            room = self._mine.rooms[self.mesh.rank][step % 2]
+            note = {"counts": state.counts(self.engine, declared), "run": declared.run}
+            room.fill(step, self._written(declared), note)
+            self._send(room, step)
+        del _held[:-1]
 
     def finish(self) -> None:
         """Before the next vote: the partner's rows have arrived."""
-        if self._arriving is None:
+        if self._under_way is None:
             return
-        held, source, note, flat, handle = self._arriving
-        handle.wait()
-        held.rows[source] = Rows(json.loads(bytes(note.numpy())), flat)
-        self._arriving = None
+        (step, arriving, leaving), self._under_way = self._under_way, None
+        if arriving is not None and self._link is not None:
+            arriving.wait()
+            room = self._mine.rooms[self._source][step % 2]
+            size = room.size
+            if size > self._received:
+                room.grow(size)
+                raw.receive_start([room.bytes[self._received : size]], self._link, self._source).wait()
+                self._received = size
+            room.filled(step)
+        if leaving is not None:  # last: its receiver may have to learn first how much there is
+            leaving.wait()
 
-    def close(self) -> None:
-        """At the end of a world, however it ends: keep what has arrived, and nothing that waits for other ranks."""
+    def restore(self, keys: Iterable[str]) -> None:
+        """Bring back rows of this rank's tensors (the keys of checkpoints) from its own copy of the last step."""
+        rooms = self._mine.rooms.get(self.mesh.rank)
+        if rooms is None or rooms[self._step % 2].step != self._step:
+            return
+        rows = rooms[self._step % 2].rows()
+        if rows.damaged:
+            return
+        copied = {copy.key: copy.tensor for copy in rows.copied()}
+        for part in self._parts[1]:
+            if part.key in keys and part.key in copied:
+                part.written[1].copy_(copied[part.key])
+        held = state.tensors(self.engine)
+        for entry, values in rows.note["counts"].items():
+            for name, (value, _) in values.items():
+                key = f"optimizer/{entry}/{name}"
+                if key in keys and key in held:
+                    held[key].fill_(value)
+
+    def close(self, failed: bool) -> None:
+        """At the end of a world: keep what has arrived, and nothing that waits for other ranks."""
         with suppress(Exception):  # the partner has died before its rows were sent
             self.finish()
-        self._arriving = None
+        self._under_way = None
+        if failed and self._lives and self._declared is not None and self._replicas.usable():
+            declared = state.renew(self.engine, self._declared)
+            rows = self._replicas.rows(declared)
+            self._mine.whole = self._step, {r: (copied(parts), n) for r, (parts, n) in rows.items()}, declared.run
 
-    @torch.no_grad()
-    def _copy(self, parts: list[state.Part], counts: dict[str, Any]) -> Rows:
-        listed, total = [], 0
-        for part in parts:
-            box, tensor = part.written
-            listed.append((part.key, part.shape, box, DTYPES[tensor.dtype], tuple(tensor.shape), total))
-            total += -(-tensor.numel() * tensor.itemsize // ALIGNED) * ALIGNED
-        rows = Rows({"rows": listed, "counts": counts}, self._room(total))
-        for copy, part in zip(rows.copied(), parts, strict=True):
-            copy.tensor.copy_(part.written[1])
-        return rows
+    def _meet(self) -> None:
+        """Make this rank's rooms, and open those of the rank half a world behind, or make some for its messages."""
+        mesh = self.mesh
+        own = Room(), Room()
+        said = told([socket.gethostname(), os.getpid(), [(room.fd, room.token) for room in own]], mesh)
+        host, process, theirs = said[self._source]
+        found = [Room.of(process, fd, token) for fd, token in theirs if fd is not None and host == said[mesh.rank][0]]
+        rooms = [room for room in found if room is not None]
+        opened = told(len(rooms) == 2, mesh)
+        self._receives, self._sends = not opened[mesh.rank], not opened[self._to]
+        self._mine.rooms = {
+            mesh.rank: own, self._source: (Room(), Room()) if self._receives else (rooms[0], rooms[1]),
+        }  # fmt: skip
+        if all(opened):
+            return
+        self._link = mesh.group("world", "copies")
+        if raw.native(self._link):
+            raise LaunchError(
+                "IG258", "copies for another machine leave from host memory, which NCCL does not send",
+                seen="resilience.copies partner", expected="ranks of one machine, or ranks that talk through gloo",
+                fix="--resilience.copies none", where=mesh.where(),
+            )  # fmt: skip
 
-    def _room(self, size: int) -> Tensor:
-        """Host memory; that of copies which are no longer needed, if one has this size."""
-        for number, tensor in enumerate(self._spare):
-            if len(tensor) == size:
-                return self._spare.pop(number)
-        return torch.empty(size, dtype=torch.uint8)
+    def _send(self, room: Room, step: int) -> None:
+        """All but the first number, which says of which step the receiver has a whole copy. Beyond the size of the
+        step before it leaves as a second message: its receiver learns from the head of the first one that there is one.
+        """
+        if self._link is None:
+            return
+        arriving = leaving = None
+        if self._receives:
+            into = self._mine.rooms[self._source][step % 2]
+            into.grow(self._received)
+            into.filling()
+            arriving = raw.receive_start([into.bytes[8 : self._received]], self._link, self._source)
+        if self._sends:
+            room.grow(self._sent)
+            messages = [room.bytes[8 : self._sent]]
+            if room.size > self._sent:
+                messages.append(room.bytes[self._sent : room.size])
+                self._sent = room.size
+            leaving = raw.send_start(messages, self._link, self._to)
+        self._under_way = step, arriving, leaving
+
+    def _written(self, declared: state.Declared) -> list[state.Part]:
+        """What this rank writes. Found again when a tensor lies elsewhere than a step before."""
+        places = state.places(self.engine)
+        if places != self._parts[0]:
+            found = state.parts(self.engine, state.elementwise(self.engine, declared))
+            self._parts = places, [part for part in found if part.written[1].numel()]
+        return self._parts[1] + state.generators(self.mesh)
 
 
 @dataclass(frozen=True)
@@ -159,26 +236,29 @@ class Offer:
 
 def offers(run: str) -> list[Offer]:
     """What this process holds of each step of a run."""
-    return [Offer(held.world, held.step, held.ranks, tuple(held.rows)) for held in _held if held.run == run]
+    return [
+        Offer(held.world, step, held.ranks, tuple(of))
+        for held in _held
+        if held.run == run
+        for step, of in held.steps().items()
+    ]
 
 
 def write(world: str, step: int, ranks: list[int], folder: Path, place: Path) -> dict[str, Any]:
-    """Write the rows of these ranks into a partial checkpoint, as those ranks would have; the manifest's head."""
-    held = next(held for held in _held if (held.world, held.step) == (world, step))
+    """Write the rows of these ranks into a partial checkpoint, as those ranks would have; what `joined` puts together
+    to the manifest's head."""
+    held = next(held for held in _held if held.world == world)
+    head, runs = {"step": step, **held.head}, {}
     for rank in ranks:
-        rows = held.rows[rank]
-        job = Job(
-            folder,
-            place,
-            step,
-            rank,
-            held.ranks,
-            held.head,
-            rows.copied(),
-            rows.note["counts"],
-            1,
-            None,
-            lambda _: None,
-        )
+        tensors, counts, runs[rank] = held.rows(step, rank)
+        job = Job(folder, place, step, rank, held.ranks, head, tensors, counts, 1, None, lambda _: None)
         write_own(job, lambda: None)
-    return held.head
+    return {"head": head, "runs": runs}
+
+
+def joined(written: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """The head of the manifest, from what `write` said on each process."""
+    said = list(written)
+    runs = {rank: run for one in said for rank, run in one["runs"].items()}
+    head: dict[str, Any] = said[0]["head"]
+    return head | {"run": state.merge_runs(runs[rank] for rank in sorted(runs))}

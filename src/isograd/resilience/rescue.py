@@ -72,7 +72,7 @@ def rescue(
             heads = crew.ask(jobs)
             if len(heads) < len(jobs):
                 return f"{behind}, as another rank died while copies were written"
-            head = next(iter(heads.values()))
+            head = copies.joined(heads.values())
             finish(
                 Job(folder, place, found.step, 0, found.ranks, head, (), {}, keep_last, keep_every, lambda _: None),
                 lambda: None,

@@ -128,9 +128,11 @@ class _Run:
         self.start = self.saved = self._resume()  # `saved`: the step of the newest checkpoint that is good
         self._part("state loaded")
         self.copies: Copies | None = None
-        if config.resilience.copies == "partner" and mesh.layout.world_size > 1:
-            self.copies = Copies(self.job.engine, config.run, self._extra())
-            stack.callback(self.copies.close)
+        after = config.resilience
+        if after.after_death != "end" and mesh.layout.world_size > 1:
+            self.copies = Copies(self.job.engine, config.run, self._extra(), partner=after.copies == "partner")
+            stack.push(self._close_copies)
+            self.checks.from_copy = self.copies.restore
         self.log: journal.Journal | None = None
         if mesh.rank == 0:
             self._open_journal(stack)
@@ -139,6 +141,10 @@ class _Run:
         self.losses: list[float] = []
         self.waited = 0.0
         self.paused = 0.0  # seconds of evaluation and saving since the last line
+
+    def _close_copies(self, kind: type[BaseException] | None, *_: object) -> None:
+        assert self.copies is not None
+        self.copies.close(failed=kind is not None)
 
     def _resume(self) -> int:
         if self.orders.resume == "never":
@@ -235,6 +241,7 @@ class _Run:
         if self.orders.before_step is not None:
             self.orders.before_step(step, self.job)
         self.job.accumulate(batch)
+        self.checks.check_seal()
         self._compare(step + 1)
         if self.copies is not None:
             self.dog.beat(f"in step {step + 1}, waiting for copies")

@@ -1,0 +1,67 @@
+"""What needs no copy: under dp and cp alone, at ZeRO 0, every rank holds the whole state.
+
+A rank that lives when another has died offers its own tensors, as they are. They are the state after one step or the
+next, never something between: at ZeRO 0 nothing is exchanged while the optimizer writes (`Optimized.torn`). What ranks
+do not have in common, torch's generators and the model's buffers, must not have changed since they were equal.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from isograd.checkpoint.write import Copied
+from isograd.comm.agree import told
+from isograd.comm.fingerprint import checksum
+from isograd.engine import Engine, state
+from isograd.engine.state import Part
+from isograd.mesh import DATA
+
+
+class Replicas:
+    """Of a world whose ranks may all hold the same."""
+
+    def __init__(self, engine: Engine) -> None:
+        """All ranks make it together."""
+        self.engine, mesh = engine, engine.mesh
+        layout = mesh.layout
+        alone = layout.zero == 0 and mesh.size(DATA) == layout.world_size and mesh.size("ep") == 1
+        self._first = self._own()
+        self.equal = alone and len(set(told(self._first, mesh))) == 1
+
+    def usable(self) -> bool:
+        """Whether what this rank holds now is also what every other one holds, or held a step ago."""
+        engine = self.engine
+        return (
+            self.equal and not engine._optimized.torn and engine.ledger.spoiled is None and self._own() == self._first
+        )
+
+    def _own(self) -> str:
+        parts = [part for part in state.parts(self.engine) if part.key.startswith("buffer/")]
+        tensors = [part.tensor for part in parts + state.generators(self.engine.mesh)]
+        return " ".join(str(int(checksum(tensor))) for tensor in tensors)
+
+    def rows(self, declared: state.Declared) -> dict[int, tuple[list[Part], dict[str, Any]]]:
+        """Of each rank, what it might write: rank 0 everything, and each the generators of its own."""
+        engine, mesh = self.engine, self.engine.mesh
+        found = state.parts(engine, state.elementwise(engine, declared))
+        every = [replace(part, tensor=part.tensor.detach(), writes=(0, len(part.tensor))) for part in found]
+        counts = state.counts(engine, declared, every=True)
+        drawn = state.generators(mesh)
+        rows: dict[int, tuple[list[Part], dict[str, Any]]] = {}
+        for rank in range(mesh.layout.world_size):
+            own = [replace(part, key=f"{part.key.rpartition('/')[0]}/{rank:05d}") for part in drawn]
+            rows[rank] = (own, {}) if rank else (every + own, counts)
+        return rows
+
+
+def copied(parts: list[Part]) -> list[Copied]:
+    """As a checkpoint's writer takes them."""
+    return [
+        Copied(part.key, part.shape, box, tensor if tensor.device == torch.device("cpu") else tensor.cpu())
+        for part in parts
+        for box, tensor in [part.written]
+        if tensor.numel()
+    ]
