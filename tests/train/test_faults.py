@@ -120,7 +120,11 @@ def test_a_state_with_nan_is_not_saved_and_the_run_resumes_before_it(worlds, tex
 
 
 def wrong_once(step: int, job: Language) -> None:
-    """In step 2 rank 1 makes one wrong gradient."""
+    """In step 2 rank 1 makes one wrong gradient; before step 4 the lowest bit of one of its numbers flips in memory."""
+    if step == 3 and job.mesh.rank == 1 and not hasattr(job, "has_flipped"):
+        job.has_flipped = True  # type: ignore[attr-defined]
+        kept = next(kept for kept in job.engine.optimizer.state.values() if kept["exp_avg"].numel() > 8)
+        kept["exp_avg"].view(torch.int32).view(-1)[5] ^= 1
     if step != 1 or job.mesh.rank != 1 or hasattr(job, "was_wrong"):
         return
     job.was_wrong = True  # type: ignore[attr-defined]
@@ -133,15 +137,18 @@ def wrong_once(step: int, job: Language) -> None:
 
 
 @pytest.mark.medium
-def test_a_step_with_a_wrong_gradient_is_done_again_and_the_run_is_as_if_nothing_had_happened(
+def test_a_step_with_a_wrong_gradient_or_a_changed_state_is_done_again_and_the_run_is_as_if_nothing_had_happened(
     worlds, text: Path, tmp_path: Path
 ) -> None:
-    safety = {"sums_every": 2, "replay_every": 2}
-    config = config_of(tmp_path / "run", text, layout="dp2 zero1", steps=4, safety=safety)
+    safety = {"sums_every": 2, "replay_every": 2, "state_every": 1}
+    copies = {"after_death": "replace", "copies": "partner"}
+    config = config_of(tmp_path / "run", text, layout="dp2 zero1", steps=4, safety=safety, resilience=copies)
     assert worlds(2).run(loop.run, config, replace(QUIET, before_step=wrong_once))[0].code == 0
     said = [line for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines() if "corrupted" in line]
-    assert len(said) == 1
+    assert len(said) == 2
     assert "rank 1 computed wrongly" in said[0]
+    assert "what a rank keeps has changed between two steps (optimizer/exp_avg/" in said[1]
+    assert "on rank 1); the step is done again" in said[1]
     whole = config_of(tmp_path / "whole", text, layout="dp2 zero1", steps=4)
     worlds(2).run(loop.run, whole, QUIET)
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")

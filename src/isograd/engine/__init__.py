@@ -8,6 +8,7 @@ from isograd.engine.joined import Joined
 from isograd.engine.muon import Muon
 from isograd.engine.precision import LossScale
 from isograd.engine.replay import Replay
+from isograd.engine.seal import Seal
 from isograd.engine.shares import Mean
 from isograd.engine.stats import Stats
 from isograd.engine.zero import Shards
@@ -21,6 +22,7 @@ __all__ = [
     "Mean",
     "Muon",
     "Replay",
+    "Seal",
     "Shards",
     "Stats",
     "empty_parameters",

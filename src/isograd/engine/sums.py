@@ -5,9 +5,10 @@ of a bucket and every owner,
 
     a sender     takes <v, rows> of what it is about to send,
     the owner    takes it again of what has arrived: the same bits, or the message was changed on its way,
-                 and of the sum: the same up to rounding, or it was added up wrongly.
+                 adds it up twice: the same bits, or one of the two sums is wrong,
+                 and takes it of the sum: the same up to rounding, or it was added up wrongly both times.
 
-`compare` brings the senders' numbers to the owners, and all ranks refuse alike. The bound of the second comparison:
+`compare` brings the senders' numbers to the owners, and all ranks refuse alike. The bound of the last comparison:
 each of the n - 1 additions of an element is off by at most half a unit in the last place of a partial sum. The signs do
 not depend on the data, so (Hoeffding) the errors add up to more than t times the root of their squares with a
 probability below 2 exp(-t^2 / 2): with t = 8, 3e-14. A change of one element is found when it is larger than this
@@ -26,6 +27,7 @@ import torch
 from torch import Tensor
 
 from isograd.comm import raw
+from isograd.comm.fingerprint import checksum
 from isograd.comm.notes import gather_notes
 from isograd.comm.raw import Group
 from isograd.errors import EngineError
@@ -65,6 +67,7 @@ class Sums:
         self._sent: dict[int, Tensor] = {}  # [owners, slots, 2]
         self._arrived: dict[int, Tensor] = {}  # [senders, slots, 2]; not there where single messages are not seen
         self._total: dict[int, Tensor] = {}  # [slots, 2]
+        self._apart: dict[int, Tensor] = {}  # [slots]: whether two sums of the same pieces were equal
         self._eps: dict[int, float] = {}
         self._elements: dict[int, list[int]] = {}
 
@@ -76,8 +79,10 @@ class Sums:
         """Before they are added up: my rows, as each member has them."""
         _add(self._arrived, bucket, torch.stack([dots(pieces) for pieces in members]))
 
-    def summed(self, bucket: int, pieces: Sequence[Tensor]) -> None:
-        """My rows of the sum."""
+    def summed(self, bucket: int, pieces: Sequence[Tensor], again: Sequence[Tensor]) -> None:
+        """My rows of the sum, and the same computed a second time."""
+        apart = [checksum(one) != checksum(two) for one, two in zip(pieces, again, strict=True)]
+        _add(self._apart, bucket, torch.stack(apart).long())
         _add(self._total, bucket, dots(pieces))
         self._eps[bucket] = max((torch.finfo(piece.dtype).eps for piece in pieces), default=0.0)
         self._elements[bucket] = [piece.numel() for piece in pieces]
@@ -99,6 +104,9 @@ class Sums:
                     wrong.append(f"rows of {_names(names[slot])} were changed between rank {group.ranks[sender]}, "
                                  f"which sent them, and rank {group.ranks[group.index]}, which owns them")  # fmt: skip
             said = arrived  # what did arrive must add up
+        for slot in torch.cat([self._apart[number] for number in numbers]).nonzero().flatten().tolist():
+            wrong.append(f"rows of {_names(names[slot])} were added up wrongly on rank {group.ranks[group.index]}: "
+                         "a second time the result was another")  # fmt: skip
         total = torch.cat([self._total[number] for number in numbers])
         eps = torch.tensor([self._eps[number] for number in numbers for _ in buckets[number]], device=total.device)
         count = torch.tensor([n for number in numbers for n in self._elements[number]], device=total.device)

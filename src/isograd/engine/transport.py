@@ -44,15 +44,17 @@ class Flight:
     def wait(self) -> Pieces:
         """My rows of each slot, summed over the group."""
         self._handle.wait()
-        if self._sums is not None and len(self._members) > 1:
+        if self._sums is None:
+            return self._total(self._members, self._own)
+        if len(self._members) > 1:
             self._sums.arrived(self._number, self._members)
-        rows = tree_sum(self._members, self._own) if self._tree else reduce(self._add, self._members)
-        if self._sums is not None:
-            self._sums.summed(self._number, rows)
+        twins = [[piece.clone() for piece in pieces] for pieces in self._members]
+        rows = self._total(self._members, self._own)
+        self._sums.summed(self._number, rows, self._total(twins, None))
         return rows
 
-    def _add(self, a: Pieces, b: Pieces) -> Pieces:
-        return _add(a, b, self._own)
+    def _total(self, members: list[Pieces], keep: Pieces | None) -> Pieces:
+        return tree_sum(members, keep) if self._tree else reduce(lambda a, b: _add(a, b, keep), members)
 
 
 def _add(a: Pieces, b: Pieces, keep: Pieces | None) -> Pieces:

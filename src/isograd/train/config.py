@@ -245,6 +245,10 @@ class Safety(Part):
     sums_every: Annotated[int, Field(ge=0)] = Field(
         default=0, description="steps between checks of what a reduction adds up, by checksums; 0: never"
     )
+    state_every: Annotated[int, Field(ge=0)] = Field(
+        default=0,
+        description="steps between checks that nothing a rank keeps has changed since the step before; 0: never",
+    )
     replay_every: Annotated[int, Field(ge=0)] = Field(
         default=0, description="steps between checks in which another data rank computes a micro-batch again; 0: never"
     )
