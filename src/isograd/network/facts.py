@@ -8,9 +8,10 @@ import platform
 import socket
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -34,6 +35,13 @@ class Facts:
     port: int  # where this check listens
     versions: dict[str, str]
     code: dict[str, str]  # file: hash
+
+
+def read(said: dict[str, Any]) -> Facts:
+    """What a rank says of itself, which may run another version of this file: differing versions are told, not met."""
+    nothing: dict[str, Any] = {f.name: {} if f.name in ("versions", "code") else 0 if f.name in ("rank", "port") else ""
+               for f in fields(Facts)}  # fmt: skip
+    return Facts(**{name: said.get(name, value) for name, value in nothing.items()})
 
 
 def own(rank: int, port: int, address: str, paths: Sequence[Path]) -> Facts:

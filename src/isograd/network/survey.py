@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -20,7 +22,7 @@ import torch
 
 from isograd.comm import raw
 from isograd.errors import NetworkError
-from isograd.network.facts import Facts, addresses, chosen, own
+from isograd.network.facts import Facts, addresses, chosen, own, read
 from isograd.network.line import Line, Listener, measure
 
 MANY = 32  # ranks, above which one of each machine measures
@@ -65,13 +67,8 @@ def survey(paths: Sequence[Path], wait_s: float) -> tuple[Survey | None, int, _S
     said = [store.get(f"rank/{other}", max(0.0, end - time.monotonic())) for other in range(size)]
     absent = [other for other, found in enumerate(said) if found is None]
     if absent:
-        raise NetworkError(
-            "IG291", f"ranks that did not come within {wait_s:g} s", seen=f"ranks {absent} of {size}",
-            expected="every rank of the world, started at about the same time",
-            fix="start this command on every machine with the same --nnodes, --master-addr and --master-port",
-            where=f"rank {rank} on {mine.host}",
-        )  # fmt: skip
-    facts = [Facts(**found) for found in said]
+        raise _absent(f"ranks {absent} of {size}", wait_s, rank)
+    facts = [read(found) for found in said]
     lines: list[Line] = []
     for number, pairs in enumerate(rounds(measuring(facts))):
         for a, b in pairs:
@@ -95,16 +92,35 @@ def survey(paths: Sequence[Path], wait_s: float) -> tuple[Survey | None, int, _S
     return Survey(facts, every, {r: one["joined"] for r, one in enumerate(found) if one["joined"]}), rank, store
 
 
+def _absent(seen: str, wait_s: float, rank: int | str) -> NetworkError:
+    return NetworkError(
+        "IG291", f"ranks that did not come within {wait_s:g} s", seen=seen,
+        expected="every rank of the world, started at about the same time (--wait)",
+        fix="start this command on every machine with the same --nnodes, --master-addr and --master-port, and a "
+        "--node-rank of its own", where=f"rank {rank} on {socket.gethostname()}",
+    )  # fmt: skip
+
+
 def _meet(wait_s: float) -> tuple[_Store, int, int]:
     place = ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
     try:
         store, rank, size = raw.meet(wait_s)
     except (RuntimeError, ValueError, OSError) as error:
+        if "EADDRINUSE" in str(error) or "already in use" in str(error):
+            raise NetworkError(
+                "IG299", "another program has the port at which ranks meet", seen=f"{place} on {socket.gethostname()}",
+                expected="a free port of the first machine",
+                fix="ss -ltnp names the program (an earlier run?): end it, or take another MASTER_PORT on all machines",
+                where=f"rank {os.environ.get('RANK', '?')}",
+            ) from None  # fmt: skip
+        if came := re.search(r"(\d+)/(\d+) clients joined", str(error)):
+            raise _absent(f"{came[1]} of {came[2]} ranks had come to {place}", wait_s, os.environ["RANK"]) from None
         raise NetworkError(
             "IG290", f"the place where ranks meet, {place}, cannot be reached",
             seen=str(error).splitlines()[0][:200], expected="a connection within the time limit",
-            fix="MASTER_ADDR is an address of the first machine that the others reach (not 127.0.0.1), MASTER_PORT a "
-            f"port that is open between them; this machine's addresses are {addresses()}",
+            fix="start the command on the first machine, too; MASTER_ADDR is an address of it that the others reach "
+            "(not 127.0.0.1), MASTER_PORT a port that is open between them; this machine's addresses are "
+            f"{', '.join(f'{address} ({name})' for name, address in addresses().items())}",
             where=f"rank {os.environ.get('RANK', '?')}",
         ) from None  # fmt: skip
     return _Store(store, wait_s), rank, size
