@@ -129,7 +129,7 @@ class Optimized:
         matrices.refuse_pieces(self.optimizer, slots, by_rows=stage > 0)
         elementwise.refuse(self.optimizer, slots, by_rows=stage > 0)
         self._stepping = False
-        self.torn = False  # whether the optimizer has begun to write, and has not ended
+        self.writes = 0  # how often the optimizer has begun to write
         self._by_rows = stage > 0 and any(slot.cut_by_rows for slot in plan.slots)
         for one in self._members:
             one.register_step_pre_hook(self._refuse_by_hand)
@@ -216,7 +216,8 @@ class Optimized:
             master = self.masters[slot.name]
             here = gradient is not None and gradient.numel() and slot.name not in unused
             master.grad = gradient.to(master.device) if gradient is not None and here else None
-        self._stepping = self.torn = True
+        self._stepping = True
+        self.writes += 1
         try:
             self.optimizer.step()
         finally:  # when it raises, too: the other ranks wait for this one's rows
@@ -224,7 +225,6 @@ class Optimized:
             for master in self.masters.values():
                 master.grad = None
             self._write_back()
-        self.torn = False
 
     def settings(self) -> int:
         """A digest of the numbers that each parameter group is set to, which all ranks of a stage have in common."""

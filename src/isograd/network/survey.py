@@ -82,7 +82,7 @@ def survey(paths: Sequence[Path], wait_s: float) -> tuple[Survey | None, int, _S
     bad = any(line.error for line in lines)
     store.put(f"bad/{rank}", bad)
     any_bad = [store.get(f"bad/{other}", 2 * wait_s) for other in range(size)] != [False] * size
-    joined = None if any_bad or not address else _join(rank, size, wait_s)
+    joined = None if any_bad or not all(one.address for one in facts) else _join(rank, size, wait_s)
     listener.close()
     store.put(f"found/{rank}", {"lines": [asdict(line) for line in lines], "joined": joined})
     if rank:

@@ -111,6 +111,7 @@ class Copies:
 
     def start(self, step: int) -> None:
         """After a step that all ranks have voted for, on all of them: copy this rank's rows, and let them leave."""
+        self._replicas.mark()
         if self._declared is None or not self._declared.entries:  # after the first step, on all ranks
             self._lives = all(told(self._replicas.usable(), self.mesh))
             self._declared = state.declare(self.engine)

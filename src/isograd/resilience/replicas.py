@@ -1,8 +1,8 @@
 """What needs no copy: under dp and cp alone, at ZeRO 0, every rank holds the whole state.
 
-A rank that lives when another has died offers its own tensors, as they are. They are the state after one step or the
-next, never something between: at ZeRO 0 nothing is exchanged while the optimizer writes (`Optimized.torn`). What ranks
-do not have in common, torch's generators and the model's buffers, must not have changed since they were equal.
+A rank that lives when another has died offers its own tensors, as they are. They are the state after the last step that
+it has finished, unless the optimizer has begun to write since then, during which ranks exchange nothing at ZeRO 0. What
+ranks do not have in common, torch's generators and the model's buffers, must not have changed since they were equal.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ class Replicas:
         self.engine, mesh = engine, engine.mesh
         layout = mesh.layout
         alone = layout.zero == 0 and mesh.size(DATA) == layout.world_size and mesh.size("ep") == 1
-        self._first = self._own()
+        self._first, self._writes = self._own(), 0
         self.equal = alone and len(set(told(self._first, mesh))) == 1
 
+    def mark(self) -> None:
+        """A step has ended."""
+        self._writes = self.engine._optimized.writes
+
     def usable(self) -> bool:
-        """Whether what this rank holds now is also what every other one holds, or held a step ago."""
-        engine = self.engine
-        return (
-            self.equal and not engine._optimized.torn and engine.ledger.spoiled is None and self._own() == self._first
-        )
+        """Whether this rank holds the state after the marked step, and nothing that others do not."""
+        return self.equal and self.engine._optimized.writes == self._writes and self._own() == self._first
 
     def _own(self) -> str:
         parts = [part for part in state.parts(self.engine) if part.key.startswith("buffer/")]
