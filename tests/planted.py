@@ -156,7 +156,7 @@ def _plant() -> None:
     _around(norm, "global_norm", lambda: reach("before the vote"), lambda: reach("after the vote"))
     _around(Flights, "launch", None, _first_bucket)
     _around(Flights, "land_all", lambda: reach("last bucket"))
-    _around(Copies, "_copy", None, lambda: reach("copy made"))
+    _around(Copies, "start", None, lambda: reach("copy made"))
     _around(Copies, "finish", lambda: reach("copies arriving"))
     _around(peers, "same_config", lambda: reach("meeting again"))
     _around(Keeper, "load", lambda: reach("loading"))
