@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from isograd.engine import Seal, state
+from isograd.engine import Seal, at_rest
 from isograd.engine.engine import Engine
 from isograd.errors import EngineError
 from isograd.resilience import Copies
@@ -46,12 +46,14 @@ def flips(layout: str, keys: list[str], partner: bool, dtype: torch.dtype, bits:
     for number, key in enumerate(["", *(f"{key} {bit}" for key in keys for bit in bits)]):
         name, _, bit = key.rpartition(" ")
         if name and engine.mesh.rank == 1:
-            flip(state.tensors(engine)[name], int(bit))
+            flip(at_rest.tensors(engine)[name], int(bit))
         said[key] = step(ones[0][0], number, *ones[0][1:])
         assert step(ones[1][0], number, *ones[1][1:]) == "", "a false alarm"
         if "lost" in said[key]:
             break
-    same = all(torch.equal(a, b) for a, b in zip(*(state.tensors(one).values() for one in (engine, twin)), strict=True))
+    same = all(
+        torch.equal(a, b) for a, b in zip(*(at_rest.tensors(one).values() for one in (engine, twin)), strict=True)
+    )
     return {"said": said, "same": same}
 
 

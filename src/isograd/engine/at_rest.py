@@ -1,4 +1,4 @@
-"""Where what a rank keeps between two steps lies: for checks of memory (seal.py), and copies that are made each step."""
+"""Where what a rank keeps between two steps lies: for checks of memory (seal.py), and for copies of each step."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from isograd.comm import raw
 from isograd.comm.fingerprint import checksum
 from isograd.comm.notes import gather_notes
-from isograd.engine import state
+from isograd.engine import at_rest
 from isograd.engine.engine import Engine
 from isograd.engine.plan import slot_of
 from isograd.errors import EngineError
@@ -45,7 +45,7 @@ class Seal:
 
     def set(self) -> None:
         """What this rank holds now is what the next check expects. No message."""
-        self._sums = _sums(state.tensors(self.engine))
+        self._sums = _sums(at_rest.tensors(self.engine))
 
     def check(self) -> None:
         """Before the optimizer, on all ranks, which have all called `set`: raise when something has changed on any."""
@@ -71,7 +71,7 @@ class Seal:
         rank = self.mesh.rank
         if from_copy is not None:
             from_copy(self._changed[rank])
-        held = state.tensors(self.engine)
+        held = at_rest.tensors(self.engine)
         for to, keys in enumerate(self._changed):
             for key in keys:
                 self._from_replica(key, to, held)
@@ -81,7 +81,7 @@ class Seal:
     def _from_replica(self, key: str, to: int, held: dict[str, Tensor]) -> None:
         """Send a tensor to a rank from the first one that holds all of it, too, and has it unchanged."""
         zero = self.mesh.layout.zero
-        record = self.engine.table.records.get(state.parameter_of(key))
+        record = self.engine.table.records.get(at_rest.parameter_of(key))
         if record is None or zero == 3 or (zero > 0 and not key.startswith("model/")):
             return
         group = slot_of(record, self.mesh).owners
@@ -96,7 +96,7 @@ class Seal:
             raw.send_start([held[key].contiguous()], group, group.ranks.index(to)).wait()
 
     def _broken(self, keys: Iterable[str]) -> list[str]:
-        held = state.tensors(self.engine)
+        held = at_rest.tensors(self.engine)
         now = _sums({key: held[key] for key in keys if key in held})
         return [key for key in keys if now.get(key) != self._sums[key]]
 

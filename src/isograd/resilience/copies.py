@@ -37,7 +37,7 @@ from isograd.checkpoint.write import Copied, Job, write_own
 from isograd.comm import raw
 from isograd.comm.agree import told
 from isograd.comm.handle import Handle
-from isograd.engine import Engine, state
+from isograd.engine import Engine, at_rest, state
 from isograd.errors import LaunchError
 from isograd.resilience.replicas import Replicas, copied
 from isograd.resilience.rooms import HEAD, Room
@@ -155,7 +155,7 @@ class Copies:
         for part in self._parts[1]:
             if part.key in keys and part.key in copied:
                 part.written[1].copy_(copied[part.key])
-        held = state.tensors(self.engine)
+        held = at_rest.tensors(self.engine)
         for entry, values in rows.note["counts"].items():
             for name, (value, _) in values.items():
                 key = f"optimizer/{entry}/{name}"
@@ -218,7 +218,7 @@ class Copies:
 
     def _written(self, declared: state.Declared) -> list[state.Part]:
         """What this rank writes. Found again when a tensor lies elsewhere than a step before."""
-        places = state.places(self.engine)
+        places = at_rest.places(self.engine)
         if places != self._parts[0]:
             found = state.parts(self.engine, state.elementwise(self.engine, declared))
             self._parts = places, [part for part in found if part.written[1].numel()]
