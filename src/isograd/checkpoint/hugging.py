@@ -56,7 +56,7 @@ def describe(model: nn.Module) -> dict[str, Any] | None:
     """What a checkpoint must know to become a Hugging Face folder; None for modules that are of no such kind."""
     config: Any = getattr(model, "config", None)
     if isinstance(config, TransformerConfig):
-        return {"kind": "isograd", "config": dataclasses.asdict(config)}
+        return {"kind": "isograd", "config": json.loads(json.dumps(dataclasses.asdict(config)))}  # tuples are lists
     if type(model).__module__.startswith("transformers.") and hasattr(config, "to_dict"):
         values = json.loads(json.dumps(config.to_dict(), default=str))
         found = {"kind": "transformers", "config": {**values, "architectures": [type(model).__name__]}}
