@@ -1,10 +1,13 @@
-"""What watching costs: CPU seconds of a watched step beside an unwatched one, on each of two data ranks.
+"""What watching costs: watched, unwatched and plain steps in turn, on two data ranks.
 
-    python -m benchmarks.verify_cost                     a model of 20 M parameters; a minute on two cores
-    python -m benchmarks.verify_cost --profile           and where the watcher spends them, on rank 0
+    python -m benchmarks.verify_cost                     a model of 21 M parameters; some minutes on two quiet cores
+    python -m benchmarks.verify_cost --record            whole gradients and parameters are written, as for `compare`
+    python -m benchmarks.verify_cost --sketch            their sketches are
+    python -m benchmarks.verify_cost --profile           and where the watcher spends its time, on rank 0
 
-CPU time of the process, and not the clock, for the machine may be busy with other things. Steps are the same but for
-their data. Ranks run under DDP in fp32 on gloo, with one thread each.
+A round is plain steps (nobody watches), watched steps, and steps after them, when all hooks but the counting ones are
+out. Each is told as the median over rounds of the clock and of the process's CPU time, which other programs on the
+machine disturb less. Ranks run under DDP in fp32 on gloo, with one thread each.
 """
 
 from __future__ import annotations
@@ -24,10 +27,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from isograd.comm.launch import World
+from isograd.verify.record.projection import SMALL
 from isograd.verify.watch.capture import Capture
 
 VOCABULARY, HIDDEN, LAYERS = 4096, 512, 6
-WATCHED = 3
 
 
 class Model(nn.Module):
@@ -48,8 +51,10 @@ class Model(nn.Module):
         return F.linear(self.norm(x), self.embed.weight)
 
 
-def run(tokens: int, steps: int, parameters: bool, profile: bool) -> tuple[list[float], int, str]:
-    """(CPU seconds of each step, the first ones watched; parameters; where the watcher spends its time)."""
+def run(
+    tokens: int, rounds: int, each: int, record: bool, sketch: bool, profile: bool
+) -> tuple[dict[str, list[tuple[float, float]]], int, str]:
+    """(by kind of step: its seconds by the clock and of CPU time; bytes of a step's file; where the time goes)."""
     import torch.distributed as dist
 
     torch.set_num_threads(1)
@@ -57,25 +62,40 @@ def run(tokens: int, steps: int, parameters: bool, profile: bool) -> tuple[list[
     model = DistributedDataParallel(Model())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     own = torch.Generator().manual_seed(dist.get_rank())
-    seconds: list[float] = []
-    profiler = cProfile.Profile()
-    with tempfile.TemporaryDirectory() as home, Capture(home, steps=WATCHED, parameters=parameters):
-        for step in range(WATCHED + steps):
-            began = time.process_time()
-            if profile and step == 1:
+    seconds: dict[str, list[tuple[float, float]]] = {"plain": [], "watched": [], "unwatched": []}
+    profiler, size = cProfile.Profile(), 0
+
+    def step(kind: str) -> None:
+        dist.barrier()
+        began = time.perf_counter(), time.process_time()
+        text = torch.randint(VOCABULARY, (4, tokens // 4 + 1), generator=own)
+        F.cross_entropy(model(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if kind:
+            seconds[kind].append((time.perf_counter() - began[0], time.process_time() - began[1]))
+
+    step("")  # the first one makes DDP's buckets and the optimizer's state
+    for number in range(rounds):
+        for _ in range(each):
+            step("plain")
+        with (
+            tempfile.TemporaryDirectory() as home,
+            Capture(home, steps=each, parameters=record, beyond=SMALL if sketch else None),
+        ):
+            if profile and number == 0:
                 profiler.enable()
-            text = torch.randint(VOCABULARY, (4, tokens // 4 + 1), generator=own)
-            F.cross_entropy(model(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten()).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            if profile and step == 1:
-                profiler.disable()
-            seconds.append(time.process_time() - began)
-        size = sum(path.stat().st_size for path in Path(home).rglob("step-0001.safetensors"))
+            for _ in range(each):
+                step("watched")
+            profiler.disable()
+            step("")  # the hooks are taken out behind it
+            for _ in range(each):
+                step("unwatched")
+            size = sum(path.stat().st_size for path in Path(home).rglob("step-0001.safetensors"))
     said = ""
     if profile:
         with tempfile.NamedTemporaryFile("w+") as file:
-            pstats.Stats(profiler, stream=file).sort_stats("tottime").print_stats(18)
+            pstats.Stats(profiler, stream=file).sort_stats("tottime").print_stats(22)
             file.seek(0)
             said = file.read()
     return seconds, size, said
@@ -84,19 +104,19 @@ def run(tokens: int, steps: int, parameters: bool, profile: bool) -> tuple[list[
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=1024, help="of a rank and step (default 1024)")
-    parser.add_argument("--steps", type=int, default=6, help="unwatched ones (default 6)")
-    parser.add_argument("--parameters", action="store_true", help="record parameters, too, as for a comparison")
+    parser.add_argument("--rounds", type=int, default=5, help="default 5")
+    parser.add_argument("--each", type=int, default=3, help="steps of each kind in a round (default 3)")
+    parser.add_argument("--record", action="store_true", help="whole tensors, as `verify run --record` writes them")
+    parser.add_argument("--sketch", action="store_true", help="sketches in their place")
     parser.add_argument("--profile", action="store_true")
-    options = parser.parse_args()
+    o = parser.parse_args()
     with World(2) as world:
-        found = world.run(partial(run, options.tokens, options.steps, options.parameters, options.profile))
+        found = world.run(partial(run, o.tokens, o.rounds, o.each, o.record or o.sketch, o.sketch, o.profile))
     for rank, (seconds, size, _) in enumerate(found):
-        watched, after = seconds[1:WATCHED], seconds[WATCHED + 1 :]
-        ratio = statistics.median(watched) / statistics.median(after)
-        told = ", ".join(f"{s:.2f}" for s in seconds)
-        print(
-            f"rank {rank}: a watched step takes {ratio:.2f} x the CPU time of an unwatched one; s: {told}; {size} bytes"
-        )
+        for clock, name in enumerate(("clock", "CPU time")):
+            middle = {kind: statistics.median(one[clock] for one in steps) for kind, steps in seconds.items()}
+            told = ", ".join(f"{kind} {value:.3f} s ({value / middle['plain']:.3f})" for kind, value in middle.items())
+            print(f"rank {rank}, {name}: {told}; {size} bytes a step")
     print(found[0][2])
 
 
