@@ -11,6 +11,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import yaml
@@ -359,3 +361,15 @@ def test_this_computer_can_be_measured(tmp_path: Path, capsys) -> None:
     assert 0.05 < here.inside.gb_s < 1000
     described = work(model=dataclasses.replace(SMALL, hidden=256, layers=2, mlp=512), length=128, dtype="fp32")
     assert predict(described, Layout.parse("dp2 zero1"), here).seconds > 0
+
+
+def test_layouts_that_nearly_fill_a_device_are_said_to_be_tight() -> None:
+    from isograd.train.plan import tight
+
+    def needing(*gigabytes: float) -> list[Any]:
+        return [SimpleNamespace(memory=SimpleNamespace(total=needed * 1e9)) for needed in gigabytes]
+
+    device = machine.load("h100")
+    room = device.memory_gb - device.reserved_gb
+    assert tight(needing(0.5 * room, 0.89 * room, 1.1 * room), device) == ""
+    assert tight(needing(0.5 * room, 0.91 * room, 0.99 * room), device).startswith("memory is tight: 2, 3 would take")
