@@ -16,7 +16,17 @@ from isograd.pipeline import Stages
 
 from . import toys
 
-LAYOUTS = ("pp2", "pp2 gpipe", "pp2 zb zero1", "pp3 zero2", "pp2 vpp2", "dp2 pp2 zb", "dp2 pp3 zero1", "pp2 vpp2 zb")
+LAYOUTS = (
+    "pp2",
+    "pp2 gpipe",
+    "pp2 zb zero1",
+    "pp3 zero2",
+    "pp2 vpp2",
+    "dp2 pp2 zb",
+    "dp2 pp3 zero1",
+    "pp2 vpp2 zb",
+    "dp2 pp2 zero3",
+)
 
 
 @pytest.mark.parametrize("micro_batches", [2, 6])

@@ -157,7 +157,8 @@ def train(layout: str, make: Make, micro_batches: int, clip: float = 0.5, **opti
         stats = engine.step()
         done.losses.append(stats.loss)
         done.norms.append(stats.grad_norm)
-    done.parameters = {r.name: r.parameter.detach().clone() for r in contracts(model, mesh)}
+    with engine.full_parameters():
+        done.parameters = {r.name: r.parameter.detach().clone() for r in contracts(model, mesh)}
     done.copies = {name: digest(value) for name, value in done.parameters.items()}
     return done
 

@@ -32,24 +32,32 @@ class Kept:
     flying: bool = False  # rows of it are on the wire
 
     def grow(self) -> None:
-        """Give the whole parameter memory, with my rows in their place."""
+        """Give the whole parameter memory, with my rows in their place. Those of the others are on their way."""
         storage = self.whole.untyped_storage()
         storage.resize_(self.whole.numel() * self.whole.itemsize)
         self.slot.rows(self.whole).copy_(self.rows, non_blocking=True)
         self.slot.parameter.data = self.whole
+        self.flying = True
+
+    def land(self) -> None:
+        """All rows have arrived: from now on a backward may read what it saved."""
+        self.flying = False
         self._count(-1)
 
     def shrink(self, lent: bool = False) -> None:
         """Free the whole parameter. `lent`: somebody else may still read or write its memory, which is left to them."""
         self.slot.parameter.data = self.absent
-        self._count(1)
+        if not self.flying:
+            self._count(1)
+        self.flying = False
         if lent or not self.whole.untyped_storage().resizable():
             with torch.inference_mode(False):
                 self.whole = torch.empty_like(self.whole)
         self.whole.untyped_storage().resize_(0)
 
     def _count(self, by: int) -> None:
-        """A whole parameter has the version that it had when it was whole before; an absent one has another."""
+        """A whole parameter has the version that it had when it was whole before; an absent one, and one whose rows are
+        on their way, has another."""
         parameter = self.slot.parameter
         torch._C._autograd._unsafe_set_version_counter((parameter,), (parameter._version + by,))
 

@@ -234,18 +234,18 @@ class Ledger:
         """Whether a gradient of this parameter may come by `of_product` or `of_rows`: nobody's hooks wait for it, and
         no bit depends on how it is added up."""
         slot = self._slots.get(id(parameter))
-        gathers = self.units is not None and self._leave is not Leave.AT_END  # buckets leave while blocks are left
-        return not (slot is None or gathers or self.reproducible or start.is_watched(slot.parameter))
+        return not (slot is None or self.units is not None or self.reproducible or start.is_watched(slot.parameter))
 
     @torch.no_grad()
     def of_product(self, parameter: Tensor, a: Tensor, b: Tensor, *, last: bool = False) -> None:
         """The gradient a @ b of a parameter, which autograd has left to the caller: added without memory of its own
         to what is here. Through autograd where somebody's hooks wait for it. `last`: as in `run_backward`."""
-        if not self._running and not self.takes_products(parameter):
+        slot = self._slots.get(id(parameter))
+        if not self._running and (slot is None or not (self._takes_late(slot) or self.takes_products(parameter))):
             self.run_backward([parameter], [a @ b], last=last)
             return
         self.must_be(State.BACKWARD)
-        slot = self._slots[id(parameter)]
+        assert slot is not None
         before = self.local.get(slot)
         if before is None or before.dtype != a.dtype or self._watched():
             self._taken_in(slot, a @ b)
@@ -254,6 +254,11 @@ class Ledger:
             self._summed(slot, before.addmm_(a, b))
         if last and self._leave is Leave.EAGER:
             self.passed_by(slot)
+
+    def _takes_late(self, slot: Slot) -> bool:
+        """At ZeRO 3, whether a product needs no backward in which all data ranks gather parameters."""
+        at_end = self.units is not None and self._leave is Leave.AT_END
+        return at_end and not (self.reproducible or start.is_watched(slot.parameter))
 
     @torch.no_grad()
     def of_rows(self, parameter: Tensor, rows: Tensor, values: Tensor) -> None:

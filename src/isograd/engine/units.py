@@ -38,6 +38,7 @@ from isograd.mesh import DATA, STAGE, Mesh
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 READER = 0  # a user of parameters that is no unit: someone who looks at all of them
+RETURNED = "_isograd_returned"  # marks a tensor that a block of this forward has returned
 LATE_READ = """ZeRO 3: a backward read a parameter after its block was given back. The gradient of a block
 must come back through what its forward returns, once; see 'Limits' in docs/zero.md."""
 
@@ -165,9 +166,12 @@ class Units:
         def leave(_: nn.Module, __: Any, output: Any) -> None:
             if unit is self.root and (self._in_forward or self._in_backward):
                 return
-            graph = differentiable(output)
+            # What an earlier block returned and this one passes on comes back through that block: freed for this one's
+            # sake, it would compute its gradients with what is not there.
+            graph = [tensor for tensor in differentiable(output) if not hasattr(tensor, RETURNED)]
             waiting = [True] * bool(graph and not self._in_backward)
             for tensor in graph:
+                setattr(tensor, RETURNED, True)
                 tensor.register_hook(lambda _: self._returned(unit, waiting))
             if self._in_backward:
                 return
@@ -280,7 +284,6 @@ class Units:
             if kept.flying or (kept.users and READER not in kept.users):
                 kept.shrink(lent=kept.flying)  # rows of others may still arrive in that memory
                 kept.users.clear()
-                kept.flying = False
             kept.users &= {READER}
 
     # -- gathering and giving back
@@ -297,7 +300,7 @@ class Units:
             for _, handle in posted.rows:
                 handle.wait()
             for kept in arriving:
-                kept.flying = False
+                kept.land()
             del self._flying[0]
 
     def _start(self, unit: Unit | None) -> None:
@@ -312,7 +315,6 @@ class Units:
         self._flying.append((posted, missing))
         for kept in missing:
             kept.grow()
-            kept.flying = True
         for ranks, dtype in dict.fromkeys((k.slot.owners.ranks, k.slot.parameter.dtype) for k in missing):
             here = [k for k in missing if (k.slot.owners.ranks, k.slot.parameter.dtype) == (ranks, dtype)]
             owners = here[0].slot.owners
