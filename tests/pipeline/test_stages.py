@@ -22,10 +22,9 @@ LAYOUTS = (
     "pp2 zb zero1",
     "pp3 zero2",
     "pp2 vpp2",
-    "dp2 pp2 zb",
+    "dp2 pp2 zb zero3",
     "dp2 pp3 zero1",
     "pp2 vpp2 zb",
-    "dp2 pp2 zero3",
 )
 
 
