@@ -12,12 +12,12 @@ from statistics import median
 import torch
 
 import isograd as ig
-from isograd.engine import Replay
+from isograd.engine import Replay, Seal
 from isograd.engine.batches import micro_batches
 from isograd.models import Transformer, TransformerConfig
 
 ROWS, LENGTH, MICROS = 8, 256, 4
-WAYS = ("plain", "sums", "replay")
+WAYS = ("plain", "state", "sums", "replay")
 
 
 def rank(rounds: int) -> dict[str, list[float]]:
@@ -27,18 +27,22 @@ def rank(rounds: int) -> dict[str, list[float]]:
     config = TransformerConfig(vocab=2048, hidden=256, layers=4, heads=8, mlp=688)
     model = Transformer(config, mesh)
     engine = ig.Engine(model, mesh, lambda ps: torch.optim.AdamW(ps, lr=1e-3), clip=1.0)
-    replay = Replay(engine)
+    replay, seal = Replay(engine), Seal(engine)
     tokens = torch.randint(2048, (ROWS, LENGTH), generator=torch.Generator().manual_seed(mesh.rank))
     batch = (tokens, tokens.roll(-1, 1))
     found: dict[str, list[float]] = {way: [] for way in WAYS}
     for round_ in range(rounds + 1):
         for way in WAYS:
             began = time.process_time()
+            if way == "state":
+                seal.set()  # after the step before
             if way == "sums":
                 engine.check_sums()
             if way == "replay":
                 replay.begin()
             engine.accumulate(batch, MICROS)
+            if way == "state":
+                seal.check()
             if way == "replay":
                 replay.compare(micro_batches(batch, MICROS)[0])
             engine.step()
