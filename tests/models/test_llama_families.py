@@ -14,12 +14,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from isograd.checkpoint.hugging import export_hf
 from isograd.contract import contracts
 from isograd.engine import Engine
 from isograd.errors import ConfigError
 from isograd.hugging.wide import widened
 from isograd.mesh import Mesh
-from isograd.models import Transformer, TransformerConfig
+from isograd.models import Transformer, TransformerConfig, load_config
 from isograd.models.families import HuggingFace, load_hf, to_hf
 from isograd.models.hf_configs import from_hf_config, to_hf_config
 
@@ -246,3 +247,29 @@ def test_fewer_layers_keep_one_of_each_kind() -> None:
     gemma = dataclasses.replace(from_hf_config(full_config("gemma3")), layers=12, full_layers=(5, 11))
     assert gemma.with_layers(2).full_layers == (1,)
     assert dataclasses.replace(gemma, full_layers=(0, 1, 2, 3)).with_layers(3).full_layers == (1, 2)
+
+
+def exported(folders: list[str]) -> None:
+    """Read each folder and write it beside itself."""
+    for folder in folders:
+        model = Transformer(load_config(folder), Mesh("1"))
+        load_hf(model, folder)
+        export_hf(model, f"{folder}-out")
+
+
+def test_an_export_has_the_names_and_bits_of_what_was_read_and_generates_the_same(worlds, tmp_path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    for name, values in SMALL.items():
+        config = AutoConfig.for_model(**values)
+        torch.manual_seed(3)
+        AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / name)
+    worlds(1).run(exported, [str(tmp_path / name) for name in SMALL])
+    tokens = batch()[0][:1]
+    for name in SMALL:
+        read, written = (AutoModelForCausalLM.from_pretrained(tmp_path / n).eval() for n in (name, f"{name}-out"))
+        assert type(written) is type(read)
+        assert written.state_dict().keys() == read.state_dict().keys()
+        assert all(torch.equal(t, read.state_dict()[n]) for n, t in written.state_dict().items()), name
+        said = [m.generate(tokens, max_new_tokens=6, do_sample=False, pad_token_id=0) for m in (read, written)]
+        assert torch.equal(*said), name
