@@ -88,6 +88,22 @@ def test_a_missing_reduction_is_named(monkeypatch, layout: str) -> None:
     assert "over no group; it owes once over [" in found[0].what
 
 
+def test_a_large_sum_counts_once_for_what_this_rank_adds_up_itself_too(monkeypatch) -> None:
+    """It is sent in two halves: each rank's part to it, and the sums of its own part to all."""
+    monkeypatch.setattr(raw, "SMALL_BYTES", 64)
+    ranks = step("tp4 sp")
+    assert any(entry.operation == "all_reduce/reduce_scatter" for entry in ranks[0].entries)
+    assert check(ranks, Layout.parse("tp4 sp")) == []
+    pay = Ledger._pay
+
+    def twice(self: Ledger, axes: str, slots: Any, due: Any) -> None:
+        pay(self, axes, slots, due)
+        pay(self, axes, slots[:1], due)
+
+    monkeypatch.setattr(Ledger, "_pay", twice)
+    assert any("is summed 2 times over ranks [0, 1, 2, 3]" in finding.what for finding in wrong("tp4 sp"))
+
+
 def test_a_doubled_reduction_is_named(monkeypatch) -> None:
     pay = Ledger._pay
 

@@ -369,7 +369,7 @@ def all_reduce(x: torch.Tensor, group: Group, *, control: bool = False) -> torch
     flat = x.contiguous().view(-1)
     sizes = even_sizes(flat.numel(), group.size)
     mine = reduce_scatter(flat, group, sizes)
-    return all_gather(mine, group, sizes).view(x.shape)
+    return record.summed(x, all_gather(mine, group, sizes).view(x.shape))
 
 
 def _add_up(pieces: list[torch.Tensor], mine: int) -> torch.Tensor:

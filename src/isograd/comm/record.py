@@ -43,6 +43,8 @@ class Message(NamedTuple):
 
 
 Messages = tuple[Message, ...]
+Look = Callable[[torch.Tensor], Any]
+Follow = Callable[[Any, Any], None]
 
 
 class Entry(NamedTuple):
@@ -77,11 +79,11 @@ class Entry(NamedTuple):
 class Record:
     """The entries of one rank, and the order in which it starts them and waits for them."""
 
-    def __init__(self, look: Callable[[torch.Tensor], Any] | None = None) -> None:
+    def __init__(self, look: Look | None = None, follow: Follow | None = None) -> None:
         self.entries: list[Entry] = []
         self.events: list[tuple[str, int]] = []  # ("starts" or "waits", place in entries)
         self.phase = ""  # set by whoever runs the program
-        self._look = look
+        self._look, self.follow = look, follow
         self._same = dict[Any, Any]()  # equal tuples are kept once
 
     def note(
@@ -129,11 +131,19 @@ class Record:
 running: Record | None = None  # what messages are noted in
 
 
+def summed(part: T, total: T) -> T:
+    """A sum that came back from other ranks in pieces holds, added up, what this rank's part held."""
+    if running is not None and running.follow is not None:
+        running.follow(part, total)
+    return total
+
+
 @contextmanager
-def recording(look: Callable[[torch.Tensor], Any] | None = None) -> Iterator[Record]:
-    """Note every message that this process starts in here. `look`: what to note about each tensor beside its size."""
+def recording(look: Look | None = None, follow: Follow | None = None) -> Iterator[Record]:
+    """Note every message that this process starts in here. `look`: what to note about each tensor beside its size.
+    `follow`: is told of a tensor and of the sum that was made of it."""
     global running  # noqa: PLW0603  (as a profiler: switched on for a while by whoever looks at a program)
-    before, running = running, Record(look)
+    before, running = running, Record(look, follow)
     try:
         yield running
     finally:

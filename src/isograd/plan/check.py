@@ -94,10 +94,11 @@ def _said(one: Sent | None) -> str:
 def _debts(rank: Rank) -> Iterator[Finding]:
     away: dict[str, Counter[int]] = {name: Counter() for name in rank.debts}  # elements, by the rank they go to
     sums: dict[str, Counter[tuple[int, ...]]] = {name: Counter() for name in rank.debts}
+    scattered: set[str] = set()  # by the first half of a large sum, whose second half sends what this rank has added up
     for entry in rank.entries:
         if entry.control:
             continue
-        adds = entry.operation.startswith("all_reduce") and not entry.operation.endswith("all_gather")
+        adds = entry.operation.startswith("all_reduce")
         here: set[str] = set()
         for peer, messages in zip(entry.ranks, entry.sent, strict=True):
             for message in messages:
@@ -106,6 +107,9 @@ def _debts(rank: Rank) -> Iterator[Finding]:
                         away[name][peer] += size
                     elif name in away and adds:
                         here.add(name)
+        if entry.operation.endswith("all_gather"):
+            here -= scattered
+        scattered = here if entry.operation.endswith("reduce_scatter") else set()
         for name in here:
             sums[name][entry.ranks] += 1
     for name, debt in rank.debts.items():

@@ -176,6 +176,11 @@ def _noticed(change: Callable[..., None], kept: Kept, held: Held) -> Callable[..
     return both
 
 
+def _follow(part: Tensor, total: Tensor) -> None:
+    if found := segments(part):
+        mark(total, found)
+
+
 def _pattern(name: str) -> str:
     """The name of a parameter with those of other layers."""
     return re.sub(r"\.\d+\.", ".*.", name)
@@ -184,7 +189,7 @@ def _pattern(name: str) -> str:
 def _step(build: Build, layout: Layout, rank: int, world: imagined.World, mode: Shapes, load: str) -> Rank:
     mesh = Mesh.imagine(layout, rank, world)
     mode.held = Held()
-    with mode, raw.recording(segments) as record:
+    with mode, raw.recording(segments, _follow) as record:
         engine, top = _run(build, mesh, mode.held, load)
     mode.held = None
     slots = engine.plan.slots
