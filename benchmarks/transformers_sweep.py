@@ -206,7 +206,8 @@ def sweep(kinds: list[str], layouts: list[str], state: Path, patience: float) ->
                 lines = [line.strip() for line in str(error).splitlines() if line.strip()]
                 said = error.what if isinstance(error, IsogradError) else lines[-1]
                 found = {"outcome": "not run", "why": f"{type(error).__name__}: {said[:240]}"}
-            if found["outcome"] != "proven":  # a stage that fails has closed its connections
+            # A stage that fails has closed its connections; so may a rank that says nothing of its own.
+            if found["outcome"] != "proven" and ("pp" in layout or "code" not in found):
                 world.close()
                 world, since = World(2), 0
             cells[f"{kind} | {layout}"] = found | {"at": at}

@@ -21,6 +21,7 @@ from torch.utils import _pytree as tree
 from isograd.errors import ModelError
 from isograd.hugging.losses import shard
 from isograd.hugging.parts import parts_of, text_of
+from isograd.hugging.plan import is_below, names_of_towers
 from isograd.hugging.small import VOCAB, small
 from isograd.hugging.wide import Wide
 from isograd.mesh import Mesh
@@ -63,7 +64,9 @@ def list_of_layers(model: Any) -> str:
     """The name of the list of layers in the pipeline plan; without a plan, the outermost list of that length."""
     plan = getattr(model, "pp_plan", None) or {}
     depth = getattr(text_of(model.config), "num_hidden_layers", None)
-    lists: dict[str, int] = {n: len(m) for n, m in model.named_modules() if isinstance(m, nn.ModuleList)}
+    towers = names_of_towers(model)
+    named = {n: m for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and not is_below(n, towers)}
+    lists: dict[str, int] = {n: len(m) for n, m in named.items()}
     long = [n for n, length in lists.items() if length == depth]
     outermost = min((n.count(".") for n in long), default=0)
     found = [n for n in lists if n in plan] or [n for n in long if n.count(".") == outermost]
@@ -73,7 +76,7 @@ def list_of_layers(model: Any) -> str:
             f"nothing says what the layers of {type(model).__name__} are",
             seen=f"pipeline plan {sorted(plan)}, lists of modules {dict(list(lists.items())[:4])}",
             expected="a pipeline plan that names one list, or one list of num_hidden_layers modules",
-            fix="leave pp out",
+            fix="leave pp and sp out",
         )
     return found[0]
 
