@@ -25,7 +25,7 @@ from isograd.errors import ModelError
 from isograd.hugging.losses import CAUSAL
 from isograd.hugging.parts import text_of
 from isograd.hugging.plan import CLOSED, is_below
-from isograd.hugging.styles import Called, first_of, replaced
+from isograd.hugging.styles import Called, enter, first_of, replaced
 from isograd.hugging.survey import list_of_layers
 from isograd.mesh import Mesh
 
@@ -129,11 +129,10 @@ class Cut:
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Called:
         """Of a module whose projections are cut: a part -> whole sequences, each of whose uses is partial."""
-        whole = ops.all_gather(first_of(args, kwargs), self.mesh.group("tp"), -2)
-        return replaced(args, kwargs, whole)
+        return replaced(args, kwargs, enter(first_of(args, kwargs), self.mesh, sequences=True))
 
     def _whole(self, x: Tensor) -> Tensor:
-        return ops.gather_for_identical_use(x, self.mesh.group("tp"), -2)
+        return ops.gather_for_identical_use(x, self.mesh.group("tp"), -2).contiguous()
 
     def _mine(self, x: Tensor) -> Tensor:
         length, tp = x.shape[-2], self.mesh.size("tp")

@@ -38,15 +38,15 @@ def replaced(args: tuple[Any, ...], kwargs: Mapping[str, Any], value: Tensor) ->
 
 
 def enter(x: Tensor, mesh: Mesh, sequences: bool) -> Tensor:
-    """Into a cut region: from what all ranks hold, or from parts of sequences."""
+    """Into a cut region: from what all ranks hold, or from parts of sequences. Contiguous, as models take views."""
     group = mesh.group("tp")
-    return ops.all_gather(x, group, -2) if sequences else ops.copy_in(x, group)
+    return ops.all_gather(x, group, -2).contiguous() if sequences else ops.copy_in(x, group)
 
 
 def leave(x: Tensor, mesh: Mesh, sequences: bool) -> Tensor:
     """The sum over tp of partial outputs: all of it, or of this rank's part of the sequences."""
     group = mesh.group("tp")
-    return ops.reduce_scatter(x, group, -2) if sequences else ops.all_reduce(x, group)
+    return ops.reduce_scatter(x, group, -2).contiguous() if sequences else ops.all_reduce(x, group)
 
 
 def first_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
