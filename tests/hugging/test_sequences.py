@@ -44,7 +44,10 @@ def test_what_is_whole_in_a_layer_owes_tp_and_what_is_outside_owes_nothing() -> 
 
 @pytest.mark.parametrize(
     ("kind", "more", "said"),
-    [("qwen3_moe", {"output_router_logits": True}, "balance loss"), ("eurobert", {}, "its loss is masked")],
+    [
+        ("qwen3_moe", {"output_router_logits": True}, "balance loss"),
+        ("eurobert", {}, "its loss is masked"),
+    ],
 )
 def test_what_cannot_be_cut_is_refused_by_name(kind: str, more: dict[str, Any], said: str) -> None:
     with pytest.raises(ModelError, match=said) as caught:

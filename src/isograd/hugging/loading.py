@@ -97,7 +97,7 @@ def build(
     """The model of a config on this mesh, with values from a folder or random ones; nothing is proven."""
     model, loss = _empty(config, dtype, mesh)
     refuse_cut_sequences(loss, type(model).__name__, mesh)
-    refuse_sequences(model, loss, mesh)
+    refuse_sequences(type(model), config, loss, mesh)
     source = Random(_empty(config, dtype, mesh)[0], seed, noise)
     values: Random | Folder = source if folder is None else Folder(Stored(folder), model, mesh.where())
     starts: Source = values
