@@ -271,7 +271,7 @@ def revisions(cells: dict[str, Any], layouts: list[str]) -> str:
         for name, cell in sorted(cells.items()):
             kind, _, column = name.partition(" | ")
             if column == layout:
-                found.setdefault(cell.get("at", "before"), []).append(f"`{kind}`")
+                found.setdefault(cell.get("at", "unknown"), []).append(f"`{kind}`")
         most, *others = sorted(found.items(), key=lambda item: -len(item[1]))
         rest = "".join(f"; {at}: {', '.join(kinds)}" for at, kinds in others)
         lines.append(f"- `{layout}`: {most[0]} ({len(most[1])}){rest}")
