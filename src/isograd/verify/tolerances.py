@@ -34,6 +34,10 @@ COUNTS = 1e-2  # a coefficient is not zero: one that counts is 1 / (micro-batche
 # (bf16 keeps 2^-9 of each of a few terms), up to CHANGED it is a note: something small was done to it before the step.
 HALF_SUM, CHANGED = 5e-2, 1e-2
 
+# Losses of micro-batches are one loss that is computed again: fp32 leaves 1e-7 of it; two losses of other rows are
+# apart by percents, and all terms on all ranks must be as near as this. Chosen.
+SAME_LOSS = 1e-5
+
 # -- norms and clips (judge/checks/norms.py) ---------------------------------------------------------------------
 
 NORM = 1e-5  # one norm on all ranks. Measured: two orders of fp32 sums are 9e-8 apart; a copy too many is percents

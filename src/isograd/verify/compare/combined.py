@@ -16,9 +16,10 @@ from torch import Tensor
 from isograd.errors import VerifyError
 from isograd.verify import tolerances
 from isograd.verify.compare.same_data import contents, same_data
-from isograd.verify.compare.shares import SAME_DATA, Again, NoReference, shares
+from isograd.verify.compare.shares import SAME_DATA, Again, Mixed, NoReference, own_factor, shares
 from isograd.verify.record.events import (
     Backward,
+    Collective,
     Given,
     LabelWeight,
     Parameter,
@@ -55,11 +56,20 @@ def saw_the_same(one: Recording, candidate: Recording) -> bool:
     return True
 
 
-def combine(candidate: Recording, alone: Recording, again: list[Again], path: Path) -> None:
-    """Writes a recording of one step of one device. `alone`: the program's own first step there."""
+def combine(candidate: Recording, alone: Recording, again: list[Again], path: Path, together: bool = False) -> None:
+    """Writes a recording of one step of one device. `alone`: the program's own first step there. `together`: each of
+    `again` was given the rows of all ranks, so it counts as it does in that step."""
     weights_stayed(alone, again)
+    if together:
+        same_losses(candidate, again)
+        _write(alone, again, [own_factor(alone)] * len(again), path)
+        return
+    same_outputs(candidate, again)
     same_beginnings(candidate, again)
-    factors = shares(alone, again)
+    _write(alone, again, shares(alone, again), path)
+
+
+def _write(alone: Recording, again: list[Again], factors: list[float], path: Path) -> None:
     own = alone.ranks[0]
     names = list(dict.fromkeys(name for one in again for name in one.record.group(one.step, "sum")))
     tensors = {name: t for name, t in own.tensors(1).items() if name.startswith(("parameter/", "along/parameter/"))}
@@ -137,11 +147,48 @@ def same_beginnings(candidate: Recording, again: list[Again]) -> None:
         limit = max(tolerances.LIMITS.get(a.gradient_dtype, (0.0, 0.0))[1] for a in one.about.parameters.values())
         equal = [_apart(a, b) <= max(limit, tolerances.SAME) for a, b in zip(theirs, ours, strict=False)]
         if not equal or not all(equal) or len(theirs) != len(ours):
-            raise NoReference(
+            raise Mixed(
                 f"backward begins otherwise on one device with the data of rank {one.rank}, micro-batch {one.micro}: "
                 "its loss sees what other ranks computed, or labels that are made after the model was called",
                 "make inputs and labels before the model is called, as local variables of the functions around the "
                 "call; where the loss joins ranks, record both runs on the same data and use 'verify compare'",
+            )
+
+
+def same_outputs(candidate: Recording, again: list[Again]) -> None:
+    """A model whose ranks exchange something on the way gives each the outputs that one device gives for its rows: else
+    it joins the rows of several ranks (a loss inside the model, statistics of a batch)."""
+    own = {rank: n for n, rank in enumerate(distinct(candidate))}
+    exchanged = [e for r in candidate.ranks for e in r.of(Collective, 1) if e.phase == "forward"]
+    if not any(len(own.keys() & set(e.group)) > 1 for e in exchanged):
+        return
+    for one in again:
+        theirs = _begun(candidate.ranks[one.rank], 1, one.micro, "made")
+        ours = _begun(one.record, one.step, 0, "made")
+        limit = max(tolerances.LIMITS.get(a.dtype, (0.0, 0.0))[1] for a in one.about.parameters.values())
+        for a, b in zip(theirs, ours, strict=False):
+            if a[-1] == b[-1] and float((a - b)[:-1].norm()) > max(limit, tolerances.SAME) * float(a[:-1].norm()):
+                raise Mixed(
+                    f"the model gives other outputs on one device with the data of rank {one.rank}, micro-batch "
+                    f"{one.micro}: what it computes there joins the rows of several ranks",
+                    SAME_DATA,
+                )
+
+
+def same_losses(candidate: Recording, again: list[Again]) -> None:
+    """One device, given the rows of all ranks together, computes the loss that the ranks have computed: the mean over
+    them, their sum, or the mean times their number, as where each rank's backward is of its own rows."""
+    ranks = distinct(candidate)
+    for one in again:
+        ours = float(one.record.tensors(one.step)["loss"])
+        theirs = [float(candidate.ranks[rank].tensors(1)[f"root/{one.micro}"]) for rank in ranks]
+        size = max(map(abs, (ours, *theirs)))
+        limit = max(tolerances.LIMITS.get(a.gradient_dtype, (0.0, 0.0))[1] for a in one.about.parameters.values())
+        if min(abs(sum(theirs) / len(ranks) ** power - ours) for power in (0, 1, 2)) > limit * size:
+            raise NoReference(
+                f"the loss of micro-batch {one.micro} is {ours:.6g} where one device is given the rows of all ranks, "
+                f"and {', '.join(f'{value:.6g}' for value in theirs)} on the ranks",
+                SAME_DATA,
             )
 
 
@@ -150,6 +197,6 @@ def _apart(a: Tensor, b: Tensor) -> float:
     return float((a / max(float(a.norm()), 1e-300) - b / max(float(b.norm()), 1e-300)).norm())
 
 
-def _begun(record: RankRecord, step: int, micro: int) -> list[Tensor]:
-    found = record.group(step, f"begun/{micro}")
+def _begun(record: RankRecord, step: int, micro: int, what: str = "begun") -> list[Tensor]:
+    found = record.group(step, f"{what}/{micro}")
     return [found[number] for number in sorted(found, key=int)]

@@ -336,9 +336,12 @@ def _other_weights(
 
 
 def _swapped(analysis: Analysis, names: dict[str, str], places: dict[str, dict[int, Place]]) -> list[str]:
-    """Tensors of which later ranks hold earlier rows: no framework cuts that way."""
+    """Tensors of which later ranks hold earlier rows, found by their values: no framework cuts that way but one that
+    says where its shards sit (FSDP2 over tensor parallel)."""
     found = []
     for name in names:
+        if all(analysis.about[rank][name].box is not None for rank in places[name]):
+            continue
         firsts = [spot.cuts[0][1][0] for _, spot in sorted(places[name].items()) if spot.cuts and spot.cuts[0][1]]
         if len(set(firsts)) > 1 and len(firsts) == len(set(firsts)) and firsts != sorted(firsts):
             found.append(name)

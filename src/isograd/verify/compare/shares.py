@@ -36,6 +36,10 @@ class NoReference(Exception):
         self.why, self.fix = why, fix
 
 
+class Mixed(NoReference):
+    """What a rank computes depends on the rows of other ranks: one device can be given them together only."""
+
+
 @dataclass(frozen=True)
 class Again:
     """A backward of some rank, done again in a world of one, where it is a step of its own."""
@@ -71,7 +75,7 @@ Terms = dict[str, list[Call]]  # a place in the program -> the calls there
 
 def shares(alone: Recording, again: list[Again]) -> list[float]:
     """The factor of each backward of `again`; `alone` is the program's own first step."""
-    factor = _own_factor(alone)
+    factor = own_factor(alone)
     labels, means = (
         (terms_of(alone.ranks[0], 1), [terms_of(one.record, one.step) for one in again])
         for terms_of in (_labels, _means)
@@ -114,7 +118,7 @@ def _near(a: float, b: float) -> bool:
     return abs(a - b) <= tolerances.FACTOR * max(abs(a), abs(b))
 
 
-def _own_factor(alone: Recording) -> float:
+def own_factor(alone: Recording) -> float:
     """What the program does to a gradient on one device after backward: divides by a count, removes a loss's scale."""
     analysis = Analysis(alone, 1)
     along = squares = 0.0

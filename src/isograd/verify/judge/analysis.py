@@ -20,8 +20,11 @@ from torch import Tensor
 
 from isograd.verify import tolerances
 from isograd.verify.judge.contributions import Fit, fit
-from isograd.verify.record.events import Given, Key, LabelWeight, Parameter, Step, micro_of
+from isograd.verify.judge.earlier import put_back
+from isograd.verify.record.events import Collective, Given, Key, LabelWeight, Parameter, Step, micro_of
 from isograd.verify.record.recording import Recording
+
+REDUCING = ("all_reduce", "reduce_scatter", "reduce")
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,7 @@ class Analysis:
                 micro, _, name = key.partition("/")
                 self.parts[name][record.rank, int(micro)] = part
         self._drop_overflows()
+        self.put_back = put_back(self)  # names of gradients that the program changed itself, judged as they were before
 
     @cached_property
     def first(self) -> list[dict[str, Parameter]]:
@@ -91,15 +95,36 @@ class Analysis:
         return len({micro_of(m) for parts in self.parts.values() for _, m in parts})
 
     def negligible(self, name: str) -> bool:
-        """Whether a gradient is rounding and nothing else: a key bias's is zero but for it."""
-        return self.null(name) and any(bool(sums[name].any()) for sums in self.sums if name in sums)
+        """Whether a gradient is rounding and nothing else: a key bias's is zero but for it. fp16 makes it zero."""
+        nonzero = any(bool(sums[name].any()) for sums in self.sums if name in sums)
+        return self.null(name) and (nonzero or (self.summed_in_fp16 and self.faint(name, {"float16"})))
+
+    def faint(self, name: str, kinds: set[str] | None = None) -> bool:
+        """Whether what backwards added is rounding alone. `kinds`: the dtypes whose rounding is meant."""
+        added = max((float(part.norm()) for part in self.parts[name].values()), default=0.0)
+        return added <= self._rounding(kinds or self._kinds(name)) * self.largest_added
 
     def null(self, name: str) -> bool:
         """Whether a gradient is zero, or zero but for rounding."""
-        kinds = {self.about[r][name].gradient_dtype for r in self.holders(name)}
-        share = max((tolerances.ROUNDING.get(kind, tolerances.ROUNDING_OTHER) for kind in kinds), default=0.0)
         mine = max((float(sums[name].norm()) for sums in self.sums if name in sums), default=0.0)
-        return mine <= share * self.largest
+        return mine <= self._rounding(self._kinds(name)) * self.largest
+
+    def _kinds(self, name: str) -> set[str]:
+        return {self.about[r][name].gradient_dtype for r in self.holders(name)}
+
+    def _rounding(self, kinds: set[str]) -> float:
+        return max((tolerances.ROUNDING.get(kind, tolerances.ROUNDING_OTHER) for kind in kinds), default=0.0)
+
+    @cached_property
+    def summed_in_fp16(self) -> bool:
+        """Whether backward reduced something in fp16, which has no numbers as small as a gradient's may be."""
+        events = [e for record in self.recording.ranks for e in record.of(Collective, self.step)]
+        return any(e.dtype == "float16" and e.phase == "backward" and e.op in REDUCING for e in events)
+
+    @cached_property
+    def largest_added(self) -> float:
+        """The largest norm of the sketch of a contribution."""
+        return max((float(part.norm()) for parts in self.parts.values() for part in parts.values()), default=0.0)
 
     @cached_property
     def largest(self) -> float:
@@ -153,54 +178,65 @@ class Analysis:
         kinds = {self.about[r][name].gradient_dtype or self.about[r][name].dtype for r in self.holders(name)}
         return max(tolerances.FIT.get(kind, tolerances.FIT_OTHER) for kind in kinds)
 
-    def observed(self, name: str) -> list[Observed]:
-        """The gradient of a parameter, once per distinct value of it; covers put together."""
-        holders = [r for r in self.holders(name) if name in self.sums[r]]
+    def observed(self, name: str, sums: list[dict[str, Tensor]] | None = None) -> list[Observed]:
+        """The gradient of a parameter, once per distinct value of it; covers put together. `sums`: the sketches to take
+        in place of those of the step."""
+        sums = self.sums if sums is None else sums
+        holders = [r for r in self.holders(name) if name in sums[r]]
         if not holders:
             return []
         if self.covered(name):
-            return self._covers(name, holders)
+            return self._covers(name, holders, sums)
         found: dict[tuple[str, str], list[int]] = defaultdict(list)
         part_of = {rank: repr(ranks) for ranks in self.replica_sets(name) for rank in ranks}
         for rank in holders:
             about = self.about[rank][name]
             found[part_of[rank], about.gradient_hash or f"rank {rank}"].append(rank)
-        return [Observed(name, tuple(ranks), self.sums[ranks[0]][name]) for ranks in found.values()]
+        return [Observed(name, tuple(ranks), sums[ranks[0]][name]) for ranks in found.values()]
 
     def covered(self, name: str) -> bool:
         """Whether ranks hold shards of a tensor to which each contributed as a whole (FSDP)."""
         infos = [self.about[r][name] for r in self.holders(name)]
         return any(i.declared and math.prod(i.part_shape) > math.prod(i.shape) for i in infos)
 
-    def _covers(self, name: str, holders: list[int]) -> list[Observed]:
-        """Ranks with different boxes, in order, make up one whole; equal boxes begin another."""
-        covers: list[dict[str, int]] = []
+    def _covers(self, name: str, holders: list[int], sums: list[dict[str, Tensor]]) -> list[Observed]:
+        """Of what ranks contributed to: those with different boxes, in order, make up one whole; equal boxes begin
+        another."""
+        covers: dict[str, list[dict[str, int]]] = defaultdict(list)
         for rank in [r for r in holders if math.prod(self.about[r][name].shape)] or holders[:1]:
-            box = repr(self.about[rank][name].box)
-            cover = next((c for c in covers if box not in c), None)
+            box, of = repr(self.about[rank][name].box), covers[repr(self.about[rank][name].part_box)]
+            cover = next((c for c in of if box not in c), None)
             if cover is None:
-                covers.append({box: rank})
+                of.append({box: rank})
             else:
                 cover[box] = rank
-        whole = [
-            Observed(name, tuple(sorted(c.values())), torch.stack([self.sums[r][name] for r in c.values()]).sum(0))
-            for c in covers
-        ]
-        return whole[:1] if len(whole) > 1 and torch.equal(whole[0].sketch, whole[-1].sketch) else whole
+        found = []
+        for of in covers.values():
+            whole = [
+                Observed(name, tuple(sorted(c.values())), torch.stack([sums[r][name] for r in c.values()]).sum(0))
+                for c in of
+            ]
+            found += whole[:1] if len(whole) > 1 and torch.equal(whole[0].sketch, whole[-1].sketch) else whole
+        return found
 
     def contributions(self, name: str, rank: int | None = None) -> dict[Key, Tensor]:
-        """Of every rank whose contribution has the shape that `rank`'s has; the first holder's, when it is not said."""
-        shape = self.about[self.holders(name)[0] if rank is None else rank][name].part_shape
-        holds = [name in about and about[name].part_shape == shape for about in self.about]
+        """Of every rank whose contribution has the shape and place that `rank`'s has; the first holder's, when it is
+        not said."""
+        own = self.about[self.holders(name)[0] if rank is None else rank][name]
+        holds = [
+            name in about and about[name].part_shape == own.part_shape and about[name].part_box == own.part_box
+            for about in self.about
+        ]
         return {k: p for k, p in self.parts[name].items() if holds[k[0]]}
 
     def fit(self, seen: Observed) -> Fit | None:
         """What an observed gradient is made of; several checks ask, it is found once."""
         if seen not in self._fits:
-            self._fits[seen] = self._fit(seen)
+            self._fits[seen] = self.explain(seen)
         return self._fits[seen]
 
-    def _fit(self, seen: Observed) -> Fit | None:
+    def explain(self, seen: Observed) -> Fit | None:
+        """`fit`, found anew."""
         parts = self.contributions(seen.name, seen.own)
         if seen.name not in self.same_part:
             mine = self.replicas_of(seen.name, seen.own)

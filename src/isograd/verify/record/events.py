@@ -55,6 +55,7 @@ class Parameter:
     finite: bool
     hash: str  # after the step
     part_shape: tuple[int, ...]  # of what a backward added on this rank
+    part_box: tuple[tuple[int, int], ...] | None = None  # of that, where it is more than the rank holds, but not all
     gradient_hash: str = ""
     gradient_dtype: str = ""
     before: str = ""  # the hash before the step; '' when it was not seen
@@ -224,6 +225,15 @@ class Changed(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Rewritten(Event):
+    """Between the last backward and the step the program wrote into these gradients, first at `site`."""
+
+    kind: ClassVar[str] = "rewritten"
+    site: str
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Choice(Event):
     """The largest few of each row were chosen (experts of tokens): the hash of which, rows in order, numbers sorted."""
 
@@ -301,6 +311,7 @@ class Step(Event):
     note: str = ""
     at: float = 0.0
     left_out: dict[str, int] = field(default_factory=dict)  # tensors beyond the limit, by kind; and the limit
+    issued: dict[str, int] = field(default_factory=dict)  # members of a group -> collectives so far, by its own count
 
 
 @dataclass(frozen=True, kw_only=True)

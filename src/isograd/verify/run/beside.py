@@ -17,15 +17,18 @@ from pathlib import Path
 from isograd.errors import VerifyError
 from isograd.verify.compare.combined import combine, distinct, saw_the_same
 from isograd.verify.compare.compare import compare
-from isograd.verify.compare.shares import SAME_DATA, Again, NoReference
+from isograd.verify.compare.shares import SAME_DATA, Again, Mixed, NoReference
 from isograd.verify.record.events import Backward, Lost, Step
 from isograd.verify.record.recording import VERSION, Recording, write_json
 from isograd.verify.run.attach import begin, facts, plain_facts
-from isograd.verify.tell.findings import INCONCLUSIVE, Finding, Subject
+from isograd.verify.tell.findings import INCONCLUSIVE, NOTE, Finding, Subject
 
 MOST_STARTS = 16
 RANKS = re.compile(r"--(?:nproc[-_]per[-_]node|num[-_]processes|num[-_]gpus)(=.*)?")
 MPI = re.compile(r"--?np?(=.*)?")
+TOGETHER = (
+    "one device was given the rows of all ranks in one batch, because each rank's loss depends on other ranks' rows"
+)
 MORE_STEPS = "let the program take more steps, or record a run on one device with the same data and compare the two"
 
 
@@ -55,7 +58,9 @@ def judged(directory: Path, command: list[str], subject: Subject, stall: float, 
     try:
         candidate = Recording(directory)
         reference = _reference(candidate, alone(command), stall, replay)
-        beside = compare(reference, candidate)
+        together = bool(reference.about.get("together"))  # then labels may be numbers of rows, and data are known
+        beside = compare(reference, candidate, ignore_data=together)
+        beside.findings += [Finding(NOTE, "", TOGETHER)] if together else []
     except NoReference as error:
         return _not_compared(subject, error.why, error.fix)
     except VerifyError as error:
@@ -77,7 +82,11 @@ def _reference(candidate: Recording, command: list[str], stall: float, replay: b
         raise NoReference("the run itself is a world of one", "start it with several ranks")
     if not all(e.note == "" for r in candidate.ranks for e in r.of(Step, 1)) or not candidate.steps:
         raise NoReference("no optimizer was seen to step", SAME_DATA)
-    queue = _backwards(candidate)
+    cannot: NoReference | None = None
+    try:
+        queue = _backwards(candidate)
+    except NoReference as error:  # it matters only where a world of one has other data of its own
+        queue, cannot = [], error
     first: Recording | None = None
     again: list[Again] = []
     for start in range(MOST_STARTS):
@@ -93,20 +102,50 @@ def _reference(candidate: Recording, command: list[str], stall: float, replay: b
                     if path.name != "step-0001.safetensors":
                         path.unlink()
                 return one
+            if cannot is not None:
+                raise cannot
             first, steps = one, steps[1:]
-        again += [Again(*where, own, step) for where, step in zip(left, steps, strict=False)]
+        again += [Again(rank, micro, own, step) for ((rank,), micro), step in zip(left, steps, strict=False)]
         if len(again) == len(queue):
-            combine(candidate, first, again, candidate.path / "one")
-            write_json(candidate.path / "one" / "recording.json", {"version": VERSION, "layout": "1", "replay": replay})
-            return Recording(candidate.path / "one")
+            return _combined(candidate, first, again, command, stall, replay)
         if start and not steps:
             break
     needed = f"{len(queue)} backwards are to be done again, and the program did {len(again)} of them in a world of one"
     raise NoReference(needed, MORE_STEPS)
 
 
-def _backwards(candidate: Recording) -> list[tuple[int, int]]:
-    """(rank, micro-batch) of every backward of the first step whose data are not another rank's, too."""
+def _combined(
+    candidate: Recording, first: Recording, again: list[Again], command: list[str], stall: float, replay: bool
+) -> Recording:
+    together = False
+    try:
+        combine(candidate, first, again, candidate.path / "one")
+    except Mixed as error:
+        _together(candidate, command, stall, error)
+        together = True
+    about = {"version": VERSION, "layout": "1", "replay": replay, "together": together}
+    write_json(candidate.path / "one" / "recording.json", about)
+    return Recording(candidate.path / "one")
+
+
+def _together(candidate: Recording, command: list[str], stall: float, why: Mixed) -> None:
+    """The reference of a program whose ranks see one another's rows: one device is given them all in one batch."""
+    ranks, micros = distinct(candidate), [e.micro for e in candidate.ranks[0].of(Backward, 1)]
+    queue = [(ranks, micro) for micro in micros]
+    try:
+        one = _start(candidate.path, "together", command, queue, True, stall, False)
+        own = one.ranks[0]
+        steps = [e.step for e in own.of(Step) if not e.note][1:]
+        again = [Again(ranks[0], micro, own, step) for micro, step in zip(micros, steps, strict=False)]
+        if len(again) < len(queue):
+            raise NoReference(f"the program did {len(again)} of {len(queue)} backwards", MORE_STEPS)
+        combine(candidate, one, again, candidate.path / "one", together=True)
+    except NoReference as error:
+        raise NoReference(f"{why.why}; given the rows of all ranks together: {error.why}", why.fix) from error
+
+
+def _backwards(candidate: Recording) -> list[tuple[list[int], int]]:
+    """([rank], micro-batch) of every backward of the first step whose data are not another rank's, too."""
     found = []
     for rank in distinct(candidate):
         record = candidate.ranks[rank]
@@ -120,7 +159,7 @@ def _backwards(candidate: Recording) -> list[tuple[int, int]]:
                 "through one graph)",
                 SAME_DATA,
             )
-        found += [(rank, micro) for micro in micros]
+        found += [([rank], micro) for micro in micros]
     return found
 
 
@@ -128,7 +167,7 @@ def _start(
     home: Path,
     name: str,
     command: list[str],
-    backwards: list[tuple[int, int]],
+    backwards: list[tuple[list[int], int]],
     natural: bool,
     stall: float,
     replay: bool,

@@ -85,11 +85,22 @@ class Calls:
         self.last = (-1, -1)  # micro-batch and number of the last call
         capture.beside = True
         capture.hooks.wrap(nn.Module, "__call__", self._called)
+        capture.hooks.wrap(torch.autograd, "backward", self._backward)
 
     def _called(self, original: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if outermost(self.capture, module):
             self.capture.guarded(self._keep, "calls")(args, kwargs)
         return original(module, *args, **kwargs)
+
+    def _backward(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        outermost = torch._C._current_graph_task_id() == -1
+        result = original(*args, **kwargs)
+        if outermost and self.capture.step == 1:
+            self.capture.guarded(self._loss, "calls")(args[0] if args else kwargs.get("tensors"))
+        return result
+
+    def _loss(self, roots: Any) -> None:
+        self.capture.tensors[f"root/{self.capture.micro}"] = total(roots)
 
     def _keep(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.capture.settle()
@@ -105,6 +116,38 @@ class Calls:
             elif name.startswith("argument/"):
                 raise ValueError(f"the tensors of one call of the model are larger than {LIMIT} bytes")
         save_file(kept, self.capture.out.path / file_of(*self.last))
+
+
+def total(roots: Any) -> Tensor:
+    """The number with which a backward began."""
+    own = [roots] if isinstance(roots, Tensor) else roots
+    return torch.stack([foreign.local(root.detach()).double().sum().cpu() for root in own]).sum()
+
+
+def joined(kept: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """What calls of several ranks were made with, as one call: the rows of one rank under those of another, filled up
+    with zeros to one length. The first argument says how many rows a rank has; what has no rows must be equal."""
+    rows = [next(len(t) for name, t in one.items() if name.startswith("argument/")) for one in kept]
+    found = {}
+    for name, first in kept[0].items():
+        parts = [one[name] for one in kept if name in one]
+        if name.startswith("generator/") or (len(parts) == len(kept) and all(torch.equal(p, first) for p in parts[1:])):
+            found[name] = first
+        if name.startswith("generator/") or [len(p) for p in parts] != rows:
+            if name.startswith("argument/") and name not in found:
+                raise RuntimeError(f"{name.partition('/')[2]} of several ranks cannot be put together as rows")
+            continue
+        sizes = [max(p.shape[d] for p in parts) for d in range(1, first.dim())]
+        found[name] = torch.cat([_filled(p, sizes) for p in parts])
+    return found
+
+
+def _filled(part: Tensor, sizes: list[int]) -> Tensor:
+    if list(part.shape[1:]) == sizes:
+        return part
+    whole = part.new_zeros(len(part), *sizes)
+    whole[tuple(slice(size) for size in part.shape)] = part
+    return whole
 
 
 def generators() -> dict[str, Tensor]:

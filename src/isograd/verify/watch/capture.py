@@ -16,13 +16,13 @@ import os
 import time
 import weakref
 from collections import Counter
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import unserializable_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from isograd.verify.record.events import (
@@ -47,19 +47,23 @@ from isograd.verify.record.sketch import digest, dtype_name, sketch, squares
 from isograd.verify.watch import foreign
 from isograd.verify.watch.collectives import Watch, call_site
 from isograd.verify.watch.fused import Fused
-from isograd.verify.watch.given import described
 from isograd.verify.watch.hooks import Hooks
 from isograd.verify.watch.labels import Labels
 from isograd.verify.watch.life import Life
+from isograd.verify.watch.rewritten import Rewrites
 from isograd.verify.watch.routing import Routing
 from isograd.verify.watch.sketching import Sketching, gradient_of, number_of
 from isograd.verify.watch.steps import Steps
 
 LIMIT = 1 << 28  # bytes of full gradients, parameters and activations that a rank writes per step
-Box = tuple[tuple[int, int], ...]
-KINDS = {"final": "gradients", "parameter": "parameters", "after": "parameters", "choice": "choices"}
+KINDS = {
+    "final": "gradients",
+    "whole": "gradients",
+    "parameter": "parameters",
+    "after": "parameters",
+    "choice": "choices",
+}
 MOST_ELEMENTS = 1 << 12  # of a buffer that is looked at: a number for each expert
-MOST_OUTPUTS = 16  # of a model that are asked whether a backward reaches them
 MOST_MICROS = 512  # backwards without an optimizer step, after which nothing more is expected
 
 
@@ -97,8 +101,9 @@ class Capture(Life):
         self.held: list[nn.Module | None] = []  # models that may never be stepped: kept until they are
         self.before: dict[str, dict[str, Any]] = {}  # each parameter before the step: its hash, and is it constant
         self.gradients: dict[str, dict[str, Any]] = {}  # of each, before clip: its hash, dtype and squares
-        self.boxes: dict[str, tuple[Box, tuple[int, ...]]] = {}  # (box, whole shape), told by an engine
+        self.boxes: dict[str, tuple[foreign.Box, tuple[int, ...]]] = {}  # (box, whole shape), told by an engine
         self.part_shapes: dict[str, tuple[int, ...]] = {}
+        self.part_boxes: dict[str, foreign.Box | None] = {}
         self.storages: dict[int, set[str]] = {}  # memory of a gradient -> names
         self.tensors: dict[str, Tensor] = {}
         self.written = 0
@@ -121,6 +126,7 @@ class Capture(Life):
         self.labels, self.fused = Labels(self), Fused(self)
         self.routing = Routing(self, replay)
         self.sketching = Sketching(self, beyond)
+        self.rewrites = Rewrites(self)
         self.watch = Watch(self)
         self.hooks = Hooks(self)
 
@@ -135,6 +141,7 @@ class Capture(Life):
     def collective(self, op: str, ranks: tuple[int, ...], tensors: list[Tensor], reduce: str) -> int:
         """Notes a collective, and returns its number."""
         self.numbers += 1
+        self.rewrites.communicated()
         phase = self.phase()
         local = [foreign.local(t) for t in tensors]
         covers: set[str] = set()
@@ -188,7 +195,7 @@ class Capture(Life):
             self.event(Changed(*self.now, during=during, names=changed))
 
     def logit_shift(self, shift: float, size: float) -> None:
-        """Notes this rank's part of a sum that must be zero over all ranks."""
+        """Notes a rank's part of a sum that must be zero."""
         self.event(Logits(*self.now, shift=shift, size=size))
 
     def drew(self) -> None:
@@ -238,37 +245,16 @@ class Capture(Life):
                     found[known] = parameter
         return found
 
-    def given(self, tensors: dict[str, Tensor], outputs: list[Tensor]) -> None:
-        """What the outermost module was given, told when a backward reaches one of its outputs. At the end of the step
-        the others are told: rows without a label, an evaluation, or a pipeline that learned its stages' shapes."""
-        about = described(tensors)
-        reached = [t for t in outputs if t.requires_grad][:MOST_OUTPUTS]
-        if not reached:
-            self.event(Given(*self.now, forward=self.micro + 1, tensors=about))
-            return
-        self.calls += 1
-        mark = self.calls
-        self.unreached[mark] = (self.micro + 1, about)
-
-        def arrives(gradient: Tensor | None) -> None:
-            if gradient is not None and self.backing and mark in self.unreached:  # None: it is no part of the loss
-                del self.unreached[mark]
-                if self.beside:
-                    self.tensors[f"begun/{self.micro}/{mark}"] = sketch(foreign.local(gradient))
-                self.event(Given(*self.now, forward=self.micro, tensors=about))
-
-        for output in reached:
-            output.register_hook(unserializable_hook(self.guarded(arrives, "data")))
-
-    def contribution(self, name: str, gradient: Tensor) -> None:
-        """What this backward adds to a parameter on this rank, before communication."""
+    def contribution(self, name: str, gradient: Tensor, box: foreign.Box | None = None) -> None:
+        """What this backward adds to a parameter on this rank, before communication. `box`: of a DTensor's part."""
         local = foreign.local(gradient)
         micro = self.micro + (1 if self.fused.inside else 0)  # in a Function's forward: before its backward
         # Checkpointed modules arrive once per use: later arrivals in one backward are contributions of their own.
         use = next(i for i in count() if f"part/{key(micro, i)}/{name}" not in self.tensors)
         self.tensors[f"part/{key(micro, use)}/{name}"] = sketch(local)
         self.sketching.contribution(key(micro, use), name, local)
-        self.part_shapes[name] = tuple(local.shape)
+        same = box is not None and tuple(b - a for a, b in box) == tuple(local.shape)  # else it is a part of a sum
+        self.part_shapes[name], self.part_boxes[name] = tuple(local.shape), box if same else None
 
     def accumulated(self, name: str, parameter: Tensor) -> None:
         """Notes where in memory a parameter's gradient lies, so that a collective on it is recognised."""
@@ -318,6 +304,7 @@ class Capture(Life):
             return
         self.micro += 1
         self.backwards += 1
+        self.rewrites.begin()
         if self.last_step_at < 0:
             self.held = [root() for _, root in self.roots]
         self.snapped = False
@@ -357,24 +344,19 @@ class Capture(Life):
             self.active, was = False, self.active  # bringing a DTensor into its parameter's place may communicate
             part = foreign.placed_like(parameter, gradient)
             self.active = was
-            self.tensors[f"sum/{name}"] = sketch(part, self._offset(name, parameter, part))
+            self.tensors[f"sum/{name}"] = sketch(part, self.offset(name, parameter, part))
             self.gradients[name] = {
                 "gradient_hash": digest(part), "gradient_dtype": dtype_name(part), "squares": squares(part),
             }  # fmt: skip
             if self.whole:
                 self.keep(f"final/{name}", part, parameter)
+        self.guarded(self.rewrites.settle, "changes")()
         if gradients is not None:
             self.event(WholeGradients(*self.now, names=tuple(sorted(gradients))))
 
-    def _offset(self, name: str, parameter: foreign.Held, part: Tensor) -> int:
+    def offset(self, name: str, parameter: foreign.Held, part: Tensor) -> int:
         """Where a shard starts in the flat tensor to which this rank contributed as a whole (FSDP), else 0."""
-        if isinstance(parameter, foreign.Piece):
-            return parameter.box[0][0] if parameter.box is not None else 0
-        whole = self.part_shapes.get(name)
-        box = foreign.box_of(parameter)
-        if whole is None or box is None or torch.Size(whole).numel() <= part.numel() or not whole:
-            return 0
-        return int(box[0][0]) * int(torch.Size(whole[1:]).numel())
+        return foreign.offset(parameter, part, self.part_shapes.get(name), self.part_boxes.get(name))
 
     def norm(self, value: float, site: str) -> None:
         """Notes a gradient norm that the program has computed."""
@@ -400,7 +382,7 @@ class Capture(Life):
                 self.tensors[f"clipped/{name}"] = self.tensors[f"sum/{name}"].clone()  # a file of its own memory
             elif parameter.grad is not None:
                 gradient = foreign.local(parameter.grad)
-                self.tensors[f"clipped/{name}"] = sketch(gradient, self._offset(name, parameter, gradient))
+                self.tensors[f"clipped/{name}"] = sketch(gradient, self.offset(name, parameter, gradient))
 
     def _known(self, parameter: Tensor) -> list[str]:
         """The names of a parameter: of a flat one's, each."""
@@ -433,7 +415,9 @@ class Capture(Life):
             return
         self.unsettled = False
         # What an optimizer that did not step holds is no gradient of this step.
-        self.waiting = {n for n, p in self.learn_names().items() if n not in self.owned and _owner(p) in self.belongs}
+        self.waiting = {
+            n for n, p in self.learn_names().items() if n not in self.owned and foreign.owner(p) in self.belongs
+        }
         for path in [k for k in self.tensors if gradient_of(k) in self.waiting]:
             del self.tensors[path]
         self._finish_step("")
@@ -451,6 +435,9 @@ class Capture(Life):
             if self.parameters:
                 self.keep(f"after/{name}", part, parameter)
             box, whole = self.boxes.get(name) or (foreign.box_of(parameter), foreign.whole_shape(parameter))
+            part_shape = self.part_shapes.get(
+                name, whole if isinstance(parameter, foreign.Piece) else tuple(part.shape)
+            )
             about[name] = Parameter(
                 shape=tuple(part.shape),
                 whole=whole,
@@ -458,14 +445,13 @@ class Capture(Life):
                 declared=foreign.declares(parameter),
                 dtype=dtype_name(part),
                 trainable=parameter.requires_grad and name not in self.waiting,
-                owned=name in self.owned or _owner(parameter) in self.belongs,
+                owned=name in self.owned or foreign.owner(parameter) in self.belongs,
                 **(self.gradients[name] if f"sum/{name}" in self.tensors else {}),
                 gradient=f"sum/{name}" in self.tensors,
                 finite=bool(self.tensors[f"sum/{name}"].isfinite().all()) if f"sum/{name}" in self.tensors else True,
                 hash=digest(part),
-                part_shape=self.part_shapes.get(
-                    name, whole if isinstance(parameter, foreign.Piece) else tuple(part.shape)
-                ),
+                part_shape=part_shape,
+                part_box=self.part_boxes.get(name) if torch.Size(part_shape).numel() > part.numel() else None,
                 rate=self.rates.get(name),
                 **self.before.get(name, {}),
             )
@@ -474,7 +460,8 @@ class Capture(Life):
         self.unreached.clear()
         left = {"limit": self.limit, **self.left_out} if self.left_out else {}
         now = time.time() - self.began
-        self.event(Step(*self.now, parameters=about, backwards=self.backwards, note=note, at=now, left_out=left))
+        was = Step(*self.now, parameters=about, backwards=self.backwards, note=note, at=now, left_out=left)
+        self.event(replace(was, issued=foreign.issued()))
         self.out.tensors(self.step, self.tensors)
         self.tensors, self.written = {}, 0
         self.left_out.clear()
@@ -486,10 +473,6 @@ class Capture(Life):
         self.step, self.micro, self.snapped, self.cleared = self.step + 1, -1, False, 0
         if not self.steps.watches(self.step):
             self.pause()
-
-
-def _owner(parameter: foreign.Held) -> Tensor:
-    return parameter.owner if isinstance(parameter, foreign.Piece) else parameter
 
 
 def _state(part: Tensor) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from isograd.verify.watch.terms import Terms
 
 if TYPE_CHECKING:
     from isograd.verify.watch.labels import Labels
+    from isograd.verify.watch.rewritten import Rewrites
 
 _NAMESPACES = ("c10d", "_c10d_functional")
 _OPS = {
@@ -55,6 +56,7 @@ class Listener(Protocol):
     own_seconds: float
     base: str
     labels: Labels
+    rewrites: Rewrites
 
     def collective(self, op: str, ranks: tuple[int, ...], tensors: list[Tensor], reduce: str) -> int:
         """A collective is called; returns its number."""
@@ -154,6 +156,8 @@ class Watch(TorchDispatchMode):
             self._try("means", self.means.settle, self.listener.guarded)
         if self.terms.fresh:
             self._try("terms", self.terms.settle)
+        if handler is None:
+            self._try("changes", self.listener.rewrites.look, func, args)
         known = handler is not None and not foreign.imagined(args)
         result = handler(func, args, kwargs) if known else func(*args, **kwargs)  # type: ignore[misc]
         if type(result) is Tensor and result.dim() == 0 and result.is_floating_point():

@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from isograd.outside import CONFIG, read_json
 from isograd.verify.record.recording import load
 from isograd.verify.watch import foreign
-from isograd.verify.watch.calls import file_of, found, outermost
+from isograd.verify.watch.calls import file_of, found, joined, outermost, total
 from isograd.verify.watch.steps import Steps
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Feed:
         self.capture, self.done = capture, done
         about = read_json(file, CONFIG)
         self.home = file.parent
-        self.queue = [(int(rank), int(micro)) for rank, micro in about["backwards"]]
+        self.queue = [([int(rank) for rank in ranks], int(micro)) for ranks, micro in about["backwards"]]
         self.natural = bool(about["natural"])  # the first step is the program's own
         self.fed = self.call = 0  # backwards that are over; calls of the model in this one
         self.withheld: list[tuple[Tensor, Tensor]] = []
@@ -70,14 +70,17 @@ class Feed:
         if self.natural and self.capture.step == 1:
             return
         self.natural = False
-        rank, micro = self.queue[self.fed]
-        path = self.home / f"rank-{rank:04d}" / file_of(micro, self.call)
+        if not self.queue:
+            self.done(self.capture)
+        ranks, micro = self.queue[self.fed]
+        paths = [self.home / f"rank-{rank:04d}" / file_of(micro, self.call) for rank in ranks]
         self.call += 1
-        if not path.exists():
-            raise RuntimeError(
-                f"the model is called {self.call} times before a backward, and less often on rank {rank}"
-            )
-        kept = load(path)
+        for rank, path in zip(ranks, paths, strict=True):
+            if not path.exists():
+                raise RuntimeError(
+                    f"the model is called {self.call} times before a backward, and less often on rank {rank}"
+                )
+        kept = load(paths[0]) if len(paths) == 1 else joined([load(path) for path in paths])
         for name, tensor in found(args, kwargs).items():
             if name in kept and kept[name].dtype == tensor.dtype:
                 tensor.data = kept.pop(name).to(tensor.device)
@@ -99,8 +102,7 @@ class Feed:
     def _over(self, roots: Any) -> None:
         """One backward is one step of the recording, and what it added is taken away again."""
         c = self.capture
-        roots = [foreign.local(root.detach()) for root in ([roots] if isinstance(roots, Tensor) else roots)]
-        c.tensors["loss"] = torch.stack([root.double().sum().cpu() for root in roots]).sum()
+        c.tensors["loss"] = total(roots)
         c.parameters = False
         owned = list(dict.fromkeys(p for o in c.optimizers for g in o.param_groups for p in g["params"]))
         c.before_step(owned, [None] * len(owned))
@@ -111,8 +113,22 @@ class Feed:
                 parameter.grad.detach().zero_()  # not None: a program may look at it
         self.fed, self.call = self.fed + 1, 0
 
-    def _withhold(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Behind the capture's own hook: an optimizer without gradients changes nothing."""
+    def _withhold(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """Behind the capture's own hook: an optimizer without gradients changes nothing. One that is given a closure
+        makes them inside its step."""
+        closure = kwargs.get("closure") if "closure" in kwargs else args[1] if len(args) > 1 else None
+        if closure is None:
+            self._take(optimizer)
+            return None
+
+        def without() -> Any:
+            result = closure()
+            self._take(optimizer)
+            return result
+
+        return (args, kwargs | {"closure": without}) if "closure" in kwargs else ((args[0], without, *args[2:]), kwargs)
+
+    def _take(self, optimizer: Optimizer) -> None:
         self.capture.parameters = False  # after the step nothing is new
         self.withheld = [(p, p.grad) for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
         for parameter, _ in self.withheld:

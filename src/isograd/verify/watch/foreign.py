@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -23,6 +24,8 @@ WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")  
 SHELLS = ("DistributedDataParallel", "DataParallel", "OptimizedModule", "DeepSpeedEngine", "FullyShardedDataParallel")
 
 __all__ = ["DTensor", "FullyShardedDataParallel", "box_of", "joined", "members", "plain_name", "shell", "world"]
+
+Box = tuple[tuple[int, int], ...]  # [start, stop] along each dimension
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,6 +71,17 @@ def _members_by_name(name: str, world_size: int) -> tuple[int, ...]:
 def forget() -> None:
     """Groups' names begin again with a new world."""
     _members_by_name.cache_clear()
+
+
+def issued() -> dict[str, int]:
+    """'0,1' -> how many collectives the gloo groups of these members have issued here, by their own count: also those
+    that no dispatch mode sees, in callbacks of other threads (PowerSGD's hook)."""
+    found: dict[str, int] = {}
+    for group in dist.distributed_c10d._world.pg_map if joined() else ():
+        if dist.get_backend(group) == "gloo":
+            key = ",".join(map(str, dist.get_process_group_ranks(group)))
+            found[key] = found.get(key, 0) + group._get_sequence_number_for_group()  # type: ignore[attr-defined]
+    return found
 
 
 def placed() -> bool:
@@ -149,7 +163,25 @@ def holds_gradient(parameter: Held) -> bool:
 
 def whole_shape(parameter: Held) -> tuple[int, ...]:
     """A parameter's shape before it was cut, as far as it says so itself."""
-    return parameter.whole if isinstance(parameter, Piece) else tuple(parameter.shape)  # of a DTensor: the global one
+    if isinstance(parameter, Piece):
+        return parameter.whole
+    shape = list(parameter.shape)  # of a DTensor: the global one
+    if (cut := _cut_by_megatron(parameter)) is not None:
+        shape[cut[0]] *= cut[2]
+    return tuple(shape)
+
+
+def _cut_by_megatron(parameter: Tensor) -> tuple[int, int, int] | None:
+    """(dimension, rank, ranks) of a parameter that Megatron-Core has cut evenly, and marked so."""
+    state = sys.modules.get("megatron.core.parallel_state")
+    marked = getattr(parameter, "tensor_model_parallel", False) and getattr(parameter, "partition_stride", 0) == 1
+    if state is None or not marked or isinstance(parameter, DTensor):
+        return None
+    return (
+        int(parameter.partition_dim),  # type: ignore[attr-defined]
+        int(state.get_tensor_model_parallel_rank()),
+        int(state.get_tensor_model_parallel_world_size()),
+    )
 
 
 def box_of(parameter: Held) -> tuple[tuple[int, int], ...] | None:
@@ -166,6 +198,10 @@ def box_of(parameter: Held) -> tuple[tuple[int, int], ...] | None:
         if math.prod(shape) == 0:
             return tuple((0, 0) for _ in shape)
         return tuple((start, start + size) for start, size in zip(offset, shape, strict=True))
+    if (cut := _cut_by_megatron(parameter)) is not None:
+        dim, rank, _ = cut
+        own = parameter.shape[dim]
+        return tuple((rank * own, (rank + 1) * own) if d == dim else (0, n) for d, n in enumerate(parameter.shape))
     contract = getattr(parameter, "_isograd_contract", None)
     if contract is not None and not contract.shards:
         return tuple((0, size) for size in contract.shape)
@@ -201,6 +237,11 @@ def plain_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
+def owner(parameter: Held) -> Tensor:
+    """What an optimizer was given for it."""
+    return parameter.owner if isinstance(parameter, Piece) else parameter
+
+
 def misplaced(parameter: Held, gradient: Tensor) -> bool:
     """Whether `placed_like` would have to communicate."""
     if not isinstance(gradient, DTensor) or not isinstance(parameter, DTensor):
@@ -224,6 +265,17 @@ def local(tensor: Held) -> Tensor:
         return tensor.local
     tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return tensor.to_dense() if tensor.is_sparse else tensor
+
+
+def offset(parameter: Held, part: Tensor, whole: tuple[int, ...] | None, whole_box: Box | None) -> int:
+    """Where a shard starts in the flat tensor to which this rank contributed, else 0. `whole`: the shape of that, and
+    `whole_box` where it stands itself if it is a part (FSDP2 over tensor parallel)."""
+    if isinstance(parameter, Piece):
+        return parameter.box[0][0] if parameter.box is not None else 0
+    box = box_of(parameter)
+    if not whole or box is None or math.prod(whole) <= part.numel():
+        return 0
+    return (box[0][0] - (whole_box[0][0] if whole_box else 0)) * math.prod(whole[1:])
 
 
 def declares(parameter: Held) -> bool:

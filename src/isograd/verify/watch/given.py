@@ -8,16 +8,22 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import unserializable_hook
 
-from isograd.verify.record.events import GivenTensor
-from isograd.verify.record.sketch import content_hash, dtype_name, element_hashes
+from isograd.verify.record.events import Given, GivenTensor
+from isograd.verify.record.sketch import content_hash, dtype_name, element_hashes, sketch
 from isograd.verify.watch import foreign
 
+if TYPE_CHECKING:
+    from isograd.verify.watch.capture import Capture
+
 MOST_FILLERS = 8
+MOST_OUTPUTS = 16  # of a model that are asked whether a backward reaches them
 
 
 def named(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Tensor]:
@@ -67,6 +73,32 @@ def described(tensors: dict[str, Tensor]) -> dict[str, GivenTensor]:
             fillers=tuple(str(h) for h in _fillers(local)),
         )
     return about
+
+
+def tell(c: Capture, tensors: dict[str, Tensor], outputs: list[Tensor]) -> None:
+    """Notes what the outermost module was given, when a backward reaches one of its outputs. At the end of the step the
+    others are told: rows without a label, an evaluation, or a pipeline that learned its stages' shapes."""
+    about = described(tensors)
+    reached = [t for t in outputs if t.requires_grad][:MOST_OUTPUTS]
+    if not reached:
+        c.event(Given(*c.now, forward=c.micro + 1, tensors=about))
+        return
+    c.calls += 1
+    mark = c.calls
+    c.unreached[mark] = (c.micro + 1, about)
+
+    def arrives(made: Tensor, gradient: Tensor | None) -> None:
+        if gradient is not None and c.backing and mark in c.unreached:  # None: it is no part of the loss
+            del c.unreached[mark]
+            if c.beside:
+                c.tensors[f"begun/{c.micro}/{mark}"] = sketch(foreign.local(gradient))
+                c.tensors[f"made/{c.micro}/{mark}"] = made
+            c.event(Given(*c.now, forward=c.micro, tensors=about))
+
+    for output in reached:
+        part = foreign.local(output.detach())
+        made = torch.cat([sketch(part), torch.tensor([float(part.numel())])]) if c.beside else part.new_empty(0)
+        output.register_hook(unserializable_hook(c.guarded(partial(arrives, made), "data")))
 
 
 def _fillers(tensor: Tensor) -> list[int]:

@@ -31,7 +31,7 @@ from isograd.verify.record.sketch import digest
 from isograd.verify.watch import foreign
 from isograd.verify.watch.collectives import call_site
 from isograd.verify.watch.flows import strided
-from isograd.verify.watch.given import named
+from isograd.verify.watch.given import named, tell
 
 if TYPE_CHECKING:
     from isograd.verify.watch.capture import Capture
@@ -164,7 +164,7 @@ class Hooks:
         name = c.stack.pop()
         drew = c.drawn.pop()
         if not c.stack and c.modules.get(module) is not None and torch.is_grad_enabled():
-            c.guarded(c.given, "data")(named(module, args, kwargs), _tensors(output))
+            c.guarded(tell, "data")(c, named(module, args, kwargs), _tensors(output))
         for leaf, parameter in module._parameters.items():
             if parameter is not None:
                 self._on_parameter(f"{name}.{leaf}" if name else leaf, parameter)
@@ -210,7 +210,8 @@ class Hooks:
         def accumulated(leaf: Tensor) -> None:
             c.accumulated(name, leaf)
 
-        hooks = partial(self._arrives, name), accumulated
+        box = foreign.box_of(parameter) if isinstance(parameter, foreign.DTensor) else None
+        hooks = partial(self._arrives, name, box=box), accumulated
         arrival, accumulation = (unserializable_hook(c.guarded(hook)) for hook in hooks)
         accumulation._isograd_hook = True  # an Engine refuses others, which may change a gradient (engine/start.py)
         self.on_parameters.append(parameter.register_hook(arrival))
@@ -229,9 +230,9 @@ class Hooks:
                     arrives = partial(self._arrives, prefix + name)
                     view.register_hook(unserializable_hook(c.guarded(arrives)))
 
-    def _arrives(self, name: str, gradient: Tensor | None) -> None:
+    def _arrives(self, name: str, gradient: Tensor | None, box: foreign.Box | None = None) -> None:
         if gradient is not None:
-            self.capture.contribution(name, gradient)
+            self.capture.contribution(name, gradient, box)
 
     # -- backward and step ---------------------------------------------------------------------------------------
 

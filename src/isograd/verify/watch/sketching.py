@@ -63,7 +63,15 @@ class Sketching:
             self.capture.tensors[f"along/{kind}/{dim}/{name}"] = along.to(dtype)
 
 
-_DEPTH = {"sum": 1, "final": 1, "clipped": 1, "part": 2, "along": 3}  # words of a path before a parameter's name
+_DEPTH = {
+    "sum": 1,
+    "final": 1,
+    "clipped": 1,
+    "early": 1,
+    "whole": 1,
+    "part": 2,
+    "along": 3,
+}  # words of a path before a parameter's name
 
 
 def gradient_of(path: str) -> str | None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 from isograd.errors import VerifyError
 from isograd.verify.judge.analysis import Analysis
+from isograd.verify.judge.checks.again import computed_again
 from isograd.verify.judge.checks.balance import balance_counts
 from isograd.verify.judge.checks.copies import averages, copies, rates
 from isograd.verify.judge.checks.data import own_data
@@ -22,8 +23,17 @@ from isograd.verify.judge.checks.mixed import mixed_groups
 from isograd.verify.judge.checks.norms import norms
 from isograd.verify.judge.checks.routing import choice_bias, counted_once, same_choice
 from isograd.verify.judge.checks.state import continuity, missing, replicas, steps_together
-from isograd.verify.judge.checks.traffic import dtypes, groups, order, random_draws, replayed_draws, shared_draws
+from isograd.verify.judge.checks.traffic import (
+    dtypes,
+    groups,
+    local_steps,
+    order,
+    random_draws,
+    replayed_draws,
+    shared_draws,
+)
 from isograd.verify.judge.consequences import without_consequences
+from isograd.verify.judge.earlier import rewritten
 from isograd.verify.record.recording import Recording
 from isograd.verify.tell.findings import BUG, INCONCLUSIVE, Finding
 
@@ -32,7 +42,7 @@ Check = Callable[[Analysis], Iterator[Finding]]
 CHECKS: tuple[Check, ...] = (
     steps_together, coefficients, scales, token_weights, mean_weights, graph_cuts, logit_gradients, continuity,
     replicas, missing, norms, dtypes, order, groups, mixed_groups, own_data, random_draws, replayed_draws, alive,
-    copies, rates, averages, shared_draws, counted,
+    copies, rates, averages, shared_draws, counted, rewritten, computed_again,
     balance_counts, choice_bias, counted_once, same_choice,
 )  # fmt: skip
 
@@ -42,6 +52,10 @@ def check(recording: Recording, leave_out: tuple[Check, ...] = ()) -> list[Findi
     found: list[Finding] = []
     for step in recording.steps:
         analysis = Analysis(recording, step)
+        apart = local_steps(analysis)
+        if apart is not None:
+            found.append(apart)
+            break
         for run in (c for c in CHECKS if c not in leave_out):
             found += [f for f in _judged(run, analysis) if not any(_again(f, told) for told in found)]
         if any(f.verdict == BUG for f in found):

@@ -56,7 +56,7 @@ def coefficients(analysis: Analysis) -> Iterator[Finding]:
             )
             yield finding(INCONCLUSIVE, "", sentence, tensors=(name,))
     if read.unexplained:
-        yield from _unexplained(analysis, read.unexplained)
+        yield from _unexplained(analysis, list(dict.fromkeys(read.unexplained)))
 
 
 def scales(analysis: Analysis) -> Iterator[Finding]:
@@ -222,7 +222,7 @@ def _per_class(analysis: Analysis, read: _Read) -> Iterator[Finding]:
     for name, c in scales.items():
         far = max(tolerances.LOOSE * analysis.tolerance(name), tolerances.FACTOR) * abs(usual)
         if all(abs(possible - usual) > far for possible in read.possible[name]):
-            odd[round(c / usual, 3)].append(name)
+            odd[_factor(c / usual)].append(name)
     unclear: dict[str, float] = {}
     for factor, names in odd.items():
         of = meanings(analysis.recording, analysis.micros, factor)
@@ -246,6 +246,11 @@ def _per_class(analysis: Analysis, read: _Read) -> Iterator[Finding]:
         )
         bars = (("most tensors", usual), *((n, scales[n]) for n in names[:8]))
         yield finding(INCONCLUSIVE, "", sentence, tensors=tuple(names), coefficients=bars)
+
+
+def _factor(value: float) -> float:
+    """Rounded, so that tensors with one factor are told together. A small one is not zero: rounding alone is."""
+    return round(value, 3) or (value if abs(value) > tolerances.ROUNDING_OTHER else 0.0)
 
 
 def _unexplained(analysis: Analysis, names: list[str]) -> Iterator[Finding]:

@@ -9,9 +9,9 @@ from itertools import pairwise, zip_longest
 
 from isograd.layout import Layout
 from isograd.mesh import DATA
-from isograd.verify.judge.analysis import Analysis
-from isograd.verify.record.events import Collective, Draw
-from isograd.verify.tell.findings import BUG, NOTE, Finding, listed
+from isograd.verify.judge.analysis import REDUCING, Analysis
+from isograd.verify.record.events import Collective, Draw, Step
+from isograd.verify.tell.findings import BUG, INCONCLUSIVE, NOTE, Finding, listed
 from isograd.verify.tell.wording import axis_over, finding, spell
 
 FEWEST = 64  # elements of an activation: with fewer, two masks may be equal by chance
@@ -33,6 +33,10 @@ def order(analysis: Analysis) -> Iterator[Finding]:
             continue
         first = members.get(group[0], [])
         for rank in group[1:]:
+            if _unseen(analysis, group, group[0], len(first)) or _unseen(
+                analysis, group, rank, len(members.get(rank, []))
+            ):
+                continue
             for i, (a, b) in enumerate(zip_longest(first, members.get(rank, []))):
                 if a is None or b is None or signature(a) != signature(b):
                     sentence = (
@@ -41,6 +45,45 @@ def order(analysis: Analysis) -> Iterator[Finding]:
                     )
                     yield finding(BUG, "order", sentence, axis=spell(group))
                     return
+
+
+def _unseen(analysis: Analysis, group: tuple[int, ...], rank: int, seen: int) -> bool:
+    """Whether a rank issued more collectives in this step than were seen, and all members as many: some ran in
+    callbacks of other threads, as a communication hook's do."""
+    key = ",".join(map(str, group))
+    counts = [
+        {e.step: e.issued[key] for e in analysis.recording.ranks[member].of(Step) if key in e.issued}
+        for member in group
+    ]
+    now = {told.get(analysis.step) for told in counts}
+    before = counts[group.index(rank)].get(analysis.step - 1)
+    (total,) = now if len(now) == 1 else (None,)
+    return total is not None and before is not None and total - before > seen
+
+
+def local_steps(analysis: Analysis) -> Finding | None:
+    """Gradients are summed over fewer ranks than in the step before, by the same calls: from here on each group of
+    ranks goes its own way, as local SGD does, and what brings them together again is no gradient."""
+    groups: dict[tuple[int, ...], Collective] = {}
+    for record in analysis.recording.ranks:
+        now, before = (
+            [e for e in record.of(Collective, step) if e.op in REDUCING and e.phase == "backward" and e.numel > 1]
+            for step in (analysis.step, analysis.step - 1)
+        )
+        if not now or [(e.op, e.numel) for e in now] != [(e.op, e.numel) for e in before]:
+            return None
+        if not all(set(a.group) < set(b.group) for a, b in zip(now, before, strict=True)):
+            return None
+        groups |= {e.group: b for e, b in zip(now, before, strict=True)}
+    if not groups:
+        return None
+    whole = next(iter(groups.values()))
+    sentence = (
+        f"step {analysis.step}: {whole.op} at {whole.site} runs over {' and '.join(spell(g) for g in groups)}, and ran "
+        f"over {spell(whole.group)} in step {analysis.step - 1}: local SGD does so on purpose, and averages weights "
+        "later; steps are judged up to here"
+    )
+    return finding(INCONCLUSIVE, "", sentence, axis=spell(whole.group))
 
 
 def signature(event: Collective) -> tuple[object, ...]:

@@ -1,0 +1,102 @@
+"""Sees a program change gradients itself between the last backward and the step: adaptive clipping, noise, a mask.
+
+What is judged is what reached the optimizer. If that is no sum of what backwards added, it may still have been one
+before the program's own change. So before the first operator that writes into the memory of a gradient, the gradient is
+kept (`early/NAME` its sketch, `whole/NAME` all of it); judge/earlier.py decides which of the two is judged. Scaling by
+one number is left alone: a factor is told as a factor. After a collective nothing is kept, for what is written into
+gradients then may be its result.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from isograd.verify.record.events import Rewritten
+from isograd.verify.record.sketch import sketch
+from isograd.verify.watch import foreign
+from isograd.verify.watch.collectives import call_site
+
+if TYPE_CHECKING:
+    from isograd.verify.watch.capture import Capture
+
+SCALING = ("mul_", "div_", "_foreach_mul_", "_foreach_div_", "zero_", "_foreach_zero_")
+
+
+class Rewrites:
+    """Told of operators that write, and of collectives, in the order in which they run."""
+
+    def __init__(self, capture: Capture) -> None:
+        self.capture = capture
+        self.begin()
+
+    def begin(self) -> None:
+        """A backward begins: what was kept is no gradient of the step."""
+        self.kept: dict[str, tuple[foreign.Held, Tensor]] = {}
+        self.site = ""
+        self.memory: dict[int, list[tuple[str, foreign.Held, Tensor]]] | None = None
+        self.over = False
+
+    def communicated(self) -> None:
+        """A collective ran outside of backward."""
+        if self._between():
+            self.begin()
+            self.over = True
+
+    def look(self, func: Any, args: tuple[Any, ...]) -> None:
+        """An operator is about to run."""
+        if self.over or not self._between() or not (places := _written(func)) or _scales(func, args):
+            return
+        if self.memory is None:
+            self.memory = {}
+            for name, parameter in self.capture.learn_names().items():
+                if parameter.grad is not None and not foreign.misplaced(parameter, parameter.grad):
+                    part = foreign.local(parameter.grad)
+                    address = part.untyped_storage().data_ptr()
+                    self.memory.setdefault(address, []).append((name, parameter, part))
+        for place in places:
+            written = args[place] if place < len(args) else None
+            for tensor in written if isinstance(written, (list, tuple)) else [written]:
+                if isinstance(tensor, Tensor):
+                    self._keep(self.memory.get(tensor.untyped_storage().data_ptr(), []))
+
+    def settle(self) -> None:
+        """The step's gradients have been looked at: writes what they were before."""
+        c = self.capture
+        for name, (parameter, part) in self.kept.items():
+            if f"sum/{name}" in c.tensors:
+                c.tensors[f"early/{name}"] = sketch(part, c.offset(name, parameter, part))
+                if c.whole:
+                    c.keep(f"whole/{name}", part)
+        if self.kept:
+            c.event(Rewritten(*c.now, site=self.site, names=tuple(self.kept)))
+        self.begin()
+
+    def _keep(self, gradients: list[tuple[str, foreign.Held, Tensor]]) -> None:
+        for name, parameter, part in gradients:
+            if name not in self.kept:
+                self.kept[name] = parameter, part.detach().clone()
+                self.site = self.site or call_site(self.capture.base)
+
+    def _between(self) -> bool:
+        """Whether the program is between a backward and the step, and not in a model's forward."""
+        c = self.capture
+        busy = c.stack or c.backing or c.snapped or c.stepping or c.micro < 0
+        return not busy and torch._C._current_graph_task_id() == -1
+
+
+@lru_cache(maxsize=4096)
+def _written(func: Any) -> tuple[int, ...]:
+    """The places of the arguments into which an operator writes."""
+    arguments = enumerate(func._schema.arguments)
+    return tuple(i for i, a in arguments if a.alias_info is not None and a.alias_info.is_write)
+
+
+def _scales(func: Any, args: tuple[Any, ...]) -> bool:
+    name = func._schema.name.partition("::")[2]
+    by = args[1] if len(args) > 1 else None
+    number = not isinstance(by, (list, tuple)) and (not isinstance(by, Tensor) or by.dim() == 0)
+    return name.startswith("_amp_") or (name in SCALING and number)
