@@ -2,6 +2,7 @@
 of the watched run by itself kept, too."""
 
 import json
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -21,10 +22,11 @@ def told(subject):
     }
 
 
-def judge(command, both, out):
-    """Writes {"alone": ..., "beside": ...} to `out`."""
+def judge(command, both, out, kept=None):
+    """Writes {"alone": ..., "beside": ...} to `out`. `kept`: the folder in which the recording stays."""
     with tempfile.TemporaryDirectory() as place:
-        home = Path(place) / "recording"
+        home = Path(kept or place) / "recording"
+        shutil.rmtree(home, ignore_errors=True)
         report, own = run(command, home, stall=200.0, parameters=both, calls=both)
         (subject,) = report.subjects
         said = {"alone": told(subject)}

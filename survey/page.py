@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-OPEN = ("right", "open", "not seen alone")  # what may be without a note
+OPEN = ("right", "right beside one", "open", "not seen alone")  # what may be without a note
 
 HEAD = """# The survey
 
@@ -16,8 +16,10 @@ in survey/programs, one line each in survey/programs.toml. Nothing is downloaded
   behind it). Elsewhere the coefficients are given, and how many tensors have them.
 - **Alone**: `isograd verify run`. **Beside one**: with `--beside-one`.
 - **Is it?** A verdict is *right* when it says BUG of what is wrong and PASS of what is right. *Open* is INCONCLUSIVE;
-  *not seen alone* is a PASS that the run beside one device corrects. *MISSED* and *FALSE ALARM* are the verifier's
-  failures.
+  *right beside one* and *not seen alone* are an INCONCLUSIVE and a PASS that the run beside one device decides.
+  *MISSED* and *FALSE ALARM* are the verifier's failures.
+- **Judged**: when the row was last run. Rows before 2026-11-22 18:43 were judged before the last changes to the
+  verifier, and were not run again.
 """
 
 
@@ -65,6 +67,8 @@ def opinion(said):
     if "BUG" in (alone, beside):
         return "FALSE ALARM" if right else "right" if "PASS" not in (alone, beside) else "not seen alone"
     if right:
+        if (alone, beside) == ("INCONCLUSIVE", "PASS"):
+            return "right beside one"
         return "open" if "INCONCLUSIVE" in (alone, beside) else "right"
     return "open" if "INCONCLUSIVE" in (alone, beside) else "MISSED"
 
@@ -78,15 +82,15 @@ def rows(programs, state):
         yield [
             name, found, about.get("arguments", "").replace("--", ""),
             str(about.get("ranks", 2)), truth(said), verdict(said.get("alone")), verdict(said.get("beside")),
-            opinion(said),
+            opinion(said), said.get("judged", ""),
         ]  # fmt: skip
 
 
 def text(programs, state):
     """The page."""
-    head = ["program", "version", "arguments", "ranks", "truth", "alone", "beside one", "is it?"]
+    head = ["program", "version", "arguments", "ranks", "truth", "alone", "beside one", "is it?", "judged"]
     table = [head, ["---"] * len(head), *rows(programs, state)]
-    counts = Counter(row[-1] for row in table[2:])
+    counts = Counter(row[-2] for row in table[2:])
     summary = f"{len(table) - 2} programs: {', '.join(f'{n} {kind}' for kind, n in counts.most_common())}.\n"
     parts = [HEAD, summary, "\n".join("| " + " | ".join(row) + " |" for row in table) + "\n"]
     notes = [f"- **{name}**: {about['note']}" for name, about in programs.items() if "note" in about and name in state]

@@ -171,7 +171,10 @@ def one(name, about, home, truths, servers, coming):
     except (subprocess.SubprocessError, OSError) as error:
         return {"failed": f"does not install: {str(error)[:200]}"}
     log.write_text("")
-    began, said = time.time(), {"versions": versions(python, about.get("libraries", []))}
+    began, said = (
+        time.time(),
+        {"versions": versions(python, about.get("libraries", [])), "judged": time.strftime("%Y-%m-%d %H:%M")},
+    )
     server = servers.of(python, script, log)
     if not server.process.is_alive():
         return said | {"failed": ended(1, log)}
@@ -187,7 +190,9 @@ def one(name, about, home, truths, servers, coming):
         server, out = servers.of(python, script, log), Path(place, "verdict.json")
         command = [sys.executable, "-S", "-m", "survey.ask", server.address]
         command += ["--nproc-per-node", str(about.get("ranks", 2)), script, *words(about)]
-        code = bounded(judge, log, command, about.get("beside", True), out)
+        kept = home / "recordings" / name
+        kept.mkdir(parents=True, exist_ok=True)
+        code = bounded(judge, log, command, about.get("beside", True), out, kept)
         if code is None:
             servers.end()
         said |= json.loads(out.read_text()) if out.exists() else {"failed": ended(code, log)}

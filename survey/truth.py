@@ -12,7 +12,8 @@ A program may say more about itself: `plain(args)` the model of step 2 (else tin
 args)` its data (else what the model was called with), `parts(batch)` what
 the library cuts it into, `READERS(world)` the ranks that have data of their own,
 `whole(model, batches, args)` one loss over all micro-batches where it is not a sum, `gradients(models)` how to read
-gradients that a library keeps elsewhere, `BEFORE` (class, method, condition on its object) the call before which they
+gradients that a library keeps elsewhere, `INPUTS()` (class, method) whose third argument holds the data where the model
+is not given all of them, `BEFORE` (class, method, condition on its object) the call before which they
 are to be read, `RENAME` pairs of texts to replace in names.
 """
 
@@ -59,6 +60,9 @@ class Dump:
         self.program, self.rank, self.out = program, rank, out
         self.roots, self.calls, self.weights, self.depth, self.done = {}, [], {}, 0, False
         nn.Module.__call__ = self.seen(nn.Module.__call__)
+        self.inputs = []
+        if hasattr(program, "INPUTS") and (where := program.INPUTS()) is not None:
+            setattr(*where, self.noted(getattr(*where)))
         register_optimizer_step_pre_hook(self.stepping)
         for home in (nn.utils, nn.utils.clip_grad):
             for name in ("clip_grad_norm_", "clip_grad_value_"):
@@ -66,6 +70,16 @@ class Dump:
         if hasattr(program, "BEFORE"):
             owner, name, ready = program.BEFORE
             setattr(owner, name, self.before(getattr(owner, name), ready))
+
+    def noted(self, function):
+        """A method whose third argument is a mapping of a micro-batch's tensors."""
+
+        def called(own, model, given, *args, **kwargs):
+            if not self.done:
+                self.inputs.append({k: v.detach().clone() for k, v in tensors_in(given)})
+            return function(own, model, given, *args, **kwargs)
+
+        return called
 
     def stepping(self, optimizer, args, kwargs):
         """A closure makes the gradients inside of step."""
@@ -135,7 +149,7 @@ class Dump:
         gradients = {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in gradients.items()}
         tensors = {n: g.detach().to_dense().float().clone().contiguous() for n, g in gradients.items()}
         save_file(tensors, self.out / f"rank-{self.rank}.safetensors")
-        torch.save([self.calls, self.weights], self.out / f"calls-{self.rank}.pt")
+        torch.save([self.inputs or self.calls, self.weights], self.out / f"calls-{self.rank}.pt")
 
 
 def child(index, program, path, ranks, port, out, arguments):

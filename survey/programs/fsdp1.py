@@ -19,6 +19,22 @@ def truth(model, batch):
     return tiny.summed(model(batch[0]), batch[1])
 
 
+def gradients(models):
+    """Each parameter's own elements of a flat one: ranks hold rows of them one behind the other."""
+    found = {}
+    for root in models:
+        for prefix, module in root.named_modules():
+            if not isinstance(module, FullyShardedDataParallel) or module._handle is None:
+                continue
+            flat = module._handle.flat_param
+            for i, (name, info) in enumerate(zip(flat._fqns, flat._shard_param_infos, strict=True)):
+                gradient = flat._params[i].grad if flat._params is not None else flat.grad
+                if info.in_shard and gradient is not None:
+                    first = 0 if flat._params is not None else info.offset_in_shard
+                    found[f"{prefix}.{name}".lstrip(".")] = gradient.flatten()[first : first + info.numel_in_shard]
+    return found
+
+
 def main():
     args = tiny.options(*SWITCHES)
     dist.init_process_group("gloo")

@@ -12,7 +12,16 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaForSequenceClassification, PreTrainedTokenizerFast, set_seed
 
 SWITCHES = ("dpo", "reward", "grpo", "sft")
-DPO = "--dpo"
+DPO, GRPO = "--dpo", "--grpo"
+
+
+def INPUTS():
+    """GRPO makes completions and advantages before it calls the model, which is given neither."""
+    if GRPO not in sys.argv:
+        return None
+    import trl
+
+    return trl.GRPOTrainer, "_compute_loss"
 
 
 def tokenizer():
@@ -62,7 +71,17 @@ def log_probabilities(model, ids, labels):
 
 def truth(model, batch):
     """SFT: a mean over the labels of completions. DPO and reward: a mean over pairs, the chosen rows first. In the
-    first step the DPO policy is its reference, where the gradient of -log sigmoid(0.1 x) is -0.05 times that of x."""
+    first step the DPO policy is its reference, where the gradient of -log sigmoid(0.1 x) is -0.05 times that of x.
+    GRPO (its default, DAPO's loss): a mean over the tokens of all completions of advantage x log probability, which in
+    the first step, where the policy is the one that sampled, has the gradient of the clipped ratio."""
+    if GRPO in sys.argv:
+        ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
+        mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
+        length = batch["completion_ids"].size(1)
+        logits = model(input_ids=ids, attention_mask=mask).logits[:, -length - 1 : -1]
+        chosen = logits.log_softmax(-1).gather(-1, batch["completion_ids"][..., None])[..., 0]
+        counted = batch["completion_mask"].float()
+        return -(batch["advantages"][:, None] * chosen * counted).sum(), int(counted.sum())
     if "labels" not in batch:
         chosen, rejected = model(**batch).logits.squeeze(-1).chunk(2)
         return -F.logsigmoid(chosen - rejected).sum(), len(chosen)
