@@ -15,10 +15,12 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import re
 import subprocess
 import sys
 import tempfile
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -38,6 +40,7 @@ from isograd.train.config import Config
 from isograd.train.loop import Orders
 from isograd.train.reading import written
 from isograd.train.stall import STALLED, happened, silent
+from isograd.train.start import says_how_to_resume
 from isograd.train.survive import survive
 from tests.planted import IN_A_STEP, MEETING_AGAIN, SAVING, SAVING_FIRST, Fault, Faults
 from tests.train.test_loop import close, config_of, losses
@@ -230,7 +233,8 @@ def one(case: Case, folder: Path, text: Path, expected: list[float]) -> Row:
     faults = Faults(case.faults, marks)
     with Watched(run) as crew:
         try:
-            outcome = survive(run, Orders(show="none", signals=(), before_step=faults), crew)
+            with says_how_to_resume(run):
+                outcome = survive(run, Orders(show="none", signals=(), before_step=faults), crew)
             row.code, row.ended = outcome.code, outcome.why
         except IsogradError as error:
             row.code = STALLED if happened(run.folder) else error.exit_code
@@ -244,6 +248,11 @@ def one(case: Case, folder: Path, text: Path, expected: list[float]) -> Row:
         with Watched(run) as crew:
             assert survive(run, Orders(show="none", signals=(), before_step=faults), crew).code == 0
     row.equal = same(losses(run.folder), expected)
+    evaluated = [
+        line["step"] for line in journal.read(run.folder / "metrics.jsonl") if line.get("event") == "evaluation"
+    ]
+    if evaluated != [*range(run.evaluate.every or STEPS, STEPS, run.evaluate.every or STEPS), STEPS]:
+        row.equal = f"evaluated after steps {evaluated}"
     if case.around == "disk":
         subprocess.run(["umount", run.folder], check=True)
     return row
@@ -260,7 +269,7 @@ def launcher(row: Row, run: Config, expected: list[float]) -> Row:
         ranks = _children(process.pid)
         process.kill()
         killed = time.time()
-    while any(Path(f"/proc/{pid}").exists() for pid in ranks):
+    while any(_runs(pid) for pid in ranks):
         time.sleep(0.02)
     row.seen_s, row.code, row.named = time.time() - killed, process.returncode, f"{len(ranks)} processes, all ended"
     before = len(losses(run.folder))
@@ -269,6 +278,14 @@ def launcher(row: Row, run: Config, expected: list[float]) -> Row:
     row.lost = before - max((line["step"] for line in lines if line.get("event") == "resumed"), default=0)
     row.ended, row.equal = "no word of its own: killed", same(losses(run.folder), expected)
     return row
+
+
+def _runs(pid: int) -> bool:
+    """Whether a process runs: one that nobody has waited for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def _children(pid: int) -> list[int]:
@@ -288,7 +305,8 @@ def _told(row: Row, faults: Faults, crew: Watched, run: Config) -> None:
     resumed = [line["step"] for line in lines if line.get("event") == "resumed"]
     if recovered:
         row.recovered_s = recovered[-1] + (row.seen_s or 0.0)
-        row.lost = crew.steps[-1] - (resumed[-1] if resumed else 0)
+        done = crew.steps[-1] if crew.steps else AT  # nobody was left to say it
+        row.lost = done - (resumed[-1] if resumed else 0)
     row.named = row.named or next((line["text"] for line in lines if line.get("event") == "skipped"), "")
 
 
@@ -296,7 +314,8 @@ def _brief(error: IsogradError) -> str:
     cause = getattr(error, "cause", None) or error
     last = str(cause.what).strip().splitlines()
     words = " / ".join(dict.fromkeys((last[0], last[-1]))) if "Traceback" not in last[0] else " / ".join(last[-3:])
-    return " ".join(f"{cause.code}: {words}; fix: {cause.fix}".split())[:400]
+    text = " ".join(f"{cause.code}: {words}; fix: {cause.fix}".split())
+    return re.sub(r"/\S*/run\b", "RUN", text)[:400]
 
 
 def same(found: list[float], expected: list[float]) -> str:
@@ -358,7 +377,11 @@ def main() -> None:
             folder = Path(home) / f"case-{number}"
             folder.mkdir()
             began = time.monotonic()
-            row = one(case, folder, text, expected[case.layout])
+            try:
+                row = one(case, folder, text, expected[case.layout])
+            except Exception:
+                print(f"NO ROW: {case}\n{traceback.format_exc()}", flush=True)
+                continue
             rows[key(case)] = row
             print(f"{number + 1}/{len(wanted)} in {time.monotonic() - began:.0f} s: {row}", flush=True)
             options.rows.write_text(json.dumps([asdict(each) for each in rows.values()], indent=1) + "\n")

@@ -46,7 +46,8 @@ def draw(count: int, seed: int, steps: int, ranks: int) -> tuple[Fault, ...]:
             points += ["evaluation", *SAVING, *(SAVING_FIRST if rank == 0 else ())]
         found.add(Fault(chance.choice(points), step, rank))
         if chance.random() < 0.15:  # a second death, while the ranks meet again after the first
-            found.add(Fault(chance.choice(MEETING_AGAIN), step, chance.randrange(ranks)))
+            survivor = (rank + chance.randrange(1, ranks)) % ranks
+            found.add(Fault(chance.choice(MEETING_AGAIN), step, survivor))
     return tuple(sorted(found, key=lambda fault: (fault.step, fault.rank, fault.point)))[:count]
 
 

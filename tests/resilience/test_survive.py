@@ -18,7 +18,7 @@ from isograd.resilience import Crew
 from isograd.resilience.copies import Offer
 from isograd.resilience.rescue import Found, newest
 from isograd.resilience.smaller import smaller
-from isograd.train import journal
+from isograd.train import grow, journal
 from isograd.train.language import Language
 from isograd.train.loop import run
 from isograd.train.survive import survive
@@ -126,6 +126,43 @@ def test_fewer_ranks_continue_twice_and_the_samples_stay_the_same(text: Path, tm
     assert said[1].startswith("rank 1 (tp1) was killed") and "a rank that was left over takes its place" in said[1]
 
 
+@pytest.mark.slow
+def test_ranks_come_back_at_the_border_of_a_step_unless_the_code_has_changed(
+    text: Path,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    expected = faults.undisturbed(tmp_path / "whole", text, "dp2")
+    first = grow.code()
+    grown = "ranks have come back: going on as 'dp2'"
+    refused = "no rank joins: isograd's files have changed since this run began: cli.py"
+    for number, (now, last) in enumerate(((first, grown), ({**first, "cli.py": ""}, refused))):
+        codes = iter([first, now])
+        monkeypatch.setattr(grow, "code", lambda: next(codes))
+        folder = tmp_path / str(number)
+        config = faults.config(
+            folder, text, "dp2", resilience={"after_death": "shrink", "copies": "partner"}, checkpoint={"every": 1}
+        )
+        plan = partial(_each, (Death(2, 1, tmp_path / f"death-{number}"), Grow(3, folder / grow.FILE)))
+        with Crew() as crew:
+            outcome = survive(config, replace(QUIET, before_step=plan), crew)
+        assert (outcome.code, outcome.step) == (0, faults.STEPS)
+        assert close(losses(folder), expected) and not (folder / grow.FILE).exists()
+        said = [line["text"] for line in journal.read(folder / "metrics.jsonl") if line.get("event") == "death"]
+        assert said[1:] == [last]
+
+
+class Grow:
+    """Asks for the ranks to come back, once the run has become smaller."""
+
+    def __init__(self, step: int, file: Path) -> None:
+        self.step, self.file = step, file
+
+    def __call__(self, step: int, job: Language) -> None:
+        if step == self.step and job.mesh.layout.world_size == 1:
+            self.file.touch()
+
+
 @pytest.mark.medium
 def test_what_always_dies_and_what_raises_ends_the_run(text: Path, tmp_path: Path) -> None:  # noqa: F811
     config = faults.config(tmp_path / "run", text, "dp2", resilience={"after_death": "replace", "tries": 1})
@@ -150,7 +187,7 @@ class Death:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _each(deaths: tuple[Death, ...], step: int, job: Language) -> None:
+def _each(deaths: tuple[Death | Grow, ...], step: int, job: Language) -> None:
     for death in deaths:
         death(step, job)
 

@@ -70,6 +70,9 @@ class Orders:
     before_step: Callable[[int, Job], None] | None = None  # for tests that break things
     notes: tuple[tuple[int, str], ...] = ()  # deaths that this run has survived: (steps done, what happened)
     recovery: Recovery | None = None  # from the last of them; it ends with the first step
+    grows: bool = (
+        False  # whether the run has fewer ranks than it was started with, and ends when it may have them again
+    )
 
 
 def run(config: Config, orders: Orders, asked: Asked | None = None) -> Outcome:
@@ -96,7 +99,7 @@ def run(config: Config, orders: Orders, asked: Asked | None = None) -> Outcome:
         if asked is None:
             asked = Asked(orders.signals)
             stack.callback(asked.close)
-        wish = Wish(config.folder, asked, looks=mesh.rank == 0, passed_on=orders.passed_on)
+        wish = Wish(config.folder, asked, looks=mesh.rank == 0, passed_on=orders.passed_on, grows=orders.grows)
         dog.beat("preparing data")
         all_or_none(lambda: prepare(config) if mesh.rank == 0 else None, mesh, DataError, _no_data)
         if _any_rank(wish.heard(), mesh):
@@ -207,7 +210,7 @@ class _Run:
         step = self.start
         if early := self._stopping(step):
             return early
-        if self.config.evaluate.first and step == 0:
+        if (self.config.evaluate.first and step == 0) or self._missed_evaluation(step):
             self._evaluate(step)
         began, at = time.perf_counter(), step
         for batch in self._batches(step):
@@ -219,15 +222,15 @@ class _Run:
             if step == self.start + 1 and (recovery := self.orders.recovery) is not None:
                 recovery.done("step")
                 self._event("recovered", str(recovery), self.start, parts=recovery.seconds)
-            if self.copies is not None:
-                self.dog.beat(f"copying after step {step}")
-                self.copies.start(step)
             self.losses.append(stats.loss)
             ending = self._not_finite(stats, step)
             if step % self.config.log.every == 0 or step in (self.start + 1, self.config.steps) or stats.skipped:
                 now = time.perf_counter()
                 self._show(step, step - at, now - began - self.paused, stats, rate)
                 began, at, self.paused = now, step, 0.0
+            if self.copies is not None:  # after the journal's line: a step that outlives a death has its line
+                self.dog.beat(f"copying after step {step}")
+                self.copies.start(step)
             pause = time.perf_counter()
             ending = ending or self._stopping(step)
             ending = self._care(step, ending) or ending
@@ -317,6 +320,14 @@ class _Run:
         """What a checkpoint says of this run."""
         return {"data": self.job.fingerprint, "config": self.config.model_dump(mode="json")}
 
+    def _missed_evaluation(self, step: int) -> bool:
+        """Whether a rank died before the evaluation of the step that this run resumes from was written."""
+        if self.orders.recovery is None or not (step == self.config.steps or _due(step, self.config.evaluate.every)):
+            return False
+        lines = journal.read(self.config.folder / "metrics.jsonl") if self.log is not None else ()
+        found = any(line.get("event") == "evaluation" and line.get("step") == step for line in lines)
+        return _any_rank(self.log is not None and not found, self.mesh)
+
     def _evaluate(self, step: int) -> None:
         found = self.job.evaluate(self.dog.beat)
         if self.log is not None and found is not None:
@@ -343,7 +354,7 @@ class _Run:
 
     def _finish(self, step: int) -> Outcome:
         """Pictures and a sample, once everything is safe on disk."""
-        if self.start >= self.config.steps:
+        if self.start >= self.config.steps and self.orders.recovery is None:
             self._event("done", f"nothing to do: all {self.config.steps} steps were done before", step)
             return self._outcome(0, step, "")
         self.dog.beat("finishing")

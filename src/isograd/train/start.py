@@ -10,13 +10,14 @@ import os
 import signal
 import sys
 import tempfile
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TextIO
 
 from isograd import scratch, screen
-from isograd.checkpoint.folder import Growing
+from isograd.checkpoint.folder import Growing, checkpoints
 from isograd.comm.launch import World
 from isograd.errors import IsogradError, LaunchError
 from isograd.resilience import Crew
@@ -78,21 +79,35 @@ def _refuse_elsewhere(config: Config) -> None:
         )  # fmt: skip
 
 
+@contextmanager
+def says_how_to_resume(config: Config) -> Iterator[None]:
+    """An error of the ranks that is none of isograd's own ends with what to do next."""
+    try:
+        yield
+    except LaunchError as error:
+        if error.cause is None and "resumes" not in (error.fix or ""):
+            saved = [step for step, _ in checkpoints(config.folder / "checkpoints")]
+            since = f"from the checkpoint of step {saved[-1]}" if saved else "from the first step"
+            error.fix = "; ".join(filter(None, (error.fix, f"the same command resumes {since}")))
+        raise
+
+
 def _done_here(config: Config, ranks: int, orders: Orders) -> Outcome:
     """Start the ranks on this machine, and wait for them."""
     limit, deaf = patience(config.safety.stall_s), (signal.SIGTERM, signal.SIGHUP)
     busy = Growing(config.folder / "checkpoints")
     after = config.resilience
-    if after.after_death != "end":
-        with Crew(
-            threads=config.threads, patience=limit, deaf=deaf, wait_s=after.wait_s, busy=busy,
-            silent=partial(silent, config.folder, config.safety.stall_s),
-            preload=("isograd.train.loop", "torch._dynamo"),
-        ) as crew:  # fmt: skip
-            return survive(config, orders, crew)
-    with World(ranks, threads=config.threads, patience=limit, deaf=deaf, busy=busy) as world:
-        outcome: Outcome = world.run(run, config, orders)[0]
-        return outcome
+    with says_how_to_resume(config):
+        if after.after_death != "end":
+            with Crew(
+                threads=config.threads, patience=limit, deaf=deaf, wait_s=after.wait_s, busy=busy,
+                silent=partial(silent, config.folder, config.safety.stall_s),
+                preload=("isograd.train.loop", "torch._dynamo"),
+            ) as crew:  # fmt: skip
+                return survive(config, orders, crew)
+        with World(ranks, threads=config.threads, patience=limit, deaf=deaf, busy=busy) as world:
+            outcome: Outcome = world.run(run, config, orders)[0]
+            return outcome
 
 
 def opened(config: Config, resume: str, out: TextIO) -> Opening:

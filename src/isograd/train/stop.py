@@ -18,6 +18,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from isograd.train import grow
+
 STOPPED = 75
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 STOPPING = b"stopping: a step that has begun is finished and saved; Ctrl-C again ends at once\n"
@@ -63,9 +65,11 @@ class Asked:
 class Wish:
     """What a rank knows of requests to stop: its own signals, the launcher's file, and STOP in the run's folder."""
 
-    def __init__(self, folder: Path, asked: Asked, *, looks: bool, passed_on: Path | None = None) -> None:
-        """looks: whether this rank looks for the files (one does)."""
-        self.file = folder / "STOP"
+    def __init__(
+        self, folder: Path, asked: Asked, *, looks: bool, passed_on: Path | None = None, grows: bool = False
+    ) -> None:
+        """looks: whether this rank looks for the files (one does). grows: also for the one of grow.py."""
+        self.file, self._grow = folder / "STOP", folder / grow.FILE if grows else None
         self._asked, self._looks, self._passed_on = asked, looks, passed_on
         self._seen = ""
 
@@ -81,6 +85,8 @@ class Wish:
                 self._seen = "asked to stop"
             elif self.file.exists():
                 self._seen = "a STOP file"
+            elif self._grow is not None and self._grow.exists():
+                self._seen = grow.WHY
         return bool(self.why)
 
     def done(self) -> None:

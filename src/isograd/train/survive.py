@@ -21,7 +21,7 @@ from isograd.resilience import Attempt, Crew, Recovery, offers, reached
 from isograd.resilience.copies import Offer
 from isograd.resilience.rescue import rescue
 from isograd.resilience.smaller import smaller
-from isograd.train import journal
+from isograd.train import grow, journal
 from isograd.train.config import Config
 from isograd.train.loop import Orders, Outcome, run
 
@@ -29,12 +29,24 @@ from isograd.train.loop import Orders, Outcome, run
 def survive(config: Config, orders: Orders, crew: Crew) -> Outcome:
     """Train; start worlds until one of them comes to an end without a death."""
     layout, most, without_progress = Layout.parse(config.layout), -1, 0
+    whole, code = config, grow.code()
     crew.fill(layout.world_size)
     while True:
         attempt = crew.attempt(layout.world_size, run, config, orders)
         if attempt.values is not None:
             outcome: Outcome = attempt.values[0]
-            return outcome
+            if outcome.why != grow.WHY:
+                return outcome
+            (config.folder / grow.FILE).unlink(missing_ok=True)
+            why = grow.refused(code)
+            if not why:
+                config, layout = whole, Layout.parse(whole.layout)
+                crew.fill(layout.world_size)
+            text = f"no rank joins: {why}" if why else f"ranks have come back: going on as {str(layout)!r}"
+            _tell(text)
+            notes = (*orders.notes, (outcome.step, text))
+            orders = replace(orders, resume="auto", notes=notes, recovery=None, grows=config != whole)
+            continue
         recovery = Recovery(attempt.seen)
         recovery.done("others left")
         said = crew.ask(dict.fromkeys(range(len(crew.members)), (_report, (config.run,))))
@@ -53,8 +65,9 @@ def survive(config: Config, orders: Orders, crew: Crew) -> Outcome:
         text += f"; {how}"
         # The log of the next world tells the whole sentence.
         orders = replace(
-            orders, resume=_resume(config, orders.resume), notes=(*orders.notes, (step, text)), recovery=recovery
-        )
+            orders, resume=_resume(config, orders.resume), notes=(*orders.notes, (step, text)), recovery=recovery,
+            grows=config != whole,
+        )  # fmt: skip
 
 
 def _report(run: str) -> tuple[int, str, list[Offer]]:
