@@ -11,6 +11,7 @@ from isograd.contract import contracts
 from isograd.errors import ModelError
 from isograd.hugging.cut import cut
 from isograd.hugging.loading import build
+from isograd.hugging.small import small
 from isograd.mesh import Mesh
 from tests.hugging import test_stages
 from tests.hugging.test_hugging import config_of, trained
@@ -33,6 +34,8 @@ def test_stages_pass_on_parts_of_sequences(worlds) -> None:
 
 
 def test_what_is_whole_in_a_layer_owes_tp_and_what_is_outside_owes_nothing() -> None:
+    from transformers import AutoConfig
+
     mesh = Mesh.unbound("tp2 sp")
     table = contracts(build(config_of("qwen2"), mesh, torch.float32), mesh)
     owing = {r.name.removeprefix("model.layers.0.") for r in table if r.contract.owes and ".layers.1." not in r.name}
@@ -40,6 +43,8 @@ def test_what_is_whole_in_a_layer_owes_tp_and_what_is_outside_owes_nothing() -> 
     table = contracts(build(config_of("olmo2"), mesh, torch.float32), mesh)
     assert not table["model.layers.0.self_attn.q_norm.weight"].owes
     assert table["model.layers.0.post_attention_layernorm.weight"].owes == ("tp",)
+    table = contracts(build(small(AutoConfig.for_model("longcat_flash"), 2), mesh, torch.float32), mesh)
+    assert table["model.layers.0.input_layernorm.1.weight"].owes == ("tp",)  # in a list, which nobody calls
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ owes tp. One of a module of which nothing is cut is used on whole sequences and 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,15 +63,23 @@ def sequences_of(model: Any, plan: dict[str, str], experts: Iterable[str], mesh:
     modules = dict(model.named_modules())
     cut = [name for name, style in plan.items() if style not in WITHOUT_CUT] + list(experts)
     whole = tuple(
-        f"{layers}.{number}.{child}"
+        name
         for number, layer in modules[layers].named_children()
-        for child, module in layer.named_children()
-        if next(module.children(), None) is not None
-        and not any(is_below(name, [f"{layers}.{number}.{child}"]) for name in cut)
+        for name, module in _called_in(layer, f"{layers}.{number}")
+        if next(module.children(), None) is not None and not any(is_below(other, [name]) for other in cut)
     )
     homes = {n.rpartition(".")[0] for n, style in plan.items() if style == "colwise" and n in modules}
     homes = {n for n in homes if n.startswith(f"{layers}.") and not n.removeprefix(f"{layers}.").isdigit()}
     return Sequences(layers, whole, tuple(n for n in homes if not is_below(n, homes - {n})))
+
+
+def _called_in(layer: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+    """The modules that a layer calls: its children, and for a list of modules, which nobody calls, its members."""
+    for child, module in layer.named_children():
+        if isinstance(module, nn.ModuleList | nn.ModuleDict):
+            yield from _called_in(module, f"{name}.{child}")
+        else:
+            yield f"{name}.{child}", module
 
 
 def register(model: Any, sequences: Sequences, mesh: Mesh) -> None:
