@@ -222,7 +222,8 @@ def page(state: Path, layouts: list[str]) -> str:
 
     cells = json.loads(state.read_text())
     kinds = sorted({name.split(" | ")[0] for name in cells})
-    layouts = [*layouts, *[OWN] * any(name.endswith(f"| {OWN}") for name in cells)]
+    tried = {name.partition(" | ")[2] for name in cells}
+    layouts = [layout for layout in [*layouts, OWN] if layout in tried]
     counts = {
         layout: Counter(cells[f"{kind} | {layout}"]["outcome"] for kind in kinds if f"{kind} | {layout}" in cells)
         for layout in layouts
