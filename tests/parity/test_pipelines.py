@@ -98,7 +98,7 @@ def test_a_pipeline_trains_as_one_device_does(
 @pytest.mark.parametrize("layout", ["dp2 pp2", "pp2 vpp2 zb tp2 sp"])
 def test_zero_stages_give_the_same_bits_under_pp(worlds, layout: str) -> None:
     world = worlds(Layout.parse(layout).world_size)
-    runs = [cases.on_layout(world, f"{layout} zero{stage}", "deep-tied", 2) for stage in (0, 2, 3)]
+    runs = [cases.on_layout(world, f"{layout} zero{stage}", "deep-tied", 2) for stage in (0, 1, 2)]
     for rank in range(len(runs[0])):
         assert len({run[rank].settled for run in runs}) == 1
 

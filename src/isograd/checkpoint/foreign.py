@@ -28,7 +28,7 @@ from isograd.checkpoint.agree import as_ours
 from isograd.checkpoint.dcp import Dcp
 from isograd.checkpoint.files import DTYPES, Entry
 from isograd.contract import contracts
-from isograd.errors import CheckpointError
+from isograd.errors import CheckpointError, ModelError
 from isograd.mesh import Mesh
 from isograd.models import HuggingFace, Transformer, TransformerConfig, load_config
 from isograd.models.hf_configs import model_type_of
@@ -73,7 +73,7 @@ class Foreign:
     def shape(self, name: str) -> tuple[int, ...]:
         """Of a tensor by its name in the folder, without the prefix; one that is missing is an error."""
         if name not in self.names:
-            raise CheckpointError(
+            raise ModelError(
                 "IG420", f"{self.folder.place} has no tensor {name!r}", seen=f"{self.kind}: {sorted(self.names)[:8]}",
                 expected="the tensors of the model that the config describes", fix="the config of this checkpoint",
             )  # fmt: skip
@@ -97,7 +97,7 @@ def _kind(folder: Dcp) -> tuple[str, str]:
     ]
     if not found:
         known = "; ".join(f"{kind}: {', '.join(anchors)}" for kind, anchors in ANCHORS.items())
-        raise CheckpointError(
+        raise ModelError(
             "IG420", f"{folder.place} holds no model of a known family", seen=f"{sorted(folder.tensors)[:8]}",
             expected=f"the embedding of one of them ({known})", fix="the folder that holds the model's weights",
         )  # fmt: skip
@@ -178,7 +178,7 @@ def _layer(
             return source.one(name, change)
     found = next((name for name in stacked if name in source.names), stacked[0])
     if number >= source.shape(found)[0]:
-        raise CheckpointError(
+        raise ModelError(
             "IG420", f"{source.folder.place} has fewer layers than the config",
             seen=f"{source.shape(found)[0]} of {found!r}", expected=f"layer {number}",
             fix="the config of this checkpoint",
