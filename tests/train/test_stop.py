@@ -22,6 +22,9 @@ from isograd.comm.handle import Handle
 from isograd.train import stall
 rank, size = int(sys.argv[2]), int(sys.argv[3])
 kind, _, other = sys.argv[4].partition(" for ")
+(Path(sys.argv[1]) / f"imported-{rank}").touch()  # which takes seconds where much else runs
+while len(list(Path(sys.argv[1]).glob("imported-*"))) < int(sys.argv[5]):
+    time.sleep(0.01)
 stall.socket.gethostname = lambda: f"host{rank}"
 dog = stall.Watchdog(Path(sys.argv[1]), rank, size, 0.5)
 dog.joined(f"rank {rank} (dp{rank})", [f"host{n}" for n in range(size)])
@@ -38,8 +41,9 @@ handle.wait() if kind == "waits" else time.sleep(60)
 def stalled(folder: Path, kinds: list[str]) -> list[subprocess.CompletedProcess[str]]:
     (folder / "worker.py").write_text(WORKER)
     command = [sys.executable, str(folder / "worker.py"), str(folder)]
+    alive = str(len(kinds) - kinds.count("dead"))
     running = [
-        subprocess.Popen([*command, str(rank), str(len(kinds)), kind], stderr=subprocess.PIPE, text=True)
+        subprocess.Popen([*command, str(rank), str(len(kinds)), kind, alive], stderr=subprocess.PIPE, text=True)
         for rank, kind in enumerate(kinds)
         if kind != "dead"
     ]
