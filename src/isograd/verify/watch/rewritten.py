@@ -55,13 +55,13 @@ class Rewrites:
             for name, parameter in self.capture.learn_names().items():
                 if parameter.grad is not None and not foreign.misplaced(parameter, parameter.grad):
                     part = foreign.local(parameter.grad)
-                    address = part.untyped_storage().data_ptr()
-                    self.memory.setdefault(address, []).append((name, parameter, part))
+                    if address := _address(part):
+                        self.memory.setdefault(address, []).append((name, parameter, part))
         for place in places:
             written = args[place] if place < len(args) else None
             for tensor in written if isinstance(written, (list, tuple)) else [written]:
                 if isinstance(tensor, Tensor):
-                    self._keep(self.memory.get(tensor.untyped_storage().data_ptr(), []))
+                    self._keep(self.memory.get(_address(tensor), []))
 
     def settle(self) -> None:
         """The step's gradients have been looked at: writes what they were before."""
@@ -86,6 +86,14 @@ class Rewrites:
         c = self.capture
         busy = c.stack or c.backing or c.snapped or c.stepping or c.micro < 0
         return not busy and torch._C._current_graph_task_id() == -1
+
+
+def _address(tensor: Tensor) -> int:
+    """Of a tensor's memory; 0: it has none, as what stands in an engine's `.grad` until the step."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except RuntimeError:
+        return 0
 
 
 @lru_cache(maxsize=4096)
