@@ -24,6 +24,7 @@ from isograd.new import recipes
 from isograd.train import journal, loop, texts
 from isograd.train.config import Config, Preference
 from isograd.train.loop import Orders
+from isograd.train.preference import PreferenceJob
 from isograd.train.preferring import Preferring
 from isograd.verify import Case
 
@@ -196,6 +197,39 @@ def test_references_are_made_again_for_another_model_and_where_the_file_is_damag
     other = {"options": {"vocab": 259, **MODEL}, "dtype": "fp64", "seed": 1}
     loop.run(config_of(tmp_path / "other", steps=1, model=other), QUIET)
     assert (tmp_path / "other" / "references").read_bytes() != kept
+
+
+def test_a_longer_length_makes_references_of_the_pairs_that_were_left_out(tmp_path: Path) -> None:
+    pairs(tmp_path, 12)
+    short = config_of(tmp_path / "run")
+    assert short.data is not None
+    losses = []
+    for length in (46, 70):
+        config = short.model_copy(update={"data": short.data.model_copy(update={"length": length})})
+        config.folder.mkdir(exist_ok=True)
+        texts.prepare(config)
+        job = PreferenceJob(config, Mesh("dp1"), lambda _: None)
+        left = sorted(set(range(12)) - {*job.data.train, *job.data.held})
+        assert job.reference is not None
+        assert job.reference.isnan().all(1).nonzero()[:, 0].tolist() == left and bool(left) == (length == 46)
+        job.accumulate(job.batch(0))
+        losses.append(job.engine.step().loss)
+        numbers = [preferences.NOBODY, job.data.train[0]]
+        assert job._references(numbers)[0].tolist() == [0, 0]
+        if left:
+            with pytest.raises(IsogradError, match=rf"IG425[\s\S]*NaN for pair {left[0]} "):
+                job._references([*numbers, left[0]])
+    assert losses == pytest.approx([0.6931471805599453] * 2, rel=1e-12)
+
+
+def test_a_resume_from_another_first_model_is_refused(tmp_path: Path) -> None:
+    pairs(tmp_path, 8)
+    config = config_of(tmp_path / "run", steps=2)
+    assert loop.run(config, Orders(show="none", signals=(), until=1)).code == 75
+    other = config.model_copy(update={"model": config.model.model_copy(update={"seed": 1})})
+    with pytest.raises(IsogradError, match=r"IG986[\s\S]*began from another model"):
+        loop.run(other, QUIET)
+    assert loop.run(config, QUIET).code == 0
 
 
 def test_prompts_are_texts_messages_or_what_two_conversations_share(tmp_path: Path) -> None:

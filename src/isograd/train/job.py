@@ -35,6 +35,7 @@ class Job(Protocol):
     mesh: Mesh
     engine: Engine
     fingerprint: str  # of all that decides which samples come when
+    starts_from: str  # a hash of the first model, where the loss compares with it; empty: it does not
     unit: str  # what is counted: "tokens", "pairs"
     per_step: int  # of those, over all ranks
     flops: float  # of one of them, forward and backward

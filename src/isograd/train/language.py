@@ -47,6 +47,7 @@ def refuse_vocabulary(data: Mixture | Preferences, described: TransformerConfig)
 class Language:
     """The job of a language model: token shards in, one optimizer step out."""
 
+    starts_from = ""
     unit = "tokens"
 
     def __init__(self, config: Config, mesh: Mesh) -> None:

@@ -171,6 +171,15 @@ class _Run:
                 "from its weights (model.path)",
                 where=self.mesh.where(),
             )  # fmt: skip
+        before = found.extra.get("starts_from")  # None: an older isograd's; empty: of a loss without references
+        if before and self.job.starts_from not in ("", before):
+            raise TrainError(
+                "IG986", "the checkpoint's run began from another model, with which its loss compares",
+                seen=f"{found.path}; other weights in model.path, or other values of `model`",
+                expected="the model that the run began from, which gives the references",
+                fix="restore the files of model.path and `model`; or start a new run from this model (--run FOLDER)",
+                where=self.mesh.where(),
+            )  # fmt: skip
         self.passed_over = found.passed_over
         return found.step
 
@@ -318,7 +327,8 @@ class _Run:
 
     def _extra(self) -> dict[str, Any]:
         """What a checkpoint says of this run."""
-        return {"data": self.job.fingerprint, "config": self.config.model_dump(mode="json")}
+        about = {"data": self.job.fingerprint, "starts_from": self.job.starts_from}
+        return {**about, "config": self.config.model_dump(mode="json")}
 
     def _missed_evaluation(self, step: int) -> bool:
         """Whether a rank died before the evaluation of the step that this run resumes from was written."""

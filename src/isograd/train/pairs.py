@@ -43,6 +43,7 @@ class Encoder(nn.Module):
 class PairsJob:
     """The job of an encoder: pairs of texts in, one optimizer step out."""
 
+    starts_from = ""
     unit = "pairs"
 
     def __init__(self, config: configs.Config, mesh: Mesh) -> None:

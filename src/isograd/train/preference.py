@@ -21,6 +21,7 @@ from isograd.comm import raw
 from isograd.data import read_tokenizer
 from isograd.data.preferences import NOBODY
 from isograd.engine.evaluation import together
+from isograd.errors import ModelError
 from isograd.mesh import Mesh
 from isograd.models.families import HuggingFace
 from isograd.train import config as configs
@@ -53,13 +54,13 @@ class PreferenceJob:
             described, mesh, self.options, seed=config.model.seed, dtype=DTYPES[config.model.dtype],
             device="meta" if mesh.layout.zero == 3 else None,
         )  # fmt: skip
-        self.fingerprint = self.data.fingerprint
+        self.fingerprint, self.starts_from = self.data.fingerprint, ""
         self.flops = 2 * self.data.mean_length * flops_per_token(described, round(self.data.mean_length))
         self.model.recompute = config.model.recompute
         self.engine = engine_of(config, self.model, mesh, weights)
-        self.reference: Tensor | None = None  # [pairs, answers], of the pairs by number
+        self.reference: Tensor | None = None  # [pairs, answers], of the pairs by number; NaN for those left out
         if self.options.loss in ("dpo", "ipo", "kto"):
-            self.reference = references.kept_or_made(
+            self.starts_from, self.reference = references.kept_or_made(
                 config.folder / "references",
                 lambda: references.key_of(config, described, self.data.contents),
                 (self.data.number, self.data.answers),
@@ -69,7 +70,7 @@ class PreferenceJob:
 
     def _made(self, beat: Beat) -> Tensor:
         """The log probabilities of all pairs that fit, by the model as it is."""
-        found = torch.zeros(self.data.number, self.data.answers, dtype=torch.float64)
+        found = torch.full((self.data.number, self.data.answers), torch.nan, dtype=torch.float64)
         batches = self.data.batches(self.data.train + self.data.held)
         for number, pairs in enumerate(batches, 1):
             beat(f"computing references, batch {number} of {len(batches)}")
@@ -104,14 +105,28 @@ class PreferenceJob:
         if self.reference is None:
             rows["reference"] = torch.zeros(len(mine), 2, dtype=torch.float64)
         else:
-            rows["reference"] = self.reference[[pairs[row] for row in mine]][:, :2]
+            rows["reference"] = self._references(pairs)[mine.start : mine.stop, :2]
         return {name: tensor.to(self.mesh.device) for name, tensor in rows.items()}
+
+    def _references(self, pairs: Sequence[int]) -> Tensor:
+        """[batch, answers]: of a whole batch, so that all ranks refuse the same NaN; 0 for the rows of no pair."""
+        assert self.reference is not None
+        nobody = torch.tensor([pair == NOBODY for pair in pairs])
+        found = self.reference[list(pairs)].masked_fill(nobody[:, None], 0.0)
+        if found.isnan().any():
+            number = pairs[int(found.isnan().any(1).nonzero()[0])]
+            raise ModelError(
+                "IG425", "the model that the run starts from has no log probability for an answer",
+                seen=f"NaN for pair {number} (the first is 0)", expected="a number for each answer of a pair that fits",
+                fix="weights (model.path) whose logits are finite",
+                where=self.mesh.where(),
+            )  # fmt: skip
+        return found
 
     def _baseline(self, pairs: Sequence[int]) -> Tensor:
         """KTO's, for each of this rank's pairs: the mean over the strangers of all of them."""
-        assert self.reference is not None
         there = [row for row, pair in enumerate(pairs) if pair != NOBODY]
-        moved = self._sums(pairs, STRANGER)[there, 0] - self.reference[[pairs[row] for row in there], 2]
+        moved = (self._sums(pairs, STRANGER)[:, 0] - self._references(pairs)[:, 2])[there]
         mean = moved.sum() / max(1, len(there))
         return mean.clamp(min=0).expand(len(rows_of(self.config, self.mesh))).to(self.mesh.device)
 

@@ -1,7 +1,8 @@
 """The log probabilities that a run's answers had before its first step, computed once and kept in the run's folder.
 
 A file of one line of JSON and then numbers (float64, little-endian). The line says what they belong to: a hash of the
-model as it was and of the pairs. A file of another model, of other pairs, or a damaged one is made again.
+model as it was, of the pairs, and of the length behind which pairs are left out. A file of another model, of other
+pairs, or a damaged one is made again. Pairs that are left out have NaN.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from isograd.comm import raw
-from isograd.comm.agree import all_or_none
+from isograd.comm.agree import all_or_none, told
 from isograd.data import files
 from isograd.errors import DataError, headline
 from isograd.mesh import Mesh
@@ -28,24 +29,26 @@ LINE = 1024  # bytes of the first line at most
 
 
 def key_of(config: Config, described: TransformerConfig, pairs: str) -> str:
-    """A hash of the model that a run starts from, and of its pairs."""
+    """A hash of the model that a run starts from, of its pairs, and of which of them fit."""
+    assert config.data is not None
     model = config.model
     weights: object = model.seed
     if model.path and model.weights:
         weights = [files.sha256(file) for file in sorted(Path(model.path).glob("*.safetensors"))]
-    return sha256(json.dumps([pairs, weights, model.dtype, str(described)]).encode()).hexdigest()
+    return sha256(json.dumps([pairs, config.data.length, weights, model.dtype, str(described)]).encode()).hexdigest()
 
 
 def kept_or_made(
     file: Path, key: Callable[[], str], shape: tuple[int, int], mesh: Mesh, make: Callable[[], Tensor]
-) -> Tensor:
-    """The numbers of the file on every rank; where it is not there, `make` runs on all ranks and the first writes."""
+) -> tuple[str, Tensor]:
+    """(key, the numbers of the file) on every rank; where the file is not there, `make` runs on all ranks and the first
+    writes it."""
     world, first = mesh.group("world"), mesh.rank == 0
-    name = all_or_none(lambda: key() if first else "", mesh, DataError, _unwritten)
+    name: str = told(all_or_none(lambda: key() if first else "", mesh, DataError, _unwritten), mesh)[0]
     kept = _read(file, name, shape) if first else None
     if raw.all_max(torch.tensor([float(kept is not None)], device=mesh.device), world).item():
         found = torch.zeros(shape, dtype=torch.float64) if kept is None else kept
-        return raw.all_reduce(found.to(mesh.device), world).cpu()
+        return name, raw.all_reduce(found.to(mesh.device), world).cpu()
     made = make()
 
     def write() -> None:
@@ -55,17 +58,17 @@ def kept_or_made(
             files.write_whole(file, line.encode() + b"\n" + data)
 
     all_or_none(write, mesh, DataError, _unwritten)
-    return made
+    return name, made
 
 
 def _read(file: Path, key: str, shape: tuple[int, int]) -> Tensor | None:
     try:
         line, _, data = read_bytes(file, LINE + 8 * shape[0] * shape[1]).partition(b"\n")
-        told = json.loads(line)
+        about = json.loads(line)
     except (FileError, ValueError, RecursionError):
         return None
     if (
-        told != {"key": key, "shape": list(shape), "sha256": sha256(data).hexdigest()}
+        about != {"key": key, "shape": list(shape), "sha256": sha256(data).hexdigest()}
         or len(data) != 8 * shape[0] * shape[1]
     ):
         return None
