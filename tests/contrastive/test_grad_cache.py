@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 import isograd as ig
 from isograd.comm import raw
 from isograd.contrastive import GradCache, InfoNCE, OfAll, Second, SigLIP, same_rows
+from isograd.contrastive.chunks import Budget
 from isograd.engine import flights
 from isograd.errors import ContrastiveError, EngineError
 from isograd.mesh import Mesh
@@ -170,6 +172,72 @@ def test_graphs_are_kept_up_to_a_budget_and_change_no_bit() -> None:
     assert 16 < len(some) < 32
     kept = some.index(False) - 1  # the one before was too large
     assert len(some) == 2 * (16 - kept)
+
+
+class Weighted(nn.Module):
+    """exp(x @ weight + the column sums of table @ weight): a graph holds the rows, the table and the exponential."""
+
+    def __init__(self, table: Callable[[], Tensor]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(rows(4))
+        self.table = table
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.weight + (self.table() @ self.weight).sum(0)).exp()  # type: ignore[no-any-return]
+
+
+def diagonal(layout: str) -> Tensor:
+    ones = torch.ones(4, dtype=torch.float64)
+    if layout == "csr":
+        return torch.sparse_csr_tensor(torch.arange(5), torch.arange(4), ones)
+    return torch.diag(ones).to_sparse() if layout == "coo" else torch.diag(ones)
+
+
+@pytest.mark.parametrize(("layout", "numbers"), [("dense", 16), ("coo", 2 * 4 + 4), ("csr", 5 + 4 + 4)])
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_only_memory_that_a_graph_alone_holds_is_counted_and_once(layout: str, numbers: int) -> None:
+    """Buffers and inputs are there anyway; what an earlier chunk's graph holds is counted with that chunk."""
+    x, shared = rows(8), diagonal(layout)
+    size, result = 8 * numbers, 8 * 2 * 4  # bytes of the table and of a chunk's exponential
+
+    def spent(table: Callable[[], Tensor], buffer: Tensor | None = None) -> list[float]:
+        """By each of three chunks."""
+        model = Weighted(table)
+        model.register_buffer("buffer", buffer)
+        budget, graphs, found = Budget(1.0, model, [{"x": x}]), [], []
+        for chunk in x[:6].split(2):
+            before = budget.left
+            vectors, fits = budget.kept(model, chunk)
+            assert fits
+            graphs.append(vectors)
+            found.append(before - budget.left)
+        return found
+
+    assert spent(lambda: shared, shared) == [result] * 3
+    assert spent(lambda: shared) == [result + size, result, result]
+    assert spent(lambda: diagonal(layout)) == [result + size] * 3
+
+
+def test_sparse_activations_may_be_kept_and_change_no_bit() -> None:
+    x, seen = rows(5), []
+    for keep_mb in (0.0, 9.0):
+        model = Weighted(lambda: diagonal("coo"))
+        engine, cache = alone(model, keep_mb=keep_mb)
+        cache.backward(x, x.flip(0))
+        seen.append(dict(engine.grads())["weight"])
+    assert torch.equal(*seen)
+
+
+def test_inputs_that_an_encoder_changes_are_named_as_a_cause() -> None:
+    class Doubling(Dropping):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.mul_(2.0))
+
+    engine, cache = alone(Doubling(), keep_mb=9.0)
+    with pytest.raises(ContrastiveError, match="or its inputs, in place") as error:
+        cache.backward(rows(5), rows(5, 1))
+    assert error.value.code == "IG972"
+    engine.discard()
 
 
 def test_a_kept_activation_that_is_changed_is_not_used() -> None:
@@ -378,7 +446,8 @@ def test_what_could_not_be_exact_is_refused_by_name() -> None:
     assert code(lambda: alone(Dropping(), InfoNCE(mesh, learn_scale=True))) == "IG966"
     assert code(lambda: alone(Dropping(), chunk=0)) == "IG967"
     assert code(lambda: alone(Dropping(), keep_mb=-1.0)) == "IG973"
-    assert code(lambda: alone(Dropping(), keep_mb=math.nan)) == "IG973"
+    for wrong in (math.nan, "5", None):
+        assert code(lambda wrong=wrong: alone(Dropping(), keep_mb=wrong)) == "IG973"
     assert code(lambda: GradCache(ig.Engine(Dropping(), Mesh("dp1 zero3"), sgd), InfoNCE(mesh), keep_mb=1.0)) == "IG973"
     _, cache = alone(Dropping())
     assert code(lambda: cache.backward(rows(5), rows(4))) == "IG960"

@@ -3,12 +3,13 @@ keeping the graphs of as many chunks as fit into a budget of memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as tree
 
 from isograd.engine.batches import call
@@ -16,6 +17,15 @@ from isograd.errors import ContrastiveError
 
 Encode = Callable[..., Any]
 Random = tuple[Tensor, Tensor | None]
+
+_PARTS = {  # of the layouts whose tensors have no storage of their own
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+    torch.jagged: ("offsets", "values"),
+}
 
 
 def rows_of(inputs: Any) -> int:
@@ -60,31 +70,41 @@ def encoded(encode: Encode, inputs: Any) -> Tensor:
 
 
 class Budget:
-    """Bytes that the graphs of chunks may hold, beside the parameters, until their backward."""
+    """Bytes that the graphs of chunks may hold until their backward, beside what is in memory anyway: parameters,
+    buffers and the towers' inputs. Several chunks may hold the same storage; it is counted with the first of them."""
 
-    def __init__(self, megabytes: float, model: nn.Module) -> None:
+    def __init__(self, megabytes: float, model: nn.Module, inputs: Any) -> None:
         self.left = megabytes * 2**20
-        self._free = {_memory(p) for p in model.parameters()} if self.left else set()
+        self._free: set[Hashable] = set()
+        if self.left:
+            present = [*model.parameters(), *model.buffers(), *tree.tree_leaves(inputs)]
+            self._free.update(key for x in present if isinstance(x, Tensor) for key in _storages(x))
 
     def kept(self, encode: Encode, inputs: Any) -> tuple[Tensor, bool]:
         """The encoder's vectors of a chunk, with its graph, and whether that fits. When one does not, none is kept
         after it: the next one would need the memory that this one needed in vain."""
-        held: dict[int, int] = {}
+        held: dict[Hashable, int] = {}
 
         def pack(tensor: Tensor) -> tuple[Tensor, int]:
-            if _memory(tensor) not in self._free:
-                held[_memory(tensor)] = tensor.untyped_storage().nbytes()
+            held.update((key, size) for key, size in _storages(tensor).items() if key not in self._free)
             return tensor, tensor._version
 
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
             vectors = encoded(encode, inputs)
         fits = sum(held.values()) <= self.left
         self.left = self.left - sum(held.values()) if fits else 0.0
+        self._free.update(held)
         return vectors, fits
 
 
-def _memory(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+@torch.no_grad()
+def _storages(tensor: Tensor) -> dict[Hashable, int]:
+    """The storages that hold a tensor's numbers, and their bytes. A weak reference stays different from those of all
+    later storages, while the address of a storage is used again as soon as it is freed."""
+    if tensor.is_mkldnn:  # it shows no storage
+        return {object(): tensor.numel() * tensor.element_size()}
+    parts = [getattr(tensor, name)() for name in _PARTS[tensor.layout]] if tensor.layout in _PARTS else [tensor]
+    return {StorageWeakRef(x.untyped_storage()): x.untyped_storage().nbytes() for x in parts}
 
 
 def _unpack(packed: tuple[Tensor, int]) -> Tensor:
@@ -93,10 +113,11 @@ def _unpack(packed: tuple[Tensor, int]) -> Tensor:
     if tensor._version != version:
         raise ContrastiveError(
             "IG972",
-            "an encoder changed a tensor in place that its backward needs",
+            "an encoder changed a tensor that its backward needs, or its inputs, in place",
             seen=f"a tensor of {tuple(tensor.shape)} at version {tensor._version}, kept at version {version}",
             expected="what autograd has saved to be as it was",
-            fix="do not change activations in place after they were used",
+            fix="do not change inputs in place, nor activations after they were used; "
+            "chunks are views of one tensor, and share its version",
         )
     return tensor
 

@@ -33,6 +33,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any
 
 import torch
@@ -146,7 +147,7 @@ class GradCache:
         with one_kernel():
             # The first pass and the loss come before the step's backward begins: what they raise leaves the step as it
             # was, while an exception inside `together` makes the whole step unusable.
-            budget = Budget(self.keep_mb, engine.model)
+            budget = Budget(self.keep_mb, engine.model, towers)
             for tower, chunks in zip(work, most, strict=True):
                 tower.chunks = chunks
                 self._represent(tower, budget)
@@ -353,12 +354,13 @@ class GradCache:
                 where=self.engine.mesh.where(),
             )
         together = self.engine.mesh.layout.zero == 3 or self.engine.mesh.layout.ep > 1
-        if not 0 <= self.keep_mb < math.inf or (self.keep_mb and together):
+        amount = isinstance(self.keep_mb, Real) and 0 <= self.keep_mb < math.inf
+        if not amount or (self.keep_mb and together):
             raise ContrastiveError(
                 "IG973",
                 "GradCache cannot keep graphs of chunks in this amount of memory or under this layout",
-                seen=f"keep_mb={self.keep_mb} under {str(self.engine.mesh.layout)!r}",
-                expected="0 or more MiB; 0 at ZeRO 3 and under ep, where each forward is a collective",
+                seen=f"keep_mb={self.keep_mb!r} under {str(self.engine.mesh.layout)!r}",
+                expected="a number of MiB, 0 or more; 0 at ZeRO 3 and under ep, where each forward is a collective",
                 where=self.engine.mesh.where(),
             )
         _refuse_batch_norm(self.engine.model)
