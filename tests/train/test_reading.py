@@ -149,6 +149,12 @@ def test_fields_of_the_file_that_contradict_each_other_are_blamed_on_the_file(tm
     assert found.strip().startswith(f"{file}: batch 3 over dp 2")
 
 
+def test_the_layout_of_one_rank_may_be_the_number_that_yaml_reads(tmp_path: Path) -> None:
+    assert reading.load(write(tmp_path), ["--layout", "1"]).config.layout == str(Layout.parse("1"))
+    assert "Input should be a valid string" in problems(write(tmp_path), "--layout", "true")[0]
+    assert "unknown token '2'" in problems(write(tmp_path), "--layout", "2")[0]
+
+
 def test_a_written_config_reads_back_to_itself(tmp_path: Path) -> None:
     first = reading.load(write(tmp_path)).config
     again = reading.load(write(tmp_path, reading.written(first))).config

@@ -313,6 +313,12 @@ class Config(Part):
             raise ValueError("give the path of a folder")
         return text
 
+    @field_validator("layout", mode="before")
+    @classmethod
+    def _one(cls, value: Any) -> Any:
+        """'1' is a layout, which YAML reads as a number."""
+        return str(value) if type(value) is int else value
+
     @field_validator("layout")
     @classmethod
     def _layout(cls, text: str) -> str:
