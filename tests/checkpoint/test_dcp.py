@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from isograd.checkpoint.dcp import Dcp
-from isograd.checkpoint.foreign import import_dcp
+from isograd.checkpoint.foreign import Foreign, import_dcp
 from isograd.checkpoint.opcodes import Refused, said
 from isograd.cli import main
 from isograd.errors import CheckpointError, IsogradError
@@ -188,6 +188,58 @@ def test_a_folder_of_one_process_is_read_and_a_wrong_config_is_refused(alone: Pa
     with pytest.raises(IsogradError, match=r"IG420[\s\S]*turned is not used"):
         import_dcp(alone, tmp_path / "out", config=tmp_path / "config")
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".*partial"))
+
+
+def kept(folder: Path, state: dict[str, Any]) -> Path:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(state, checkpoint_id=folder, no_dist=True)
+    return folder
+
+
+def test_of_several_models_one_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, hf = config_in(tmp_path / "config"), theirs()
+    more = {name: tensor + 1 for name, tensor in hf.items()}
+    folder = kept(tmp_path / "dcp", {**hf, "ema": more, "optimizer": {"state": {"exp_avg": more}}})
+    with pytest.raises(IsogradError, match=r"IG420[\s\S]*2 models[\s\S]*'' \(transf[\s\S]*'ema\.' \(transf"):
+        import_dcp(folder, tmp_path / "out", config=config)
+    with pytest.raises(IsogradError, match=r"IG420.*behind 'em'[\s\S]*'ema\.' \(transf"):
+        import_dcp(folder, tmp_path / "out", config=config, prefix="em")
+    words = ["ckpt", "import", str(folder), str(tmp_path / "ema"), "--config", str(config), "--prefix", "ema."]
+    assert main(words) == 0
+    assert "names of transformers behind 'ema.'" in capsys.readouterr().out
+    assert main([*words[:3], str(tmp_path / "plain"), *words[4:6], "--prefix", ""]) == 0
+    for name, truth in (("ema", more), ("plain", hf)):
+        found = Stored(tmp_path / name)
+        assert all(torch.equal(found.look(key, lambda t: t), tensor) for key, tensor in truth.items()), name
+
+
+def test_dtypes_are_widened_and_those_that_are_no_weights_refused(tmp_path: Path) -> None:
+    config, hf = config_in(tmp_path / "config"), theirs()
+    norm = "model.norm.weight"
+    large = {name: tensor * 1e5 if name == norm else tensor.half() for name, tensor in hf.items()}
+    others = [torch.complex64, torch.uint16, torch.float8_e4m3fn]
+    beside = {f"extra{number}": torch.zeros(3).to(dtype) for number, dtype in enumerate(others)}
+    folder = kept(tmp_path / "dcp", {"model": large, **beside})
+    import_dcp(folder, tmp_path / "out", config=config)
+    found = Stored(tmp_path / "out").look(norm, lambda t: t)
+    assert found.dtype == torch.float32 and torch.equal(found, large[norm].float()) and found.isfinite().all()
+    for number, dtype in enumerate(others):
+        with pytest.raises(CheckpointError, match=rf"IG941[\s\S]*{dtype}"):
+            Dcp(folder).whole(f"extra{number}")
+    whole = {**hf, norm: torch.ones(CONFIG.hidden, dtype=torch.int8)}
+    with pytest.raises(IsogradError, match=rf"IG420.*{norm}[\s\S]*int8"):
+        import_dcp(kept(tmp_path / "int8", whole), tmp_path / "none", config=config)
+
+
+@pytest.mark.parametrize("kind", ["transformers", "torchtitan", "Megatron-Core"])
+def test_a_head_that_differs_is_refused_by_a_tied_config(kind: str, tmp_path: Path) -> None:
+    tied, hf = replace(CONFIG, tied=True), theirs()
+    named = {"transformers": lambda t: t, "torchtitan": titan, "Megatron-Core": lambda t: megatron(t, True)}[kind]
+    with pytest.raises(IsogradError, match=r"IG420[\s\S]*(lm_head|output|output_layer)\.weight' differs from"):
+        Foreign(Dcp(kept(tmp_path / "differs", named(hf))), tied)
+    same = hf | {"lm_head.weight": hf["model.embed_tokens.weight"]}
+    assert Foreign(Dcp(kept(tmp_path / "same", named(same))), tied).kind == kind
 
 
 class Calls:

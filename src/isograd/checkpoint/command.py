@@ -185,6 +185,7 @@ def _hugging_options(parser: argparse.ArgumentParser) -> None:
 def _import_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("place", metavar="DCP", help="a folder with .metadata and *.distcp")
     parser.add_argument("--config", metavar="DIR", required=True, help="a folder with the model's config.json")
+    parser.add_argument("--prefix", metavar="TEXT", help="what stands before the names of the weights, as 'model.'")
     _hugging_options(parser)
 
 
@@ -212,11 +213,12 @@ def _convert(options: argparse.Namespace) -> int:
 def _import(options: argparse.Namespace) -> int:
     from isograd.checkpoint.foreign import import_dcp
 
-    out = import_dcp(
-        options.place, options.out, config=options.config, tokenizer=options.tokenizer,
+    read = import_dcp(
+        options.place, options.out, config=options.config, prefix=options.prefix, tokenizer=options.tokenizer,
         max_shard_gb=options.max_shard_gb, dtype=_dtype(options.dtype),
     )  # fmt: skip
-    return _written(options.place, out)
+    print(f"read: names of {read.kind}" + (f" behind {read.prefix!r}" if read.prefix else ""))
+    return _written(options.place, Path(options.out))
 
 
 def _dtype(name: str | None) -> Any:

@@ -33,10 +33,7 @@ MOST_PIECES = 4_000_000
 META, SHARD = "torch.distributed.checkpoint.metadata", "torch.distributed._shard.sharded_tensor.metadata"
 MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
 STORED = "torch.distributed.checkpoint.filesystem._StorageInfo"
-DTYPES = {
-    f"torch.{name}": getattr(torch, name)
-    for name in ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
-}
+DTYPES = {f"torch.{name}": value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 STORAGES = {
     f"torch.{name}Storage": dtype
     for name, dtype in (
@@ -98,6 +95,11 @@ class Dcp:
     def whole(self, name: str) -> Tensor:
         """A tensor, put together."""
         held = self.tensors[name]
+        if held.dtype not in STORAGES.values():
+            raise CheckpointError(
+                "IG941", f"{self.place}: {name!r} has a dtype that is not read", seen=str(held.dtype),
+                expected=", ".join(map(str, STORAGES.values())),
+            )  # fmt: skip
         found = torch.empty(held.shape, dtype=held.dtype)
         for piece in held.pieces:
             box = tuple(slice(a, a + size) for a, size in zip(piece.start, piece.sizes, strict=True))

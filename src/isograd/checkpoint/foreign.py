@@ -14,6 +14,7 @@ against the config before anything is read.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from isograd.contract import contracts
 from isograd.errors import CheckpointError, ModelError
 from isograd.mesh import Mesh
 from isograd.models import HuggingFace, Transformer, TransformerConfig, load_config
+from isograd.models.families import NOT_WEIGHTS
 from isograd.models.hf_configs import model_type_of
 
 Make = Callable[[], Tensor]
@@ -39,6 +41,8 @@ ANCHORS = {
     "Megatron-Core": ("embedding.word_embeddings.weight",),
     "transformers": ("model.embed_tokens.weight", "transformer.wte.weight", "gpt_neox.embed_in.weight"),
 }
+HEADS = ("output.weight", "output_layer.weight", "lm_head.weight", "embed_out.weight")
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # what a weight may be; others are quantised
 BESIDE = ("_extra_state", "rotary_emb.inv_freq", "freqs_cis")  # stored beside weights, and no weights
 STACKED = "decoder.layers."
 
@@ -49,22 +53,40 @@ class Theirs:
 
     shape: tuple[int, ...]
     make: Make
+    dtype: torch.dtype
 
 
 class Foreign:
     """A folder of torch.distributed.checkpoint as the tensors of a model of transformers, for HuggingFace(...)."""
 
-    def __init__(self, folder: Dcp, config: TransformerConfig) -> None:
+    def __init__(self, folder: Dcp, config: TransformerConfig, prefix: str | None = None) -> None:
+        """prefix: what stands before the names of the model's weights; needed where a folder holds several models."""
         self.folder = folder
-        self.kind, prefix = _kind(folder)
+        self.kind, self.prefix, anchor, others = _kind(folder, prefix)
+        inner = tuple(other for other in others if other.startswith(self.prefix))  # models below the prefix of this one
         self.names = {
-            name.removeprefix(prefix): name
+            name.removeprefix(self.prefix): name
             for name in folder.tensors
-            if name.startswith(prefix) and not name.endswith(BESIDE)
+            if name.startswith(self.prefix) and not name.endswith(BESIDE) and not name.startswith(inner)
         }
         found = {"torchtitan": _torchtitan, "Megatron-Core": _megatron, "transformers": _transformers}[self.kind]
         self.tensors = dict(found(self, config))
         self.shapes = {name: theirs.shape for name, theirs in self.tensors.items()}
+        if config.tied:
+            self._refuse_another_head(anchor, config.vocab)
+
+    def _refuse_another_head(self, embedding: str, vocab: int) -> None:
+        """A tied model has no head of its own: one that is stored must be the embedding."""
+        for head in HEADS:
+            if head in self.names:
+                one, other = (self.folder.whole(self.names[name])[:vocab] for name in (embedding, head))
+                if one.shape != other.shape or not bool((one == other).all()):
+                    raise ModelError(
+                        "IG420", f"{self.folder.place} has a head of its own, which a tied model does not have",
+                        seen=f"{self.names[head]!r} differs from {self.names[embedding]!r}",
+                        expected="equal tensors, as the config has tie_word_embeddings",
+                        fix='the config of this checkpoint, or "tie_word_embeddings": false in its config.json',
+                    )  # fmt: skip
 
     def look(self, name: str, take: Callable[[Tensor], Tensor]) -> Tensor:
         """A copy of what `take` picks from a tensor."""
@@ -81,28 +103,47 @@ class Foreign:
 
     def one(self, name: str, change: Callable[[Tensor], Tensor] = lambda t: t) -> Theirs:
         """A tensor by its name in the folder, changed."""
-        made = change(torch.empty(self.shape(name), device="meta"))
-        return Theirs(tuple(made.shape), lambda: change(self.folder.whole(self.names[name])))
+        made, dtype = change(torch.empty(self.shape(name), device="meta")), self.folder.tensors[self.names[name]].dtype
+        if dtype not in FLOATS and not name.endswith(NOT_WEIGHTS):
+            raise ModelError(
+                "IG420", f"{self.folder.place}: {self.names[name]!r} is no floating-point weight", seen=str(dtype),
+                expected=", ".join(map(str, FLOATS)),
+                fix="a checkpoint of the weights alone, before they were quantised",
+            )  # fmt: skip
+        return Theirs(tuple(made.shape), lambda: change(self.folder.whole(self.names[name])), dtype)
 
 
-def _kind(folder: Dcp) -> tuple[str, str]:
-    """(who wrote it, what stands before each name of a weight): by the name of the embedding. Optimizers' states have
-    longer names."""
+def _kind(folder: Dcp, wanted: str | None) -> tuple[str, str, str, list[str]]:
+    """(who wrote it, what stands before each name of a weight, the embedding's name behind that, the prefixes of other
+    models): by the name of the embedding. Optimizers' states have longer names, or stand below `optim...`."""
     found = [
-        (name.removesuffix(anchor), kind)
+        (name.removesuffix(anchor), kind, anchor)
         for kind, anchors in ANCHORS.items()
         for anchor in anchors
         for name in folder.tensors
-        if name.endswith(anchor)
+        if name.endswith(anchor) and ".optim" not in f".{name}"
     ]
-    if not found:
+    taken = [each for each in found if wanted is None or each[0] == wanted]
+    if not taken:
         known = "; ".join(f"{kind}: {', '.join(anchors)}" for kind, anchors in ANCHORS.items())
+        behind = "" if wanted is None else f" behind {wanted!r}"
         raise ModelError(
-            "IG420", f"{folder.place} holds no model of a known family", seen=f"{sorted(folder.tensors)[:8]}",
+            "IG420", f"{folder.place} holds no model of a known family{behind}",
+            seen=_listed(found) if found else f"{sorted(folder.tensors)[:8]}",
             expected=f"the embedding of one of them ({known})", fix="the folder that holds the model's weights",
         )  # fmt: skip
-    prefix, kind = min(found, key=lambda pair: len(pair[0]))
-    return kind, prefix
+    if len(taken) > 1:
+        raise ModelError(
+            "IG420", f"{folder.place} holds {len(taken)} models", seen=_listed(taken),
+            expected="one of them",
+            fix="--prefix (prefix= of Foreign and import_dcp) with what stands before the names of the one to read",
+        )  # fmt: skip
+    ((prefix, kind, anchor),) = taken
+    return kind, prefix, anchor, [other for other, _, _ in found if other != prefix]
+
+
+def _listed(found: list[tuple[str, str, str]]) -> str:
+    return "; ".join(f"--prefix {prefix!r} ({kind})" for prefix, kind, _ in sorted(found)[:20])
 
 
 def _transformers(source: Foreign, _: TransformerConfig) -> Iterator[tuple[str, Theirs]]:
@@ -213,18 +254,21 @@ def import_dcp(
     folder: str | Path,
     *,
     config: str | Path,
+    prefix: str | None = None,
     tokenizer: str | Path | None = None,
     max_shard_gb: float = hugging.SHARD_GB,
     dtype: torch.dtype | None = None,
-) -> Path:
+) -> Foreign:
     """Write a Hugging Face folder from a folder of torch.distributed.checkpoint, whose model `config` describes: a
-    folder with a config.json. In one process; one tensor is in memory at a time."""
-    opened, described, target = Dcp(place), load_config(str(config)), Path(folder)
-    foreign = Foreign(opened, described)
+    folder with a config.json. In one process; one tensor is in memory at a time, or an embedding and its head. Returns
+    what was read."""
+    described, target = load_config(str(config)), Path(folder)
+    foreign = Foreign(Dcp(place), described, prefix)
     weights = HuggingFace(foreign, described)
     one = Mesh.unbound("1")
     shapes = {r.name: r.contract.shape for r in contracts(Transformer(described, one, device="meta"), one)}
-    kept = DTYPES[_dtype(opened, foreign)]
+    widest = _dtype(foreign)
+    kept = DTYPES[widest]
     ours = {f"model/{name}": Entry(f"model/{name}", kept, shape) for name, shape in shapes.items()}
     about = {"kind": "isograd", "config": dataclasses.asdict(described)}
     with as_ours(f"writing {target}", ""):
@@ -232,11 +276,11 @@ def import_dcp(
         hugging.open_new(target, tokenizer)
         try:
             keys = hugging.keys_of(shards)
-            read = (_read(weights, key, shapes).to(_dtype(opened, foreign)) for key in dict.fromkeys(keys))
+            read = (_read(weights, key, shapes).to(widest) for key in dict.fromkeys(keys))
             hugging.write(target, shards, hugging.repeated(keys, read), about, tokenizer)
         finally:
             shutil.rmtree(hugging.draft_of(target), ignore_errors=True)
-    return target
+    return foreign
 
 
 def _read(weights: HuggingFace, key: str, shapes: Mapping[str, tuple[int, ...]]) -> Tensor:
@@ -244,7 +288,7 @@ def _read(weights: HuggingFace, key: str, shapes: Mapping[str, tuple[int, ...]])
     return weights.read(name, shapes[name], [(0, size) for size in shapes[name]])
 
 
-def _dtype(folder: Dcp, foreign: Foreign) -> torch.dtype:
-    """The widest of the weights'."""
-    dtypes = {folder.tensors[name].dtype for name in foreign.names.values()}
-    return max((d for d in dtypes if d.is_floating_point), key=lambda d: d.itemsize)
+def _dtype(foreign: Foreign) -> torch.dtype:
+    """One that holds the values of all weights."""
+    dtypes = [theirs.dtype for name, theirs in foreign.tensors.items() if not name.endswith(NOT_WEIGHTS)]
+    return functools.reduce(torch.promote_types, dtypes)
