@@ -5,7 +5,8 @@ F.embedding(tokens, weight), whose backward makes a gradient of as many rows as 
 of the weight's gradients is handed out as its two factors instead. `Deferred` keeps the factors: `products` hands them
 to the step's ledger later, which is what the zero-bubble schedule does while it would wait. The other schedules add
 the product to the ledger's sum as soon as it can be made (`Ledger.of_product`, `Ledger.of_rows`), without memory of
-its own and without a second pass over the sum.
+its own and without a second pass over the sum; for models that say `hands_out_products`, whose code is known to make
+no other use of autograd in its forward.
 
 Every F.linear on a weight is met, in whichever module it stands, and so is the weight of isograd's own loss, which asks
 for it (`taker`). Any other use keeps its gradient with autograd, and so does a weight whose input needs no gradient:
@@ -63,7 +64,7 @@ class Products:
         if factors is None:
             return Products._plain[0](input, weight, bias)
         # Detached: autograd would take a gradient of None for one that has arrived, and fire the weight's hooks.
-        y: Tensor = _Linear.apply(input, weight.detach(), factors)  # type: ignore[no-untyped-call]
+        y: Tensor = _Linear.apply(anchor(weight), input, weight.detach(), factors)  # type: ignore[no-untyped-call]
         return y if bias is None else y + bias
 
     def of_weight(self, input: Tensor, weight: Tensor) -> Factors | None:
@@ -81,25 +82,21 @@ class Products:
         if self._of_rows is None or not (_fits(weight, weight) and self._takes(weight)):
             return None
         padding = padding if padding is None or padding >= 0 else len(weight) + padding
-        anchor = torch.zeros(
-            (), dtype=weight.dtype, device=weight.device, requires_grad=True
-        )  # else no backward is run
-        found: Tensor = _Lookup.apply(anchor, tokens, weight.detach(), padding, partial(self._of_rows, weight))  # type: ignore[no-untyped-call]
+        found: Tensor = _Lookup.apply(anchor(weight), tokens, weight.detach(), padding, partial(self._of_rows, weight))  # type: ignore[no-untyped-call]
         return found
 
 
 class Deferred(Products):
     """The products of linear maps are kept until they are asked for: the W of a micro-batch."""
 
-    def __init__(self, of_rows: OfRows | None = None, takes: Callable[[Tensor], bool] = lambda weight: True) -> None:
-        """`of_rows`, `takes`: of lookups, which are not delayed; None leaves them to autograd."""
+    def __init__(self, takes: Callable[[Tensor], bool] = lambda weight: True, of_rows: OfRows | None = None) -> None:
+        """`of_rows`: of lookups, which are not delayed."""
         self._noted: list[tuple[Tensor, Tensor, Tensor]] = []
-        super().__init__(lambda *product: self._noted.append(product), of_rows)
-        self._looked_up = takes
+        super().__init__(lambda *product: self._noted.append(product), of_rows, takes)
 
-    def lookup(self, tokens: Tensor, weight: Tensor, padding: int | None) -> Tensor | None:
-        """As `Products` has it, of the weights that it takes."""
-        return super().lookup(tokens, weight, padding) if self._looked_up(weight) else None
+    def forget(self) -> None:
+        """What was kept is not wanted."""
+        self._noted = []
 
     def products(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """(weight, a, b): its gradient a @ b was delayed. One at a time, the last one first."""
@@ -137,25 +134,40 @@ def _embedding(
     return Products._plain[1](input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
 
 
+def anchor(weight: Tensor) -> Tensor:
+    """The first input of a Function that hands out a weight's gradient: it takes the weight's place in the graph."""
+    return torch.zeros((), dtype=weight.dtype, device=weight.device, requires_grad=True)
+
+
+def wanted(ctx: Any) -> bool:
+    """In backward of such a Function: whether this run of autograd makes gradients of parameters. One that was asked
+    for others alone (torch.autograd.grad with inputs) does not."""
+    return bool(torch._C._will_engine_execute_node(ctx.next_functions[0][0]))
+
+
 def _fits(weight: Tensor, other: Tensor) -> bool:
     """A parameter of its own, in the dtype it is multiplied in."""
+    plain = {type(weight), type(other)} <= {Tensor, torch.nn.Parameter}  # another class may have its own linear map
+    if not plain or torch._C._are_functorch_transforms_active():
+        return False
     autocast = torch.is_autocast_enabled(other.device.type)
     return torch.is_grad_enabled() and weight.requires_grad and weight.is_leaf and weight.dim() == 2 and not autocast
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, factors: Factors) -> Tensor:
+    def forward(ctx: Any, anchor: Tensor, x: Tensor, weight: Tensor, factors: Factors) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.factors = factors
         return x @ weight.t()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        ctx.factors(x, dy)
-        return dy @ weight, None, None
+        if wanted(ctx):
+            ctx.factors(x, dy)
+        return None, dy @ weight, None, None
 
 
 class _Lookup(torch.autograd.Function):
@@ -179,5 +191,6 @@ class _Lookup(torch.autograd.Function):
         rows, values = tokens.reshape(-1), dy.reshape(-1, dy.shape[-1])
         if ctx.padding is not None:
             values = values.masked_fill((rows == ctx.padding)[:, None], 0)
-        ctx.of_rows(rows, values)
+        if wanted(ctx):
+            ctx.of_rows(rows, values)
         return None, None, None, None, None

@@ -487,3 +487,77 @@ def every_interleaving() -> list[str]:
 
 def test_synced_and_unsynced_backwards_mix_as_at_the_other_stages(worlds) -> None:
     assert worlds(2).run(every_interleaving) == [[], []]
+
+
+class InPlace(nn.Module):
+    """Changes what it was given, and returns it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.map = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return x.add_(torch.tanh(self.map(x.clone()))), y
+
+
+class Passing(InPlace):
+    """Returns what it was given beside what it has made."""
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.tanh(self.map(x)), y + x
+
+
+class Ending(InPlace):
+    """Ends with the call of a part that is a block as well."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.part = part
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return self.part(torch.tanh(self.map(x))), y
+
+
+class Row(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first = nn.Linear(6, 6)
+        blocks: list[nn.Module] = [InPlace() if kind == "in place" else Passing() for _ in range(3)]
+        if kind == "ending":
+            part = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
+            blocks = [Ending(part), Ending(part), *blocks]
+        self.blocks = nn.ModuleList(blocks)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        pair = self.first(x), self.first(x).cos()
+        for block in self.blocks:
+            pair = block(*pair)
+        return pair[0].square().mean() + pair[1].sin().mean()
+
+
+def in_a_row(layout: str, kind: str) -> dict[str, Tensor]:
+    mesh, model = Mesh(layout), Row(kind)
+    engine = Engine(model, mesh, lambda ps: torch.optim.SGD(ps, lr=0.1))
+    for number in range(2):
+        rows = 2 + mesh.rank + number
+        x = torch.randn(rows, 6, generator=torch.Generator().manual_seed(10 * mesh.rank + number)).double()
+        engine.backward(model(x), weight=rows)
+    return {name: g.clone() for name, g in engine.grads()}
+
+
+@pytest.mark.parametrize("kind", ["in place", "passing on", "ending"])
+def test_a_block_is_freed_by_its_own_outputs(worlds, kind: str) -> None:
+    model, weight = Row(kind), 0
+    for rank in range(2):
+        for number in range(2):
+            rows = 2 + rank + number
+            x = torch.randn(rows, 6, generator=torch.Generator().manual_seed(10 * rank + number)).double()
+            (model(x) * rows).backward()
+            weight += rows
+    for found in worlds(2).run(in_a_row, "dp2 zero3", kind):
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is not None
+            error = float((found[name] - parameter.grad / weight).norm())
+            assert error <= 1e-12 * float(parameter.grad.norm()), name

@@ -38,6 +38,24 @@ def test_stages_train_as_one_device_does(worlds, layout: str, make: toys.Make, m
     assert not toys.differences(found, toys.one_device(make, micro_batches))
 
 
+@pytest.mark.parametrize("layout", ["pp2", "pp2 zb zero1"])
+def test_asking_for_other_gradients_hooks_and_weights_of_other_classes_are_left_to_autograd(
+    worlds, layout: str
+) -> None:
+    found = worlds(2).run(partial(toys.train, layout, toys.hidden_by_f_linear, 4, clip=1e9))
+    truth = toys.by_micro_batch(toys.hidden_by_f_linear, 4)
+    for name, gradient in truth.items():
+        assert float((found[0].gradients[0][name] - gradient).norm()) <= 1e-9 * float(gradient.norm()), name
+
+
+@pytest.mark.parametrize("layout", ["pp2 zero3", "pp2 zb zero3"])
+def test_a_loss_of_nothing_that_is_nan_reaches_no_earlier_stage(worlds, layout: str) -> None:
+    found = worlds(2).run(partial(toys.masked, layout))
+    truth = toys.by_micro_batch(toys.plain, 2)
+    for name, gradient in truth.items():
+        assert float((found[0][name] - gradient).norm()) <= 1e-9 * float(gradient.norm()), name
+
+
 @pytest.mark.parametrize("split", [(1, 6, 1), (4, 3, 1), (1, 1, 6)])
 def test_a_users_own_split_changes_no_gradient(worlds, split: tuple[int, ...]) -> None:
     found = worlds(3).run(partial(toys.train, "pp3 zero1", toys.tied, 4, split=split))

@@ -18,6 +18,7 @@ from isograd.pipeline import Stages
 
 STEPS = 2
 ROWS = (3, 0, 7, 2, 5, 1, 4, 6)  # rows per micro-batch: uneven, one empty
+LINEAR = F.linear  # which is another function while a stage runs
 Make = Callable[[], "list[Any]"]
 Micro = tuple[Tensor, Tensor]
 
@@ -103,6 +104,50 @@ def partly_frozen() -> list[Any]:
     return modules
 
 
+class Asking(nn.Module):
+    """Asks autograd for the gradient of a hidden state within its forward, as adaptive weights of losses do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            hidden = torch.tanh(self.into(x))
+            y = self.out(hidden)
+            (asked,) = torch.autograd.grad(y.square().sum(), hidden, retain_graph=True)
+        return y * (1 + asked.abs().sum(-1, keepdim=True))
+
+
+class Clamped(nn.Module):
+    """Uses a weight twice, whose whole gradient of a micro-batch passes through a hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.twice = nn.Linear(8, 8)
+        self.twice.weight.register_hook(lambda gradient: gradient.clamp(-0.05, 0.05))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.twice(torch.tanh(self.twice(x))))
+
+
+class Doubled(Tensor):
+    """A weight whose class computes another linear map."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = super().__torch_function__(func, types, args, kwargs or {})
+        return (2 * found).as_subclass(Tensor) if func is LINEAR else found
+
+
+def hidden_by_f_linear() -> list[Any]:
+    """What must be as plain autograd has it although F.linear is another function."""
+    torch.manual_seed(0)
+    doubled = nn.Linear(8, 8)
+    doubled.weight = nn.Parameter(doubled.weight.detach().as_subclass(Doubled))
+    return [nn.Linear(5, 8), Asking(), doubled, block(1), Clamped(), Asking(), nn.Linear(8, 3)]
+
+
 def loss_of(output: Tensor, micro: Micro) -> tuple[Tensor, int]:
     """The mean over the rows; NaN over none, as torch's own losses are."""
     return F.mse_loss(output, micro[1].to(output.dtype)), len(output)
@@ -141,6 +186,32 @@ def one_device(make: Make, micro_batches: int, clip: float = 0.5) -> Outcome:
         stepper.step()
     done.parameters = {n: p.detach().clone() for n, p in model.named_parameters()}
     return done
+
+
+def by_micro_batch(make: Make, micro_batches: int) -> dict[str, Tensor]:
+    """Gradients of the first step on one device, one micro-batch after the other, as hooks see them."""
+    model = Stages(make(), Mesh.unbound("1"), loss=loss_of).double()
+    micros = [micro for index in range(micro_batches) if len((micro := micro_batch(0, index))[0])]
+    for micro in micros:
+        (model(*micro)[0] * len(micro[0])).backward()
+    rows = sum(len(x) for x, _ in micros)
+    return {n: p.grad / rows for n, p in model.named_parameters() if p.grad is not None}
+
+
+def masked(layout: str) -> dict[str, Tensor]:
+    """Gradients of micro-batches of which one has rows, and none that counts."""
+
+    def loss(output: Tensor, micro: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, float]:
+        _, y, mask = micro
+        errors = (output - y.to(output.dtype)).square().mean(1)
+        return (errors * mask).sum() / mask.sum(), float(mask.sum())
+
+    model = Stages(plain(), Mesh(layout), loss=loss).double()
+    engine = Engine(model, model.mesh, lambda ps: torch.optim.SGD(ps, lr=0.1))
+    (a, b), (x, y) = micro_batch(0, 0), micro_batch(0, 2)
+    micros = [(a, b, torch.ones(len(a))), (x, y, torch.zeros(len(x))), (*micro_batch(0, 1), torch.ones(0))]
+    engine.accumulate(micros)
+    return {name: g.clone() for name, g in engine.grads()}
 
 
 def train(layout: str, make: Make, micro_batches: int, clip: float = 0.5, **options: Any) -> Outcome:

@@ -148,8 +148,8 @@ class Ledger:
             reason = headline(reason)
         self.state, self.failure = State.FAILED, self.failure or reason
 
-    def of_loss(self, loss: Tensor, weight: Tensor | float, *, last: bool = True) -> None:
-        """Backward from a loss; the gradients are those of loss * weight. `last`: they may leave."""
+    def of_loss(self, loss: Tensor, weight: Tensor | float, *, last: bool = True) -> bool:
+        """Backward from a loss: gradients of loss * weight. `last`: they may leave. False: they count for nothing."""
         self.must_be(State.BACKWARD)
         if self.shares.announced is not None:
             raise self.shares.mixed()
@@ -160,6 +160,7 @@ class Ledger:
             self._seeded(loss, count, last=last, discard=nothing)
         self.told.weight = self.told.weight + count
         self.told.losses.append(weighted(loss.detach().double().reshape(()), count))
+        return not nothing
 
     def of_nothing(self, loss: Tensor, weight: Tensor | float) -> None:
         """Backward from a loss as `of_loss` does it; the step gathers nothing of it. For `watcher`."""
@@ -167,7 +168,7 @@ class Ledger:
         count = torch.as_tensor(weight, dtype=torch.float64, device=loss.device).detach().reshape(())
         self._seeded(loss, count, last=False, discard=True)
 
-    def of_terms(self, terms: Terms, *, last: bool = True) -> None:
+    def of_terms(self, terms: Terms, *, last: bool = True) -> bool:
         """Backward from the terms of a loss, in one run of autograd; each is seeded with its share of the step."""
         self.must_be(State.BACKWARD)
         roots, seeds, left_out = self._shares_of(terms)
@@ -179,6 +180,7 @@ class Ledger:
             self._seeded(roots[0], seeds[0], last=last, discard=False)
         else:
             self.run_backward(roots, self._as_gradients(roots, seeds), last=last)
+        return bool(roots)
 
     def seeds_of(self, terms: Terms) -> tuple[list[Tensor], list[Tensor]]:
         """Terms as (roots, their gradients), which `run_backward` takes together with others."""
@@ -231,21 +233,23 @@ class Ledger:
                 self.units.end_backward()
 
     def takes_products(self, parameter: Tensor) -> bool:
-        """Whether a gradient of this parameter may come by `of_product` or `of_rows`: nobody's hooks wait for it, and
-        no bit depends on how it is added up."""
+        """Whether `of_product` and `of_rows` are allowed: no bit depends on it, and no rank waits for a backward."""
+        alone = self.units is None or self._leave is Leave.AT_END
+        return alone and not self.reproducible and self.delays(parameter)
+
+    def delays(self, parameter: Tensor) -> bool:
+        """Whether a gradient of this parameter may come later than autograd's: it is ours, without others' hooks."""
         slot = self._slots.get(id(parameter))
-        return not (slot is None or self.units is not None or self.reproducible or start.is_watched(slot.parameter))
+        return slot is not None and not start.is_watched(slot.parameter)
 
     @torch.no_grad()
     def of_product(self, parameter: Tensor, a: Tensor, b: Tensor, *, last: bool = False) -> None:
-        """The gradient a @ b of a parameter, which autograd has left to the caller: added without memory of its own
-        to what is here. Through autograd where somebody's hooks wait for it. `last`: as in `run_backward`."""
-        slot = self._slots.get(id(parameter))
-        if not self._running and (slot is None or not (self._takes_late(slot) or self.takes_products(parameter))):
+        """The gradient a @ b of a parameter, which autograd has left to the caller. `last`: as in `run_backward`."""
+        if not self._running and not self.takes_products(parameter):
             self.run_backward([parameter], [a @ b], last=last)
             return
         self.must_be(State.BACKWARD)
-        assert slot is not None
+        slot = self._slots[id(parameter)]
         before = self.local.get(slot)
         if before is None or before.dtype != a.dtype or self._watched():
             self._taken_in(slot, a @ b)
@@ -255,14 +259,9 @@ class Ledger:
         if last and self._leave is Leave.EAGER:
             self.passed_by(slot)
 
-    def _takes_late(self, slot: Slot) -> bool:
-        """At ZeRO 3, whether a product needs no backward in which all data ranks gather parameters."""
-        at_end = self.units is not None and self._leave is Leave.AT_END
-        return at_end and not (self.reproducible or start.is_watched(slot.parameter))
-
     @torch.no_grad()
     def of_rows(self, parameter: Tensor, rows: Tensor, values: Tensor) -> None:
-        """A gradient that is zero but for these rows (one may come twice), added to what is here."""
+        """A gradient that is zero but for these rows (one may come twice)."""
         self.must_be(State.BACKWARD)
         slot = self._slots[id(parameter)]
         before = self.local.get(slot)

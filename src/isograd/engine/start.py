@@ -64,8 +64,8 @@ def pipeline_of(model: nn.Module, mesh: Mesh, reproducible: bool) -> Pipeline | 
             expected="reproducible=False, or a layout without pp",
             where=mesh.where(),
         )
-    refuse: Callable[[Any], None] | None = getattr(model, "refuse_micro", None)
-    return Pipeline(found, mesh, refuse) if refuse is not None else Pipeline(found, mesh)
+    refuse: Callable[[Any], None] = getattr(model, "refuse_micro", None) or (lambda micro: None)
+    return Pipeline(found, mesh, refuse, products=getattr(model, "hands_out_products", False))
 
 
 def refuse_idle_stage(table: Table, mesh: Mesh) -> None:

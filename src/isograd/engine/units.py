@@ -38,7 +38,7 @@ from isograd.mesh import DATA, STAGE, Mesh
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 READER = 0  # a user of parameters that is no unit: someone who looks at all of them
-RETURNED = "_isograd_returned"  # marks a tensor that a block of this forward has returned
+RETURNED = "_isograd_returned"  # of a tensor that a block has returned: how many calls had begun, and its version
 LATE_READ = """ZeRO 3: a backward read a parameter after its block was given back. The gradient of a block
 must come back through what its forward returns, once; see 'Limits' in docs/zero.md."""
 
@@ -81,6 +81,7 @@ class Units:
         self._outer: BaseException | None = None  # being handled when the forward or the backward began
         self._round: int | None = None  # of the lockstep, in which a forward or a backward began that is not over
         self._readers = 0
+        self._calls = 0  # of blocks, that have begun
         self._flying: list[tuple[Posted, list[Kept]]] = []
         self._left: Posted | None = None  # said when backward left the last block that it did not gather anew
         self._trace: list[Unit] = []  # units in the order of the running forward
@@ -106,8 +107,9 @@ class Units:
         ]
         for unit in self.units:
             for module in [unit.module] if unit is not self.root else _owners(self.root, self.units):
-                entering = Hook(self._entering(unit), self._refuse_absent)
-                leaving = Hook(self._leaving(unit), self._refuse_absent)
+                begun: list[int] = []  # numbers of the calls of this module that are not over
+                entering = Hook(self._entering(unit, begun), self._refuse_absent)
+                leaving = Hook(self._leaving(unit, begun), self._refuse_absent)
                 handles.append(module.register_forward_pre_hook(entering, prepend=True))
                 handles.append(module.register_forward_hook(leaving, always_call=True))
         for module in model.modules():
@@ -149,8 +151,10 @@ class Units:
             self._meet("ends its forward")
         self._remember()
 
-    def _entering(self, unit: Unit) -> Callable[..., None]:
+    def _entering(self, unit: Unit, begun: list[int]) -> Callable[..., None]:
         def enter(_: nn.Module, __: Any) -> None:
+            self._calls += 1
+            begun.append(self._calls)
             if self._in_backward:  # a recomputed forward, or one called from a backward
                 self._recomputed.add(id(unit))
                 self._need(unit)
@@ -162,16 +166,17 @@ class Units:
 
         return enter
 
-    def _leaving(self, unit: Unit) -> Callable[..., None]:
+    def _leaving(self, unit: Unit, begun: list[int]) -> Callable[..., None]:
         def leave(_: nn.Module, __: Any, output: Any) -> None:
+            since = begun.pop() if begun else self._calls
             if unit is self.root and (self._in_forward or self._in_backward):
                 return
             # What an earlier block returned and this one passes on comes back through that block: freed for this one's
             # sake, it would compute its gradients with what is not there.
-            graph = [tensor for tensor in differentiable(output) if not hasattr(tensor, RETURNED)]
+            graph = [tensor for tensor in differentiable(output) if not _passed_on(tensor, since)]
             waiting = [True] * bool(graph and not self._in_backward)
             for tensor in graph:
-                setattr(tensor, RETURNED, True)
+                setattr(tensor, RETURNED, (self._calls, tensor._version))
                 tensor.register_hook(lambda _: self._returned(unit, waiting))
             if self._in_backward:
                 return
@@ -420,6 +425,13 @@ def _raised(outer: BaseException | None) -> BaseException | None:
     if "modified by an inplace operation" in str(now):
         now.add_note(LATE_READ)
     return now
+
+
+def _passed_on(tensor: Tensor, since: int) -> bool:
+    """Whether a block that was called as number `since` returns what others made: the stage before, or a block whose
+    call was over by then, of a tensor that was not changed in place."""
+    calls, version = getattr(tensor, RETURNED, (since, None))
+    return tensor.is_leaf or (calls < since and version == tensor._version)
 
 
 def differentiable(output: Any) -> list[Tensor]:

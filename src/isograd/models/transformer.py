@@ -125,6 +125,7 @@ class Transformer(nn.Module):
     """A decoder, whole or this rank's stages of it, under any layout."""
 
     cuts_batches = True  # each rank of a cp group is given the whole batch, of which the model takes its part
+    hands_out_products = True  # in a pipeline: see isograd/products.py
 
     def __init__(
         self,

@@ -28,7 +28,7 @@ from isograd.inputs import WrongInputs, outside
 from isograd.mesh import Mesh
 from isograd.nn.parameter import Layer, make
 from isograd.nn.stream import enter
-from isograd.products import Factors, taker
+from isograd.products import Factors, anchor, taker, wanted
 from isograd.random import Key
 
 IGNORE = -100
@@ -116,6 +116,7 @@ def cross_entropy(
     # Where the weight's gradient is wanted as two factors, the gradient of the logits is kept if it is the smaller one.
     factors = taker(x, weight) if 0 < len(x) <= min(chunk, x.shape[-1]) else None
     mean, count = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
+        None if factors is None else anchor(weight),
         x,
         weight if factors is None else weight.detach(),
         labels,
@@ -185,6 +186,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
+        anchor: Tensor | None,
         x: Tensor,
         weight: Tensor,
         labels: Tensor,
@@ -197,7 +199,7 @@ class _CrossEntropy(torch.autograd.Function):
         factors: Factors | None,
     ) -> tuple[Tensor, Tensor]:
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-        need_x, need_weight = ctx.needs_input_grad[:2]
+        need_x, need_weight = ctx.needs_input_grad[1:3]
         dx = torch.empty_like(x) if need_x else None
         dweight: Tensor | None = None
         dlogits: Tensor | None = None
@@ -233,10 +235,10 @@ class _CrossEntropy(torch.autograd.Function):
             dx = None if dx is None else dx * scale.to(dx.dtype)
             dweight = None if dweight is None else dweight * scale
             dlogits = None if dlogits is None else dlogits * scale.to(dlogits.dtype)
-        if dlogits is not None:
+        if dlogits is not None and wanted(ctx):
             ctx.factors(x, dlogits)
         dweight = None if dweight is None else dweight.to(dtype)
-        return dx, dweight, None, None, None, None, None, None, None, None
+        return None, dx, dweight, None, None, None, None, None, None, None, None
 
 
 class _CrossEntropyOfLogits(torch.autograd.Function):

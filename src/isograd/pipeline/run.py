@@ -44,6 +44,10 @@ class Autograd(Protocol):
         """Whether a gradient of this parameter may come by one of the next two ways, past autograd."""
         ...
 
+    def delays(self, parameter: Tensor) -> bool:
+        """Whether a gradient of this parameter may come by `of_product` after its micro-batch's backward."""
+        ...
+
     def of_product(self, parameter: Tensor, a: Tensor, b: Tensor, *, last: bool = False) -> None:
         """The gradient a @ b of a weight."""
         ...
@@ -52,11 +56,11 @@ class Autograd(Protocol):
         """What is to be added to these rows of the gradient of a lookup's weight."""
         ...
 
-    def of_loss(self, loss: Tensor, weight: Tensor | float, *, last: bool) -> None:
-        """Backward from a micro-batch's loss on the last stage."""
+    def of_loss(self, loss: Tensor, weight: Tensor | float, *, last: bool) -> bool:
+        """Backward from a micro-batch's loss on the last stage. False: nothing of it counts."""
         ...
 
-    def of_terms(self, terms: Terms, *, last: bool) -> None:
+    def of_terms(self, terms: Terms, *, last: bool) -> bool:
         """The same of the terms of its loss."""
         ...
 
@@ -75,14 +79,28 @@ class _Held:
     terms: Terms | None  # of another stage, which seeds them: no value of a term is passed on
     products: Products | None
 
+    def drop(self) -> None:
+        """Gradients that its backward has made count for nothing, here and on earlier stages."""
+        for tensor in self.inputs:
+            tensor.grad = None
+        if isinstance(self.products, Deferred):
+            self.products.forget()
+
 
 class Pipeline:
     """The stages of this rank, and the way through all of them."""
 
     def __init__(
-        self, chunks: Mapping[int, Chunk], mesh: Mesh, refuse: Callable[[Any], None] = lambda micro: None
+        self,
+        chunks: Mapping[int, Chunk],
+        mesh: Mesh,
+        refuse: Callable[[Any], None] = lambda micro: None,
+        *,
+        products: bool = False,
     ) -> None:
-        """`refuse` raises for a micro-batch that some stage cannot run; all ranks of a column ask before any runs."""
+        """`refuse` raises for a micro-batch that some stage cannot run; all ranks of a column ask before any runs.
+        products: gradients of weights may be handed out as products (isograd/products.py)."""
+        self.products = products
         self.chunks, self.mesh, self.layout, self._refuse = chunks, mesh, mesh.layout, refuse
         self.group, self.ways = mesh.group("pp"), Ways.of_mesh(mesh)
         self.last = self.layout.pp * self.layout.vpp - 1
@@ -203,25 +221,27 @@ class _Step:
     def _products(self, forward: Action) -> Products | None:
         """How gradients of weights come past autograd. Those of a stage's last micro-batch come by autograd's hooks,
         which know when the last use of a weight is over, so that buckets leave during that backward."""
-        ledger = self._autograd
+        ledger, zb = self._autograd, self.schedule.name == "zb"
         if ledger is None:
             return None
-        zb = self.schedule.name == "zb"
-        if forward.micro == self.final["I" if zb else "B", forward.stage].micro:
-            return Deferred() if zb else None
+        last = forward.micro == self.final["I" if zb else "B", forward.stage].micro
+        at_once = self.pipeline.products and not last
         if zb:
-            return Deferred(ledger.of_rows, ledger.takes_products)
-        return Products(ledger.of_product, ledger.of_rows, ledger.takes_products)
+            return Deferred(ledger.delays, ledger.of_rows if at_once else None)
+        return Products(ledger.of_product, ledger.of_rows, ledger.takes_products) if at_once else None
 
     def _backward(self, action: Action, gradients: list[Tensor]) -> None:
         assert self._autograd is not None
         held = self.held[action[1:]]
         last = self.final[action.kind, action.stage] is action
         with held.products or nullcontext():
-            if isinstance(held.loss, Terms):
-                self._autograd.of_terms(held.loss, last=last)
-            elif held.loss is not None:
-                self._autograd.of_loss(*held.loss, last=last)
+            if held.loss is not None:
+                if isinstance(held.loss, Terms):
+                    counts = self._autograd.of_terms(held.loss, last=last)
+                else:
+                    counts = self._autograd.of_loss(*held.loss, last=last)
+                if not counts:  # it ran for the other ranks' sake, and may have made NaN
+                    held.drop()
             else:
                 roots, seeds = [t for t in held.outputs if t.requires_grad], gradients
                 if held.terms is not None:
