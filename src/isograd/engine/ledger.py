@@ -233,7 +233,7 @@ class Ledger:
                 self.units.end_backward()
 
     def takes_products(self, parameter: Tensor) -> bool:
-        """Whether `of_product` and `of_rows` are allowed: no bit depends on it, and no rank waits for a backward."""
+        """Whether gradients may come past autograd: no bit depends on it, and no rank waits for a backward of this."""
         alone = self.units is None or self._leave is Leave.AT_END
         return alone and not self.reproducible and self.delays(parameter)
 

@@ -266,10 +266,7 @@ def _of_logits(
     """
     counts, column, here = _columns(labels, logits.shape[1], first, ignore)
     wrong = outside(labels, vocab, ignore)
-    own_top = logits.amax(1)
-    label_logit = torch.where(here, logits.gather(1, column[:, None])[:, 0], 0)
-    exps = logits.sub_(own_top[:, None]).exp_()
-    top, denominator, label_logit = _combine(own_top, exps.sum(1), label_logit, group)
+    own_top, exps, (top, denominator, label_logit) = _exponentials(logits, column, here, group)
     losses = torch.where(counts, denominator.log() + top - label_logit, 0).masked_fill(wrong, torch.nan)
     if not need_gradient:
         return losses, None
@@ -299,10 +296,7 @@ class _LogProbabilities(torch.autograd.Function):
             part, target = x[start : start + chunk], labels[start : start + chunk]
             counts, column, here = _columns(target, len(weight), first, ignore)
             logits, _ = _capped((part @ weight.t()).to(wide), softcap)
-            top = logits.amax(1)
-            label_logit = torch.where(here, logits.gather(1, column[:, None])[:, 0], 0)
-            exps = logits.sub_(top[:, None]).exp_().sum(1)
-            top, denominator, label_logit = _combine(top, exps, label_logit, group)
+            _, _, (top, denominator, label_logit) = _exponentials(logits, column, here, group)
             log_sum = denominator.log() + top
             log_sums[start : start + chunk] = log_sum
             wrong = outside(target, vocab, ignore)
@@ -355,6 +349,17 @@ def _added(total: Tensor | None, a: Tensor, b: Tensor, wide: torch.dtype) -> Ten
     if total is None:
         return (a @ b).to(wide)
     return total.addmm_(a, b) if a.dtype == wide else total.add_(a @ b)
+
+
+def _exponentials(
+    logits: Tensor, column: Tensor, here: Tensor, group: Group
+) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
+    """(this slice's largest logit, its exponentials relative to that, which overwrite the logits, and what `_combine`
+    makes of all slices)."""
+    own_top = logits.amax(1)
+    label_logit = torch.where(here, logits.gather(1, column[:, None])[:, 0], 0)
+    exps = logits.sub_(own_top[:, None]).exp_()
+    return own_top, exps, _combine(own_top, exps.sum(1), label_logit, group)
 
 
 def _combine(top: Tensor, exps: Tensor, label_logit: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
