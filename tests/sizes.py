@@ -42,6 +42,12 @@ def sized(
     return [pytest.param(*case, marks=size[case]) for case in cases]
 
 
+def few(values: Iterable[Case], slow: Iterable[Case]) -> list[Any]:
+    """The values as parameters of a test: those of `slow` for `make test-all` only."""
+    slow = list(slow)
+    return [pytest.param(value, marks=pytest.mark.slow) if value in slow else value for value in values]
+
+
 def mark(item: pytest.Item) -> None:
     """Mark a collected test by its parameters and by medium.txt."""
     listed = item.nodeid.removeprefix("tests/").replace(".py::", "::", 1).startswith(MEDIUM)

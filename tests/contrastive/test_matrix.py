@@ -17,6 +17,7 @@ from torch import Tensor
 from isograd.contrastive import InfoNCE, OfAll, SigLIP
 from isograd.layout import Layout
 from tests.contrastive.toys import Found, assert_same, cached, one_device
+from tests.sizes import few
 
 LAYOUTS = {
     1: ["dp1", "dp1 zero3"],
@@ -104,7 +105,10 @@ def expected(parts: int, **more: Any) -> Found:
     return one_device(LOSSES[loss][0], parts, **more)
 
 
-@pytest.mark.parametrize("layout", [text for ranks in LAYOUTS.values() for text in ranks])
+SLOW = ["dp4", "dp4 zero1", "dp2 cp2 ring zero3", "dp2 tp2 sp zero2"]
+
+
+@pytest.mark.parametrize("layout", few([text for ranks in LAYOUTS.values() for text in ranks], slow=SLOW))
 def test_the_gradient_is_that_of_the_full_batch_on_one_device(worlds, layout: str) -> None:
     sizes = Layout.parse(layout)
     chosen = [case for case in cases(sizes.world_size) if case["layout"] == layout]

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from isograd.layout import Layout
-from tests.sizes import pairwise
+from tests.sizes import few, pairwise
 
 from . import sparse
 
@@ -88,7 +88,7 @@ def test_an_expert_that_nobody_chooses_and_a_rank_without_tokens_change_no_gradi
     assert not any(load[-1] for load in loads), "somebody chose the expert that nobody is to choose"
 
 
-@pytest.mark.parametrize("layout", ["dp2 tp2 sp ep2", "dp4 ep2"])
+@pytest.mark.parametrize("layout", few(["dp2 tp2 sp ep2", "dp4 ep2"], slow=["dp4 ep2"]))
 def test_experts_have_the_same_bits_at_every_zero_stage(worlds, layout: str) -> None:
     runs = [worlds(4).run(sparse.train, f"{layout} zero{n}", "one, shared", "sequence", 2, False) for n in range(4)]
     for results in runs:

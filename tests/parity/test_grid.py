@@ -11,7 +11,7 @@ import torch
 
 from isograd.layout import Layout
 from isograd.models import TransformerConfig
-from tests.sizes import pairwise, sized
+from tests.sizes import few, pairwise, sized
 
 from . import cases
 
@@ -129,7 +129,7 @@ def test_reproducible_trains_as_one_device_does(worlds, layout: str, model: str)
 
 
 @pytest.mark.parametrize("model", cases.MODELS)
-@pytest.mark.parametrize("layout", ["dp2", "dp2 tp2 sp", "dp4 tp2"])
+@pytest.mark.parametrize("layout", few(["dp2", "dp2 tp2 sp", "dp4 tp2"], slow=["dp4 tp2"]))
 def test_zero_stages_give_the_same_bits(worlds, layout: str, model: str) -> None:
     world = worlds(Layout.parse(layout).world_size)
     runs = [cases.on_layout(world, f"{layout} zero{stage}", model, 3)[0] for stage in (0, 1, 2)]

@@ -45,6 +45,7 @@ GRID = [
     ("pp4 vpp2 cp2 ulysses zero3", "deep-tied", 2, False),
     ("pp2 cp2 ring zero3", "deep", 5, False),
 ]
+LARGE = [case for case in GRID if Layout.parse(case[0]).world_size == 8]  # every second one in `make test-all` only
 VALUES = {
     "pp": (2, 4),
     "vpp": (1, 2),
@@ -85,7 +86,7 @@ def test_every_pair_of_values_meets_in_the_grid() -> None:
 
 @pytest.mark.parametrize(
     ("layout", "model", "micro_batches", "recompute"),
-    GRID,
+    [pytest.param(*case, marks=[pytest.mark.slow] * (case in LARGE[::2])) for case in GRID],
     ids=[f"{layout}-{model}-{m}{'-recompute' if r else ''}" for layout, model, m, r in GRID],
 )
 def test_a_pipeline_trains_as_one_device_does(

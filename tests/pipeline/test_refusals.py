@@ -22,6 +22,7 @@ from isograd.errors import IsogradError
 from isograd.mesh import Mesh
 from isograd.models import Transformer, TransformerConfig
 from isograd.pipeline import Stages
+from tests.sizes import few
 
 from . import toys
 
@@ -376,8 +377,12 @@ def free_port() -> int:
         return int(taken.getsockname()[1])
 
 
-@pytest.mark.parametrize(("layout", "middle"), [("pp3 zb", "changes its shape"), ("pp3", "gives a wrong shape")])
-def test_real_processes_end_with_an_error_each(tmp_path: Path, layout: str, middle: str) -> None:
+ENDED = [("pp3 zb", "changes its shape"), ("pp3", "gives a wrong shape")]
+
+
+@pytest.mark.parametrize("case", few(ENDED, slow=ENDED[1:]), ids=" ".join)
+def test_real_processes_end_with_an_error_each(tmp_path: Path, case: tuple[str, str]) -> None:
+    layout, middle = case
     script = tmp_path / "program.py"
     script.write_text(PROGRAM.format(root=str(Path(__file__).parents[2]), layout=layout, middle=middle))
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}

@@ -18,6 +18,7 @@ import pytest
 
 from isograd.cli import main
 from isograd.train import journal
+from tests.sizes import few
 
 SMALL = """version: 1
 run: {folder}/run
@@ -81,7 +82,7 @@ def ranks_of(run: subprocess.Popen[str]) -> list[psutil.Process]:
     return [rank for server in below for rank in server.children()]
 
 
-@pytest.mark.parametrize("to", ["the command", "its group"])
+@pytest.mark.parametrize("to", few(["the command", "its group"], slow=["the command"]))
 def test_a_signal_ends_a_run_with_75_and_the_same_command_goes_on(config: Path, to: str) -> None:
     with started(config) as run:
         if to == "its group":

@@ -34,6 +34,7 @@ from isograd.verify.run.hang import place, processes
 from isograd.verify.tell.findings import BUG, INCONCLUSIVE, NOTE, PASS, Subject
 from isograd.verify.watch.capture import Capture
 from isograd.verify.watch.life import UNWATCHED
+from tests.sizes import few
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "unmodified"
 VOCAB, LENGTH = 19, 7
@@ -528,7 +529,7 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "
 CLEAN, DIRTY = {"ddp_loop": "--global-mean", "fsdp2_loop": "--global-mean"}, {"hf_trainer": "--average-per-rank"}
 
 
-@pytest.mark.parametrize("name", ["ddp_loop", "fsdp2_loop", "hf_trainer"])
+@pytest.mark.parametrize("name", few(["ddp_loop", "fsdp2_loop", "hf_trainer"], slow=["fsdp2_loop"]))
 def test_an_unmodified_program_that_counts_all_labels_passes(verify_run, name) -> None:
     switch = [CLEAN[name]] if name in CLEAN else []
     done = verify_run(*TORCHRUN, str(EXAMPLES / f"{name}.py"), *switch, "--steps", "4")
