@@ -104,6 +104,20 @@ def test_ranks_that_run_together_hear_what_the_others_say() -> None:
     assert found == {rank: [7, 8, 9] for rank in (0, 1, 2)}
 
 
+def test_a_gather_after_words_that_went_one_way_alone_hears_what_the_other_says_there() -> None:
+    world = imagined.World()
+
+    def says(rank: int) -> list[int]:
+        group = Mesh.imagine("pp2", rank, world).group("pp")
+        if rank == 0:
+            raw.send_start([torch.tensor([5])], group, 1, control=True).wait()
+        else:
+            raw.receive_start([torch.tensor([0])], group, 0, control=True).wait()
+        return [int(n) for n in raw.gather_list(torch.tensor(7 + rank), group)]
+
+    assert world.run({rank: partial(says, rank) for rank in (0, 1)}) == {0: [7, 8], 1: [7, 8]}
+
+
 def test_an_error_of_one_rank_ends_all_and_a_circle_of_waits_ends() -> None:
     world = imagined.World()
 

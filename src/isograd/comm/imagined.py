@@ -132,9 +132,9 @@ class Member:
         self._counts[key] += 1
         return self._counts[key] - 1 + self._gathers[axes, purpose, tag]
 
-    def gathers(self, peer: int, axes: str, purpose: str) -> int:
+    def gathers(self, way: str, peer: int, axes: str, purpose: str) -> int:
         """The same of a message that every member of a group sends to every other; `gathered` counts it."""
-        return self._counts["to", peer, axes, purpose, 0] + self._gathers[axes, purpose, 0]
+        return self._counts[way, peer, axes, purpose, 0] + self._gathers[axes, purpose, 0]
 
     def gathered(self, axes: str, purpose: str) -> None:
         """Every member of a group has sent one control message to every other."""
@@ -187,23 +187,26 @@ class Line:
         here = me.stage(me.rank)
         if self._stages is None:  # in the order of ranks, in which pp is outermost
             self._stages = {stage: list(of_it) for stage, of_it in groupby(self.ranks, me.stage)}
-        names = {
-            stage: (self.axes, self.purpose, 0, me.gathers(ranks[0], self.axes, self.purpose))
-            for stage, ranks in self._stages.items()
+        names: dict[str, dict[int, tuple[str, str, int, int]]] = {
+            way: {
+                stage: (self.axes, self.purpose, 0, me.gathers(way, ranks[0], self.axes, self.purpose))
+                for stage, ranks in self._stages.items()
+            }
+            for way in ("to", "from")
         }
         for stage in self._stages:
             for speaker in (me.rank, ~here):
-                me.world.say((speaker, stage, *names[stage]), mine.detach())
+                me.world.say((speaker, stage, *names["to"][stage]), mine.detach())
         for stage, ranks in self._stages.items():
             if stage == here:
                 found += [mine] * len(ranks)
                 continue
-            me.world.await_words(me.rank, ((rank, here, *names[stage]) for rank in ranks))
-            words = said.get((~stage, here, *names[stage]))
+            me.world.await_words(me.rank, ((rank, here, *names["from"][stage]) for rank in ranks))
+            words = said.get((~stage, here, *names["from"][stage]))
             words = mine if words is None or words.numel() != mine.numel() else words
             found += [words.view(mine.shape)] * len(ranks)
             for rank in me.world.speakers.intersection(ranks):
-                words = said.get((rank, here, *names[stage]))
+                words = said.get((rank, here, *names["from"][stage]))
                 if words is not None and words.numel() == mine.numel():
                     found[len(found) - len(ranks) + bisect_left(ranks, rank)] = words.view(mine.shape)
         me.gathered(self.axes, self.purpose)
