@@ -82,6 +82,7 @@ class Units:
         self._round: int | None = None  # of the lockstep, in which a forward or a backward began that is not over
         self._readers = 0
         self._calls = 0  # of blocks, that have begun
+        self._chunks = mesh.layout.vpp > 1  # forwards take turns between blocks that are not the same ones
         self._flying: list[tuple[Posted, list[Kept]]] = []
         self._left: Posted | None = None  # said when backward left the last block that it did not gather anew
         self._trace: list[Unit] = []  # units in the order of the running forward
@@ -189,11 +190,16 @@ class Units:
         return leave
 
     def _remember(self) -> None:
-        """The order of this forward is what the next one, and its backward, are expected to follow."""
+        """The order of this forward is what the next one, and its backward, are expected to follow. Where chunks of a
+        pipeline take turns, nobody knows which one comes next: each has its own order, and no first block."""
         pairs = list(zip(self._trace, self._trace[1:], strict=False))
-        self._after = {id(a): b for a, b in reversed(pairs)}
-        self._before = {id(b): a for a, b in pairs if a is not self.root}
-        self._before[id(self.root)] = self._trace[-1]
+        after = {id(a): b for a, b in reversed(pairs)}
+        before = {id(b): a for a, b in pairs if a is not self.root}
+        if self._chunks:
+            after.pop(id(self.root), None)
+            self._after, self._before = self._after | after, self._before | before
+        else:
+            self._after, self._before = after, {**before, id(self.root): self._trace[-1]}
 
     # -- backward
 
