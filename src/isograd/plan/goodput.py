@@ -20,6 +20,8 @@ from dataclasses import dataclass
 
 from isograd.errors import PlanError
 
+LEAST, MOST = 1e-12, 1e12  # of what is given: beyond any run
+
 
 @dataclass(frozen=True)
 class Goodput:
@@ -36,9 +38,10 @@ def goodput(failures_per_rank_hour: float, ranks: int, save_s: float, restart_s:
         "failures for each rank and hour": failures_per_rank_hour, "ranks": ranks, "seconds of a save": save_s,
         "seconds of a restart": restart_s,
     }  # fmt: skip
-    wrong = [f"{name}: {value}" for name, value in given.items() if not 0 < value < math.inf]
+    wrong = [f"{name}: {value}" for name, value in given.items() if not LEAST < value < MOST]
     if wrong:
-        raise PlanError("IG277", "a goodput needs positive numbers", seen="; ".join(wrong), expected="more than 0")
+        expected = f"more than {LEAST:g}, less than {MOST:g}"
+        raise PlanError("IG277", "a goodput needs positive numbers", seen="; ".join(wrong), expected=expected)
     mean = 3600 / (failures_per_rank_hour * ranks)
     interval = best_interval(mean, save_s)
     return Goodput(mean, interval, share(interval, mean, save_s, restart_s))

@@ -64,6 +64,12 @@ class _Range:
         shape, strides, dtype = form
         extent = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
         size = extent * dtype.itemsize
+        if size > SPACE:
+            raise PlanError(
+                "IG270", "a tensor that is larger than all addresses of a rehearsal",
+                seen=f"{tuple(shape)} of {str(dtype)[6:]}: {size:,} bytes", expected=f"at most {SPACE:,} bytes",
+                fix="a smaller model or batch, or a layout that cuts it further",
+            )  # fmt: skip
         if self._next + size > SPACE:
             self._next = 0
         memory = self._bytes[self._next : self._next + size]

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from isograd.train.config import Config
 
 SHOWN = 12  # findings
+MOST = 10_000  # micro-batches: more would take days
 PATIENCE = 15.0  # seconds between two words about how far it is
 
 
@@ -100,8 +101,10 @@ def _read(options: argparse.Namespace) -> tuple[Config, Layout]:
             "IG600", f"layout {str(layout)!r} needs {layout.world_size} ranks", seen=f"--world {options.world}",
             expected=f"--world {layout.world_size}", fix=f"one of these fits {options.world}: {fits}" if fits else None,
         )  # fmt: skip
-    if options.micro_batches is not None and options.micro_batches < 1:
-        raise ConfigError("IG600", "--micro-batches must be at least 1", seen=options.micro_batches)
+    if options.micro_batches is not None and not 1 <= options.micro_batches <= MOST:
+        raise ConfigError(
+            "IG600", "--micro-batches must be at least 1", seen=options.micro_batches, expected=f"1 to {MOST:,}"
+        )
     if config.data is None:
         raise PlanError(
             "IG270", "pairs cannot be rehearsed", seen="`pairs` in the config", expected="a language model: `data`"
