@@ -8,7 +8,8 @@ buffers that they keep are there; then they build it again. Measured is the most
 (VmHWM, which Linux lets a process reset) above what the process had before. Nothing is fitted.
 
 Each piece of 64 KB or more is mapped by itself and unmapped when it is given back (M_MMAP_THRESHOLD), so that resident
-memory is what the program holds. --resident leaves the C library's allocator as it is, which keeps and scatters pieces.
+memory is what the program holds; a prediction counts the pages that such a piece touches (`mapped`). --resident leaves
+the C library's allocator as it is, which keeps and scatters pieces.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ from isograd.plan.rehearse import rehearse, without_memory
 
 OPTIONS: dict[str, Any] = {"vocab": 2048, "hidden": 256, "layers": 4, "heads": 8, "kv_heads": 4, "mlp": 688}
 ROWS, LENGTH = 8, 128  # of a data rank
+MAPPED = 1 << 16  # bytes from which on a piece is mapped by itself
+PAGE, BEFORE = 4096, 64  # of a mapped piece: torch's tensors begin 64 bytes after its first page does
 
 
 class Case(NamedTuple):
@@ -63,6 +66,11 @@ def build(case: Case, device: str | None, mesh: Mesh) -> tuple[Engine, Any, int]
     return engine, (tokens, tokens), case.micro_batches
 
 
+def mapped(size: int) -> int:
+    """The bytes of the pages that a piece touches."""
+    return -(-(size + BEFORE) // PAGE) * PAGE if size >= MAPPED else -(-size // BEFORE) * BEFORE
+
+
 def status(name: str) -> int:
     """Bytes, of /proc/self/status."""
     return int(Path("/proc/self/status").read_text().partition(name + ":")[2].split()[0]) * 1024
@@ -72,7 +80,7 @@ def measured(case: Case, resident: bool) -> int:
     """On a rank: bytes at the peak of the second step, above those before the model was built."""
     c_library = ctypes.CDLL(None)
     if not resident:
-        c_library.mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD
+        c_library.mallopt(-3, MAPPED)  # M_MMAP_THRESHOLD
     engine, batch, micro_batches = build(case, None, Mesh(case.layout))
     engine.train_step(batch, micro_batches)
     del engine, batch
@@ -98,7 +106,8 @@ def rows(only: str | None, resident: bool) -> Iterator[str]:
                 if layout.world_size != size or only not in (None, case.layout):
                     continue
                 peak = max(world.run(measured, case, resident))
-                top = max(rehearse(partial(build, case, "meta"), layout), key=lambda rank: rank.peak.bytes)
+                found = rehearse(partial(build, case, "meta"), layout, taken=mapped)
+                top = max(found, key=lambda rank: rank.peak.bytes)
                 ratios.append(top.peak.bytes / peak)
                 yield (
                     f"| {case.layout} | {case.micro_batches} | {'yes' if case.recompute else ''} "

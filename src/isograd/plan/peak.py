@@ -1,20 +1,20 @@
 """The peak of what a rank's memory holds in a rehearsed step: when, how much, and whose it is.
 
 Every later step begins with the optimizer's state, which the first one makes at its end: it is counted from the start.
-Pieces are rounded up to ROUND bytes, as allocators of GPUs do. Not counted: memory that kernels take for themselves,
-pieces below held.LEAST, what the allocator cannot use between pieces, and the program itself.
+Pieces are rounded up to 512 bytes, as allocators of GPUs do, or as the caller says. Not counted: memory that kernels
+take for themselves, pieces below held.LEAST, what the allocator cannot use between pieces, and the program itself.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
 from isograd.plan.held import KINDS, OPTIMIZER, Held
 
-ROUND = 512
 POINTS = 600  # of a picture
 OWNERS = 10
 
@@ -31,10 +31,18 @@ class Peak:
     phases: tuple[tuple[float, str], ...]  # where along the step (0 to 1) the program begins to do what
 
 
-def peak(held: Held, began: int) -> Peak:
+Taken = Callable[[int], int]  # the bytes that an allocator takes for a piece of so many
+
+
+def of_gpu(size: int) -> int:
+    """What PyTorch's allocator for GPUs takes."""
+    return -(-size // 512) * 512
+
+
+def peak(held: Held, began: int, taken: Taken = of_gpu) -> Peak:
     """`began`: the moment at which the step began."""
     pieces, end = held.pieces(), held.moment + 1
-    sizes = np.array([-(-piece.bytes // ROUND) * ROUND for piece in pieces], dtype=np.int64)
+    sizes = np.array([taken(piece.bytes) for piece in pieces], dtype=np.int64)
     born = np.array([0 if piece.kind == OPTIMIZER else piece.born for piece in pieces], dtype=np.int64)
     died = np.array([piece.died for piece in pieces], dtype=np.int64)
     kinds = np.array([KINDS.index(piece.kind) for piece in pieces], dtype=np.int64)

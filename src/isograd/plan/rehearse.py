@@ -35,7 +35,7 @@ from isograd.mesh import Mesh
 from isograd.nn.moe import MoE
 from isograd.plan.held import GRADIENTS, OPTIMIZER, PARAMETERS, Held
 from isograd.plan.load import Choice
-from isograd.plan.peak import Peak, peak
+from isograd.plan.peak import Peak, Taken, of_gpu, peak
 from isograd.plan.saved import Saves, saves
 from isograd.plan.shapes import LARGE, Shapes, bytes_of, mark, segments
 
@@ -96,14 +96,20 @@ def rehearse(
     *,
     large: int = LARGE,
     load: str = "even",
+    taken: Taken = of_gpu,
     tell: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Rank]:
     """Run one step on each rank of the first column, and on those beside it, where a kind of stage begins and ends.
-    `load`: how often tokens choose each expert (plan/load.py). `tell` hears how many ranks have run, of how many."""
+
+    load: how often tokens choose each expert (plan/load.py).
+    taken: the bytes that an allocator takes for a piece of memory.
+    tell: hears how many ranks have run, of how many.
+    """
     world, mode = imagined.World(), Shapes(large)
+    step = partial(_step, build, layout, world, load, taken)
 
     def run(*ranks: int) -> list[Rank]:
-        found = world.run({rank: partial(_step, build, layout, rank, world, mode.another(), load) for rank in ranks})
+        found = world.run({rank: partial(step, rank, mode.another()) for rank in ranks})
         return [found[rank] for rank in ranks]
 
     found = run(*layout.ranks("pp", 0))
@@ -125,7 +131,7 @@ def beside(layout: Layout, column: list[Rank]) -> list[int]:
     return [layout.rank({"pp": pp, **spot}) for pp in sorted(ends) for spot in spots if any(spot.values())]
 
 
-def _run(build: Build, mesh: Mesh, held: Held, load: str) -> tuple[Engine, Peak]:
+def _run(build: Build, mesh: Mesh, held: Held, load: str, taken: Taken) -> tuple[Engine, Peak]:
     engine, batch, micro_batches = build(mesh)
     for module in engine.model.modules():
         if isinstance(module, MoE):
@@ -151,7 +157,7 @@ def _run(build: Build, mesh: Mesh, held: Held, load: str) -> tuple[Engine, Peak]
         for entry, value in state.items():
             if isinstance(value, Tensor):
                 held.name(value, OPTIMIZER, entry)
-    return engine, peak(held, began)
+    return engine, peak(held, began, taken)
 
 
 def _name_states(engine: Engine, held: Held) -> None:
@@ -186,11 +192,13 @@ def _pattern(name: str) -> str:
     return re.sub(r"\.\d+\.", ".*.", name)
 
 
-def _step(build: Build, layout: Layout, rank: int, world: imagined.World, mode: Shapes, load: str) -> Rank:
+def _step(
+    build: Build, layout: Layout, world: imagined.World, load: str, taken: Taken, rank: int, mode: Shapes
+) -> Rank:
     mesh = Mesh.imagine(layout, rank, world)
     mode.held = Held()
     with mode, raw.recording(segments, _follow) as record:
-        engine, top = _run(build, mesh, mode.held, load)
+        engine, top = _run(build, mesh, mode.held, load, taken)
     mode.held = None
     slots = engine.plan.slots
     debts = {
