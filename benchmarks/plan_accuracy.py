@@ -42,6 +42,8 @@ MEGATRON_2022 = Habits(
     hides_gradients=0.0,
     even_layers=True,
     chunks_logits=False,
+    fused_blocks=True,
+    fp32_rows=True,  # DeepSpeed's step makes them of what was reduced in 16 bits
 )
 MEGATRON = Habits(
     passes=1.0,
@@ -52,6 +54,7 @@ MEGATRON = Habits(
     chunks_logits=False,
     gradient_bytes=4,
     fused_sums=True,
+    fused_blocks=True,
     attention=1.5,  # cuDNN's kernels, in place of FlashAttention-2's
 )
 MOSAIC = Habits(
@@ -60,8 +63,15 @@ MOSAIC = Habits(
     gradient_bytes=2,
     keeps_gradients=False,
     chunks_logits=False,
+    fused_blocks=True,
+    whole_in_pipeline=True,  # torchtitan's parameters are not given back between the micro-batches of a pipeline
 )
-TITAN = dataclasses.replace(MOSAIC, attention=1.0, selective=0.5)  # its op-level recompute keeps every second product
+TITAN = dataclasses.replace(
+    MOSAIC,
+    attention=1.0,
+    selective=0.5,  # its op-level recompute keeps every second product
+    gradient_bytes=4,  # its default
+)
 COMPILED = dataclasses.replace(TITAN, passes=1.0, saved=0.7)
 PUBLISHERS = {  # in the order of their first rows; a word of their source
     "MT-NLG": ("MT-NLG", MEGATRON_2022), "MosaicML": ("MosaicML", MOSAIC), "torchtitan": ("torchtitan", COMPILED),
@@ -72,6 +82,7 @@ EXPERTS = {  # (number, per token, width, shared width, dense layers first)
     "Mixtral-8x7B": (8, 2, 14336, 0, 0), "Mixtral-8x22B": (8, 2, 16384, 0, 0), "Qwen3-30B-A3B": (128, 8, 768, 0, 0),
     "Qwen3-235B-A22B": (128, 8, 1536, 0, 0), "GPT-OSS-120B": (128, 4, 2880, 0, 0),
 }  # fmt: skip
+WINDOWS = {"GPT-OSS": 128}  # tokens that each sees, in every second layer
 NODES = {"V100-32GB": "v100", "V100-16GB": "v100", "A100-40GB": "a100", "A100-80GB": "a100", "H100-80GB": "h100",
          "H100-96GB": "h100", "B200-180GB": "b200"}  # fmt: skip
 YES, MAYBE, NO = "fits", "tight", "does not fit"
@@ -134,7 +145,7 @@ def _row(v: dict[str, str]) -> tuple[str, Row | None]:
         vocab=-(-int(v["vocab"] or 50257) // (128 * tp)) * 128 * tp,  # all of these programs pad it
         hidden=int(v["hidden"]), layers=layers, heads=heads,
         kv_heads=int(v["kv_heads"] or heads), mlp=int(v["ffn"]), gated=gated, head_dim=_head_dim(v),
-        norm="rms" if gated else "layer", experts=experts,
+        norm="rms" if gated else "layer", experts=experts, **_windows(v["model"], layers),
     )  # fmt: skip
     precision = v["precision"].partition("-")[0]
     low = "fp8" if "fp8" in precision else None
@@ -166,8 +177,10 @@ def _row(v: dict[str, str]) -> tuple[str, Row | None]:
 
 def _habits(publisher: str, notes: str) -> Habits:
     habits = PUBLISHERS[publisher][1]
+    if "Rebalancing layers" in notes:
+        habits = dataclasses.replace(habits, ends_as_layers=True)
     if "accumulates grads in fp32" in notes:
-        return dataclasses.replace(habits, kept_bytes=6)
+        return dataclasses.replace(habits, kept_bytes=6, fp32_rows=False, widened=True)
     if publisher == "torchtitan" and "async" in notes:
         return dataclasses.replace(habits, hides_tp=0.6)
     return TITAN if publisher == "torchtitan" and "compile" not in notes else habits
@@ -184,6 +197,11 @@ def _device(name: str, kind: str, source: str) -> Machine:
         share = 12.5 if "vTrain" in source else 6.25
         device = dataclasses.replace(device, between=machine.Link(gb_s=share, latency_us=8))
     return device
+
+
+def _windows(model: str, layers: int) -> dict[str, Any]:
+    window = next((n for name, n in WINDOWS.items() if model.startswith(name)), None)
+    return {"sliding_window": window, "full_layers": tuple(range(1, layers, 2))} if window else {}
 
 
 def _head_dim(v: dict[str, str]) -> int | None:

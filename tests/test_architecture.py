@@ -151,6 +151,7 @@ ARROWS = {
         "nn",
         "outside",
         "pipeline",
+        "sequence",
         "yamls",
     },
     "cases": {"errors", "layout", "train", "mesh", "models", "nn", "random", "verify"},

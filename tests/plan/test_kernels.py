@@ -22,7 +22,7 @@ from isograd.plan.costs import OPERATORS, ROUTING, Costs
 from isograd.plan.kernels import attention_share, product_share
 from isograd.plan.machine import Crowded, Link
 from isograd.plan.step_time import predict
-from isograd.plan.work import Habits, Work
+from isograd.plan.work import Habits, Kind, Work
 
 H100 = machine.load("h100")
 SMALL = TransformerConfig(vocab=32000, hidden=2048, layers=16, heads=16, kv_heads=8, mlp=5632)
@@ -56,7 +56,7 @@ def test_eight_bits_cost_their_casts_and_gradients_their_sums() -> None:
     costs = [Costs(work(products="fp8"), layout, device) for device in (H100, free)]
     assert costs[0].product(8192, 2048, 8192) > 1.05 * costs[1].product(8192, 2048, 8192)
     sums = [
-        Costs(work(batch=256, habits=Habits(fused_sums=fused)), layout, H100).of_block(False)["B"].compute
+        Costs(work(batch=256, habits=Habits(fused_sums=fused)), layout, H100).of_block(Kind())["B"].compute
         for fused in (False, True)
     ]
     elements = 2048 * (128 * (2 * 16 + 2 * 8) + 3 * 5632) + 2 * 2048

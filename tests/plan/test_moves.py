@@ -23,6 +23,7 @@ LLAMA: dict[str, Any] = {"vocab": 512, "hidden": 256, "layers": 2, "heads": 8, "
 QWEN = {**LLAMA, "qk_norm": True, "tied": True}
 GPT2 = {**LLAMA, "kv_heads": None, "norm": "layer", "gated": False, "positions": "learned", "max_positions": 64,
         "qkv_bias": True, "out_bias": True, "mlp_bias": True}  # fmt: skip
+WINDOWS = {**LLAMA, "layers": 3, "sliding_window": 5, "full_layers": [1]}
 SPARSE = {**LLAMA, "experts": {"number": 8, "per_token": 2, "width": 64, "shared": 64, "dense_first": 1}}
 
 
@@ -64,6 +65,9 @@ def recorded(options: dict[str, Any], layout: Layout, recompute: bool) -> dict[i
         ("cp2 ring", LLAMA, False),
         ("cp4 ulysses2", LLAMA, True),
         ("pp2 vpp2", {**QWEN, "layers": 4}, False),
+        ("cp4 ring zero1", WINDOWS, True),
+        ("dp2 pp2 zero3", {**GPT2, "layers": 4}, True),
+        ("dp2 pp2 vpp2 zero3", {**QWEN, "layers": 8}, False),
         pytest.param("dp2 tp2 sp pp2 zero2", GPT2, True, marks=pytest.mark.medium),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

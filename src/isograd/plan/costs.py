@@ -10,14 +10,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from isograd.layout import Layout
 from isograd.plan import moves
-from isograd.plan.kernels import attention_share, product_share
+from isograd.plan.kernels import BLOCK, attention_share, product_share
 from isograd.plan.machine import Machine
 from isograd.plan.moves import Move
-from isograd.plan.work import Work, held, of_block
+from isograd.plan.work import Kind, Work, held, of_block
+from isograd.sequence import band
+from isograd.sequence.places import sights, spread
 
 _PART = {"dp cp": "dp", "edp": "dp"}  # of a step: the others are called as their axis
 OPERATORS = (
@@ -26,6 +28,10 @@ OPERATORS = (
 ROUTING = 80  # in a block with experts, without their products
 SENDING = 3  # for each message: its parts are put together, sent, and awaited
 SCORES = {"F": 5, "B": 8}  # how often attention that is not fused reads or writes a matrix of scores
+# isograd's attention by blocks, where no kernel fits: how often it reads or writes a block's scores, which are wide,
+# and how many operators it starts for one; and both once more for a cap on scores.
+WIDE_SCORES, WIDE_STARTS = {"F": 10, "B": 18}, {"F": 25, "B": 30}
+CAP_SCORES, CAP_STARTS = {"F": 10, "B": 11}, {"F": 5, "B": 6}
 
 
 @dataclass(frozen=True)
@@ -82,51 +88,56 @@ class Costs:
         """Seconds of operations on elements that must read and write so many bytes."""
         return bytes * self.work.habits.passes / self._peaks[2] + operators * self.machine.rates.operator_us * 1e-6
 
-    def block(self, sparse: bool) -> dict[str, float]:
+    def block(self, kind: Kind) -> dict[str, float]:
         """Compute of one block for one micro-batch: F, B, and the part of F that recomputing repeats, R."""
         work, layout, c = self.work, self.layout, self.work.model
         tokens, d, size = work.tokens(layout), work.head_dim, work.size
         heads, kv = c.heads / layout.tp, max(1, (c.kv_heads or c.heads) / layout.tp)
         hidden, stream = c.hidden, tokens * c.hidden * size / (layout.tp if layout.sp else 1)
-        products: list[tuple[float, float, float]] = [
-            (tokens, heads * d, hidden),
-            (tokens, 2 * kv * d, hidden),
-            (tokens, hidden, heads * d),
+        products: list[tuple[int, float, float, float]] = [  # how many of which sizes
+            (1, tokens, heads * d, hidden),
+            (1, tokens, 2 * kv * d, hidden),
+            (1, tokens, hidden, heads * d),
         ]
         inside = 0.0  # bytes of the inner features that the activation reads and writes
-        if sparse and c.experts is not None:
+        if kind.sparse and c.experts is not None:
             here = max(1.0, c.experts.number / layout.ep)
             slots = tokens / layout.tp * c.experts.per_token
             each = slots / here
-            products += [(each, c.experts.width, hidden)] * int((work.matrices - 1) * here)
-            products += [(each, hidden, c.experts.width)] * int(here)
-            products += [(tokens / layout.tp, c.experts.number, hidden)]
+            products.append((int((work.matrices - 1) * here), each, c.experts.width, hidden))
+            products.append((int(here), each, hidden, c.experts.width))
+            products.append((1, tokens / layout.tp, c.experts.number, hidden))
             inside = (slots * (work.matrices * c.experts.width + 6 * hidden)) * size  # slots are made and added up
             inner = c.experts.shared / layout.tp
         else:
             inner = c.mlp / layout.tp
         if inner:
-            products += [(tokens, inner, hidden)] * (work.matrices - 1) + [(tokens, hidden, inner)]
+            products += [(work.matrices - 1, tokens, inner, hidden), (1, tokens, hidden, inner)]
             inside += tokens * inner * work.matrices * size
-        matrices = sum(self.product(*shape) for shape in products)
-        attention = self._attention(tokens, heads, kv)
+        matrices = sum(count * self.product(*sizes) for count, *sizes in products)
+        attention = self._attention(tokens, heads, kind.window)
         around = 2 * tokens * (heads + kv) * d * size  # rotary positions, or the bias of queries and keys
-        between = self.elements(2 * 5 * stream + around + inside, 16)  # norms read and write, sums read two
+        norms = 4 if c.norms == "both" else 2
+        between = self.elements(2 * (norms + 3) * stream + around + inside, 16)  # norms read and write, sums read two
         backward = 2 * matrices + attention["B"] + 2 * between
         again = {"none": 0.0, "selective": attention["F"], "full": matrices + attention["F"] + between}
         if work.recompute == "selective" and work.habits.fused_attention:
             again["selective"] = work.habits.selective * matrices + between  # fused attention keeps no scores
         return {"F": matrices + attention["F"] + between, "B": backward, "R": again[work.recompute]}
 
-    def _attention(self, tokens: float, heads: float, kv: float) -> dict[str, float]:
-        """Of all heads of this rank. A causal mask leaves half of the products, and attention that takes a mask or has
-        its scores in memory does all of them."""
+    def _attention(self, tokens: float, heads: float, window: int | None) -> dict[str, float]:
+        """Of all heads of this rank. A causal mask leaves half of the products, a window fewer; attention that takes a
+        mask or has its scores in memory does all of them."""
         work, layout = self.work, self.layout
         keys = work.length
         flops = 4 * tokens * keys * heads * work.head_dim
         rate, start = self._peaks[1], self.machine.rates.operator_us * 1e-6
         if work.habits.fused_attention:
+            if self._blocks_of(window):
+                return {way: self._by_blocks(tokens, heads, window, way) for way in ("F", "B")}
             share = 1.0 if work.masked else 0.5 / attention_share(keys / layout.ring)
+            if window is not None:  # and the blocks at both edges of the window
+                share = min(share, (window - window**2 / (2 * keys) + BLOCK) / keys)
             steps = layout.ring
             return {"F": flops * share / rate + steps * start, "B": 2.5 * flops * share / rate + 2 * steps * start}
         scores = tokens * keys * heads * work.size / self._peaks[2]
@@ -138,11 +149,36 @@ class Costs:
             "B": 2 * products + SCORES["B"] * scores + 8 * start,
         }
 
+    def _blocks_of(self, window: int | None) -> int:
+        """How many blocks of queries and keys isograd's own attention computes one after the other, of a batch's row;
+        0: a kernel does all of it. Rings on a CPU have a kernel for each of their blocks."""
+        work, layout = self.work, self.layout
+        capped = work.model.attention_softcap is not None
+        if work.habits.fused_blocks or not (window is not None or capped or (layout.ring > 1 and self.machine.units)):
+            return 0
+        return blocks_and_pairs(work.length, layout.ulysses, layout.ring, window)[0]
+
+    def _by_blocks(self, tokens: float, heads: float, window: int | None, way: str) -> float:
+        """Seconds of a forward or a backward. Where no kernel fits, scores are in memory and products are wide."""
+        work, layout = self.work, self.layout
+        blocks, seen = blocks_and_pairs(work.length, layout.ulysses, layout.ring, window)
+        pairs = tokens / (work.length / layout.cp) * heads / layout.ulysses * seen
+        flops = 4 * pairs * work.head_dim * (1.0 if way == "F" else 2.5)
+        capped = work.model.attention_softcap is not None
+        start = self.machine.rates.operator_us * 1e-6
+        if not self.machine.units and not capped:
+            return flops / self._peaks[1] + 2 * blocks * start
+        wide = "fp64" if work.dtype == "fp64" else "fp32"
+        rate = self.machine.peak(wide) * self.machine.rates.matmul.get(wide, 1.0)
+        moved = pairs * work.wide * (WIDE_SCORES[way] + capped * CAP_SCORES[way])
+        return flops / rate + moved / self._peaks[2] + blocks * (WIDE_STARTS[way] + capped * CAP_STARTS[way]) * start
+
     def head(self) -> float:
         """Logits, their loss and both gradients: all in the forward."""
         work, tokens = self.work, self.work.tokens(self.layout)
         vocab = -(-work.model.vocab // self.layout.tp)
-        logits = self.elements(tokens * vocab * work.wide * 3, 12)
+        capped = 6 if work.model.logit_softcap is not None else 0
+        logits = self.elements(tokens * vocab * work.wide * (3 + capped), 12 + capped)
         return 3 * self.product(tokens, vocab, work.model.hidden) + logits
 
     def embedding(self) -> float:
@@ -208,26 +244,28 @@ class Costs:
         """What messages cost beside compute of `cover` seconds: what lasts longer, and what they take from it."""
         return max(0.0, seconds - cover) + self.machine.rates.contention * min(seconds, cover)
 
-    def of_block(self, sparse: bool) -> dict[str, Cost]:
+    def of_block(self, kind: Kind) -> dict[str, Cost]:
         """F and B of one block, with its messages; what is run again is part of B."""
-        compute = self.block(sparse)
-        made = moves.block(self.work, self.layout, sparse, self.layout.cp - 1)
+        compute = self.block(kind)
+        made = moves.block(self.work, self.layout, kind, self.layout.cp - 1)
         back = made["B"] + (made["R"] if self.work.recompute == "full" else [])
-        forward, again = (self._started(compute[way], made[way], sparse) for way in "FR")
-        backward = self._started(compute["B"] + self._summed(sparse), made["B"], sparse, 2)
+        forward, again = (self._started(compute[way], made[way], kind) for way in "FR")
+        backward = self._started(compute["B"] + self._summed(kind.sparse), made["B"], kind, "B")
         return {
             "F": Cost(forward, self.messages(made["F"])),
             "B": Cost(backward + (again if compute["R"] else 0.0), self.messages(back)),
         }
 
-    def _started(self, seconds: float, made: list[Move], sparse: bool, times: int = 1) -> float:
+    def _started(self, seconds: float, made: list[Move], kind: Kind, way: str = "F") -> float:
         """Seconds of a device that waits for the host, where the host starts operators more slowly than they run. A
         backward starts twice as many as its forward."""
         experts = self.work.model.experts
         operators = OPERATORS
-        if sparse and experts is not None:
+        if kind.sparse and experts is not None:
             operators = ROUTING + self.work.matrices * max(1, experts.number // self.layout.ep)
-        started = (operators * times + SENDING * len(made)) * self.machine.rates.launch_us * 1e-6
+        operators *= 2 if way == "B" else 1
+        operators += self._blocks_of(kind.window) * WIDE_STARTS[way] if self.work.habits.fused_attention else 0
+        started = (operators + SENDING * len(made)) * self.machine.rates.launch_us * 1e-6
         return seconds + max(0.0, started - seconds - sum(self.messages(made).values()))
 
     def _summed(self, sparse: bool) -> float:
@@ -244,6 +282,21 @@ class Costs:
         compute = (self.embedding() if first else 0.0) + (self.head() if last else 0.0)
         back = self.embedding() if first else 0.0
         return {"F": Cost(compute, self.messages(made["F"])), "B": Cost(back, self.messages(made["B"]))}
+
+
+@lru_cache(maxsize=4096)
+def blocks_and_pairs(length: int, ulysses: int, ring: int, window: int | None) -> tuple[int, int]:
+    """Of one sequence on the busiest member of a ring: how many blocks isograd's attention computes one after the
+    other, and how many pairs of a query and a key are in them."""
+    if ring == 1:
+        starts = range(0, length, band.BLOCK)
+        found = [p for start in starts for p in band.pieces(start, min(length, start + band.BLOCK), window)]
+        return len(found), sum((p.stop - p.start) * (p.last - p.first) for p in found)
+    blocks = spread(length, ulysses=ulysses, ring=ring).blocks
+    seen = [[sight for theirs in blocks for sight in sights(mine, theirs, window)] for mine in blocks]
+    return max(
+        ((len(found), sum((s.stop - s.start) * s.keys for s in found)) for found in seen), key=lambda both: both[1]
+    )
 
 
 def left_out(work: Work) -> list[str]:

@@ -10,11 +10,12 @@ Activations are counted by the tensors that isograd's Transformer saves. tests/t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from isograd.layout import Layout
 from isograd.models.config import TransformerConfig
 from isograd.plan.work import Habits, Work, held, layers_of, of_block, of_ends
+from isograd.sequence import band
 
 LOAD = 1.5  # slots that the busiest rank of an ep group computes, over an even share
 CHUNK = 1024  # tokens whose logits exist at a time: nn/loss.py
@@ -39,9 +40,10 @@ class Memory:
         return self.parameters + self.gradients + self.optimizer + self.activations
 
 
-def memory(work: Work, layout: Layout) -> Memory:
-    """Of the rank that needs most: the first or the last pipeline stage."""
-    return max((of_stage(work, layout, index) for index in {0, layout.pp - 1}), key=lambda found: found.total)
+def memory(work: Work, layout: Layout, *, scores: bool = False) -> Memory:
+    """Of the rank that needs most: the first or the last pipeline stage. `scores`: with those of `of_scores`."""
+    found = max((of_stage(work, layout, index) for index in {0, layout.pp - 1}), key=lambda found: found.total)
+    return replace(found, activations=found.activations + of_scores(work, layout)) if scores else found
 
 
 def of_stage(work: Work, layout: Layout, index: int) -> Memory:
@@ -53,9 +55,32 @@ def of_stage(work: Work, layout: Layout, index: int) -> Memory:
     muon = mine.matrices if work.muon else 0
     parameters, gradients, optimizer = states(layout, work.size, work.micro_batches, mine.all, owned, gathered, muon)
     if work.habits != Habits():  # another program's sums of gradients
-        rows = mine.all if work.habits.keeps_gradients else owned + largest
+        whole = layout.zero == 3 and layout.pp > 1 and work.habits.whole_in_pipeline
+        rows = mine.all if whole or work.habits.keeps_gradients else owned + largest
         gradients = (work.habits.kept_bytes or work.habits.gradient_bytes) * rows
+        gradients += work.wide * owned if work.habits.fp32_rows else 0
+        gradients += work.wide * _largest(work, layout, index) if work.habits.widened else 0
+        parameters = work.size * (mine.all + owned) if whole else parameters
     return Memory(parameters, gradients, optimizer, activations(work, layout, index))
+
+
+def of_scores(work: Work, layout: Layout) -> float:
+    """What isograd's attention holds in a backward on a GPU, beside what it saved, where it computes blocks without a
+    kernel (sequence/block.py): scores, probabilities and gradients of both, wide, of its largest block."""
+    c, window = work.model, work.model.sliding_window or work.length
+    if layout.ring == 1 and window >= work.length and c.attention_softcap is None:
+        return 0.0
+    queries, keys = (
+        (band.BLOCK, min(work.length, window + band.BLOCK)) if layout.ring == 1 else (work.length // layout.ring,) * 2
+    )
+    rows = -(-work.batch // layout.dp // work.micro_batches)
+    return 4.0 * work.wide * rows * queries * keys * c.heads / layout.tp / layout.ulysses
+
+
+def _largest(work: Work, layout: Layout, index: int) -> float:
+    """Elements of the largest parameter of a rank of this pipeline index."""
+    ends = index in (0, layout.pp - 1)
+    return max(work.model.vocab * ends, work.model.mlp) * work.model.hidden / layout.tp
 
 
 def states(
@@ -98,6 +123,8 @@ def activations(work: Work, layout: Layout, index: int) -> float:
     last = index == layout.pp - 1
     head = 3 * tokens * c.hidden * work.wide + logits * c.vocab / layout.tp if last else 0
     layers = held_layers(work, layout, index)
+    if not last or layout.vpp > 1:  # what a stage passes on stays until its gradient is back
+        head += tokens * entry * max(1, most_in_flight(layout, work.micro_batches, index))
     if work.recompute == "full":
         return tokens * layers * entry + 2 * (tokens * block + masks) + head
     return (layers + 1) * (tokens * block + masks) + head  # one more: the gradients of the block in backward

@@ -8,10 +8,12 @@ a step equal the record of an imagined rank, byte for byte, where rows and heads
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from typing import NamedTuple
 
 from isograd.layout import Layout
-from isograd.plan.work import Held, Work, held, layers_of, of_block, of_ends
+from isograd.plan.work import Held, Kind, Work, held, kinds_of, of_block, of_ends
+from isograd.sequence.places import reach, spread
 
 SMALL_BYTES = 1 << 16  # comm/raw.py: a smaller all-reduce is one exchange of whole tensors
 
@@ -38,13 +40,13 @@ def cut(axes: str, members: int, bytes: float) -> list[Move]:
     return [Move(axes, "collective", (members - 1) / members * bytes)] if members > 1 and bytes else []
 
 
-def block(work: Work, layout: Layout, sparse: bool, cp_index: int) -> dict[str, list[Move]]:
+def block(work: Work, layout: Layout, kind: Kind, cp_index: int) -> dict[str, list[Move]]:
     """What one block sends for one micro-batch in forward F, backward B, and when a forward is run again R."""
     tokens, hidden = work.tokens(layout), work.model.hidden
     whole = float(tokens * hidden * work.size)
     enter, leave = _enter(layout, whole), _leave(layout, whole)
-    around = _attention(work, layout, tokens, cp_index)
-    routed = _routed(work, layout, tokens) if sparse else []
+    around = _attention(work, layout, tokens, cp_index, kind.window)
+    routed = _routed(work, layout, tokens) if kind.sparse else []
     return {
         "F": [*(enter["F"] + leave["F"]) * 2, *around["F"], *routed],
         "B": [*(enter["B"] + leave["B"]) * 2, *around["B"], *routed],
@@ -64,9 +66,9 @@ def _leave(layout: Layout, whole: float) -> dict[str, list[Move]]:
     return {"F": reduced("tp", layout.tp, whole), "B": []}
 
 
-def _attention(work: Work, layout: Layout, tokens: int, index: int) -> dict[str, list[Move]]:
+def _attention(work: Work, layout: Layout, tokens: int, index: int, window: int | None) -> dict[str, list[Move]]:
     """Ulysses: two all-to-alls each way. A ring: keys and values, and in backward also their gradients, which are
-    wide. Under a causal mask, later members are sent half a block."""
+    wide. Under a causal mask, later members are sent half a block; with a window, what some query of theirs sees."""
     found: dict[str, list[Move]] = {"F": [], "B": []}
     u, r, d = layout.ulysses, layout.ring, work.head_dim
     heads = work.model.heads / layout.tp
@@ -77,12 +79,26 @@ def _attention(work: Work, layout: Layout, tokens: int, index: int) -> dict[str,
         found = {"F": both, "B": both}
     if r > 1:
         keys = tokens * u * 2 * max(1.0, kv / u) * d * work.size
-        place = index // u
-        there, back = place + 0.5 * (r - 1 - place), 0.5 * place + (r - 1 - place)
-        out = [Move(f"cp%{u}", "send", keys * there / (r - 1))] * (r - 1)
-        home = [Move(f"cp%{u}", "send", keys * work.wide / work.size * back / (r - 1))] * (r - 1)
+        place, wide = index // u, keys * work.wide / work.size
+        if window is None:
+            there, back = place + 0.5 * (r - 1 - place), 0.5 * place + (r - 1 - place)
+            out = [Move(f"cp%{u}", "send", keys * there / (r - 1))] * (r - 1)
+            home = [Move(f"cp%{u}", "send", wide * back / (r - 1))] * (r - 1)
+        else:
+            leave, come = reaches(work.length, u, r, place, window)
+            out = [Move(f"cp%{u}", "send", keys * share) for share in leave if share]
+            home = [Move(f"cp%{u}", "send", wide * share) for share in come if share]
         found = {"F": found["F"] + out, "B": found["B"] + out + home}
     return found
+
+
+@lru_cache(maxsize=4096)
+def reaches(length: int, ulysses: int, ring: int, place: int, window: int) -> tuple[list[float], list[float]]:
+    """For each further step of a ring: the share of its block's keys that a member sends, and that it receives."""
+    places = spread(length, ulysses=ulysses, ring=ring)
+    mine, whole = places.blocks[place], places.padded // ring
+    others = [places.blocks[(place + step) % ring] for step in range(1, ring)]
+    return [reach(o, mine, window) / whole for o in others], [reach(mine, o, window) / whole for o in others]
 
 
 def _routed(work: Work, layout: Layout, tokens: int) -> list[Move]:
@@ -155,20 +171,19 @@ def of_step(work: Work, layout: Layout, spot: Mapping[str, int]) -> Iterator[tup
     index, cp_index, micro = spot["pp"], spot["cp"], work.micro_batches
     first, last = index == 0, index == layout.pp - 1
     ways = ("F", "B", "R") if work.recompute == "full" else ("F", "B")
-    stages = layers_of(work, layout, index)
-    counts = tuple(sum(stage[i] for stage in stages) for i in (0, 1))
-    for sparse in (False, True):
-        if not counts[sparse]:
-            continue
-        made = block(work, layout, sparse, cp_index)
-        weights = shards(work, layout, of_block(work, layout, sparse))
+    stages = kinds_of(work, layout, index)
+    for kind, count in (both for stage in stages for both in stage):
+        made = block(work, layout, kind, cp_index)
+        weights = shards(work, layout, of_block(work, layout, kind.sparse))
         for way in ways:
-            yield from ((move, micro * counts[sparse]) for move in made[way])
-        yield from ((move, 2 * micro * counts[sparse]) for move in weights)  # forward and backward
+            yield from ((move, micro * count) for move in made[way])
+        yield from ((move, 2 * micro * count) for move in weights)  # forward and backward
     at_ends = ends(work, layout, first, last)
     root = of_ends(work, layout, first, last)
     yield from ((move, micro) for way in ("F", "B") for move in at_ends[way])
-    yield from ((move, micro) for move in shards(work, layout, root))
+    yield from (
+        (move, micro * len(stages)) for move in shards(work, layout, root)
+    )  # whole from a forward to a backward
     links = 2 * len(stages) - first - last
     if layout.pp > 1:
         yield passed(work, layout), micro * links

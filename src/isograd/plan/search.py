@@ -79,7 +79,7 @@ def search(
         for cut in _cut(work, layout, found):
             for how in recomputes:
                 described = dataclasses.replace(cut, recompute=how)
-                needed = memory(described, layout)
+                needed = memory(described, layout, scores=machine.units > 0)
                 if needed.total > room:
                     said = f"{layout}, {_choices(described)}: {needed.total / 1e9:.0f} GB of {room / 1e9:.0f}"
                     found.drop(FULL, said)
@@ -148,7 +148,7 @@ def _of(work: Work, machine: Machine, sizes: dict[str, int], found: Found) -> It
         heads, near = c.heads // tp, max(1, machine.devices // tp)
         methods = [f"ulysses{u}" for u in sorted({1, min(cp, near), cp}) if u <= heads and cp % u == 0]
     chunks = [n for n in (1, 2, 3, 4, 5, 6, 7, 8, 10, 12) if pp * n <= c.layers] if pp > 1 else [1]
-    stages = (0,) if data == 1 else (1,) if pp > 1 else (1, 3)  # 0 sends more than 1 and keeps more, 2 sends as much
+    stages = (0,) if data == 1 else (1, 3)  # 0 sends more than 1 and keeps more, 2 sends as much
     spread = [1]
     if c.experts is not None:
         spread = [ep for ep in _divisors(data * tp) if c.experts.number % ep == 0]

@@ -21,7 +21,7 @@ from isograd.pipeline.schedule import Action, Schedule, Timed, build
 from isograd.plan import moves
 from isograd.plan.costs import Cost, Costs
 from isograd.plan.machine import Machine
-from isograd.plan.work import Work, held, layers_of, of_block, of_ends
+from isograd.plan.work import Kind, Work, held, kinds_of, of_block, of_ends
 
 ROUNDS = 3  # micro-batches that are simulated, in multiples of the pipeline's ranks
 PARTS = ("compute", "tp", "cp", "ep", "dp", "bubble", "optimizer")
@@ -60,7 +60,7 @@ class Rank:
         return sum(forward.total + backward.total for forward, backward in self.stages)
 
 
-Blocks = dict[tuple[object, ...], dict[bool, dict[str, Cost]]]
+Blocks = dict[tuple[object, ...], dict[Kind, dict[str, Cost]]]
 
 
 def predict(
@@ -113,46 +113,42 @@ def _ranks(costs: Costs, known: Blocks) -> list[Rank]:
     found: dict[object, Rank] = {}
     ranks = []
     for index in range(layout.pp):
-        key = layers_of(work, layout, index), index == 0, index == layout.pp - 1
+        key = kinds_of(work, layout, index), index == 0, index == layout.pp - 1
         if key not in found:
             found[key] = _rank(costs, blocks, index)
         ranks.append(found[key])
     return ranks
 
 
-def _blocks(costs: Costs, known: Blocks) -> dict[bool, dict[str, Cost]]:
+def _blocks(costs: Costs, known: Blocks) -> dict[Kind, dict[str, Cost]]:
     work, layout = costs.work, costs.layout
     sizes = layout.cp, layout.cp_method, layout.tp, layout.sp, layout.ep
     micro = work.micro_batches if work.products == "fp8" else work.micro_batches == 1
     key = (work.tokens(layout), work.recompute, micro, *sizes)
     if key not in known:
-        kinds = {work.has_experts(layer) for layer in range(work.model.layers)}
-        known[key] = {sparse: costs.of_block(sparse) for sparse in kinds}
+        known[key] = {kind: costs.of_block(kind) for stage in kinds_of(work, Layout(), 0) for kind, _ in stage}
     return known[key]
 
 
-def _rank(costs: Costs, blocks: dict[bool, dict[str, Cost]], index: int) -> Rank:
+def _rank(costs: Costs, blocks: dict[Kind, dict[str, Cost]], index: int) -> Rank:
     work, layout = costs.work, costs.layout
     stages, last_backward, forwards = [], 0.0, 0.0
     pace = 1 + costs.machine.slowest_of(layout.world_size)  # all wait for the slowest device
-    numbers = layers_of(work, layout, index)
-    for place, counts in enumerate(numbers):
-        first = index == 0 and place == 0
-        last = index == layout.pp - 1 and place == len(numbers) - 1
-        ends = costs.of_ends(first, last)
-        root = costs.messages(moves.shards(work, layout, of_ends(work, layout, first, last)))
+    numbers, whole_step = kinds_of(work, layout, index), work.habits.whole_in_pipeline and layout.pp > 1
+    root: dict[str, float] = {}
+    if not whole_step:  # gathered before each forward, and whole until a backward is over
+        root = costs.messages(moves.shards(work, layout, of_ends(work, layout, index == 0, index == layout.pp - 1)))
+    for place, kinds in enumerate(numbers):
+        ends = costs.of_ends(index == 0 and place == 0, index == layout.pp - 1 and place == len(numbers) - 1)
         both = []
         for way in ("F", "B"):
             found = Cost(ends[way].compute, _sum(ends[way].messages, root if way == "F" else {}))
-            for sparse, count in zip((False, True), counts, strict=True):
-                if count:
-                    one = blocks[sparse][way]
-                    late = _late_shards(costs, one, sparse)
-                    whole = _sum(one.messages, late)
-                    found = Cost(
-                        found.compute + count * one.compute,
-                        _sum(found.messages, {axes: count * seconds for axes, seconds in whole.items()}),
-                    )
+            for number, (kind, count) in enumerate(kinds):
+                one = blocks[kind][way]
+                messages = {axes: count * seconds for axes, seconds in one.messages.items()}
+                if layout.zero == 3 and not whole_step:
+                    messages = _sum(messages, {"dp": _late_shards(costs, one, kind, count, number == 0)})
+                found = Cost(found.compute + count * one.compute, _sum(found.messages, messages))
             both.append(Cost(found.compute * pace, found.messages))
         stages.append((both[0], both[1]))
         last_backward += both[1].compute
@@ -161,18 +157,20 @@ def _rank(costs: Costs, blocks: dict[bool, dict[str, Cost]], index: int) -> Rank
     reduction = sum(costs.messages(moves.gradients(work, layout, mine)).values())
     debts = sum(costs.messages(moves.debts(work, layout, mine, index)).values())
     gather = sum(costs.messages(moves.updated(work, layout, mine)).values())
-    left = costs.exposed(reduction, work.habits.hides_gradients * last_backward)
+    gather += sum(costs.messages(moves.shards(work, layout, mine)).values()) if whole_step else 0.0
+    at_end = layout.zero == 3 and layout.pp > 1  # blocks are left once for every micro-batch
+    left = costs.exposed(reduction, 0.0 if at_end else work.habits.hides_gradients * last_backward)
     left += costs.exposed(gather, work.habits.hides_parameters * forwards) + debts
     return Rank(stages, {"dp": left, "optimizer": costs.optimizer(index)})
 
 
-def _late_shards(costs: Costs, block: Cost, sparse: bool) -> dict[str, float]:
-    """At ZeRO 3: what the gather of one block's parameters takes longer than the compute that hides it."""
+def _late_shards(costs: Costs, block: Cost, kind: Kind, count: int, first: bool) -> float:
+    """At ZeRO 3: what the gathers of some blocks' parameters take longer than the compute that hides them. Nothing
+    hides that of the first block of a pass."""
     work, layout = costs.work, costs.layout
-    if layout.zero < 3:
-        return {}
-    seconds = sum(costs.messages(moves.shards(work, layout, of_block(work, layout, sparse))).values())
-    return {"dp": costs.exposed(seconds, work.habits.hides_shards * block.compute)}
+    seconds = sum(costs.messages(moves.shards(work, layout, of_block(work, layout, kind.sparse))).values())
+    hidden = costs.exposed(seconds, work.habits.hides_shards * block.compute)
+    return (count - first) * hidden + first * seconds
 
 
 def _sum(a: dict[str, float], b: dict[str, float]) -> dict[str, float]:

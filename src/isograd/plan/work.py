@@ -7,6 +7,7 @@ records of imagined ranks.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -33,11 +34,16 @@ class Habits:
     hides_tp: float = 0.0  # the share of the messages of tensor parallelism that products hide
     waits_for_sends: bool = False  # a pipeline rank computes nothing while it sends
     even_layers: bool = False  # stages have as many layers as each other, whatever embedding and head cost
+    ends_as_layers: bool = False  # embedding and head count as a layer each, where that comes out even
     keeps_gradients: bool = True  # whole gradients stay between micro-batches; False: each owner's rows alone
     saved: float = 1.0  # of what isograd's blocks keep for backward; fused operators keep less
     kept_bytes: int | None = None  # of an element of the gradients that stay; None: gradient_bytes
     selective: float = 0.0  # the share of the products that "selective" runs again
     chunks_logits: bool = True  # logits of a part of the tokens exist at a time
+    fused_blocks: bool = False  # windows, caps and rings have fused kernels on GPUs, too; isograd's own have none there
+    whole_in_pipeline: bool = False  # at ZeRO 3 with a pipeline, parameters and gradients are whole during a step
+    fp32_rows: bool = False  # a step makes an fp32 copy of this rank's rows of the gradients
+    widened: bool = False  # a gradient is widened as a whole before it is added to its sum
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,16 +98,21 @@ class Work:
         c, d = self.model, self.head_dim
         each = 0.0
         for layer in range(c.layers):
-            inner = c.mlp
+            inner, seen = c.mlp, min(self.length, c.window_of(layer) or self.length)
+            keys = seen - seen**2 / (2 * self.length)  # that a token sees, on average
             if c.experts is not None and c.experts.in_layer(layer):
                 inner = c.experts.per_token * c.experts.width + c.experts.shared
             each += 2 * c.hidden * d * (2 * c.heads + 2 * (c.kv_heads or c.heads))
-            each += 2 * self.matrices * c.hidden * inner + 2 * c.heads * d * self.length
+            each += 2 * self.matrices * c.hidden * inner + 4 * c.heads * d * keys
         return 3 * (each + 2 * c.hidden * c.vocab) * self.batch * self.length
 
     def split(self, layout: Layout) -> tuple[int, ...]:
         """How many layers each stage has, as the Transformer cuts itself."""
-        return _split(self.model, layout.pp * layout.vpp, layout.pp, self.habits.even_layers)
+        stages = layout.pp * layout.vpp
+        each, rest = divmod(self.model.layers + 2, stages)
+        if self.habits.ends_as_layers and stages > 1 and each > 1 and not rest:
+            return (each - 1, *[each] * (stages - 2), each - 1)
+        return _split(self.model, stages, layout.pp, self.habits.even_layers)
 
 
 @lru_cache(maxsize=4096)
@@ -177,6 +188,34 @@ def of_ends(work: Work, layout: Layout, first: bool, last: bool) -> Held:
         norm = c.hidden * (1 if c.norm == "rms" else 2)
         found, shared = found + norm + (0 if c.tied else table), shared + norm
     return Held(dense=found, shared=shared if layout.sp else 0)
+
+
+class Kind(NamedTuple):
+    """What blocks differ in that cost differently."""
+
+    sparse: bool = False  # with experts
+    window: int | None = None  # tokens that each sees, where they are fewer than a sequence has
+
+
+def kinds_of(work: Work, layout: Layout, index: int) -> tuple[tuple[tuple[Kind, int], ...], ...]:
+    """For each stage of a pipeline rank: how many of its layers are of which kind."""
+    if work.model.sliding_window is None or work.model.sliding_window >= work.length:
+        both = layers_of(work, layout, index)
+        return tuple(tuple((Kind(bool(i)), n) for i, n in enumerate(stage) if n) for stage in both)
+    return _kinds_of(work.model, work.split(layout), layout.pp, index)
+
+
+@lru_cache(maxsize=4096)
+def _kinds_of(
+    c: TransformerConfig, split: tuple[int, ...], pp: int, index: int
+) -> tuple[tuple[tuple[Kind, int], ...], ...]:
+    found = []
+    for stage in range(index, len(split), pp):
+        start = sum(split[:stage])
+        here = range(start, start + split[stage])
+        counts = Counter(Kind(c.experts is not None and c.experts.in_layer(n), c.window_of(n)) for n in here)
+        found.append(tuple(counts.items()))
+    return tuple(found)
 
 
 def layers_of(work: Work, layout: Layout, index: int) -> tuple[tuple[int, int], ...]:

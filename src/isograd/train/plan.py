@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from isograd.train.config import Config
 
 Parser = type[argparse.ArgumentParser]
+MOST_DEVICES, MOST_SEQUENCES = 1 << 20, 1 << 40  # beyond any run
+DRAWN = 200_000  # passes of a picture
 
 
 def plan(words: list[str], kind: Parser) -> int:
@@ -85,10 +87,7 @@ def plan(words: list[str], kind: Parser) -> int:
     print("\nto run it:" if options.layout else "\nto run the first:")
     print("  " + command(options.config, found.best[0]))
     if options.picture:
-        from isograd.plan.gantt import svg
-
-        _new_file(options.picture, svg(found.best[0].work, found.best[0].layout, device))
-        print(f"{options.picture} written")
+        _draw(options.picture, found.best[0], device)
     if options.write:
         _write(options.write, config, found.best[0])
     if options.failures_per_rank_hour is not None:
@@ -121,6 +120,7 @@ def machine(words: list[str], kind: Parser) -> int:
         return 0
     from isograd.plan.measure import measure
 
+    _refuse_file(options.name, "measure")
     made = machines.text(measure())
     _new_file(options.name, made)
     print(made, end="")
@@ -143,8 +143,17 @@ def _read(options: argparse.Namespace) -> tuple[Config, Work, int]:
             "IG275", f"layout {str(layout)!r} needs {layout.world_size} devices", seen=f"--gpus {options.gpus}",
             expected=f"--gpus {layout.world_size}, or no --gpus",
         )  # fmt: skip
-    if count < 1 or options.top < 1 or (options.batch is not None and options.batch < 1):
-        raise ConfigError("IG600", "a number that is too small", expected="--gpus, --top and --batch of at least 1")
+    numbers = {
+        "--gpus": (count, MOST_DEVICES),
+        "--top": (options.top, 1000),
+        "--batch": (options.batch, MOST_SEQUENCES),
+    }
+    for name, (number, most) in numbers.items():
+        if number is not None and not 1 <= number <= most:
+            raise ConfigError("IG600", f"{name} {number} is no number to plan with", expected=f"1 to {most:,}")
+    for name, file in (("--picture", options.picture), ("--write", options.write)):
+        if file is not None:
+            _refuse_file(file, name)
     work = work_of(config)
     return config, dataclasses.replace(work, batch=options.batch or work.batch), count
 
@@ -171,7 +180,8 @@ def _one(work: Work, text: str, device: Machine, config: Config) -> Found:
     problem = _refusal(work, layout)
     if problem is not None:
         raise PlanError("IG275", "the model cannot be built under this layout", seen=problem, expected="another layout")
-    one = Candidate(layout, work, memory(work, layout), predict(work, layout, device))
+    needed = memory(work, layout, scores=device.units > 0)
+    one = Candidate(layout, work, needed, predict(work, layout, device))
     room = (device.memory_gb - device.reserved_gb) * 1e9
     if one.memory.total > room:
         print(f"needs {one.memory.total / 1e9:.0f} GB, and a device has {room / 1e9:.0f} GB for it", file=sys.stderr)
@@ -179,12 +189,10 @@ def _one(work: Work, text: str, device: Machine, config: Config) -> Found:
 
 
 def _refusal(work: Work, layout: Layout) -> str | None:
-    """Why the model is not planned under a layout: what its own layers say, and what is not predicted."""
+    """Why the model cannot be built under a layout: what its own layers say."""
     from isograd.mesh import Mesh
     from isograd.models import Transformer
 
-    if layout.zero > 2 and layout.pp > 1:
-        return "the bytes of ZeRO 3 with a pipeline are not predicted"
     try:
         Transformer(work.model.with_layers(layout.pp * layout.vpp), Mesh.unbound(layout), device="meta")
     except IsogradError as error:
@@ -257,6 +265,19 @@ def command(path: str, one: Candidate) -> str:
     )
 
 
+def _draw(file: str, first: Candidate, device: Machine) -> None:
+    from isograd.plan.gantt import svg
+
+    passes = 2 * first.work.micro_batches * first.layout.pp * first.layout.vpp
+    if passes > DRAWN:
+        raise PlanError(
+            "IG275", "a step of so many passes cannot be drawn", seen=f"{passes:,} passes of all stages",
+            expected=f"at most {DRAWN:,}", fix="--batch with fewer sequences, and --layout",
+        )  # fmt: skip
+    _new_file(file, svg(first.work, first.layout, device))
+    print(f"{file} written")
+
+
 def _write(file: str, config: Config, one: Candidate) -> None:
     import yaml
 
@@ -265,6 +286,19 @@ def _write(file: str, config: Config, one: Candidate) -> None:
     values["model"]["recompute"] = one.work.recompute == "full"
     _new_file(file, yaml.safe_dump(values, sort_keys=False))
     print(f"{file} written")
+
+
+def _refuse_file(file: str, name: str) -> None:
+    """Before anything is computed: a file that could not be written."""
+    path = Path(file)
+    try:
+        seen = "it exists" if path.exists() else "" if path.parent.is_dir() else f"no folder {path.parent}"
+    except OSError as error:
+        seen = str(error.strerror)
+    if seen:
+        raise PlanError(
+            "IG274", f"{name}: {file!r} cannot be written", seen=seen, expected="a new file in a folder that exists"
+        )
 
 
 def _new_file(file: str, text: str) -> None:
