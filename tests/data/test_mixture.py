@@ -236,3 +236,20 @@ def test_no_rows_are_a_batch_of_none(folders: list[Path]) -> None:
         "documents": (0, LENGTH),
         "samples": (0,),
     }
+
+
+@pytest.mark.parametrize("packing", ["documents", "whole"])
+def test_a_window_counts_once_when_nothing_is_to_repeat(folders: list[Path], packing: str) -> None:
+    """A held-out loss over more batches than there are windows was a mean in which some windows counted more often."""
+    options = {"weights": [3.0, 1.0], "split": "validation", "packing": packing}
+    once, again = read(folders[:2], repeat=False, **options), read(folders[:2], **options)
+    every = sum(once._windows)
+    labelled, steps = 0, [step for step in range(every * 8) if once.has_new(step)]
+    for step in range(len(steps) + 3):
+        here, there = once.rows(step, range(BATCH)), again.rows(step, range(BATCH))
+        for row in range(BATCH):
+            new = once._is_new(step * BATCH + row)
+            labelled += new
+            assert torch.equal(here["labels"][row], there["labels"][row] if new else torch.full((LENGTH,), -100))
+    assert steps == list(range(len(steps)))
+    assert labelled == every

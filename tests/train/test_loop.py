@@ -14,6 +14,7 @@ import pytest
 import torch
 import yaml
 
+from isograd.data import manifest
 from isograd.errors import LaunchError
 from isograd.mesh import Mesh
 from isograd.nn.loss import Head
@@ -53,7 +54,7 @@ def close(found: list[float], expected: list[float]) -> bool:
 
 
 def test_a_run_leaves_its_config_its_numbers_a_checkpoint_and_pictures(worlds, text: Path, tmp_path: Path) -> None:
-    config = config_of(tmp_path / "run", text, layout="dp2", log={"sample": 5})
+    config = config_of(tmp_path / "run", text, layout="dp2", log={"sample": 5}, evaluate={"batches": 99})
     outcome: Outcome = worlds(2).run(loop.run, config, QUIET)[0]
     assert (outcome.code, outcome.step) == (0, 6)
     assert Config.model_validate(yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())) == config
@@ -64,6 +65,8 @@ def test_a_run_leaves_its_config_its_numbers_a_checkpoint_and_pictures(worlds, t
     assert [line["lr"] for line in steps[:2]] == [0.005, 0.01]
     events = {line["event"]: line for line in lines if "event" in line}
     assert set(events) == {"evaluation", "model", "picture"}
+    held = manifest.read(text).of("validation")  # what ends a text has no label after it
+    assert events["evaluation"]["weight"] == sum(shard.tokens - shard.documents for shard in held)
     assert (tmp_path / "run" / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert "▮" in events["model"]["text"]
     again = worlds(2).run(loop.run, config, QUIET)[0]

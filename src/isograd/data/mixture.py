@@ -62,10 +62,12 @@ class Mixture:
         seed: int = 0,
         split: str = "train",
         packing: str = "documents",
+        repeat: bool = True,
     ) -> None:
+        """`repeat=False`, for evaluation: a window that was drawn before has no labels when it is drawn again."""
         _check(sources, length, batch, split, packing)
         self.sources, self.length, self.batch = tuple(sources), length, batch
-        self.seed, self.split, self.packing = seed, split, packing
+        self.seed, self.split, self.packing, self.repeat = seed, split, packing, repeat
         self._blend = Blend([source.weight for source in sources])
         self._tokens = [Tokens(source.path, split) for source in sources]
         _same_vocabulary(self._tokens)
@@ -109,6 +111,8 @@ class Mixture:
         labels = np.full(shape, IGNORE, np.int64)
         samples = np.array([step * self.batch + row for row in rows], np.int64)
         for row, sample in enumerate(samples.tolist()):
+            if not (self.repeat or self._is_new(sample)):
+                continue
             source, window = self._window(sample)
             fill = self._fill_whole if self._packs else self._fill
             fill(source, window, tokens[row], labels[row], documents[row])
@@ -121,6 +125,14 @@ class Mixture:
         """(source, first token in its stream) of a sample; not with packing 'whole'."""
         source, window = self._window(sample)
         return source, window * self.length
+
+    def has_new(self, step: int) -> bool:
+        """Whether a window of this step was not drawn before it."""
+        return any(map(self._is_new, range(step * self.batch, (step + 1) * self.batch)))
+
+    def _is_new(self, sample: int) -> bool:
+        source, number = self._blend.at(sample)
+        return number < self._windows[source]
 
     def _window(self, sample: int) -> tuple[int, int]:
         """(source, number of the window in it) of a sample."""

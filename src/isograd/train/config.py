@@ -210,7 +210,9 @@ class Evaluating(Part):
 
     every: Positive | None = Field(default=None, description="steps between evaluations; null: at the end only")
     first: bool = Field(default=False, description="also before the first step")
-    batches: Positive = Field(default=4, description="batches of held-out text in one evaluation")
+    batches: Positive = Field(
+        default=4, description="batches of held-out text in one evaluation; all of it, once, where there is less"
+    )
 
 
 class Logging(Part):

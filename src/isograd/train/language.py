@@ -91,12 +91,15 @@ class Language:
         self.engine.accumulate(batch, self.config.micro_batches)
 
     def evaluate(self, beat: Beat) -> Evaluated | None:
-        """The mean loss of the first batches of held-out text, the same ones every time and under every layout."""
+        """The mean loss of the first batches of held-out text, the same ones every time and under every layout.
+
+        A text counts once, also where there are fewer than `evaluate.batches` ask for.
+        """
         if self.held_out is None:
             return None
         self.model.eval()
         found = []
-        for step in range(self.config.evaluate.batches):
+        for step in filter(self.held_out.has_new, range(self.config.evaluate.batches)):
             beat(f"evaluating, batch {step + 1}")
             found.append(self.engine.evaluate(self._rows(self.held_out, step), self.config.micro_batches))
         self.model.train()

@@ -92,7 +92,10 @@ def mixture(config: Config, split: str) -> Mixture | None:
         sources = [source for source in sources if manifest.read(Path(source.path)).of(split)]
         if not sources:
             return None
-    return Mixture(sources, length=data.length, batch=config.batch, seed=data.seed, split=split, packing=config.packing)
+    return Mixture(
+        sources, length=data.length, batch=config.batch, seed=data.seed, split=split, packing=config.packing,
+        repeat=split == "train",
+    )  # fmt: skip
 
 
 def is_ready(config: Config) -> bool:
