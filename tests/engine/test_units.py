@@ -273,8 +273,10 @@ def bytes_of_a_step(layout: str, options: dict[str, Any]) -> tuple[int, int]:
     x = torch.randn(5, 300)
     raw.exchange = counting
     try:
-        for _ in range(3):
-            engine.backward(model(x).square().mean(), weight=5)
+        for _ in ("the first forward shows which block is the last", "this is counted"):
+            sent = 0
+            for _ in range(3):
+                engine.backward(model(x).square().mean(), weight=5)
     finally:
         raw.exchange = exchange
     engine.step()
@@ -282,8 +284,9 @@ def bytes_of_a_step(layout: str, options: dict[str, Any]) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_three_times_the_blocks_and_twice_the_root_cross_the_wire_or_twice_all_when_kept(worlds, ranks: int) -> None:
-    for options, times in (({}, (3 * 6 + 2) / 7), ({"keep_gathered": True}, 2)):
+def test_three_times_the_blocks_and_twice_the_rest_cross_the_wire_or_twice_all_when_kept(worlds, ranks: int) -> None:
+    """Of six blocks the last one is whole from its forward to its backward, which is the next thing that happens."""
+    for options, times in (({}, (3 * 5 + 2 + 2) / 7), ({"keep_gathered": True}, 2)):
         results = worlds(ranks).run(bytes_of_a_step, f"dp{ranks} zero3", options)
         sent, whole = sum(r[0] for r in results) / ranks, results[0][1]
         assert abs(sent / (times * (ranks - 1) / ranks * whole) - 1) < 0.02

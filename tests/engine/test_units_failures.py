@@ -104,7 +104,7 @@ def test_ranks_that_skip_different_blocks_are_told_which(worlds) -> None:
         for said, clean, _ in found:
             assert "IG572" in said
             assert "rank 0 gathers block 'blocks.1'" in said
-            assert "rank 1 gathers block 'blocks.2'" in said
+            assert f"rank 1 gathers block 'blocks.{0 if known else 2}'" in said  # the last one known stays whole
             assert clean
         if not known:  # no step was taken before: the parameters are the first ones
             truth = gradients_of_one_device()

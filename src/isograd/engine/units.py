@@ -4,8 +4,9 @@ A unit is a repeated block of the model; what is left (embeddings, last norm, he
 rows are gathered when its forward begins and given back when it ends; gathered again when the gradient of its output
 arrives or when it is recomputed, and given back when the gradient of the next block's output arrives: autograd runs
 operations in the reverse order of the forward, so nothing that this block saved is read after that. The root is whole
-from the beginning of the forward until the end of backward. While one unit computes, the next one's rows are already on
-their way, in the order of the step before. Reductions, optimizer and bits are those of stages 1 and 2.
+from the beginning of the forward until the end of backward; so is the block that forwards call last, from its forward
+on, as backward begins with it. While one unit computes, the next one's rows are already on their way, in the order of
+the step before. Reductions, optimizer and bits are those of stages 1 and 2.
 
 A parameter that is not gathered keeps its shape and reads as NaN: code that computes with it outside of the model's
 forward gets NaN at once, and needs `engine.full_parameters()`.
@@ -89,6 +90,7 @@ class Units:
         self._after: dict[int, Unit] = {}  # which unit follows which, as the last forward had it
         self._before: dict[int, Unit] = {}
         self._held: set[int] = set()  # units that stay whole until their backward
+        self._whole: dict[int, Unit] = {}  # that were gathered, and not given back
         self._open: Counter[int] = Counter()  # forwards of a block whose gradient has not come back yet
         self._recomputed: set[int] = set()  # units called in the running backward, whose own backward has not begun
         self._passed: Callable[[set[int]], None] | None = None  # is told of parameters that backward has left behind
@@ -182,7 +184,7 @@ class Units:
             if self._in_backward:
                 return
             self._open[id(unit)] += bool(graph)
-            if self.keep and graph:
+            if graph and (self.keep or unit is self._before.get(id(self.root))):  # backward begins with the last one
                 self._held.add(id(unit))
             else:
                 self._give_back(unit)
@@ -317,6 +319,7 @@ class Units:
     def _start(self, unit: Unit | None) -> None:
         if unit is None:
             return
+        self._whole[id(unit)] = unit
         missing = [kept for kept in unit.kept if not kept.users]
         for kept in unit.kept:
             kept.users.add(id(unit))
@@ -340,12 +343,13 @@ class Units:
         return "forward" if self._in_forward else "a call of its own"
 
     def _give_back(self, unit: Unit) -> None:
+        self._whole.pop(id(unit), None)
         for kept in unit.kept:
             self._free(kept, id(unit))
 
     def _give_back_all(self, but: set[int]) -> None:
-        for unit in self.units:
-            if id(unit) not in but:
+        for key, unit in list(self._whole.items()):
+            if key not in but:
                 self._give_back(unit)
 
     def _free(self, kept: Kept, user: int) -> None:
