@@ -63,7 +63,12 @@ def _value(loss: str, logits: Tensor, labels: Tensor, count: Tensor, accumulate:
     def balance() -> Tensor:
         return logits.softmax(-1).mean(0).square().sum()
 
+    def by_hand() -> Tensor:
+        return -(logits.log_softmax(-1).gather(1, labels.clamp(0)[:, None])[:, 0] * (labels != -100)).sum()
+
     named = {
+        "by hand": lambda: by_hand() * dist.get_world_size() / count,
+        "means by hand": lambda: by_hand() / (labels != -100).sum() / accumulate,
         "counted": lambda: total() * dist.get_world_size() / count,
         "sum": lambda: total() * dist.get_world_size(),  # divided after backward
         # With a term that is no mean over labels: each rank counts as one.

@@ -169,6 +169,34 @@ def loss_inside(right: bool) -> None:
     train(model, loss)
 
 
+def cached(scaled: bool) -> None:
+    """GradCache: representations of all chunks without a graph, the gradient of the loss over the rows of all ranks to
+    this rank's, and each chunk once more with a graph. DDP averages, so the loss is to be `scaled` by the ranks."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    model = DistributedDataParallel(network())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def everyone(own: Tensor) -> Tensor:
+        parts = [torch.empty_like(own) for _ in range(world)]
+        dist.all_gather(parts, own)
+        parts[rank] = own
+        return torch.cat(parts)
+
+    for step in range(4):
+        sides = [rows(6, 6, seed=step + start).split(2) for start in (0, 50)]
+        with torch.no_grad():
+            kept = [torch.cat([model(chunk) for chunk in side]) for side in sides]
+        kept = [side.requires_grad_() for side in kept]
+        logits = everyone(kept[0]) @ everyone(kept[1]).T
+        (F.cross_entropy(logits, torch.arange(len(logits))) * (world if scaled else 1)).backward()
+        each = [(c, g) for side, k in zip(sides, kept, strict=True) for c, g in zip(side, k.grad.chunk(3), strict=True)]
+        for i, (chunk, gradient) in enumerate(each):
+            model.require_backward_grad_sync = i == len(each) - 1
+            torch.dot(model(chunk).flatten(), gradient.flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def with_closure(wrong: bool) -> None:
     """Every step is given a closure, as by Lightning. Wrong: twice the gradient."""
     model = DistributedDataParallel(network())

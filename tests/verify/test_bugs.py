@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from isograd.corpus import FRAMEWORKS, PROGRAMS
 from isograd.errors import VerifyError
+from isograd.verify.judge.analysis import Analysis
 from isograd.verify.run import corpus
 from isograd.verify.run.corpus import Bench, Planted, every_name, names_it, planted
 from isograd.verify.tell import catalogue
@@ -42,6 +44,31 @@ def test_a_planted_bug_is_named_and_its_clean_twin_is_silent(bench: Bench, name:
     assert outcome.ok
     accused = {f.bug for f in outcome.others if f.verdict == BUG and f.bug}
     assert accused <= {EVERY[name].bug}, "no other bug is named beside it"
+
+
+def test_the_worked_example_of_the_page_is_what_the_recording_holds(bench: Bench) -> None:
+    example = (Path(__file__).parents[2] / "docs" / "verify.md").read_text().partition("### Worked example")[2]
+    shown = [[float(n) for n in re.findall(r"-?0\.\d+", row)] for row in re.findall(r"^\| rank \d .*", example, re.M)]
+    what = EVERY["accum-rereduced"]
+    step = Analysis(bench.watch(what, 2, True, 0), 1)
+    parts = [[float(step.parts["norm.weight"][rank, micro][0]) for micro in range(3)] for rank in range(2)]
+    sign = parts[0][0] / shown[0][0]  # a sketch of so few numbers is these, or minus these
+    assert sign == pytest.approx(math.copysign(1, sign), rel=1e-4)
+    assert parts == [pytest.approx([sign * n for n in row], rel=1e-3) for row in shown]
+    right, wrong = sum(map(sum, shown)), sum(2 ** (2 - micro) * row[micro] for row in shown for micro in range(3))
+    assert float(step.sums[0]["norm.weight"][0]) == pytest.approx(sign * wrong, rel=1e-3)
+    told = re.search(r"sum of all six is (\S+), .* what reached the optimizer is (\S+)\. ", tidy(example))
+    assert told is not None
+    assert [float(n) for n in told.groups()] == pytest.approx([right, wrong], abs=5e-7)  # of rounded numbers
+    caught = bench.outcome(what, 0).caught
+    assert caught is not None
+    bars = ", ".join(f"{label}: {value:g}" for label, value in caught.coefficients)
+    sentence = caught.sentence.partition(" (error up to")[0]  # the example has no reference
+    assert f"BUG accum-rereduced: {sentence} coefficients: {bars}" in tidy(example)
+
+
+def tidy(text: str) -> str:
+    return " ".join(text.split())
 
 
 def test_a_bug_in_a_package_that_is_not_installed_is_left_out_and_refused_by_name(monkeypatch) -> None:

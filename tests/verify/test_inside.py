@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import types
 from collections.abc import Callable
@@ -51,6 +52,30 @@ def test_three_lines_tell_what_run_would_tell(worlds: Worlds, tmp_path: Path) ->
     assert not recording.ranks[0].group(1, "final"), "sketches alone, unless whole=True"
     assert recording.ranks[1].about["finished"]
     assert (tmp_path / "rank-0000" / "step-0001.safetensors").stat().st_size < 80_000
+
+
+def test_the_page_s_lines_run_as_they_stand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A program without a name of a file in docs/verify.md: the three lines, and the one that counts labels."""
+    page = (Path(__file__).parents[2] / "docs" / "verify.md").read_text()
+    lines, weighed = re.findall(r"\n\n```python\n(.*?)\n```", page, re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    model = loops.network(0.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train() -> None:
+        for step in range(3):
+            tokens, labels = loops.batch(0, step)
+            logits, labels = model(tokens).flatten(0, 1), labels.flatten()
+            names = {"isograd": isograd, "fused_cross_entropy": F.cross_entropy, "logits": logits, "labels": labels}
+            exec(weighed, names)
+            names["loss"].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    exec(lines, {"train": train})
+    assert "(1 PASS, 0 BUG, 0 INCONCLUSIVE)" in capsys.readouterr().out
 
 
 def test_a_folder_that_holds_a_recording_is_refused(tmp_path: Path) -> None:

@@ -93,6 +93,25 @@ def test_a_loss_over_the_rows_of_all_ranks_is_given_them_together(judged: Any, r
         assert "0.5 times what they should be" in subject.findings[0].sentence
 
 
+@pytest.mark.parametrize("scaled", [True, False])
+def test_a_loss_that_every_rank_computes_as_a_whole_is_judged_by_its_labels(
+    worlds: Worlds, tmp_path: Path, scaled: bool
+) -> None:
+    subject = watched(worlds, tmp_path, public.cached, scaled)
+    assert said(subject) == ([] if scaled else [(BUG, "cut-graph")]), subject.findings
+    if not scaled:
+        assert "all gradients count 0.5 times what they should" in subject.findings[0].sentence
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+def test_a_loss_of_representations_without_a_graph_is_given_all_rows_together(judged: Any, scaled: bool) -> None:
+    subject = judged(public.cached, scaled)
+    assert subject.verdict == (PASS if scaled else BUG), subject.findings
+    assert any("in one batch" in f.sentence for f in subject.findings)
+    if not scaled:
+        assert "0.5 times what they should be" in subject.findings[0].sentence
+
+
 @pytest.mark.parametrize("wrong", [False, True])
 def test_a_step_with_a_closure_is_done_again_on_one_device(judged: Any, wrong: bool) -> None:
     subject = judged(public.with_closure, wrong)

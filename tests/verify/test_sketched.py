@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 
+from isograd.comm.launch import World
 from isograd.verify.compare.compare import compare
 from isograd.verify.record import events
 from isograd.verify.record.recording import Recording
@@ -17,8 +25,11 @@ from isograd.verify.run.corpus import Bench, every_name
 from isograd.verify.tell.findings import BUG, INCONCLUSIVE, NOTE, PASS, Finding, Subject
 from isograd.verify.watch.capture import Capture
 
+from .field import rows, seeded
 from .recordings import Held, Step, write
 from .test_compare import EVEN, FUSED, SHAPES, UNEVEN, changed, part, right, rows_of, tensor_parallel
+
+Worlds = Callable[[int], World]
 
 FORMS = {"a whole reference": (None, 0), "a whole candidate": (0, None), "both by sketches": (0, 0)}
 MATRICES = ("embed.weight", "up.weight", "down.weight")
@@ -199,6 +210,60 @@ def test_tensors_that_do_not_fit_into_a_rank_s_file_become_sketches_and_are_comp
         found = only(wrong)
         assert found.tensors == ("0.weight",)
         assert "right in 32 of 64 rows, wrong in rows 0-31" in found.sentence
+
+
+# -- a program's own clip ------------------------------------------------------------------------------------------
+
+
+def clips(kind: str, how: str, home: str, beyond: int | None) -> None:
+    """Two steps over the same rows on any number of ranks. `how`: torch's clip ("whole"), its two halves, or, wrong, a
+    clip by the norm of what this rank holds ("own")."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world,))
+    model: nn.Module = seeded(lambda: nn.Sequential(nn.Linear(6, 24), nn.Tanh(), nn.Linear(24, 6)))
+    if kind == "DDP":
+        model = DistributedDataParallel(model)
+    elif kind == "FSDP2":
+        for part in (model[0], model[2], model):
+            fully_shard(part, mesh=mesh)
+    else:
+        parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Capture(home, steps=2, beyond=beyond):
+        for step in range(2):
+            x = rows(8, 6, seed=step, own=False)
+            model(x if kind == "TP" else x.chunk(world)[rank]).square().mean().backward()
+            if how == "whole":
+                nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            elif how == "halves":
+                norm = nn.utils.get_total_norm([p.grad for p in model.parameters()])
+                nn.utils.clip_grads_with_norm_(model.parameters(), 0.01, norm)
+            else:
+                own = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in model.parameters()]
+                nn.utils.clip_grads_with_norm_(model.parameters(), 0.01, nn.utils.get_total_norm(own))
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("kind", ["DDP", "FSDP2", "TP"])
+def test_gradients_are_those_before_a_program_s_own_clip(worlds: Worlds, tmp_path: Path, kind: str) -> None:
+    def run(ranks: int, how: str, beyond: int | None) -> Recording:
+        home = tmp_path / f"{ranks}-{how}-{beyond}"
+        if not home.exists():
+            worlds(ranks).run(partial(clips, kind, how, str(home), beyond))
+        return Recording(home)
+
+    for how in ("whole", "halves"):
+        for ours, theirs in ((0, 0), (None, 0), (0, None)):
+            subject = compare(run(1, "whole", theirs), run(2, how, ours))
+            assert (subject.verdict, len(subject.errors)) == (PASS, 4), (how, ours, theirs, subject.findings)
+            assert max(subject.errors.values()) < 1e-9
+    if kind != "DDP":  # there the norm of what a rank holds is the norm of all
+        for beyond in (None, 0):
+            found = [f for f in compare(run(1, "whole", beyond), run(2, "own", beyond)).findings if f.verdict == BUG]
+            assert [f.bug for f in found] == ["clip-per-rank"], found
 
 
 # -- the corpus ----------------------------------------------------------------------------------------------------

@@ -59,7 +59,7 @@ def saw_the_same(one: Recording, candidate: Recording) -> bool:
 def combine(candidate: Recording, alone: Recording, again: list[Again], path: Path, together: bool = False) -> None:
     """Writes a recording of one step of one device. `alone`: the program's own first step there. `together`: each of
     `again` was given the rows of all ranks, so it counts as it does in that step."""
-    weights_stayed(alone, again)
+    weights_stayed(candidate, alone, again)
     if together:
         same_losses(candidate, again)
         _write(alone, again, [own_factor(alone)] * len(again), path)
@@ -125,11 +125,23 @@ def _total(terms: list[tuple[Again, float, str]]) -> Tensor | None:
     return None if total is None else total.to(kind)
 
 
-def weights_stayed(alone: Recording, again: list[Again]) -> None:
-    """Every backward was done with the weights of the first step."""
-    began = {name: about.before for name, about in alone.ranks[0].of(Step, 1)[0].parameters.items()}
+def weights_stayed(candidate: Recording, alone: Recording, again: list[Again]) -> None:
+    """Every backward was done with the weights of the first step, and to the same parameters. What does not learn may
+    follow the others (an average): where that matters, a backward begins otherwise."""
+    began = alone.ranks[0].of(Step, 1)[0].parameters
+    frozen = {n for n, about in candidate.ranks[0].of(Step, 1)[0].parameters.items() if not about.trainable}
     for one in again:
-        moved = [n for n, about in one.about.parameters.items() if about.before != began.get(n)]
+        now = one.about.parameters
+        added = {path.partition("/")[2] for path in one.record.group(one.step, "part")}
+        learn = sorted(added & frozen)
+        if learn:
+            raise NoReference(
+                f"{listed(learn)} do not learn in the first step and do in later ones, where its data were replayed",
+                SAME_DATA,
+            )
+        moved = [
+            n for n, about in now.items() if about.trainable and (n not in began or about.before != began[n].before)
+        ]
         if moved:
             raise NoReference(
                 f"the weights of {listed(moved)} changed while data were replayed: something else than a step of a "
@@ -144,7 +156,9 @@ def same_beginnings(candidate: Recording, again: list[Again]) -> None:
     for one in again:
         theirs = _begun(candidate.ranks[one.rank], 1, one.micro)
         ours = _begun(one.record, one.step, 0)
-        limit = max(tolerances.LIMITS.get(a.gradient_dtype, (0.0, 0.0))[1] for a in one.about.parameters.values())
+        limit = max(
+            tolerances.LIMITS.get(a.gradient_dtype or a.dtype, (0.0, 0.0))[1] for a in one.about.parameters.values()
+        )
         equal = [_apart(a, b) <= max(limit, tolerances.SAME) for a, b in zip(theirs, ours, strict=False)]
         if not equal or not all(equal) or len(theirs) != len(ours):
             raise Mixed(
@@ -183,7 +197,9 @@ def same_losses(candidate: Recording, again: list[Again]) -> None:
         ours = float(one.record.tensors(one.step)["loss"])
         theirs = [float(candidate.ranks[rank].tensors(1)[f"root/{one.micro}"]) for rank in ranks]
         size = max(map(abs, (ours, *theirs)))
-        limit = max(tolerances.LIMITS.get(a.gradient_dtype, (0.0, 0.0))[1] for a in one.about.parameters.values())
+        limit = max(
+            tolerances.LIMITS.get(a.gradient_dtype or a.dtype, (0.0, 0.0))[1] for a in one.about.parameters.values()
+        )
         if min(abs(sum(theirs) / len(ranks) ** power - ours) for power in (0, 1, 2)) > limit * size:
             raise NoReference(
                 f"the loss of micro-batch {one.micro} is {ours:.6g} where one device is given the rows of all ranks, "

@@ -30,11 +30,11 @@ from isograd.verify.compare.tensorwise import (
     limit_of,
 )  # fmt: skip
 from isograd.verify.compare.values import difference, norm, nothing, of_rank, sides, whole_values
-from isograd.verify.judge.analysis import Analysis
+from isograd.verify.judge.analysis import INSIDE, Analysis
 from isograd.verify.judge.checks import check
 from isograd.verify.judge.checks.gradients import scales
 from isograd.verify.judge.checks.losses import counted
-from isograd.verify.judge.consequences import row, spoilt, without_consequences
+from isograd.verify.judge.consequences import DRIFT, row, spoilt, without_consequences
 from isograd.verify.judge.naming import class_of
 from isograd.verify.record.events import Norm, Result
 from isograd.verify.record.recording import Recording
@@ -84,7 +84,9 @@ def merged(explained: list[Finding], free: list[Finding]) -> list[Finding]:
     """A bug that both found is told once. What the reference decides is no longer open."""
     free = _decided(explained, free)
     told = {f.bug for f in explained if f.verdict == BUG}
-    named = {f.bug for f in free if f.verdict == BUG and f.bug}
+    named = {
+        f.bug for f in free if f.verdict == BUG and f.bug and f.bug not in DRIFT
+    }  # which follows from what is found
     kept = [f for f in free if f.verdict != INCONCLUSIVE]
     with_site = {f.bug: f for f in free if row(f.bug).knows_line and f.verdict == BUG}
     explained = [
@@ -153,6 +155,9 @@ def _step(
     expected = {n: truth[t] if t in truth else nothing(start[t]) for n, t in names.items()}
     lost = {n for n, t in names.items() if t not in truth and any(t in sums for sums in theirs.sums)}
     compared, unplaced = _every_tensor(analysis, reference, names, expected, places, noise, lost)
+    unread = {t.name: INSIDE for t in compared if t.name in analysis.summed_inside}
+    unread |= {t.name: analysis.unread[t.name] for t in compared if t.name in analysis.unread}
+    compared = [t for t in compared if t.name not in unread]
     for one in compared:
         worst = max(one.errors.values(), default=0.0)
         if not worst <= subject.errors.get(one.name, -1.0):
@@ -165,7 +170,8 @@ def _step(
         every, eps = fit_all(analysis, expected, names, places)
         found += kind_findings(step, shifts(every, eps))
     unclear = tuple(t.name for t in compared if t.verdict == INCONCLUSIVE)
-    left = dict.fromkeys(unplaced, UNPLACED) | _without_counterpart(analysis, truth, names)
+    left = dict.fromkeys(unplaced, UNPLACED) | unread
+    left |= _without_counterpart(analysis, truth, names)
     subject.uncompared |= left
     if unclear:
         sentence = (

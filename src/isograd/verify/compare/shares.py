@@ -17,7 +17,7 @@ import torch
 
 from isograd.verify import tolerances
 from isograd.verify.judge.analysis import Analysis
-from isograd.verify.record.events import LabelWeight, Loss, Mean, Step
+from isograd.verify.record.events import LabelWeight, Loss, Mean, Step, Term
 from isograd.verify.record.recording import RankRecord, Recording
 
 SEVERAL = (
@@ -92,11 +92,18 @@ def shares(alone: Recording, again: list[Again]) -> list[float]:
     elif _uneven(means[1]) and not all(map(_near, found, _by_terms(*means, factor))):
         raise NoReference(SEVERAL, SAME_DATA)
     if not all(_near(found[0], share) for share in found):  # else terms that nobody counts have equal parts, too
-        if not counted:
-            raise NoReference(f"{first.why}, and its means are over different numbers of elements", WEIGH)
         for one in again:
-            _is_all_of_the_loss(one)
+            if counted:
+                _is_all_of_the_loss(one)
+            elif not _one_mean(one):
+                raise NoReference(f"{first.why}, and its means are over different numbers of elements", WEIGH)
     return found
+
+
+def _one_mean(one: Again) -> bool:
+    """Whether one mean, or one sum that is divided, is all of the loss: then nothing else is scaled by its numbers."""
+    terms, root = one.record.of(Term, one.step), float(one.record.tensors(one.step)["loss"])
+    return len(terms) == 1 and _near(root, terms[0].value * terms[0].weights[0])
 
 
 def _uneven(again: list[Terms]) -> bool:

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import torch
 from torch import Tensor
@@ -25,6 +25,8 @@ from isograd.verify.record.events import Collective, Given, Key, LabelWeight, Pa
 from isograd.verify.record.recording import Recording
 
 REDUCING = ("all_reduce", "reduce_scatter", "reduce")
+INSIDE = "the optimizer sums them inside its step, where they are not read"
+ELSEWHERE = "they are copied out of the model, and an optimizer steps copies of the parameters: those are not read"
 
 
 @dataclass(frozen=True)
@@ -168,6 +170,62 @@ class Analysis:
         """The ranks that hold the same part of a parameter as this one."""
         return next((set(ranks) for ranks in self.replica_sets(name) if rank in ranks), {rank})
 
+    @cached_property
+    def summed_inside(self) -> dict[str, Collective]:
+        """Tensors that the optimizer sums inside its step, with a reduction there: each rank came with a gradient of
+        its own, and copies are equal behind the step all the same. Where nothing sums them they drift apart."""
+        events = [
+            event
+            for record in self.recording.ranks
+            for event in record.of(Collective, self.step)
+            if event.phase == "step" and event.op in (*REDUCING, "all_to_all") and event.numel > 1
+        ]
+        found: dict[str, Collective] = {}
+        for name in self.names if events else ():
+            sets = [[self.about[rank][name] for rank in ranks] for ranks in self.replica_sets(name)]
+            own = all(len({i.gradient_hash for i in copies}) > 1 for copies in sets)
+            kept = all(len({i.hash for i in copies}) == len({i.before for i in copies}) == 1 for copies in sets)
+            if own and kept and any(i.hash != i.before for copies in sets for i in copies):
+                found[name] = next((event for event in events if name in event.covers), events[0])
+        return found
+
+    @cached_property
+    def stepped_elsewhere(self) -> bool:
+        """Whether optimizers step tensors of their own in place of the model's (a flat shard of all of them, copies in
+        single precision): no optimizer owns any of the model's, and they change all the same, alike on all ranks."""
+        pairs = [p for p in pairwise(self.recording.steps) if self.step in p][:1]
+        learn = [n for n in self.names if self.info(n).trainable and self.info(n).gradient]
+        if not pairs or not learn or any(self.about[r][n].owned for n in learn for r in self.holders(n)):
+            return False
+        now, then = ([record.of(Step, step)[0].parameters for record in self.recording.ranks] for step in pairs[0])
+        changed = any(b[n].before != a[n].hash for a, b in zip(now, then, strict=True) for n in learn if n in b)
+        sets = [[then[rank][n].before for rank in ranks] for n in learn for ranks in self.replica_sets(n)]
+        return changed and all(len(set(copies)) == 1 for copies in sets)
+
+    @cached_property
+    def unread(self) -> dict[str, str]:
+        """Tensors whose gradients are summed where they are not read, with the reason."""
+        found = dict.fromkeys(self.summed_inside.keys() - self.added_inside, INSIDE)
+        for name in self.names if self.stepped_elsewhere else ():
+            sets = [{self.about[rank][name].gradient_hash for rank in ranks} for ranks in self.replica_sets(name)]
+            if any(len(hashes) > 1 for hashes in sets):
+                found[name] = ELSEWHERE
+        return found
+
+    @cached_property
+    def added_inside(self) -> set[str]:
+        """Those of `summed_inside` whose sum is known: a reduction on the gradient itself, over its copies."""
+        told = [
+            {(name, event.group) for event in record.of(Collective, self.step) if event.phase == "step"
+             and event.op in ("all_reduce", "reduce_scatter") for name in event.covers}
+            for record in self.recording.ranks
+        ]  # fmt: skip
+        return {
+            name
+            for name in self.summed_inside
+            if all((name, ranks) in told[rank] for ranks in self.replica_sets(name) for rank in ranks)
+        }
+
     @property
     def everyone(self) -> tuple[int, ...]:
         """All ranks."""
@@ -187,6 +245,9 @@ class Analysis:
             return []
         if self.covered(name):
             return self._covers(name, holders, sums)
+        if name in self.added_inside:
+            parts = [(r, [sums[rank][name] for rank in r if name in sums[rank]]) for r in self.replica_sets(name)]
+            return [Observed(name, ranks, torch.stack(of).mean(0)) for ranks, of in parts if of]
         found: dict[tuple[str, str], list[int]] = defaultdict(list)
         part_of = {rank: repr(ranks) for ranks in self.replica_sets(name) for rank in ranks}
         for rank in holders:

@@ -80,6 +80,8 @@ def without_consequences(found: list[Finding]) -> list[Finding]:
     named = any(bug and bug != "replicas-differ" for bug in bugs)
     whole = [f for f in found if f.verdict == BUG and f.bug in causes and row(f.bug).its_tensors]
     told = [f for f in found if f.verdict != BUG or not (f.bug in hidden or _of_its_tensors(f, whole))]
+    others = {name for f in told if f.verdict == BUG and f.bug not in DRIFT for name in f.tensors}
+    told = [f for f in told if f.bug not in DRIFT or not f.tensors or not set(f.tensors) <= others]
     return [f for f in told if f.verdict != INCONCLUSIVE or not named]
 
 

@@ -22,6 +22,7 @@ from isograd.verify.record.events import Backward, Lost, Step
 from isograd.verify.record.recording import VERSION, Recording, write_json
 from isograd.verify.run.attach import begin, facts, plain_facts
 from isograd.verify.tell.findings import INCONCLUSIVE, NOTE, Finding, Subject
+from isograd.verify.watch.calls import CACHE, GRAPH
 
 MOST_STARTS = 16
 RANKS = re.compile(r"--(?:nproc[-_]per[-_]node|num[-_]processes|num[-_]gpus)(=.*)?")
@@ -152,7 +153,8 @@ def _backwards(candidate: Recording) -> list[tuple[list[int], int]]:
         if any(e.sense == "calls" for e in record.of(Lost)):
             raise NoReference(f"the calls of the model on rank {rank} could not be kept", "see the findings below")
         micros = [e.micro for e in record.of(Backward, 1)]
-        called = {int(path.name.split("-")[1]) for path in record.path.glob("call-*.safetensors")}
+        kept = (path for kind in (GRAPH, CACHE) for path in record.path.glob(f"{kind}-*.safetensors"))
+        called = {int(path.name.split("-")[1]) for path in kept}
         if not set(micros) <= called:
             raise NoReference(
                 f"rank {rank} calls backward without a call of the whole model before it (a pipeline, or two backwards "

@@ -23,21 +23,27 @@ if TYPE_CHECKING:
     from isograd.verify.watch.capture import Capture
 
 LIMIT = 1 << 28  # bytes of one call
+# Calls with a graph, and calls without one whose outputs a loss takes all the same: GradCache computes representations
+# so, takes the gradient of the loss to them, and calls the model again for its own. Of the latter kind are kept those
+# of a backward that has no call with a graph.
+GRAPH, CACHE = "call", "cache"
 DEEPEST, LONGEST = 4, 64  # containers within containers, and members of one, that are looked at
 MOST_FRAMES = 64
 OURS = (os.path.dirname(os.path.abspath(torch.__file__)), os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 
-def file_of(micro: int, call: int) -> str:
-    """The file of one call: which micro-batch of the step, and which call of the model in it."""
-    return f"call-{micro:04d}-{call:04d}.safetensors"
+def file_of(micro: int, call: int, kind: str = GRAPH) -> str:
+    """The file of one call: which micro-batch of the step, and which call of the model in it, of its kind."""
+    return f"{kind}-{micro:04d}-{call:04d}.safetensors"
 
 
-def outermost(capture: Capture, module: nn.Module) -> bool:
-    """Whether a call of this module is a forward pass of a model that learns, and not of a part of one."""
-    if capture.stack or not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
-        return False
-    return any(p.requires_grad for p in module.parameters())
+def outermost(capture: Capture, module: nn.Module) -> str:
+    """How a model that learns is called, '' where a part of it is, or no such model: with a graph, or without one by a
+    program that trains it."""
+    if capture.stack or torch._C._current_graph_task_id() != -1:
+        return ""
+    kind = GRAPH if torch.is_grad_enabled() else CACHE if module.training else ""
+    return kind if kind and any(p.requires_grad for p in module.parameters()) else ""
 
 
 def found(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Tensor]:
@@ -82,14 +88,15 @@ class Calls:
 
     def __init__(self, capture: Capture) -> None:
         self.capture = capture
-        self.last = (-1, -1)  # micro-batch and number of the last call
+        self.last = {GRAPH: (-1, -1), CACHE: (-1, -1)}  # micro-batch and number of the last call of each kind
+        self.cached = 0  # bytes of calls without a graph: together no more than those of one call
         capture.beside = True
         capture.hooks.wrap(nn.Module, "__call__", self._called)
         capture.hooks.wrap(torch.autograd, "backward", self._backward)
 
     def _called(self, original: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if outermost(self.capture, module):
-            self.capture.guarded(self._keep, "calls")(args, kwargs)
+        if kind := outermost(self.capture, module):
+            self.capture.guarded(self._keep, "calls")(kind, args, kwargs)
         return original(module, *args, **kwargs)
 
     def _backward(self, original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -100,22 +107,30 @@ class Calls:
         return result
 
     def _loss(self, roots: Any) -> None:
-        self.capture.tensors[f"root/{self.capture.micro}"] = total(roots)
+        micro = self.capture.micro
+        self.capture.tensors[f"root/{micro}"] = total(roots)
+        if self.last[GRAPH][0] == micro == self.last[CACHE][0]:
+            for call in range(self.last[CACHE][1] + 1):
+                (self.capture.out.path / file_of(micro, call, CACHE)).unlink(missing_ok=True)
+            self.cached = 0
 
-    def _keep(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _keep(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.capture.settle()
-        if self.capture.step > 1:
-            return
         micro = self.capture.micro + 1
-        self.last = micro, self.last[1] + 1 if self.last[0] == micro else 0
-        kept, size = generators(), 0
+        if self.capture.step > 1 or (kind == CACHE and self.last[GRAPH][0] == micro):
+            return
+        last, number = self.last[kind]
+        self.last[kind] = micro, number + 1 if last == micro else 0
+        kept, size = generators(), self.cached if kind == CACHE else 0
         for name, tensor in found(args, kwargs).items():
             size += tensor.numel() * tensor.element_size()
             if size <= LIMIT:
                 kept[name] = tensor.detach().cpu().clone().contiguous()
-            elif name.startswith("argument/"):
+            elif name.startswith("argument/") and kind == GRAPH:
                 raise ValueError(f"the tensors of one call of the model are larger than {LIMIT} bytes")
-        save_file(kept, self.capture.out.path / file_of(*self.last))
+        self.cached = size if kind == CACHE else self.cached
+        if kind == GRAPH or size <= LIMIT:
+            save_file(kept, self.capture.out.path / file_of(*self.last[kind], kind))
 
 
 def total(roots: Any) -> Tensor:

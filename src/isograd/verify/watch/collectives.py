@@ -47,6 +47,7 @@ _DRAWS = ("bernoulli_", "bernoulli", "native_dropout", "rand_like", "rand", "uni
 _ISOGRAD = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 _CORPUS = os.path.join(_ISOGRAD, "corpus")
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__))
+_WRAPS = "typing_extensions.py"  # stands around functions of torch that are deprecated
 
 
 class Listener(Protocol):
@@ -309,7 +310,7 @@ def call_site(base: str) -> str:
     while frame is not None:
         file = frame.f_code.co_filename
         mine = file.startswith(_ISOGRAD) and not file.startswith(_CORPUS)
-        if not (mine or file.startswith((_TORCH, "<")) or "contextlib" in file):
+        if not (mine or file.startswith((_TORCH, "<")) or "contextlib" in file or file.endswith(_WRAPS)):
             shown = os.path.relpath(file, base) if file.startswith(base) else os.path.basename(file)
             return f"{shown}:{frame.f_lineno} in {frame.f_code.co_name}"
         frame = frame.f_back  # type: ignore[assignment]

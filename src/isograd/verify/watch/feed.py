@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from isograd.outside import CONFIG, read_json
 from isograd.verify.record.recording import load
 from isograd.verify.watch import foreign
-from isograd.verify.watch.calls import file_of, found, joined, outermost, total
+from isograd.verify.watch.calls import CACHE, GRAPH, file_of, found, joined, outermost, total
 from isograd.verify.watch.steps import Steps
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ class Feed:
         self.queue = [([int(rank) for rank in ranks], int(micro)) for ranks, micro in about["backwards"]]
         self.natural = bool(about["natural"])  # the first step is the program's own
         self.fed = self.call = 0  # backwards that are over; calls of the model in this one
+        self.cached = False  # calls without a graph were fed in this step: what follows from them stands in variables
         self.withheld: list[tuple[Tensor, Tensor]] = []
         capture.beside, capture.steps = True, Steps(len(self.queue) + 2)
         capture.routing.only = 1  # every backward is one of the other run's first step
@@ -56,14 +57,23 @@ class Feed:
         register_optimizer_step_post_hook(self._give_back)  # stays: hooks are taken out behind a step, from their list
 
     def _called(self, original: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if outermost(self.capture, module):
-            self.capture.guarded(self._replace)(args, kwargs)
+        kind = outermost(self.capture, module)
+        if kind == GRAPH or (kind == CACHE and self._of_calls_without_a_graph()):
+            self.capture.guarded(self._replace)(kind, args, kwargs)
             if self.capture.failure:
                 self.done(self.capture)
         return original(module, *args, **kwargs)
 
-    def _replace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Gives the tensors of a call, and of the variables around it, the contents that they had in the other run."""
+    def _of_calls_without_a_graph(self) -> bool:
+        """Whether the backward that comes is of a loss that takes the outputs of such calls."""
+        if not self.queue:
+            return False
+        ranks, micro = self.queue[self.fed]
+        return all((self.home / f"rank-{rank:04d}" / file_of(micro, 0, CACHE)).exists() for rank in ranks)
+
+    def _replace(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Gives the tensors of a call, and of the variables around it, the contents that they had in the other run.
+        Behind a call without a graph variables hold what was computed from it, and arguments alone are data."""
         self.capture.settle()
         if foreign.world()[1] != 1:
             raise RuntimeError(f"the program started {foreign.world()[1]} ranks where one was asked for")
@@ -73,7 +83,7 @@ class Feed:
         if not self.queue:
             self.done(self.capture)
         ranks, micro = self.queue[self.fed]
-        paths = [self.home / f"rank-{rank:04d}" / file_of(micro, self.call) for rank in ranks]
+        paths = [self.home / f"rank-{rank:04d}" / file_of(micro, self.call, kind) for rank in ranks]
         self.call += 1
         for rank, path in zip(ranks, paths, strict=True):
             if not path.exists():
@@ -82,8 +92,10 @@ class Feed:
                 )
         kept = load(paths[0]) if len(paths) == 1 else joined([load(path) for path in paths])
         for name, tensor in found(args, kwargs).items():
-            if name in kept and kept[name].dtype == tensor.dtype:
+            data = not self.cached or name.startswith("argument/")
+            if data and name in kept and kept[name].dtype == tensor.dtype:
                 tensor.data = kept.pop(name).to(tensor.device)
+        self.cached |= kind == CACHE
         left = [name.partition("/")[2] for name in kept if name.startswith("argument/")]
         if left:
             raise RuntimeError(f"the model is called with other arguments on one device: no {', '.join(left[:3])}")
@@ -116,6 +128,7 @@ class Feed:
     def _withhold(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Behind the capture's own hook: an optimizer without gradients changes nothing. One that is given a closure
         makes them inside its step."""
+        self.cached = False
         closure = kwargs.get("closure") if "closure" in kwargs else args[1] if len(args) > 1 else None
         if closure is None:
             self._take(optimizer)

@@ -15,7 +15,7 @@ from isograd.verify.judge.checks.balance import balance_counts
 from isograd.verify.judge.checks.copies import averages, copies, rates
 from isograd.verify.judge.checks.data import own_data
 from isograd.verify.judge.checks.dead import alive
-from isograd.verify.judge.checks.gradients import coefficients, scales
+from isograd.verify.judge.checks.gradients import coefficients, scales, summed_inside
 from isograd.verify.judge.checks.graphs import graph_cuts, logit_gradients
 from isograd.verify.judge.checks.losses import counted, token_weights
 from isograd.verify.judge.checks.means import mean_weights
@@ -42,7 +42,7 @@ Check = Callable[[Analysis], Iterator[Finding]]
 CHECKS: tuple[Check, ...] = (
     steps_together, coefficients, scales, token_weights, mean_weights, graph_cuts, logit_gradients, continuity,
     replicas, missing, norms, dtypes, order, groups, mixed_groups, own_data, random_draws, replayed_draws, alive,
-    copies, rates, averages, shared_draws, counted, rewritten, computed_again,
+    copies, rates, averages, shared_draws, counted, rewritten, computed_again, summed_inside,
     balance_counts, choice_bias, counted_once, same_choice,
 )  # fmt: skip
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
 from isograd.mesh import DATA
 from isograd.verify import tolerances
 from isograd.verify.judge import patterns
-from isograd.verify.judge.analysis import Analysis, Observed
+from isograd.verify.judge.analysis import ELSEWHERE, Analysis, Observed
 from isograd.verify.judge.checks.traffic import reduced_in_half, reductions
 from isograd.verify.judge.contributions import Fit
 from isograd.verify.judge.naming import bug_of, classes_of
@@ -66,6 +66,38 @@ def scales(analysis: Analysis) -> Iterator[Finding]:
         yield from _per_class(analysis, read)
 
 
+def summed_inside(analysis: Analysis) -> Iterator[Finding]:
+    """Gradients are summed in the model's parameters, before an optimizer gets them: else they are read where they can
+    be."""
+    for known in (True, False):
+        inside = {n: e for n, e in analysis.summed_inside.items() if (n in analysis.added_inside) is known}
+        if not inside:
+            continue
+        event = next(iter(inside.values()))
+        sentence = f"{_whom(analysis, inside)}: the optimizer sums them inside its step ({event.op} at {event.site})"
+        if known:
+            sentence += ": the mean of what the ranks brought to the step is judged, and not what the sum is divided by"
+        else:
+            sentence += (
+                ", from memory that is not theirs: what becomes of them there is not read; copies are equal behind "
+                "the step although each rank came with its own"
+            )
+        verdict, axis = NOTE if known else INCONCLUSIVE, axis_over(analysis.recording, event.group)
+        yield finding(verdict, "", sentence, tensors=tuple(inside), axis=axis)
+    elsewhere = [name for name, why in analysis.unread.items() if why == ELSEWHERE]
+    if elsewhere:
+        sentence = (
+            f"{_whom(analysis, elsewhere)}: each rank has its own, no optimizer owns the parameters, and yet all ranks "
+            f"give them the same new values: {ELSEWHERE}"
+        )
+        yield finding(INCONCLUSIVE, "", sentence, tensors=tuple(elsewhere))
+
+
+def _whom(analysis: Analysis, names: Collection[str]) -> str:
+    whole = len(names) == len(analysis.names)
+    return f"step {analysis.step}: {f'all {len(names)} gradients' if whole else listed(tuple(names))}"
+
+
 def _apart(analysis: Analysis, read: _Read) -> list[str]:
     """Tensors that count differently on different ranks."""
     return [
@@ -76,7 +108,8 @@ def _apart(analysis: Analysis, read: _Read) -> list[str]:
 def _read(analysis: Analysis) -> _Read:
     read = _Read()
     for name in analysis.names:
-        if name not in analysis.unsure and analysis.contributions(name) and not analysis.negligible(name):
+        known = name not in analysis.unsure and name not in analysis.unread
+        if known and analysis.contributions(name) and not analysis.negligible(name):
             _read_tensor(analysis, name, read)
     return read
 
@@ -212,6 +245,8 @@ def _per_rank(analysis: Analysis, scales: dict[str, dict[int, float]], apart: li
 def _per_class(analysis: Analysis, read: _Read) -> Iterator[Finding]:
     """All tensors of a step share one coefficient; a class with another one was divided or reduced apart."""
     scales = {name: next(iter(by_rank.values())) for name, by_rank in read.scales.items()}
+    before = {name: c for name, c in scales.items() if name not in analysis.summed_inside}
+    scales = before or scales  # what a sum inside the step is divided by there is not known
     counted = Counter(round(math.log(abs(c)) * 200) for name in scales for c in read.possible[name] if c)
     if not counted or len(scales) < 2:
         return

@@ -7,7 +7,7 @@ from itertools import zip_longest
 
 from isograd.verify import tolerances
 from isograd.verify.judge.analysis import Analysis
-from isograd.verify.record.events import CUT, KEPT, OTHERS, Collective, Logits, Reached
+from isograd.verify.record.events import CUT, KEPT, OTHERS, Collective, LabelWeight, Logits, Loss, Reached
 from isograd.verify.tell.findings import BUG, INCONCLUSIVE, Finding, listed
 from isograd.verify.tell.wording import axis_over, finding, spread
 
@@ -42,6 +42,18 @@ def graph_cuts(analysis: Analysis) -> Iterator[Finding]:
             sentence += f": {listed(lost)} got none" if lost else ": what flows through it is lost or not summed"
         axis = axis_over(analysis.recording, event.group)
         counts = _whole_loss_everywhere(analysis, event.group) if how == OTHERS else None
+        share = _share_of_one_loss(analysis, event.group) if how == OTHERS and counts is None else None
+        if share is not None:
+            if spread((share, 1.0)) > tolerances.FACTOR:
+                names = tuple(n for n in analysis.names if analysis.info(n).gradient)
+                sentence = (
+                    f"step {analysis.step}: {event.op} at {site}{module} has no backward; every rank computes all of "
+                    f"the loss (its labels and its value are the same on {axis}), so what each rank adds must be "
+                    f"summed: all gradients count {share:.4g} times what they should"
+                )
+                known = (("all of the loss", 1.0), ("here", share))
+                yield finding(BUG, "cut-graph", sentence, tensors=names, axis=axis, coefficients=known)
+            continue
         if counts is None:
             yield finding(verdict, "cut-graph", sentence, tensors=lost if how == CUT else (), axis=axis)
             continue
@@ -81,6 +93,38 @@ def _whole_loss_everywhere(
         elif all(len(ranks) == 1 for ranks in together):
             parts[name] = found.each[0]
     return (copied, parts) if copied and parts else None
+
+
+def _share_of_one_loss(analysis: Analysis, group: tuple[int, ...]) -> float | None:
+    """How often a loss counts that every rank of a group computes from the rows of all, each with a graph for its own:
+    what its labels weigh together, times the one coefficient of all contributions. None: nothing shows such a loss, or
+    the share has no meaning."""
+    if analysis.same_data(group):
+        return None
+    told = []
+    for record in (analysis.recording.ranks[rank] for rank in group):
+        weights = [e for e in record.of(LabelWeight, analysis.step) if e.count]
+        even = all(e.labels and spread((e.low, e.high)) <= tolerances.FACTOR for e in weights)
+        values = [e.value for e in record.of(Loss, analysis.step) if e.count]
+        if not weights or not even or len(values) != len(weights):
+            return None
+        told.append(([e.labels for e in weights], values, sum(e.count * e.low for e in weights)))
+    labels, values, whole = told[0]
+    for other, others, weigh in told[1:]:
+        same = all(spread(pair) <= tolerances.SAME_LOSS for pair in zip(values, others, strict=False))
+        if other != labels or not same or spread((weigh, whole)) > tolerances.FACTOR:
+            return None
+    found: list[float] = []
+    for name in analysis.names:
+        fits = [analysis.fit(seen) for seen in analysis.observed(name) if not analysis.null(name)]
+        if any(f is None or not f.uniform or any(len(c) > 1 for c in f.classes.values()) for f in fits):
+            return None
+        found += [f.each[0] for f in fits if f is not None]
+    if not found or spread(found) > tolerances.FACTOR:
+        return None
+    share = found[0] * whole
+    known = (1.0, 1 / len(group))
+    return share if any(spread((share, value)) <= tolerances.FACTOR for value in known) else None
 
 
 def logit_gradients(analysis: Analysis) -> Iterator[Finding]:

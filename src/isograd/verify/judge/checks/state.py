@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from isograd.verify.judge.analysis import Analysis
 from isograd.verify.judge.checks.graphs import graph_cuts
+from isograd.verify.judge.checks.traffic import served_ranks
 from isograd.verify.record.events import Backward, Event, Input, Parameter, Step
 from isograd.verify.tell.findings import BUG, INCONCLUSIVE, NOTE, Finding, listed
 from isograd.verify.tell.wording import axis_over, finding, spell
@@ -19,6 +20,14 @@ def steps_together(analysis: Analysis) -> Iterator[Finding]:
     by_backward = [_steps_by(record.events, Backward) for record in analysis.recording.ranks]
     if len({tuple(t) for t in by_backward}) == 1 or not all(t and t[-1] for t in taken):
         taken = by_backward
+    served = served_ranks(analysis)
+    if served:
+        sentence = (
+            f"{spell(served)} took no optimizer step at all, and got tensors from other ranks outside of backward: a "
+            "rank that steps for all and gives its weights to the others; what the others hold is not judged"
+        )
+        yield finding(INCONCLUSIVE, "", sentence, axis=spell(served))
+        return
     common = min((t[-1] for t in taken if t), default=0)
     within = [[b for b in t if b <= common] for t in taken]
     if len({tuple(t) for t in within}) > 1:
@@ -127,6 +136,6 @@ def missing(analysis: Analysis) -> Iterator[Finding]:
         yield finding(NOTE, "", sentence, tensors=without)
     stepped = any(not e.note for r in analysis.recording.ranks for e in r.of(Step, analysis.step))
     orphans = tuple(n for n in trainable if any(i.gradient for i in infos[n]) and not any(i.owned for i in infos[n]))
-    if orphans and stepped:
+    if orphans and stepped and not analysis.stepped_elsewhere:
         sentence = f"step {analysis.step}: {listed(orphans)} get gradients but no optimizer owns them"
         yield finding(BUG, "unowned", sentence, tensors=orphans)

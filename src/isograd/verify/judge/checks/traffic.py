@@ -21,8 +21,28 @@ def _collectives(analysis: Analysis, rank: int) -> list[Collective]:
     return analysis.recording.ranks[rank].of(Collective, analysis.step)
 
 
+def served_ranks(analysis: Analysis) -> tuple[int, ...]:
+    """Ranks that take no optimizer step at all, while others do, and are sent tensors outside of backward: those of a
+    parameter server. Where their steps would end is not known."""
+    records = analysis.recording.ranks
+    never = [record for record in records if all(e.note for e in record.of(Step))]
+    if len(never) == len(records):
+        return ()
+    sent = [
+        record.rank
+        for record in never
+        if any(
+            e.op in ("broadcast", "scatter", "recv") and e.phase == "other" and e.numel > 1 and e.passed
+            for e in record.of(Collective)
+        )
+    ]
+    return tuple(sent) if len(sent) == len(never) else ()
+
+
 def order(analysis: Analysis) -> Iterator[Finding]:
     """Members of a group issue the same collectives in the same order."""
+    if served_ranks(analysis):
+        return
     by_group: dict[tuple[int, ...], dict[int, list[Collective]]] = defaultdict(dict)
     for rank in range(analysis.world):
         for event in _collectives(analysis, rank):
