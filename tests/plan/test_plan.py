@@ -358,6 +358,10 @@ def test_plan_prints_the_best_layouts_and_what_to_run(tmp_path: Path, capsys, mo
     ("words", "code"),
     [
         (["--gpus", "0"], "IG600"),
+        (["--gpus", "9" * 20], "IG600"),
+        (["--layout", "dp8 zero1", "--picture", "no/such/folder/step.svg"], "IG274"),
+        (["--gpus", "8", "--batch", "1000000000", "--picture", "no-step.svg"], "IG275"),
+        (["--layout", "dp8 zero1", "--failures-per-rank-hour", "1e-320"], "IG277"),
         (["--layout", "dp4", "--gpus", "8"], "IG275"),
         (["--layout", "dp3"], "IG275"),
         (["--layout", "tp64 sp"], "IG275"),
@@ -368,7 +372,17 @@ def test_plan_prints_the_best_layouts_and_what_to_run(tmp_path: Path, capsys, mo
 )
 def test_plan_refuses_what_makes_no_sense(words: list[str], code: str, capsys) -> None:
     assert main(["plan", str(RECIPES / "llama-1b.yaml"), *words]) == 2
-    assert capsys.readouterr().err.startswith(code)
+    assert code in capsys.readouterr().err
+
+
+def test_what_could_not_be_written_is_refused_before_anything_is_measured(tmp_path: Path, capsys) -> None:
+    began = time.process_time()
+    for file in (str(RECIPES / "llama-1b.yaml"), str(tmp_path), str(tmp_path / "none" / "here.yaml"), "a" * 400):
+        assert main(["machine", "measure", file]) == 2
+        assert capsys.readouterr().err.startswith("IG274")
+    assert main(["plan", "a" * 400]) == 2
+    assert capsys.readouterr().err.startswith("IG631")
+    assert time.process_time() - began < 5
 
 
 def test_plan_refuses_a_config_that_does_not_parse_and_a_machine_without_the_link_it_needs(

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 Parser = type[argparse.ArgumentParser]
 MOST_DEVICES, MOST_SEQUENCES = 1 << 20, 1 << 40  # beyond any run
+MOST_LAYERS = 4096  # of which a search cuts stages
 DRAWN = 200_000  # passes of a picture
 
 
@@ -155,6 +156,11 @@ def _read(options: argparse.Namespace) -> tuple[Config, Work, int]:
         if file is not None:
             _refuse_file(file, name)
     work = work_of(config)
+    if work.model.layers > MOST_LAYERS:
+        raise PlanError(
+            "IG275", "a model of so many layers is not planned", seen=f"{work.model.layers:,} layers",
+            expected=f"at most {MOST_LAYERS:,}",
+        )  # fmt: skip
     return config, dataclasses.replace(work, batch=options.batch or work.batch), count
 
 

@@ -7,6 +7,7 @@ A value's origin is a line of the file, the command line, or the default: `isogr
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,7 +58,7 @@ def load(path: str | Path, options: Sequence[str] = (), others: Sequence[str] = 
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[Place, str]]:
-    if not path.exists():
+    if not os.path.exists(path):  # False for a name that is too long, where Path.exists raises
         raise ConfigError(
             "IG631", f"no config file {path}", expected="a YAML file; 'isograd recipes' lists some to start from",
             fix="isograd new quickstart",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isograd.errors import ConfigError, PlanError
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 SHOWN = 12  # findings
 MOST = 10_000  # micro-batches: more would take days
+MOST_LAYERS = 4096
 PATIENCE = 15.0  # seconds between two words about how far it is
 
 
@@ -87,8 +89,11 @@ class _Progress:
 
 
 def _read(options: argparse.Namespace) -> tuple[Config, Layout]:
+    from isograd.train.language import model_config
     from isograd.train.reading import load
 
+    if options.layout is not None and not options.layout.strip():
+        raise ConfigError("IG600", "--layout names no layout", seen=repr(options.layout), fix="leave it out")
     dotted = ["--layout", options.layout] if options.layout else []
     layout = Layout.parse(options.layout) if options.layout else None
     if layout is not None:  # a batch that does not divide is the config's mistake, not this layout's
@@ -101,6 +106,12 @@ def _read(options: argparse.Namespace) -> tuple[Config, Layout]:
             "IG600", f"layout {str(layout)!r} needs {layout.world_size} ranks", seen=f"--world {options.world}",
             expected=f"--world {layout.world_size}", fix=f"one of these fits {options.world}: {fits}" if fits else None,
         )  # fmt: skip
+    if options.picture is not None and not (
+        Path(options.picture).parent.is_dir() and not Path(options.picture).is_dir()
+    ):
+        raise PlanError(
+            "IG274", f"--picture: {options.picture!r} cannot be written", expected="a file in a folder that exists"
+        )
     if options.micro_batches is not None and not 1 <= options.micro_batches <= MOST:
         raise ConfigError(
             "IG600", "--micro-batches must be at least 1", seen=options.micro_batches, expected=f"1 to {MOST:,}"
@@ -109,6 +120,11 @@ def _read(options: argparse.Namespace) -> tuple[Config, Layout]:
         raise PlanError(
             "IG270", "pairs cannot be rehearsed", seen="`pairs` in the config", expected="a language model: `data`"
         )
+    if (layers := model_config(config.model).layers) > MOST_LAYERS:
+        raise PlanError(
+            "IG270", "a model of so many layers is not rehearsed", seen=f"{layers:,} layers",
+            expected=f"at most {MOST_LAYERS:,}",
+        )  # fmt: skip
     return config, layout
 
 
@@ -167,8 +183,6 @@ def _load(config: Config, layout: Layout, load: str) -> str:
 
 
 def _draw(ranks: list[Rank], layout: Layout, path: str) -> None:
-    from pathlib import Path
-
     from isograd.plan.areas import draw
     from isograd.plan.rehearse import kinds
 
