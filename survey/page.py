@@ -2,6 +2,8 @@
 
 from collections import Counter
 
+UNTOLD = ("open", "truth unknown")
+UNTOLD_HEAD = "## What could not be told\n\n"
 OPEN = ("right", "right beside one", "open", "not seen alone")  # what may be without a note
 
 HEAD = """# The survey
@@ -18,8 +20,8 @@ in survey/programs, one line each in survey/programs.toml. Nothing is downloaded
 - **Is it?** A verdict is *right* when it says BUG of what is wrong and PASS of what is right. *Open* is INCONCLUSIVE;
   *right beside one* and *not seen alone* are an INCONCLUSIVE and a PASS that the run beside one device decides.
   *MISSED* and *FALSE ALARM* are the verifier's failures.
-- **Judged**: when the row was last run. Rows before 2026-11-22 18:43 were judged before the last changes to the
-  verifier, and were not run again.
+- **Judged**: when the row was last run. Rows before 2026-11-22 22:49 were judged before the changes of that evening
+  to the verifier, and were not run again.
 """
 
 
@@ -86,6 +88,12 @@ def rows(programs, state):
         ]  # fmt: skip
 
 
+def reason(said, about):
+    """Why nothing could be told: the note of the row, and what the verifier itself says."""
+    findings = [f["sentence"] for way in ("alone", "beside") for f in said.get(way, {}).get("findings", [])]
+    return "; it says: ".join([about["note"], *(f'"{sentence}"' for sentence in dict.fromkeys(findings[:1]))])
+
+
 def text(programs, state):
     """The page."""
     head = ["program", "version", "arguments", "ranks", "truth", "alone", "beside one", "is it?", "judged"]
@@ -93,7 +101,15 @@ def text(programs, state):
     counts = Counter(row[-2] for row in table[2:])
     summary = f"{len(table) - 2} programs: {', '.join(f'{n} {kind}' for kind, n in counts.most_common())}.\n"
     parts = [HEAD, summary, "\n".join("| " + " | ".join(row) + " |" for row in table) + "\n"]
-    notes = [f"- **{name}**: {about['note']}" for name, about in programs.items() if "note" in about and name in state]
+    told = {row[0]: row[-2] for row in table[2:]}
+    untold = [f"- **{name}**: {reason(state[name], programs[name])}" for name, is_it in told.items() if is_it in UNTOLD]
+    if untold:
+        parts.append(UNTOLD_HEAD + "\n".join(untold) + "\n")
+    notes = [
+        f"- **{name}**: {about['note']}"
+        for name, about in programs.items()
+        if "note" in about and name in state and told.get(name) not in UNTOLD
+    ]
     if notes:
         parts.append("## What the rows mean\n\n" + "\n".join(notes) + "\n")
     out = [f"- **{n}**: {state[n]['failed']}" for n in programs if "failed" in state.get(n, {})]
