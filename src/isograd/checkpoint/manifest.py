@@ -134,11 +134,21 @@ class _Columns:
 
 
 @dataclass(frozen=True)
+class _Adapters:
+    """LoRA: what peft calls its config, and the scale of each adapted layer."""
+
+    config: dict[str, Any]
+    scales: dict[str, float]
+    __pydantic_config__: ClassVar = STRICT
+
+
+@dataclass(frozen=True)
 class _Described:
     """The model, as hugging.describe gives it."""
 
     kind: str
     config: dict[str, Any]
+    adapters: _Adapters | None = None
     __pydantic_config__: ClassVar = STRICT
 
 
