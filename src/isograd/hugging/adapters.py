@@ -13,7 +13,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,8 +64,8 @@ def insert(model: Any, adapter: Any, dtype: torch.dtype, mesh: Mesh) -> None:
     model._isograd_adapters = Adapters(values, scales)
 
 
-def refuse_adapter(adapter: Any, mesh: Mesh) -> Any:
-    """Refuse what is no plain LoRA; gives the package peft."""
+def need_peft(mesh: Mesh) -> Any:
+    """The package peft, or how to install it."""
     try:
         import peft
     except ImportError as error:
@@ -76,6 +77,12 @@ def refuse_adapter(adapter: Any, mesh: Mesh) -> Any:
             fix="pip install 'isograd[hf]'",
             where=mesh.where(),
         ) from error
+    return peft
+
+
+def refuse_adapter(adapter: Any, mesh: Mesh) -> Any:
+    """Refuse what is no plain LoRA; gives the package peft."""
+    peft = need_peft(mesh)
     if not isinstance(adapter, peft.LoraConfig):
         raise _refusal(f"a {type(adapter).__name__}", "a peft.LoraConfig", mesh)
     plain = peft.LoraConfig()
@@ -91,6 +98,20 @@ def refuse_adapter(adapter: Any, mesh: Mesh) -> Any:
     return peft
 
 
+@contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """Forwards in here are those of the model that the adapters were put into."""
+    adapted = [module for module in model.modules() if hasattr(module, "_disable_adapters")]
+    before = [module._disable_adapters for module in adapted]
+    for module in adapted:
+        module._disable_adapters = True  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for module, value in zip(adapted, before, strict=True):
+            module._disable_adapters = value
+
+
 def smaller(adapter: Any) -> Any:
     """The same adapter for the small copy of a model, whose layers have other numbers."""
     if adapter is None:
@@ -98,6 +119,7 @@ def smaller(adapter: Any) -> Any:
     return dataclasses.replace(
         adapter,
         r=min(adapter.r, RANK),
+        lora_dropout=0.0,  # a layout and one device draw unlike masks
         layers_to_transform=None,
         layers_pattern=None,
         rank_pattern={},

@@ -54,7 +54,7 @@ def load(
     parameters; left out, the config's. seed: of random weights. logits: under tp, gather them in training steps, too,
     where most models otherwise compute the loss from cut ones.
     """
-    config = all_or_none(lambda: _config_of(source, mesh), mesh, ModelError, not_loaded)
+    config = all_or_none(lambda: config_of(source, mesh), mesh, ModelError, not_loaded)
     refuse_shared_keys(config, mesh)
     dtype = dtype or getattr(config, "dtype", None) or torch.float32
     if prove:
@@ -95,10 +95,10 @@ def build(
     logits: bool = False,
 ) -> Any:
     """The model of a config on this mesh, with values from a folder or random ones; nothing is proven."""
-    model, loss = _empty(config, dtype, mesh)
+    model, loss = empty(config, dtype, mesh)
     refuse_cut_sequences(loss, type(model).__name__, mesh)
     refuse_sequences(type(model), config, loss, mesh)
-    source = Random(_empty(config, dtype, mesh)[0], seed, noise)
+    source = Random(empty(config, dtype, mesh)[0], seed, noise)
     values: Random | Folder = source if folder is None else Folder(Stored(folder), model, mesh.where())
     starts: Source = values
     if adapter is not None:
@@ -135,7 +135,7 @@ def _attach(model: Any, library: Any, config: Any, mesh: Mesh) -> None:
         attach(model, mesh, tried=tiny)
 
 
-def _empty(config: Any, dtype: torch.dtype, mesh: Mesh) -> tuple[Any, str]:
+def empty(config: Any, dtype: torch.dtype, mesh: Mesh) -> tuple[Any, str]:
     """The library's model for a config, with parameters on the meta device and buffers with values; and its loss."""
     library, loss = library_of(config, mesh.where())
     with empty_parameters():
@@ -172,7 +172,8 @@ def not_loaded(error: Exception) -> ModelError:
     )
 
 
-def _config_of(source: Any, mesh: Mesh) -> Any:
+def config_of(source: Any, mesh: Mesh) -> Any:
+    """The config of a folder that can be trained; a config as it is."""
     from transformers import CONFIG_MAPPING, AutoConfig
 
     config = source

@@ -39,8 +39,8 @@ def cut_into_stages(model: Any, mesh: Mesh, survey: Survey, loss: str) -> None:
     layers: Any = model.get_submodule(survey.layers)
     stages = mesh.layout.pp * mesh.layout.vpp
     head = getattr(model, "lm_head", None)
-    last = _cost(head, text_of(model.config)) if isinstance(head, nn.Module) else 0.0
-    costs = [_cost(layer, text_of(model.config)) for layer in layers]
+    last = cost_of_token(head, text_of(model.config)) if isinstance(head, nn.Module) else 0.0
+    costs = [cost_of_token(layer, text_of(model.config)) for layer in layers]
     parts = ranges(balanced(costs, stages, last=last, ranks=mesh.layout.pp), stages, len(layers))
     _declare_ties(model, mesh, survey, parts)
     flow = _Flow(mesh, survey.layers, parts, survey.output, loss)
@@ -86,7 +86,7 @@ class _Staged(nn.Module):
     def refuse_micro(self, micro: Any) -> None:
         """Raise for a micro-batch that some stage could not run, before any stage of the step runs."""
         flow = self._isograd_flow
-        if isinstance(micro, Mapping) and micro.get("labels") is not None:
+        if isinstance(micro, Mapping) and any(micro.get(name) is not None for name in ("labels", "shift_labels")):
             shard(micro, flow.mesh, flow.loss)
             return
         raise ModelError(
@@ -231,7 +231,7 @@ def _leave_out(model: nn.Module, name: str, parameter: nn.Parameter, mesh: Mesh)
     module._forward_hooks.clear()
 
 
-def _cost(module: nn.Module, config: Any) -> float:
+def cost_of_token(module: nn.Module, config: Any) -> float:
     """Elements by which a token is multiplied; of a stack of experts, those of the chosen ones."""
     found = 0.0
     for parameter in module.parameters():

@@ -35,7 +35,7 @@ from isograd.sequence.same import gather_whole, refuse_unlike
 from isograd.sequence.try_out import NAME, TRIAL, trial_mask, try_out
 
 IGNORE = -100  # the label that does not count, as transformers has it
-KEYS = ("input_ids", "labels", "attention_mask", "position_ids")
+KEYS = ("input_ids", "labels", "shift_labels", "attention_mask", "position_ids")
 # Keywords that transformers passes to attention and that attention does not need.
 UNUSED = ("position_ids", "use_cache", "labels", "shift_labels", "num_items_in_batch", "output_hidden_states",
           "return_dict", "cache_position")  # fmt: skip
@@ -261,8 +261,8 @@ def shard(batch: Mapping[str, Any], mesh: Mesh) -> Part:
     """This rank's part of whole sequences. It does not communicate, so it may run in a loader's thread.
 
     batch: input_ids [b, s]; labels [b, s] as transformers has them, aligned with input_ids and shifted here, before
-    anything is cut; attention_mask with padding at the END of rows only; position_ids: where they restart, a new
-    document begins, which attends only to itself. Other keys are refused.
+    anything is cut, or shift_labels, which are shifted already; attention_mask with padding at the END of rows only;
+    position_ids: where they restart, a new document begins, which attends only to itself. Other keys are refused.
     """
     given = {name: tensor for name, tensor in batch.items() if tensor is not None}
     _refuse_unknown(given, mesh)
@@ -270,7 +270,9 @@ def shard(batch: Mapping[str, Any], mesh: Mesh) -> Part:
     rows, length = tokens.shape
     places, rank = places_for(length, 1, mesh), mesh.index("cp")  # under sp, tp divides the tokens of each row
     labels = torch.full_like(tokens, IGNORE)
-    if "labels" in given:
+    if "shift_labels" in given:
+        labels = given["shift_labels"]
+    elif "labels" in given:
         labels = F.pad(given["labels"][:, 1:], (0, 1), value=IGNORE)
     mask = given.get("attention_mask")
     if mask is not None:
@@ -284,7 +286,7 @@ def shard(batch: Mapping[str, Any], mesh: Mesh) -> Part:
         "position_ids": places.shard(positions, rank),
         "use_cache": False,
     }
-    if "labels" in given:
+    if "labels" in given or "shift_labels" in given:
         inputs |= {"labels": mine, "shift_labels": mine, "num_items_in_batch": weight.clamp(min=1)}
     return Part(inputs | ({"isograd": cut} if places.cp > 1 else {}), weight, cut)
 
