@@ -3,7 +3,7 @@
 isograd ckpt inspect run/checkpoints                   what a checkpoint holds
 isograd ckpt verify run/checkpoints                    read everything, check every hash
 isograd ckpt diff A B                                  which tensors and rows differ, and by how much
-isograd ckpt convert run/checkpoints out/              a Hugging Face folder, without ranks
+isograd ckpt convert run/checkpoints out/              a Hugging Face folder, without ranks; --adapters: LoRA's alone
 isograd ckpt import DCP out/ --config models/llama     the same from torchtitan's, Megatron-Core's or FSDP2's folder
 """
 
@@ -172,6 +172,7 @@ def _diff(options: argparse.Namespace) -> int:
 
 def _convert_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("place", metavar="PLACE", help=PLACE)
+    parser.add_argument("--adapters", action="store_true", help="write the adapters (LoRA) alone, as a folder of peft")
     _hugging_options(parser)
 
 
@@ -200,10 +201,19 @@ def _gigabytes(text: str) -> float:
 
 
 def _convert(options: argparse.Namespace) -> int:
+    from isograd.checkpoint.adapters import convert_adapters
     from isograd.checkpoint.folder import one_of
     from isograd.checkpoint.hugging import convert
+    from isograd.errors import ConfigError
 
     place = one_of(Path(options.place))
+    if options.adapters:
+        if options.tokenizer or options.dtype:
+            raise ConfigError(
+                "IG600", "--adapters writes adapters alone, as they were trained", seen="--tokenizer or --dtype",
+                fix="leave it out; without --adapters the whole model is written",
+            )  # fmt: skip
+        return _written(place, convert_adapters(place, options.out))
     out = convert(
         place, options.out, tokenizer=options.tokenizer, max_shard_gb=options.max_shard_gb, dtype=_dtype(options.dtype)
     )
