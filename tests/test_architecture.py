@@ -122,6 +122,7 @@ ARROWS = {
         "data",
         "engine",
         "errors",
+        "hugging",
         "inside",
         "layout",
         "losses",

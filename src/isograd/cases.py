@@ -120,7 +120,7 @@ def prove_run(options: Namespace) -> Report:
     from isograd.train.reading import load
 
     config = load(options.case).config
-    model = model_config(config.model)
+    model = model_config(config)
     texts = [text.strip() for text in options.layouts.split(";")] if options.layouts else [config.layout]
     if model.experts is not None and not options.layouts:
         texts += spread_experts(Layout.parse(config.layout), model.experts.number)

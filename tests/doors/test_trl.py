@@ -149,7 +149,7 @@ def test_task_preference_has_the_loss_and_the_gradients_of_dpo_trainer(tmp_path:
     counted = batch["input_ids"].masked_fill(batch["completion_mask"] == 0, -100).roll(-1, 1)
     counted[:, -1] = -100
     tokens, labels = (t.unflatten(0, (2, -1)).transpose(0, 1) for t in (batch["input_ids"], counted))
-    with before.noting() as noted, torch.no_grad():
+    with before.pair_loss.noting() as noted, torch.no_grad():
         before(tokens, labels)
     ours, pairs = policy(tokens, labels, reference=noted[0])
     ours.backward()

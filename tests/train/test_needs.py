@@ -77,9 +77,7 @@ def test_activations_by_formula_are_what_autograd_saves(options: dict[str, Any],
     saved = {}
     for layers in (2, 4):
         here = with_layers(described, options, layers)
-        model = Transformer(
-            language.model_config(here.model), Mesh("dp1"), dtype=torch.bfloat16 if dtype == "bf16" else None
-        )
+        model = Transformer(language.model_config(here), Mesh("dp1"), dtype=torch.bfloat16 if dtype == "bf16" else None)
         saved[layers] = saved_bytes(here, model)
     deep, shallow = (
         activations(needs.work_of(with_layers(described, options, layers)), Layout(), 0) for layers in (4, 2)
@@ -90,7 +88,7 @@ def test_activations_by_formula_are_what_autograd_saves(options: dict[str, Any],
 @pytest.mark.parametrize("layout", ["dp1", "dp2 zero1"])
 def test_states_are_the_bytes_that_an_engine_holds(layout: str) -> None:
     found = needs.needs(config("dp1"))[0]
-    model = Transformer(language.model_config(config().model), Mesh("dp1"))
+    model = Transformer(language.model_config(config()), Mesh("dp1"))
     engine: Engine = engine_of(config(), model, Mesh("dp1"))
     tokens = torch.zeros(2, 8, dtype=torch.long)
     engine.train_step({"tokens": tokens, "labels": tokens}, 1)
@@ -190,7 +188,7 @@ def _peak(text: str) -> float:
     run = Config.model_validate(json.loads(text))
     assert run.data is not None
     mesh = Mesh(run.layout)
-    model = Transformer(language.model_config(run.model), mesh)
+    model = Transformer(language.model_config(run), mesh)
     engine = engine_of(run, model, mesh)
     mine = rows_of(run, mesh)
     tokens = torch.zeros(len(mine), run.data.length, dtype=torch.long)

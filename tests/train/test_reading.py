@@ -198,7 +198,7 @@ def test_every_recipe_is_a_config_whose_model_fits_its_layout(recipe: Path) -> N
     if config.model.path:
         return  # its model is the user's
     for rank in (0, layout.world_size - 1):
-        Transformer(model_config(config.model), Mesh.unbound(layout, rank), device="meta")
+        Transformer(model_config(config), Mesh.unbound(layout, rank), device="meta")
 
 
 def _parser():  # type: ignore[no-untyped-def]

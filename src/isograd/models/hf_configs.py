@@ -97,7 +97,7 @@ def from_hf_config(config: Mapping[str, Any] | Any) -> TransformerConfig:
             "IG607",
             f"no family for model_type {kind!r}{did_you_mean(kind, readers)}",
             expected=", ".join(readers),
-            fix="any nn.Module trains on data axes: give it to Engine as it is",
+            fix="isograd train --model.code transformers; in a loop of your own, ig.hugging.load",
         )
     if c.get("quantization_config"):
         raise ConfigError(

@@ -47,6 +47,11 @@ class Model(Part):
     weights: bool = Field(
         default=True, description="whether the weights in `path` are read; false starts from new ones"
     )
+    code: Literal["isograd", "transformers"] | None = Field(
+        default=None,
+        description="whose code runs `path`: isograd's own decoder, for the families that it knows, or the folder's "
+        "class of transformers, any causal one; null: transformers with `adapter`, else isograd",
+    )
     options: dict[str, Any] = Field(
         default_factory=dict, description="fields of TransformerConfig; alone they are the whole model, else changes"
     )
@@ -65,6 +70,25 @@ class Model(Part):
         if not self.preset and not self.path and not self.options:
             raise ValueError("give a preset, a path or options")
         return self
+
+
+class Adapter(Part):
+    """`adapter`: LoRA. Small matrices beside linear layers are trained, and the model of `model.path` is frozen."""
+
+    rank: Positive = Field(default=8, description="of the matrices")
+    alpha: Rate | None = Field(default=None, description="what they give is multiplied by alpha / rank; null: 2 * rank")
+    dropout: Share = Field(default=0.0, description="of what enters them; it draws per rank, and is refused under tp")
+    targets: Literal["all-linear"] | list[str] = Field(
+        default="all-linear",
+        description="names of the layers, for example [q_proj, v_proj]; all-linear: all but the head",
+    )
+
+    @field_validator("targets")
+    @classmethod
+    def _some(cls, value: Any) -> Any:
+        if value != "all-linear" and (not value or not all(name.strip() for name in value)):
+            raise ValueError("name at least one layer")
+        return value
 
 
 class Text(Part):
@@ -293,6 +317,7 @@ class Config(Part):
     )
     layout: str = Field(default="dp1", description="for example 'dp2 tp2 sp zero1'")
     model: Model
+    adapter: Adapter | None = Field(default=None, description="LoRA; null: all parameters are trained")
     data: Data | None = Field(default=None, description="tokens for a language model")
     pairs: PairsOf | None = Field(default=None, description="pairs of texts for an encoder, instead of data")
     preference: Preference | None = Field(default=None, description="the loss of task preference; null: dpo")
@@ -341,6 +366,7 @@ class Config(Part):
         if (self.data is None) == (self.pairs is None):
             raise _contradiction("give data or pairs, one of them", "data", "pairs")
         self._fits_task()
+        self._fits_code()
         if self.pairs is not None and self.micro_batches > 1:
             raise _contradiction(
                 "pairs have no micro_batches: every row is every other's negative; set pairs.chunk", "micro_batches"
@@ -388,6 +414,29 @@ class Config(Part):
                 "task", "data.sources",
             )  # fmt: skip
 
+    def _fits_code(self) -> None:
+        """What transformers' own code does not have belongs to isograd's decoder."""
+        if not self.by_transformers:
+            return
+        from isograd.layout import Layout
+
+        model, layout = self.model, Layout.parse(self.layout)
+        named = "adapter" if self.adapter is not None else "model.code transformers"
+        if self.adapter is not None and model.code == "isograd":
+            raise _contradiction("adapter trains a model by transformers' code", "adapter", "model.code")
+        if self.data is None:
+            raise _contradiction(f"{named} has data, no pairs", "adapter", "model.code", "pairs")
+        for wrong, what, field in (
+            (model.path is None, "a Hugging Face folder (model.path)", "model.path"),
+            (bool(model.options), "no model.options: edit a copy of the folder's config.json", "model.options"),
+            (model.recompute == "offload", "model.recompute true or false", "model.recompute"),
+            (model.recompute and layout.world_size > layout.dp, "model.recompute under dp and zero", "model.recompute"),
+            (self.optimizer.name == "muon", "optimizer.name adamw", "optimizer.name"),
+            (self.task == "preference" and layout.pp > 1, "task preference without pp", "layout"),
+        ):
+            if wrong:
+                raise _contradiction(f"{named} takes {what}", "adapter", "model.code", field)
+
     def _survives(self, layout: Layout) -> None:
         """What `resilience` says must have an effect."""
         from isograd.errors import LayoutError
@@ -415,6 +464,11 @@ class Config(Part):
                     f"resilience.layouts: batch {self.batch} cannot be cut over dp {smaller.dp} of {text!r}",
                     "resilience.layouts", "batch",
                 )  # fmt: skip
+
+    @property
+    def by_transformers(self) -> bool:
+        """Whether transformers' own code runs the model."""
+        return self.model.code == "transformers" or self.adapter is not None
 
     @property
     def packing(self) -> Literal["documents", "whole", "stream"]:

@@ -7,10 +7,11 @@ stopped resumes where it was, under any other layout.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from isograd import random
 from isograd.data import Mixture, read_tokenizer
@@ -23,25 +24,66 @@ from isograd.models.families import HuggingFace
 from isograd.nn.experts import Experts
 from isograd.nn.loss import IGNORE
 from isograd.train import texts
-from isograd.train.config import Config, Model
+from isograd.train.config import Config
 from isograd.train.job import DTYPES, Beat, Evaluated, engine_of, rows_of
 
 
-def model_config(model: Model) -> TransformerConfig:
+def model_config(config: Config) -> TransformerConfig:
     """What the config's `model` describes, before anything is built."""
+    model = config.model
+    if config.by_transformers:
+        raise ConfigError(
+            "IG643", "this is for isograd's own decoder", seen="a model that transformers' code runs",
+            expected="a family that isograd's decoder knows, without adapter",
+            fix="--model.code isograd, without adapter; `isograd train --dry-run` tries a run of any model",
+        )  # fmt: skip
     named = load_config(model.path) if model.path else preset(model.preset) if model.preset else None
     base = vars(named) if named else {}
     return TransformerConfig.from_dict({**base, **model.options}, "model")
 
 
-def refuse_vocabulary(data: Mixture | Preferences, described: TransformerConfig) -> None:
+def refuse_vocabulary(data: Mixture | Preferences, vocab: int) -> None:
     """Token ids that the model's embedding does not have are an error, in the parent process and on every rank."""
-    if data.vocab > described.vocab:
+    if data.vocab > vocab:
         raise ConfigError(
             "IG635", "the data has more token ids than the model", seen=f"{data.vocab} ids in the data",
-            expected=f"at most model vocab {described.vocab}",
+            expected=f"at most model vocab {vocab}",
             fix=f"--model.options.vocab {data.vocab}, or data built with the model's tokenizer",
         )  # fmt: skip
+
+
+def vocabulary(config: Config) -> int:
+    """How many token ids the model has."""
+    if config.by_transformers:
+        from isograd.train import library
+
+        return library.counted(config).vocab
+    return model_config(config).vocab
+
+
+def flops_of_run(config: Config, length: int) -> float:
+    """Of one token, in sequences of this length, forward and backward."""
+    if config.by_transformers:
+        from isograd.train import library
+
+        return library.flops_per_token(library.counted(config), length)
+    return flops_per_token(model_config(config), length)
+
+
+def opened(config: Config, mesh: Mesh, make: Callable[..., Transformer]) -> tuple[Any, HuggingFace | None]:
+    """The model of a config on this mesh, and what an Engine reads its first values from. `make`: isograd's decoder."""
+    if config.by_transformers:
+        from isograd.train import library
+
+        return library.opened(config, mesh), None
+    described = model_config(config)
+    weights = HuggingFace(config.model.path, described) if config.model.path and config.model.weights else None
+    model = make(
+        described, mesh, seed=config.model.seed, dtype=DTYPES[config.model.dtype],
+        device="meta" if mesh.layout.zero == 3 else None,
+    )  # fmt: skip
+    model.recompute = config.model.recompute
+    return model, weights
 
 
 class Language:
@@ -64,18 +106,9 @@ class Language:
                          f"build it with a larger {more}, or from more documents")  # fmt: skip
         self.lacks = "; ".join(lacks)
         self.decode = read_tokenizer(data) if config.log.sample else None  # its package may be missing: said here
-        described = model_config(config.model)
-        refuse_vocabulary(data, described)
-        weights = HuggingFace(config.model.path, described) if config.model.path and config.model.weights else None
-        self.model = Transformer(
-            described,
-            mesh,
-            seed=config.model.seed,
-            dtype=DTYPES[config.model.dtype],
-            device="meta" if mesh.layout.zero == 3 else None,
-        )
-        self.fingerprint, self.flops = self.data.fingerprint, flops_per_token(described, self.length)
-        self.model.recompute = config.model.recompute
+        refuse_vocabulary(data, vocabulary(config))
+        self.fingerprint, self.flops = self.data.fingerprint, flops_of_run(config, self.length)
+        self.model, weights = opened(config, mesh, Transformer)
         self.engine = engine_of(config, self.model, mesh, weights)
 
     def batch(self, step: int) -> dict[str, Any]:
@@ -124,15 +157,24 @@ class Language:
         chat = self.config.task == "chat"
         start, stop = first_answer(row["labels"][0]) if chat else (32, IGNORE)
         assert self.decode is not None
-        return shown(self.model, row["tokens"][:, :start], stop, tokens, self.length, self.decode)
+        return shown(self.model, self.mesh, row["tokens"][:, :start], stop, tokens, self.length, self.decode)
 
 
 def shown(
-    model: Transformer, prompt: Tensor, stop: int, tokens: int, window: int, decode: Callable[[Sequence[int]], str]
+    model: nn.Module,
+    mesh: Mesh,
+    prompt: Tensor,
+    stop: int,
+    tokens: int,
+    window: int,
+    decode: Callable[[Sequence[int]], str],
 ) -> str:
     """A prompt [1, n], and at most so many tokens that the model writes after it, until it writes `stop`."""
-    prompt = prompt.to(model.mesh.device)
-    written = generate(model, prompt, tokens, window)
+    from isograd.hugging.rows import logits_of
+
+    prompt = prompt.to(mesh.device)
+    logits = model if isinstance(model, Transformer) else partial(logits_of, model, mesh)
+    written = generate(logits, prompt, tokens, window)
     written = written[: written.index(stop) + 1] if stop in written else written
     return f"{decode(prompt[0].tolist())}▮{decode(written)}"
 

@@ -4,9 +4,9 @@
     activations    what a forward keeps for its backward, times the micro-batches a pipeline has in flight
     program        Python, torch and its communication
 
-Parameters are counted on the model itself, built without memory; plan/memory.py has the formulas. For an encoder of
-transformers (pairs) the counts are those of a usual encoder. tests/train/test_needs.py compares the formula with the
-tensors that autograd saves and with the peak of a process.
+Parameters are counted on the model itself, built without memory; plan/memory.py has the formulas. For a model that
+transformers' code runs, activations are those of a usual encoder or decoder. tests/train/test_needs.py compares the
+formula with the tensors that autograd saves and with the peak of a process.
 """
 
 from __future__ import annotations
@@ -38,6 +38,12 @@ class Needs:
     optimizer: float  # its state, and master weights
     activations: float
     count: int = 0  # parameters of the whole model
+    frozen: int = 0  # of those, that are not trained
+
+    @property
+    def trained(self) -> int:
+        """Parameters of the whole model that are trained."""
+        return self.count - self.frozen
 
     @property
     def states(self) -> float:
@@ -55,6 +61,8 @@ def needs(config: Config) -> list[Needs]:
     layout = Layout.parse(config.layout)
     if config.pairs is not None:
         return [_encoder(config, layout)]
+    if config.by_transformers:
+        return [_library(config, layout)] * layout.pp
     work = work_of(config)
     return [_stage(work, layout, index) for index in range(layout.pp)]
 
@@ -65,7 +73,7 @@ def work_of(config: Config) -> Work:
 
     assert config.data is not None
     return Work(
-        model=model_config(config.model),
+        model=model_config(config),
         length=config.data.length,
         batch=config.batch * (2 if config.task == "preference" else 1),  # rows: answers
         micro_batches=config.micro_batches,
@@ -93,6 +101,28 @@ def _stage(work: Work, layout: Layout, index: int) -> Needs:
     whole = Transformer(work.model, Mesh.unbound("dp1"), device="meta")
     count = sum(parameter.numel() for parameter in whole.parameters())
     return Needs(*kept, activations(work, layout, index), count)
+
+
+def _library(config: Config, layout: Layout) -> Needs:
+    """A model of transformers: parameters counted on its class, activations as usual decoders have."""
+    from isograd.train.library import counted
+
+    assert config.data is not None
+    found = counted(config)
+    size, owners = DTYPES[config.model.dtype].itemsize, layout.dp * layout.cp
+    cut, blocks = layout.tp * layout.pp, max(1, found.layers)
+    trained, frozen = found.trained / cut, (found.parameters - found.trained) / cut
+    gathered = 3 * trained / blocks  # a block, the next one, and what is in no block
+    kept = states(layout, size, config.micro_batches, trained, trained / owners, gathered, 0)
+    held = frozen / owners + 3 * frozen / blocks if layout.zero == 3 else frozen
+    rows = -(-config.batch // layout.dp) * (2 if config.task == "preference" else 1)
+    flight = min(layout.pp, config.micro_batches)
+    tokens = -(-rows // config.micro_batches) * config.data.length / layout.cp
+    blocks_here = 2 if config.model.recompute else found.layers / layout.pp + 1
+    block = tokens * (12 * found.hidden + 3 * found.mlp) * size / layout.tp
+    logits = tokens * found.vocab * (size + 8) / (1 if config.task == "preference" else layout.tp)
+    saved = flight * blocks_here * block + logits
+    return Needs(kept[0] + held * size, kept[1], kept[2], saved, found.parameters, found.parameters - found.trained)
 
 
 def _encoder(config: Config, layout: Layout) -> Needs:

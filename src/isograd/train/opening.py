@@ -64,7 +64,7 @@ class Opening:
             memory += f"; a rank's experts compute at most {LOAD:g} times an even share"
         ranks = f"{layout.world_size} rank{'' if layout.world_size == 1 else 's'}"
         return [
-            ("model", f"{_model(config)}, {human(biggest.count)} parameters in {config.model.dtype}"),
+            ("model", f"{_model(config)}, {_parameters(biggest)} in {config.model.dtype}"),
             ("layout", f"{layout}: {ranks}  {drawn(layout)}"),
             ("devices", f"{ranks} on {self.machine.describe()}"),
             ("batch", _batch(config)),
@@ -113,7 +113,7 @@ def refuse_data(config: Config) -> None:
     """Raise what the ranks would raise later: token shards that are missing, or have ids that the model lacks."""
     if config.data is None or not texts.is_ready(config):
         return  # the rest is built when the run starts
-    language.refuse_vocabulary(texts.trained(config), language.model_config(config.model))
+    language.refuse_vocabulary(texts.trained(config), language.vocabulary(config))
 
 
 def drawn(layout: Layout) -> str:
@@ -136,6 +136,11 @@ def _gb(count: float) -> str:
 def _model(config: Config) -> str:
     model = config.model
     return model.preset or model.path or f"a Transformer of {model.options.get('layers', '?')} layers"
+
+
+def _parameters(needs: Needs) -> str:
+    trained = f" ({human(needs.trained)} of them in adapters, which are trained)" if needs.frozen else ""
+    return f"{human(needs.count)} parameters{trained}"
 
 
 def _batch(config: Config) -> str:

@@ -11,6 +11,7 @@ One device: the loss of losses/naive.py over the whole batch.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,12 +23,12 @@ from isograd.data import read_tokenizer
 from isograd.data.preferences import NOBODY
 from isograd.engine.evaluation import together
 from isograd.errors import ModelError
+from isograd.hugging.adapters import without_adapters
 from isograd.mesh import Mesh
-from isograd.models.families import HuggingFace
 from isograd.train import config as configs
 from isograd.train import references, texts
-from isograd.train.job import DTYPES, Beat, Evaluated, engine_of, rows_of
-from isograd.train.language import first_answer, flops_per_token, model_config, refuse_vocabulary, shown
+from isograd.train.job import Beat, Evaluated, engine_of, rows_of
+from isograd.train.language import first_answer, flops_of_run, opened, refuse_vocabulary, shown, vocabulary
 from isograd.train.preferring import Preferring
 
 BOTH, STRANGER = range(2), range(2, 3)  # the answers of a pair
@@ -47,34 +48,29 @@ class PreferenceJob:
         lacks += [] if self.data.held else ["no evaluation: no pair is held out (data.held_out)"]
         self.lacks, self.per_step = "; ".join(lacks), config.batch
         self.decode = read_tokenizer(self.data) if config.log.sample else None
-        described = model_config(config.model)
-        refuse_vocabulary(self.data, described)
-        weights = HuggingFace(config.model.path, described) if config.model.path and config.model.weights else None
-        self.model = Preferring(
-            described, mesh, self.options, seed=config.model.seed, dtype=DTYPES[config.model.dtype],
-            device="meta" if mesh.layout.zero == 3 else None,
-        )  # fmt: skip
+        refuse_vocabulary(self.data, vocabulary(config))
         self.fingerprint, self.starts_from = self.data.fingerprint, ""
-        self.flops = 2 * self.data.mean_length * flops_per_token(described, round(self.data.mean_length))
-        self.model.recompute = config.model.recompute
+        self.flops = 2 * self.data.mean_length * flops_of_run(config, round(self.data.mean_length))
+        self.model, weights = opened(config, mesh, partial(Preferring, options=self.options))
         self.engine = engine_of(config, self.model, mesh, weights)
         self.reference: Tensor | None = None  # [pairs, answers], of the pairs by number; NaN for those left out
         if self.options.loss in ("dpo", "ipo", "kto"):
             self.starts_from, self.reference = references.kept_or_made(
                 config.folder / "references",
-                lambda: references.key_of(config, described, self.data.contents),
+                lambda: references.key_of(config, self.data.contents),
                 (self.data.number, self.data.answers),
                 mesh,
                 lambda: self._made(beat),
             )
 
     def _made(self, beat: Beat) -> Tensor:
-        """The log probabilities of all pairs that fit, by the model as it is."""
+        """The log probabilities of all pairs that fit, by the model as it is, without its adapters."""
         found = torch.full((self.data.number, self.data.answers), torch.nan, dtype=torch.float64)
         batches = self.data.batches(self.data.train + self.data.held)
         for number, pairs in enumerate(batches, 1):
             beat(f"computing references, batch {number} of {len(batches)}")
-            sums = self._sums(pairs, range(self.data.answers))
+            with without_adapters(self.model):
+                sums = self._sums(pairs, range(self.data.answers))
             there = [row for row, pair in enumerate(pairs) if pair != NOBODY]
             found[[pairs[row] for row in there]] = sums[there]
         return found
@@ -84,7 +80,7 @@ class PreferenceJob:
         mine, mesh = rows_of(self.config, self.mesh), self.mesh
         rows = {name: part.to(mesh.device) for name, part in self.data.rows(pairs, mine, answers).items()}
         self.model.eval()
-        with self.model.noting() as noted:
+        with self.model.pair_loss.noting() as noted:
             self.engine.evaluate(rows, self.config.micro_batches)
         self.model.train()
         found = torch.zeros(len(pairs), len(answers), dtype=torch.float64, device=mesh.device)
@@ -164,5 +160,7 @@ class PreferenceJob:
         row = self.data.rows((self.data.held or self.data.train)[:1], range(1), BOTH)
         start, stop = first_answer(row["labels"][0, 0])
         self.model.eval()
-        text = shown(self.model, row["tokens"][0, :1, :start], stop, sample, self.config.data.length, self.decode)
+        text = shown(
+            self.model, self.mesh, row["tokens"][0, :1, :start], stop, sample, self.config.data.length, self.decode
+        )
         return f"a sample of what the model answers (▮ is where it begins):\n{text}"

@@ -11,7 +11,7 @@ Called without `reference`, under `noting`, it keeps each answer's log probabili
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,12 +27,11 @@ from isograd.terms import Terms
 from isograd.train.config import Preference
 
 
-class Preferring(Transformer):
-    """The Transformer with a loss of pairs; of tokens [rows, length] it is the Transformer."""
+class PairLoss:
+    """The loss of pairs, from the log probabilities of the tokens of both answers."""
 
-    def __init__(self, config: TransformerConfig, mesh: Mesh, options: Preference, **more: Any) -> None:
-        super().__init__(config, mesh, **more)
-        self.options = options
+    def __init__(self, options: Preference, mesh: Mesh, ignore_index: int = -100) -> None:
+        self.options, self.mesh, self.ignore_index = options, mesh, ignore_index
         self._noted: list[Tensor] | None = None
 
     @contextmanager
@@ -44,58 +43,39 @@ class Preferring(Transformer):
         finally:
             self._noted = None
 
-    def forward(
+    def of(
         self,
-        tokens: Tensor,
-        labels: Tensor | None = None,
+        logp: Tensor,
+        mask: Tensor,
+        labels: Tensor,
+        reference: Tensor | None,
+        baseline: Tensor | None,
         *,
-        reference: Tensor | None = None,
-        baseline: Tensor | None = None,
-        samples: Tensor | None = None,
-        stage: int | None = None,
-        passed: Tensor | None = None,
-        key: Key | None = None,
-        documents: Tensor | None = None,
+        training: bool,
+        experts: Mapping[str, Any] | None = None,
     ) -> Any:
-        """reference [pairs, answers]: log probabilities of the answers; baseline [pairs]: KTO's, the same for all.
-
-        A pair without labels in one of its answers is not counted: it fills up the last batch of an evaluation.
-        """
-        if tokens.dim() == 2 or labels is None or (stage is None and len(self.parts) > 1):
-            given: dict[str, Any] = {"documents": documents, "key": key, "samples": samples}
-            return super().forward(tokens, labels, stage=stage, passed=passed, **given)  # type: ignore[call-overload]
-        pairs, answers, _ = tokens.shape
-        if samples is not None:  # ids of pairs; dropout draws for each answer
-            samples = (samples[:, None] * answers + torch.arange(answers, device=samples.device)).reshape(-1)
-        rows, rows_labels = tokens.flatten(0, 1), labels.flatten(0, 1)
-        x, stream, experts = self._through(
-            stage or 0, passed, rows, rows_labels, key=key, samples=samples, documents=None
-        )  # fmt: skip
-        if stage is not None and stage < len(self.parts) - 1:
-            return (x, Terms(**experts)) if experts else x
-        assert self.head is not None
-        assert stream.places is not None
-        mine = self._mine(rows_labels, stream.places)
-        logp = self.head.log_probabilities(x, mine, self.loss_chunk).view(len(rows), -1)
-        mask = (mine != self.ignore_index).view(len(rows), -1)
-        numbers = torch.arange(len(rows), device=mask.device)[:, None].expand(mask.shape)
-        sums = losses.sequence_sums(logp, mask, numbers, len(rows), self.mesh).view(pairs, answers)
+        """(loss, weight), or its terms. logp, mask [pairs * answers, local]: of this rank's tokens, and which of them
+        are labels; labels [pairs, answers, length]: whole; experts: terms that a model of experts adds."""
+        pairs, answers, _ = labels.shape
+        numbers = torch.arange(len(mask), device=mask.device)[:, None].expand(mask.shape)
+        sums = losses.sequence_sums(logp, mask, numbers, len(mask), self.mesh).view(pairs, answers)
         if reference is None:
             if self._noted is not None:
                 self._noted.append(sums.detach())
             return sums.mean(), pairs / self.mesh.size("cp")
         counts = (labels != self.ignore_index).sum(-1)
-        terms = self._terms(sums, counts, reference.to(sums.dtype), baseline)
-        if self._answers_weight:
+        terms = self._terms(sums, counts, reference.to(sums.dtype), baseline, training)
+        if self.answers_weight:
             chosen = mask.view(pairs, answers, -1)[:, 0]
             share = losses.of_tokens(chosen)
-            terms["answers"] = (*losses.mean(-logp.view(pairs, answers, -1)[:, 0], share), self._answers_weight)
-        if self._has_terms:
-            terms.update(experts)
+            terms["answers"] = (*losses.mean(-logp.view(pairs, answers, -1)[:, 0], share), self.answers_weight)
+        terms.update(experts or {})
         value, weight, coefficient = terms["preference"]
         return (value, weight) if len(terms) == 1 and coefficient == 1.0 else Terms(**terms)
 
-    def _terms(self, sums: Tensor, counts: Tensor, reference: Tensor, baseline: Tensor | None) -> dict[str, Any]:
+    def _terms(
+        self, sums: Tensor, counts: Tensor, reference: Tensor, baseline: Tensor | None, training: bool
+    ) -> dict[str, Any]:
         """The loss of pairs; of an evaluation also how often, and by how much, the chosen answer is preferred."""
         options, beta = self.options, self.options.strength
         there = (counts > 0).all(1)
@@ -120,7 +100,7 @@ class Preferring(Transformer):
             return torch.where(there, values, 0).sum() / number.clamp(min=1)
 
         terms = {"preference": (mean(found), number / ranks, beta if options.loss == "orpo" else 1.0)}
-        if not self.training:
+        if not training:
             margins = beta * (sums - reference).detach()
             margins = margins[:, 0] - margins[:, 1]
             terms["accuracy"] = (mean((margins > 0).to(sums.dtype)), number / ranks, 0.0)
@@ -128,9 +108,67 @@ class Preferring(Transformer):
         return terms
 
     @property
-    def _answers_weight(self) -> float:
+    def answers_weight(self) -> float:
+        """Of the chosen answers' own loss."""
         given = self.options.answers
         return float(self.options.loss == "orpo") if given is None else given
+
+    def weights(self, labels: Tensor, mine: Callable[[], Tensor]) -> dict[str, Tensor | float]:
+        """How many pairs, and labels of chosen answers, this rank has; empty: the loss has one term. `mine` gives this
+        rank's part of the labels, [pairs * answers, local] in any shape."""
+        if not self.answers_weight and self.options.loss != "orpo":
+            return {}
+        there = (labels != self.ignore_index).any(-1).all(-1)
+        found: dict[str, Tensor | float] = {"preference": there.sum() / self.mesh.size("cp")}
+        if self.answers_weight:
+            chosen = mine().view(len(labels), labels.shape[1], -1)[:, 0]
+            found["answers"] = (chosen != self.ignore_index).sum()
+        return found
+
+
+class Preferring(Transformer):
+    """The Transformer with a loss of pairs; of tokens [rows, length] it is the Transformer."""
+
+    def __init__(self, config: TransformerConfig, mesh: Mesh, options: Preference, **more: Any) -> None:
+        super().__init__(config, mesh, **more)
+        self.pair_loss = PairLoss(options, mesh, self.ignore_index)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        labels: Tensor | None = None,
+        *,
+        reference: Tensor | None = None,
+        baseline: Tensor | None = None,
+        samples: Tensor | None = None,
+        stage: int | None = None,
+        passed: Tensor | None = None,
+        key: Key | None = None,
+        documents: Tensor | None = None,
+    ) -> Any:
+        """reference [pairs, answers]: log probabilities of the answers; baseline [pairs]: KTO's, the same for all.
+
+        A pair without labels in one of its answers is not counted: it fills up the last batch of an evaluation.
+        """
+        if tokens.dim() == 2 or labels is None or (stage is None and len(self.parts) > 1):
+            given: dict[str, Any] = {"documents": documents, "key": key, "samples": samples}
+            return super().forward(tokens, labels, stage=stage, passed=passed, **given)  # type: ignore[call-overload]
+        _, answers, _ = tokens.shape
+        if samples is not None:  # ids of pairs; dropout draws for each answer
+            samples = (samples[:, None] * answers + torch.arange(answers, device=samples.device)).reshape(-1)
+        rows, rows_labels = tokens.flatten(0, 1), labels.flatten(0, 1)
+        x, stream, experts = self._through(
+            stage or 0, passed, rows, rows_labels, key=key, samples=samples, documents=None
+        )  # fmt: skip
+        if stage is not None and stage < len(self.parts) - 1:
+            return (x, Terms(**experts)) if experts else x
+        assert self.head is not None
+        assert stream.places is not None
+        mine = self._mine(rows_labels, stream.places)
+        logp = self.head.log_probabilities(x, mine, self.loss_chunk).view(len(rows), -1)
+        mask = (mine != self.ignore_index).view(len(rows), -1)
+        terms = experts if self._has_terms else {}
+        return self.pair_loss.of(logp, mask, labels, reference, baseline, training=self.training, experts=terms)
 
     def term_weights(
         self, tokens: Tensor, labels: Tensor | None = None, **more: object
@@ -140,12 +178,9 @@ class Preferring(Transformer):
             return super().term_weights(tokens, labels, **more)
         rows, rows_labels = tokens.flatten(0, 1), labels.flatten(0, 1)
         experts = super().term_weights(rows, rows_labels) or {}
-        if not experts and not self._answers_weight and self.options.loss != "orpo":
-            return None
         found = {name: weight for name, weight in experts.items() if name != "lm"}
-        there = (labels != self.ignore_index).any(-1).all(-1)
-        found["preference"] = there.sum() / self.mesh.size("cp")
-        if self._answers_weight:
-            mine = self._mine(rows_labels, places_for(rows.shape[1], len(rows), self.mesh))
-            found["answers"] = (mine.view(len(tokens), tokens.shape[1], -1)[:, 0] != self.ignore_index).sum()
-        return found
+        places = places_for(rows.shape[1], len(rows), self.mesh)
+        pairs = self.pair_loss.weights(labels, lambda: self._mine(rows_labels, places))
+        if found and not pairs:
+            pairs = {"preference": (labels != self.ignore_index).any(-1).all(-1).sum() / self.mesh.size("cp")}
+        return {**found, **pairs} or None

@@ -21,21 +21,27 @@ from isograd.comm.agree import all_or_none, told
 from isograd.data import files
 from isograd.errors import DataError, headline
 from isograd.mesh import Mesh
-from isograd.models import TransformerConfig
 from isograd.outside import FileError, read_bytes
 from isograd.train.config import Config
+from isograd.train.language import model_config
 
 LINE = 1024  # bytes of the first line at most
 
 
-def key_of(config: Config, described: TransformerConfig, pairs: str) -> str:
+def key_of(config: Config, pairs: str) -> str:
     """A hash of the model that a run starts from, of its pairs, and of which of them fit."""
     assert config.data is not None
     model = config.model
+    if config.by_transformers:
+        from isograd.train.library import identity
+
+        described = identity(config)
+    else:
+        described = str(model_config(config))
     weights: object = model.seed
     if model.path and model.weights:
         weights = [files.sha256(file) for file in sorted(Path(model.path).glob("*.safetensors"))]
-    return sha256(json.dumps([pairs, config.data.length, weights, model.dtype, str(described)]).encode()).hexdigest()
+    return sha256(json.dumps([pairs, config.data.length, weights, model.dtype, described]).encode()).hexdigest()
 
 
 def kept_or_made(

@@ -151,7 +151,7 @@ def _build(config: Config, layout: Layout, micro_batches: int) -> Build:
     from isograd.train.language import model_config
 
     assert config.data is not None
-    described, length, rows = model_config(config.model), config.data.length, config.batch // layout.dp
+    described, length, rows = model_config(config), config.data.length, config.batch // layout.dp
     if micro_batches != config.micro_batches:
         rows = micro_batches * -(-rows // config.micro_batches)
 
@@ -171,7 +171,7 @@ def _load(config: Config, layout: Layout, load: str) -> str:
     from isograd.plan.load import busiest
     from isograd.train.language import model_config
 
-    experts = model_config(config.model).experts
+    experts = model_config(config).experts
     if experts is None:
         return ""
     share = busiest(load, experts.number, experts.per_token, layout.ep)

@@ -1,0 +1,175 @@
+"""A Hugging Face folder that `isograd train` runs by transformers' own code, and LoRA in it, under any layout.
+
+isograd's own decoder knows some families. With `model.code: transformers`, or with `adapter`, the folder's class itself
+is cut, proven and trained (`ig.hugging`): every causal language model of transformers. Adapters are peft's; the model
+that they are put into is frozen, and is what DPO and its kin compare with.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from isograd import hugging
+from isograd.comm.agree import all_or_none
+from isograd.errors import ConfigError, ModelError
+from isograd.hugging.adapters import insert, need_peft
+from isograd.hugging.loading import config_of, empty, not_loaded
+from isograd.hugging.losses import shard
+from isograd.hugging.parts import text_of
+from isograd.hugging.rows import Rows, library_rows, refuse_other_losses, refuse_packing, running, takes_rows
+from isograd.hugging.stages import cost_of_token
+from isograd.mesh import Mesh
+from isograd.random import Key
+from isograd.train.config import Config, Preference
+from isograd.train.job import DTYPES
+from isograd.train.preferring import PairLoss
+
+
+def opened(config: Config, mesh: Mesh) -> Any:
+    """The model on this mesh, proven, with its adapters, and taking the rows of the run; all ranks call it."""
+    library = all_or_none(lambda: _checked(config, mesh), mesh, ModelError, not_loaded)
+    model, prefers = config.model, config.task == "preference"
+    made: Any = hugging.load(
+        model.path if model.weights else library, mesh, adapter=_lora(config), dtype=DTYPES[model.dtype],
+        seed=model.seed, logits=prefers,
+    )  # fmt: skip
+    if model.recompute:
+        made.gradient_checkpointing_enable({"use_reentrant": False})
+    takes_rows(made, mesh, PreferringRows if prefers else Rows)
+    if prefers:
+        made.pair_loss = PairLoss(config.preference or Preference(), mesh)
+    return made
+
+
+def _checked(config: Config, mesh: Mesh) -> Any:
+    """The library's config, of a model that the task can train."""
+    library = _read(config, mesh)
+    refuse_other_losses(library, mesh)
+    if config.task != "preference" and config.packing != "stream":
+        refuse_packing(library, mesh)
+    if config.task == "preference" and getattr(text_of(library), "output_router_logits", False):
+        raise ConfigError(
+            "IG643", "the balance loss of experts is not in the loss of pairs",
+            seen="output_router_logits true in the folder's config.json", expected="false",
+            fix="set output_router_logits to false in a copy of config.json",
+        )  # fmt: skip
+    return library
+
+
+def _read(config: Config, mesh: Mesh) -> Any:
+    return config_of(config.model.path, mesh)
+
+
+def _lora(config: Config) -> Any:
+    """What peft calls the config's `adapter`."""
+    adapter = config.adapter
+    if adapter is None:
+        return None
+    peft = need_peft(Mesh.unbound("dp1"))
+    alpha = adapter.alpha if adapter.alpha is not None else 2.0 * adapter.rank
+    return peft.LoraConfig(
+        r=adapter.rank,
+        lora_alpha=int(alpha) if alpha == int(alpha) else alpha,
+        lora_dropout=adapter.dropout,
+        target_modules=adapter.targets if isinstance(adapter.targets, str) else list(adapter.targets),
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=config.model.path,
+    )
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What a log and the formula of memory need of a model."""
+
+    vocab: int
+    parameters: int
+    trained: int
+    flops: float  # of a token, forward and backward, without attention
+    layers: int
+    hidden: int
+    mlp: int
+
+
+def counted(config: Config) -> Counted:
+    """Of the whole model, built without memory. A frozen parameter has no gradient of its own: 4 FLOPs for its 6."""
+    mesh = Mesh.unbound("dp1")
+    library = _read(config, mesh)
+    refuse_other_losses(library, mesh)
+    model, _ = empty(library, DTYPES[config.model.dtype], mesh)
+    adapter = _lora(config)
+    if adapter is not None:
+        insert(model, adapter, DTYPES[config.model.dtype], mesh)
+    text = text_of(library)
+    parameters = sum(p.numel() for p in model.parameters())
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    looked_up, head = model.get_input_embeddings(), model.get_output_embeddings()
+    met = cost_of_token(model, text)
+    if looked_up is not None and (head is None or head.weight is not looked_up.weight):
+        met -= looked_up.weight.numel()
+    adapters = trained if adapter is not None else 0
+    hidden = int(getattr(text, "hidden_size", 0) or 0)
+    return Counted(
+        vocab=int(text.vocab_size),
+        parameters=parameters,
+        trained=trained,
+        flops=4 * (met - adapters) + 6 * adapters if adapters else 6 * met,
+        layers=int(getattr(text, "num_hidden_layers", 0) or 0),
+        hidden=hidden,
+        mlp=int(getattr(text, "intermediate_size", None) or 4 * hidden),
+    )
+
+
+def flops_per_token(found: Counted, length: int) -> float:
+    """PaLM's convention, with attention over so many tokens."""
+    return found.flops + 12 * found.layers * found.hidden * length
+
+
+def identity(config: Config) -> str:
+    """A hash of what makes the same weights another model: the folder's config."""
+    values = _read(config, Mesh.unbound("dp1")).to_dict()
+    return sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()
+
+
+class PreferringRows(Rows):
+    """In front of a class of transformers: the loss of pairs, from whole logits."""
+
+    pair_loss: PairLoss
+
+    def forward(
+        self,
+        *args: Any,
+        tokens: Tensor | None = None,
+        labels: Tensor | None = None,
+        reference: Tensor | None = None,
+        baseline: Tensor | None = None,
+        samples: Tensor | None = None,
+        key: Key | None = None,
+        **more: Any,
+    ) -> Any:
+        """The loss of pairs [pairs, answers, length]; without `tokens`, the library's forward."""
+        if tokens is None:
+            return super().forward(*args, **({} if labels is None else {"labels": labels}), **more)
+        assert labels is not None
+        part = shard(library_rows(tokens.flatten(0, 1), labels.flatten(0, 1)), self._isograd_mesh)
+        inputs = dict(part.inputs)
+        mine = inputs.pop("shift_labels")
+        for name in ("labels", "num_items_in_batch"):
+            inputs.pop(name)
+        with running(self, key, samples):
+            logits = super().forward(**inputs).logits
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1)
+        ignored = self.pair_loss.ignore_index
+        logp = -F.cross_entropy(wide, mine.flatten(), ignore_index=ignored, reduction="none").view(mine.shape)
+        return self.pair_loss.of(logp, mine != ignored, labels, reference, baseline, training=self.training)
+
+    def term_weights(self, tokens: Tensor, labels: Tensor, **_: Any) -> dict[str, Tensor | float] | None:
+        """How many pairs, and labels of chosen answers, this rank has; None: the loss has one term."""
+        rows = library_rows(tokens.flatten(0, 1), labels.flatten(0, 1))
+        return self.pair_loss.weights(labels, lambda: shard(rows, self._isograd_mesh).inputs["shift_labels"]) or None

@@ -1,0 +1,307 @@
+"""A folder that transformers' own code runs in `isograd train`, with adapters and without: gradients of plain torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import yaml
+from torch import Tensor
+
+from isograd.cli import main
+from isograd.data import Mixture, sums
+from isograd.errors import IsogradError
+from isograd.hugging.rows import positions, refuse_packing
+from isograd.hugging.wide import Wide
+from isograd.mesh import Mesh
+from isograd.train import journal, loop, references, texts
+from isograd.train.config import Config
+from isograd.train.job import make_job
+from isograd.train.loop import Orders
+from isograd.train.optimizers import Schedule
+
+peft = pytest.importorskip("peft")
+QUIET = Orders(show="none", signals=())
+STEPS, ROWS = 3, 4
+SHAPE = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+SHAPE |= {"num_key_value_heads": 2, "vocab_size": 259, "max_position_embeddings": 256}
+LORA = {"rank": 3, "alpha": 5, "targets": ["q_proj", "o_proj", "up_proj", "down_proj"]}
+
+
+def base(folder: Path, kind: str = "qwen2") -> Path:
+    """A folder with a small model, with noise on what would be ones and zeros, and a tokenizer."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(3)
+    made = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SHAPE), dtype=torch.float64)
+    for parameter in made.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    sums.tokenizer(folder / "base")
+    made.save_pretrained(folder / "base")
+    return folder / "base"
+
+
+def config_of(folder: Path, task: str, **changes: Any) -> Config:
+    values: dict[str, Any] = {
+        "run": str(folder),
+        "task": task,
+        "model": {"path": str(folder.parent / "base"), "dtype": "fp64"},
+        "adapter": LORA,
+        "data": {"sources": [{"builtin": "sums"}], "length": 100 if task == "chat" else 80},
+        "optimizer": {"lr": 1e-2, "warmup": 1},
+        "steps": STEPS,
+        "batch": ROWS,
+        "micro_batches": 2,
+        "log": {"sample": 0},
+        "evaluate": {"batches": 1},
+    }
+    return Config.model_validate({**values, **changes})
+
+
+Step = tuple[float, dict[str, Tensor]]
+
+
+def steps_of(config: Config) -> Iterator[tuple[Any, Step]]:
+    """The task of a run on this rank: after each step its loss, and the gradients before it by name."""
+    job = make_job(config, Mesh(config.layout), lambda _: None)
+    schedule = Schedule(config.optimizer, job.engine.optimizer, config.steps)
+    for step in range(STEPS):
+        schedule.set(step)
+        job.accumulate(job.batch(step))
+        found = {name: gradient.clone() for name, gradient in job.engine.grads()}
+        yield job, (job.engine.step().loss, found)
+
+
+def under(configs: list[Config]) -> list[tuple[list[Step], float]]:
+    """Of each: its steps; and, of pairs, how far the references without adapters are from what they were at first."""
+    found = []
+    for config in configs:
+        every, moved = list(steps_of(config)), 0.0
+        job, steps = every[-1][0], [step for _, step in every]
+        if config.task == "preference":
+            moved = float((job._made(lambda _: None) - job.reference).abs().max())
+        found.append((steps, moved))
+    return found
+
+
+def plain(config: Config, started: Path) -> Any:
+    """transformers and peft, and the optimizer that the config says; adapters as they start."""
+    from transformers import AutoModelForCausalLM
+
+    whole: Any = AutoModelForCausalLM.from_pretrained(str(config.model.path), dtype=torch.float64)
+    if config.adapter is None:
+        return whole
+    return peft.PeftModel.from_pretrained(whole, started, is_trainable=True, autocast_adapter_dtype=False)
+
+
+def logp(model: Any, tokens: Tensor, labels: Tensor) -> Tensor:
+    """[labels that count]: of one text by itself."""
+    with Wide():
+        logits = model(input_ids=tokens[None]).logits[0]
+    return -F.cross_entropy(logits, labels, ignore_index=-100, reduction="none")[labels != -100]
+
+
+def chat_loss(model: Any, config: Config, step: int) -> Tensor:
+    """The mean over all labels, of conversations one by one."""
+    data = texts.mixture(config, "train")
+    assert isinstance(data, Mixture)
+    rows = data.rows(step, range(ROWS))
+    found = []
+    for tokens, labels, documents in zip(rows["tokens"], rows["labels"], rows["documents"], strict=True):
+        found += [logp(model, tokens[documents == d], labels[documents == d]) for d in documents.unique()]
+    return -torch.cat(found).mean()
+
+
+def dpo_loss(model: Any, config: Config, step: int) -> Tensor:
+    """-log sigmoid of the margin over the model without its adapters, of pairs one by one."""
+    data = texts.pairs(config)
+    rows = data.rows(data.numbers(step), range(ROWS), range(2))
+    found = []
+    for tokens, labels in zip(rows["tokens"], rows["labels"], strict=True):
+        sums = [logp(model, tokens[answer], labels[answer]).sum() for answer in range(2)]
+        with model.disable_adapter(), torch.no_grad():
+            before = [logp(model, tokens[answer], labels[answer]).sum() for answer in range(2)]
+        assert config.preference is not None
+        margin = (sums[0] - before[0]) - (sums[1] - before[1])
+        found.append(-F.logsigmoid(config.preference.strength * margin))
+    return torch.stack(found).mean()
+
+
+def expected(config: Config, started: Path) -> tuple[list[Step], Any]:
+    """The steps of one device, and its model behind them."""
+    model = plain(config, started)
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    matrices, rest = ([p for p in trained.values() if (p.dim() > 1) == kind] for kind in (True, False))
+    groups = [{"params": matrices, "weight_decay": config.optimizer.weight_decay}, {"params": rest, "weight_decay": 0}]
+    options = config.optimizer
+    adam = torch.optim.AdamW([g for g in groups if g["params"]], lr=options.lr, betas=options.betas, eps=options.eps)
+    schedule, steps = Schedule(options, adam, config.steps), []
+    for step in range(STEPS):
+        schedule.set(step)
+        loss = (chat_loss if config.task == "chat" else dpo_loss)(model, config, step)
+        loss.backward()
+        found = {n.removeprefix("base_model.model."): p.grad.clone() for n, p in trained.items()}
+        steps.append((loss.item(), found))
+        torch.nn.utils.clip_grad_norm_(trained.values(), 1.0)
+        adam.step()
+        adam.zero_grad()
+    return steps, model
+
+
+def is_equal(found: list[Step], truth: list[Step], layout: str) -> None:
+    for (loss, gradients), (true_loss, true) in zip(found, truth, strict=True):
+        assert loss == pytest.approx(true_loss, rel=1e-9), layout
+        floor = 1e-6 * torch.stack([g.norm() for g in true.values()]).norm()
+        assert gradients.keys() == true.keys()
+        for name, gradient in true.items():
+            assert (gradients[name] - gradient).norm() <= 1e-9 * torch.maximum(gradient.norm(), floor), (layout, name)
+
+
+def written(config: Config, to: Path) -> Path:
+    """The adapters of a run's newest checkpoint, as a folder of peft."""
+    assert main(["ckpt", "convert", str(config.folder / "checkpoints"), str(to), "--adapters"]) == 0
+    return to
+
+
+LAYOUTS = {"chat": ["dp2 zero2", "dp2 zero3", "tp2 sp zero1", "cp2 ring", "pp2"], "preference": []}
+LAYOUTS["preference"] = ["dp2 zero1", "dp2 zero3", "tp2 sp", "cp2 ring"]
+MORE: dict[str, dict[str, Any]] = {"chat": {}, "preference": {"preference": {"loss": "dpo", "beta": 0.5}}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", LAYOUTS)
+def test_adapters_have_the_gradients_of_plain_torch_under_every_layout(worlds, tmp_path: Path, task: str) -> None:
+    base(tmp_path)
+    config = config_of(tmp_path / "run", task, **MORE[task])
+    config.folder.mkdir()
+    texts.prepare(config)
+    from isograd.checkpoint import export_adapters
+
+    job = make_job(config, Mesh("dp1"), lambda _: None)
+    export_adapters(job.engine, tmp_path / "start")
+    truth, _ = expected(config, tmp_path / "start")
+    assert len(truth[-1][1]) == 2 * 2 * len(LORA["targets"])
+    assert all(gradient.abs().max() > 0 for gradient in truth[-1][1].values())
+    (alone,) = under([config])
+    configs = [config.model_copy(update={"layout": layout}) for layout in LAYOUTS[task]]
+    for each in [[alone], *worlds(2).run(under, configs, timeout=280)]:
+        for (steps, moved), layout in zip(each, LAYOUTS[task] if len(each) > 1 else ["dp1"], strict=True):
+            if "pp" not in layout:
+                is_equal(steps, truth, layout)
+            assert moved <= 1e-12, layout
+    both = worlds(2).run(under, configs[-1:], timeout=280) if task == "chat" else []
+    if both:  # each stage has the gradients of its own layers
+        merged = [(a[0], a[1] | b[1]) for a, b in zip(both[0][0][0], both[1][0][0], strict=True)]
+        is_equal(merged, truth, "pp2")
+
+
+@pytest.mark.medium
+def test_a_run_with_adapters_resumes_under_another_layout_and_is_written_for_peft(worlds, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    base(tmp_path)
+    whole = config_of(tmp_path / "whole", "chat", log={"sample": 4})
+    assert loop.run(whole, QUIET).code == 0
+    lines = journal.read(whole.folder / "metrics.jsonl")
+    assert any("▮" in str(line.get("text")) for line in lines)
+    cut = config_of(tmp_path / "cut", "chat", layout="dp2 zero1")
+    assert worlds(2).run(loop.run, cut, Orders(show="none", signals=(), until=2))[0].code == 75
+    assert worlds(2).run(loop.run, cut.model_copy(update={"layout": "tp2"}), QUIET)[0].code == 0
+    logged = [
+        [line["loss"] for line in journal.read(c.folder / "metrics.jsonl") if "loss" in line] for c in (whole, cut)
+    ]
+    assert logged[0] == pytest.approx(logged[1], rel=1e-9) and len(logged[0]) == STEPS + 1
+    folders = [written(config, tmp_path / f"peft-{config.folder.name}") for config in (whole, cut)]
+    models = [plain(whole, folder) for folder in folders]
+    states = [peft.get_peft_model_state_dict(model) for model in models]
+    assert len(states[0]) == 16 and all(value.any() for value in states[0].values())
+    for name, value in states[0].items():
+        torch.testing.assert_close(states[1][name], value, rtol=1e-7, atol=1e-9, msg=name)
+    assert json.loads((folders[0] / "adapter_config.json").read_text())["base_model_name_or_path"] == whole.model.path
+    assert main(["ckpt", "convert", str(whole.folder / "checkpoints"), str(tmp_path / "merged")]) == 0
+    merged: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float64)
+    tokens = torch.arange(20)[None]
+    torch.testing.assert_close(merged(tokens).logits, models[0](tokens).logits, rtol=1e-6, atol=1e-6)
+    bad = ["ckpt", "convert", str(whole.folder / "checkpoints"), str(tmp_path / "x"), "--adapters", "--dtype", "bf16"]
+    assert main(bad) == 2
+
+
+@pytest.mark.medium
+def test_dropout_of_adapters_is_a_function_of_the_step(tmp_path: Path) -> None:
+    base(tmp_path)
+    losses = []
+    for name, until in (("whole", None), ("cut", 1), ("cut", None)):
+        config = config_of(tmp_path / name, "chat", adapter={**LORA, "dropout": 0.3})
+        torch.manual_seed(len(losses))
+        loop.run(config, Orders(show="none", signals=(), until=until))
+        losses.append([line["loss"] for line in journal.read(config.folder / "metrics.jsonl") if "loss" in line])
+    assert losses[2] == losses[0] and len(losses[0]) == STEPS + 1
+    plain_run = config_of(tmp_path / "none", "chat")
+    loop.run(plain_run, QUIET)
+    none = [line["loss"] for line in journal.read(plain_run.folder / "metrics.jsonl") if "loss" in line]
+    assert none[0] == losses[0][0] and none[1] != losses[0][1]  # B is 0 at first
+
+
+@pytest.mark.medium
+def test_a_class_that_the_own_decoder_does_not_know_trains_whole(worlds, tmp_path: Path) -> None:
+    base(tmp_path, "starcoder2")
+    model = {"path": str(tmp_path / "base"), "dtype": "fp64"}
+    with pytest.raises(IsogradError, match=r"IG607[\s\S]*--model.code transformers"):
+        loop.run(config_of(tmp_path / "own", "chat", adapter=None, model=model), QUIET)
+    config = config_of(tmp_path / "run", "chat", adapter=None, model={**model, "code": "transformers"})
+    config.folder.mkdir()
+    texts.prepare(config)
+    truth, _ = expected(config, tmp_path)
+    ((steps, _),) = under([config])
+    is_equal(steps, truth, "dp1")
+    for each in worlds(2).run(under, [config.model_copy(update={"layout": "tp2 zero1"})], timeout=280):
+        is_equal(each[0][0], truth, "tp2 zero1")
+
+
+def test_positions_begin_again_with_each_document() -> None:
+    found = positions(torch.tensor([[0, 0, 1, 1, 1], [2, 3, 3, 5, 5]]))
+    assert found.tolist() == [[0, 1, 0, 1, 2], [0, 0, 1, 0, 1]]
+
+
+def test_a_class_whose_documents_see_each_other_is_refused() -> None:
+    from transformers import MambaConfig, Qwen2Config
+
+    refuse_packing(Qwen2Config(**SHAPE), Mesh("dp1"))
+    small = MambaConfig(vocab_size=50, hidden_size=16, num_hidden_layers=2, state_size=4)
+    with pytest.raises(IsogradError, match="IG477"):
+        refuse_packing(small, Mesh("dp1"))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model": {"preset": "quickstart"}}, {"model": {"path": "x", "code": "isograd"}},
+        {"model": {"path": "x", "options": {"hidden": 3}}}, {"optimizer": {"lr": 0.1, "name": "muon"}},
+        {"task": "preference", "layout": "pp2"}, {"adapter": {"targets": []}}, {"adapter": {"rank": 0}},
+        {"model": {"path": "x", "recompute": "offload"}}, {"layout": "tp2", "model": {"path": "x", "recompute": True}},
+    ],
+)  # fmt: skip
+def test_what_does_not_belong_to_a_model_of_transformers_is_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"takes|trains|at least one|greater than 0"):
+        config_of(tmp_path / "run", **{"task": "chat", **changes})
+
+
+def test_commands_for_the_own_decoder_refuse_and_a_folders_config_decides_its_references(
+    tmp_path: Path, capsys: Any
+) -> None:
+    folder = base(tmp_path)
+    config = config_of(tmp_path / "run", "preference")
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(config.model_dump(mode="json", exclude_unset=True)))
+    for words in (["plan", str(file)], ["rehearse", str(file)], ["verify", str(file)]):
+        assert main(words) == 2
+        assert "IG643" in capsys.readouterr().err
+    before = references.key_of(config, "pairs")
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**values, "rms_norm_eps": 1e-3}))
+    assert references.key_of(config, "pairs") != before
