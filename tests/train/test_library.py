@@ -24,6 +24,7 @@ from isograd.train.config import Config
 from isograd.train.job import make_job
 from isograd.train.loop import Orders
 from isograd.train.optimizers import Schedule
+from tests.train.test_preference import pairs
 
 peft = pytest.importorskip("peft")
 QUIET = Orders(show="none", signals=())
@@ -52,7 +53,7 @@ def config_of(folder: Path, task: str, **changes: Any) -> Config:
         "task": task,
         "model": {"path": str(folder.parent / "base"), "dtype": "fp64"},
         "adapter": LORA,
-        "data": {"sources": [{"builtin": "sums"}], "length": 100 if task == "chat" else 80},
+        "data": {"sources": [{"builtin": "sums"}], "length": 100},
         "optimizer": {"lr": 1e-2, "warmup": 1},
         "steps": STEPS,
         "batch": ROWS,
@@ -177,7 +178,9 @@ MORE: dict[str, dict[str, Any]] = {"chat": {}, "preference": {"preference": {"lo
 @pytest.mark.parametrize("task", LAYOUTS)
 def test_adapters_have_the_gradients_of_plain_torch_under_every_layout(worlds, tmp_path: Path, task: str) -> None:
     base(tmp_path)
-    config = config_of(tmp_path / "run", task, **MORE[task])
+    pairs(tmp_path)
+    few = {"sources": [{"path": str(tmp_path / "pairs.jsonl")}], "length": 70, "held_out": 0.2}
+    config = config_of(tmp_path / "run", task, **({} if task == "chat" else {"data": few}), **MORE[task])
     config.folder.mkdir()
     texts.prepare(config)
     from isograd.checkpoint import export_adapters
