@@ -120,7 +120,7 @@ def _read(options: argparse.Namespace) -> tuple[Config, Layout]:
         raise PlanError(
             "IG270", "pairs cannot be rehearsed", seen="`pairs` in the config", expected="a language model: `data`"
         )
-    if (layers := model_config(config.model).layers) > MOST_LAYERS:
+    if (layers := model_config(config).layers) > MOST_LAYERS:
         raise PlanError(
             "IG270", "a model of so many layers is not rehearsed", seen=f"{layers:,} layers",
             expected=f"at most {MOST_LAYERS:,}",
