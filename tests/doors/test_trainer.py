@@ -457,8 +457,13 @@ def test_the_layout_of_the_command_line_comes_first_and_is_taken_out_of_it(monke
             ig.doors.trainer(wrong)
 
 
-def test_a_missing_package_is_named_with_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    from isograd.doors.world import need
-
-    with pytest.raises(ig.IsogradError, match=r"IG850[\s\S]*isograd\[hf\]"):
-        need(["no_such_package"], "ig.doors.trainer", "hf")
+@pytest.mark.parametrize(
+    "name, extra",
+    [("Accelerator", "hf"), ("trainer", "hf"), ("FabricStrategy", "lightning"), ("LightningStrategy", "lightning"),
+     ("verl", "verl")],
+)  # fmt: skip
+def test_a_missing_package_is_named_with_the_extra(monkeypatch: pytest.MonkeyPatch, name: str, extra: str) -> None:
+    for place in ("isograd.doors", "isograd.doors.world"):
+        monkeypatch.setattr(f"{place}.find_spec", lambda _: None)
+    with pytest.raises(ig.IsogradError, match=rf"IG850[\s\S]*isograd\[{extra}\]"):
+        ig.doors.__getattr__(name)

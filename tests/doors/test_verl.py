@@ -14,10 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from isograd.comm import raw
+from isograd.errors import IsogradError
 
 pytest.importorskip("verl")
 pytestmark = pytest.mark.slow
 VOCAB, SEQUENCES, STEPS = 43, 8, 3
+OPTIONS = {
+    "lr": 1e-2, "betas": [0.9, 0.95], "weight_decay": 0.1, "clip_grad": 0.5, "lr_warmup_steps": 1,
+    "lr_scheduler_type": "cosine", "total_training_steps": 5, "min_lr_ratio": 0.1,
+}  # fmt: skip
 LENGTHS = [3, 11, 5, 2, 9, 4, 12, 7]
 
 
@@ -73,7 +78,7 @@ def made(layout: str) -> Any:
         def model(self) -> nn.Module:
             return gpt()
 
-    options = SimpleNamespace(lr=1e-2, betas=[0.9, 0.95], weight_decay=0.1, clip_grad=0.5, lr_warmup_steps=1)
+    options = SimpleNamespace(**OPTIONS)
     assert EngineRegistry.get_engine_cls("language_model", "isograd") is Engine.__mro__[1]
     found = Engine(SimpleNamespace(), door.EngineOptions(layout=layout), options, SimpleNamespace())
     found.initialize()
@@ -102,9 +107,11 @@ def trained(layout: str, theirs: bool, folder: Path) -> Any:
 
 
 def plain() -> tuple[list[tuple[float, float]], dict[str, Tensor], list[Tensor]]:
+    from verl.utils import torch_functional
+
     model, seen = gpt(), []
     adam = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
-    schedule = torch.optim.lr_scheduler.LambdaLR(adam, lambda step: min(1.0, (step + 1) / 2))
+    schedule = torch_functional.get_cosine_schedule_with_warmup(adam, 1, 5, min_lr_ratio=0.1)
 
     def logp(tokens: Tensor) -> Tensor:
         return torch.log_softmax(model(input_ids=tokens[None]).logits[0, :-1], -1).gather(-1, tokens[1:, None])[:, 0]
@@ -122,7 +129,7 @@ def plain() -> tuple[list[tuple[float, float]], dict[str, Tensor], list[Tensor]]
         return seen, model.state_dict(), [logp(tokens) for tokens, _ in sequences(0)]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_train_batch_of_verl_has_the_steps_of_one_device(worlds, ranks: int, tmp_path: Path) -> None:
     seen, weights, logps = plain()
     for layout, theirs in (("zero1", True), ("zero3", False)):
@@ -135,6 +142,51 @@ def test_train_batch_of_verl_has_the_steps_of_one_device(worlds, ranks: int, tmp
             for row, truth in zip(looked["log_probs"], logps[rank::ranks], strict=True):
                 torch.testing.assert_close(row[:-1], truth, rtol=1e-9, atol=1e-9)
             assert all((row > 0).all() for row in looked["entropy"])
+
+
+def failing(layout: str, ranks_that_fail: list[int]) -> tuple[str, dict[str, Tensor]]:
+    """A loss function raises in step 1, behind a backward; the engine then goes on."""
+    calls: list[int] = []
+
+    def loss(**given: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 4 and raw.world()[0] in ranks_that_fail:  # two micro-batches in a step
+            raise ValueError("a bad row")
+        return weighed(**given)
+
+    engine, said = made(layout), ""
+    for step in range(STEPS):
+        for _ in range(2 if step == 1 else 1):
+            with engine.train_mode():
+                try:
+                    engine.train_batch(batch(step), loss)
+                except (ValueError, IsogradError) as error:
+                    said = str(error)
+        engine.lr_scheduler_step()
+    return said, dict(engine.get_per_tensor_param()[0])
+
+
+@pytest.mark.parametrize("layout, fail", [("zero2", [0, 1]), ("zero2", [1]), ("zero3", [1])])
+def test_a_loss_function_that_fails_drops_the_step_on_all_ranks(worlds, layout: str, fail: list[int]) -> None:
+    truth = plain()[1]
+    for rank, (said, found) in enumerate(worlds(2).run(failing, layout, fail, timeout=280)):
+        assert ("a bad row" in said) and ("IG550" in said) == (rank not in fail)
+        for name, value in truth.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-9, msg=name)
+
+
+@pytest.mark.parametrize(
+    "where, name, value",
+    [("model", "lora_rank", 8), ("options", "optimizer", "AdamW8bit"), ("options", "lr_scheduler_type", "linear"),
+     ("given", "param_offload", True), ("given", "forward_only", True)],
+)  # fmt: skip
+def test_options_that_would_be_left_out_without_a_word_are_refused(where: str, name: str, value: Any) -> None:
+    door = import_module("isograd.doors.verl")
+    given = door.EngineOptions(**({name: value} if where == "given" else {}))
+    options = SimpleNamespace(**{**OPTIONS, **({name: value} if where == "options" else {})})
+    model = SimpleNamespace(**({name: value} if where == "model" else {}))
+    with pytest.raises(IsogradError, match="IG872"):
+        door.IsogradEngine(model, given, options, SimpleNamespace()).initialize()
 
 
 def test_the_entry_point_names_the_engine() -> None:

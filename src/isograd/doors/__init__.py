@@ -1,4 +1,4 @@
-"""Other people's loops on the engine: transformers' Trainer, accelerate, Lightning, Fabric, DeepSpeed. docs/doors.md.
+"""Other people's loops on the engine: Trainer, accelerate, Lightning, Fabric, DeepSpeed, verl. docs/doors.md.
 
 Names are loaded when first used; a package that is not installed is named by its error, with the extra to install.
 """
@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from isograd.doors import deepspeed as deepspeed
+    from isograd.doors import verl as verl
     from isograd.doors.accelerator import Accelerator as Accelerator
     from isograd.doors.fabric import FabricStrategy as FabricStrategy
     from isograd.doors.lightning import LightningStrategy as LightningStrategy
     from isograd.doors.trainers import trainer as trainer
 
-__all__ = ["Accelerator", "FabricStrategy", "LightningStrategy", "deepspeed", "trainer"]
+__all__ = ["Accelerator", "FabricStrategy", "LightningStrategy", "deepspeed", "trainer", "verl"]
 
 
 def __getattr__(name: str) -> Any:
@@ -42,7 +43,13 @@ def __getattr__(name: str) -> Any:
         import isograd.doors.deepspeed
 
         return isograd.doors.deepspeed
+    if name == "verl":
+        need(["verl"], "ig.doors.verl", "verl")
+        import isograd.doors.verl
+
+        return isograd.doors.verl
     if name == "trainer":
+        need(["transformers", "accelerate"], "ig.doors.trainer", "hf")
         from isograd.doors.trainers import trainer
 
         return trainer

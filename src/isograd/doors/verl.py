@@ -28,6 +28,7 @@ from isograd.checkpoint import Keeper
 from isograd.comm import raw
 from isograd.doors.world import mesh_of
 from isograd.engine import Engine
+from isograd.engine.dropped import is_dropped
 from isograd.errors import DoorError
 from isograd.terms import Terms
 
@@ -58,8 +59,7 @@ class IsogradEngine(BaseEngine):  # type: ignore[misc]
         """Load the model, and make the engine with AdamW and its schedule."""
         given, options = self.engine_config, self.optimizer_config
         self.mesh = mesh_of(given.layout)
-        if given.param_offload or given.optimizer_offload:
-            raise self._refused("offload", "param_offload or optimizer_offload")
+        self._refuse_options()
         self.module = self.model().to(self.mesh.device)
         self.engine = Engine(
             self.module,
@@ -69,21 +69,68 @@ class IsogradEngine(BaseEngine):  # type: ignore[misc]
             ),
             clip=options.clip_grad,
         )
-        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.engine.optimizer, self._rate)
+        self.schedule = self._schedule()
+
+    def _refuse_options(self) -> None:
+        """What verl's own engines do, and what would be left out here without a word."""
+        given, model, options = self.engine_config, self.model_config, self.optimizer_config
+
+        def said(config: Any, name: str, default: Any = None) -> Any:
+            return getattr(config, name, default)
+
+        if options is None or given.forward_only:
+            raise self._refused("an engine without an optimizer", "forward_only")
+        wrong = {
+            "param_offload": given.param_offload,
+            "optimizer_offload": given.optimizer_offload,
+            "LoRA (lora_rank, lora_adapter_path)": said(model, "lora_rank", 0) or said(model, "lora_adapter_path"),
+            "multi-token prediction (mtp)": said(said(model, "mtp"), "enable", False),
+            "external_lib": said(model, "external_lib"),
+            "router_replay": said(said(given, "router_replay"), "mode", "disabled") != "disabled",
+            f"optimizer {said(options, 'optimizer')}": said(options, "optimizer", "AdamW").lower() != "adamw",
+            "override_optimizer_config": said(options, "override_optimizer_config"),
+            f"lr_scheduler_type {said(options, 'lr_scheduler_type')}": said(options, "lr_scheduler_type", "constant")
+            not in ("constant", "cosine"),
+        }
+        if found := [name for name, is_set in wrong.items() if is_set]:
+            raise self._refused("a config that asks for more than this engine has", ", ".join(found))
+
+    def _schedule(self) -> torch.optim.lr_scheduler.LambdaLR:
+        """verl's own, of the optimizer's config."""
+        from verl.utils import torch_functional as theirs
+
+        options, optimizer = self.optimizer_config, self.engine.optimizer
+        steps = int(getattr(options, "total_training_steps", -1))
+        warmup = int(getattr(options, "lr_warmup_steps", None) or -1)
+        if warmup <= 0:
+            warmup = int(getattr(options, "lr_warmup_steps_ratio", 0.0) * steps)
+        if getattr(options, "lr_scheduler_type", "constant") == "constant":
+            constant: torch.optim.lr_scheduler.LambdaLR = theirs.get_constant_schedule_with_warmup(
+                optimizer, num_warmup_steps=warmup
+            )
+            return constant
+        cosine: torch.optim.lr_scheduler.LambdaLR = theirs.get_cosine_schedule_with_warmup(
+            optimizer, num_warmup_steps=warmup, num_training_steps=steps,
+            min_lr_ratio=getattr(options, "min_lr_ratio", None), num_cycles=getattr(options, "num_cycles", 0.5),
+            zero_indexed_step=getattr(options, "zero_indexed_step", True),
+        )  # fmt: skip
+        return cosine
 
     def model(self) -> nn.Module:
-        """The model of transformers in `model_config.local_path`."""
-        from transformers import AutoModelForCausalLM
+        """The model of transformers in `model_config.local_path`, with the changes of its `override_config`."""
+        from transformers import AutoConfig, AutoModelForCausalLM
+        from verl.utils.model import update_model_config
 
+        given = self.model_config
+        changes = dict(getattr(given, "override_config", None) or {})
+        changes = dict(changes.get("model_config", changes))
+        attention = {name: changes.pop(name) for name in ("attn_implementation",) if name in changes}
+        config = AutoConfig.from_pretrained(given.local_path)
+        update_model_config(config, override_config_kwargs=changes)
         found: nn.Module = AutoModelForCausalLM.from_pretrained(
-            self.model_config.local_path, dtype=getattr(torch, self.engine_config.model_dtype)
+            given.local_path, config=config, dtype=getattr(torch, self.engine_config.model_dtype), **attention
         )
         return found
-
-    def _rate(self, step: int) -> float:
-        """A linear warmup, then constant."""
-        warmup = max(0, int(getattr(self.optimizer_config, "lr_warmup_steps", 0) or 0))
-        return min(1.0, (step + 1) / (warmup + 1)) if warmup else 1.0
 
     # -- a step
 
@@ -101,13 +148,19 @@ class IsogradEngine(BaseEngine):  # type: ignore[misc]
             data=data, dp_group=self.get_data_parallel_group(), same_micro_num_in_dp=True
         )
         outputs = []
-        for micro in micros:
-            with torch.set_grad_enabled(not forward_only):
-                loss, output = self.forward_step(micro, loss_function, forward_only)
-            if not forward_only:
-                output.pop("model_output")
-                self._backward(loss, len(micros))
-            outputs.append(output)
+        try:
+            for micro in micros:
+                with torch.set_grad_enabled(not forward_only):
+                    loss, output = self.forward_step(micro, loss_function, forward_only)
+                if not forward_only:
+                    output.pop("model_output")
+                    self._backward(loss, len(micros))
+                outputs.append(output)
+        except Exception as error:  # the other ranks, which wait at their step, hear of it and drop theirs
+            if not forward_only and not is_dropped(self.engine.ledger):
+                self.engine.ledger.fail(error)
+                self.engine.discard()
+            raise
         return postprocess_batch_func(output_lst=outputs, indices=indices, data=data)
 
     def _backward(self, loss: Any, micros: int) -> None:
@@ -151,7 +204,7 @@ class IsogradEngine(BaseEngine):  # type: ignore[misc]
         }
 
     def optimizer_zero_grad(self) -> None:
-        """A step begins with nothing: the one before it has ended."""
+        """A step begins with nothing: the one before it has ended, or was dropped by its exception."""
 
     def optimizer_step(self) -> float:
         """The gradient's norm before clipping; a step that is not finite is skipped on all ranks."""
