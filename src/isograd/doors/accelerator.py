@@ -21,7 +21,7 @@ from typing import Any
 import accelerate
 from torch import Tensor, nn
 
-from isograd.doors.world import mesh_of, refuse
+from isograd.doors.world import layout_said, mesh_of, refuse
 from isograd.engine import DataParallel
 from isograd.errors import DoorError
 
@@ -29,9 +29,19 @@ from isograd.errors import DoorError
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     """Takes the place of accelerate's; see the head of this file. The arguments are the same."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, layout: str | None = None, **kwargs: Any) -> None:
+        """layout: dp and zero0, as without it; `--isograd LAYOUT` on the command line comes first."""
         super().__init__(*args, **kwargs)
-        mesh = mesh_of(None)
+        mesh = mesh_of(layout_said(layout))
+        if mesh.layout.zero:
+            raise DoorError(
+                "IG855",
+                "this Accelerator keeps whole gradients in .grad, for the script's own optimizer and clipping",
+                seen=str(mesh.layout),
+                expected="zero0",
+                fix="ZeRO: ig.doors.FabricStrategy, ig.doors.deepspeed or ig.doors.trainer; or ig.Engine in this loop",
+                where=mesh.where(),
+            )
         self._where = mesh.where()
         self._replicated: list[DataParallel] = []  # the models that this accelerator has wrapped
         self._rows_said = False
