@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import signal
@@ -112,3 +113,23 @@ def test_a_dry_run_whose_rank_is_killed_removes_its_folder_itself(
     ended(run, kill_a_rank)
     assert run.returncode == 1
     assert not list(temporary.iterdir())
+
+
+def test_a_folder_that_another_process_sweeps_before_it_is_locked_is_made_again(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two commands that start in one moment the first ended with FileNotFoundError, at its first temporary file."""
+    lock, swept = fcntl.flock, list[int]()
+
+    def flock(descriptor: int, how: int) -> None:
+        if how == fcntl.LOCK_EX and not swept:
+            swept.append(descriptor)
+            scratch.sweep()
+        lock(descriptor, how)
+
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    monkeypatch.setattr(scratch, "_mine", None)
+    monkeypatch.setattr(fcntl, "flock", flock)
+    home = Path(scratch.home())
+    assert swept and list(temporary.iterdir()) == [home]
+    assert (home / scratch.ALIVE).exists()
