@@ -25,6 +25,10 @@ def who(offset: int) -> tuple[int, str, int]:
     return raw.world()[0] + offset, os.environ["WORLD_SIZE"], torch.get_num_threads()
 
 
+def name() -> str:
+    return Path("/proc/self/comm").read_text()
+
+
 def pid() -> int:
     return os.getpid()
 
@@ -80,6 +84,8 @@ def test_a_world_is_reused_and_leaves_no_process_and_no_directory() -> None:
     with World(2) as world:
         first = world.run(pid)
         assert world.run(pid) == first == world.pids
+        if sys.platform == "linux":
+            assert world.run(name) == ["isograd r0\n", "isograd r1\n"]
         directory = Path(world._ranks.directory)
         assert directory.exists()
     assert all(gone(process) for process in first)

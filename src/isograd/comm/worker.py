@@ -13,6 +13,7 @@ import signal
 import threading
 import time
 import traceback
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -97,9 +98,16 @@ def sit(seat: Seat) -> None:
         LOCAL_WORLD_SIZE=str(seat.nproc),
         OMP_NUM_THREADS=str(seat.threads),
     )
+    _be_called(f"isograd r{seat.rank}")
     if seat.nproc > 1:
         raw.be_patient(seat.patience)
         raw.join(seat.rank, seat.nproc, seat.directory, seat.interface)
+
+
+def _be_called(name: str) -> None:
+    """Name this process for `ps -e`, `pkill -x`, and the kernel's log, which says whom it killed for want of memory."""
+    with suppress(OSError), open("/proc/self/comm", "w") as file:  # Linux alone has it
+        file.write(name)
 
 
 def _next(jobs: Connection) -> Any:
