@@ -153,10 +153,13 @@ def test_an_error_of_isograd_on_a_rank_comes_back_as_itself_with_its_exit_code()
 
 KILLED = """
 import os, signal, sys
+from isograd.comm import worker
 from isograd.comm.launch import World
+def words():
+    worker.when_orphaned(lambda: "its last words")
 if __name__ == "__main__":
     world = World(1)
-    world.run(os.getpid)
+    world.run(words)
     if sys.argv[1] == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -175,7 +178,9 @@ def test_the_folders_of_a_killed_launcher_are_removed_by_the_next_one(tmp_path: 
     seen = list[list[str]]()
     for how in ("killed", "ended"):
         command = [sys.executable, str(script), how]
-        subprocess.run(command, env={**os.environ, "TMPDIR": str(temporary)}, check=how == "ended", timeout=60)
+        ended = subprocess.run(command, env={**os.environ, "TMPDIR": str(temporary)}, check=how == "ended", timeout=60,
+                               stderr=subprocess.PIPE, text=True)  # fmt: skip
+        assert ended.stderr == ("its last words\n" if how == "killed" else "")
         seen.append(sorted(p.name for p in temporary.iterdir()))
     assert len(seen[0]) == 3
     assert seen[1] == sorted(["isograd-somebody", kept.name])  # a process that lives keeps its folder

@@ -13,6 +13,7 @@ import signal
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -139,8 +140,20 @@ def _leave_to_parent(*_: object) -> None:
     pass
 
 
+def when_orphaned(say: Callable[[], str] | None) -> None:
+    """What this process says when its parent ends without having ended its ranks: killed, that is."""
+    global _last_words  # noqa: PLW0603  (one for each process)
+    _last_words = say
+
+
+_last_words: Callable[[], str] | None = None
+
+
 def _die_with_parent(watch: Connection) -> None:
     try:
         watch.recv_bytes()
     except (EOFError, OSError):
+        with suppress(Exception):
+            if _last_words is not None:
+                os.write(2, f"{_last_words()}\n".encode())
         os._exit(1)

@@ -24,7 +24,7 @@ import torch
 
 from isograd import inside
 from isograd.checkpoint import Keeper, NotFinite
-from isograd.comm import raw
+from isograd.comm import raw, worker
 from isograd.comm.agree import all_or_none
 from isograd.engine import Stats
 from isograd.errors import DataError, TrainError, headline
@@ -37,6 +37,7 @@ from isograd.train.devices import peak_flops
 from isograd.train.early import refuse_earlier_run
 from isograd.train.job import Job, make_job, prepare
 from isograd.train.optimizers import Schedule
+from isograd.train.orphan import last_words
 from isograd.train.pulse import Pulse
 from isograd.train.reading import written
 from isograd.train.stall import Watchdog, patience
@@ -87,6 +88,8 @@ def run(config: Config, orders: Orders, asked: Asked | None = None) -> Outcome:
         dog = Watchdog(config.folder, *raw.seat(), stall_s, config.resilience.wait_s if rescued else 0.0)
         stack.callback(dog.close)
         stack.callback(lambda: setattr(reached, "phase", dog.phase))
+        first = raw.seat()[0] == 0  # one speaks, also between this world and the next
+        worker.when_orphaned(partial(last_words, config.folder, lambda: dog.phase) if first else None)
         mesh = Mesh(config.layout)
         pulse = Pulse(mesh.rank, mesh.layout.world_size, config.resilience.network_s)
         dog.joined(mesh.where(), peers.hosts(mesh), pulse)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TextIO
 
 from isograd import scratch, screen
-from isograd.checkpoint.folder import Growing, checkpoints
+from isograd.checkpoint.folder import Growing
 from isograd.comm.launch import World
 from isograd.errors import IsogradError, LaunchError
 from isograd.resilience import Crew
@@ -28,6 +28,7 @@ from isograd.train.early import refuse_early
 from isograd.train.job import prepare
 from isograd.train.loop import Orders, Outcome, run
 from isograd.train.opening import Opening, opening, refuse_data
+from isograd.train.orphan import how_to_resume
 from isograd.train.stall import STALLED, happened, patience, silent
 from isograd.train.stop import STOPPED, Asked
 from isograd.train.survive import survive
@@ -86,9 +87,7 @@ def says_how_to_resume(config: Config) -> Iterator[None]:
         yield
     except LaunchError as error:
         if error.cause is None and "resumes" not in (error.fix or ""):
-            saved = [step for step, _ in checkpoints(config.folder / "checkpoints")]
-            since = f"from the checkpoint of step {saved[-1]}" if saved else "from the first step"
-            error.fix = "; ".join(filter(None, (error.fix, f"the same command resumes {since}")))
+            error.fix = "; ".join(filter(None, (error.fix, how_to_resume(config.folder))))
         raise
 
 
