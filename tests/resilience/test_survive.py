@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from pydantic import ValidationError
 
 from isograd.checkpoint.folder import checkpoints
+from isograd.comm import raw
 from isograd.errors import LaunchError
 from isograd.layout import Layout
+from isograd.mesh import Mesh
 from isograd.resilience import Crew
 from isograd.resilience.copies import Offer
 from isograd.resilience.rescue import Found, newest
@@ -161,6 +165,26 @@ class Grow:
     def __call__(self, step: int, job: Language) -> None:
         if step == self.step and job.mesh.layout.world_size == 1:
             self.file.touch()
+
+
+def dies_unnoticed() -> None:
+    """Rank 1 dies, and the process that tells the launcher of it gets no turn for four seconds."""
+    rank, _ = raw.world()
+    if rank == 1:
+        server = os.getppid()
+        subprocess.Popen(["sh", "-c", f"sleep 4; kill -CONT {server}"])
+        os.kill(server, signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGKILL)
+    raw.all_max(torch.ones(1), Mesh("dp2").group("world"))
+
+
+def test_a_death_is_a_death_when_the_others_feel_it_before_the_launcher_is_told() -> None:
+    """The run ended with the error of a rank whose connection had closed."""
+    with Crew() as crew:
+        crew.fill(2)
+        attempt = crew.attempt(2, dies_unnoticed)
+        assert attempt.values is None and attempt.dead == {1: -signal.SIGKILL}
+        assert len(crew.members) == 1
 
 
 @pytest.mark.medium

@@ -34,6 +34,7 @@ from isograd.comm.worker import Answer, Seat, main
 from isograd.resilience.member import in_world
 
 LOOK_S = 1.0  # between two looks for ranks that are silent
+NOTICE_S = 5.0  # the others may feel a death before the launcher is told of it, by a process that has to get its turn
 
 
 @dataclass
@@ -172,7 +173,7 @@ class Crew:
             sources: dict[Any, int] = {ranks[r].pipe: r for r in waiting}
             sources |= {ranks[r].process.sentinel: r for r in waiting}
             died = len(waiting) + len(answers) < len(ranks)
-            end = None if wrong is None else wrong + (self.wait_s if died else GRACE)
+            end = None if wrong is None else wrong + (self.wait_s if died else NOTICE_S)
             if end is not None and time.monotonic() >= end and not self.busy():
                 if not died:
                     break
