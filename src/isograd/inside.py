@@ -66,6 +66,13 @@ def write_text(path: Path, text: str) -> None:
         file.write(text)
 
 
+def replace_text(path: Path, text: str) -> None:
+    """The same, so that nobody meets half of it: not a reader, and not the next start after this process is killed."""
+    partial = path.with_suffix(".partial")
+    write_text(partial, text)
+    os.replace(partial, path)
+
+
 def _link(path: str, seen: str) -> FileError:
     return FileError(
         "IG666",

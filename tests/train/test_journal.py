@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from isograd import inside
 from isograd.errors import TrainError
 from isograd.train import curves, journal
 from isograd.train.config import Optimizer
@@ -124,3 +125,12 @@ def test_the_live_picture_shows_any_text_as_it_is(capsys: pytest.CaptureFixture[
     shown = capsys.readouterr().out
     assert "x[/red] [bold]" in shown
     assert "78%" in shown
+
+
+def test_a_text_that_cannot_be_written_whole_leaves_the_one_before(tmp_path: Path) -> None:
+    """A run that was killed as it wrote its first config.yaml left it empty, and its next start was refused (IG989)."""
+    file = tmp_path / "config.yaml"
+    inside.replace_text(file, "before")
+    with pytest.raises(UnicodeEncodeError):
+        inside.replace_text(file, "after" * 10_000 + "\udc80")
+    assert file.read_text() == "before"

@@ -188,7 +188,7 @@ class _Run:
 
     def _open_journal(self, stack: ExitStack) -> None:
         folder = self.config.folder
-        inside.write_text(folder / "config.yaml", f"{journal.WRITTEN}\n{written(self.config)}")
+        inside.replace_text(folder / "config.yaml", f"{journal.WRITTEN}\n{written(self.config)}")
         sinks: list[Callable[[dict[str, Any]], None]] = trackers(self.config, folder, stack)
         if self.orders.show == "live":
             live = journal.Live()

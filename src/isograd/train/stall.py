@@ -155,9 +155,7 @@ class Watchdog:
 
     def _end(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        partial = self._file(self.rank).with_suffix(".partial")
-        inside.write_text(partial, json.dumps(asdict(self._mine()), indent=1))
-        partial.replace(self._file(self.rank))
+        inside.replace_text(self._file(self.rank), json.dumps(asdict(self._mine()), indent=1))
         end = time.monotonic() + _for_reports(self.limit)
         while time.monotonic() < end and not all(self._file(rank).exists() for rank in range(self.size)):
             time.sleep(0.05)
