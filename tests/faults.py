@@ -15,7 +15,9 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -24,7 +26,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
-from functools import partial
+from functools import cache, partial
 from itertools import product
 from multiprocessing import forkserver
 from pathlib import Path
@@ -42,7 +44,7 @@ from isograd.train.reading import written
 from isograd.train.stall import STALLED, happened, silent
 from isograd.train.start import says_how_to_resume
 from isograd.train.survive import survive
-from tests.planted import IN_A_STEP, MEETING_AGAIN, SAVING, SAVING_FIRST, Fault, Faults
+from tests.planted import IN_A_STEP, MEETING_AGAIN, RESCUING, SAVING, SAVING_FIRST, Fault, Faults
 from tests.train.test_loop import close, config_of, losses
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -54,6 +56,7 @@ LAYOUTS = (
     "dp2 tp2 sp zero1",
 )  # fmt: skip
 PLACES = ("first", "last", "middle")
+SELDOM = (*SAVING[1:], *SAVING_FIRST[:2], "joining")  # under two layouts: what happens there depends on no layout
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,7 @@ class Row:
     lost: int | None = None  # finished steps that were done again
     recovered_s: float | None = None  # from the fault to the end of the first step after it
     equal: str = "DIFFERENT"
+    commit: str = ""
 
 
 def settings(copies: str = "partner", after: str = "replace", **more: Any) -> dict[str, Any]:
@@ -92,14 +96,14 @@ def settings(copies: str = "partner", after: str = "replace", **more: Any) -> di
 
 
 def killed(layout: str, point: str, rank: int, copies: str = "partner") -> Case:
-    """A case of one SIGKILL; of two where the second is while the ranks meet again."""
+    """A case of one SIGKILL; of two where the second is of a rank that has survived the first."""
     config, at = settings(copies, checkpoint={"every": 2 if copies == "none" else None}), AT
     if point.startswith("saving"):
         config, at = settings(copies, checkpoint={"every": AT + 1}), AT + 1
     if point == "evaluation":
         config, at = settings(copies, evaluate={"every": AT + 1, "batches": 1}), AT + 1
     faults = (Fault(point, at, rank),)
-    if point in MEETING_AGAIN:
+    if point in (*MEETING_AGAIN, RESCUING):
         faults = (Fault("forward", at, (rank + 1) % Layout.parse(layout).world_size), Fault(point, at, rank))
     return Case(f"kill in {point}, rank {rank}, copies {copies}", layout, faults, config)
 
@@ -109,11 +113,11 @@ def deaths() -> Iterator[Case]:
 
     Rank 0 of two gives a point's last row, if it is for rank 0 only.
     """
-    every = (*IN_A_STEP, "reading", "evaluation", *SAVING, *SAVING_FIRST, *MEETING_AGAIN)
+    every = (*IN_A_STEP, "reading", "evaluation", *SAVING, *SAVING_FIRST, *MEETING_AGAIN, RESCUING)
     for turn, layout in enumerate(LAYOUTS):
         last = Layout.parse(layout).world_size - 1
         ranks = {"first": 0, "last": last, "middle": last // 2 + last % 2 if last > 1 else last}
-        points = [point for point in every if turn < 2 or point not in (*SAVING[1:], *SAVING_FIRST[:2])]
+        points = [point for point in every if turn < 2 or point not in SELDOM]
         for number, point in enumerate(points):
             place = PLACES[(number + turn) % len(PLACES)] if last > 1 else PLACES[(number + turn) % 2]
             yield killed(layout, point, 0 if point in SAVING_FIRST else ranks[place])
@@ -137,12 +141,19 @@ def others() -> Iterator[Case]:
     yield Case(
         "kill, no replacement, no copies", "dp4 zero1", (Fault("backward", AT, 1),), settings("none", "shrink", **saves)
     )
+    for name, layout, listed, died in (
+        ("kill, the list's layout for one rank", "dp2 zero1", "dp1", (0,)),
+        ("kill of three, no layout for the rest", "dp4 zero1", "dp2", (0, 1, 2)),
+    ):
+        shrinks = {"after_death": "shrink", "layouts": [listed], "copies": "partner"}
+        kills = tuple(Fault("forward", AT, rank) for rank in died)
+        yield Case(name, layout, kills, {**settings(**saves), "resilience": shrinks})
+    grows = Fault("backward", AT, 0, "grow")
     yield Case(
-        "kill, no layout for the rest",
-        "dp2 zero1",
-        (Fault("forward", AT, 0),),
-        {**settings(**saves), "resilience": {"after_death": "shrink", "layouts": ["dp1"], "copies": "partner"}},
+        "kill, no replacement, then room again", "dp2 zero1", (Fault("forward", 1, 1), grows), settings(after="shrink")
     )
+    four_times = tuple(Fault(point, AT, 0) for point in ("forward", "backward", "first bucket", "last bucket"))
+    yield Case("kill at the same step, four times", "dp2 zero1", four_times, settings(**saves))
     for rank in (0, 1):
         yield Case(
             f"SIGSTOP, rank {rank}",
@@ -182,7 +193,8 @@ def others() -> Iterator[Case]:
     yield Case(
         "folder of checkpoints not writable", "dp2 zero1", (Fault("forward", 1, 0, "not writable"),), settings(**saves)
     )
-    yield Case("kill of the launcher", "dp2 zero1", (), settings(**saves), "launcher")
+    for moment in ("in a step", "saving", "while the ranks meet again"):
+        yield Case(f"kill of the launcher, {moment}", "dp2 zero1", (), settings(**saves), "launcher")
 
 
 class Watched(Crew):
@@ -260,24 +272,40 @@ def one(case: Case, folder: Path, text: Path, expected: list[float]) -> Row:
 
 def launcher(row: Row, run: Config, expected: list[float]) -> Row:
     """Kill the launcher, wait for its ranks to end, and give its command again."""
-    file = run.folder.parent / "run.yaml"
+    file, said = run.folder.parent / "run.yaml", run.folder.parent / "said.txt"
     file.write_text(written(run))
     command = [sys.executable, "-m", "isograd.cli", "train", str(file), "--log-format", "lines"]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        while process.poll() is None and len(losses(run.folder)) < AT:
-            time.sleep(0.05)
+    saves = "saving" in row.name
+    with said.open("w") as out, subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=out) as process:
+        while process.poll() is None and len(losses(run.folder)) < AT - saves:
+            time.sleep(0.02)
+        while saves and process.poll() is None and not any(run.folder.glob("checkpoints/.step-*4.partial-*")):
+            pass
         ranks = _children(process.pid)
+        if "meet" in row.name:
+            os.kill(next(pid for pid in ranks if _called(pid) == "isograd r1"), signal.SIGKILL)
+            time.sleep(0.3)
+            ranks = _children(process.pid)
         process.kill()
         killed = time.time()
     while any(_runs(pid) for pid in ranks):
         time.sleep(0.02)
     row.seen_s, row.code, row.named = time.time() - killed, process.returncode, f"{len(ranks)} processes, all ended"
     before = len(losses(run.folder))
+    told = said.read_text()
+    row.ended = " ".join(told[max(0, told.find("IG260")) :].split()) or "nothing"
     assert subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode == 0
     lines = list(journal.read(run.folder / "metrics.jsonl"))
     row.lost = before - max((line["step"] for line in lines if line.get("event") == "resumed"), default=0)
-    row.ended, row.equal = "no word of its own: killed", same(losses(run.folder), expected)
+    row.equal = same(losses(run.folder), expected)
     return row
+
+
+def _called(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""
 
 
 def _runs(pid: int) -> bool:
@@ -301,11 +329,10 @@ def _told(row: Row, faults: Faults, crew: Watched, run: Config) -> None:
     if dead and (when := [faults.when(number) for number in faults.happened()]):
         row.seen_s = dead[-1].seen - max(each for each in when if each <= dead[-1].seen)
         row.named = "rank " + ", then ".join(" and ".join(map(str, each.dead)) for each in dead)
-    recovered = [sum(line["parts"].values()) for line in lines if line.get("event") == "recovered"]
-    resumed = [line["step"] for line in lines if line.get("event") == "resumed"]
-    if recovered:
-        row.recovered_s = recovered[-1] + (row.seen_s or 0.0)
-        done = crew.steps[-1] if crew.steps else AT  # nobody was left to say it
+    if recovered := [number for number, line in enumerate(lines) if line.get("event") == "recovered"]:
+        row.recovered_s = sum(lines[recovered[-1]]["parts"].values()) + (row.seen_s or 0.0)
+        done = max(crew.steps, default=AT)  # AT: nobody was left to say it
+        resumed = [line["step"] for line in lines[: recovered[-1]] if line.get("event") == "resumed"]
         row.lost = done - (resumed[-1] if resumed else 0)
     row.named = row.named or next((line["text"] for line in lines if line.get("event") == "skipped"), "")
 
@@ -351,6 +378,7 @@ def main() -> None:
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--rows", type=Path, default=DOCS / "faults.json")
     options = parser.parse_args()
+    commit()
     rows = {(row["name"], row["layout"]): Row(**row) for row in _read(options.rows)}
     key = lambda case: (case.name, case.layout)  # noqa: E731
     wanted = [
@@ -382,6 +410,7 @@ def main() -> None:
             except Exception:
                 print(f"NO ROW: {case}\n{traceback.format_exc()}", flush=True)
                 continue
+            row.commit = commit()
             rows[key(case)] = row
             print(f"{number + 1}/{len(wanted)} in {time.monotonic() - began:.0f} s: {row}", flush=True)
             options.rows.write_text(json.dumps([asdict(each) for each in rows.values()], indent=1) + "\n")
@@ -393,6 +422,13 @@ def _read(file: Path) -> list[dict[str, Any]]:
     return json.loads(file.read_text()) if file.exists() else []
 
 
+@cache
+def commit() -> str:
+    """Of the code as this process began."""
+    git = lambda *words: subprocess.run(["git", *words], cwd=DOCS, capture_output=True, text=True, check=True).stdout  # noqa: E731
+    return git("rev-parse", "--short", "HEAD").strip() + ("+" if git("status", "--porcelain", "../src") else "")
+
+
 MARK = "<!-- the tables below are written by python -m tests.faults -->\n"
 
 
@@ -401,7 +437,12 @@ def tell(rows: list[Row]) -> None:
     page = DOCS / "faults.md"
     before = page.read_text().partition(MARK)[0]
     survived, ended = [row for row in rows if not row.ended], [row for row in rows if row.ended]
-    text = "\n| fault | layout | seen after | named | steps lost | next step after | losses |\n"
+    known = {(row.name, row.layout) for row in rows}
+    left = [f"{case.name} (`{case.layout}`)" for case in cases() if (case.name, case.layout) not in known]
+    commits = ", ".join(sorted({row.commit for row in rows}))
+    text = f"\n{len(rows)} of {len(rows) + len(left)} cases were run, on commit {commits}"
+    text += f" (+: with changes). Not run: {'; '.join(left) or 'none'}.\n"
+    text += "\n| fault | layout | seen after | named | steps lost | next step after | losses |\n"
     text += f"|{'---|' * 7}\n"
     text += "".join(
         f"| {row.name} | `{row.layout}` | {_s(row.seen_s, 2)} | {row.named or '-'} | "

@@ -22,10 +22,11 @@ from torch.distributed import distributed_c10d
 
 from isograd.checkpoint import Keeper, write
 from isograd.checkpoint.write import Job
+from isograd.comm import raw
 from isograd.engine import norm
 from isograd.engine.flights import Flights
-from isograd.resilience import Copies
-from isograd.train import peers
+from isograd.resilience import Copies, copies
+from isograd.train import curves, grow, peers
 from isograd.train.language import Language
 
 # In the order of a step. `reading`: in the thread that reads the batch of the fault's step, during the step before it.
@@ -34,10 +35,11 @@ IN_A_STEP = (
     "copies arriving",
 )  # fmt: skip
 # Of survivors, and only after another fault of the same step.
-MEETING_AGAIN = ("meeting again", "loading")
+MEETING_AGAIN = ("joining", "meeting again", "loading")
+RESCUING = "writing copies"  # of one that survived a fault of the same step, as a checkpoint
 SAVING = tuple(f"saving: {phase}" for phase in ("begun", "half written", "written", "recorded"))
 SAVING_FIRST = tuple(f"saving: {phase}" for phase in ("gathered", "listed", "named", "pruned"))  # on rank 0 only
-POINTS = (*IN_A_STEP, "reading", "evaluation", *SAVING, *SAVING_FIRST, *MEETING_AGAIN)
+POINTS = (*IN_A_STEP, "reading", "evaluation", *SAVING, *SAVING_FIRST, *MEETING_AGAIN, RESCUING)
 
 
 @dataclass(frozen=True)
@@ -52,10 +54,11 @@ class Fault:
 
 @dataclass(frozen=True)
 class Faults:
-    """All faults of a run. `folder`: where each leaves its file."""
+    """All faults of a run. `folder`: where each leaves its file. `most`: after so many no other one happens."""
 
     planned: tuple[Fault, ...]
     folder: Path
+    most: int | None = None
 
     def __call__(self, step: int, job: Language) -> None:
         """Before each step, on each rank."""
@@ -92,6 +95,9 @@ def reach(point: str, step: int | None = None) -> str | None:
     if _now.faults is None:
         return None
     step = _now.step if step is None else step
+    most = _now.faults.most
+    if most is not None and len(list(_now.faults.folder.iterdir())) >= most:
+        return None
     for number, fault in enumerate(_now.faults.planned):
         if (fault.point, fault.step, fault.rank) == (point, step, _now.rank):
             try:
@@ -127,6 +133,8 @@ def _do(what: str) -> str | None:
         subprocess.run(["chattr", "+i", *_now.faults.folder.parent.glob("run/checkpoints")], check=True)
     elif what == "no store":
         os.unlink(distributed_c10d._get_default_store().underlying_store.path)
+    elif what == "grow":  # room for all ranks again
+        _now.faults.folder.parent.joinpath("run", grow.FILE).touch()
     elif what == "raise":
         raise ValueError("planted")
     else:
@@ -153,13 +161,16 @@ def _plant() -> None:
     if _now.planted:
         return
     _now.planted = True
+    curves.draw = lambda *_: False  # a second of each of hundreds of runs
     _around(norm, "global_norm", lambda: reach("before the vote"), lambda: reach("after the vote"))
     _around(Flights, "launch", None, _first_bucket)
     _around(Flights, "land_all", lambda: reach("last bucket"))
     _around(Copies, "start", None, lambda: reach("copy made"))
     _around(Copies, "finish", lambda: reach("copies arriving"))
+    _around(raw, "join", lambda: reach("joining"))
     _around(peers, "same_config", lambda: reach("meeting again"))
     _around(Keeper, "load", lambda: reach("loading"))
+    _around(copies, "write", lambda: reach(RESCUING))
     for name in ("write_own", "finish"):
         setattr(write, name, _telling(getattr(write, name)))
 

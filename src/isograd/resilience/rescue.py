@@ -53,32 +53,41 @@ def rescue(
     """Make the newest copies a checkpoint. Says what was done, or why nothing was."""
     saved = folders.checkpoints(folder)
     behind = f"back to the checkpoint of step {saved[-1][0]}" if saved else "back to the first step"
-    found = newest(offers)
-    if found is None:
-        return behind
-    if saved and saved[-1][0] >= found.step:
-        return behind
-    place = folders.partial(folder, found.step, "rescue")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = folders.Lock(folder, "rescue")
+    died = 0
+    while (found := newest(offers)) is not None and not (saved and saved[-1][0] >= found.step):
         try:
-            folders.sweep(folder)
-            place.mkdir()
-            jobs = {
-                member: (copies.write, (found.world, found.step, ranks, folder, place))
-                for member, ranks in found.writers.items()
-            }
-            heads = crew.ask(jobs)
-            if len(heads) < len(jobs):
-                return f"{behind}, as another rank died while copies were written"
-            head = copies.joined(heads.values())
-            finish(
-                Job(folder, place, found.step, 0, found.ranks, head, (), {}, keep_last, keep_every, lambda _: None),
-                lambda: None,
-            )
-        finally:
-            lock.close()
-    except (OSError, IsogradError) as error:
-        return f"{behind}, as the copies of step {found.step} could not be written: {error}"
-    return f"the state after step {found.step} was held by those that are left"
+            whole = _write(crew, found, folder, keep_last, keep_every)
+        except (OSError, IsogradError) as error:
+            return f"{behind}, as the copies of step {found.step} could not be written: {error}"
+        if whole:
+            more = f", of which {died} more died while they wrote it" if died else ""
+            return f"the state after step {found.step} was held by those that are left{more}"
+        alive = {member: said for member, said in offers.items() if crew.members[member].code is None}
+        died += len(offers) - len(alive)
+        offers = alive
+    return behind + (f", as {died} more died while they wrote copies" if died else "")
+
+
+def _write(crew: Crew, found: Found, folder: Path, keep_last: int, keep_every: int | None) -> bool:
+    """Make these copies a checkpoint; False: a member has died while it wrote its part."""
+    place = folders.partial(folder, found.step, "rescue")
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = folders.Lock(folder, "rescue")
+    try:
+        folders.sweep(folder)
+        place.mkdir()
+        jobs = {
+            member: (copies.write, (found.world, found.step, ranks, folder, place))
+            for member, ranks in found.writers.items()
+        }
+        heads = crew.ask(jobs)
+        if len(heads) < len(jobs):
+            return False
+        head = copies.joined(heads.values())
+        finish(
+            Job(folder, place, found.step, 0, found.ranks, head, (), {}, keep_last, keep_every, lambda _: None),
+            lambda: None,
+        )
+        return True
+    finally:
+        lock.close()
