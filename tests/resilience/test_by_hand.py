@@ -21,7 +21,9 @@ from tests.train.test_loop import losses
 
 ROOT = Path(__file__).parents[2]
 ISOGRAD = [sys.executable, "-m", "isograd"]
-LIMIT = 300.0  # seconds
+LIMIT = 600.0  # seconds
+
+pytestmark = pytest.mark.timeout(1800)  # whole programs, one after the other, also on a busy machine
 
 
 def pids(of: int) -> dict[int, int]:
@@ -43,21 +45,22 @@ def until(step: int, folder: Path, process: subprocess.Popen[str]) -> None:
 def test_the_quickstart_survives_kill_9_of_two_of_four_ranks_and_compare_draws_both_runs_on_each_other(
     tmp_path: Path,
 ) -> None:
-    quick = [*ISOGRAD, "train", str(ROOT / "recipes" / "quickstart.yaml"), "--steps", "14", "--log.every", "1"]
+    quick = [*ISOGRAD, "train", str(ROOT / "recipes" / "quickstart.yaml"), "--steps", "8", "--log.every", "1"]
     options = ["--resilience.after_death", "replace", "--resilience.copies", "partner"]
     subprocess.run([*quick, "--run", "undisturbed"], cwd=tmp_path, check=True, timeout=LIMIT, stdout=subprocess.DEVNULL)
     with subprocess.Popen(
         [*quick, "--run", "killed", *options], cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
-        until(6, tmp_path / "killed", process)
+        until(3, tmp_path / "killed", process)
         ranks = pids(process.pid)
         assert set(ranks) == {0, 1, 2, 3}
         for rank in (1, 2):
             os.kill(ranks[rank], signal.SIGKILL)
         said, _ = process.communicate(timeout=LIMIT)
     assert process.returncode == 0
-    assert "rank 1 (tp1) was killed by signal 9 (SIGKILL)" in said
-    assert "rank 2 (dp1) was killed by signal 9 (SIGKILL)" in said
+    said = " ".join(said.split())
+    assert "rank 1 (dp0 tp1) was killed by signal 9 (SIGKILL)" in said
+    assert "rank 2 (dp1 tp0) was killed by signal 9 (SIGKILL)" in said
     assert "was held by those that are left" in said and "recovered in " in said
     assert losses(tmp_path / "killed") == losses(tmp_path / "undisturbed")
     compared = subprocess.run(

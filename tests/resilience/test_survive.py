@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
+import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -185,6 +187,29 @@ def test_a_death_is_a_death_when_the_others_feel_it_before_the_launcher_is_told(
         attempt = crew.attempt(2, dies_unnoticed)
         assert attempt.values is None and attempt.dead == {1: -signal.SIGKILL}
         assert len(crew.members) == 1
+
+
+def raises_and_is_slow_to_answer() -> None:
+    """Rank 0, after its connections have closed."""
+    leave = raw.leave
+
+    def slow() -> None:
+        raw.leave = leave
+        leave()
+        gc.collect()
+        time.sleep(1)
+
+    if raw.world()[0] == 0:
+        raw.leave = slow  # type: ignore[assignment]
+        raise ValueError("the cause")
+    raw.all_max(torch.ones(1), Mesh("dp2").group("world"))
+
+
+def test_the_cause_of_the_end_is_named_and_not_the_connection_that_closed_after_it() -> None:
+    with Crew() as crew, pytest.raises(LaunchError, match="rank 0 of 2 raised the above first") as caught:
+        crew.fill(2)
+        crew.attempt(2, raises_and_is_slow_to_answer)
+    assert "ValueError: the cause" in str(caught.value)
 
 
 @pytest.mark.medium

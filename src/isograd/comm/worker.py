@@ -24,6 +24,7 @@ import torch
 from isograd.comm import raw
 from isograd.errors import IsogradError
 
+RAISED_AT = "raised_at"  # on an error: when it was raised, for a rank that has closed its connections since then
 PARTS = ("seen", "expected", "fix", "where")
 # Terminals and schedulers send these to every process of a group, at any moment.
 GROUP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -126,14 +127,18 @@ def _do(job: Any) -> Answer:
     except IsogradError as error:
         said = (error.code, error.what, *(getattr(error, part) for part in PARTS))
         spelled = tuple(None if part is None else str(part) for part in said)
-        return Answer(False, traceback.format_exc(), time.time(), spelled)
-    except BaseException:
-        return Answer(False, traceback.format_exc(), time.time())
+        return Answer(False, traceback.format_exc(), _when(error), spelled)
+    except BaseException as error:
+        return Answer(False, traceback.format_exc(), _when(error))
     try:
         return Answer(True, pickle.dumps(value), time.time())
     except Exception as error:
         text = f"the value that the function returned cannot be sent to the parent: {error!r} (type {type(value)})"
         return Answer(False, text, time.time())
+
+
+def _when(error: BaseException) -> float:
+    return float(vars(error).get(RAISED_AT) or time.time())
 
 
 def _leave_to_parent(*_: object) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import gc
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any
 
 from isograd.comm import raw
-from isograd.comm.worker import Seat, sit
+from isograd.comm.worker import RAISED_AT, Seat, sit
 
 
 def in_world(seat: Seat, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -23,6 +24,7 @@ def in_world(seat: Seat, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         sit(seat)
         return fn(*args)
     except BaseException as error:
+        vars(error)[RAISED_AT] = time.time()  # before the others feel it, whose errors are consequences
         _let_go(error)
         raise
     finally:
