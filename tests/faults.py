@@ -441,7 +441,8 @@ def tell(rows: list[Row]) -> None:
     left = [f"{case.name} (`{case.layout}`)" for case in cases() if (case.name, case.layout) not in known]
     commits = ", ".join(sorted({row.commit for row in rows}))
     text = f"\n{len(rows)} of {len(rows) + len(left)} cases were run, on commit {commits}"
-    text += f" (+: with changes). Not run: {'; '.join(left) or 'none'}.\n"
+    names = "; ".join(left) or "none" if len(left) < 20 else f"{len(left)}, which `python -m tests.faults --list` names"
+    text += f" (+: with changes). Not run: {names}.\n"
     text += "\n| fault | layout | seen after | named | steps lost | next step after | losses |\n"
     text += f"|{'---|' * 7}\n"
     text += "".join(

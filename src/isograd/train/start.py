@@ -75,8 +75,8 @@ def _refuse_elsewhere(config: Config) -> None:
         raise LaunchError(
             "IG257", f"resilience.after_death {config.resilience.after_death} is for ranks that isograd starts itself",
             seen="ranks that torchrun or Slurm has started, which end together", expected="resilience.after_death end",
-            fix="--resilience.after_death end --resilience.copies none: torchrun's --max-restarts and Slurm's requeue "
-            "resume from the last checkpoint",
+            fix="--resilience.after_death end --resilience.copies none: a new start by torchrun, or Slurm's requeue, "
+            "resumes from the last checkpoint",
         )  # fmt: skip
 
 
