@@ -155,10 +155,10 @@ class PreferringRows(Rows):
     ) -> Any:
         """The loss of pairs [pairs, answers, length]; without `tokens`, the library's forward."""
         if tokens is None:
-            return super().forward(*args, **({} if labels is None else {"labels": labels}), **more)
+            return super().forward(*args, labels=labels, **more)
         assert labels is not None
         part = shard(library_rows(tokens.flatten(0, 1), labels.flatten(0, 1)), self._isograd_mesh)
-        inputs = dict(part.inputs)
+        inputs: dict[str, Any] = dict(part.inputs)
         mine = inputs.pop("shift_labels")
         for name in ("labels", "num_items_in_batch"):
             inputs.pop(name)
