@@ -68,6 +68,12 @@ def test_a_rank_of_zero3_keeps_rows_and_a_doubled_reduction_is_named(monkeypatch
     ranks, whole = step("dp2 zero3"), step("dp2 zero2")
     assert check(ranks, Layout.parse("dp2 zero3")) == []
     assert ranks[0].parameters == pytest.approx(whole[0].parameters / 2, rel=0.02)
+    size = whole[0].parameters
+    for rank in whole:  # a step sends 2 (W-1)/W of the parameters; their first values are no part of it
+        moved = sum(entry.bytes for entry in rank.step if entry.axes == "dp cp")
+        first = sum(entry.bytes for entry in rank.entries[: rank.start] if "broadcast" in entry.operation)
+        assert (moved, first) == (pytest.approx(size, rel=0.01), size if rank.rank == 0 else 0)
+        assert rank.peak.left["gradients"] == 0 < rank.peak.most["gradients"]
     launch = Flights.launch
 
     def twice(self: Flights, bucket: Any, gradients: Any) -> None:

@@ -22,6 +22,7 @@ def test_a_config_is_rehearsed_and_drawn(capsys, tmp_path: Path) -> None:
     said = capsys.readouterr().out
     assert said.startswith("dp2 pp2 zero1: 4 ranks\n\nkind 1: rank 0 (pp0 dp0)")
     assert "fits together: 4 of 4 ranks were imagined" in said
+    assert "between steps: parameters" in said and "gradients 0 B" in said and "once, at the start: " in said
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 

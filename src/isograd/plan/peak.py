@@ -26,6 +26,8 @@ class Peak:
     bytes: int
     when: str  # "backward 3 of 8"
     kinds: dict[str, int]  # bytes at the peak
+    most: dict[str, int]  # the most bytes of each kind in the step, whenever that is
+    left: dict[str, int]  # bytes of each kind when the step is over
     owners: tuple[tuple[str, int], ...]  # the ten largest, bytes at the peak
     areas: dict[str, tuple[int, ...]]  # of each kind, along the step
     phases: tuple[tuple[float, str], ...]  # where along the step (0 to 1) the program begins to do what
@@ -64,6 +66,8 @@ def peak(held: Held, began: int, taken: Taken = of_gpu) -> Peak:
         int(total[top]),
         here,
         {kind: int(held_by[row, top]) for row, kind in enumerate(KINDS)},
+        {kind: int(held_by[row].max()) for row, kind in enumerate(KINDS)},
+        {kind: int(sizes[(kinds == row) & (died == held.moment)].sum()) for row, kind in enumerate(KINDS)},
         tuple(owners.most_common(OWNERS)),
         {kind: tuple(held_by[row, chosen].tolist()) for row, kind in enumerate(KINDS)},
         tuple((at / len(total), name) for at, name in phases),

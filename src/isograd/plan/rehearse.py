@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -25,8 +25,8 @@ import torch
 from torch import Tensor, nn
 
 from isograd.comm import imagined, raw
-from isograd.comm.record import Entry
-from isograd.contract import mark_as, marks_of
+from isograd.comm.record import Entry, Record
+from isograd.contract import mark_as, marks_of, remember_start
 from isograd.engine import Engine
 from isograd.engine.kept import Kept
 from isograd.engine.plan import Slot
@@ -60,19 +60,24 @@ class Rank:
     rank: int
     where: str
     entries: tuple[Entry, ...]
+    start: int  # so many entries are of the engine's making, which happens once; the others are the step's
     events: tuple[tuple[str, int], ...]
     debts: dict[str, Debt]
     normed: dict[str, int]  # elements of each gradient whose norm this rank took
     parameters: int  # bytes
-    gradients: int  # bytes, when all are there
     states: int  # bytes of the optimizer's state and of masters
     peak: Peak
     saves: dict[str, Saves]  # by tensor of a checkpoint
 
     @property
     def program(self) -> int:
-        """Equal for ranks of one kind."""
-        return hash(tuple(map(_call, self.entries)))
+        """Equal for ranks of one kind: they make the same calls in a step."""
+        return hash(tuple(map(_call, self.step)))
+
+    @property
+    def step(self) -> tuple[Entry, ...]:
+        """What this rank sends and receives in the step."""
+        return self.entries[self.start :]
 
     @property
     def stage(self) -> int:
@@ -131,8 +136,9 @@ def beside(layout: Layout, column: list[Rank]) -> list[int]:
     return [layout.rank({"pp": pp, **spot}) for pp in sorted(ends) for spot in spots if any(spot.values())]
 
 
-def _run(build: Build, mesh: Mesh, held: Held, load: str, taken: Taken) -> tuple[Engine, Peak]:
+def _run(build: Build, mesh: Mesh, held: Held, record: Record, load: str, taken: Taken) -> tuple[Engine, Peak, int]:
     engine, batch, micro_batches = build(mesh)
+    start = len(record.entries)
     for module in engine.model.modules():
         if isinstance(module, MoE):
             module.choose = Choice(load)
@@ -157,7 +163,7 @@ def _run(build: Build, mesh: Mesh, held: Held, load: str, taken: Taken) -> tuple
         for entry, value in state.items():
             if isinstance(value, Tensor):
                 held.name(value, OPTIMIZER, entry)
-    return engine, peak(held, began, taken)
+    return engine, peak(held, began, taken), start
 
 
 def _name_states(engine: Engine, held: Held) -> None:
@@ -198,7 +204,7 @@ def _step(
     mesh = Mesh.imagine(layout, rank, world)
     mode.held = Held()
     with mode, raw.recording(segments, _follow) as record:
-        engine, top = _run(build, mesh, mode.held, load, taken)
+        engine, top, start = _run(build, mesh, mode.held, record, load, taken)
     mode.held = None
     slots = engine.plan.slots
     debts = {
@@ -219,17 +225,21 @@ def _step(
     masters = [m for g in engine.optimizer.param_groups for m in g["params"] if m.dtype == torch.float32]
     wide = all(p.dtype == torch.float32 for p in parameters)
     return Rank(
-        *(rank, mesh.where(), tuple(record.entries), tuple(record.events), debts, counted),
+        *(rank, mesh.where(), tuple(record.entries), start, tuple(record.events), debts, counted),
         bytes_of(parameters),
-        sum(slot.parameter.numel() * slot.dtype.itemsize for slot in slots),
         bytes_of(states) + (0 if wide else bytes_of(masters)),
         top,
         saves(engine),
     )
 
 
-def without_memory(model: nn.Module) -> nn.Module:
-    """A model on the meta device, with parameters of shapes alone in place of its own: inside `shapes`."""
+def without_memory(model: nn.Module, *, later: bool = False) -> nn.Module:
+    """A model on the meta device, with parameters of shapes alone in place of its own: inside `shapes`. `later`: the
+    engine puts them there, this rank's rows alone, as `isograd train` does at ZeRO 3."""
+    if later:
+        for own in model.parameters():
+            remember_start(own, partial(_ones, dtype=own.dtype))
+        return model
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for leaf, parameter in module._parameters.items():
@@ -242,6 +252,10 @@ def without_memory(model: nn.Module) -> nn.Module:
                 mark_as(new, marks_of(parameter))
             module._parameters[leaf] = new
     return model
+
+
+def _ones(box: Sequence[tuple[int, int]], device: torch.device, dtype: torch.dtype) -> Tensor:
+    return torch.ones([stop - start for start, stop in box], dtype=dtype, device=device)
 
 
 def kinds(ranks: list[Rank]) -> Iterator[list[Rank]]:

@@ -17,6 +17,9 @@ from isograd.errors import ConfigError, PlanError
 from isograd.layout import Layout
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from isograd.comm.record import Entry
     from isograd.engine import Engine
     from isograd.mesh import Mesh
     from isograd.plan.rehearse import Build, Rank
@@ -158,7 +161,7 @@ def _build(config: Config, layout: Layout, micro_batches: int) -> Build:
     def build(mesh: Mesh) -> tuple[Engine, Any, int]:
         model = Transformer(described, mesh, dtype=DTYPES[config.model.dtype], device="meta")
         model.recompute = config.model.recompute
-        engine = engine_of(config, without_memory(model), mesh)
+        engine = engine_of(config, without_memory(model, later=layout.zero == 3), mesh)
         tokens = torch.zeros(rows, length, dtype=torch.int64)
         batch = {"tokens": tokens, "labels": tokens, "samples": torch.arange(rows), "key": random.key(0, "dropout", 0)}
         return engine, batch, micro_batches
@@ -197,24 +200,34 @@ def _draw(ranks: list[Rank], layout: Layout, path: str) -> None:
 
 def table(ranks: list[Rank], layout: Layout) -> str:
     """Per kind of rank: messages, bytes by axes, and what a rank holds."""
+    from isograd.plan.held import FLIGHTS, GRADIENTS
     from isograd.plan.rehearse import kinds
 
     lines = [f"{layout!s}: {layout.world_size} ranks"]
     for number, kind in enumerate(kinds(ranks), 1):
-        one = kind[0]
-        sent: dict[str, int] = {}
-        for entry in one.entries:
-            sent[entry.axes] = sent.get(entry.axes, 0) + entry.bytes
-        messages = sum(len(pieces) for entry in one.entries for pieces in entry.sent)
-        held = f"parameters {_size(one.parameters)}, gradients {_size(one.gradients)}, states {_size(one.states)}"
-        moved = ", ".join(f"{axes} {_size(count)}" for axes, count in sorted(sent.items()) if count)
+        one = max(kind, key=lambda rank: sum(entry.bytes for entry in rank.step))
+        first = max(kind, key=lambda rank: sum(entry.bytes for entry in rank.entries[: rank.start]))
+        most, left = one.peak.most, one.peak.left[GRADIENTS]
         lines += [
-            f"\nkind {number}: {one.where}" + (f" and {len(kind) - 1} more" if len(kind) > 1 else ""),
-            f"  holds     {held}",
-            f"  sends     {messages} messages: {moved}",
+            f"\nkind {number}: {kind[0].where}" + (f" and {len(kind) - 1} more" if len(kind) > 1 else ""),
+            f"  holds     between steps: parameters {_size(one.parameters)}, gradients {_size(left)}, "
+            f"states {_size(one.states)}",
+            f"            in a step at most: gradients {_size(most[GRADIENTS])}, on their way {_size(most[FLIGHTS])}",
+            f"  sends     in a step: {_sent(one.step)}",
+            f"            once, at the start: {_sent(first.entries[: first.start])} ({first.where})",
             *_peak(max(kind, key=lambda rank: rank.peak.bytes)),
         ]
     return "\n".join(lines)
+
+
+def _sent(entries: Sequence[Entry]) -> str:
+    """How many messages, and their bytes by axes."""
+    sent: dict[str, int] = {}
+    for entry in entries:
+        sent[entry.axes] = sent.get(entry.axes, 0) + entry.bytes
+    messages = sum(len(pieces) for entry in entries for pieces in entry.sent)
+    moved = ", ".join(f"{axes} {_size(count)}" for axes, count in sorted(sent.items()) if count)
+    return f"{messages} messages" + (f": {moved}" if moved else "")
 
 
 def _peak(rank: Rank) -> list[str]:
