@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 
 import pytest
 
@@ -77,3 +79,12 @@ def test_every_unknown_and_missing_key_of_a_config_is_named_at_once(tmp_path, ca
         "'mlp' is missing",
     ):
         assert part in error
+
+
+def test_a_reader_that_leaves_a_pipe_ends_the_command_quietly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `head` does, while output waits to be written; the code is that of a program which SIGPIPE ended."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        assert main(["recipes"]) == 141

@@ -55,27 +55,9 @@ class _Parser(argparse.ArgumentParser):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; its exit code. An IsogradError is printed without a traceback, and the code is 2."""
     try:
-        words = list(sys.argv[1:] if arguments is None else arguments)
-        if words[:1] == ["verify"]:
-            from isograd.verify.command import main as verify
-
-            return verify(words[1:], _Parser, _builtin)
-        if words[:2] == ["completion", "words"]:
-            from isograd.completion import candidates
-
-            print("\n".join(candidates(words[2:], main)))
-            return 0
-        if words[:2] == ["config", "from-deepspeed"]:
-            from isograd.doors.deepspeed.config import main as from_deepspeed
-
-            return from_deepspeed(words[2:], _Parser)
-        room = _command_of(words[:1])
-        if room is not None:
-            return room(words[1:], _Parser)
-        options, extra = _parser().parse_known_args(words)
-        if extra:
-            options.parser.refuse(extra)
-        return int(options.run(options))
+        code = _run(list(sys.argv[1:] if arguments is None else arguments))
+        sys.stdout.flush()  # here, where a reader that has left is no error
+        return code
     except IsogradError as error:
         cause = error.cause if isinstance(error, LaunchError) else None
         print(cause or error, file=sys.stderr, flush=True)
@@ -83,9 +65,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:  # Ctrl-C: 128 and the signal's number, as shells say
         print("interrupted", file=sys.stderr, flush=True)
         return 130
-    except BrokenPipeError:  # the reader of a pipe has seen enough: isograd explain ... | head
+    except (
+        BrokenPipeError
+    ):  # the reader of a pipe has seen enough: isograd explain ... | head. 128 and SIGPIPE's number
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        return 141
+
+
+def _run(words: list[str]) -> int:
+    if words[:1] == ["verify"]:
+        from isograd.verify.command import main as verify
+
+        return verify(words[1:], _Parser, _builtin)
+    if words[:2] == ["completion", "words"]:
+        from isograd.completion import candidates
+
+        print("\n".join(candidates(words[2:], main)))
+        return 0
+    if words[:2] == ["config", "from-deepspeed"]:
+        from isograd.doors.deepspeed.config import main as from_deepspeed
+
+        return from_deepspeed(words[2:], _Parser)
+    room = _command_of(words[:1])
+    if room is not None:
+        return room(words[1:], _Parser)
+    options, extra = _parser().parse_known_args(words)
+    if extra:
+        options.parser.refuse(extra)
+    return int(options.run(options))
 
 
 def _command_of(first: list[str]) -> Callable[[list[str], type[_Parser]], int] | None:
