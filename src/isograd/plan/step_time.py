@@ -33,7 +33,7 @@ class Step:
 
     seconds: float
     spread: float
-    mfu: float  # of the products that the model needs at the least, none of them twice
+    mfu: float  # in PaLM's convention: Work.flops
     parts: dict[str, float]  # seconds of the rank that has the most to do; they add up to the step
 
     @property

@@ -93,17 +93,17 @@ class Work:
 
     @cached_property
     def flops(self) -> float:
-        """What a step has to compute at the least, for MFU: products of the parameters that a token uses, and causal
-        attention; forward and backward, nothing twice."""
+        """What MFU counts of a step, in PaLM's convention, as `isograd train` does: products of the parameters that a
+        token uses, and attention of all tokens to all; forward and backward, nothing twice."""
         c, d = self.model, self.head_dim
         each = 0.0
         for layer in range(c.layers):
-            inner, seen = c.mlp, min(self.length, c.window_of(layer) or self.length)
-            keys = seen - seen**2 / (2 * self.length)  # that a token sees, on average
+            inner = c.mlp
             if c.experts is not None and c.experts.in_layer(layer):
                 inner = c.experts.per_token * c.experts.width + c.experts.shared
+                each += 2 * c.hidden * c.experts.number  # the router
             each += 2 * c.hidden * d * (2 * c.heads + 2 * (c.kv_heads or c.heads))
-            each += 2 * self.matrices * c.hidden * inner + 4 * c.heads * d * keys
+            each += 2 * self.matrices * c.hidden * inner + 4 * c.heads * d * self.length
         return 3 * (each + 2 * c.hidden * c.vocab) * self.batch * self.length
 
     def split(self, layout: Layout) -> tuple[int, ...]:

@@ -11,17 +11,19 @@ Nothing is read but the config. See docs/plan.md for what stands behind the numb
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
-import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from isograd import screen
 from isograd.errors import ConfigError, IsogradError, PlanError
 from isograd.layout import Layout
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from isograd.plan.machine import Machine
     from isograd.plan.search import Candidate, Found
     from isograd.plan.work import Work
@@ -85,15 +87,16 @@ def plan(words: list[str], kind: Parser) -> int:
         print()
         print(screen.fold(why(found), wide))
         print(f"searched in {time.monotonic() - began:.1f} s")
-    print("\nto run it:" if options.layout else "\nto run the first:")
-    print("  " + command(options.config, found.best[0]))
+    fits = found.fitting > 0
+    run = f"to run {'it' if options.layout else 'the first'}:\n  {command(options.config, found.best[0])}"
+    print("\n" + (run if fits else screen.fold(crowded_out(found.best[0], device), wide)))
     if options.picture:
         _draw(options.picture, found.best[0], device)
-    if options.write:
+    if options.write and fits:
         _write(options.write, config, found.best[0])
     if options.failures_per_rank_hour is not None:
         print("\n" + screen.fold(long_run(options, count, found.best[0]), wide))
-    return 0
+    return 0 if fits else 1
 
 
 def machine(words: list[str], kind: Parser) -> int:
@@ -180,18 +183,65 @@ def _one(work: Work, text: str, device: Machine, config: Config) -> Found:
     if rest or rows < work.micro_batches:
         raise PlanError(
             "IG275", f"batch {work.batch} over dp{layout.dp} cannot be cut into {work.micro_batches} micro-batches",
-            seen=f"{work.batch / layout.dp:g} sequences for each data rank", expected="a multiple of dp, large enough",
-            fix="--batch N",
+            seen=f"{work.batch / layout.dp:g} sequences for each data rank, and {work.micro_batches} micro-batches",
+            expected=f"a multiple of dp{layout.dp}, at least dp x micro-batches = {layout.dp * work.micro_batches}",
+            fix=f"--batch {layout.dp * work.micro_batches}, or `batch` or `micro_batches` in the config",
         )  # fmt: skip
     problem = _refusal(work, layout)
     if problem is not None:
         raise PlanError("IG275", "the model cannot be built under this layout", seen=problem, expected="another layout")
     needed = memory(work, layout, scores=device.units > 0)
     one = Candidate(layout, work, needed, predict(work, layout, device))
-    room = (device.memory_gb - device.reserved_gb) * 1e9
-    if one.memory.total > room:
-        print(f"needs {one.memory.total / 1e9:.0f} GB, and a device has {room / 1e9:.0f} GB for it", file=sys.stderr)
-    return Found([one], 1, 1)
+    return Found([one], 1 if one.memory.total <= _room(device) else 0, 1)
+
+
+def _room(device: Machine) -> float:
+    """Bytes of a device that a program may have."""
+    return (device.memory_gb - device.reserved_gb) * 1e9
+
+
+def crowded_out(one: Candidate, device: Machine) -> str:
+    """That a candidate does not fit, and the smallest changes of it that do."""
+    from isograd.plan.memory import memory
+
+    work, layout = one.work, one.layout
+    said = f"does not fit: needs {one.memory.total / 1e9:.0f} GB, and a device has {_room(device) / 1e9:.0f} GB for it"
+    fits: list[str] = []
+    for words, changed, spread in _changes(work, layout):
+        needed = memory(changed, spread, scores=device.units > 0).total
+        if needed <= _room(device) and spread.tp <= device.devices and _refusal(changed, spread) is None:
+            fits.append(f"  {needed / 1e9:>5.1f} GB with {words}")
+    if not fits:
+        return f"{said}\nnor with recompute, ZeRO 3 or twice to eight times the devices: isograd plan --gpus N searches"
+    return "\n".join([f"{said}; it would fit", *fits[:6]])
+
+
+def _changes(work: Work, layout: Layout) -> Iterator[tuple[str, Work, Layout]]:
+    """Of a plan that does not fit: (in words, the work, the layout), the smallest changes first."""
+    recomputed = [("", work)]
+    if work.recompute != "full":
+        recomputed.append(("model.recompute: true", dataclasses.replace(work, recompute="full")))
+    stages = [zero for zero in (layout.zero, 1, 3) if zero >= layout.zero and layout.dp * layout.cp > 1] or [
+        layout.zero
+    ]
+    wider = [layout]
+    for factor in (2, 4, 8):
+        for axis in ("dp", "tp", "pp"):
+            more: dict[str, Any] = {axis: factor * layout.size(axis)} | ({"sp": True} if axis == "tp" else {})
+            with contextlib.suppress(IsogradError):
+                wider.append(dataclasses.replace(layout, **more))
+    for spread in wider:
+        for zero in dict.fromkeys(stages):
+            for words, changed in recomputed:
+                rows, rest = divmod(work.batch, spread.dp)
+                if rest or rows < work.micro_batches or work.micro_batches < spread.pp:
+                    continue
+                with contextlib.suppress(IsogradError):
+                    other = dataclasses.replace(spread, zero=zero)
+                    changed.split(other)
+                    named = f'--layout "{other}"' if other != layout else ""
+                    if named or words:
+                        yield " and ".join(filter(None, (named, words))), changed, other
 
 
 def _refusal(work: Work, layout: Layout) -> str | None:
