@@ -12,12 +12,14 @@ import socket
 import struct
 from pathlib import Path
 
-BYTES_SENT = 200  # offset of tcpi_bytes_sent in Linux's struct tcp_info (4.19 and later)
+NOT_SENT = 144  # offset of tcpi_notsent_bytes in Linux's struct tcp_info
+BYTES_SENT = 200  # and of tcpi_bytes_sent (4.19 and later)
 INFO_SIZE = 256
 
 
 def sent_by_me() -> int:
-    """The payload bytes that the open TCP sockets of this process have sent."""
+    """The payload bytes that this process has given to its open TCP sockets: those that were sent, and those that wait
+    for room at the receiver."""
     total = 0
     for name in os.listdir("/proc/self/fd"):
         path = f"/proc/self/fd/{name}"
@@ -32,7 +34,7 @@ def sent_by_me() -> int:
             continue
         if len(info) < BYTES_SENT + 8:
             raise OSError("this kernel's tcp_info does not count bytes sent")
-        total += struct.unpack_from("=Q", info, BYTES_SENT)[0]
+        total += struct.unpack_from("=Q", info, BYTES_SENT)[0] + struct.unpack_from("=I", info, NOT_SENT)[0]
     return total
 
 

@@ -2,7 +2,8 @@
 
 Each layout runs in its own folder from the same first values on the same samples. Runs that are over are read from
 their folders: the one that lost a rank and the one that did not. Bytes are what the sockets of a
-rank's process sent, so they are known for gloo on Linux and left out elsewhere.
+rank's process sent in the steps, without the start, evaluations and saves; they are known for gloo on Linux and left
+out elsewhere.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from isograd import inside, screen
+from isograd.comm import wire
 from isograd.comm.launch import World
-from isograd.comm.wire import sent_by_me
 from isograd.errors import ConfigError, TrainError
 from isograd.layout import Layout
 from isograd.train import curves, journal
@@ -106,19 +107,13 @@ def compare_runs(folders: Sequence[Path], out: str | None) -> int:
 
 
 def _measured(config: Config) -> tuple[Outcome, float | None]:
-    """On a rank: the run, and the bytes that it sent in a step."""
-    before = _sent()
-    outcome = run(config, Orders(resume="never", show="none", signals=()))
-    after = _sent()
-    sent = None if before is None or after is None else (after - before) / max(1, outcome.step)
-    return outcome, sent
-
-
-def _sent() -> float | None:
+    """On a rank: the run, and the bytes that it sent in a step: without the start, evaluations and saves."""
     try:
-        return float(sent_by_me())
+        wire.sent_by_me()
     except OSError:
-        return None
+        return run(config, Orders(resume="never", show="none", signals=())), None
+    outcome = run(config, Orders(resume="never", show="none", signals=(), sent=wire.sent_by_me))
+    return outcome, outcome.sent / max(1, outcome.step)
 
 
 def _slowest(found: list[tuple[Outcome, float | None]]) -> tuple[Outcome, float | None]:

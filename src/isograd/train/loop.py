@@ -57,6 +57,7 @@ class Outcome:
     why: str = ""
     skipped: int = 0
     losses: list[float] = field(default_factory=list)
+    sent: int = 0  # bytes that left this rank in its steps, where `Orders.sent` counts them
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,7 @@ class Orders:
     grows: bool = (
         False  # whether the run has fewer ranks than it was started with, and ends when it may have them again
     )
+    sent: Callable[[], int] | None = None  # counts the bytes that have left this rank so far
 
 
 def run(config: Config, orders: Orders, asked: Asked | None = None) -> Outcome:
@@ -145,6 +147,7 @@ class _Run:
         self.peak = peak_flops(mesh.device, config)
         self.skipped = self.skipped_in_a_row = 0
         self.losses: list[float] = []
+        self.sent = 0  # bytes, in steps
         self.waited = 0.0
         self.paused = 0.0  # seconds of evaluation and saving since the last line
 
@@ -227,7 +230,9 @@ class _Run:
         began, at = time.perf_counter(), step
         for batch in self._batches(step):
             rate = self.schedule.set(step)
+            before = self._sent()
             stats = self.checks.step(step + 1, batch, partial(self._gather, step, batch))
+            self.sent += self._sent() - before
             self.dog.stepped()
             step += 1
             reached.step = step
@@ -250,6 +255,9 @@ class _Run:
             if ending:
                 return ending
         return self._finish(step)
+
+    def _sent(self) -> int:
+        return 0 if self.orders.sent is None else self.orders.sent()
 
     def _gather(self, step: int, batch: Any) -> None:
         self.dog.beat(f"in step {step + 1}, forward and backward")
@@ -296,7 +304,7 @@ class _Run:
         return self._outcome(STOPPED, step, self.wish.why or "asked to stop")
 
     def _outcome(self, code: int, step: int, why: str) -> Outcome:
-        return Outcome(code, step, why, self.skipped, self.losses)
+        return Outcome(code, step, why, self.skipped, self.losses, self.sent)
 
     def _compare(self, step: int) -> None:
         """Before the optimizer writes: at ZeRO 1 and 2 its step overwrites every copy."""
