@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import subprocess
+import sys
 import time
 from dataclasses import replace
 from functools import partial
@@ -154,8 +155,74 @@ def test_ranks_come_back_at_the_border_of_a_step_unless_the_code_has_changed(
             outcome = survive(config, replace(QUIET, before_step=plan), crew)
         assert (outcome.code, outcome.step) == (0, faults.STEPS)
         assert close(losses(folder), expected) and not (folder / grow.FILE).exists()
-        said = [line["text"] for line in journal.read(folder / "metrics.jsonl") if line.get("event") == "death"]
-        assert said[1:] == [last]
+        said = [line for line in journal.read(folder / "metrics.jsonl") if line.get("event") == grow.EVENT]
+        assert [(line["step"], line["text"]) for line in said] == [(4, last)]
+
+
+@pytest.mark.medium
+def test_the_only_rank_may_die_as_often_as_it_makes_progress_and_what_is_told_of_it_is_true(
+    text: Path,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    """Before any step, and twice at one place: one more would end the run. And a file GROW where no rank is missing."""
+    expected = faults.undisturbed(tmp_path / "whole", text, "dp1")
+    folder = tmp_path / "run"
+    after = {"after_death": "replace", "tries": 2}
+    config = faults.config(
+        folder, text, "dp1", resilience=after, checkpoint={"every": 2}, evaluate={"every": 3, "first": False}
+    )
+    deaths = tuple(Death(step, 0, tmp_path / f"{step}-{again}") for step, again in ((0, 0), (3, 0), (3, 1)))
+    plan = partial(_each, (*deaths, Grow(4, folder / grow.FILE)))
+    with Crew() as crew:
+        outcome = survive(config, replace(QUIET, before_step=plan), crew)
+    assert (outcome.code, outcome.step) == (0, faults.STEPS)
+    lines = list(journal.read(folder / "metrics.jsonl"))
+    assert losses(folder) == expected and not (folder / grow.FILE).exists()
+    assert [line["step"] for line in lines if line.get("event") == "evaluation"] == [3, faults.STEPS]
+    said = [line for line in lines if line.get("event") == "death"]
+    assert [line["text"].split("; ")[1:3] for line in said] == [
+        ["none was left", "no step was finished"],
+        *[["none was left", "step 3 was the last that was finished"]] * 2,
+    ]
+    for line in said:  # of which step the newest checkpoint is depends on how far its writer had come
+        back = f"the checkpoint of step {line['step']}" if line["step"] else "the first step"
+        assert line["text"].split("; ")[3:] == [f"back to {back}", "1 new process started"]
+    assert [(line["step"], line["text"]) for line in lines if line.get("event") == grow.EVENT] == [(5, grow.IN_VAIN)]
+
+
+SERVED = """
+import os, signal, time
+from isograd.comm.launch import launch
+from isograd.errors import LaunchError
+from isograd.resilience import Crew
+
+def dies():
+    os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(600)
+
+if __name__ == "__main__":
+    try:
+        launch(dies, 1)
+    except LaunchError as error:
+        print(error)
+    with Crew() as crew:
+        crew.fill(2)
+        pids = [member.process.pid for member in crew.members]
+        attempt = crew.attempt(1, dies)
+        print(attempt.server is not None, crew.members, [os.path.exists(f"/proc/{pid}/maps") and
+              bool(open(f"/proc/{pid}/maps").read()) for pid in pids])
+        crew.fill(1)
+        print(crew.attempt(1, os.getpid).values == [crew.members[0].process.pid])
+"""
+
+
+@pytest.mark.medium
+@pytest.mark.skipif(not hasattr(os, "waitid"), reason="needs os.waitid")
+def test_the_death_of_the_server_that_starts_ranks_is_named_and_its_ranks_end(tmp_path: Path) -> None:
+    (tmp_path / "served.py").write_text(SERVED)
+    words = subprocess.run([sys.executable, "served.py"], cwd=tmp_path, check=True, text=True, capture_output=True)
+    assert "IG252: the server that starts ranks has died: its process " in words.stdout
+    assert words.stdout.splitlines()[-2:] == ["True [] [False, False]", "True"]
 
 
 class Grow:

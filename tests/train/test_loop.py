@@ -14,6 +14,7 @@ import pytest
 import torch
 import yaml
 
+from isograd import random
 from isograd.data import manifest
 from isograd.errors import LaunchError
 from isograd.mesh import Mesh
@@ -57,6 +58,8 @@ def test_a_run_leaves_its_config_its_numbers_a_checkpoint_and_pictures(worlds, t
     config = config_of(tmp_path / "run", text, layout="dp2", log={"sample": 5}, evaluate={"batches": 99})
     outcome: Outcome = worlds(2).run(loop.run, config, QUIET)[0]
     assert (outcome.code, outcome.step) == (0, 6)
+    seed = torch.Generator().manual_seed(random.key(0, "generators", 0).seed).initial_seed()
+    assert worlds(2).run(torch.initial_seed) == [seed, seed]  # their state is part of checkpoints
     assert Config.model_validate(yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())) == config
     lines = list(journal.read(tmp_path / "run" / "metrics.jsonl"))
     steps = [line for line in lines if "event" not in line]
@@ -182,12 +185,19 @@ def test_other_data_and_old_checkpoints_are_refused(worlds, text: Path, tmp_path
     config = config_of(tmp_path, text, layout="dp2")
     worlds(2).run(loop.run, config, replace(QUIET, until=2))
     with pytest.raises(LaunchError, match="IG986") as caught:
-        worlds(2).run(loop.run, config.model_copy(update={"batch": 4}), QUIET)
+        assert config.data is not None
+        data = config.data.model_copy(update={"length": 13})
+        worlds(2).run(loop.run, config.model_copy(update={"batch": 4, "data": data}), QUIET)
     assert f"batch was {config.batch} and is 4" in str(caught.value)
+    assert "data.length was 12 and is 13" in str(caught.value)
     with pytest.raises(LaunchError, match="IG937") as caught:
         model = config.model.model_copy(update={"options": {**config.model.options, "rope_theta": 500.0}})
         worlds(2).run(loop.run, config.model_copy(update={"model": model}), QUIET)
     assert "rope_theta is 10000.0 there and 500.0 here" in str(caught.value)
+    model = config.model.model_copy(update={"options": {**config.model.options, "dropout": 0.1}})
+    worlds(2).run(loop.run, config.model_copy(update={"model": model}), replace(QUIET, until=3))
+    (told,) = [line["text"] for line in journal.read(tmp_path / "metrics.jsonl") if line.get("event") == "resumed"]
+    assert told.endswith("model.options was {'vocab': 257} and is {'vocab': 257, 'dropout': 0.1}")
     with pytest.raises(LaunchError, match="IG985"):
         worlds(2).run(loop.run, config, replace(QUIET, resume="never"))
     narrow = config_of(tmp_path / "narrow", text, model={"preset": "tiny-llama"})

@@ -31,6 +31,7 @@ from isograd.errors import IsogradError, LaunchError
 LONGEST_HOME = 60  # characters: the name of a socket has at most 104, on some systems
 GRACE = 1.0  # seconds to collect the errors of other ranks after the first
 STOP = 2.0  # seconds between asking a rank to end and killing it
+UNKNOWN = 255  # multiprocessing's exit code of a rank of which its server does not tell how it ended
 
 
 def launch(fn: Callable[..., Any], nproc: int, *args: Any, timeout: float | None = None, threads: int = 1) -> list[Any]:
@@ -221,6 +222,12 @@ def failure(answers: dict[int, Answer], exitcodes: Sequence[int | None], when: s
     When a rank raises one of isograd's errors and leaves, gloo aborts ranks that wait for it: those come last.
     """
     dead = [r for r, code in enumerate(exitcodes) if r not in answers and code is not None]
+    if (server := dead_server([exitcodes[rank] for rank in dead])) is not None:
+        return LaunchError(
+            "IG252", f"the server that starts ranks has died{when}: its process {server} is gone",
+            seen=f"nothing is known of {len(dead)} ranks, which are ended", expected="a server that outlives its ranks",
+            fix="it was killed by someone, or by the kernel for want of memory",
+        )  # fmt: skip
     failed = sorted((r for r, a in answers.items() if not a.ok), key=lambda r: answers[r].when)
     told = any(answers[r].error for r in failed)
     aborted = [r for r in dead if told and exitcodes[r] == -signal.SIGABRT]
@@ -263,6 +270,8 @@ class _RankError(LaunchError):
 
 def stop_all(processes: list[Any], pipes: list[Connection], directory: str, alive: Connection) -> None:
     """End whatever still runs: ask, then kill; leave no zombie and no directory."""
+    if dead_server([process.exitcode for process in processes]) is not None:
+        end_orphans(processes, pipes)
     for process in processes:
         if process.is_alive():
             process.terminate()
@@ -308,6 +317,35 @@ def _start_server() -> None:
             forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def dead_server(exitcodes: Iterable[int | None]) -> int | None:
+    """The process of the fork server, when that is what died: of all its ranks nothing more is known then, though they
+    live on, and these are the exit codes that multiprocessing makes up."""
+    server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    if server is None or UNKNOWN not in exitcodes or not hasattr(os, "waitid"):
+        return None
+    end = time.monotonic() + GRACE  # a process closes its pipes a moment before it has ended
+    with suppress(ChildProcessError):
+        while os.waitid(os.P_PID, server, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            if time.monotonic() >= end:
+                return None
+            time.sleep(0.02)
+        return int(server)
+    return None
+
+
+def end_orphans(processes: Iterable[Any], pipes: Iterable[Connection]) -> None:
+    """Kill the ranks of a server that has died, and wait until each has closed its pipe: it has ended then."""
+    for process in processes:
+        with suppress(ProcessLookupError):
+            if process.exitcode == UNKNOWN:
+                os.kill(process.pid, signal.SIGKILL)
+    end = time.monotonic() + 10 * STOP
+    for pipe in pipes:
+        with suppress(EOFError, OSError):
+            while pipe.poll(max(0.0, end - time.monotonic())):
+                pipe.recv_bytes()
 
 
 def _end_server() -> None:

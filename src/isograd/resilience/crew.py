@@ -29,9 +29,10 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from isograd import scratch
-from isograd.comm.launch import GRACE, failure, pickled, start_method, stop_all
+from isograd.comm.launch import GRACE, UNKNOWN, dead_server, end_orphans, failure, pickled, start_method, stop_all
 from isograd.comm.worker import Answer, Seat, main
 from isograd.resilience.member import in_world
+from isograd.resilience.progress import finished
 
 LOOK_S = 1.0  # between two looks for ranks that are silent
 NOTICE_S = 5.0  # the others may feel a death before the launcher is told of it, by a process that has to get its turn
@@ -60,6 +61,8 @@ class Attempt:
     late: list[int] = field(default_factory=list)  # of these, ranks that were killed because they did not answer
     silent: dict[int, str] = field(default_factory=dict)  # and those that the others waited for: what was known of each
     seen: float = 0.0  # when the launcher saw the first sign of it, in seconds since the epoch
+    finished: int | None = None  # the most steps that a rank of it, dead or alive, says were done; None: not known
+    server: int | None = None  # the process that starts ranks, when it was what died
 
 
 class Crew:
@@ -82,7 +85,8 @@ class Crew:
         self.interface = interface
         self.members: list[Member] = []
         self.worlds = self.started = 0  # how many worlds, how many processes
-        self._context, self._forked = start_method(preload)
+        self._preload = tuple(preload)
+        self._context, self._forked = start_method(self._preload)
         self._root = tempfile.mkdtemp(prefix="crew-", dir=scratch.home())
         self._watch, self._alive = self._context.Pipe(duplex=False)
         self._processes: list[Any] = []  # of the members, like the pipes
@@ -92,6 +96,8 @@ class Crew:
     def fill(self, size: int) -> int:
         """Start members until there are `size`; how many were started."""
         missing = max(0, size - len(self.members))
+        if missing and not self._forked:
+            start_method(self._preload)  # a new server, if the one before has died
         for _ in range(missing):
             alive = self._alive.fileno() if self._forked else None
             seat = Seat(self.started, 1, self._root, self.threads, None, deaf=self.deaf, alive=alive)
@@ -127,6 +133,11 @@ class Crew:
 
         answers, late, seen = self._collect(ranks, look)
         codes = [None if rank in answers else member.code for rank, member in enumerate(ranks)]
+        done = finished(directory, size)
+        if (server := dead_server(codes)) is not None:
+            end_orphans(self._processes, self._pipes)
+            self.bury()
+            return Attempt(None, dict.fromkeys(range(size), UNKNOWN), seen=seen, finished=done, server=server)
         dead = {rank: code for rank, code in enumerate(codes) if code is not None}
         failed = [answer for answer in answers.values() if not answer.ok]
         told = any(answer.error for answer in failed)
@@ -137,7 +148,7 @@ class Crew:
         if not own or any(code >= 0 for code in dead.values()):
             raise failure(answers, codes)
         self.bury()
-        return Attempt(None, dead, late, silent, seen)
+        return Attempt(None, dead, late, silent, seen, done)
 
     def ask(self, jobs: Mapping[int, tuple[Callable[..., Any], tuple[Any, ...]]]) -> dict[int, Any]:
         """Each of these members does its job, in no world; the values of those that did not die of it."""
@@ -191,7 +202,7 @@ class Crew:
                     ranks[rank].process.join(GRACE)
                 if wrong is None and not (rank in answers and answers[rank].ok):
                     wrong, seen = time.monotonic(), time.time()
-        return answers, late, seen
+        return answers, late, seen or time.time()  # a server of ranks that had died before has no moment of its own
 
     def close(self, kill: bool = False) -> None:
         """End all members; `kill`: without asking them first."""

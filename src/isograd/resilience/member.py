@@ -10,6 +10,7 @@ from typing import Any
 
 from isograd.comm import raw
 from isograd.comm.worker import RAISED_AT, Seat, sit
+from isograd.resilience.progress import reached
 
 
 def in_world(seat: Seat, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -21,6 +22,7 @@ def in_world(seat: Seat, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     if not gc.get_freeze_count():
         gc.freeze()  # `collect` below then looks at this world's objects, and not at all of torch's (a second or two)
     try:
+        reached.enter(seat.directory, seat.rank)
         sit(seat)
         return fn(*args)
     except BaseException as error:

@@ -1,16 +1,44 @@
-"""How far this process has come: what a survivor can say when another rank has died."""
+"""How far this process has come: what is known of it when a rank has died, be it another one or itself."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from contextlib import suppress
+from pathlib import Path
 
 
-@dataclass
 class Progress:
-    """Outlives the world, like the process."""
+    """Outlives the world, like the process; its number of steps outlives the process, too."""
 
-    step: int = 0  # the largest number of finished steps
-    phase: str = ""  # what the rank did when its world ended
+    def __init__(self) -> None:
+        self.phase = ""  # what the rank did when its world ended
+        self._file: int | None = None
+
+    def enter(self, directory: str, rank: int) -> None:
+        """A new world, whose ranks meet in this directory: what the launcher reads lies there, too."""
+        if self._file is not None:
+            os.close(self._file)
+        self.phase = "joining the other ranks"
+        self._file = os.open(_file(directory, rank), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+    def finished(self, step: int) -> None:
+        """So many steps of the run are done, in this world and before it."""
+        if self._file is not None:
+            with suppress(OSError):  # a full disk ends no run here
+                os.pwrite(self._file, step.to_bytes(8, "little"), 0)
+
+
+def finished(directory: str, ranks: int) -> int | None:
+    """The most steps that a rank of this world says were done; None: none of them had loaded the state yet."""
+    said = []
+    for rank in range(ranks):
+        with suppress(OSError):
+            said.append(_file(directory, rank).read_bytes())
+    return max((int.from_bytes(number, "little") for number in said if len(number) == 8), default=None)
+
+
+def _file(directory: str, rank: int) -> Path:
+    return Path(directory) / f"finished-{rank:05d}"
 
 
 reached = Progress()

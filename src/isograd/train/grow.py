@@ -12,6 +12,8 @@ from pathlib import Path
 
 FILE = "GROW"
 WHY = "ranks come back"
+EVENT = "grow"  # in metrics.jsonl
+IN_VAIN = f"no rank joins: a file {FILE} was found, and removed, while the run has all ranks of its layout"
 SHOWN = 5  # files
 
 _HOME = Path(__file__).parents[1]

@@ -12,7 +12,8 @@ import resource
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from typing import Any
 
 import torch
 
-from isograd import inside
+from isograd import inside, random
 from isograd.checkpoint import Keeper, NotFinite
 from isograd.comm import raw, worker
 from isograd.comm.agree import all_or_none
@@ -30,7 +31,7 @@ from isograd.engine import Stats
 from isograd.errors import DataError, TrainError, headline
 from isograd.mesh import Mesh
 from isograd.resilience import Copies, Recovery, reached
-from isograd.train import curves, journal, load, peers
+from isograd.train import curves, grow, journal, load, peers
 from isograd.train.config import Config
 from isograd.train.corrupted import Checks
 from isograd.train.devices import peak_flops
@@ -45,6 +46,7 @@ from isograd.train.stop import SIGNALS, STOPPED, Asked, Wish
 from isograd.train.trackers import trackers
 
 NOT_FINITE = 6
+MAY_CHANGE = "steps", "model", "optimizer", "pairs", "preference"  # and are told, when a run resumes
 MOST_SKIPPED = 20  # steps in a row
 
 
@@ -70,11 +72,9 @@ class Orders:
     signals: tuple[Any, ...] = SIGNALS  # which this rank takes as requests to stop
     passed_on: Path | None = None  # the launcher makes this file when it is asked to stop
     before_step: Callable[[int, Job], None] | None = None  # for tests that break things
-    notes: tuple[tuple[int, str], ...] = ()  # deaths that this run has survived: (steps done, what happened)
+    notes: tuple[tuple[str, str], ...] = ()  # what the launcher has to say: (event, text), each of a world before
     recovery: Recovery | None = None  # from the last of them; it ends with the first step
-    grows: bool = (
-        False  # whether the run has fewer ranks than it was started with, and ends when it may have them again
-    )
+    grows: bool | None = None  # whether the run has fewer ranks than its layout, so that a file GROW ends this world
     sent: Callable[[], int] | None = None  # counts the bytes that have left this rank so far
 
 
@@ -121,6 +121,7 @@ def run(config: Config, orders: Orders, asked: Asked | None = None) -> Outcome:
 class _Run:
     def __init__(self, config: Config, mesh: Mesh, orders: Orders, dog: Watchdog, wish: Wish, stack: ExitStack) -> None:
         self.config, self.mesh, self.orders, self.dog, self.wish = config, mesh, orders, dog, wish
+        seed_generators(config, mesh)
         self.job = make_job(config, mesh, dog.beat)
         self._part("model built")
         keep = config.checkpoint
@@ -132,8 +133,10 @@ class _Run:
         dog.before_end = self.keeper.let_finish
         self.checks = Checks(config, self.job.engine, partial(self._event, "corrupted"))
         self.passed_over: tuple[str, ...] = ()
+        self.differs: list[str] = []  # options that may change on resume, and have
         self.schedule = Schedule(config.optimizer, self.job.engine.optimizer, config.steps)
         self.start = self.saved = self._resume()  # `saved`: the step of the newest checkpoint that is good
+        reached.finished(self.start)
         self._part("state loaded")
         self.copies: Copies | None = None
         after = config.resilience
@@ -187,6 +190,7 @@ class _Run:
                 where=self.mesh.where(),
             )  # fmt: skip
         self.passed_over = found.passed_over
+        self.differs = differing(found.extra.get("config"), self.config, MAY_CHANGE)
         return found.step
 
     def _open_journal(self, stack: ExitStack) -> None:
@@ -204,13 +208,15 @@ class _Run:
         if self.job.lacks:
             self._event("note", self.job.lacks, self.start)
         if self.orders.notes:
-            known = {line.get("text") for line in journal.read(folder / "metrics.jsonl")}
-            for step, text in self.orders.notes:
-                if text not in known:
-                    self._event("death", text, min(step, self.start))
+            known = Counter(line.get("text") for line in journal.read(folder / "metrics.jsonl"))
+            for event, text in self.orders.notes:
+                known[text] -= 1  # a rank may die twice in the same way
+                if known[text] < 0:
+                    self._event(event, text, self.start)
         if self.start:
             text = f"resumed from the checkpoint of step {self.start}"
             text += f"; newer ones are damaged: {'; '.join(self.passed_over)}" if self.passed_over else ""
+            text += f"; with other options: {'; '.join(self.differs)}" if self.differs else ""
             self._event("resumed", text, self.start)
 
     def _part(self, name: str) -> None:
@@ -235,7 +241,7 @@ class _Run:
             self.sent += self._sent() - before
             self.dog.stepped()
             step += 1
-            reached.step = step
+            reached.finished(step)
             if step == self.start + 1 and (recovery := self.orders.recovery) is not None:
                 recovery.done("step")
                 self._event("recovered", str(recovery), self.start, parts=recovery.seconds)
@@ -297,6 +303,8 @@ class _Run:
         return self._outcome(NOT_FINITE, step - 1, f"step {step}: {whose}; no rank stepped")
 
     def _stopping(self, step: int) -> Outcome | None:
+        if self.wish.in_vain():
+            self._event(grow.EVENT, grow.IN_VAIN, step)
         until = self.orders.until
         ends = self.wish.heard() or (until is not None and step >= until)
         if step == self.config.steps or not _any_rank(ends, self.mesh):
@@ -343,7 +351,8 @@ class _Run:
 
     def _missed_evaluation(self, step: int) -> bool:
         """Whether a rank died before the evaluation of the step that this run resumes from was written."""
-        if self.orders.recovery is None or not (step == self.config.steps or _due(step, self.config.evaluate.every)):
+        due = step > 0 and (step == self.config.steps or _due(step, self.config.evaluate.every))
+        if self.orders.recovery is None or not due:
             return False
         lines = journal.read(self.config.folder / "metrics.jsonl") if self.log is not None else ()
         found = any(line.get("event") == "evaluation" and line.get("step") == step for line in lines)
@@ -417,16 +426,31 @@ def changed(before: object, now: Config) -> list[str]:
     """Which options decide a run's samples, and differ from those of the run that was saved."""
     if not isinstance(before, dict):
         return []
-    ours = now.model_dump(mode="json")
-    found = []
-    for name in ("data", "pairs", "preference", "batch"):
+    found = differing(before, now, ("data", "pairs", "preference", "batch"))
+    return found or ["the options are the same: what the files hold has changed"]
+
+
+def differing(before: object, now: Config, names: Iterable[str]) -> list[str]:
+    """Which of these parts of a config differ from those of the run that was saved, option by option."""
+    ours, found = now.model_dump(mode="json"), list[str]()
+    if not isinstance(before, dict):
+        return found
+    for name in names:
         old, new = before.get(name), ours[name]
         if isinstance(old, dict) and isinstance(new, dict):
             keys = [key for key in new if old.get(key) != new[key]]
             found += [f"{name}.{key} was {old.get(key)!r} and is {new[key]!r}" for key in keys]
         elif old != new:
             found.append(f"{name} was {old!r} and is {new!r}")
-    return found or ["the options are the same: what the files hold has changed"]
+    return found
+
+
+def seed_generators(config: Config, mesh: Mesh) -> None:
+    """Seed torch's own generators, which checkpoints hold: they are equal in two runs of one config, and on all ranks,
+    as replicas.py asks for; unless an encoder's dropout draws from them, whose masks must differ between the ranks."""
+    seed = config.pairs.seed if config.pairs is not None else config.data.seed if config.data is not None else 0
+    own = mesh.rank if config.pairs is not None and config.pairs.dropout else 0
+    torch.manual_seed(random.key(seed, "generators", own).seed)
 
 
 def memory(device: torch.device) -> float:

@@ -66,10 +66,11 @@ class Wish:
     """What a rank knows of requests to stop: its own signals, the launcher's file, and STOP in the run's folder."""
 
     def __init__(
-        self, folder: Path, asked: Asked, *, looks: bool, passed_on: Path | None = None, grows: bool = False
+        self, folder: Path, asked: Asked, *, looks: bool, passed_on: Path | None = None, grows: bool | None = None
     ) -> None:
-        """looks: whether this rank looks for the files (one does). grows: also for the one of grow.py."""
-        self.file, self._grow = folder / "STOP", folder / grow.FILE if grows else None
+        """looks: whether this rank looks for the files (one does). grows: whether the one of grow.py ends the run, as
+        it has fewer ranks than it may have; None: it is not looked for."""
+        self.file, self._grow, self._grows = folder / "STOP", folder / grow.FILE, grows
         self._asked, self._looks, self._passed_on = asked, looks, passed_on
         self._seen = ""
 
@@ -85,9 +86,17 @@ class Wish:
                 self._seen = "asked to stop"
             elif self.file.exists():
                 self._seen = "a STOP file"
-            elif self._grow is not None and self._grow.exists():
+            elif self._grows and self._grow.exists():
                 self._seen = grow.WHY
         return bool(self.why)
+
+    def in_vain(self) -> bool:
+        """Whether a file asked for ranks to come back where none is missing; it would be granted after a later death,
+        so it is removed."""
+        if not self._looks or self._grows is not False or not self._grow.exists():
+            return False
+        self._grow.unlink(missing_ok=True)
+        return True
 
     def done(self) -> None:
         """The request was granted: the next run shall not find the file."""

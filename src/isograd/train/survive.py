@@ -30,6 +30,7 @@ def survive(config: Config, orders: Orders, crew: Crew) -> Outcome:
     """Train; start worlds until one of them comes to an end without a death."""
     layout, most, without_progress = Layout.parse(config.layout), -1, 0
     whole, code = config, grow.code()
+    orders = replace(orders, grows=False)
     crew.fill(layout.world_size)
     while True:
         attempt = crew.attempt(layout.world_size, run, config, orders)
@@ -44,37 +45,39 @@ def survive(config: Config, orders: Orders, crew: Crew) -> Outcome:
                 crew.fill(layout.world_size)
             text = f"no rank joins: {why}" if why else f"ranks have come back: going on as {str(layout)!r}"
             _tell(text)
-            notes = (*orders.notes, (outcome.step, text))
+            notes = (*orders.notes, (grow.EVENT, text))
             orders = replace(orders, resume="auto", notes=notes, recovery=None, grows=config != whole)
             continue
         recovery = Recovery(attempt.seen)
         recovery.done("others left")
         said = crew.ask(dict.fromkeys(range(len(crew.members)), (_report, (config.run,))))
-        step = max((step for step, _, _ in said.values()), default=0)
-        without_progress = 0 if step > most else without_progress + 1
-        most = max(most, step)
+        done = max(most, attempt.finished or 0)
+        without_progress = 0 if done > most else without_progress + 1
+        most = done
         left = layout.world_size - len(attempt.dead)  # the members behind them were in no world
-        phases = sorted({phase for member, (_, phase, _) in said.items() if member < left})
-        text = f"{_who(attempt, layout)}; the others were {' or '.join(phases) or 'gone, too'}"
+        phases = sorted({phase for member, (phase, _) in said.items() if member < left})
+        text = f"{_who(attempt, layout)}; {_others(attempt, phases)}"
         if without_progress >= config.resilience.tries:
-            raise _given_up(text, without_progress, step)
+            raise _given_up(text, without_progress, most)
         _tell(text)
         text += f"; {_state_of(config, crew, said)}"
         recovery.done("state written")
-        config, layout, how = _next(config, layout, crew, text)
+        config, layout, how = _next(config, layout, crew, text, anew=attempt.server is not None)
         text += f"; {how}"
         # The log of the next world tells the whole sentence.
         orders = replace(
-            orders, resume=_resume(config, orders.resume), notes=(*orders.notes, (step, text)), recovery=recovery,
+            orders, resume=_resume(config, orders.resume), notes=(*orders.notes, ("death", text)), recovery=recovery,
             grows=config != whole,
         )  # fmt: skip
 
 
-def _report(run: str) -> tuple[int, str, list[Offer]]:
-    return reached.step, reached.phase, offers(run)
+def _report(run: str) -> tuple[str, list[Offer]]:
+    return reached.phase, offers(run)
 
 
 def _who(attempt: Attempt, layout: Layout) -> str:
+    if attempt.server is not None:
+        return f"the server that starts ranks has died (its process {attempt.server} is gone), so its ranks were ended"
     words = []
     for rank, code in attempt.dead.items():
         spots = " ".join(f"{a}{i}" for a, i in layout.coordinates(rank).items() if layout.size(a) > 1)
@@ -86,16 +89,26 @@ def _who(attempt: Attempt, layout: Layout) -> str:
     return "; ".join(words)
 
 
-def _state_of(config: Config, crew: Crew, said: dict[int, tuple[int, str, list[Offer]]]) -> str:
+def _others(attempt: Attempt, phases: list[str]) -> str:
+    """What those did that are left; of a world of which nobody is left: how far it had come."""
+    if phases:
+        return f"the others were {' or '.join(phases)}"
+    if attempt.finished is None:
+        return "none was left; they had not begun to train"
+    last = f"step {attempt.finished} was the last that was finished" if attempt.finished else "no step was finished"
+    return f"none was left; {last}"
+
+
+def _state_of(config: Config, crew: Crew, said: dict[int, tuple[str, list[Offer]]]) -> str:
     keep = config.checkpoint
-    held = {number: found for number, (_, _, found) in said.items()}
+    held = {number: found for number, (_, found) in said.items()}
     return rescue(crew, held, config.folder / "checkpoints", keep.keep_last, keep.keep_every)
 
 
-def _next(config: Config, layout: Layout, crew: Crew, text: str) -> tuple[Config, Layout, str]:
-    """(config, layout, how it goes on)."""
+def _next(config: Config, layout: Layout, crew: Crew, text: str, anew: bool) -> tuple[Config, Layout, str]:
+    """(config, layout, how it goes on). anew: the ranks had no part in what ended them, so all of them are replaced."""
     crew.bury()
-    if config.resilience.after_death == "replace":
+    if anew or config.resilience.after_death == "replace":
         started = crew.fill(layout.world_size)
         return config, layout, f"{started} new process{'es' if started > 1 else ''} started"
     listed = [Layout.parse(each) for each in config.resilience.layouts]
@@ -130,10 +143,10 @@ def _resume(config: Config, before: str) -> str:
     return "auto" if checkpoints(config.folder / "checkpoints") or before == "never" else before
 
 
-def _given_up(text: str, times: int, step: int) -> LaunchError:
+def _given_up(text: str, times: int, most: int) -> LaunchError:
     return LaunchError(
         "IG255", f"ranks died {times + 1} times without a new step in between", seen=text,
-        expected=f"step {step + 1} to be finished",
+        expected=f"step {most + 1} to be finished",
         fix="what dies at the same place each time is no accident of a machine, but memory or a bug: see the kernel's "
         "log; the same command resumes",
     )  # fmt: skip
