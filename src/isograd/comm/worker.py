@@ -116,7 +116,7 @@ def _next(jobs: Connection) -> Any:
     try:
         data = jobs.recv_bytes()
         return pickle.loads(data) if data else None
-    except EOFError:
+    except (EOFError, ConnectionResetError):  # whoever started this rank is gone
         return None
 
 
