@@ -198,22 +198,15 @@ def others() -> Iterator[Case]:
 
 
 class Watched(Crew):
-    """A crew that remembers its attempts, and how far its members had come."""
+    """A crew that remembers its attempts."""
 
     def __init__(self, run: Config) -> None:
         super().__init__(wait_s=10.0, silent=partial(silent, run.folder, run.safety.stall_s))
         self.attempts: list[Attempt] = []
-        self.steps: list[int] = []
 
     def attempt(self, size: int, fn: Callable[..., Any], *args: Any) -> Attempt:
         self.attempts.append(super().attempt(size, fn, *args))
         return self.attempts[-1]
-
-    def ask(self, jobs: Any) -> dict[int, Any]:
-        values = super().ask(jobs)
-        if values and isinstance(next(iter(values.values())), tuple):
-            self.steps.append(max(step for step, _, _ in values.values()))
-        return values
 
 
 def config(folder: Path, text: Path, layout: str, **changes: Any) -> Config:
@@ -331,7 +324,7 @@ def _told(row: Row, faults: Faults, crew: Watched, run: Config) -> None:
         row.named = "rank " + ", then ".join(" and ".join(map(str, each.dead)) for each in dead)
     if recovered := [number for number, line in enumerate(lines) if line.get("event") == "recovered"]:
         row.recovered_s = sum(lines[recovered[-1]]["parts"].values()) + (row.seen_s or 0.0)
-        done = max(crew.steps, default=AT)  # AT: nobody was left to say it
+        done = max(a.finished or 0 for a in crew.attempts if a.dead)
         resumed = [line["step"] for line in lines[: recovered[-1]] if line.get("event") == "resumed"]
         row.lost = done - (resumed[-1] if resumed else 0)
     row.named = row.named or next((line["text"] for line in lines if line.get("event") == "skipped"), "")
