@@ -74,9 +74,6 @@ def test_the_quickstart_survives_kill_9_of_two_of_four_ranks_and_compare_draws_b
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(
-    run=False, reason="torch 2.13: ranks started anew by torchrun find the first start's addresses in its store"
-)
 @pytest.mark.parametrize("meeting", ["c10d", "static"])
 def test_torchrun_of_two_machines_starts_all_ranks_anew_and_they_resume_with_the_same_bits(
     meeting: str, tmp_path: Path

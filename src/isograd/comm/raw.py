@@ -1,7 +1,6 @@
 """The only file that calls torch.distributed.
 
-Everything above speaks in `Group`s and tensors. Two reasons: names differ between torch versions, and the best
-primitive differs between backends, so both choices are made here, once.
+Everything above speaks in `Group`s and tensors: names differ between torch versions, and primitives between backends.
 
 On gloo every collective is built from one primitive, `exchange`: each member sends a list of tensors to each other
 member and receives a list from each, all at once, straight from and into the memory it is given. Its bytes are the
@@ -27,7 +26,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional  # its defaults hold the world that is there when it is first imported: none
 from torch.distributed import distributed_c10d
 
-from isograd.comm import imagined, record
+from isograd.comm import imagined, record, restarts
 from isograd.comm.handle import Handle as Handle  # noqa: PLC0414  (other rooms import it from here)
 from isograd.comm.record import recording as recording  # noqa: PLC0414
 from isograd.errors import CommError
@@ -37,7 +36,6 @@ _gather_equal = getattr(dist, "all_gather_single", None) or dist.all_gather_into
 _reduce_scatter_equal = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 Tensors = Sequence[Sequence[torch.Tensor]]  # for each member of a group
-
 SMALL_BYTES = 1 << 16  # below this an all-reduce is one exchange of whole tensors: one latency instead of two
 
 
@@ -68,8 +66,7 @@ _timeout = timedelta(minutes=30)  # for which a collective waits for a silent ra
 
 
 def be_patient(seconds: float) -> None:
-    """Before a world is joined: let its collectives wait this long. A program with a watchdog of its own, which names
-    the silent rank, waits longer than that watchdog does."""
+    """Before a world is joined: let its collectives wait this long, longer than a watchdog that names silent ranks."""
     global _timeout  # noqa: PLW0603  (one per process, like the world itself)
     _timeout = max(_timeout, timedelta(seconds=seconds))
 
@@ -106,7 +103,12 @@ def world() -> tuple[int, int]:
     rank, size = seat()
     if size > 1 and not dist.is_initialized():
         _take_card()
-        dist.init_process_group(_best_backend(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))), timeout=_timeout)
+        place: dict[str, Any] = {}
+        if restarts.possible():
+            met = meet(seconds := _timeout.total_seconds())[0]
+            met = dist.PrefixStore(restarts.name(met, rank, size, seconds), met)  # type: ignore[attr-defined]
+            place = {"store": met, "rank": rank, "world_size": size}
+        dist.init_process_group(_best_backend(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))), timeout=_timeout, **place)
     return rank, size
 
 
@@ -164,8 +166,7 @@ def new_group(
 
 @contextmanager
 def _named(name: str) -> Iterator[None]:
-    """torch names such a group by its members *and by how many groups the rank has*: members that have different
-    numbers (stages of a pipeline, with ties) would wait for one another under different names."""
+    """torch names a group by its members *and by how many the rank has*: stages with ties would wait for each other."""
     before = distributed_c10d._hash_ranks_to_str
     distributed_c10d._hash_ranks_to_str = lambda ranks: name
     try:
@@ -353,8 +354,7 @@ def _to_one(
 
 def even_sizes(total: int, parts: int) -> tuple[int, ...]:
     """`total` cut into `parts` that differ by at most one, larger ones first."""
-    base, extra = divmod(total, parts)
-    return tuple(base + (i < extra) for i in range(parts))
+    return tuple(total // parts + (i < total % parts) for i in range(parts))
 
 
 def all_reduce(x: torch.Tensor, group: Group, *, control: bool = False) -> torch.Tensor:
