@@ -171,8 +171,8 @@ def test_layouts_are_compared_in_numbers_picture_and_page(
     assert first["difference"] == 0
     assert second["difference"] < 1e-9
     assert abs(first["held_out"] - second["held_out"]) < 1e-9
-    model = load(str(out / "dp2" / "config.yaml")).config.model
-    count = sum(p.numel() for p in Transformer(model_config(model), Mesh.unbound("dp1"), device="meta").parameters())
+    config = load(str(out / "dp2" / "config.yaml")).config
+    count = sum(p.numel() for p in Transformer(model_config(config), Mesh.unbound("dp1"), device="meta").parameters())
     assert first["sent_mb"] == pytest.approx(count * 8 / 1e6, rel=0.02)  # of a step: no start, evaluation or save
     assert second["sent_mb"] > 0.01
     assert (out / "compare.png").read_bytes().startswith(b"\x89PNG")

@@ -4,9 +4,9 @@ A unit is a repeated block of the model; what is left (embeddings, last norm, he
 rows are gathered when its forward begins and given back when it ends; gathered again when the gradient of its output
 arrives or when it is recomputed, and given back when the gradient of the next block's output arrives: autograd runs
 operations in the reverse order of the forward, so nothing that this block saved is read after that. The root is whole
-from the beginning of the forward until the end of backward; so is the block that forwards call last, from its forward
-on, as backward begins with it. While one unit computes, the next one's rows are already on their way, in the order of
-the step before. Reductions, optimizer and bits are those of stages 1 and 2.
+from the beginning of the forward until the end of backward; without a pipeline, the last block from its forward to its
+backward. While one unit computes, the next one's rows are on their way, in the order of the step before. Reductions,
+optimizer and bits are those of stages 1 and 2.
 
 A parameter that is not gathered keeps its shape and reads as NaN: code that computes with it outside of the model's
 forward gets NaN at once, and needs `engine.full_parameters()`.
@@ -83,6 +83,7 @@ class Units:
         self._round: int | None = None  # of the lockstep, in which a forward or a backward began that is not over
         self._readers = 0
         self._calls = 0  # of blocks, that have begun
+        self._alone = mesh.layout.pp == 1  # a step's backward follows its forward, and begins with the last block
         self._chunks = mesh.layout.vpp > 1  # forwards take turns between blocks that are not the same ones
         self._flying: list[tuple[Posted, list[Kept]]] = []
         self._left: Posted | None = None  # said when backward left the last block that it did not gather anew
@@ -184,7 +185,7 @@ class Units:
             if self._in_backward:
                 return
             self._open[id(unit)] += bool(graph)
-            if graph and (self.keep or unit is self._before.get(id(self.root))):  # backward begins with the last one
+            if graph and (self.keep or (self._alone and unit is self._before.get(id(self.root)))):
                 self._held.add(id(unit))
             else:
                 self._give_back(unit)
@@ -192,8 +193,8 @@ class Units:
         return leave
 
     def _remember(self) -> None:
-        """The order of this forward is what the next one, and its backward, are expected to follow. Where chunks of a
-        pipeline take turns, nobody knows which one comes next: each has its own order, and no first block."""
+        """The order of this forward is what the next one, and its backward, are expected to follow. Of chunks of a
+        pipeline, nobody knows which one comes next: each has its own order, and no first block."""
         pairs = list(zip(self._trace, self._trace[1:], strict=False))
         after = {id(a): b for a, b in reversed(pairs)}
         before = {id(b): a for a, b in pairs if a is not self.root}
@@ -222,8 +223,7 @@ class Units:
         if unit is self._current:
             return
         last, self._current = self._current, unit
-        is_over = last is not self.root and not self._open[id(last)]
-        if is_over:
+        if is_over := last is not self.root and not self._open[id(last)]:
             self._held.discard(id(last))
         self._give_back_all(but={id(self.root), id(unit), *self._held, *self._recomputed})
         self._start(unit)

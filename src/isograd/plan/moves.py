@@ -178,6 +178,10 @@ def of_step(work: Work, layout: Layout, spot: Mapping[str, int]) -> Iterator[tup
         for way in ways:
             yield from ((move, micro * count) for move in made[way])
         yield from ((move, 2 * micro * count) for move in weights)  # forward and backward
+    if layout.pp == 1:  # the last block is gathered once: backward begins with it
+        experts = work.model.experts
+        sparse = experts is not None and experts.in_layer(work.model.layers - 1)
+        yield from ((move, -micro) for move in shards(work, layout, of_block(work, layout, sparse)))
     at_ends = ends(work, layout, first, last)
     root = of_ends(work, layout, first, last)
     yield from ((move, micro) for way in ("F", "B") for move in at_ends[way])
