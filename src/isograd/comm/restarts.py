@@ -25,18 +25,17 @@ def possible() -> bool:
 def name(store: Any, rank: int, size: int, seconds: float) -> str:
     """The same on all ranks of this start. `store`: torch's, where ranks of earlier starts may have met, too."""
     if rank:
-        word = uuid4().hex
-        store.set(f"isograd/asks/{rank}", word)
-        found = str(store.get(f"isograd/start/{word}").decode())
+        mine = uuid4().hex
+        store.set(f"isograd/asks/{rank}", mine)
+        found = str(store.get(f"isograd/start/{mine}").decode())
         store.set(f"isograd/knows/{found}/{rank}", "")
         return found
     found, answered, end = uuid4().hex, dict[int, bytes](), time.monotonic() + seconds
     missing = list(range(1, size))
     while missing:
         for other in missing:
-            if store.check([f"isograd/asks/{other}"]) and (word := store.get(f"isograd/asks/{other}")) != answered.get(
-                other
-            ):
+            word = store.get(f"isograd/asks/{other}") if store.check([f"isograd/asks/{other}"]) else b""
+            if word != answered.get(other, b""):
                 answered[other] = word
                 store.set(f"isograd/start/{word.decode()}", found)
         missing = [other for other in missing if not store.check([f"isograd/knows/{found}/{other}"])]
