@@ -57,7 +57,7 @@ def vocabulary(config: Config) -> int:
     if config.by_transformers:
         from isograd.train import library
 
-        return library.counted(config).vocab
+        return library.vocabulary(config)
     return model_config(config).vocab
 
 

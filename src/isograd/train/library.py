@@ -29,7 +29,7 @@ from isograd.mesh import Mesh
 from isograd.random import Key
 from isograd.train.config import Config, Preference
 from isograd.train.job import DTYPES
-from isograd.train.preferring import PairLoss
+from isograd.train.preferring import PreferenceLoss
 
 
 def opened(config: Config, mesh: Mesh) -> Any:
@@ -44,14 +44,13 @@ def opened(config: Config, mesh: Mesh) -> Any:
         made.gradient_checkpointing_enable({"use_reentrant": False})
     takes_rows(made, mesh, PreferringRows if prefers else Rows)
     if prefers:
-        made.pair_loss = PairLoss(config.preference or Preference(), mesh)
+        made.pair_loss = PreferenceLoss(config.preference or Preference(), mesh)
     return made
 
 
 def _checked(config: Config, mesh: Mesh) -> Any:
     """The library's config, of a model that the task can train."""
-    library = _read(config, mesh)
-    refuse_other_losses(library, mesh)
+    library = _causal(config, mesh)
     if config.task != "preference" and config.packing != "stream":
         refuse_packing(library, mesh)
     if config.task == "preference" and getattr(text_of(library), "output_router_logits", False):
@@ -63,8 +62,16 @@ def _checked(config: Config, mesh: Mesh) -> Any:
     return library
 
 
-def _read(config: Config, mesh: Mesh) -> Any:
-    return config_of(config.model.path, mesh)
+def _causal(config: Config, mesh: Mesh) -> Any:
+    """The library's config, of a model that predicts the next token."""
+    library = config_of(config.model.path, mesh)
+    refuse_other_losses(library, mesh)
+    return library
+
+
+def vocabulary(config: Config) -> int:
+    """How many token ids the model has."""
+    return int(text_of(_causal(config, Mesh.unbound("dp1"))).vocab_size)
 
 
 def _lora(config: Config) -> Any:
@@ -100,8 +107,7 @@ class Counted:
 def counted(config: Config) -> Counted:
     """Of the whole model, built without memory. A frozen parameter has no gradient of its own: 4 FLOPs for its 6."""
     mesh = Mesh.unbound("dp1")
-    library = _read(config, mesh)
-    refuse_other_losses(library, mesh)
+    library = _causal(config, mesh)
     model, _ = empty(library, DTYPES[config.model.dtype], mesh)
     adapter = _lora(config)
     if adapter is not None:
@@ -133,14 +139,14 @@ def flops_per_token(found: Counted, length: int) -> float:
 
 def identity(config: Config) -> str:
     """A hash of what makes the same weights another model: the folder's config."""
-    values = _read(config, Mesh.unbound("dp1")).to_dict()
+    values = config_of(config.model.path, Mesh.unbound("dp1")).to_dict()
     return sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()
 
 
 class PreferringRows(Rows):
     """In front of a class of transformers: the loss of pairs, from whole logits."""
 
-    pair_loss: PairLoss
+    pair_loss: PreferenceLoss
 
     def forward(
         self,

@@ -27,7 +27,7 @@ from isograd.terms import Terms
 from isograd.train.config import Preference
 
 
-class PairLoss:
+class PreferenceLoss:
     """The loss of pairs, from the log probabilities of the tokens of both answers."""
 
     def __init__(self, options: Preference, mesh: Mesh, ignore_index: int = -100) -> None:
@@ -113,10 +113,10 @@ class PairLoss:
         given = self.options.answers
         return float(self.options.loss == "orpo") if given is None else given
 
-    def weights(self, labels: Tensor, mine: Callable[[], Tensor]) -> dict[str, Tensor | float]:
+    def weights(self, labels: Tensor, mine: Callable[[], Tensor], others: bool = False) -> dict[str, Tensor | float]:
         """How many pairs, and labels of chosen answers, this rank has; empty: the loss has one term. `mine` gives this
-        rank's part of the labels, [pairs * answers, local] in any shape."""
-        if not self.answers_weight and self.options.loss != "orpo":
+        rank's part of the labels, [pairs * answers, local] in any shape. others: the model adds terms of its own."""
+        if not (others or self.answers_weight or self.options.loss == "orpo"):
             return {}
         there = (labels != self.ignore_index).any(-1).all(-1)
         found: dict[str, Tensor | float] = {"preference": there.sum() / self.mesh.size("cp")}
@@ -131,7 +131,7 @@ class Preferring(Transformer):
 
     def __init__(self, config: TransformerConfig, mesh: Mesh, options: Preference, **more: Any) -> None:
         super().__init__(config, mesh, **more)
-        self.pair_loss = PairLoss(options, mesh, self.ignore_index)
+        self.pair_loss = PreferenceLoss(options, mesh, self.ignore_index)
 
     def forward(
         self,
@@ -179,8 +179,8 @@ class Preferring(Transformer):
         rows, rows_labels = tokens.flatten(0, 1), labels.flatten(0, 1)
         experts = super().term_weights(rows, rows_labels) or {}
         found = {name: weight for name, weight in experts.items() if name != "lm"}
-        places = places_for(rows.shape[1], len(rows), self.mesh)
-        pairs = self.pair_loss.weights(labels, lambda: self._mine(rows_labels, places))
-        if found and not pairs:
-            pairs = {"preference": (labels != self.ignore_index).any(-1).all(-1).sum() / self.mesh.size("cp")}
-        return {**found, **pairs} or None
+
+        def mine() -> Tensor:
+            return self._mine(rows_labels, places_for(rows.shape[1], len(rows), self.mesh))
+
+        return {**found, **self.pair_loss.weights(labels, mine, others=bool(found))} or None
