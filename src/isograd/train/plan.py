@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 Parser = type[argparse.ArgumentParser]
 MOST_DEVICES, MOST_SEQUENCES = 1 << 20, 1 << 40  # beyond any run
-MOST_LAYERS = 4096  # of which a search cuts stages
+MOST_LAYERS = 4096  # of which a search cuts stages, and a rehearsal runs all
 DRAWN = 200_000  # passes of a picture
 
 

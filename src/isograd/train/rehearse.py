@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 SHOWN = 12  # findings
 MOST = 10_000  # micro-batches: more would take days
-MOST_LAYERS = 4096
 PATIENCE = 15.0  # seconds between two words about how far it is
 
 
@@ -93,6 +92,7 @@ class _Progress:
 
 def _read(options: argparse.Namespace) -> tuple[Config, Layout]:
     from isograd.train.language import model_config
+    from isograd.train.plan import MOST_LAYERS
     from isograd.train.reading import load
 
     if options.layout is not None and not options.layout.strip():
