@@ -91,7 +91,7 @@ class Units:
         self._after: dict[int, Unit] = {}  # which unit follows which, as the last forward had it
         self._before: dict[int, Unit] = {}
         self._held: set[int] = set()  # units that stay whole until their backward
-        self._whole: dict[int, Unit] = {}  # that were gathered, and not given back
+        self._whole: dict[int, Unit] = {}  # that may be whole: no other one is
         self._open: Counter[int] = Counter()  # forwards of a block whose gradient has not come back yet
         self._recomputed: set[int] = set()  # units called in the running backward, whose own backward has not begun
         self._passed: Callable[[set[int]], None] | None = None  # is told of parameters that backward has left behind

@@ -150,15 +150,19 @@ def weights_stayed(candidate: Recording, alone: Recording, again: list[Again]) -
             )
 
 
+def _limit(one: Again) -> float:
+    """What rounding explains of a number that all of a backward's parameters enter."""
+    every = one.about.parameters.values()
+    return max(tolerances.LIMITS.get(a.gradient_dtype or a.dtype, (0.0, 0.0))[1] for a in every)
+
+
 def same_beginnings(candidate: Recording, again: list[Again]) -> None:
     """What comes back to the model's output is the same on one device, but for a factor: so are targets that nobody
     hashes, and the loss does not mix what several ranks have computed."""
     for one in again:
         theirs = _begun(candidate.ranks[one.rank], 1, one.micro)
         ours = _begun(one.record, one.step, 0)
-        limit = max(
-            tolerances.LIMITS.get(a.gradient_dtype or a.dtype, (0.0, 0.0))[1] for a in one.about.parameters.values()
-        )
+        limit = _limit(one)
         equal = [_apart(a, b) <= max(limit, tolerances.SAME) for a, b in zip(theirs, ours, strict=False)]
         if not equal or not all(equal) or len(theirs) != len(ours):
             raise Mixed(
@@ -197,9 +201,7 @@ def same_losses(candidate: Recording, again: list[Again]) -> None:
         ours = float(one.record.tensors(one.step)["loss"])
         theirs = [float(candidate.ranks[rank].tensors(1)[f"root/{one.micro}"]) for rank in ranks]
         size = max(map(abs, (ours, *theirs)))
-        limit = max(
-            tolerances.LIMITS.get(a.gradient_dtype or a.dtype, (0.0, 0.0))[1] for a in one.about.parameters.values()
-        )
+        limit = _limit(one)
         if min(abs(sum(theirs) / len(ranks) ** power - ours) for power in (0, 1, 2)) > limit * size:
             raise NoReference(
                 f"the loss of micro-batch {one.micro} is {ours:.6g} where one device is given the rows of all ranks, "
