@@ -13,7 +13,7 @@ from torch import nn
 import isograd as ig
 
 from . import toys
-from .worlds import as_torchrun_starts_it
+from .worlds import as_lightning_finds_it, as_torchrun_starts_it
 
 pytest.importorskip("accelerate")
 pytestmark = pytest.mark.medium
@@ -45,9 +45,11 @@ def by_the_trainer(folder: str) -> None:
 
 def by_fabric(_: str) -> None:
     fabrics = pytest.importorskip("lightning.fabric")
-    fabric = fabrics.Fabric(accelerator="cpu", devices=1, strategy=ig.doors.FabricStrategy())
-    model = DistributedDataParallel(nn.Linear(2, 2))
-    fabric.setup(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    with as_lightning_finds_it():
+        fabric = fabrics.Fabric(accelerator="cpu", devices=1, strategy=ig.doors.FabricStrategy())
+        fabric.launch()
+        model = DistributedDataParallel(nn.Linear(2, 2))
+        fabric.setup(model, torch.optim.SGD(model.parameters(), lr=1.0))
 
 
 @pytest.mark.parametrize("door", [by_accelerate, by_deepspeed, by_the_trainer, by_fabric])

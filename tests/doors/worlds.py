@@ -32,3 +32,14 @@ def as_torchrun_starts_it() -> Iterator[tuple[int, int]]:
             yield rank, ranks
         finally:
             anew()
+
+
+@contextmanager
+def as_lightning_finds_it() -> Iterator[tuple[int, int]]:
+    """(rank, ranks); for Lightning, which knows torchrun by these."""
+    rank, ranks = raw.world()
+    told: dict[str, object] = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    told |= {"GROUP_RANK": 0, "TORCHELASTIC_RUN_ID": "x", "MASTER_ADDR": "127.0.0.1"}
+    told["MASTER_PORT"] = os.environ.get("MASTER_PORT", "1")  # in a world of the tests' own it is there already
+    with mock.patch.dict(os.environ, {name: str(value) for name, value in told.items()}):
+        yield rank, ranks
