@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from isograd.cli import main
+from isograd.data import Mixture, Source, preferences, sums
 from tests.data.toys import lines_file, toy
 
 
@@ -48,6 +49,44 @@ def test_inspect_spells_out_what_a_terminal_would_act_on(tmp_path: Path, capsys:
     said = capsys.readouterr().out
     assert "red \\x1b[31m alert\\x07" in said
     assert "\x1b" not in said
+
+
+def test_conversations_are_shown_as_training_sees_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    source, out = sums.conversations(tmp_path / "sums.jsonl"), str(tmp_path / "out")
+    words = ["--tokenizer", str(sums.tokenizer(tmp_path / "tokenizer")), "--chat", "--workers", "1"]
+    assert main(["data", "build", out, str(source), *words]) == 0
+    capsys.readouterr()
+    assert main(["data", "inspect", out, "--length", "200", "--samples", "2"]) == 0
+    said = capsys.readouterr().out
+    assert "packing whole, length 200" in said
+    assert "<|im_start|>assistant\n      ▶" in said and "<|im_end|>◀" in said and "tokens of filling" in said
+    rows = Mixture([Source(out)], length=200, batch=2, packing="whole").rows(0, range(2))
+    for row in range(2):
+        assert f"sample {row} of train: 200 tokens, {int((rows['labels'][row] != -100).sum())} labels" in said
+    assert main(["data", "inspect", out, "--samples", "1"]) == 0
+    assert "packing whole, length 119\n" in capsys.readouterr().out  # the longest conversation
+    assert main(["data", "inspect", out, "--samples", "1", "--packing", "stream"]) == 0
+    assert "plain stream" in capsys.readouterr().out
+
+
+def test_pairs_of_answers_are_shown_one_by_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    tokenizer, run = str(sums.tokenizer(tmp_path / "tokenizer")), tmp_path / "data"
+    preferences.prepare(run, sums.pairs(tmp_path / "sums.jsonl"), tokenizer, strangers=True)
+    assert main(["data", "inspect", str(run), "--samples", "1", "--length", "56"]) == 0
+    said = capsys.readouterr().out
+    assert "pairs, rows of at most 56 tokens, with strangers (KTO)" in said and "pairs have an answer" in said
+    found = preferences.Preferences(run, length=56, batch=1, seed=0, held_out=0.0, answers=3)
+    (pair,) = found.numbers(0)
+    for answer, name in enumerate(("chosen", "rejected", "stranger")):
+        rows = found.rows([pair], range(1), range(answer, answer + 1))
+        counted, width = int((rows["labels"] != -100).sum()), rows["labels"].shape[2]
+        assert f"[{name}: {width} tokens, {counted} labels] <|im_start|>user" in said
+    assert said.count("▶") == 4 and "◀" in said
+    for more in (["--split", "validation"], ["--packing", "whole"]):
+        assert main(["data", "inspect", str(run), *more]) == 2
+        assert capsys.readouterr().err.startswith("IG906")
 
 
 def test_no_document_for_validation_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,6 +22,7 @@ EXAMPLES = """examples:
   isograd data build tokens/ bible.txt --documents blank --validation 0.05
   isograd data build tokens/ chats.jsonl --tokenizer my_model/ --chat      {"messages": [...]}, by its chat template
   isograd data inspect tokens/ --length 64
+  isograd data inspect runs/chat/data/0                             of a run: chats in data/0, pairs of answers in data
   isograd data verify tokens/
 
 A build that was stopped or killed resumes where it was when the same command is given again."""
@@ -86,7 +87,14 @@ def _build_options(parser: argparse.ArgumentParser) -> None:
 
 def _inspect_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", metavar="FOLDER")
-    parser.add_argument("--length", type=_count, default=128, metavar="N", help="tokens of a sample (default 128)")
+    parser.add_argument(
+        "--length", type=_count, metavar="N",
+        help="tokens of a sample (default 128; of conversations the longest, at most 2048)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--packing", choices=("documents", "whole", "stream"),
+        help="as data.packing of a run (default: whole for conversations, else documents)",
+    )  # fmt: skip
     parser.add_argument("--samples", type=_count, default=3, metavar="N", help="how many (default 3)")
     parser.add_argument("--seed", type=int, default=0, help="of their order (default 0)")
     parser.add_argument("--split", default="train", choices=("train", "validation"))
@@ -128,7 +136,7 @@ def _build(options: argparse.Namespace) -> int:
 def _inspect(options: argparse.Namespace) -> int:
     from isograd.data.show import inspect
 
-    print(inspect(options.folder, options.length, options.samples, options.seed, options.split))
+    print(inspect(options.folder, options.length, options.samples, options.seed, options.split, options.packing))
     return 0
 
 

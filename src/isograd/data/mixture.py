@@ -126,6 +126,13 @@ class Mixture:
         source, window = self._window(sample)
         return source, window * self.length
 
+    def filled(self, sample: int) -> int:
+        """How many tokens of a sample are text; it is filled up behind them."""
+        number, window = self._window(sample)
+        if self._packs:
+            return sum(last - first for first, last in self._packs[number].documents(window))
+        return min(self.length, self._tokens[number].tokens - window * self.length)
+
     def has_new(self, step: int) -> bool:
         """Whether a window of this step was not drawn before it."""
         return any(map(self._is_new, range(step * self.batch, (step + 1) * self.batch)))

@@ -27,7 +27,8 @@ class Packs:
             raise DataError(
                 "IG905", f"no document of the {source.split} split of {source.folder} fits into a sequence",
                 seen=f"{self.number} documents of {int(lengths.min())} to {self.longest} tokens",
-                expected=f"documents of at most {length} tokens", fix=f"--data.length {self.longest}",
+                expected=f"documents of at most {length} tokens",
+                fix=f"--data.length {self.longest} (isograd data inspect: --length)",
             )  # fmt: skip
 
     def __len__(self) -> int:

@@ -2,21 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import groupby
 from pathlib import Path
+
+import numpy as np
 
 from isograd.data.files import sha256
 from isograd.data.manifest import SPLITS, Manifest, read
 from isograd.data.mixture import IGNORE, Mixture, Source
+from isograd.data.preferences import BUILT, PROMPTS, Preferences
 from isograd.data.tokenizer import load_tokenizer
-from isograd.data.tokens import check_sizes
+from isograd.data.tokens import Tokens, check_sizes
 from isograd.errors import DataError
 
+LABELS = "▶", "◀"  # around what is learned of a conversation
+ROOM = 2048  # tokens of a sample of conversations, where its length is not given and some fit
 
-def inspect(folder: str | Path, length: int = 128, samples: int = 3, seed: int = 0, split: str = "train") -> str:
-    """Counts, then `samples` rows of step 0, decoded, a line for each document in them."""
-    manifest = read(Path(folder))
+
+def inspect(
+    folder: str | Path,
+    length: int | None = None,
+    samples: int = 3,
+    seed: int = 0,
+    split: str = "train",
+    packing: str | None = None,
+) -> str:
+    """Counts, then `samples` rows of step 0 as training sees them, decoded, a line for each document in them.
+
+    packing, length: None stands for those of the task: conversations whole, in rows that hold the longest of them.
+    Pairs of answers (the folder `data` of a run of task preference) are shown one by one.
+    """
+    home = Path(folder)
+    of_pairs = (home / PROMPTS).exists()
+    manifest = read(home / BUILT if of_pairs else home)
     vocabulary = manifest.recipe.vocabulary
     end = "none" if vocabulary.end_of_document is None else vocabulary.end_of_document
     lines = [f"{folder}: tokenizer {vocabulary.name}, vocabulary {vocabulary.size:,}, end of document {end}"]
@@ -28,17 +47,77 @@ def inspect(folder: str | Path, length: int = 128, samples: int = 3, seed: int =
     lines.append(
         f"  from {len(inputs):,} files, {sum(one.bytes for one in inputs):,} bytes, {manifest.empty:,} empty documents"
     )
-    mixture = Mixture([Source(folder)], length=length, batch=samples, seed=seed, split=split)
-    decode = load_tokenizer(Path(folder), vocabulary).decode
+    decode = load_tokenizer(home / BUILT if of_pairs else home, vocabulary).decode
+    if of_pairs:
+        _refuse_options(home, split, packing)
+        return "\n".join([*lines, *_pairs(home, manifest, length, samples, seed, decode)])
+    chats = manifest.recipe.template is not None
+    packing = packing or ("whole" if chats else "documents")
+    length = length or (_room(Tokens(home, split)) if chats else 128)
+    mixture = Mixture([Source(folder)], length=length, batch=samples, seed=seed, split=split, packing=packing)
+    lines += [f"  packing {packing}, length {length}", *([f"  {mixture.left_out}"] if mixture.left_out else [])]
+    lines += [f"  labels stand between {LABELS[0]} and {LABELS[1]}"] if chats else []
     rows = mixture.rows(0, range(samples))
     for row in range(samples):
-        ids, numbers = rows["tokens"][row].tolist(), rows["documents"][row].tolist()
-        counted = int((rows["labels"][row] != IGNORE).sum())
-        lines.append(f"\nsample {row} of {split}: {length} tokens, {counted} labels, {numbers[-1] + 1} documents")
-        for number, held in groupby(zip(numbers, ids, strict=True), key=lambda pair: pair[0]):
-            text = _printable(decode([token for _, token in held]))
+        ids, labels = rows["tokens"][row].tolist(), rows["labels"][row].tolist()
+        filled = mixture.filled(row)
+        numbers = rows["documents"][row].tolist() if "documents" in rows else [0] * length
+        counted = [before != IGNORE for before in labels]
+        documents = "plain stream" if packing == "stream" else f"{numbers[filled - 1] + 1} documents"
+        lines.append(f"\nsample {row} of {split}: {length} tokens, {sum(counted)} labels, {documents}")
+        marks = [False, *counted[: filled - 1]] if chats else [False] * filled
+        for number, held in groupby(range(filled), key=numbers.__getitem__):
+            text = _text(ids, marks, list(held), decode)
             lines.append(f"  [{number}] " + text.replace("\n", "\n      "))
+        if filled < length:
+            lines.append(f"  {length - filled} tokens of filling, without labels")
     return "\n".join(lines)
+
+
+def _room(tokens: Tokens) -> int:
+    """A length for conversations: that of the longest, or ROOM where some fit into that."""
+    lengths = np.diff(tokens.ends(0, tokens.tokens), prepend=0)
+    return max(int(lengths.min()), min(int(lengths.max()), ROOM))
+
+
+def _refuse_options(folder: Path, split: str, packing: str | None) -> None:
+    if split != "train" or packing is not None:
+        raise DataError(
+            "IG906", f"{folder} holds pairs of answers, which have neither splits nor packing",
+            seen=f"--split {split}" if packing is None else f"--packing {packing}", expected="none of these options",
+            fix="a run holds pairs out by data.held_out when it starts",
+        )  # fmt: skip
+
+
+def _pairs(
+    folder: Path, manifest: Manifest, length: int | None, samples: int, seed: int, decode: Callable[[list[int]], str]
+) -> Iterator[str]:
+    """Samples of pairs: what of each row is read, and which of it are labels."""
+    documents = sum(shard.documents for shard in manifest.of("train"))
+    answers = documents // max(1, (folder / PROMPTS).stat().st_size // 8)
+    length = length or _room(Tokens(folder / BUILT))
+    pairs = Preferences(folder, length=length, batch=samples, seed=seed, held_out=0.0, answers=answers)
+    yield f"  {pairs.number:,} pairs, rows of at most {length} tokens" + (", with strangers (KTO)" * (answers == 3))
+    yield from [f"  {pairs.left_out}"] if pairs.left_out else []
+    yield f"  labels stand between {LABELS[0]} and {LABELS[1]}"
+    for sample, pair in enumerate(pairs.numbers(0)):
+        yield f"\nsample {sample}: pair {pair}"
+        for answer in range(answers):
+            name = ("chosen", "rejected", "stranger")[answer]
+            rows = pairs.rows([pair], range(1), range(answer, answer + 1))
+            ids, labels = rows["tokens"][0, 0].tolist(), rows["labels"][0, 0].tolist()
+            marks = [False, *(label != IGNORE for label in labels[:-1])]
+            text = _text(ids, marks, list(range(len(ids))), decode)
+            yield f"  [{name}: {len(ids)} tokens, {sum(marks)} labels] " + text.replace("\n", "\n      ")
+
+
+def _text(ids: list[int], marks: list[bool], places: list[int], decode: Callable[[list[int]], str]) -> str:
+    """Tokens as text, labels between LABELS."""
+    found = []
+    for label, held in groupby(places, key=marks.__getitem__):
+        text = _printable(decode([ids[place] for place in held]))
+        found.append(text.join(LABELS) if label else text)
+    return "".join(found)
 
 
 def _printable(text: str) -> str:
