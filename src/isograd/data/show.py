@@ -63,8 +63,8 @@ def inspect(
         filled = mixture.filled(row)
         numbers = rows["documents"][row].tolist() if "documents" in rows else [0] * length
         counted = [before != IGNORE for before in labels]
-        documents = "plain stream" if packing == "stream" else f"{numbers[filled - 1] + 1} documents"
-        lines.append(f"\nsample {row} of {split}: {length} tokens, {sum(counted)} labels, {documents}")
+        of = "plain stream" if packing == "stream" else f"{numbers[filled - 1] + 1} documents"
+        lines.append(f"\nsample {row} of {split}: {length} tokens, {sum(counted)} labels, {of}")
         marks = [False, *counted[: filled - 1]] if chats else [False] * filled
         for number, held in groupby(range(filled), key=numbers.__getitem__):
             text = _text(ids, marks, list(held), decode)
