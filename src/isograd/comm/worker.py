@@ -24,6 +24,7 @@ import torch
 from isograd.comm import raw
 from isograd.errors import IsogradError
 
+LAST = 10.0  # seconds that a rank without a parent has for its last words
 RAISED_AT = "raised_at"  # on an error: when it was raised, for a rank that has closed its connections since then
 PARTS = ("seen", "expected", "fix", "where")
 # Terminals and schedulers send these to every process of a group, at any moment.
@@ -69,7 +70,8 @@ def main(seat: Seat, jobs: Connection, watch: Connection, first: Any) -> None:
     """The life of one rank: join the world, run `first` and then each job that arrives."""
     if seat.alive is not None:
         os.close(seat.alive)
-    threading.Thread(target=_die_with_parent, args=(watch,), daemon=True).start()
+    watcher = threading.Thread(target=_die_with_parent, args=(watch,), daemon=True)
+    watcher.start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle: it stops all ranks
     for number in (signal.SIGTERM, signal.SIGHUP):
         # Not SIG_IGN, which the programs that a rank starts would inherit.
@@ -82,10 +84,10 @@ def main(seat: Seat, jobs: Connection, watch: Connection, first: Any) -> None:
         sit(seat)
     except Exception:
         jobs.send(Answer(False, traceback.format_exc(), time.time()))
-    job = first if first is not None else _next(jobs)
+    job = first if first is not None else _next(jobs, watcher)
     while job is not None:
         jobs.send(_do(job))
-        job = _next(jobs)
+        job = _next(jobs, watcher)
     raw.leave()
     # Not sys.exit: gloo's threads abort an interpreter that unwinds under them.
     os._exit(0)
@@ -112,11 +114,12 @@ def _be_called(name: str) -> None:
         file.write(name)
 
 
-def _next(jobs: Connection) -> Any:
+def _next(jobs: Connection, watcher: threading.Thread) -> Any:
     try:
         data = jobs.recv_bytes()
         return pickle.loads(data) if data else None
     except (EOFError, ConnectionResetError):  # whoever started this rank is gone
+        watcher.join(LAST)  # it sees that too, and ends this process with its last words
         return None
 
 
