@@ -24,8 +24,8 @@ def distil(
     given.same_shapes(logits=logits, teacher=teacher)
     given.option("temperature", temperature, temperature > 0, "a number above 0")
     given.option("mix", mix, 0 < mix < 1, "a number between 0 and 1")
-    mine, theirs = (t / temperature for t in (logits, teacher.detach()))
-    mine, theirs = mine.log_softmax(-1), theirs.log_softmax(-1)
+    scaled = (t.to(torch.promote_types(t.dtype, torch.float32)) / temperature for t in (logits, teacher.detach()))
+    mine, theirs = (t.log_softmax(-1) for t in scaled)
     if kind == "between":
         never = (theirs == -torch.inf) & (mine == -torch.inf)  # their derivative here would be NaN
         p, q = (t.masked_fill(never, 0.0) for t in (theirs, mine))

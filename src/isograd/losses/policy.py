@@ -6,12 +6,14 @@ GSPO        clip(sequence_log_ratio(logp, old, ...), advantages, 3e-4, 4e-4), me
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from isograd.losses import given
+from isograd.losses.pointwise import pointwise
 from isograd.losses.sequences import sequence_means
 from isograd.mesh import Mesh
 
@@ -22,7 +24,7 @@ def clip(
     """PPO's loss of each token: -min(ratio * A, clamp(ratio, 1 - low, 1 + high) * A), where ratio = exp(log_ratio).
 
     advantages: of each token [b, s], of each row [b, 1], or one number. dual: with a negative advantage, at most
-    -dual * A.
+    -dual * A. The logarithm is clamped, not the ratio: a ratio that overflows has the loss and gradient of the bound.
     """
     if advantages.numel() != 1:
         of_rows = advantages.dim() == log_ratio.dim() and advantages.shape[-1] == 1
@@ -30,9 +32,15 @@ def clip(
     given.option("low", low, 0 <= low <= 1, "a number from 0 to 1")
     given.option("high", high, high >= 0, "a number of at least 0")
     given.option("dual", dual, dual is None or dual > 1, "a number above 1")
-    ratio = log_ratio.exp()
-    loss = -torch.minimum(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
-    return loss if dual is None else torch.where(advantages < 0, torch.minimum(loss, -dual * advantages), loss)
+    advantages = advantages.detach()
+    up = (advantages >= 0).expand(log_ratio.shape)
+    least = math.log1p(-low) if low < 1 else -math.inf
+    most = math.inf if dual is None else math.log(dual)
+    bottom, top = (
+        torch.where(up, torch.tensor(a, dtype=log_ratio.dtype, device=log_ratio.device), b)
+        for a, b in ((-math.inf, least), (math.log1p(high), most))
+    )
+    return pointwise(lambda x: -advantages * x.clamp(bottom, top).exp(), log_ratio)
 
 
 def sequence_log_ratio(
@@ -53,16 +61,18 @@ def kl(logp: Tensor, reference: Tensor, kind: Literal["k1", "k2", "k3"] = "k3") 
     (unbiased and never negative)."""
     given.one_of("kind of kl", kind, ("k1", "k2", "k3"))
     given.same_shapes(logp=logp, reference=reference)
-    log_ratio = reference - logp
+    reference = reference.detach()
     if kind == "k1":
-        return -log_ratio
-    return log_ratio.square() / 2 if kind == "k2" else log_ratio.exp() - 1 - log_ratio
+        return pointwise(lambda x: x - reference, logp)
+    if kind == "k2":
+        return pointwise(lambda x: (x - reference).square() / 2, logp)
+    return pointwise(lambda x: (reference - x).expm1() - (reference - x), logp)
 
 
 def entropy(logits: Tensor) -> Tensor:
     """Of the distribution at each token. logits [..., vocab]; -inf is a word that cannot come. A bonus has a negative
     coefficient in `ig.Terms`."""
-    log_probs = logits.log_softmax(-1)
+    log_probs = logits.log_softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
     return -(log_probs.exp() * log_probs.masked_fill(log_probs == -torch.inf, 0.0)).sum(-1)
 
 
@@ -70,10 +80,15 @@ def value(values: Tensor, returns: Tensor, old: Tensor | None = None, limit: flo
     """Half the squared error; with the old values, PPO's larger one of it and of values kept within `limit` of them."""
     given.same_shapes(values=values, returns=returns, **({} if old is None else {"old": old}))
     given.option("limit", limit, limit > 0, "a number above 0")
-    error = (values - returns).square()
-    if old is not None:
-        error = torch.maximum(error, (old + (values - old).clamp(-limit, limit) - returns).square())
-    return error / 2
+    returns, near = returns.detach(), None if old is None else old.detach()
+
+    def half(x: Tensor) -> Tensor:
+        error = (x - returns).square()
+        if near is not None:
+            error = torch.maximum(error, (near + (x - near).clamp(-limit, limit) - returns).square())
+        return error / 2
+
+    return pointwise(half, values)
 
 
 def group_advantages(rewards: Tensor, prompts: Tensor, *, scale: bool = True, eps: float = 1e-6) -> Tensor:
@@ -84,11 +99,12 @@ def group_advantages(rewards: Tensor, prompts: Tensor, *, scale: bool = True, ep
     given.same_shapes(rewards=rewards, prompts=prompts)
     given.option("the shape of rewards", tuple(rewards.shape), rewards.dim() == 1, "one number for each completion")
     given.numbers_of("prompts", prompts)
-    rewards = rewards if rewards.is_floating_point() else rewards.to(torch.get_default_dtype())
+    dtype = torch.promote_types(rewards.dtype, torch.float32)
+    rewards = rewards.double()  # of 1,000 rewards of 1 in bfloat16 the sum is 256
     number = int(prompts.max()) + 1 if len(prompts) else 0
     sums = rewards.new_zeros(2, number).index_add(1, prompts, torch.stack((torch.ones_like(rewards), rewards)))
     apart = rewards - (sums[1] / sums[0].clamp(min=1))[prompts]
     if not scale:
-        return apart
+        return apart.to(dtype)
     squares = rewards.new_zeros(number).index_add(0, prompts, apart.square())
-    return apart / ((squares / (sums[0] - 1).clamp(min=1)).sqrt()[prompts] + eps)
+    return (apart / ((squares / (sums[0] - 1).clamp(min=1)).sqrt()[prompts] + eps)).to(dtype)

@@ -56,20 +56,26 @@ def kto(
 ) -> Tensor:  # fmt: skip
     """1 - sigmoid(beta * (reward - baseline)) of desirable answers, the mirror image of the others.
 
-    baseline: an estimate of the KL to the reference over the whole step, the same on all ranks; it has no gradient.
+    baseline: an estimate of the KL to the reference over the whole step, the same on all ranks (one number, or one of
+    each row of [rows, answers]); it has no gradient.
     weights: of (desirable, undesirable) answers.
     """
     given.same_shapes(logp=logp, reference=reference, desirable=desirable)
     given.option(
         "desirable", desirable.dtype, desirable.dtype == torch.bool, "True and False: desirable > 0 of numbers"
     )
-    apart = _scale(beta) * (logp - reference - baseline)
+    if isinstance(baseline, Tensor):
+        shape, own = tuple(baseline.shape), tuple(logp.shape)
+        fits = len(shape) == len(own) and all(a in (1, b) for a, b in zip(shape, own, strict=True))
+        given.option("the shape of baseline", shape, fits or baseline.numel() == 1, f"one number, or as logp {own}")
+        baseline = baseline.detach() if fits else baseline.detach().reshape(())
+    apart = _scale(beta) * (logp - reference.detach() - baseline)
     return torch.where(desirable, weights[0] * torch.sigmoid(-apart), weights[1] * torch.sigmoid(apart))
 
 
 def _over_reference(chosen: Tensor, rejected: Tensor, of_chosen: Tensor, of_rejected: Tensor) -> Tensor:
     given.same_shapes(chosen=chosen, rejected=rejected, reference_chosen=of_chosen, reference_rejected=of_rejected)
-    return (chosen - rejected) - (of_chosen - of_rejected)
+    return (chosen - rejected) - (of_chosen - of_rejected).detach()
 
 
 def _scale(beta: float) -> float:

@@ -22,6 +22,7 @@ def sequence_sums(values: Tensor, mask: Tensor, sequences: Tensor, number: int, 
     """
     given.same_shapes(values=values, mask=mask, sequences=sequences)
     if sequences.device.type == "cpu":
+        given.mask_of(mask)
         given.numbers_of("sequences", sequences, below=number, least=-1)
     kept = torch.where(mask.bool() & (sequences >= 0), values, torch.zeros_like(values)).double().reshape(-1)
     sums = kept.new_zeros(number).index_add(0, sequences.clamp(min=0).reshape(-1), kept)

@@ -34,8 +34,9 @@ class Share(NamedTuple):
 def mean(losses: Tensor, share: Share) -> tuple[Tensor, Tensor]:
     """(the mean over what is here, its weight): a term. losses: of each token, in the shape of the share.
 
-    The value of a token whose factor is 0 is not looked at, not even NaN. Its gradient is 0 times the derivative of its
-    loss, which torch makes NaN where that is infinite: put harmless log probabilities where padding has any.
+    The value of a token whose factor is 0 is not looked at, not even NaN. Nor are advantages, log probabilities, values
+    and returns there, in `clip`, `kl` and `value`. The gradient of another loss at such a place is 0 times its
+    derivative, which torch makes NaN where that is infinite.
     """
     given.same_shapes(losses=losses, share=share.factors)
     weight = share.counts.sum()
@@ -67,9 +68,7 @@ def of_length(mask: Tensor, length: int, documents: Tensor | None = None) -> Sha
     sequences = numbered(mask, documents)
     tokens, inside = _tokens(mask, sequences), _inside(mask, sequences)
     counts = inside / tokens.clamp(min=1)
-    first = torch.ones_like(mask, dtype=torch.bool)
-    first[:, 1:] = sequences[:, 1:] != sequences[:, :-1]
-    return Share(inside / length, torch.where(first & (tokens == 0) & (sequences >= 0), 1.0, counts))
+    return Share(inside / length, torch.where(_firsts(sequences) & (tokens == 0), 1.0, counts))
 
 
 def of_prompts(mask: Tensor, prompts: Tensor, tokens: Tensor) -> Share:
@@ -131,6 +130,17 @@ def _tokens(mask: Tensor, sequences: Tensor) -> Tensor:
     kept = sequences.clamp(min=0).reshape(-1)
     weights = _inside(mask, sequences).reshape(-1)
     return torch.bincount(kept, weights=weights)[kept].view(mask.shape) if mask.numel() else mask.double()
+
+
+def _firsts(sequences: Tensor) -> Tensor:
+    """[b, s]: the first token of each sequence, which may stand in several pieces."""
+    flat, found = sequences.reshape(-1), torch.zeros(sequences.numel(), dtype=torch.bool, device=sequences.device)
+    places = torch.arange(len(flat), device=flat.device)[flat >= 0]
+    if len(places):
+        kept = flat[places]
+        firsts = places.new_full((int(kept.max()) + 1,), len(flat)).scatter_reduce(0, kept, places, "amin")
+        found[firsts[firsts < len(flat)]] = True
+    return found.view(sequences.shape)
 
 
 def _inside(mask: Tensor, sequences: Tensor) -> Tensor:
