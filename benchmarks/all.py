@@ -2,10 +2,12 @@
 
     python -m benchmarks.all                     # make bench: under an hour on two quiet cores
     python -m benchmarks.all --quick             # make bench-quick: about five minutes, wider ranges
+    python -m benchmarks.all --goes-on           # races that the file has of this commit are not run again
     python -m benchmarks.all --draw FILE.json    # the table and the picture of a run that is over
 
-Each contestant of isograd stands beside the peer that does the same. A ratio is taken between turns of the same round;
-the picture shows its median and, as a line, the smallest and the largest. benchmarks.diff compares two such files.
+Each contestant of isograd stands beside the fastest of the peers that do the same. A ratio is taken between turns of
+the same round; the picture shows its median and, as a line, the smallest and the largest. benchmarks.diff compares two
+such files. The picture in README.md is docs/race.svg, its numbers are docs/race.json.
 """
 
 from __future__ import annotations
@@ -15,8 +17,9 @@ import json
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,16 +35,27 @@ RACES = {  # what is raced -> how it is called
     "tensor_parallel-2": ["tensor_parallel"],
     "sequence_1024-2": ["sequence", "--lengths", "1024", "--rounds", "5"],
     "pipeline-2": ["pipeline"],
+    "pipeline-4": ["pipeline", "--ranks", "4"],
     "experts_even-2": ["experts", "--loads", "even"],
 }
-QUICK = {
-    "data_parallel-2-batch2": ["--only", "one process", "DDP", "FSDP2 *", "zero*"],
-    "tensor_parallel-2": ["--only", "one process", "DTensor *", "tp*"],
+QUICK = {  # those of every parallelism, and the peers that were fastest in the whole run
+    "data_parallel-2-batch2": [
+        "--only", "one process", "DDP", "ZeroRedundancyOptimizer", "FSDP2 reshard", "zero0", "zero1", "zero2", "zero3",
+    ],
+    "tensor_parallel-2": ["--only", "one process", "DTensor TP + SP", "tp sp"],
     "sequence_1024-2": [],
     "pipeline-2": ["--only", "one process", "torch 1F1B", "1f1b", "torch zero-bubble", "zb"],
     "experts_even-2": ["--only", "one process", "* fsdp ep", "dp ep zero1"],
+}  # fmt: skip
+TURNS = ["--rounds", "2", "--steps", "1", "--settle", "2", "--no-errors"]  # of a quick race
+WORDS = {
+    "data_parallel-2": "8 x 256 tokens",
+    "data_parallel-2-batch2": "2 x 256 tokens",
+    "sequence_1024-2": "1,024 tokens",
+    "pipeline-2": "pipeline, 2 stages",
+    "pipeline-4": "pipeline, 4 stages",
+    "experts_even-2": "experts",
 }
-WORDS = {"data_parallel-2": "8 x 256 tokens", "data_parallel-2-batch2": "2 x 256 tokens"}
 PICTURE = Path("docs/race.svg")
 
 
@@ -66,6 +80,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer contestants, two rounds of one step")
     parser.add_argument("--anyway", action="store_true", help="race on a machine that other jobs use, too")
+    parser.add_argument("--races", nargs="+", choices=RACES, metavar="RACE", help=f"some of {', '.join(RACES)}")
+    parser.add_argument("--goes-on", action="store_true", help="keep the races that the JSON has of this commit")
     parser.add_argument("--draw", type=Path, metavar="FILE", help="draw this file instead of racing")
     parser.add_argument("--picture", type=Path, default=PICTURE, help=f"where the picture goes (default {PICTURE})")
     chosen = parser.parse_args()
@@ -74,34 +90,51 @@ def main() -> None:
     else:
         if not chosen.anyway:
             quiet.refuse_noise()
-        document = run(chosen.quick, chosen.anyway)
         path = report.OUT / ("quick.json" if chosen.quick else "all.json")
-        path.write_text(json.dumps(document, indent=1) + "\n")
-        print(f"written: {path.relative_to(report.OUT.parent.parent)}")
+        document = run(path, chosen.quick, chosen.anyway, chosen.races or list(RACES), chosen.goes_on)
+        print(f"written: {path.relative_to(report.OUT.parent.parent)} after {document['minutes']:.1f} minutes")
     show(document)
     draw(document, chosen.picture)
     print(f"written: {chosen.picture}")
 
 
-def run(quick: bool, anyway: bool) -> dict[str, Any]:
-    """Race after race, each in a process of its own. One that fails is named, and the others are run."""
-    races, began = {}, time.perf_counter()
+def run(path: Path, quick: bool, anyway: bool, wanted: Sequence[str], goes_on: bool) -> dict[str, Any]:
+    """Race after race, each in a process of its own, written down after each. One that fails is named, and the others
+    are run."""
+    races: dict[str, Any] = {}
+    document = {"commit": commit(), "machine": report.machine(), "quick": quick, "minutes": 0.0, "races": races}
+    if goes_on and path.exists():
+        before = json.loads(path.read_text())
+        if all(before[key] == document[key] for key in ("commit", "machine", "quick")):
+            races |= before["races"]
+            document["minutes"] = before["minutes"]
+    path.parent.mkdir(exist_ok=True)
     for stem, command in RACES.items():
-        if quick and stem not in QUICK:
+        if stem not in wanted or stem in races or (quick and stem not in QUICK):
             continue
-        module, *options = command
-        if quick:
-            options += ["--rounds", "2", "--steps", "1", "--no-errors", *QUICK[stem]]
-        options += ["--anyway"] * anyway
-        path = report.OUT / f"{stem}.json"
-        path.unlink(missing_ok=True)
-        ended = subprocess.run([sys.executable, "-m", f"benchmarks.{module}", *options], check=False).returncode
-        if ended or not path.exists():
-            print(f"benchmarks.{module} {' '.join(options)} ended with {ended}: left out", flush=True)
+        began = time.perf_counter()
+        found = one(command, ([*TURNS, *QUICK[stem]] if quick else []) + ["--anyway"] * anyway)
+        if found is None:
             continue
-        races[stem] = json.loads(path.read_text())
-    minutes = (time.perf_counter() - began) / 60
-    return {"commit": commit(), "machine": report.machine(), "quick": quick, "minutes": minutes, "races": races}
+        races[stem] = found
+        document["minutes"] += (time.perf_counter() - began) / 60
+        path.write_text(json.dumps(document, indent=1) + "\n")
+    if not races:
+        raise SystemExit("no race came to its end: nothing is written")
+    return document
+
+
+def one(command: Sequence[str], more: Sequence[str]) -> dict[str, Any] | None:
+    """What a race has found, or None where it failed."""
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        words = [f"benchmarks.{command[0]}", *command[1:], *more]
+        ended = subprocess.run([sys.executable, "-m", *words, "--json", file.name], check=False).returncode
+        text = Path(file.name).read_text()
+    if ended or not text:
+        print(f"{' '.join(words)} ended with {ended}: left out", flush=True)
+        return None
+    found: dict[str, Any] = json.loads(text)
+    return found
 
 
 def commit() -> str:
@@ -137,8 +170,10 @@ def show(document: Mapping[str, Any]) -> None:
 
 def title(document: Mapping[str, Any]) -> str:
     machine = document["machine"]
-    where = f"2 ranks on {machine['processor']}, torch {machine['torch']}"
-    return f"isograd's time by its peer's, {where}, {document['commit']}"
+    where = f"gloo on {machine['processor']}, torch {machine['torch']}"
+    rounds = {len(line.rounds) for line in lines(document)}
+    turns = "-".join(map(str, sorted({min(rounds), max(rounds)})))
+    return f"isograd's time by its fastest peer's, {turns} rounds, {where}, commit {document['commit']}"
 
 
 def draw(document: Mapping[str, Any], path: Path) -> None:
@@ -162,7 +197,7 @@ def draw(document: Mapping[str, Any], path: Path) -> None:
     names = [f"{words(line.race)}: {line.name.removeprefix('isograd ')} beside {line.peer}" for line in found]
     panel.set_yticks(range(len(found)), names)
     panel.set_ylim(len(found) - 0.4, -0.8)
-    panel.set_xlabel("step time by the peer's: left of 1 isograd is faster (median; line: all rounds)")
+    panel.set_xlabel("step time by the fastest peer's: left of 1 isograd is faster (median; line: all rounds)")
     panel.set_title(title(document), fontsize=8)
     panel.grid(axis="x", alpha=0.3)
     path.parent.mkdir(parents=True, exist_ok=True)

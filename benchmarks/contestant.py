@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from benchmarks.model import Decoder
 from benchmarks.task import LR, Batch, Sizes
-from isograd.pipeline.schedule import Schedule, Timed
+from isograd.pipeline.schedule import Timed
 
 
 class Contestant(ABC):
@@ -32,9 +32,9 @@ class Contestant(ABC):
         self.backward(batch)
         self.update()
 
-    def timeline(self) -> tuple[Schedule, list[Timed]] | None:
-        """Of a pipeline that measures itself: its schedule, and what this rank did when in the latest step."""
-        return None
+    def timeline(self) -> list[Timed]:
+        """Of a pipeline: what this rank did when in the latest step."""
+        return []
 
     def finish(self) -> None:  # noqa: B027  (most have nothing left to do)
         """Complete what a step left under way. Called inside the clock: nobody finishes in another's turn."""
@@ -51,7 +51,7 @@ class Entry:
     build: Build
     bound: Callable[[Sizes, int], float]  # (sizes, world)
     alone: bool = False  # one process: rank 0 works, the others wait
-    peer: str | None = None  # of ours: the entry that it is to be compared with
+    peers: tuple[str, ...] = ()  # of ours: the entries that do the same; it is compared with the fastest of them
 
 
 def adamw(parameters: Iterable[nn.Parameter] | list[dict[str, list[nn.Parameter]]]) -> torch.optim.Optimizer:

@@ -31,8 +31,11 @@ class IsogradExperts(Isograd):
 
 EXPERTS = [
     Entry(
-        "isograd dp ep zero1", partial(IsogradExperts, layout="dpW epW zero1"), reduce_and_gather, peer=PEERS[0].name
+        "isograd dp ep zero1",
+        partial(IsogradExperts, layout="dpW epW zero1"),
+        reduce_and_gather,
+        peers=(PEERS[0].name,),
     ),
-    Entry("isograd dp ep zero3", partial(IsogradExperts, layout="dpW epW zero3"), gather_twice, peer=PEERS[0].name),
-    Entry("isograd tp ep", partial(IsogradExperts, layout="tpW epW"), stream_and_slots, peer=PEERS[1].name),
+    Entry("isograd dp ep zero3", partial(IsogradExperts, layout="dpW epW zero3"), gather_twice, peers=(PEERS[0].name,)),
+    Entry("isograd tp ep", partial(IsogradExperts, layout="tpW epW"), stream_and_slots, peers=(PEERS[1].name,)),
 ]

@@ -159,10 +159,10 @@ class Own(Loaded):
 ONE = Entry("one process", Theirs, nothing, alone=True)
 ENTRIES = [
     Entry("transformers tp", partial(Theirs, cut=True), stream_bytes),
-    Entry("isograd tp", partial(Own, layout="tpW"), stream_bytes, peer="transformers tp"),
-    Entry("ig.hugging tp", partial(Loaded, layout="tpW"), stream_bytes, peer="transformers tp"),
+    Entry("isograd tp", partial(Own, layout="tpW"), stream_bytes, peers=("transformers tp",)),
+    Entry("ig.hugging tp", partial(Loaded, layout="tpW"), stream_bytes, peers=("transformers tp",)),
     Entry("isograd pp", partial(Own, layout="ppW 1f1b"), passed_bytes),
-    Entry("ig.hugging pp", partial(Loaded, layout="ppW 1f1b"), passed_bytes, peer="isograd pp"),
+    Entry("ig.hugging pp", partial(Loaded, layout="ppW 1f1b"), passed_bytes, peers=("isograd pp",)),
 ]
 
 

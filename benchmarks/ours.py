@@ -100,18 +100,27 @@ def take(model: ig.models.Transformer, plain: Decoder, mesh: ig.Mesh) -> None:
 
 
 DATA = [
-    Entry(f"isograd zero{zero}", partial(IsogradData, zero=zero), reduce_and_gather, peer="DDP") for zero in (0, 1, 2)
+    Entry("isograd zero0", partial(IsogradData, zero=0), reduce_and_gather, peers=("DDP", "DeepSpeed ZeRO-0")),
+    *(
+        Entry(
+            f"isograd zero{zero}",
+            partial(IsogradData, zero=zero),
+            reduce_and_gather,
+            peers=("DDP", "ZeroRedundancyOptimizer", f"DeepSpeed ZeRO-{zero}"),
+        )
+        for zero in (1, 2)
+    ),
 ]
 DATA += [
-    Entry("isograd DataParallel", IsogradDropIn, reduce_and_gather, peer="DDP"),
-    Entry("isograd zero3 kept", partial(IsogradData, zero=3, keep=True), reduce_and_gather, peer="FSDP2 kept"),
-    Entry("isograd zero3", partial(IsogradData, zero=3), gather_twice, peer="FSDP2 reshard"),
+    Entry("isograd DataParallel", IsogradDropIn, reduce_and_gather, peers=("DDP",)),
+    Entry("isograd zero3 kept", partial(IsogradData, zero=3, keep=True), reduce_and_gather, peers=("FSDP2 kept",)),
+    Entry("isograd zero3", partial(IsogradData, zero=3), gather_twice, peers=("FSDP2 reshard", "DeepSpeed ZeRO-3")),
 ]
 TENSOR = [
-    Entry("isograd tp", partial(IsogradTensor, sequence=False), stream_bytes, peer="DTensor TP"),
-    Entry("isograd tp sp", partial(IsogradTensor, sequence=True), stream_bytes, peer="DTensor TP + SP"),
+    Entry("isograd tp", partial(IsogradTensor, sequence=False), stream_bytes, peers=("DTensor TP",)),
+    Entry("isograd tp sp", partial(IsogradTensor, sequence=True), stream_bytes, peers=("DTensor TP + SP",)),
 ]
 SEQUENCE = [
-    Entry("isograd ulysses", partial(IsogradSequence, method="ulysses"), ulysses_bytes, peer=PEERS[0].name),
-    Entry("isograd ring", partial(IsogradSequence, method="ring"), ring_bytes, peer=PEERS[0].name),
+    Entry("isograd ulysses", partial(IsogradSequence, method="ulysses"), ulysses_bytes, peers=(PEERS[0].name,)),
+    Entry("isograd ring", partial(IsogradSequence, method="ring"), ring_bytes, peers=(PEERS[0].name,)),
 ]

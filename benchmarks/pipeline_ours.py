@@ -10,7 +10,7 @@ from benchmarks.model import Decoder
 from benchmarks.ours import Isograd, take
 from benchmarks.pipeline_peers import passed_bytes, split
 from benchmarks.task import Batch, Sizes
-from isograd.pipeline.schedule import Schedule, Timed, build
+from isograd.pipeline.schedule import Timed
 
 
 class IsogradPipeline(Isograd):
@@ -30,21 +30,26 @@ class IsogradPipeline(Isograd):
     def backward(self, batch: Batch) -> None:
         self.engine.accumulate((batch.tokens, batch.labels), self.micro_batches)
 
-    def timeline(self) -> tuple[Schedule, list[Timed]]:
-        layout, pipeline = self.mesh.layout, self.engine.pipeline
-        assert pipeline is not None
-        return build(layout.schedule, layout.pp, layout.vpp, self.micro_batches), pipeline.timeline
+    def timeline(self) -> list[Timed]:
+        assert self.engine.pipeline is not None
+        return self.engine.pipeline.timeline
 
 
 _interleaved = partial(passed_bytes, vpp=2)
 PIPELINE = [
-    Entry("isograd 1f1b", partial(IsogradPipeline, schedule="1f1b"), passed_bytes, peer="torch 1F1B"),
-    Entry("isograd gpipe", partial(IsogradPipeline, schedule="gpipe"), passed_bytes, peer="torch GPipe"),
+    Entry("isograd 1f1b", partial(IsogradPipeline, schedule="1f1b"), passed_bytes, peers=("torch 1F1B",)),
+    Entry("isograd gpipe", partial(IsogradPipeline, schedule="gpipe"), passed_bytes, peers=("torch GPipe",)),
     Entry(
-        "isograd interleaved", partial(IsogradPipeline, schedule="1f1b", vpp=2), _interleaved, peer="torch interleaved"
+        "isograd interleaved",
+        partial(IsogradPipeline, schedule="1f1b", vpp=2),
+        _interleaved,
+        peers=("torch interleaved",),
     ),
-    Entry("isograd zb", partial(IsogradPipeline, schedule="zb"), passed_bytes, peer="torch zero-bubble"),
+    Entry("isograd zb", partial(IsogradPipeline, schedule="zb"), passed_bytes, peers=("torch zero-bubble",)),
     Entry(
-        "isograd zb vpp2", partial(IsogradPipeline, schedule="zb", vpp=2), _interleaved, peer="torch zero-bubble vpp2"
+        "isograd zb vpp2",
+        partial(IsogradPipeline, schedule="zb", vpp=2),
+        _interleaved,
+        peers=("torch zero-bubble vpp2",),
     ),
 ]

@@ -8,7 +8,8 @@ tutorials do, as many layers for each stage, the head on top of the last.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -28,6 +29,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from benchmarks.contestant import Contestant, Entry, adamw
 from benchmarks.model import Decoder
 from benchmarks.task import IGNORE, Batch, Sizes
+from isograd.pipeline.schedule import Action, Timed
 from isograd.pipeline.split import balanced, ranges
 
 
@@ -66,6 +68,39 @@ class TorchPipeline(Contestant):
         )
         self.optimizer = adamw(self.parts.parameters())
         self.count = 0
+        self._timeline: list[Timed] = []
+        self._clocked(made)
+
+    def _clocked(self, stages: Sequence[PipelineStage]) -> None:
+        """Note when each action ran. The loss of a micro-batch is a part of its forward, as in isograd's."""
+        loss = self.schedule._maybe_compute_loss
+
+        def with_loss(stage: Any, output: Any, targets: Any, micro: int, *rest: Any) -> None:
+            loss(stage, output, targets, micro, *rest)
+            if stage.is_last:
+                number = max(
+                    n for n, timed in enumerate(self._timeline) if timed.action[1:] == (stage.stage_index, micro)
+                )
+                self._timeline[number] = self._timeline[number]._replace(end=time.perf_counter())
+
+        self.schedule._maybe_compute_loss = with_loss
+        for stage in stages:
+            stage.forward_one_chunk = self._timed("F", stage, stage.forward_one_chunk)
+            stage.backward_one_chunk = self._timed("B", stage, stage.backward_one_chunk)
+            stage.backward_weight_one_chunk = self._timed("W", stage, stage.backward_weight_one_chunk)
+
+    def _timed(self, kind: str, stage: PipelineStage, run: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(micro: int, *args: Any, **kwargs: Any) -> Any:
+            began = time.perf_counter()
+            made = run(micro, *args, **kwargs)
+            called = "I" if kind == "B" and not kwargs.get("full_backward", True) else kind
+            self._timeline.append(Timed(Action(called, stage.stage_index, micro), began, time.perf_counter()))
+            return made
+
+        return timed
+
+    def timeline(self) -> list[Timed]:
+        return self._timeline
 
     def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         sums = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum")
@@ -73,6 +108,7 @@ class TorchPipeline(Contestant):
 
     def backward(self, batch: Batch) -> None:
         self.count = batch.count
+        self._timeline.clear()
         given = (batch.tokens,) if self.rank == 0 else ()
         self.schedule.step(*given, target=batch.labels if self.last else None, return_outputs=False)
 

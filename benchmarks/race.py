@@ -15,6 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 
 import psutil
 import torch
@@ -23,8 +24,8 @@ from torch import Tensor
 from benchmarks import quiet, seat
 from benchmarks.contestant import ONE, Entry
 from benchmarks.task import Sizes
-from isograd.comm.launch import World
-from isograd.pipeline.schedule import idle_share
+from isograd.comm.launch import World, start_method
+from isograd.pipeline.schedule import Schedule, Timed, idle_share
 
 TIMEOUT = 600.0
 ATTEMPTS = 4  # at a turn that other jobs disturb
@@ -60,6 +61,12 @@ class Result:
     def median(self) -> float:
         return statistics.median(self.seconds)
 
+    @property
+    def peer(self) -> str | None:
+        """The fastest of those that do the same and raced beside me."""
+        beside = [self.heat[name] for name in self.entry.peers if name in self.heat]
+        return min(beside, key=lambda result: result.median).entry.name if beside else None
+
     def ratios(self, other: str | None) -> list[float] | None:
         """My time by the other's, round by round; None where the other did not race beside me."""
         beside = self.heat.get(other or "")
@@ -81,14 +88,17 @@ def run(
     errors: bool,
     reference: Entry = ONE,
     attempts: int = ATTEMPTS,
+    settle: int = seat.SETTLE_STEPS,
 ) -> list[Result]:
-    """`reference`: whose gradients on the whole batch are the truth. `attempts`: at a turn that others disturb."""
+    """`reference`: whose gradients on the whole batch are the truth. `attempts`: at a turn that others disturb.
+    `settle`: steps before the first turn."""
+    start_method(_modules(entries))
     results: list[Result] = []
     waiting = list(entries)
     while waiting:
         guests = guests_of(waiting, entries, reference)
         with ExitStack() as stack:
-            heat = _seat(stack, [*guests, *waiting], sizes, ranks)
+            heat = _seat(stack, [*guests, *waiting], sizes, ranks, settle)
             seated = [result for result, _ in heat]
             if len(seated) <= len(guests):
                 raise SystemExit(f"memory does not hold {', '.join(e.name for e in [*guests, waiting[0]])} at once")
@@ -106,11 +116,20 @@ def run(
 
 def guests_of(waiting: Sequence[Entry], entries: Sequence[Entry], reference: Entry) -> list[Entry]:
     """Who has raced in an earlier heat and is needed in the next one."""
-    needed = {reference.name, *(entry.peer for entry in waiting)}
+    needed = {reference.name, *(peer for entry in waiting for peer in entry.peers)}
     return [entry for entry in entries if entry.name in needed and entry not in waiting]
 
 
-def _seat(stack: ExitStack, entries: Sequence[Entry], sizes: Sizes, ranks: int) -> list[tuple[Result, World]]:
+def _modules(entries: Sequence[Entry]) -> list[str]:
+    """What ranks would load anew for each contestant, which takes seconds: the server that starts them loads it."""
+    builders = [entry.build.func if isinstance(entry.build, partial) else entry.build for entry in entries]
+    modules = {builder.__module__ for builder in builders} - {"__main__"}
+    return [*sorted(modules), "benchmarks.seat", "torch._dynamo"]
+
+
+def _seat(
+    stack: ExitStack, entries: Sequence[Entry], sizes: Sizes, ranks: int, settle: int
+) -> list[tuple[Result, World]]:
     """Build one after the other, as long as memory holds one more."""
     heat: list[tuple[Result, World]] = []
     most = 0
@@ -120,10 +139,10 @@ def _seat(stack: ExitStack, entries: Sequence[Entry], sizes: Sizes, ranks: int) 
             break
         began = time.perf_counter()
         world = stack.enter_context(World(1 if entry.alone else ranks))
-        world.run(seat.sit, entry, sizes, timeout=TIMEOUT)
+        world.run(seat.sit, entry, sizes, settle, timeout=TIMEOUT)
         heat.append((Result(entry), world))
         most = max(most, before - psutil.virtual_memory().available)
-        _say(f"{entry.name}: built, {seat.SETTLE_STEPS} steps", began)
+        _say(f"{entry.name}: built, {settle} steps", began)
     return heat
 
 
@@ -172,12 +191,19 @@ def bubble(turns: Sequence[seat.Turn]) -> list[tuple[float, float]]:
 
     In theory: the same actions in the same order, each as long as it was, with messages that take no time.
     """
-    found = [t.timeline for t in turns if t.timeline is not None]
-    if not found:
+    rows = [sorted(turn.timeline, key=lambda timed: timed.start) for turn in turns]
+    if not all(rows):
         return []
-    schedule, rows = found[0][0], [timeline for _, timeline in found]
     took = {timed.action: timed.end - timed.start for row in rows for timed in row}
-    return [(idle_share(rows), schedule.bubble(took.__getitem__))]
+    return [(idle_share(rows), schedule_of(rows).bubble(took.__getitem__))]
+
+
+def schedule_of(rows: Sequence[Sequence[Timed]]) -> Schedule:
+    """What the ranks did, in the order in which they did it."""
+    orders = tuple(tuple(timed.action for timed in row) for row in rows)
+    actions = [action for order in orders for action in order]
+    stages, micros = (1 + max(action[part] for action in actions) for part in (1, 2))
+    return Schedule("as it ran", len(rows), stages // len(rows), micros, orders)
 
 
 def difference(got: dict[str, Tensor], expected: dict[str, Tensor]) -> Error:

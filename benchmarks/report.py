@@ -19,7 +19,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import quiet, race
+from benchmarks import quiet, race, seat
 from benchmarks.contestant import ONE, Entry
 from benchmarks.data_peers import DDP_ENTRY
 from benchmarks.race import Error, Result
@@ -38,6 +38,8 @@ def options(text: str) -> argparse.ArgumentParser:
         "--only", nargs="+", metavar="NAME", help="contestants of these names; * stands for any letters"
     )
     parser.add_argument("--batch", type=int, default=Sizes().batch, help="sequences per step over all ranks")
+    parser.add_argument("--settle", type=int, default=seat.SETTLE_STEPS, help="steps of each before its first turn")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers (of the last race) here, too")
     parser.add_argument("--no-errors", action="store_true", help="leave out the comparison of gradients")
     parser.add_argument("--anyway", action="store_true", help="race on a machine that other jobs use, too")
     return parser
@@ -88,7 +90,7 @@ def contest(
         quiet.refuse_noise()
     results = race.run(
         entries, sizes, chosen.ranks, rounds=chosen.rounds, steps=chosen.steps, errors=not chosen.no_errors,
-        reference=reference, attempts=1 if chosen.anyway else race.ATTEMPTS,
+        reference=reference, attempts=1 if chosen.anyway else race.ATTEMPTS, settle=chosen.settle,
     )  # fmt: skip
     rows = [row(result, sizes, chosen.ranks) for result in results]
     foreign = sum(r["disturbed_rounds"] for r in rows)
@@ -99,8 +101,9 @@ def contest(
     OUT.mkdir(exist_ok=True)
     stem = OUT / f"{name}-{chosen.ranks}{'' if chosen.batch == Sizes().batch else f'-batch{chosen.batch}'}"
     document = {"title": title, "notes": list(notes), "machine": machine(), "options": vars(chosen), "rows": rows}
-    stem.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n")
     written = [stem.with_suffix(".json")]
+    for path in [*written, *([chosen.json] if chosen.json else [])]:
+        path.write_text(json.dumps(document, indent=1, default=str) + "\n")
     if find_spec("matplotlib"):
         chart(rows, title, stem.with_suffix(".png"))
         written.append(stem.with_suffix(".png"))
@@ -108,7 +111,7 @@ def contest(
 
 
 def row(result: Result, sizes: Sizes, ranks: int) -> dict[str, Any]:
-    peer = result.entry.peer
+    peer = result.peer
     return {
         "name": result.entry.name,
         "step_s": result.median,
@@ -120,7 +123,7 @@ def row(result: Result, sizes: Sizes, ranks: int) -> dict[str, Any]:
         "of_peer": _median(result.ratios(peer)),
         "of_peer_rounds": result.ratios(peer),
         "cpu_of_peer": _median(result.work_ratios(peer)),
-        "peak_of_peer": result.peak / result.heat[peer].peak if peer in result.heat else None,
+        "peak_of_peer": result.peak / result.heat[peer].peak if peer else None,
         "bubble": _median_pair(result.bubbles),
         "wire_bytes": statistics.median(result.wire),
         "disturbed_rounds": result.disturbed,
@@ -156,7 +159,7 @@ def show(rows: Sequence[dict[str, Any]], title: str, notes: Sequence[str]) -> No
     table = Table(title=title, caption="\n".join(notes) or None, caption_justify="left")
     headings = ["contestant", "step, ms", "best"] + (["of DDP"] if ddp else [])
     bubbles = any(r["bubble"] for r in rows)
-    headings += ["of one", "work of one's"] + (["of its peer", "work of peer's"] if peers else [])
+    headings += ["of one", "work of one's"] + (["fastest peer", "of its peer", "work of peer's"] if peers else [])
     headings += ["bubble", "theory"] if bubbles else []
     headings += ["wire, MB", "bound", "wire/bound", "peak, MiB", "error even", "uneven"]
     for number, heading in enumerate(headings):
@@ -165,7 +168,7 @@ def show(rows: Sequence[dict[str, Any]], title: str, notes: Sequence[str]) -> No
         cells = [r["name"], f"{r['step_s'] * 1e3:.0f}", f"{min(r['rounds_s']) * 1e3:.0f}"]
         cells += [_number(r["of_ddp"])] if ddp else []
         cells += [_number(r["of_one"]), _number(r["cpu_of_one"])]
-        cells += [_number(r["of_peer"]), _number(r["cpu_of_peer"])] if peers else []
+        cells += [r["peer"] or "-", _number(r["of_peer"]), _number(r["cpu_of_peer"])] if peers else []
         cells += [_number(r["bubble"] and r["bubble"][kind]) for kind in ("measured", "theory")] if bubbles else []
         wire, bound = r["wire_bytes"], r["bound_bytes"]
         cells += [f"{wire / 1e6:.1f}", f"{bound / 1e6:.1f}", _number(wire / bound if bound else None)]

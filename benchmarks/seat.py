@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import resource
+import tempfile
 import time
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +25,7 @@ from torch import Tensor
 from benchmarks.contestant import Contestant, Entry
 from benchmarks.task import Sizes, batch
 from isograd.comm.wire import sent_by_me, sent_on_loopback
-from isograd.pipeline.schedule import Schedule, Timed
+from isograd.pipeline.schedule import Timed
 
 SETTLE_STEPS = 3  # buckets are rebuilt, connections opened, optimizer state is made
 
@@ -34,20 +38,41 @@ class Turn:
     cpu: float  # seconds per step that this rank's threads worked, in user mode and in the kernel
     sent: float  # bytes per step that this rank's sockets sent
     loopback: float  # bytes per step on the loopback interface: all ranks, and whoever else uses it
-    timeline: tuple[Schedule, list[Timed]] | None
+    timeline: list[Timed]  # of the last of these steps, in a pipeline
 
 
-def sit(entry: Entry, sizes: Sizes) -> None:
+def sit(entry: Entry, sizes: Sizes, settle: int = SETTLE_STEPS) -> None:
     """Build and take the first steps."""
-    logging.disable(logging.WARNING)  # what peers say of themselves is no result
+    logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     rank, world = where()
-    _steps(entry.build(sizes.tiny(), rank, world), sizes.tiny(), SETTLE_STEPS, 0)
-    gc.collect()
-    base = _resident()
-    contestant = entry.build(sizes, rank, world)
-    _steps(contestant, sizes, SETTLE_STEPS, 0)
+    with unheard():
+        _steps(entry.build(sizes.tiny(), rank, world), sizes.tiny(), settle, 0)
+        gc.collect()
+        base = _resident()
+        contestant = entry.build(sizes, rank, world)
+        _steps(contestant, sizes, settle, 0)
     _held.update(contestant=contestant, base=base)
+
+
+@contextmanager
+def unheard() -> Iterator[None]:
+    """What peers say of themselves, and what the compilers that they start say, is no result: it is kept off the
+    screen, and shown with the error where one is raised."""
+    screens = os.dup(1), os.dup(2)
+    with tempfile.TemporaryFile() as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+        try:
+            yield
+        except Exception as error:
+            file.seek(0)
+            error.add_note(file.read()[-4000:].decode(errors="replace"))
+            raise
+        finally:
+            for number, screen in enumerate(screens, 1):
+                os.dup2(screen, number)
+                os.close(screen)
 
 
 def turn(sizes: Sizes, steps: int, number: int) -> Turn:
@@ -60,7 +85,7 @@ def turn(sizes: Sizes, steps: int, number: int) -> Turn:
     seconds, cpu = time.perf_counter() - began, time.process_time() - worked
     barrier()
     sent, carried = sent_by_me() - sent, sent_on_loopback() - carried
-    return Turn(seconds / steps, cpu / steps, sent / steps, carried / steps, contestant.timeline())
+    return Turn(seconds / steps, cpu / steps, sent / steps, carried / steps, list(contestant.timeline()))
 
 
 def peak() -> int:

@@ -5,14 +5,18 @@
 
 Every rank sees the whole batch. One process and DDP run along for comparison. The columns are those of
 benchmarks.data_parallel, and "of its peer" compares isograd with the same method in torch. The wire's lower bound is
-the sums of the residual stream that the method is made of; the loss and norms' gradients add a little to it.
+the sums of the residual stream that the method is made of; the loss and norms' gradients add a little to it. With
+--no-errors the floor of the method races, too (benchmarks.floors).
 """
 
 from __future__ import annotations
 
-from benchmarks import ours, report, tensor_peers
+import sys
+
+from benchmarks import floors, ours, report, tensor_peers
 from benchmarks.contestant import ONE
 from benchmarks.data_peers import DDP_ENTRY
 
 if __name__ == "__main__":
-    report.main("tensor_parallel", __doc__ or "", [ONE, DDP_ENTRY, *tensor_peers.PEERS, *ours.TENSOR], [])
+    bottom = floors.TENSOR if "--no-errors" in sys.argv else []  # it has no gradients to compare
+    report.main("tensor_parallel", __doc__ or "", [ONE, DDP_ENTRY, *bottom, *tensor_peers.PEERS, *ours.TENSOR], [])

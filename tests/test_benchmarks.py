@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import os
 import time
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from benchmarks import quiet, tables
+from benchmarks import all as every
+from benchmarks import diff, floors, pipeline_peers, quiet, race, report, seat, tables
 from benchmarks.contestant import ONE, Entry
 from benchmarks.data_peers import DDP_ENTRY
 from benchmarks.diff import verdict
 from benchmarks.ours import DATA
+from benchmarks.pipeline_ours import PIPELINE
 from benchmarks.race import Result, guests_of
 from benchmarks.report import chosen_of
+from benchmarks.task import Sizes
 
 ENTRIES = [ONE, DDP_ENTRY, *DATA]
 
@@ -39,6 +46,90 @@ def test_a_ratio_is_taken_within_a_heat() -> None:
     mine.heat = {"DDP": peer}
     assert mine.ratios("DDP") == [0.5, 1.0]
     assert mine.ratios("one process") is None
+
+
+def test_the_peer_of_a_contestant_is_the_fastest_that_does_the_same() -> None:
+    zero1 = next(entry for entry in DATA if entry.name == "isograd zero1")
+    mine, slow = Result(zero1, seconds=[1.0, 1.0]), Result(DDP_ENTRY, seconds=[4.0, 3.0])
+    fast = Result(replace(DDP_ENTRY, name="ZeroRedundancyOptimizer"), seconds=[2.0, 2.5])
+    mine.heat = {"DDP": slow}
+    assert mine.peer == "DDP"
+    mine.heat = {"DDP": slow, "ZeroRedundancyOptimizer": fast}
+    assert mine.peer == "ZeroRedundancyOptimizer"
+
+
+def test_a_turn_that_others_disturb_is_repeated_and_counted_where_that_does_not_help(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Ranks:
+        """In the place of a World: each turn takes a second more than the one before."""
+
+        turns = 0
+
+        def run(self, *args: object, **kwargs: object) -> list[seat.Turn]:
+            self.turns += 1
+            return [seat.Turn(float(self.turns), 0.0, 0.0, 0.0, [])]
+
+    foreign = iter([True, True, False])
+    monkeypatch.setattr(quiet.Watch, "disturbed", lambda self, own: next(foreign))
+    result = Result(DDP_ENTRY)
+    assert race._turn(result, Ranks(), Sizes(), 1, 1, race.ATTEMPTS)[0].seconds == 3.0  # type: ignore[arg-type]
+    assert result.disturbed == 0
+    monkeypatch.setattr(quiet.Watch, "disturbed", lambda self, own: True)
+    assert race._turn(result, Ranks(), Sizes(), 1, 1, 2)[0].seconds == 2.0  # type: ignore[arg-type]
+    assert result.disturbed == 1
+
+
+def test_what_a_peer_says_is_heard_with_its_error_only(capfd: pytest.CaptureFixture[str]) -> None:
+    with seat.unheard():
+        os.write(1, b"welcome")
+    with pytest.raises(ValueError, match="no rank") as caught, seat.unheard():
+        os.write(2, b"compiling")
+        raise ValueError("no rank")
+    assert "compiling" in caught.value.__notes__[0]
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.medium
+def test_a_race_becomes_rows_a_table_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = replace(Sizes().tiny(), batch=2, micro_batches=2, layers=2)
+    pair = ("torch 1F1B", "isograd 1f1b")
+    entries = [ONE, *(entry for entry in [*pipeline_peers.PEERS, *PIPELINE] if entry.name in pair)]
+    results = race.run(entries, sizes, 2, rounds=2, steps=1, errors=True, attempts=1, settle=1)
+    rows = [report.row(result, sizes, 2) for result in results]
+    assert [row["name"] for row in rows] == names(entries)
+    assert all(row["even"]["total"] < 1e-5 for row in rows if row["name"] != ONE.name)
+    assert all(0 <= row["bubble"]["theory"] < 1 for row in rows if row["name"] in pair)
+    where = {"processor": "a machine", "torch": "2"}
+    document = {"commit": "abc", "machine": where, "quick": True, "races": {"tiny-2": {"rows": rows}}}
+    assert [(line.name, line.peer) for line in every.lines(document)] == [pair[::-1]]
+    every.draw(document, tmp_path / "race.svg")
+    drawn = (tmp_path / "race.svg").read_text()
+    assert all(text in drawn for text in ("tiny: 1f1b beside torch 1F1B", "a machine", "commit abc", "2 rounds"))
+    assert set(diff.rounds(document, "")) == {("tiny-2", entry.name) for entry in entries[1:]}
+
+
+@pytest.mark.medium
+def test_floors_send_what_the_bound_says() -> None:
+    sizes = replace(Sizes().tiny(), batch=2, micro_batches=2, layers=2)
+    entries = [*floors.PIPELINE, *floors.TENSOR]
+    results = race.run(entries, sizes, 2, rounds=1, steps=2, errors=False, attempts=1, settle=1)
+    for result in results:  # headers of messages come on top, and they are many beside tiny messages
+        assert result.wire[0] >= result.entry.bound(sizes, 2)
+
+
+def test_a_race_that_fails_is_left_out_and_named_and_one_of_this_commit_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "all.json"
+    monkeypatch.setattr(every, "RACES", {"gone-2": ["no_such_race"]})
+    with pytest.raises(SystemExit, match="nothing is written"):
+        every.run(path, False, True, ["gone-2"], False)
+    assert "benchmarks.no_such_race --anyway ended with 1: left out" in capsys.readouterr().out
+    assert not path.exists()
+    kept = {"commit": every.commit(), "machine": report.machine(), "quick": False, "minutes": 3.0}
+    path.write_text(json.dumps(kept | {"races": {"gone-2": {"rows": []}}}))
+    assert every.run(path, False, True, ["gone-2"], True)["races"] == {"gone-2": {"rows": []}}
 
 
 def test_slower_means_beyond_both_ranges() -> None:
