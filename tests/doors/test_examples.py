@@ -16,6 +16,7 @@ PAIRS = {
     "deepspeed_loop.py": "deepspeed_loop.py",
     "fabric_loop.py": "fabric_loop.py",
     "lightning_loop.py": "lightning_loop.py",
+    "verl_loop.py": "verl_loop.py",
 }
 
 

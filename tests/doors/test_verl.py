@@ -178,15 +178,60 @@ def test_a_loss_function_that_fails_drops_the_step_on_all_ranks(worlds, layout: 
 @pytest.mark.parametrize(
     "where, name, value",
     [("model", "lora_rank", 8), ("options", "optimizer", "AdamW8bit"), ("options", "lr_scheduler_type", "linear"),
-     ("given", "param_offload", True), ("given", "forward_only", True)],
+     ("options", "optimizer_impl", "torchao.optim"), ("given", "param_offload", True), ("model", "use_liger", True),
+     ("model", "trust_remote_code", True), ("kept", "load_contents", ["model"])],
 )  # fmt: skip
 def test_options_that_would_be_left_out_without_a_word_are_refused(where: str, name: str, value: Any) -> None:
     door = import_module("isograd.doors.verl")
     given = door.EngineOptions(**({name: value} if where == "given" else {}))
     options = SimpleNamespace(**{**OPTIONS, **({name: value} if where == "options" else {})})
     model = SimpleNamespace(**({name: value} if where == "model" else {}))
+    kept = SimpleNamespace(**({name: value} if where == "kept" else {}))
     with pytest.raises(IsogradError, match="IG872"):
-        door.IsogradEngine(model, given, options, SimpleNamespace()).initialize()
+        door.IsogradEngine(model, given, options, kept).initialize()
+
+
+def refused(folder: Path) -> list[str]:
+    """What is wrong in a batch of one rank is said on all; then a loss with weights is the mean over all ranks."""
+    engine, said = made("zero1"), []
+
+    def tried(change: Any, theirs: Any = weighed) -> None:
+        change(data := batch(0))
+        with pytest.raises(IsogradError) as error:
+            engine.infer_batch(data, theirs)
+        said.append(error.value.code)
+
+    def first_counts(data: Any) -> None:
+        if raw.world()[0] == 0:
+            data["loss_mask"].values()[0] = 1
+
+    def padded(data: Any) -> None:
+        data["loss_mask"] = data["loss_mask"].to_padded_tensor(0)
+
+    tried(first_counts)
+    tried(padded)
+    tried(lambda data: data.update({"temperature": torch.ones(len(data), 2)}))
+    with pytest.raises(IsogradError, match="IG860"):
+        engine.load_checkpoint(str(folder))
+    with pytest.raises(IsogradError, match="IG872"):
+        engine.train_batch(batch(0), None)
+    looked = engine.infer_batch(batch(0), weighed)["loss"]
+    with engine.train_mode():
+        trained_on = engine.train_batch(batch(0), weighed)["loss"]
+    return [*said, *map(str, looked + trained_on)]
+
+
+def test_wrong_batches_are_refused_on_all_ranks_and_a_loss_with_weights_is_told_whole(worlds, tmp_path: Path) -> None:
+    model, rows = gpt(), sequences(0)
+    with torch.no_grad():
+        total = sum(
+            (torch.log_softmax(model(input_ids=t[None]).logits[0, :-1], -1).gather(-1, t[1:, None])[:, 0] * m[1:]).sum()
+            for t, m in rows
+        )
+    truth = -float(total) / sum(int(m.sum()) for _, m in rows)
+    for *codes, looked, trained_on in worlds(2).run(refused, tmp_path, timeout=280):
+        assert codes == ["IG872"] * 3
+        assert [float(looked), float(trained_on)] == [pytest.approx(truth, rel=1e-9)] * 2
 
 
 def test_the_entry_point_names_the_engine() -> None:

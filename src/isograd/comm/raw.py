@@ -122,6 +122,11 @@ def seat() -> tuple[int, int]:
     return int(os.environ["RANK"]), size
 
 
+def of_world() -> Any:
+    """torch's own group of all ranks, for a library whose loop asks for one; None where no world was joined."""
+    return dist.group.WORLD if dist.is_initialized() else None
+
+
 def _best_backend(local_world_size: int) -> str:
     # NCCL refuses two ranks on one card, so ranks that share a card talk through gloo.
     enough = torch.cuda.is_available() and torch.cuda.device_count() >= local_world_size
@@ -256,9 +261,6 @@ def _noted(handle: Handle, group: Group, out: Tensors, into: Tensors, tag: int, 
     return handle if now is None else handle.and_then(now.note(group, out, into, tag, control))
 
 
-# -- the one primitive of gloo -----------------------------------------------------------------------------------
-
-
 def exchange(out: Tensors, into: Tensors, group: Group, tag: int = 0, *, control: bool = False) -> Handle:
     """Send the tensors out[i] to member i while filling into[i] with what member i sends here. My own entry is skipped.
 
@@ -306,9 +308,6 @@ def _exchange_staged(out: Tensors, into: Tensors, group: Group, tag: int, contro
                 t.copy_(h)
 
     return Handle(inner._works, keep=(inner, into), then=finish, members=inner._members, group=group)
-
-
-# -- one neighbour -----------------------------------------------------------------------------------------------
 
 
 def send_start(

@@ -8,13 +8,15 @@ average over ranks is the mean. Here a step's gradient is the sum of these losse
 once by the ranks. A loss function that returns (mean, weight) or `ig.Terms`, as those of `ig.losses`, is a mean over
 all that was weighed: then nothing has to know how many tokens other ranks have.
 
-The model is a whole one of transformers, on dp with zero0 to zero3.
+The model is a whole one of transformers, on dp with zero0 to zero3. An engine that only looks forward (the reference
+policy) has no engine of ours inside, and the whole model on each rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,11 +28,15 @@ from verl.workers.engine.base import BaseEngine, BaseEngineCtx, EngineRegistry
 
 from isograd.checkpoint import Keeper
 from isograd.comm import raw
+from isograd.doors import verl_outputs
 from isograd.doors.world import mesh_of
 from isograd.engine import Engine
 from isograd.engine.dropped import is_dropped
 from isograd.errors import DoorError
 from isograd.terms import Terms
+
+OURS, THEIRS = "isograd", "huggingface"  # in a checkpoint's folder
+PARTS = frozenset(("model", "optimizer", "extra"))  # of a checkpoint, in verl's words
 
 
 @dataclass
@@ -48,19 +54,27 @@ class IsogradEngine(BaseEngine):  # type: ignore[misc]
 
     is_param_offload_enabled = False
     is_optimizer_offload_enabled = False
+    engine: Engine | None = None  # none where only forward is asked for
 
     def __init__(self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any) -> None:
         super().__init__()
         self.model_config, self.engine_config = model_config, engine_config
         self.optimizer_config, self.checkpoint_config = optimizer_config, checkpoint_config
         self.mode: str | None = None
+        self.mesh = mesh_of(engine_config.layout)  # verl asks for ranks before it calls `initialize`
+        self._saved: list[Path] = []
+        self._weighs, self._loss = False, 0.0  # of the last step: whether its loss had weights, and what it was
 
     def initialize(self) -> None:
         """Load the model, and make the engine with AdamW and its schedule."""
-        given, options = self.engine_config, self.optimizer_config
-        self.mesh = mesh_of(given.layout)
         self._refuse_options()
-        self.module = self.model().to(self.mesh.device)
+        module: Any = self.model()
+        self.module = module.to(self.mesh.device)
+        if getattr(self.model_config, "enable_gradient_checkpointing", False):
+            self.module.gradient_checkpointing_enable({"use_reentrant": False})
+        if self.engine_config.forward_only:
+            return
+        options = self.optimizer_config
         self.engine = Engine(
             self.module,
             self.mesh,
@@ -69,7 +83,17 @@ class IsogradEngine(BaseEngine):  # type: ignore[misc]
             ),
             clip=options.clip_grad,
         )
-        self.schedule = self._schedule()
+        self.lr_scheduler = self._schedule()
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """torch's, whose groups verl's workers may change between steps."""
+        return self._training("its optimizer").optimizer
+
+    def _training(self, what: str) -> Engine:
+        if self.engine is None:
+            raise self._refused(f"{what}, of an engine that only looks forward", "forward_only=True")
+        return self.engine
 
     def _refuse_options(self) -> None:
         """What verl's own engines do, and what would be left out here without a word."""
@@ -78,15 +102,24 @@ class IsogradEngine(BaseEngine):  # type: ignore[misc]
         def said(config: Any, name: str, default: Any = None) -> Any:
             return getattr(config, name, default)
 
-        if options is None or given.forward_only:
-            raise self._refused("an engine without an optimizer", "forward_only")
+        if options is None and not given.forward_only:
+            raise self._refused("an engine without an optimizer that is not forward_only", "optimizer_config=None")
+        loads = set(said(self.checkpoint_config, "load_contents") or PARTS)
         wrong = {
             "param_offload": given.param_offload,
             "optimizer_offload": given.optimizer_offload,
             "LoRA (lora_rank, lora_adapter_path)": said(model, "lora_rank", 0) or said(model, "lora_adapter_path"),
+            "LoRA (lora.rank)": (said(model, "lora") or {}).get("rank", 0),
             "multi-token prediction (mtp)": said(said(model, "mtp"), "enable", False),
             "external_lib": said(model, "external_lib"),
+            "enable_activation_offload": said(model, "enable_activation_offload", False),
+            "use_liger": said(model, "use_liger", False),
+            "trust_remote_code": said(model, "trust_remote_code", False),
+            "tiled_mlp": (said(model, "tiled_mlp") or {}).get("enabled", False),
             "router_replay": said(said(given, "router_replay"), "mode", "disabled") != "disabled",
+            f"load_contents {sorted(loads)}": not loads >= PARTS,
+            f"optimizer_impl {said(options, 'optimizer_impl')}": said(options, "optimizer_impl", "torch.optim")
+            != "torch.optim",
             f"optimizer {said(options, 'optimizer')}": said(options, "optimizer", "AdamW").lower() != "adamw",
             "override_optimizer_config": said(options, "override_optimizer_config"),
             f"lr_scheduler_type {said(options, 'lr_scheduler_type')}": said(options, "lr_scheduler_type", "constant")
@@ -99,7 +132,7 @@ class IsogradEngine(BaseEngine):  # type: ignore[misc]
         """verl's own, of the optimizer's config."""
         from verl.utils import torch_functional as theirs
 
-        options, optimizer = self.optimizer_config, self.engine.optimizer
+        options, optimizer = self.optimizer_config, self.optimizer
         steps = int(getattr(options, "total_training_steps", -1))
         warmup = int(getattr(options, "lr_warmup_steps", None) or -1)
         if warmup <= 0:
@@ -118,102 +151,135 @@ class IsogradEngine(BaseEngine):  # type: ignore[misc]
 
     def model(self) -> nn.Module:
         """The model of transformers in `model_config.local_path`, with the changes of its `override_config`."""
-        from transformers import AutoConfig, AutoModelForCausalLM
-        from verl.utils.model import update_model_config
+        from transformers import AutoModelForCausalLM
 
-        given = self.model_config
+        return self._loaded(AutoModelForCausalLM)
+
+    def _loaded(self, kind: Any, **more: Any) -> nn.Module:
+        from transformers import AutoConfig
+        from verl.utils.model import update_model_config
+        from verl.utils.torch_dtypes import PrecisionType
+
+        given, dtype = self.model_config, self.engine_config.model_dtype
         changes = dict(getattr(given, "override_config", None) or {})
         changes = dict(changes.get("model_config", changes))
         attention = {name: changes.pop(name) for name in ("attn_implementation",) if name in changes}
-        config = AutoConfig.from_pretrained(given.local_path)
-        update_model_config(config, override_config_kwargs=changes)
-        found: nn.Module = AutoModelForCausalLM.from_pretrained(
-            given.local_path, config=config, dtype=getattr(torch, self.engine_config.model_dtype), **attention
-        )
+        config = AutoConfig.from_pretrained(getattr(given, "local_hf_config_path", None) or given.local_path)
+        update_model_config(config, override_config_kwargs=changes | more)
+        kept = torch.float64 if dtype == "float64" else PrecisionType.to_dtype(dtype)
+        found: nn.Module = kind.from_pretrained(given.local_path, config=config, dtype=kept, **attention)
         return found
 
+    def outputs(self, micro: Any) -> dict[str, Tensor]:
+        """What the model says of a micro-batch, for the loss function."""
+        return verl_outputs.of_language(self.module, micro, self._refused)
+
     # -- a step
+
+    def train_batch(self, data: Any, loss_function: Callable[..., Any]) -> Any:
+        """verl's; the loss of a function that weighs is the mean over the whole step, on all ranks."""
+        outputs = super().train_batch(data, loss_function)
+        if self._weighs:
+            outputs["loss"] = [self._loss]
+        return outputs
 
     def forward_backward_batch(self, data: Any, loss_function: Callable[..., Any], forward_only: bool = False) -> Any:
         """Forward, and backward, of this rank's batch in verl's micro-batches; what verl's own engines return."""
         from verl.utils import tensordict_utils as tu
         from verl.workers.engine.utils import postprocess_batch_func, prepare_micro_batches
 
-        tokens = data["loss_mask"].sum().double().reshape(1).to(self.mesh.device)
-        tu.assign_non_tensor(
-            data, sp_size=1, dp_size=self.mesh.size("dp"),
-            batch_num_tokens=raw.all_reduce(tokens, self.mesh.group("dp")).item(),
-        )  # fmt: skip
-        micros, indices = prepare_micro_batches(
-            data=data, dp_group=self.get_data_parallel_group(), same_micro_num_in_dp=True
-        )
+        if not forward_only:
+            self._training("a backward")
+        tokens = self._tokens(data, counted=loss_function is not None)
+        tu.assign_non_tensor(data, sp_size=1, dp_size=self.mesh.size("dp"), batch_num_tokens=tokens)
+        keeps = forward_only or tu.get_non_tensor_data(data=data, key="return_model_output", default=False)
+        found: list[Terms] = []
         outputs = []
         try:
+            micros, indices = prepare_micro_batches(
+                data=data, dp_group=self.get_data_parallel_group(), same_micro_num_in_dp=True
+            )
             for micro in micros:
                 with torch.set_grad_enabled(not forward_only):
                     loss, output = self.forward_step(micro, loss_function, forward_only)
                 if not forward_only:
-                    output.pop("model_output")
                     self._backward(loss, len(micros))
+                if not keeps:
+                    output.pop("model_output")
+                self._weighs = loss is not None and not isinstance(loss, Tensor)
+                if self._weighs and forward_only:
+                    found.append(loss if isinstance(loss, Terms) else Terms(loss=loss))
                 outputs.append(output)
         except Exception as error:  # the other ranks, which wait at their step, hear of it and drop theirs
-            if not forward_only and not is_dropped(self.engine.ledger):
+            if self.engine is not None and not forward_only and not is_dropped(self.engine.ledger):
                 self.engine.ledger.fail(error)
                 self.engine.discard()
             raise
-        return postprocess_batch_func(output_lst=outputs, indices=indices, data=data)
+        result = postprocess_batch_func(output_lst=outputs, indices=indices, data=data)
+        if found:
+            result["loss"] = [self._mean(found)]
+        return result
+
+    def _tokens(self, data: Any, counted: bool) -> float:
+        """How many tokens count in the batch of all ranks."""
+        mask, inputs = data["loss_mask"], data["input_ids"]
+        if not (mask.is_nested and inputs.is_nested):
+            raise self._refused("sequences that are padded", "pad_mode other than no_padding")
+        firsts = mask.values()[mask.offsets()[:-1][mask.offsets().diff() > 0]]
+        mine = torch.stack([part.double() for part in (mask.values().sum(), (firsts != 0).sum())])
+        tokens, wrong = raw.all_reduce(mine.to(self.mesh.device), self.mesh.group("dp")).tolist()
+        if counted and wrong:
+            raise self._refused(
+                "a loss_mask that counts the first token of a sequence, which nothing predicts",
+                f"{int(wrong)} sequences of this batch",
+            )
+        return float(tokens)
 
     def _backward(self, loss: Any, micros: int) -> None:
         if isinstance(loss, Tensor):  # the weights of a rank add up to 1, so the step divides the sum by the ranks
             loss = (loss * micros, 1.0 / micros)
-        self.engine.backward(*((loss,) if isinstance(loss, Terms) else loss))
+        self._training("a backward").backward(*((loss,) if isinstance(loss, Terms) else loss))
 
     def forward_step(
         self, micro: Any, loss_function: Callable[..., Any] | None, forward_only: bool
     ) -> tuple[Any, dict[str, Any]]:
         """(the loss of a micro-batch, what verl keeps of it)."""
-        made = self._outputs(micro)
+        micro = micro.to(self.mesh.device)
+        made = self.outputs(micro)
+        kept = {name: value.detach() for name, value in made.items()}
         if loss_function is None:
             if not forward_only:
                 raise self._refused("a backward without a loss function", "loss_function=None")
-            return None, {"model_output": made, "loss": 1.0, "metrics": {}}
+            return None, {"model_output": kept, "loss": 1.0, "metrics": {}}
         found, metrics = loss_function(model_output=made, data=micro, dp_group=self.get_data_parallel_group())
-        kept = {name: value.detach() for name, value in made.items()}
         return found, {"model_output": kept, "loss": _number(found), "metrics": metrics}
 
-    def _outputs(self, micro: Any) -> dict[str, Tensor]:
-        """log_probs, and the entropy where it is asked for, of nested sequences; at each place of the token after it,
-        as verl has them."""
-        from verl.utils import tensordict_utils as tu
-
-        inputs = micro["input_ids"].to(self.mesh.device)
-        if not inputs.is_nested:
-            raise self._refused("sequences that are padded", "pad_mode other than no_padding")
-        lengths = inputs.offsets().diff().tolist()
-        rows = torch.nn.utils.rnn.pad_sequence(list(inputs.unbind()), batch_first=True)
-        there = torch.arange(rows.shape[1], device=rows.device) < torch.tensor(lengths, device=rows.device)[:, None]
-        logits = self.module(input_ids=rows, attention_mask=there.long(), use_cache=False).logits
-        temperature = tu.get_non_tensor_data(data=micro, key="temperature", default=1.0)
-        scores = torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature, -1)
-        found = {"log_probs": scores.gather(-1, rows.roll(-1, 1)[..., None])[..., 0]}
-        if tu.get_non_tensor_data(data=micro, key="calculate_entropy", default=False):
-            found["entropy"] = -(scores.exp() * scores).sum(-1)
-        return {
-            name: torch.nested.nested_tensor_from_jagged(values[there], inputs.offsets())
-            for name, values in found.items()
-        }
+    def _mean(self, found: Sequence[Terms]) -> float:
+        """The loss of terms over all micro-batches and ranks."""
+        sums = torch.zeros(2, len(found[0]), dtype=torch.float64)
+        for terms in found:
+            pairs = [(float(t.value), float(t.weight)) if t.weight else (0.0, 0.0) for t in terms.values()]
+            sums += torch.tensor([[value * weight for value, weight in pairs], [weight for _, weight in pairs]])
+        total, weights = raw.all_reduce(sums.to(self.mesh.device), self.mesh.group("dp")).cpu()
+        means = total / torch.where(weights > 0, weights, torch.ones_like(weights))
+        return float(sum(t.coefficient * mean for t, mean in zip(found[0].values(), means.tolist(), strict=True)))
 
     def optimizer_zero_grad(self) -> None:
-        """A step begins with nothing: the one before it has ended, or was dropped by its exception."""
+        """Drop what backwards have gathered since the last step."""
+        if self.engine is not None and not self.engine.ledger.empty:
+            self.engine.discard()
 
     def optimizer_step(self) -> float:
         """The gradient's norm before clipping; a step that is not finite is skipped on all ranks."""
-        return self.engine.step().grad_norm
+        stats = self._training("a step").step()
+        self._loss = stats.loss
+        return stats.grad_norm
 
     def lr_scheduler_step(self) -> float:
         """The learning rate of the next step."""
-        self.schedule.step()
-        return float(self.schedule.get_last_lr()[0])
+        self._training("a schedule")
+        self.lr_scheduler.step()
+        return float(self.lr_scheduler.get_last_lr()[0])
 
     # -- modes, ranks, weights, files
 
@@ -227,6 +293,7 @@ class IsogradEngine(BaseEngine):  # type: ignore[misc]
 
     def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
         """Nothing is moved between devices."""
+        super().to(device, model, optimizer, grad)
         if torch.device(device).type != self.mesh.device.type and (model or optimizer or grad):
             raise self._refused("moving a model or an optimizer to another device", f"to({device!r})")
 
@@ -239,42 +306,85 @@ class IsogradEngine(BaseEngine):  # type: ignore[misc]
         return self.mesh.index("dp")
 
     def get_data_parallel_group(self) -> Any:
-        """The world's group, as torch names it: None."""
-        return None
+        """torch's group of all ranks, over which verl averages losses and gathers metrics."""
+        return raw.of_world()
 
     def is_mp_src_rank_with_outputs(self) -> bool:
         """Whole models have outputs on every rank."""
         return True
 
     def get_per_tensor_param(self, **_: Any) -> tuple[Iterator[tuple[str, Tensor]], None]:
-        """Whole weights by transformers' names, one after another; all ranks take all of them."""
-        return self._weights(), None
+        """Whole weights by the names of checkpoints, one after another; all ranks take all of them."""
+        from verl.workers.engine.fsdp.utils import unfuse_moe_params
+
+        found: Iterator[tuple[str, Tensor]] = unfuse_moe_params(self._weights(), self.module.config.model_type)
+        return found, None
 
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
-        with self.engine.full_parameters():
-            state = {name: value.detach().clone() for name, value in self.module.state_dict().items()}
-        yield from state.items()
+        from verl.utils.model import convert_weight_keys
+
+        with self._whole():
+            for name, value in convert_weight_keys(self.module.state_dict(), self.module).items():
+                yield name, value.detach().clone()
+
+    def _whole(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self.engine is None else self.engine.full_parameters()
 
     def save_checkpoint(
-        self, local_path: str, hdfs_path: str | None = None, global_step: int = 0, max_ckpt_to_keep: int | None = None,
-        **_: Any,
+        self, local_path: str | None, hdfs_path: str | None = None, global_step: int = 0,
+        max_ckpt_to_keep: int | None = None, **_: Any,
     ) -> None:  # fmt: skip
-        """A folder `isograd`, which every layout and number of ranks loads."""
+        """A folder `isograd`, which every layout and number of ranks loads; beside it `huggingface` with config and
+        tokenizer, and with the weights where `save_contents` has "hf_model"."""
+        engine = self._training("a checkpoint")
         if hdfs_path is not None:
             raise self._refused("a checkpoint on HDFS", hdfs_path)
-        extra = {"schedule": self.schedule.last_epoch}
-        with Keeper(Path(local_path) / "isograd", self.engine, keep_last=max_ckpt_to_keep or 1) as keeper:
-            keeper.save(global_step, extra)
+        if local_path is None:
+            return
+        place = Path(local_path)
+        with Keeper(place / OURS, engine, keep_last=1) as keeper:
+            keeper.save(global_step, {"schedule": self.lr_scheduler.last_epoch})
+        self._describe(place / THEIRS)
+        self._saved = [*(path for path in self._saved if path != place), place]
+        while max_ckpt_to_keep and len(self._saved) > max_ckpt_to_keep:
+            old = self._saved.pop(0)
+            if self.mesh.rank == 0:
+                for part in (OURS, THEIRS):
+                    shutil.rmtree(old / part, ignore_errors=True)
+                with suppress(OSError):  # verl's loader has files of its own there
+                    old.rmdir()
+        raw.barrier(self.mesh.group("world"))
+
+    def _describe(self, place: Path) -> None:
+        model = self.module
+        with_weights = "hf_model" in (getattr(self.checkpoint_config, "save_contents", None) or ())
+        with self._whole() if with_weights else nullcontext():
+            if self.mesh.rank != 0:
+                return
+            (model if with_weights else model.config).save_pretrained(place)
+            for words in ("processor", "tokenizer"):
+                if (found := getattr(self.model_config, words, None)) is not None:
+                    found.save_pretrained(place)
 
     def load_checkpoint(
-        self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False, **_: Any
+        self, local_path: str | None, hdfs_path: str | None = None, del_local_after_load: bool = False, **_: Any
     ) -> None:
         """From such a folder, which is left where it is."""
-        with Keeper(Path(local_path) / "isograd", self.engine, keep_last=1) as keeper:
+        engine = self._training("a checkpoint")
+        if local_path is None:
+            return
+        place = Path(local_path) / OURS
+        with Keeper(place, engine, keep_last=1) as keeper:
             found = keeper.load("auto")
-        if found is not None:
-            self.schedule.last_epoch = int(found.extra["schedule"]) - 1
-            self.schedule.step()
+        if found is None:
+            raise DoorError(
+                "IG860", f"{local_path} has no checkpoint of the backend isograd", seen=f"no checkpoint in {place}",
+                expected="a folder that this backend has saved, under any layout; those of verl's other engines are "
+                "pickles", fix="resume_mode=disable, with the model's path at weights in transformers' format",
+                where=self.mesh.where(),
+            )  # fmt: skip
+        self.lr_scheduler.last_epoch = int(found.extra["schedule"]) - 1
+        self.lr_scheduler.step()
 
     def _refused(self, what: str, seen: str) -> DoorError:
         return DoorError(
@@ -284,6 +394,25 @@ class IsogradEngine(BaseEngine):  # type: ignore[misc]
         )  # fmt: skip
 
 
+@EngineRegistry.register(model_type="value_model", backend="isograd", device=["cuda", "cpu"])
+class IsogradValueEngine(IsogradEngine):
+    """A critic: one number at each token, of transformers' models for token classification."""
+
+    def model(self) -> nn.Module:
+        """Its dropout is off, as in verl. A head that the folder lacks is drawn, and rank 0's is everyone's."""
+        from transformers import AutoModelForTokenClassification
+
+        found = self._loaded(AutoModelForTokenClassification, num_labels=1, classifier_dropout=0.0)
+        group = self.mesh.group("dp")
+        for parameter in found.parameters():
+            raw.broadcast_(parameter.data, group)
+        return found
+
+    def outputs(self, micro: Any) -> dict[str, Tensor]:
+        """The values of a micro-batch."""
+        return verl_outputs.of_values(self.module, micro, self._refused)
+
+
 class _Mode(BaseEngineCtx):  # type: ignore[misc]
     def __init__(self, engine: IsogradEngine, mode: str, **kwargs: Any) -> None:
         super().__init__(engine, mode, **kwargs)
@@ -291,6 +420,11 @@ class _Mode(BaseEngineCtx):  # type: ignore[misc]
     def __enter__(self) -> None:
         super().__enter__()
         self.engine.module.train(self.mode == "train")
+
+    def __exit__(self, kind: Any, error: Any, at: Any) -> None:
+        if self.mode == "train" and (self.zero_grad_on_exit or kind is not None):
+            self.engine.optimizer_zero_grad()
+        super().__exit__(kind, error, at)
 
 
 def _number(found: Any) -> float:
