@@ -3,25 +3,36 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 
 import psutil
 
-ALLOWED = 0.05  # of all processors' time; contestants that wait for their turn wake up now and then
+ALLOWED = 0.05  # of all processors' time
 
 
 class Watch:
-    """From its making on, what all processes of the machine work."""
+    """From its making on, what the machine works for other processes than its own ones.
 
-    def __init__(self) -> None:
-        self._began, self._work = time.perf_counter(), _work()
+    Contestants that wait for their turn belong to the race: each of their connections wakes a hundred times a second,
+    and a dozen of contestants would look like another job.
+    """
 
-    def foreign(self, own: float) -> float:
-        """The share of the processors' time that others used; `own`: seconds that the race itself worked."""
+    def __init__(self, own: Iterable[int] = ()) -> None:
+        """`own`: the ids of the race's processes, besides this one."""
+        self._own = [psutil.Process(), *map(psutil.Process, own)]
+        self._began, self._work, self._mine = time.perf_counter(), _work(), self._worked()
+
+    def foreign(self, more: float = 0.0) -> float:
+        """The share of the processors' time that others used. `more`: seconds that own processes worked which have
+        come and gone since."""
         available = (time.perf_counter() - self._began) * psutil.cpu_count()
-        return max(0.0, _work() - self._work - own) / available
+        return max(0.0, _work() - self._work - (self._worked() - self._mine) - more) / available
 
-    def disturbed(self, own: float) -> bool:
-        return self.foreign(own) > ALLOWED
+    def disturbed(self, more: float = 0.0) -> bool:
+        return self.foreign(more) > ALLOWED
+
+    def _worked(self) -> float:
+        return sum(map(_of, self._own))
 
 
 def refuse_noise(seconds: float = 3.0) -> None:
@@ -30,7 +41,7 @@ def refuse_noise(seconds: float = 3.0) -> None:
     before = {p.pid: _of(p) for p in processes}
     watch = Watch()
     time.sleep(seconds)
-    share = watch.foreign(0.0)
+    share = watch.foreign()
     if share > ALLOWED:
         used = sorted(((_of(p) - before[p.pid], p) for p in processes), key=lambda pair: pair[0], reverse=True)
         names = ", ".join(f"{p.info['name']} ({p.pid})" for seconds_used, p in used[:4] if seconds_used > 0.01)

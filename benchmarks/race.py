@@ -147,11 +147,12 @@ def _seat(
 
 
 def _race(heat: Sequence[tuple[Result, World]], sizes: Sizes, rounds: int, steps: int, attempts: int) -> None:
+    everyone = [pid for _, world in heat for pid in world.pids]
     for number in range(rounds):
         began = time.perf_counter()
         for place in range(len(heat)):
             result, world = heat[(place + number) % len(heat)]
-            turns = _turn(result, world, sizes, steps, number + 1, attempts)
+            turns = _turn(result, world, everyone, sizes, steps, number + 1, attempts)
             result.seconds.append(max(t.seconds for t in turns))
             result.cpu.append(max(t.cpu for t in turns))
             result.bubbles += bubble(turns)
@@ -162,13 +163,16 @@ def _race(heat: Sequence[tuple[Result, World]], sizes: Sizes, rounds: int, steps
         result.peak = max(world.run(seat.peak))
 
 
-def _turn(result: Result, world: World, sizes: Sizes, steps: int, number: int, attempts: int) -> list[seat.Turn]:
-    """One that no other job disturbed, if one of several attempts is such."""
+def _turn(
+    result: Result, world: World, everyone: Sequence[int], sizes: Sizes, steps: int, number: int, attempts: int
+) -> list[seat.Turn]:
+    """One that no other job disturbed, if one of several attempts is such. `everyone`: the processes of all
+    contestants, whose work is the race's own."""
     for _ in range(attempts):
-        watch = quiet.Watch()
+        watch = quiet.Watch(everyone)
         turns: list[seat.Turn] = world.run(seat.turn, sizes, steps, number, timeout=TIMEOUT)
         sent, carried = max(t.sent for t in turns), min(t.loopback for t in turns) / len(turns)
-        if not watch.disturbed(sum(t.cpu for t in turns) * steps) and carried <= sent * 1.02 + MIB:
+        if not watch.disturbed() and carried <= sent * 1.02 + MIB:
             return turns
     result.disturbed += 1
     return turns
