@@ -132,6 +132,20 @@ def test_a_race_that_fails_is_left_out_and_named_and_one_of_this_commit_is_kept(
     assert every.run(path, False, True, ["gone-2"], True)["races"] == {"gone-2": {"rows": []}}
 
 
+def test_the_picture_in_the_readme_is_of_the_numbers_beside_it() -> None:
+    readme = (tables.ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    assert next(number for number, line in enumerate(readme) if "(docs/race.svg)" in line) < 60  # two screens
+    document = json.loads((tables.ROOT / "docs" / "race.json").read_text(encoding="utf-8"))
+    drawn = (tables.ROOT / "docs" / "race.svg").read_text(encoding="utf-8")
+    found = list(every.lines(document))
+    assert len(found) > 5
+    for line in found:
+        assert f"{line.median:.2f}" in drawn
+        assert f"{line.name.removeprefix('isograd ')} beside {line.peer}" in drawn
+    assert document["commit"] in drawn
+    assert document["machine"]["processor"] in drawn
+
+
 def test_slower_means_beyond_both_ranges() -> None:
     assert verdict([1.0, 1.1, 1.2], [1.3, 1.4, 1.5]) == "slower"
     assert verdict([1.3, 1.4, 1.5], [1.0, 1.1, 1.2]) == "faster"
