@@ -268,6 +268,50 @@ def test_an_answer_of_which_nothing_would_be_learned_is_refused(
         chats(json.dumps({"messages": [{"role": "user", "content": "a"}, second]}))
 
 
+LISTS = MARKED.replace("message['content'] +", "message['content'] | trim +")
+SILENT = MARKED.replace("{%- for message in messages %}", "{%- for message in messages if message['role'] != 'tool' %}")
+
+
+@pytest.mark.parametrize(
+    ("template", "changes", "seen"),
+    [
+        (SILENT, {}, "message 4, of the role 'tool': the template does not write it"),
+        (MARKED, {4: {"role": "assistant", "content": "b", "reasoning_content": "hm"}},
+         "message 5: the template does not write its reasoning_content"),
+        (LISTS, {1: {"role": "user", "content": [{"type": "text", "text": "a fish"}]}},
+         "message 2: the template writes its parts as Python's "),
+    ],
+)  # fmt: skip
+def test_what_the_template_leaves_out_or_spells_as_python_is_refused(
+    tmp_path: Path, template: str, changes: dict[int, Any], seen: str
+) -> None:
+    chats = Chats(tokenizer(tmp_path, template))
+    messages = [changes.get(number, message) for number, message in enumerate(CHAT["messages"])]
+    with pytest.raises(DataError, match=f"IG990.*\n.*{seen}"):
+        chats(json.dumps({**CHAT, "messages": messages}))
+
+
+def test_reasoning_of_an_answer_that_is_not_learned_may_be_left_out(tmp_path: Path) -> None:
+    talk = [*CHAT["messages"], {"role": "user", "content": "so?"}, {"role": "assistant", "content": "so."}]
+    talk[4] = {**talk[4], "thinking": "hm", "weight": 0}
+    assert counted(Chats(tokenizer(tmp_path)), json.dumps({**CHAT, "messages": talk})) == [ANSWERS[0], "so.<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        ("{{ 1 / (messages | length - 5) }}", "IG990.*\n.*division by zero"),
+        ("{% macro m(x) %}{{ m(x) }}{% endmacro %}{{ m(1) }}", "IG990.*\n.*recursion"),
+        ("{% for i in range(10 ** 9) %}x{% endfor %}", "IG990.*\n.*[Rr]ange too big"),
+        ("{% for message in messages %}{{ message.content", "IG991.*\n.*no Jinja, line 1"),
+        ("{{ ''.__class__.__mro__ }}", "IG990.*\n.*unsafe"),
+    ],
+)
+def test_a_template_that_breaks_is_one_error(tmp_path: Path, template: str, says: str) -> None:
+    with pytest.raises(DataError, match=says):
+        Chats(tokenizer(tmp_path, template))(json.dumps(CHAT))
+
+
 def test_tools_that_the_template_leaves_out_are_refused(tmp_path: Path) -> None:
     chats = Chats(tokenizer(tmp_path, sums.TEMPLATE))
     with pytest.raises(DataError, match=r"IG990.*\n.*does not write the conversation's tools"):

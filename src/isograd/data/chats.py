@@ -37,6 +37,7 @@ Span = tuple[int, int]
 MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # The usual spelling of tokens that a template writes; DeepSeek's bars are wide ones.
 LIKE_A_TOKEN = re.compile(r"<[|\uff5c][^<>|\uff5c\n]{1,64}[|\uff5c]>")
+REASONING = "reasoning_content", "reasoning", "thinking"  # keys under which a message may hold what came before words
 MARK = "add {% generation %} and {% endgeneration %} around the assistant's words in the chat template"
 
 
@@ -110,7 +111,8 @@ class Chats:
         if any(weight not in (0, 1) for weight in weights) or not any(weights):
             raise _no_chat(f"weights {weights[:8]} of the answers: 1 is learned, 0 is not, and one at least is 1")
         text, spans = self._render(messages, tools)
-        self._refuse_unsaid(text, messages, tools)
+        learned = [number for number, weight in zip(answers, weights, strict=True) if weight]
+        self._refuse_unsaid(text, messages, tools, learned)
         spans = spans if self.marks else [self._span(text, messages, tools, number) for number in answers]
         if not all(weights):
             if len(spans) != len(answers):
@@ -122,15 +124,33 @@ class Chats:
             raise _unsure("the template marks nothing of this conversation as generated", MARK)
         return text, [(start, end) for start, end in spans if end > start]
 
-    def _refuse_unsaid(self, text: str, messages: list[Any], tools: Any) -> None:
-        """A call that the template leaves out would be learned as an answer without words."""
+    def _refuse_unsaid(self, text: str, messages: list[Any], tools: Any, learned: Sequence[int]) -> None:
+        """What the template leaves out would be missing from what is learned, and nothing would show it."""
         for number, message in enumerate(messages):
-            if message.get("tool_calls"):
-                silent = {"content": "", **{key: value for key, value in message.items() if key != "tool_calls"}}
-                if text == self._render([*messages[:number], silent, *messages[number + 1 :]], tools)[0]:
-                    raise _no_chat(f"message {number + 1}: the template does not write its tool_calls")
+            written = f"message {number + 1}: the template does not write its"
+            if message.get("tool_calls") and self._same(text, messages, tools, number, "tool_calls"):
+                raise _no_chat(f"{written} tool_calls")
+            for key in REASONING if number in learned else ():
+                if message.get(key) and self._same(text, messages, tools, number, key):
+                    raise _no_chat(f"{written} {key}")
+            content = message.get("content")
+            parts = content if isinstance(content, list) else []
+            if parts and str(parts) in text:
+                raise _no_chat(f"message {number + 1}: the template writes its parts as Python's {str(parts)[:60]!r}")
+            said = [part.get("text") if isinstance(part, dict) else part for part in parts] if parts else [content]
+            lost = next((one for one in said if isinstance(one, str) and one.strip() not in text), None)
+            if lost is not None and self._same(text, messages, tools, number):
+                raise _no_chat(f"message {number + 1}, of the role {message['role']!r}: the template does not write it")
         if tools and text == self._render(messages, None)[0]:
             raise _no_chat("the template does not write the conversation's tools")
+
+    def _same(self, text: str, messages: list[Any], tools: Any, number: int, key: str | None = None) -> bool:
+        """Whether the template writes the same without a message, or without what a message has under a key."""
+        less = [{"content": "", **{k: v for k, v in messages[number].items() if k != key}}] if key else []
+        try:
+            return text == self._render([*messages[:number], *less, *messages[number + 1 :]], tools)[0]
+        except ChatError:  # it needs what was taken away
+            return False
 
     def _span(self, text: str, messages: list[Any], tools: Any, number: int) -> Span:
         """Where the answer that is message `number` lies, from rendering with and without it."""
@@ -151,7 +171,7 @@ class Chats:
         return len(before), len(before) + len(words)
 
     def _render(self, messages: list[Any], tools: Any, *, ask: bool = False) -> tuple[str, list[Span]]:
-        from jinja2 import TemplateError
+        from jinja2 import TemplateSyntaxError
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
@@ -160,8 +180,12 @@ class Chats:
                 return_assistant_tokens_mask=self.marks, **self.values,
             )  # fmt: skip
             texts, spans = found
-        except (TemplateError, TypeError, KeyError, ValueError) as error:
-            raise _no_chat(f"the template refuses it: {error}") from error
+        except TemplateSyntaxError as error:
+            raise _no_tokenizer(
+                self.folder, f"a chat template that is no Jinja, line {error.lineno}: {error}"
+            ) from error
+        except Exception as error:  # a template can also divide by zero, or call itself for ever
+            raise _no_chat(f"the template refuses it: {str(error) or type(error).__name__}") from error
         return str(texts[0]), [(int(start), int(end)) for start, end in spans[0]] if self.marks else []
 
     # -- special tokens
