@@ -18,15 +18,18 @@ from typing import IO, Any
 from isograd.outside import FileError, kind_of
 
 
-def no_links(folder: Path) -> None:
-    """Refuse a folder in which anything, at any depth, is a symbolic link."""
-    found = next(_links(folder), None)
+def no_links(folder: Path, spared: str = "") -> None:
+    """Refuse a folder in which anything, at any depth, is a symbolic link. spared: a folder in it, itself no link, that
+    isograd does not write into."""
+    found = next(_links(folder, spared), None)
     if found is not None:
         raise _link(found, f"a symbolic link to {os.readlink(found)!r}")
 
 
-def _links(folder: Path) -> Iterator[str]:
+def _links(folder: Path, spared: str) -> Iterator[str]:
     for home, folders, files in os.walk(folder):
+        if Path(home) == folder and spared in folders and not (folder / spared).is_symlink():
+            folders.remove(spared)
         for name in (*folders, *files):
             path = os.path.join(home, name)
             if os.path.islink(path):

@@ -43,6 +43,20 @@ def test_a_run_writes_through_no_link_in_its_folder(
     assert victim.read_text() == "precious"
 
 
+def test_links_that_wandb_makes_in_its_own_folder_do_not_stop_a_resume(tmp_path: Path) -> None:
+    (tmp_path / "wandb").mkdir()
+    (tmp_path / "wandb" / "latest-run").symlink_to("offline-run-1")
+    journal.make_folder(tmp_path)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "wandb").symlink_to(tmp_path)
+    with pytest.raises(IsogradError, match=r"IG666.*data/wandb"):
+        journal.make_folder(tmp_path)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "wandb").symlink_to(tmp_path)
+    with pytest.raises(IsogradError, match=r"IG666.*other/wandb"):
+        journal.make_folder(tmp_path / "other")
+
+
 def test_writers_of_a_journal_follow_no_link_that_is_planted_later(tmp_path: Path) -> None:
     """FAILURES B5: the check at the start is not the only one."""
     victim = tmp_path / "victim"

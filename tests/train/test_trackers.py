@@ -15,10 +15,12 @@ from typing import Any
 import pytest
 
 from isograd.errors import TrainError
+from isograd.train import journal
 from isograd.train.config import Config
 from isograd.train.trackers import trackers
 
 STEP = {"step": 3, "steps": 9, "loss": 1.25, "lr": 1e-3, "unit": "tokens", "mfu": None, "skipped": False}
+SAID = {"step": 3, "event": "note", "text": "no number"}
 HELD = {"step": 3, "event": "evaluation", "loss": 2.5, "weight": 40.0, "unit": "tokens"}
 
 
@@ -33,8 +35,8 @@ def send(run: Config, folder: Path) -> None:
     folder.mkdir(exist_ok=True)
     with ExitStack() as stack:
         (sink,) = trackers(run, folder, stack)
-        sink(STEP)
-        sink(HELD)
+        for entry in (STEP, SAID, HELD):
+            sink(entry)
 
 
 @pytest.mark.parametrize(
@@ -109,6 +111,7 @@ def test_wandb_itself_writes_an_offline_run(tmp_path: Path, monkeypatch: pytest.
     pytest.importorskip("wandb")
     monkeypatch.setitem(os.environ, "WANDB_MODE", "offline")
     send(config(wandb="project"), tmp_path / "a")
+    journal.make_folder(tmp_path / "a")  # a resumed run finds links that wandb made
     (written,) = (tmp_path / "a" / "wandb").glob("offline-run-*/*.wandb")
     end = time.monotonic() + 60
     while b"evaluation/loss" not in written.read_bytes():  # a process of wandb's own writes it, also after `finish`
@@ -121,8 +124,11 @@ def test_trackio_itself_writes_a_database(tmp_path: Path, monkeypatch: pytest.Mo
     pytest.importorskip("trackio")
     send(config(trackio="project"), tmp_path / "a")
     with closing(sqlite3.connect(tmp_path / "store" / "project.db")) as database:
-        sent = {step: json.loads(metrics) for step, metrics in database.execute("select step, metrics from metrics")}
-    assert sent[3]["evaluation/loss"] == 2.5
+        sent = [(step, json.loads(metrics)) for step, metrics in database.execute("select step, metrics from metrics")]
+    assert [(step, found.get("loss"), found.get("evaluation/loss")) for step, found in sent] == [
+        (3, 1.25, None),
+        (3, None, 2.5),
+    ]
 
 
 def test_mlflow_itself_writes_an_offline_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,7 +71,8 @@ def _not_writable(error: OSError) -> TrainError:
 
 
 def make_folder(folder: Path) -> None:
-    """The run's folder, made if need be; one with links in it is refused, as a run would write through them."""
+    """The run's folder, made if need be; one with links in it is refused, as a run would write through them. wandb, which
+    puts links into a folder of its own there, is spared: a run writes nothing into it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -81,7 +82,7 @@ def make_folder(folder: Path) -> None:
             "IG988", f"the run's folder cannot be made: {error.strerror}", seen=str(folder),
             expected="the path of a folder that exists, or that can be made", fix="--run FOLDER",
         ) from error  # fmt: skip
-    inside.no_links(folder)
+    inside.no_links(folder, spared="wandb")
     refuse_other_config(folder)
 
 

@@ -2,8 +2,8 @@
 
 Each is a package of its own, imported only where the config's `log` asks for it, and an extra of isograd. Rank 0 alone
 sends numbers. Where they go is the package's to say: WANDB_MODE=offline and MLFLOW_TRACKING_URI=... work as usual. In
-wandb a resumed run continues the same run, whose id is made from the folder's path; in MLflow it is a new one of the
-same name.
+wandb a resumed run continues the same run, whose id is made from the folder's path; in trackio and MLflow it is a new
+one of the same name. Events without numbers are not sent.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ def _trackio(config: Config, folder: Path, stack: ExitStack) -> Sink:
 
     def sink(entry: dict[str, Any]) -> None:
         """Send the numbers of one journal entry."""
-        trackio.log(_numbers(entry), step=entry["step"])
+        if numbers := _numbers(entry):
+            trackio.log(numbers, step=entry["step"])
 
     return sink
 
@@ -99,7 +100,8 @@ def _wandb(config: Config, folder: Path, stack: ExitStack) -> Sink:
     def sink(entry: dict[str, Any]) -> None:
         """Send the numbers of one journal entry."""
         # wandb's own step must not go back, and a resumed run does some steps again: 'at' is the axis instead
-        run.log({**_numbers(entry), "at": entry["step"]})
+        if numbers := _numbers(entry):
+            run.log({**numbers, "at": entry["step"]})
 
     return sink
 
