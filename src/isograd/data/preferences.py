@@ -41,11 +41,17 @@ Messages = list[dict[str, Any]]
 def prepare(to: Path, file: Path, tokenizer: str, *, strangers: bool) -> None:
     """Build the tokens of a file of pairs into a folder. What was built from the same pairs is left as it is."""
     to.mkdir(parents=True, exist_ok=True)
-    texts, prompts = Writer(to / f"{TEXTS}.new"), bytearray()
+    texts, prompts, different = Writer(to / f"{TEXTS}.new"), bytearray(), 0
     try:
         for lines, prompt in conversations(file, strangers):
+            different += lines[0] != lines[1]
             texts.write("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode())
             prompts += blake2b(json.dumps(prompt, sort_keys=True).encode(), digest_size=8).digest()
+        if not different:
+            raise DataError(
+                "IG926", f"{file} has no pair to train on", seen="in every pair the two answers are equal",
+                expected="answers of which one is better",
+            )  # fmt: skip
         written = texts.keep()
     finally:
         texts.discard()
@@ -102,6 +108,10 @@ def _pair(file: Path, number: int, value: Any) -> tuple[Messages, Any, Messages,
             fix="fix or remove the line",
         )  # fmt: skip
 
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise refused(f"{error.object[error.start]!r}, half of a surrogate pair") from error
     if not isinstance(value, dict):
         raise refused(f"{type(value).__name__} instead of an object")
     if missing := [key for key in ("chosen", "rejected") if not value.get(key)]:

@@ -71,8 +71,8 @@ def _not_writable(error: OSError) -> TrainError:
 
 
 def make_folder(folder: Path) -> None:
-    """The run's folder, made if need be; one with links in it is refused, as a run would write through them. wandb, which
-    puts links into a folder of its own there, is spared: a run writes nothing into it."""
+    """The run's folder, made if need be; one with links in it is refused, as a run would write through them. The
+    folder in which wandb keeps links is spared: a run writes nothing into it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
