@@ -157,7 +157,7 @@ def test_the_command_refuses_before_any_rank_starts(tmp_path: Path, capsys, monk
     ("changes", "says"),
     [
         ({"data": {"sources": [{"builtin": "stdlib"}], "length": 9}}, "builtin stdlib is text"),
-        ({"task": "language"}, "builtin sums are conversations"),
+        ({"task": "language"}, "builtin sums and docstrings are conversations"),
         ({"data": {"sources": [{"builtin": "sums"}], "length": 9, "packing": "stream"}}, "packing whole or documents"),
     ],
 )

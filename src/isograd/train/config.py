@@ -99,9 +99,10 @@ class Text(Part):
         description="a folder made by `isograd data build`; of task chat, also a file of conversations; of task "
         "preference, a file of pairs of answers",
     )
-    builtin: Literal["stdlib", "sums"] | None = Field(
+    builtin: Literal["stdlib", "sums", "docstrings"] | None = Field(
         default=None,
-        description="stdlib: the source text of Python's own modules; sums: conversations, or pairs, about sums",
+        description="stdlib: the source text of Python's own modules; docstrings: conversations, or pairs, about what "
+        "they do; sums: the same about sums",
     )
     weight: Rate = Field(default=1.0, description="share of the samples, relative to the other sources")
 
@@ -408,9 +409,10 @@ class Config(Part):
         if not rendered and data is not None and data.tokenizer is not None:
             raise _contradiction("data.tokenizer belongs to tasks chat and preference", "task", "data.tokenizer")
         builtin = {text.builtin for text in data.sources} if data is not None else set()
-        if ("stdlib" if rendered else "sums") in builtin:
+        if builtin & ({"stdlib"} if rendered else {"sums", "docstrings"}):
             raise _contradiction(
-                "builtin stdlib is text, and builtin sums are conversations or pairs for tasks chat and preference",
+                "builtin stdlib is text; builtin sums and docstrings are conversations or pairs for tasks chat and "
+                "preference",
                 "task", "data.sources",
             )  # fmt: skip
 

@@ -158,7 +158,9 @@ def _data(config: Config) -> str:
     if config.pairs is not None:
         return config.pairs.path
     assert config.data is not None
-    names = {"stdlib": "Python's standard library", "sums": "built-in sums", None: ""}
+    names = {
+        "stdlib": "Python's standard library", "sums": "built-in sums", "docstrings": "Python's docstrings", None: "",
+    }  # fmt: skip
     found = ", ".join(source.path or names[source.builtin] for source in config.data.sources)
     kind = {"chat": "conversations: ", "preference": "pairs of answers: ", "language": ""}[config.task]
     return kind + found

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import sysconfig
 from pathlib import Path
+from typing import Literal
 
-from isograd.data import Mixture, Source, build, manifest, preferences, sums
+from isograd.data import Mixture, Source, build, docstrings, manifest, preferences, sums
 from isograd.data.preferences import Preferences
 from isograd.errors import ConfigError
 from isograd.train.config import Config, Text
@@ -32,7 +33,7 @@ def prepare(config: Config) -> None:
     assert config.data is not None
     if config.task == "preference":
         (source,) = config.data.sources
-        file = sums.pairs(config.folder / "sums.jsonl") if source.builtin else Path(str(source.path))
+        file = _made(config, source, "pairs") if source.builtin else Path(str(source.path))
         preferences.prepare(config.folder / "data", file, str(tokenizer(config)), strangers=_strangers(config))
         return
     for number, text in enumerate(config.data.sources):
@@ -40,11 +41,18 @@ def prepare(config: Config) -> None:
         if text.path and to == Path(text.path):
             continue
         if config.task == "chat":
-            made = [sums.conversations(config.folder / "sums.jsonl")] if text.builtin else [Path(str(text.path))]
-            build(to, made, tokenizer=str(tokenizer(config)), validation=config.data.held_out, chat=True)
+            made = _made(config, text, "conversations") if text.builtin else Path(str(text.path))
+            build(to, [made], tokenizer=str(tokenizer(config)), validation=config.data.held_out, chat=True)
         elif not (to / manifest.NAME).exists():
             files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
             build(to, files, validation=config.data.held_out)
+
+
+def _made(config: Config, text: Text, what: Literal["conversations", "pairs"]) -> Path:
+    """The file of a built-in source."""
+    maker = docstrings if text.builtin == "docstrings" else sums
+    made: Path = getattr(maker, what)(config.folder / f"{text.builtin}.jsonl")
+    return made
 
 
 def tokenizer(config: Config) -> Path:
