@@ -268,12 +268,21 @@ def test_prompts_are_texts_messages_or_what_two_conversations_share(tmp_path: Pa
         '{"prompt": 1, "chosen": "b", "rejected": "c"}',
         '{"prompt": "a", "chosen": [{"role": "user", "content": "b"}], "rejected": "c"}', "{", "[" * 100_000,
         '{"prompt": "a", "prompt": "b", "chosen": "b", "rejected": "c"}',
+        '{"prompt": "a", "chosen": "\\ud83d", "rejected": "c"}',
+        '{"prompt": "\\ude00", "chosen": "b", "rejected": "c"}',
     ],
 )  # fmt: skip
 def test_a_line_that_is_no_pair_is_refused_with_its_number(tmp_path: Path, line: str) -> None:
     (tmp_path / "pairs.jsonl").write_text('\n{"prompt": "a", "chosen": "b", "rejected": "c"}\n' + line + "\n")
     with pytest.raises(IsogradError, match=r"IG927.*line 3 "):
         list(preferences.conversations(tmp_path / "pairs.jsonl", strangers=False))
+
+
+def test_a_file_in_which_all_answers_are_equal_is_refused(tmp_path: Path) -> None:
+    equal = '{"prompt": "a", "chosen": "b", "rejected": "b"}\n'
+    (tmp_path / "pairs.jsonl").write_text(equal * 2)
+    with pytest.raises(IsogradError, match=r"IG926[\s\S]*the two answers are equal"):
+        texts.prepare(config_of(tmp_path / "run"))
 
 
 def test_a_pair_that_the_template_refuses_is_named(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
-"""Built-in conversations about sums, which recipes/lora.yaml learns, pairs of answers about them, and a tokenizer of
-bytes with a chat template.
+"""Built-in conversations about sums, pairs of answers about them, and a tokenizer of bytes with a chat template: what
+recipes/lora.yaml and recipes/preference.yaml train on.
 
 Nothing is downloaded. The tokenizer is a folder as transformers writes it, so it goes with an exported model.
 """
