@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -156,6 +157,33 @@ def hook() -> Any:
 def test_a_state_is_saved_and_loaded_and_what_cannot_be_right_is_refused(worlds) -> None:
     for seen in worlds(2).run(saved_and_loaded):
         assert seen == [True, True, 1.0, True, True, [0, 1], "IG861", "IG862", "IG856", "IG855", "IG855"]
+
+
+def prepared_twice(way: str) -> Tensor:
+    """The gradient of a model that another accelerator has prepared before, for evaluation or for a training that was
+    left under no_sync; of the bare model, or of what the first one returned."""
+    with as_torchrun_starts_it() as (rank, ranks):
+        model, first, second = net(), ig.doors.Accelerator(), ig.doors.Accelerator()
+        returned = first.prepare_model(model, evaluation_mode=way == "evaluation")
+        if way == "left":
+            with first.no_sync(returned):
+                first.backward(returned(torch.ones(1, 3, 6, dtype=torch.float64)).square().mean())
+        wrapped = second.prepare(returned if way == "returned" else model)
+        for number in range(rank, MICROS, ranks):
+            with second.no_sync(wrapped) if number + ranks < MICROS else nullcontext():
+                rows, labels = micro(0, number)
+                second.backward(mean(wrapped(rows), labels), weight=(labels != IGNORED).sum())
+        return model[0].weight.grad
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("way", ["trained", "left", "evaluation", "returned"])
+def test_a_model_that_is_prepared_again_reduces_its_gradients(worlds, ranks: int, way: str) -> None:
+    model = net()
+    micros = [micro(0, number) for number in range(MICROS)]
+    mean(model(torch.cat([m[0] for m in micros])), torch.cat([m[1] for m in micros])).backward()
+    for found in [prepared_twice(way)] if ranks == 1 else worlds(ranks).run(prepared_twice, way):
+        assert torch.allclose(found, model[0].weight.grad, rtol=1e-9, atol=1e-12)
 
 
 def scripts() -> list[str]:

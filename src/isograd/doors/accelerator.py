@@ -19,15 +19,18 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import accelerate
+import torch
 from torch import Tensor, nn
 
-from isograd.doors.world import layout_said, mesh_of, refuse
+from isograd.doors.world import layout_said, mesh_of, names_lost, refuse
 from isograd.engine import DataParallel
 from isograd.errors import DoorError
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     """Takes the place of accelerate's; see the head of this file. The arguments are the same."""
+
+    step: int  # accelerate's count of micro-batches
 
     def __init__(self, *args: Any, layout: str | None = None, **kwargs: Any) -> None:
         """layout: dp and zero0, as without it; `--isograd LAYOUT` on the command line comes first."""
@@ -42,9 +45,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 fix="ZeRO: ig.doors.FabricStrategy, ig.doors.deepspeed or ig.doors.trainer; or ig.Engine in this loop",
                 where=mesh.where(),
             )
-        self._where = mesh.where()
+        self._mesh = mesh
         self._replicated: list[DataParallel] = []  # the models that this accelerator has wrapped
         self._rows_said = False
+        self._drops = 0  # of all models, when the window under way began
         hook = getattr(getattr(self.ddp_handler, "comm_hook", None), "value", "no")
         kind = self.distributed_type.value
         refuse(
@@ -62,8 +66,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
         """accelerate's, with `ig.DataParallel` around a model that trains, in one process too."""
-        if getattr(model, "_is_accelerate_prepared", False):
+        if isinstance(model, DataParallel):
+            self._replicated += [] if any(model is one for one in self._replicated) else [model]
             return super().prepare_model(model, device_placement, evaluation_mode)  # type: ignore[no-any-return]
+        vars(model).pop("_is_accelerate_prepared", None)  # bare: by another accelerator, or for evaluation
         model = super().prepare_model(model, device_placement, evaluation_mode=True)
         if evaluation_mode or not any(parameter.requires_grad for parameter in model.parameters()):
             return model
@@ -79,7 +85,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             if not self._rows_said and self.is_main_process:
                 print("isograd: accelerator.backward without weight=: losses weigh their rows", file=sys.stderr)
             self._rows_said = True
-            super().backward(loss, **kwargs)
+            with names_lost(self._mesh):
+                super().backward(loss, **kwargs)
             return
         if len(self._replicated) != 1:
             raise DoorError(
@@ -88,11 +95,47 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 seen=f"{len(self._replicated)} models that this accelerator has prepared for training",
                 expected="one",
                 fix="loss = model.weigh(loss, weight), times accelerator.gradient_accumulation_steps, which divide it",
-                where=self._where,
+                where=self._mesh.where(),
             )
         steps = self.gradient_accumulation_steps
         weighed = self._replicated[0].weigh(loss, weight)
-        super().backward(weighed * steps if steps > 1 else weighed, **kwargs)  # which divides by them
+        with names_lost(self._mesh):
+            super().backward(weighed * steps if steps > 1 else weighed, **kwargs)  # which divides by them
+
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
+        """accelerate's. Behind a step that has raised on some rank, backwards are refused on all: copies may differ."""
+        made = super().prepare_optimizer(optimizer, device_placement)
+        inside = getattr(made, "optimizer", made)
+        for handle in getattr(inside, "_isograd_counted", ()):  # by another accelerator, or prepared twice
+            handle.remove()
+        before, behind = inside.register_step_pre_hook(self._steps), inside.register_step_post_hook(self._has_stepped)
+        inside._isograd_counted = (before, behind)
+        return made
+
+    def _steps(self, *_: Any) -> None:
+        for model in self._replicated:
+            model.begins_step()
+
+    def _has_stepped(self, *_: Any) -> None:
+        for model in self._replicated:
+            model.has_stepped()
+
+    @contextmanager
+    def accumulate(self, *models: nn.Module) -> Iterator[None]:
+        """accelerate's. Behind a window that was dropped on all ranks, on each after other micro-batches, all of them
+        begin a new one."""
+        drops = sum(model.drops for model in self._replicated)
+        if drops != self._drops:
+            self._drops, self.step = drops, self.step + -self.step % self.gradient_accumulation_steps
+        with super().accumulate(*models):
+            yield
+
+    def load_state(self, *args: Any, **kwargs: Any) -> Any:
+        """accelerate's; what an optimizer has spoiled is well again."""
+        result = super().load_state(*args, **kwargs)
+        for model in self._replicated:
+            model.is_restored()
+        return result
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
@@ -123,7 +166,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 seen=f"even_batches={even_batches} of an accelerator with even_batches={self.even_batches}",
                 expected="ranks that run as many backwards, each with its weight",
                 fix="for batch in model.together(loader): ranks without a batch get None, and call model.skip()",
-                where=self._where,
+                where=self._mesh.where(),
             )
         yield
 
@@ -135,4 +178,5 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def free_memory(self, *objects: Any) -> Any:
         """accelerate's; the models that were prepared are forgotten."""
         self._replicated.clear()
+        self._drops = 0
         return super().free_memory(*objects)

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from isograd.checkpoint import Keeper
 from isograd.doors.optimizer import EngineOptimizer, onto_shards
 from isograd.doors.weights import Heard
-from isograd.doors.world import mesh_of, refuse
+from isograd.doors.world import mesh_of, names_lost, refuse
 from isograd.engine import Engine, Stats
 from isograd.errors import DoorError
 
@@ -150,7 +150,8 @@ class FabricStrategy(DDPStrategy):  # type: ignore[misc]
             self._refuse(f"backward with {', '.join(kwargs) or 'positions'}", "fabric.backward(loss, weight=count)")
         one, engine = self._one(module), self._of(module)
         self.precision.pre_backward(tensor, one.module)
-        engine.backward(tensor, one.heard.weight_of(tensor) if weight is None else weight)
+        with names_lost(engine.mesh):
+            engine.backward(tensor, one.heard.weight_of(tensor) if weight is None else weight)
         self.precision.post_backward(tensor, one.module)
 
     def clip_gradients_norm(

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from isograd.doors.world import names_lost
 from isograd.engine import Engine, Shards, Stats
 from isograd.errors import DoorError
 from isograd.mesh import Mesh
@@ -98,7 +99,8 @@ class EngineOptimizer(torch.optim.Optimizer):
         """The engine's step."""
         if closure is not None:
             self._refuse("step(closure)", "an optimizer that is stepped once for each gradient")
-        self.stats = self.engine.step()
+        with names_lost(self.engine.mesh):
+            self.stats = self.engine.step()
         if self._told is not None:
             self._told(self.stats)
 

@@ -5,6 +5,7 @@ A door needs whole models that its library has built, so it knows the axis dp an
 
 from __future__ import annotations
 
+import atexit
 import re
 import sys
 from collections.abc import Iterable, Iterator
@@ -68,6 +69,7 @@ def mesh_of(layout: str | None) -> Mesh:
     words = layout or ""
     parsed = Layout.parse(words if re.search(r"\bdp\d", words) else f"dp{ranks} {words}")
     mesh = Mesh(parsed)
+    tells_its_end(mesh.rank)
     if mesh.size("dp") != ranks:
         raise DoorError(
             "IG855",
@@ -96,15 +98,44 @@ ENDED = "ended/"  # and a rank: the error with which it has left a loop
 def ends_alike(mesh: Mesh) -> Iterator[None]:
     """A foreign loop of all ranks. When an exception ends it on one of them, and others lose their connection to that
     one, they raise IG870, which names the rank and its error, in the place of the backend's own."""
-    mine = f"{ENDED}{mesh.rank}"
-    raw.raise_flag(mine, "")
+    raw.raise_flag(f"{ENDED}{mesh.rank}", "")
+    try:
+        with names_lost(mesh):
+            yield
+    except Exception as error:
+        if not (isinstance(error, DoorError) and error.code == "IG870"):
+            _note(mesh.rank, error)
+        raise
+
+
+def tells_its_end(rank: int) -> None:
+    """Where an exception that nobody catches ends this process, the others can read which (`names_lost`)."""
+    if not _telling:
+        _telling.append(rank)
+        atexit.register(_tell_end, rank)
+
+
+_telling: list[int] = []
+
+
+def _tell_end(rank: int) -> None:
+    error = getattr(sys, "last_value", None)  # the interpreter leaves it here behind its traceback
+    if error is not None:
+        _note(rank, error)
+
+
+def _note(rank: int, error: BaseException) -> None:
+    with suppress(RuntimeError):  # the rank that kept the store has ended
+        raw.raise_flag(f"{ENDED}{rank}", f"{type(error).__name__}: {error}"[:500])
+
+
+@contextmanager
+def names_lost(mesh: Mesh) -> Iterator[None]:
+    """Around a call in which this rank waits for others: where one of them has ended, IG870 names it and its error."""
     try:
         yield
-    except Exception as error:
-        lost = isinstance(error, RuntimeError) and any(word in str(error).lower() for word in LOST)
-        if isinstance(error, IsogradError) or not lost:
-            with suppress(RuntimeError):  # the rank that kept the store has ended
-                raw.raise_flag(mine, f"{type(error).__name__}: {error}"[:500])
+    except RuntimeError as error:
+        if isinstance(error, IsogradError) or not any(word in str(error).lower() for word in LOST):
             raise
         notes = [(rank, raw.note_of(f"{ENDED}{rank}")) for rank in range(mesh.layout.world_size)]
         said = next((f"rank {rank}: {note}" for rank, note in notes if note), "no word of the rank that ended")

@@ -60,6 +60,8 @@ HARMLESS |= {"skip_all_reduce_unused_params"}
 ONLY = {"dim": 0, "init_sync": True, "process_group": None, "mixed_precision": None, "device_mesh": None}
 ONLY |= {"delay_all_reduce_named_params": None, "param_to_hook_all_reduce": None}
 
+STEPS = "an optimizer raised in its step"
+
 
 class DataParallel(nn.Module):
     """Takes the place of torch's DistributedDataParallel; `weigh` makes uneven ranks exact."""
@@ -194,6 +196,28 @@ class DataParallel(nn.Module):
             self._meet(Status.DISCARDS)
             mark_handled(self._ledger)
 
+    def begins_step(self) -> None:
+        """Called before an optimizer of this model steps, as accelerate's door does. Until it `has_stepped`, backwards
+        that reduce are refused on all ranks (IG559): a step that raises may have changed half of this rank's copy."""
+        again = self._ledger.spoiled
+        self._ledger.spoiled = STEPS if again is None else f"{again}, and another step was begun"
+
+    def has_stepped(self) -> None:
+        """Called behind it. Ranks whose optimizers have not stepped equally often are refused, too: one of them has
+        missed an update."""
+        self._window.steps += 1
+        if self._ledger.spoiled == STEPS:
+            self._ledger.spoiled = None
+
+    def is_restored(self) -> None:
+        """Called when all ranks have loaded a checkpoint: copies are equal again."""
+        self._ledger.spoiled, self._window.steps = None, 0
+
+    @property
+    def drops(self) -> int:
+        """How many times what was gathered since `zero_grad` was dropped, on all ranks: refused or discarded."""
+        return self._window.drops
+
     def together(self, batches: Iterable[Batch]) -> Iterator[Batch | None]:
         """The batches, and then None as long as another rank has some."""
         own, end = iter(batches), object()
@@ -265,9 +289,9 @@ class DataParallel(nn.Module):
         """The gather of a reduction. Where any rank failed, all drop it; all but those that discard raise."""
         wrong = self._watch.problem(self.mesh) or self._window.problem(self.mesh)
         ledger = self._ledger
-        problem = ledger.failure if wrong is None else str(wrong).splitlines()[0]
+        problem = ledger.spoiled or (ledger.failure if wrong is None else str(wrong).splitlines()[0])
         if status is Status.FINE and problem is not None:
-            status = Status.FAILED
+            status = Status.SPOILED if ledger.spoiled else Status.FAILED
         table = totals.gather(
             ledger,
             status,
@@ -278,6 +302,7 @@ class DataParallel(nn.Module):
         )
         quiet = status is Status.DISCARDS
         try:
+            totals.refuse_parted(table, table.more[:, 3], ledger)
             totals.refuse_failed(table, ledger, problem, quiet)
             if not quiet:
                 totals.refuse_wrong(table, self.mesh)

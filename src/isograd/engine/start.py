@@ -17,6 +17,7 @@ from isograd.comm.fingerprint import first_unlike
 from isograd.contract import Record, Table
 from isograd.engine.hooks import Handles
 from isograd.engine.plan import Plan, check_same
+from isograd.engine.withheld import OWN_SUM, Withheld
 from isograd.errors import EngineError
 from isograd.mesh import DATA, Mesh
 from isograd.pipeline import Pipeline
@@ -102,7 +103,11 @@ def most_slots(plan: Plan, mesh: Mesh) -> int:
 
 
 def take_over(model: nn.Module) -> None:
-    """An engine of stage 3 keeps shards only: the next one of the same model starts from whole parameters."""
+    """A step that the holder before has left in the middle is dropped: what it shows in `.grad` is a stand-in, or one
+    rank's own sum. An engine of stage 3 keeps shards only: the next one of the model starts from whole parameters."""
+    for parameter in model.parameters():
+        if isinstance(parameter.grad, Withheld) or getattr(parameter.grad, OWN_SUM, False):
+            parameter.grad = None
     before = getattr(model, "_isograd_units", None)
     if before is not None:
         before.dissolve()

@@ -139,7 +139,7 @@ def refuse_failed(table: Table, ledger: Ledger, problem: str | None, quiet: bool
             seen="; ".join(f"rank {rank}: {failed[rank]}" for rank in spoiled),
             expected="optimizers that step on every rank, or on none: what raised may have changed half of the "
             "parameters, and those of other ranks have changed",
-            fix="Keeper.load on all ranks, which brings back parameters and optimizer of the last checkpoint; or end",
+            fix="load parameters and optimizer on all ranks, by Keeper.load or accelerator.load_state; or end",
             where=mesh.where(),
         )
     if failed:
@@ -171,6 +171,21 @@ def _begun_apart(begins: list[int], mesh: Mesh) -> EngineError:
         fix="call engine.begin on all ranks before the first backward of a step, with 0 where there is nothing",
         where=mesh.where(),
     )
+
+
+def refuse_parted(table: Table, steps: Tensor, ledger: Ledger) -> None:
+    """All ranks together: optimizers that step each rank's own copy have stepped equally often, or one has raised."""
+    if bool((steps != steps[0]).any()) and not bool((table.status == Status.SPOILED).any()):
+        counted = ", ".join(f"rank {rank}: {int(count)}" for rank, count in enumerate(steps))
+        ledger.spoiled = ledger.spoiled or f"optimizers have stepped unequally often ({counted})"
+        raise EngineError(
+            "IG559",
+            "an optimizer has stepped on some ranks only: copies of the parameters differ",
+            seen=f"steps of {counted}",
+            expected="a step on every rank, or on none: an exception between backward and step ends it on one alone",
+            fix="load a checkpoint on all ranks (accelerator.load_state), or end; catch an exception where it arises",
+            where=ledger.mesh.where(),
+        )
 
 
 def refuse_wrong(table: Table, mesh: Mesh) -> None:

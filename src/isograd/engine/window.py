@@ -16,6 +16,7 @@ from torch import Tensor
 
 from isograd.engine.ledger import Ledger
 from isograd.engine.plan import Slot
+from isograd.engine.withheld import OWN_SUM
 from isograd.errors import EngineError
 from isograd.mesh import Mesh
 
@@ -28,6 +29,8 @@ class Window:
         self.before: dict[Slot, Tensor] = {}  # reduced gradients that this window adds to
         self.totals = dict.fromkeys(self.slots, 0.0)  # all ranks' weight in what `.grad` is the weighted mean of
         self.backwards = 0  # of this window, on this rank
+        self.drops = 0  # windows that were dropped
+        self.steps = 0  # of optimizers, where they are counted
         self.weighed = self.plain = False  # which kinds of backwards there were since gradients were last cleared
         self._left: dict[Slot, tuple[Tensor, int]] = {}  # what we left in `.grad`, and its version
         self._own = False  # whether that is this rank's own sum
@@ -82,7 +85,7 @@ class Window:
 
     def columns(self) -> Tensor:
         """What the other ranks must know, for the gather of a reduction."""
-        return torch.tensor([self.weighed, self.plain, self.backwards], dtype=torch.float64)
+        return torch.tensor([self.weighed, self.plain, self.backwards, self.steps], dtype=torch.float64)
 
     def problem(self, mesh: Mesh) -> EngineError | None:
         """What this rank alone can see is wrong."""
@@ -138,7 +141,7 @@ class Window:
         `zero_grad` does so before that on the rank that failed, where it would come back, and after it on the others.
         """
         self._leave({}, own=False)
-        self.before, self.backwards, self._torn = {}, 0, False
+        self.before, self.backwards, self._torn, self.drops = {}, 0, False, self.drops + 1
         self.totals, self.weighed, self.plain = dict.fromkeys(self.slots, 0.0), False, False
 
     def _leave(self, gradients: dict[Slot, Tensor] | dict[Slot, Tensor | None], own: bool) -> None:
@@ -147,4 +150,5 @@ class Window:
             gradient = gradients.get(slot)
             slot.parameter.grad = None if gradient is None else gradient.to(slot.parameter.dtype)
             if slot.parameter.grad is not None:
+                setattr(slot.parameter.grad, OWN_SUM, own)
                 self._left[slot] = slot.parameter.grad, slot.parameter.grad._version

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from isograd.errors import EngineError
 
+OWN_SUM = "_isograd_own_sum"  # marks a `.grad` of ig.DataParallel that is one rank's own, not reduced
+
 
 class Withheld(Tensor):
     """A gradient without values. `slot_name`: the parameter's name."""

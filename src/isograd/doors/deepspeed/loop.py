@@ -33,7 +33,7 @@ from isograd.comm.agree import told
 from isograd.doors.deepspeed.settings import Settings, read
 from isograd.doors.optimizer import EngineOptimizer, onto_shards
 from isograd.doors.weights import Heard
-from isograd.doors.world import mesh_of
+from isograd.doors.world import mesh_of, names_lost
 from isograd.engine import Engine, Stats
 from isograd.errors import DoorError
 from isograd.inside import write_text
@@ -128,6 +128,7 @@ class LoopEngine(nn.Module):
         self.lr_scheduler: Any = plan(self.engine.optimizer) if callable(plan) else plan
         self.training_dataloader: DataLoader[Any] | None = None
         self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = 0
+        self._of_step = (0, 0)  # the step under way, by the engine's count, and how many of its micro-batches are over
         self._boundary: bool | None = None  # as the loop has said; None: counted
         self._heard = Heard(model, "engine.backward", speaks=mesh.rank == 0)
         self._syncing = True
@@ -163,7 +164,7 @@ class LoopEngine(nn.Module):
                 "the mean loss of a micro-batch, undivided, once", self.mesh,
             )  # fmt: skip
         reduces = self._syncing and (self.is_gradient_accumulation_boundary() or self.settings.stage > 1)
-        with nullcontext() if reduces else self.engine.no_sync():
+        with names_lost(self.mesh), nullcontext() if reduces else self.engine.no_sync():
             self.engine.backward(loss, self._heard.weight_of(loss) if weight is None else weight)
         return loss
 
@@ -178,7 +179,12 @@ class LoopEngine(nn.Module):
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether `step` will step the optimizer."""
-        return (self.micro_steps + 1) % self.settings.steps == 0 if self._boundary is None else self._boundary
+        return self._micros_over() + 1 >= self.settings.steps if self._boundary is None else self._boundary
+
+    def _micros_over(self) -> int:
+        """Of the step under way. A step that was dropped on all ranks has ended, on each after other micro-batches."""
+        step, over = self._of_step
+        return over if step == self.engine.ledger.ended else 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """From now on the loop says where a step ends."""
@@ -190,7 +196,10 @@ class LoopEngine(nn.Module):
         """At the boundary of an accumulation the engine's step, on all ranks; else only a count."""
         if not self._syncing:
             _refuse("step inside no_sync", "step after the with block", self.mesh)
-        if self.is_gradient_accumulation_boundary():
+        over = self._micros_over() + 1
+        if not self.is_gradient_accumulation_boundary():
+            self._of_step = self.engine.ledger.ended, over
+        else:
             self.optimizer.step()
             if self.lr_scheduler is not None and not self.optimizer.step_was_skipped:
                 self.lr_scheduler.step(**(lr_kwargs or {}))
