@@ -9,18 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from torch import Tensor
 
 from isograd import verify
-from isograd.cli import main
 from isograd.data import preferences, sums
 from isograd.engine import Engine
 from isograd.errors import IsogradError
 from isograd.losses import naive
 from isograd.mesh import Mesh
 from isograd.models import TransformerConfig
-from isograd.new import recipes
 from isograd.train import journal, loop, texts
 from isograd.train.config import Config, Preference
 from isograd.train.loop import Orders
@@ -320,15 +317,3 @@ def test_pairs_that_are_too_long_are_left_out_and_pairs_of_a_prompt_are_held_out
 def test_options_of_another_loss_or_task_are_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"belongs to"):
         config_of(tmp_path / "run", **changes)
-
-
-@pytest.mark.medium
-def test_the_recipe_trains_samples_and_is_exported(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "preference.yaml").write_text(recipes()["preference"])
-    words = ["steps=2", "layout=dp1", "batch=4", "evaluate.batches=1", "optimizer.warmup=1", "data.held_out=0.01"]
-    assert main(["train", "preference.yaml", *words]) == 0
-    run = yaml.safe_load(recipes()["preference"])["run"]
-    lines = journal.read(Path(run) / "metrics.jsonl")
-    assert any("a sample of what the model answers" in str(line.get("text")) for line in lines)
-    assert main(["ckpt", "convert", f"{run}/checkpoints", "hf"]) == 0
