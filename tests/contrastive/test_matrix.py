@@ -105,7 +105,7 @@ def expected(parts: int, **more: Any) -> Found:
     return one_device(LOSSES[loss][0], parts, **more)
 
 
-SLOW = ["dp4", "dp4 zero1", "dp2 cp2 ring zero3", "dp2 tp2 sp zero2"]
+SLOW = ["dp4", "dp4 zero1", "dp4 zero3", "dp2 cp2 ring zero3", "dp2 tp2 sp zero2", "cp2 ulysses tp2 sp zero2"]
 
 
 @pytest.mark.parametrize("layout", few([text for ranks in LAYOUTS.values() for text in ranks], slow=SLOW))

@@ -552,7 +552,7 @@ def test_the_balance_loss_of_transformers_trainer_is_named_unmodified(verify_run
     assert f"in load_balancing_loss_func counts {factor} times where the labels count once" in said
 
 
-@pytest.mark.parametrize("name", ["ddp_loop", "fsdp2_loop", "hf_trainer"])
+@pytest.mark.parametrize("name", few(["ddp_loop", "fsdp2_loop", "hf_trainer"], slow=["fsdp2_loop"]))
 def test_mean_of_means_is_named_in_an_unmodified_program(verify_run, name) -> None:
     switch = [DIRTY[name]] if name in DIRTY else []
     done = verify_run(*TORCHRUN, str(EXAMPLES / f"{name}.py"), *switch, "--steps", "3", options=("--steps", "2"))

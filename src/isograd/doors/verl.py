@@ -259,7 +259,7 @@ class IsogradEngine(BaseEngine):  # type: ignore[misc]
         sums = torch.zeros(2, len(found[0]), dtype=torch.float64)
         for terms in found:
             pairs = [(float(t.value), float(t.weight)) if t.weight else (0.0, 0.0) for t in terms.values()]
-            sums += torch.tensor([[value * weight for value, weight in pairs], [weight for _, weight in pairs]])
+            sums += sums.new_tensor([[value * weight for value, weight in pairs], [weight for _, weight in pairs]])
         total, weights = raw.all_reduce(sums.to(self.mesh.device), self.mesh.group("dp")).cpu()
         means = total / torch.where(weights > 0, weights, torch.ones_like(weights))
         return float(sum(t.coefficient * mean for t, mean in zip(found[0].values(), means.tolist(), strict=True)))

@@ -199,19 +199,22 @@ class DataParallel(nn.Module):
     def begins_step(self) -> None:
         """Called before an optimizer of this model steps, as accelerate's door does. Until it `has_stepped`, backwards
         that reduce are refused on all ranks (IG559): a step that raises may have changed half of this rank's copy."""
-        again = self._ledger.spoiled
-        self._ledger.spoiled = STEPS if again is None else f"{again}, and another step was begun"
+        self._window.stepping += 1  # an optimizer whose `step` calls that of its class says so twice
+        self._ledger.spoiled = self._ledger.spoiled or STEPS
 
     def has_stepped(self) -> None:
         """Called behind it. Ranks whose optimizers have not stepped equally often are refused, too: one of them has
         missed an update."""
+        self._window.stepping -= 1
+        if self._window.stepping:  # inside of another, or behind one that raised
+            return
         self._window.steps += 1
         if self._ledger.spoiled == STEPS:
             self._ledger.spoiled = None
 
     def is_restored(self) -> None:
         """Called when all ranks have loaded a checkpoint: copies are equal again."""
-        self._ledger.spoiled, self._window.steps = None, 0
+        self._ledger.spoiled, self._window.steps, self._window.stepping = None, 0, 0
 
     @property
     def drops(self) -> int:

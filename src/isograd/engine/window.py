@@ -31,6 +31,7 @@ class Window:
         self.backwards = 0  # of this window, on this rank
         self.drops = 0  # windows that were dropped
         self.steps = 0  # of optimizers, where they are counted
+        self.stepping = 0  # steps that were begun, and are not over
         self.weighed = self.plain = False  # which kinds of backwards there were since gradients were last cleared
         self._left: dict[Slot, tuple[Tensor, int]] = {}  # what we left in `.grad`, and its version
         self._own = False  # whether that is this rank's own sum
