@@ -4,8 +4,6 @@
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
-# Two workers, each with whole files: a test's ranks wait for each other half of the time.
-PYTEST := $(RUN) -m pytest --numprocesses 2 --dist loadfile
 STAMP := $(VENV)/installed
 
 .PHONY: chromium demo test test-all test-fast lint format bench bench-quick docs clean
@@ -35,13 +33,13 @@ chromium:
 	  $$SUDO apt-get update -qq && $$SUDO apt-get install -y -qq --no-install-recommends chromium >/dev/null; }
 
 test-fast: $(STAMP)
-	$(PYTEST) -m "not slow and not medium"
+	$(RUN) -m pytest -m "not slow and not medium"
 
 test: $(STAMP) chromium
-	$(PYTEST) -m "not slow"
+	$(RUN) -m pytest -m "not slow"
 
 test-all: $(STAMP) chromium
-	$(PYTEST)
+	$(RUN) -m pytest
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff check src tests examples benchmarks survey

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import multiprocessing
-import os
-import sys
 from collections.abc import Callable, Iterator
 from multiprocessing import forkserver
 from pathlib import Path
@@ -19,8 +16,6 @@ from isograd.comm.launch import World
 from . import sizes
 from .cpu_times import CpuTimes
 
-WORKER = os.environ.get("PYTEST_XDIST_WORKER")
-
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--cpu-times", type=Path, metavar="FILE", help="write each test's CPU seconds to FILE")
@@ -29,10 +24,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)  # as in a rank: more threads on tensors as small as these only wait for each other
     if file := config.getoption("--cpu-times"):
-        config.pluginmanager.register(CpuTimes(file.with_name(f"{file.name}.{WORKER}") if WORKER else file))
-    if WORKER:  # it was started with -c: as in a notebook, worlds would be forked from this very process
-        sys.modules["__main__"].__spec__ = importlib.util.find_spec("pytest.__main__")
-        os.environ.pop("COLUMNS", None)  # which xdist sets to its own width
+        config.pluginmanager.register(CpuTimes(file))
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

@@ -1,7 +1,6 @@
 """What a test costs, on a machine that others use too: CPU seconds of pytest and of every process under it.
 
     python -m pytest tests/engine --cpu-times /tmp/engine.tsv     # seconds of CPU, seconds, test: one line per test
-    make test PYTEST_ADDOPTS="--cpu-times /tmp/all.tsv"           # of several workers: /tmp/all.tsv.gw0, .gw1
 
 The ranks of a shared world outlive a test, so their time is read from /proc while they run. The world's start is in
 the time of the first test that asks for its size.
@@ -41,5 +40,7 @@ class CpuTimes:
         self.rows.append((spent() - before, time.monotonic() - start, item.nodeid))
         return answer
 
-    def pytest_sessionfinish(self) -> None:
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         self.file.write_text("".join(f"{cpu:.2f}\t{wall:.2f}\t{test}\n" for cpu, wall, test in self.rows))
+        total = sum(cpu for cpu, _, _ in self.rows)
+        terminalreporter.write_line(f"{total:.0f} s of CPU in {len(self.rows)} tests; each test's: {self.file}")
