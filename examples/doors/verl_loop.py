@@ -12,8 +12,9 @@ from functools import partial
 
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
+from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils as tu
-from verl.workers.config import CheckpointConfig, FSDPOptimizerConfig, HFModelConfig
+from verl.workers.config import FSDPOptimizerConfig, HFModelConfig
 from verl.workers.engine import EngineRegistry
 from verl.workers.utils.losses import sft_loss
 

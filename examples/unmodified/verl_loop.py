@@ -11,9 +11,10 @@ from functools import partial
 
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
+from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils as tu
 from verl.utils.distributed import initialize_global_process_group
-from verl.workers.config import CheckpointConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 from verl.workers.engine import EngineRegistry
 from verl.workers.utils.losses import sft_loss
 
