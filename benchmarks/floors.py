@@ -29,7 +29,7 @@ class Layers:
     """The products of some layers, and perhaps of the head, of which a rank has one part in `parts`."""
 
     def __init__(self, sizes: Sizes, rows: int, layers: int, head: bool, parts: int) -> None:
-        hidden, inner, mlp, vocab = (n // parts for n in (sizes.hidden * parts, sizes.hidden, sizes.mlp, sizes.vocab))
+        hidden, inner, mlp, vocab = sizes.hidden, *(n // parts for n in (sizes.hidden, sizes.mlp, sizes.vocab))
         shapes = [(inner, hidden)] * 3 + [(hidden, inner)] + [(mlp, hidden)] * 2 + [(hidden, mlp)]
         self.weights = [torch.randn(shape) for _ in range(layers) for shape in shapes]
         self.weights += [torch.randn(vocab, hidden)] if head else []

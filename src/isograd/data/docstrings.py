@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from hashlib import blake2b
 from pathlib import Path
 
-from isograd.data.files import write_whole
+from isograd.data.files import write_text
 
 WORDS, LONGEST = 5, 110  # of an answer: how few words, how many characters
 
@@ -67,5 +67,4 @@ def disordered(text: str) -> str:
 
 
 def _write(file: Path, lines: Iterable[Mapping[str, object]]) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(file, "".join(json.dumps(line) + "\n" for line in lines).encode())
+    write_text(file, "".join(json.dumps(line) + "\n" for line in lines))

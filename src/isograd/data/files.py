@@ -127,6 +127,14 @@ def write_whole(path: Path, data: bytes) -> str:
     return found
 
 
+def write_text(file: Path, text: str) -> Path:
+    """A file with this text. One that holds it already keeps its date, by which a build knows its inputs."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if not file.exists() or file.read_text(encoding="utf-8") != text:
+        write_whole(file, text.encode())
+    return file
+
+
 def settle(folder: Path) -> None:
     """Bring the names in a folder to the disk."""
     with writing(folder):

@@ -68,7 +68,7 @@ def inspect(
         marks = [False, *counted[: filled - 1]] if chats else [False] * filled
         for number, held in groupby(range(filled), key=numbers.__getitem__):
             text = _text(ids, marks, list(held), decode)
-            lines.append(f"  [{number}] " + text.replace("\n", "\n      "))
+            lines.append(f"  [{number}] {text}")
         if filled < length:
             lines.append(f"  {length - filled} tokens of filling, without labels")
     return "\n".join(lines)
@@ -108,16 +108,16 @@ def _pairs(
             ids, labels = rows["tokens"][0, 0].tolist(), rows["labels"][0, 0].tolist()
             marks = [False, *(label != IGNORE for label in labels[:-1])]
             text = _text(ids, marks, list(range(len(ids))), decode)
-            yield f"  [{name}: {len(ids)} tokens, {sum(marks)} labels] " + text.replace("\n", "\n      ")
+            yield f"  [{name}: {len(ids)} tokens, {sum(marks)} labels] {text}"
 
 
 def _text(ids: list[int], marks: list[bool], places: list[int], decode: Callable[[list[int]], str]) -> str:
-    """Tokens as text, labels between LABELS."""
+    """Tokens as text, labels between LABELS, lines after the first one indented."""
     found = []
     for label, held in groupby(places, key=marks.__getitem__):
         text = _printable(decode([ids[place] for place in held]))
         found.append(text.join(LABELS) if label else text)
-    return "".join(found)
+    return "".join(found).replace("\n", "\n      ")
 
 
 def _printable(text: str) -> str:

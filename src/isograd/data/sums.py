@@ -1,5 +1,5 @@
 """Built-in conversations about sums, pairs of answers about them, and a tokenizer of bytes with a chat template: what
-recipes/lora.yaml and recipes/preference.yaml train on.
+recipes/lora.yaml trains on.
 
 Nothing is downloaded. The tokenizer is a folder as transformers writes it, so it goes with an exported model.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from isograd.data.files import write_whole
+from isograd.data.files import write_text
 
 START, STOP, END = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
 MOST = 20
@@ -34,7 +34,7 @@ def conversations(file: Path) -> Path:
             chat += [("user", "And one more?"), ("assistant", f"{a + b + 1}.")] * ((a + b) % 3 == 0)
             chat = [("system", "Answer briefly.")] * (a % 4 == 0) + chat
             lines.append(json.dumps({"messages": [{"role": role, "content": text} for role, text in chat]}) + "\n")
-    return _written(file, "".join(lines))
+    return write_text(file, "".join(lines))
 
 
 def pairs(file: Path) -> Path:
@@ -45,7 +45,7 @@ def pairs(file: Path) -> Path:
             wrong = a + b + (1, -1, 2, 3)[(a + 2 * b) % 4]
             answers = {"chosen": f"{a} plus {b} is {a + b}.", "rejected": f"{a} plus {b} is {wrong}."}
             lines.append(json.dumps({"prompt": f"What is {a} plus {b}?", **answers}) + "\n")
-    return _written(file, "".join(lines))
+    return write_text(file, "".join(lines))
 
 
 def tokenizer(folder: Path) -> Path:
@@ -63,14 +63,6 @@ def tokenizer(folder: Path) -> Path:
         "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": STOP, "pad_token": END, "chat_template": TEMPLATE,
         "clean_up_tokenization_spaces": False,
     }  # fmt: skip
-    _written(folder / "tokenizer.json", made.to_str(pretty=True))
-    _written(folder / "tokenizer_config.json", json.dumps(config, indent=1))
+    write_text(folder / "tokenizer.json", made.to_str(pretty=True))
+    write_text(folder / "tokenizer_config.json", json.dumps(config, indent=1))
     return folder
-
-
-def _written(file: Path, text: str) -> Path:
-    """A file that holds the text already keeps its date, by which a build knows its inputs."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    if not file.exists() or file.read_text(encoding="utf-8") != text:
-        write_whole(file, text.encode())
-    return file

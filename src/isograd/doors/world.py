@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -108,14 +109,10 @@ def ends_alike(mesh: Mesh) -> Iterator[None]:
         raise
 
 
+@cache  # once in a process
 def tells_its_end(rank: int) -> None:
     """Where an exception that nobody catches ends this process, the others can read which (`names_lost`)."""
-    if not _telling:
-        _telling.append(rank)
-        atexit.register(_tell_end, rank)
-
-
-_telling: list[int] = []
+    atexit.register(_tell_end, rank)
 
 
 def _tell_end(rank: int) -> None:
