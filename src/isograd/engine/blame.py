@@ -2,15 +2,15 @@
 
 A NaN in one rank's loss reaches every gradient of that rank. A NaN that is born in backward leaves all losses finite:
 the parameters upstream of it have NaN gradients, on the rank where it was born. After the reduction every rank has
-them, and a rank's own gradients are gone. So each rank keeps the sum of all its gradients on the device, in which a NaN
-or an Inf stays visible (`Flights.look`): one fast pass over the gradients and no synchronisation. Only a skipped step
-looks at it and gathers names.
+them, and a rank's own gradients are gone. So the owner of rows looks at their sum as it lands, in which a NaN or an Inf
+stays visible, and then at what each rank has sent (`Flight.not_finite`). Where looking would make a GPU wait, each rank
+keeps the sum of all its gradients on the device. Only a skipped step gathers names.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -47,14 +47,13 @@ def _ranks(ranks: tuple[int, ...]) -> str:
 
 
 @torch.no_grad()
-def blame(paid: Mapping[Slot, Tensor], losses: Tensor, left: Tensor, mesh: Mesh) -> Blame:
-    """`paid`: my settled rows. `losses`: one per rank of the world. `left`: the sum of all gradients that left here.
+def blame(paid: Mapping[Slot, Tensor], losses: Tensor, spoilers: Iterable[int], mesh: Mesh) -> Blame:
+    """paid: my settled rows. losses: one per rank of the world. spoilers: ranks that I saw send what is not finite.
 
     Reduced gradients are looked at on the ranks that own their rows, before they are cleared.
     """
-    born = not math.isfinite(left)
     mine = [slot.name for slot, rows in paid.items() if not bool(torch.isfinite(rows).all())]
-    told = gather_notes([born, mine[:_NAMES]], mesh.group("world"), mesh.device)
+    told = gather_notes([sorted(spoilers), mine[:_NAMES]], mesh.group("world"), mesh.device)
     names = dict.fromkeys(name for _, names in told for name in names)
     ranks = tuple(rank for rank, loss in enumerate(losses.tolist()) if not math.isfinite(loss))
-    return Blame(ranks, tuple(rank for rank, (own, _) in enumerate(told) if own), tuple(names))
+    return Blame(ranks, tuple(sorted({rank for seen, _ in told for rank in seen})), tuple(names))

@@ -334,7 +334,8 @@ class Engine:
         find_norm = norm.reproducible_norm if self.reproducible else norm.global_norm
         grad_norm = find_norm(self._paid_once(), self.mesh.group("world"), self._device) * scale
         skipped = not math.isfinite(grad_norm)
-        self.blame = blame(self.ledger.paid, totals.losses, self.ledger.flights.total, self.mesh) if skipped else None
+        ledger = self.ledger
+        self.blame = blame(ledger.paid, totals.losses, ledger.flights.not_finite(), self.mesh) if skipped else None
         if not skipped:
             factor = min(1.0, self.clip / (grad_norm + 1e-6)) if self.clip is not None else 1.0
             try:

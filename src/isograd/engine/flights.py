@@ -11,9 +11,9 @@ way sends zeros for what it has not sent, so that everybody's flights can land.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
-from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -21,7 +21,6 @@ from torch import Tensor
 from isograd.comm import raw
 from isograd.comm.notes import gather_notes
 from isograd.comm.raw import Group
-from isograd.engine.bundle import SMALL, Cut
 from isograd.engine.plan import Bucket, Plan, Slot
 from isograd.engine.sums import Sums, refuse
 from isograd.engine.transport import Flight, Pieces, reduce_rows
@@ -37,13 +36,17 @@ class Flights:
 
     def __init__(self, plan: Plan, mesh: Mesh, *, tree: bool) -> None:
         """`tree`: add in one binary tree."""
-        self.plan, self.tree, self._where = plan, tree, mesh.where()
+        self.plan, self.tree, self._rank, self._where = plan, tree, mesh.rank, mesh.where()
         # The owners of rows, on connections that carry nothing else.
         self._groups = {group.ranks: mesh.group(group.axes, "gradients") for group in plan.owners}
         self._serials, self._step = {ranks: raw.serial(group) for ranks, group in self._groups.items()}, 0
         self.sent: list[Bucket] = []  # the buckets that left since the step began
-        # The sum of all gradients that were looked at in this step, on the device: NaN or Inf if one of them has any.
-        self.total = torch.zeros((), dtype=torch.float64, device=plan.slots[0].parameter.device)
+        # Whose gradients in this step were not finite, as far as this rank knows. It looks at the rows that land here,
+        # unless that would make a GPU wait; then at its own gradients as they leave, and keeps their sum on the device.
+        self.spoilers: set[int] = set()
+        device = plan.slots[0].parameter.device
+        self._looks_at_rows = device.type == "cpu" and not tree
+        self._sum = torch.zeros((), dtype=torch.float64, device=device)
         self.sums: dict[tuple[int, ...], Sums] = {}  # of a step whose reductions are checked, by owners
         self.due: dict[Slot, Tensor] = {}  # landed: my rows, summed over the data axes
         self._air: deque[tuple[Bucket, Flight]] = deque()
@@ -84,46 +87,44 @@ class Flights:
 
     def has_room(self) -> bool:
         """Whether one more bucket may be in the air. What has arrived lands; nothing is waited for."""
-        while len(self._air) >= AT_ONCE and self._air[0][1].ready():
+        while self.is_full() and self._air[0][1].ready():
             self._land()
-        return len(self._air) < AT_ONCE
+        return not self.is_full()
+
+    def is_full(self) -> bool:
+        """Whether no further bucket may be in the air."""
+        return len(self._air) >= AT_ONCE
 
     def make_room(self) -> None:
         """Wait until one more bucket may be in the air: where all data ranks are known to launch the same ones."""
-        while len(self._air) >= AT_ONCE:
+        while self.is_full():
             self._land()
 
     def next_block(self) -> None:
         """ZeRO 3: backward has left a block. What left earlier than with the block before has landed, or is waited for.
 
-        That cannot block: this rank has read the others' note of the next block's gather, which they sent after they
-        had launched the buckets of two blocks before (engine/lockstep.py).
+        That cannot block: this rank has read the others' note of a gather that they posted when they had left two
+        blocks before, or were leaving it, which ends with a launch (engine/lockstep.py).
         """
         while len(self._air) > self._with_block:
             self._land()
         self._with_block = 0
 
     def launch(self, bucket: Bucket, gradients: Pieces) -> None:
-        """Send a bucket's gradients to the owners of their rows; `total` notes a NaN in them."""
+        """Send a bucket's gradients to the owners of their rows."""
         self.sent.append(bucket)
         self._in_pass += 1
         self._with_block += 1
         packed = bucket.bundle.pack(gradients)
         slots = bucket.bundle.slots
-        self.look(t for t, slot in zip(packed, slots, strict=True) if isinstance(slot, Cut) or t.numel() <= SMALL)
+        if not self._looks_at_rows:
+            for gradient in packed:
+                self._sum.add_(gradient.sum())
         owners = self._groups[bucket.owners.ranks]
         flight = reduce_rows(
             slots, packed, owners, tree=self.tree, number=bucket.number, sums=self.sums.get(owners.ranks)
         )
         self._air.append((bucket, flight))
-
-    def look(self, gradients: Iterable[Tensor]) -> None:
-        """Remember whether gradients of this rank are finite, which their sums show. The ledger shows large ones, once,
-        as soon as they are complete, while they are in the processor's cache; small ones are looked at when they leave.
-        One number is kept: small tensors that stay between large ones would keep the heap from being used again.
-        """
-        for gradient in gradients:
-            self.total.add_(gradient.sum())
 
     def land_all(self) -> None:
         """Wait for every bucket in the air, and add its rows to what is due."""
@@ -132,11 +133,18 @@ class Flights:
 
     def _land(self) -> None:
         bucket, flight = self._air[0]
-        rows = bucket.bundle.rows(flight.wait())
+        landed = flight.wait()
         self._air.popleft()
+        if self._looks_at_rows:
+            self.spoilers.update(bucket.owners.ranks[member] for member in flight.not_finite(landed))
+        rows = bucket.bundle.rows(landed)
         for slot, piece in zip(bucket.slots, rows, strict=True):
             before = self.due.get(slot)
             self.due[slot] = piece if before is None else before.add_(piece)
+
+    def not_finite(self) -> set[int]:
+        """Ranks whose own gradients of this step were not finite, as far as this rank knows. The host waits."""
+        return self.spoilers | ({self._rank} if not math.isfinite(self._sum) else set())
 
     def begin_sums(self) -> None:
         """Check the reductions of the step that begins."""
@@ -168,7 +176,8 @@ class Flights:
         """A new step begins. Nothing may be in the air."""
         assert not self._air, "flights of the step before have not landed"
         self.sent, self.due, self._in_pass, self._with_block = [], {}, 0, 0
-        self.total.zero_()
+        self.spoilers = set()
+        self._sum.zero_()
         self._step += 1
 
 

@@ -34,7 +34,6 @@ from torch import Tensor, nn
 
 from isograd.comm import raw
 from isograd.engine import start
-from isograd.engine.bundle import SMALL
 from isograd.engine.flights import Flights, zeros_of
 from isograd.engine.plan import Bucket, Plan, Slot
 from isograd.engine.precision import LossScale
@@ -119,7 +118,6 @@ class Ledger:
             slot: [(slot.parameter, Withheld(slot.parameter, slot.name))] for slot in plan.slots if withholds
         }
         self._withheld: set[Slot] = set()  # whose `.grad` is a stand-in
-        self._unseen: set[Slot] = set()  # whose sums flights have not looked at
 
     def shows(self, masters: dict[str, nn.Parameter]) -> None:
         """Tensors that the optimizer steps in place of parameters: their `.grad` is withheld, too."""
@@ -255,7 +253,7 @@ class Ledger:
             self._taken_in(slot, a @ b)
         elif not self._dropped:
             self.used.add(slot)
-            self._summed(slot, before.addmm_(a, b))
+            before.addmm_(a, b)
         if last and self._leave is Leave.EAGER:
             self.passed_by(slot)
 
@@ -269,7 +267,7 @@ class Ledger:
             self._taken_in(slot, zeros_of(slot).index_put_((rows,), values.to(slot.dtype), accumulate=True))
         elif not self._dropped:
             self.used.add(slot)
-            self._summed(slot, before.index_put_((rows,), values.to(before.dtype), accumulate=True))
+            before.index_put_((rows,), values.to(before.dtype), accumulate=True)
 
     def _watched(self) -> bool:
         """Whether each gradient is wanted by itself."""
@@ -367,17 +365,7 @@ class Ledger:
         if self._no_loss is not None:
             gradient = torch.where(self._no_loss, torch.zeros_like(gradient), gradient)
         before = self.local.get(slot)
-        total = self.local[slot] = gradient if before is None else before.add_(gradient)
-        self._summed(slot, total)
-
-    def _summed(self, slot: Slot, total: Tensor) -> None:
-        """Flights look at a large sum once: here if it leaves with this run, as it lies in the processor's cache."""
-        if total.numel() > SMALL:
-            if self._leaves:
-                self.flights.look([total])
-                self._unseen.discard(slot)
-            else:
-                self._unseen.add(slot)
+        self.local[slot] = gradient if before is None else before.add_(gradient)
 
     # -- 3. a bucket leaves
 
@@ -403,20 +391,21 @@ class Ledger:
             self._tree.grow([self._taken(slot) for slot in self.plan.slots])
         elif self._leave is not Leave.AT_END:
             self._flush()
+        if self.units is not None:
+            self.units.all_ended()
         self._withhold()
         self.state = State.OPEN
 
     def _flush(self) -> None:
         while self._unsent:
-            if self.units is not None:  # all data ranks have ended this backward
+            if self.units is not None and self.flights.is_full():
+                self.units.all_ended()  # and so they launch the same buckets
                 self.flights.make_room()
             self._launch(self._unsent[0])
 
     def _launch(self, bucket: Bucket) -> None:
         self._unsent.remove(bucket)
         gradients = [self._taken(slot) for slot in bucket.slots]
-        self.flights.look(g for slot, g in zip(bucket.slots, gradients, strict=True) if slot in self._unseen)
-        self._unseen -= set(bucket.slots)
         self.flights.launch(bucket, gradients)
         if self.keep_full:
             self.full.update(zip(bucket.slots, gradients, strict=True))
@@ -487,7 +476,7 @@ class Ledger:
         self.flights.sums = {}
         self.local, self.paid, self.full, self.told, self.passes = {}, {}, {}, Contributions(), 0
         self.shares.clear()
-        self.used, self._withheld, self._unseen, self._unsent = set(), set(), set(), []
+        self.used, self._withheld, self._unsent = set(), set(), []
         self._tree = Tree()
         self.state, self.failure, self.ended = State.OPEN, None, self.ended + 1
 

@@ -1,7 +1,8 @@
 """How a bucket's gradients reach the owners of their rows, and how rows come back: two ways with the same sums.
 
 Direct (gloo, and everywhere when reproducible): slices of the gradients themselves go straight to their owners; only
-small ones are packed into one message. The owner adds the pieces in rank order, or in one binary tree.
+small ones are packed into one message, and one larger one with them. The owner adds the pieces in rank order, or in one
+binary tree.
 
 Packed (NCCL): rows are copied into one flat buffer of equal chunks, one per owner, for the native reduce-scatter and
 all-gather.
@@ -11,6 +12,7 @@ Both give the owner, for each slot, the sum over the data ranks of its rows, in 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import reduce
 
@@ -23,6 +25,7 @@ from isograd.engine.bundle import Rows
 from isograd.engine.sums import Sums
 
 SMALL = 1 << 14  # elements: below this a slice is packed with others rather than sent by itself
+CARRIER = 1 << 17  # elements: up to this a larger slice is copied, so that small ones need no message of their own
 
 Pieces = list[Tensor]
 
@@ -53,6 +56,14 @@ class Flight:
         self._sums.summed(self._number, rows, self._total(twins, None))
         return rows
 
+    def not_finite(self, rows: Pieces) -> list[int]:
+        """Members whose pieces were not finite, where `rows`, which `wait` has returned, are not. The pieces are still
+        there but for one member's, in whose memory they were added up: it is named when the others' were finite."""
+        if _finite(rows):
+            return []
+        found = [member for member, pieces in enumerate(self._members) if pieces is not rows and not _finite(pieces)]
+        return found or [member for member, pieces in enumerate(self._members) if pieces is rows]
+
     def _total(self, members: list[Pieces], keep: Pieces | None) -> Pieces:
         return tree_sum(members, keep) if self._tree else reduce(lambda a, b: _add(a, b, keep), members)
 
@@ -62,6 +73,10 @@ def _add(a: Pieces, b: Pieces, keep: Pieces | None) -> Pieces:
     into, other = (b, a) if a is keep else (a, b)
     torch._foreach_add_(into, other)
     return into
+
+
+def _finite(pieces: Pieces) -> bool:
+    return all(math.isfinite(piece.sum()) for piece in pieces)
 
 
 def tree_sum(members: Sequence[Pieces], keep: Pieces | None = None) -> Pieces:
@@ -125,10 +140,9 @@ def gather_rows(slots: Sequence[Rows], whole: Pieces, group: Group, tag: int = 0
         if member == group.index:
             into.append([])
             continue
-        targets = [of_slot[member] for of_slot in rows]
-        small = [t for t in targets if t.numel() < SMALL]
+        small, large = _parted([of_slot[member] for of_slot in rows])
         packed = _flat_like(small)
-        into.append([t for t in targets if t.numel() >= SMALL] + ([packed] if packed is not None else []))
+        into.append(large + ([packed] if packed is not None else []))
         if packed is not None:
             unpack.append((small, _views(packed, small)))
 
@@ -139,20 +153,31 @@ def gather_rows(slots: Sequence[Rows], whole: Pieces, group: Group, tag: int = 0
     return raw.exchange([mine] * group.size, into, group, tag).and_then(place)
 
 
+def _parted(pieces: Pieces) -> tuple[Pieces, Pieces]:
+    """(slices that travel in one message, slices that travel by themselves); both ends of a message part them alike.
+
+    A message costs as much as copying some hundred kilobytes: the least of the large slices carries the small ones."""
+    small = [p for p in pieces if p.numel() < SMALL]
+    large = [p for p in pieces if p.numel() >= SMALL]
+    least = min(range(len(large)), key=lambda i: large[i].numel(), default=None) if small else None
+    if least is not None and large[least].numel() <= CARRIER:
+        small.append(large.pop(least))
+    return small, large
+
+
 def _outgoing(pieces: Pieces) -> Pieces:
     """The messages for one owner: each large slice by itself, all small ones in one."""
-    small = [p.reshape(-1) for p in pieces if p.numel() < SMALL]
-    large = [p for p in pieces if p.numel() >= SMALL]
-    return large + ([torch.cat(small)] if small else [])
+    small, large = _parted(pieces)
+    return large + ([torch.cat([p.reshape(-1) for p in small])] if small else [])
 
 
 def _incoming(like: Pieces) -> tuple[Pieces, Pieces]:
     """Memory for one member's rows: (a tensor per slot, the messages that fill them)."""
-    small = [p for p in like if p.numel() < SMALL]
+    small, _ = _parted(like)
     packed = _flat_like(small)
-    views = iter(_views(packed, small) if packed is not None else [])
-    pieces = [next(views) if p.numel() < SMALL else torch.empty_like(p) for p in like]
-    large = [p for p in pieces if p.numel() >= SMALL]
+    views = dict(zip(map(id, small), _views(packed, small) if packed is not None else [], strict=True))
+    pieces = [views[id(p)] if id(p) in views else torch.empty_like(p) for p in like]
+    large = [piece for piece, p in zip(pieces, like, strict=True) if id(p) not in views]
     return pieces, large + ([packed] if packed is not None else [])
 
 

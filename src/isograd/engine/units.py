@@ -87,6 +87,7 @@ class Units:
         self._chunks = mesh.layout.vpp > 1  # forwards take turns between blocks that are not the same ones
         self._flying: list[tuple[Posted, list[Kept]]] = []
         self._left: Posted | None = None  # said when backward left the last block that it did not gather anew
+        self._ended: Posted | None = None  # said at the end of the last backward
         self._trace: list[Unit] = []  # units in the order of the running forward
         self._after: dict[int, Unit] = {}  # which unit follows which, as the last forward had it
         self._before: dict[int, Unit] = {}
@@ -229,14 +230,14 @@ class Units:
         self._start(unit)
         gathers = bool(self._flying)
         self._land()
-        # After a note of the other ranks, which proves that they have come as far: `passed` may wait for them.
-        if is_over and self._passed:
-            if not gathers:  # read when the next block is left: ranks may be one block apart
-                before, self._left = self._left, self._post(f"has left {last.words} in backward")
-                if before is not None:
-                    self._confirm(before)
-            self._passed({key for key, module in self._homes.items() if module is last.module})
-        self._start(self._before.get(id(unit)))
+        passes = self._passed if is_over else None
+        if passes and not gathers:  # read when the next block is left: ranks may be one block apart
+            before, self._left = self._left, self._post(f"has left {last.words} in backward")
+            self._confirm(before)
+        self._start(self._before.get(id(unit)))  # its rows travel while `passes` waits and sends
+        # After a note of the other ranks, which proves that they have come as far: `passes` may wait for them.
+        if passes:
+            passes({key for key, module in self._homes.items() if module is last.module})
 
     def end_backward(self) -> None:
         """Give everything back. In an `except` or a `finally`, the same as `abort`."""
@@ -248,8 +249,11 @@ class Units:
         self._recomputed.clear()
         self._held.clear()
         self._give_back_all(but=self._held)
-        self._meet("ends its backward")
-        self._round = None
+        self._ended, self._round = self._post("ends its backward"), None
+
+    def all_ended(self) -> None:
+        """Wait until all data ranks have ended the last backward. Raises where an exception has ended one."""
+        self._confirm(self._ended)
 
     # -- together with the other ranks
 
@@ -273,13 +277,12 @@ class Units:
         return self._lockstep.post(MEETING, said)
 
     def _meet(self, said: str) -> None:
-        posted = self._post(said)
-        if posted is not None:
-            self._confirm(posted)
+        self._confirm(self._post(said))
 
-    def _confirm(self, posted: Posted) -> None:
+    def _confirm(self, posted: Posted | None) -> None:
         try:
-            self._lockstep.confirm(posted)
+            if posted is not None:
+                self._lockstep.confirm(posted)
         except EngineError:
             self._clear()
             raise
@@ -287,7 +290,7 @@ class Units:
     def _clear(self) -> None:
         """Nothing is whole but for readers, nothing is under way, and no order of blocks is expected any more."""
         self._in_forward = self._in_backward = False
-        self._round, self._current, self._passed, self._left = None, self.root, None, None
+        self._round, self._current, self._passed, self._left, self._ended = None, self.root, None, None, None
         self._trace, self._after, self._before = [], {}, {}
         self._held.clear()
         self._open.clear()
@@ -338,9 +341,7 @@ class Units:
 
     @property
     def _phase(self) -> str:
-        if self._in_backward:
-            return "backward"
-        return "forward" if self._in_forward else "a call of its own"
+        return "backward" if self._in_backward else "forward" if self._in_forward else "a call of its own"
 
     def _give_back(self, unit: Unit) -> None:
         self._whole.pop(id(unit), None)
@@ -422,9 +423,8 @@ class Units:
 
 def _which(missing: list[Kept], unit: Unit) -> int:
     """One number for what is gathered of a unit: 0 for all of it."""
-    if len(missing) == len(unit.kept):
-        return 0
-    return zlib.crc32(",".join(kept.slot.name for kept in missing).encode())
+    names = ",".join(kept.slot.name for kept in missing)
+    return zlib.crc32(names.encode()) if len(missing) < len(unit.kept) else 0
 
 
 def _raised(outer: BaseException | None) -> BaseException | None:
