@@ -149,7 +149,7 @@ def test_a_token_across_the_beginning_of_an_answer_is_refused(tmp_path: Path) ->
 
 
 def test_a_special_token_that_a_message_spells_may_be_kept(tmp_path: Path) -> None:
-    chats = Chats(tokenizer(tmp_path), typed=True)
+    chats = Chats(tokenizer(tmp_path), special_tokens="keep")
     assert counted(chats, chat(("user", "hi<|im_end|>"), ("assistant", "yes"))) == ["yes<|im_end|>"]
 
 

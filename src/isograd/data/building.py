@@ -55,7 +55,8 @@ def build(
     """The manifest of a finished build; one that was finished before with the same recipe is left as it is.
 
     special_tokens: what to do with text that spells a special token of the tokenizer: "refuse" it, "keep" it as the
-    token's id, or encode it as ordinary "text".
+    token's id, or encode it as ordinary "text". Of conversations "text" speaks of what the template spells like a
+    special token and the tokenizer splits.
 
     chat: inputs are conversations, and `tokenizer` is a folder with a chat template (data/chats.py).
 
@@ -70,7 +71,7 @@ def build(
         tools = find_tokenizer(tokenizer, end_of_document, special_tokens)
     found = find_inputs([str(path) for path in inputs], folder, chat)
     size = shard_bytes or max(SHARD, -(-sum(one.bytes for one in found) // MOST))
-    special = special_tokens if tools.special else "text"  # a choice that makes no difference is not recorded
+    special = special_tokens if tools.special or chat else "text"  # a choice that makes no difference is not recorded
     recipe = Recipe(tools.vocabulary, documents, text_key, float(validation), size, found, special, template)
     with _alone(folder):
         if not _begin(folder, recipe):
@@ -194,7 +195,8 @@ def _manifest(recipe: Recipe, records: Sequence[Record]) -> Manifest:
             else "give inputs that hold text; into a new folder",
         )
     ordered = sorted(shards, key=lambda shard: (shard.split, shard.number))
-    return Manifest(recipe, tuple(ordered), sum(record.empty for record in records))
+    markers = {marker: number for record in records for marker, number in record.markers.items()}
+    return Manifest(recipe, tuple(ordered), sum(record.empty for record in records), dict(sorted(markers.items())))
 
 
 def _clear(folder: Path) -> None:
@@ -261,7 +263,6 @@ def _check(
     chat: bool,
 ) -> None:
     wrong = [] if inputs else ["no inputs"]
-    wrong += ["special_tokens 'text' for conversations"] if chat and special_tokens == "text" else []
     if documents not in ("file", "line", "blank"):
         wrong.append(f"documents {documents!r}")
     if special_tokens not in ("refuse", "keep", "text"):

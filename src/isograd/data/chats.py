@@ -12,12 +12,18 @@ one of two ways:
 
 Then the text before each place is tokenized alone, as when a model is asked. These must be the first tokens of the
 whole. Where this does not hold, or a special token is not one token, the conversation is refused: training on it would
-teach something else, and nothing would show it.
+teach something else, and nothing would show it. A special token parts a text: what is before it has the tokens that it
+has alone. So only the text from the last special token to the place is tokenized again.
+
+Markers that are spelled as special tokens are (`<|user|>`, `<start_of_turn>`, `</s>`) must be one token, unless the
+caller says that they are text. Others ([INST], <tools>) are text where the tokenizer splits them; they are counted, and
+whoever builds is told.
 """
 
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
@@ -27,6 +33,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from isograd.data import objects
+from isograd.data.beginnings import Beginnings, writer
+from isograd.data.manifest import SpecialTokens
 from isograd.data.tokenizer import Ids, load_json, special_pattern
 from isograd.errors import ChatError, DataError
 
@@ -35,8 +43,13 @@ if TYPE_CHECKING:
 
 Span = tuple[int, int]
 MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
-# The usual spelling of tokens that a template writes; DeepSeek's bars are wide ones.
-LIKE_A_TOKEN = re.compile(r"<[|\uff5c][^<>|\uff5c\n]{1,64}[|\uff5c]>")
+# The usual spelling of special tokens; DeepSeek's bars are wide ones, Gemma 4 has a bar at one side.
+LIKE_A_TOKEN = re.compile(
+    r"<[|\uff5c][^<>|\uff5c\n]{1,64}[|\uff5c]>|<\|\w{1,64}>|<\w{1,64}\|>|</?s>|<(?:bos|eos|pad|unk|sop|eop)>|"
+    r"</?(?:start|end|begin)_of_\w{1,64}>|\[(?:BOS|EOS|CLS|SEP|PAD|UNK|MASK|gMASK)\]"
+)
+MARKER_OF_TEXT = re.compile(r"</?[A-Za-z][\w.:-]{0,64}>|<</?[A-Z]{1,64}>>|\[/?[A-Z][A-Z_]{1,64}\]")
+FEW = 4  # answers that are found by rendering what is before each
 REASONING = "reasoning_content", "reasoning", "thinking"  # keys under which a message may hold what came before words
 MARK = "add {% generation %} and {% endgeneration %} around the assistant's words in the chat template"
 
@@ -44,9 +57,11 @@ MARK = "add {% generation %} and {% endgeneration %} around the assistant's word
 class Chats:
     """Turns conversations into tokens by the template of one tokenizer."""
 
-    def __init__(self, folder: str | Path, *, typed: bool = False) -> None:
-        """typed: special tokens that a message itself spells become ids, too; else they are refused."""
-        self.folder, self.typed = Path(folder), typed
+    def __init__(self, folder: str | Path, *, special_tokens: SpecialTokens = "refuse") -> None:
+        """special_tokens: "keep": those that a message itself spells become ids, too; else they are refused. "text":
+        what the template spells like one, and the tokenizer splits, is text; else it is refused."""
+        self.folder, self.special_tokens = Path(folder), special_tokens
+        self.markers: dict[str, int] = {}  # met so far that are text: how many tokens each of them is
         theirs = _open(self.folder)
         self.template, self.values = _template(theirs, self.folder), dict(theirs.special_tokens_map)
         self.json: str = theirs.backend_tokenizer.to_str()
@@ -60,25 +75,25 @@ class Chats:
         """(tokens, 1 for each that the assistant writes and else 0) of a conversation, given as JSON."""
         messages, tools = conversation(text)
         said = list(_strings([messages, tools]))
-        if not self.typed:
+        if self.special_tokens != "keep":
             self._refuse_typed(said)
         rendered, spans = self._rendered(messages, tools)
         try:
             rendered.encode()
         except UnicodeEncodeError as error:
             raise _no_chat(f"{rendered[error.start]!r}, half of a surrogate pair") from error
-        texts = [rendered, *(rendered[:place] for span in spans for place in span)]
-        ids, *starts = (e.ids for e in self.tokenizer.encode_batch_fast(texts, add_special_tokens=False))
+        (ids,) = (e.ids for e in self.tokenizer.encode_batch_fast([rendered], add_special_tokens=False))
         self._refuse_split(rendered, ids, said)
         counted = np.zeros(len(ids), np.uint8)
-        for number, (begin, end) in enumerate(zip(starts[::2], starts[1::2], strict=True)):
+        places = self._tokens_before(rendered, ids, [place for span in spans for place in span])
+        for number, (begin, end) in enumerate(zip(places[::2], places[1::2], strict=True)):
             words = rendered[slice(*spans[number])]
-            if ids[: len(begin)] != begin or ids[: len(end)] != end or len(end) <= len(begin):
+            if begin is None or end is None or end <= begin:
                 raise _unsure(
                     f"the tokens of the text before {words[:60]!r} are others when the answer follows, or when text "
                     "follows the answer", "begin and end each answer with a special token in the template",
                 )  # fmt: skip
-            if not self._stops(end):
+            if not self._stops(ids[begin:end]):
                 raise ChatError(
                     "IG993", "an answer does not end with a special token: the model would not learn to stop",
                     seen=f"it ends with {words[-40:]!r}, tokens {self.tokenizer.encode(words[-12:]).tokens[-4:]}",
@@ -86,8 +101,26 @@ class Chats:
                     fix="the tokenizer that belongs to the template; or put the end of the answer inside "
                     "{% generation %}",
                 )  # fmt: skip
-            counted[len(begin) : len(end)] = 1
+            counted[begin:end] = 1
         return np.array(ids, np.uint32), counted
+
+    def _tokens_before(self, text: str, ids: Sequence[int], places: Sequence[int]) -> list[int | None]:
+        """How many tokens the text before each place has, tokenized alone; None: it begins with other tokens."""
+        spelled = list(self.spelled.finditer(text))
+        special = [number for number, token in enumerate(ids) if token in self.special]
+        if [m[0] for m in spelled] != [self.tokenizer.id_to_token(ids[number]) for number in special]:
+            spelled, special = [], []  # whatever parts this text is not what it spells
+        ends = [match.end() for match in spelled]
+        known = [bisect_right(ends, place) - 1 for place in places]  # of the last special token before a place
+        starts = [(spelled[k].start(), special[k]) if k >= 0 else (0, 0) for k in known]
+        pieces = [text[start:place] for (start, _), place in zip(starts, places, strict=True)]
+        found = list[int | None]()
+        for (_, first), piece in zip(
+            starts, self.tokenizer.encode_batch_fast(pieces, add_special_tokens=False), strict=True
+        ):
+            last = first + len(piece.ids)
+            found.append(last if ids[first:last] == piece.ids else None)
+        return found
 
     def _stops(self, ids: Sequence[int]) -> bool:
         """Whether the last token is a special one, or white space behind a special one."""
@@ -111,9 +144,10 @@ class Chats:
         if any(weight not in (0, 1) for weight in weights) or not any(weights):
             raise _no_chat(f"weights {weights[:8]} of the answers: 1 is learned, 0 is not, and one at least is 1")
         text, spans = self._render(messages, tools)
+        known = self._beginnings(text, messages, tools) if len(answers) > FEW else None
         learned = [number for number, weight in zip(answers, weights, strict=True) if weight]
-        self._refuse_unsaid(text, messages, tools, learned)
-        spans = spans if self.marks else [self._span(text, messages, tools, number) for number in answers]
+        self._refuse_unsaid(text, messages, tools, learned, known)
+        spans = spans if self.marks else self._spans(text, messages, tools, answers, known)
         if not all(weights):
             if len(spans) != len(answers):
                 raise _unsure(
@@ -124,14 +158,23 @@ class Chats:
             raise _unsure("the template marks nothing of this conversation as generated", MARK)
         return text, [(start, end) for start, end in spans if end > start]
 
-    def _refuse_unsaid(self, text: str, messages: list[Any], tools: Any, learned: Sequence[int]) -> None:
+    def _beginnings(self, text: str, messages: list[Any], tools: Any) -> Beginnings | None:
+        try:
+            return Beginnings(text, messages, writer(self.template, tools, self.values))
+        except (ImportError, AttributeError):  # a version of transformers that has no such function
+            return None
+
+    def _refuse_unsaid(
+        self, text: str, messages: list[Any], tools: Any, learned: Sequence[int], known: Beginnings | None
+    ) -> None:
         """What the template leaves out would be missing from what is learned, and nothing would show it."""
+        of_learned = set(learned)
         for number, message in enumerate(messages):
             written = f"message {number + 1}: the template does not write its"
-            if message.get("tool_calls") and self._same(text, messages, tools, number, "tool_calls"):
-                raise _no_chat(f"{written} tool_calls")
-            for key in REASONING if number in learned else ():
-                if message.get(key) and self._same(text, messages, tools, number, key):
+            for key in ("tool_calls", *(REASONING if number in of_learned else ())):
+                if not message.get(key) or (known and _is_written(known.of(text, number), message, key)):
+                    continue
+                if self._same(text, messages, tools, number, key):
                     raise _no_chat(f"{written} {key}")
             content = message.get("content")
             parts = content if isinstance(content, list) else []
@@ -152,6 +195,27 @@ class Chats:
         except ChatError:  # it needs what was taken away
             return False
 
+    def _spans(
+        self, text: str, messages: list[Any], tools: Any, answers: Sequence[int], known: Beginnings | None
+    ) -> list[Span]:
+        """Where the answers lie. Of those that are known from one rendering, some are rendered to compare."""
+        found: dict[int, Span] = {}
+        looked: dict[str, list[int]] = {}  # the first and the last answer behind a role
+        for number in answers:
+            if known is not None and (span := known.span(text, number)):
+                found[number] = self._to_its_end(text, *span)
+                looked.setdefault(messages[number - 1]["role"], [number, number])[1] = number
+        sampled = {number for two in looked.values() for number in two}
+        spans = list[Span]()
+        for number in answers:
+            if number in found and number not in sampled:
+                spans.append(found[number])
+                continue
+            spans.append(self._span(text, messages, tools, number))
+            if found.get(number, spans[-1]) != spans[-1]:
+                return [self._span(text, messages, tools, each) for each in answers]
+        return spans
+
     def _span(self, text: str, messages: list[Any], tools: Any, number: int) -> Span:
         """Where the answer that is message `number` lies, from rendering with and without it."""
         if number == 0:
@@ -161,14 +225,16 @@ class Chats:
         if not text.startswith(through) or not through.startswith(before):
             raise _unsure(f"the template renders message {number + 1} differently when it is the last one", MARK)
         words, content = text[len(before) : len(through)], messages[number].get("content")
-        asks = before != self._render(messages[:number], tools)[0]
         said = content.strip() if isinstance(content, str) else ""
-        if not asks and not (said and words.lstrip().startswith(said)):
+        begins = said and words.lstrip().startswith(said)
+        if not begins and before == self._render(messages[:number], tools)[0]:
             raise _unsure(f"the template has no prompt for an answer, and writes {words[:40]!r} before one", MARK)
-        last = list(self.spelled.finditer(words))
-        if last and not words[last[-1].end() :].strip():
-            words = words[: last[-1].end()]
-        return len(before), len(before) + len(words)
+        return self._to_its_end(text, len(before), len(through))
+
+    def _to_its_end(self, text: str, start: int, end: int) -> Span:
+        """An answer without the white space behind its last special token."""
+        last = list(self.spelled.finditer(text, start, end))
+        return (start, last[-1].end()) if last and not text[last[-1].end() : end].strip() else (start, end)
 
     def _render(self, messages: list[Any], tools: Any, *, ask: bool = False) -> tuple[str, list[Span]]:
         from jinja2 import TemplateSyntaxError
@@ -201,20 +267,46 @@ class Chats:
                 )  # fmt: skip
 
     def _refuse_split(self, text: str, ids: Sequence[int], said: Sequence[str]) -> None:
-        """Each special token that is spelled is one token, and so is all that looks like one."""
+        """Each special token that is spelled is one token, and so is all that looks like one, unless it is text."""
         there = Counter(self.tokenizer.id_to_token(i) for i in ids if i in self.special)
         apart = Counter(self.spelled.findall(text))
-        split = [spelling for spelling in apart if apart[spelling] != there[spelling]]
-        looks = set(LIKE_A_TOKEN.findall(text))
-        split += [s for s in looks if self.tokenizer.token_to_id(s) is None and not any(s in one for one in said)]
+        split = sorted(spelling for spelling in apart if apart[spelling] != there[spelling])
+        alike = self._split(LIKE_A_TOKEN, text, ids, said)
+        if self.special_tokens == "text":
+            self.markers |= alike
+        else:
+            split += sorted(alike)
+        self.markers |= self._split(MARKER_OF_TEXT, text, ids, said, but=LIKE_A_TOKEN)
         if split:
             pieces = self.tokenizer.encode(split[0], add_special_tokens=False).tokens
+            fix = (
+                "the tokenizer that belongs to the template, or tokenizer.add_special_tokens and a model with rows for "
+            )
+            text_fix = "them; or, for a model that has learned them as text, isograd data build --special-tokens text"
             raise ChatError(
                 "IG993", f"the template writes {split[0]!r}, which is not one token of this tokenizer",
                 seen=f"{len(pieces)} tokens: {pieces[:12]}", expected="one token of its own",
-                fix="the tokenizer that belongs to the template, or tokenizer.add_special_tokens and a model with "
-                "rows for them",
+                fix=fix + (text_fix if split[0] in alike else "them"),
             )  # fmt: skip
+
+    def _split(
+        self,
+        pattern: re.Pattern[str],
+        text: str,
+        ids: Sequence[int],
+        said: Sequence[str],
+        but: re.Pattern[str] | None = None,
+    ) -> dict[str, int]:
+        """Markers that the template itself writes and that are several tokens: how many each of them is."""
+        found = {}
+        for marker, times in Counter(pattern.findall(text)).items():
+            token = self.tokenizer.token_to_id(marker)
+            whole = ids.count(token) if token is not None else 0
+            if (but and but.fullmatch(marker)) or times <= whole or self.spelled.fullmatch(marker):
+                continue
+            if marker in self.markers or times - whole > sum(one.count(marker) for one in said):
+                found[marker] = len(self.tokenizer.encode(marker, add_special_tokens=False).ids)
+        return found
 
 
 def conversation(text: str) -> tuple[list[Any], Any]:
@@ -250,6 +342,16 @@ def _answers(messages: Sequence[Any]) -> list[int]:
     return [number for number, message in enumerate(messages) if message["role"] == "assistant"]
 
 
+def _is_written(text: str, message: Any, key: str) -> bool:
+    """Whether the text of a message surely has what stands under a key, as it has what its content has not."""
+    value, content = message[key], message.get("content")
+    if key == "tool_calls":
+        value = [call.get("function", call).get("name") for call in value if isinstance(call, dict)]
+    said = [one.strip() for one in _strings(value)]
+    other = " ".join(_strings(content))
+    return bool(said) and all(one and one in text and one not in other for one in said)
+
+
 def _strings(value: Any) -> Iterator[str]:
     """Every text in a JSON value, keys too."""
     if isinstance(value, str):
@@ -266,15 +368,15 @@ def _strings(value: Any) -> Iterator[str]:
 def answer_end(folder: str | Path) -> int | None:
     """The token with which answers end by the chat template of a folder, if it has one that is understood."""
     try:
-        return Chats(folder).end
+        return Chats(folder, special_tokens="text").end
     except (ChatError, DataError):
         return None
 
 
 @lru_cache(maxsize=1)
-def opened(folder: str, typed: bool) -> Chats:
+def opened(folder: str, special_tokens: SpecialTokens) -> Chats:
     """The Chats of a folder; of several sources, once."""
-    return Chats(folder, typed=typed)
+    return Chats(folder, special_tokens=special_tokens)
 
 
 def _open(folder: Path) -> Any:

@@ -62,7 +62,8 @@ def _build_options(parser: argparse.ArgumentParser) -> None:
         default="refuse",
         choices=("refuse", "keep", "text"),
         help="text that spells a special token of the tokenizer: refuse it (default), keep it as the token's id "
-        "(chats that a template has rendered), or encode it as ordinary text",
+        "(chats that a template has rendered), or encode it as ordinary text; of --chat 'text' says that what the "
+        "template spells like a special token, and the tokenizer splits, is text",
     )
     add(
         "--chat",
@@ -126,6 +127,8 @@ def _build(options: argparse.Namespace) -> int:
     print(f"{options.out}: {counts['train']:,} tokens to train on, {counts['validation']:,} for validation")
     if manifest.empty:
         print(f"left out: {manifest.empty:,} documents without text")
+    if manifest.as_text:
+        print(manifest.as_text)
     if not counts["validation"] and options.validation:
         print(
             "data: no document was assigned to validation: a larger --validation, or smaller documents", file=sys.stderr

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, Literal
 
@@ -122,6 +122,7 @@ class Manifest:
     recipe: Recipe
     shards: tuple[Shard, ...]
     empty: Count  # documents without text, left out
+    markers: dict[str, Count] = field(default_factory=dict)  # of conversations: of the template, as text; their tokens
     format: Literal["isograd tokens"] = FORMAT
     version: Literal[1] = VERSION
     __pydantic_config__: ClassVar = STRICT
@@ -129,6 +130,17 @@ class Manifest:
     def of(self, split: str) -> list[Shard]:
         """The shards of a split, in the order of their numbers."""
         return [shard for shard in self.shards if shard.split == split]
+
+    @property
+    def as_text(self) -> str:
+        """The template's markers that are no token of their own, in words; empty: none."""
+        told = [f"{marker} {number}" for marker, number in list(self.markers.items())[:12]]
+        more = f" and {len(self.markers) - 12} more" if len(self.markers) > 12 else ""
+        return (
+            f"the template's markers that are text, with their number of tokens: {', '.join(told)}{more}"
+            if told
+            else ""
+        )
 
     def files(self) -> dict[str, tuple[int, str]]:
         """Bytes and sha256 of every file by name."""

@@ -179,6 +179,12 @@ class Mixture:
             for path, p in packs
         )
 
+    @property
+    def as_text(self) -> str:
+        """The markers of chat templates that are text, in words; empty: none."""
+        found = {tokens.manifest.as_text for tokens in self._tokens} - {""}
+        return "; ".join(sorted(found))
+
     def describe(self) -> str:
         """For people: what is read, and how often an epoch of the mixture goes through each source."""
         drawn = self.steps_per_epoch * self.batch

@@ -199,6 +199,11 @@ class Preferences:
         )
 
     @property
+    def as_text(self) -> str:
+        """The markers of the chat template that are text, in words; empty: none."""
+        return self._tokens.manifest.as_text
+
+    @property
     def mean_length(self) -> float:
         """Tokens of a prompt with its answer, on average."""
         return float(self._lengths[self.train, :2].mean())

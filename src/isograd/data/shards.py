@@ -8,7 +8,7 @@ has a record is done, and is not done again.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
 from re import Match
@@ -32,6 +32,7 @@ class Record:
 
     shards: tuple[Shard, ...]
     empty: Count
+    markers: dict[str, Count] = field(default_factory=dict)  # of a chat template, as text
     __pydantic_config__: ClassVar = STRICT
 
 
@@ -58,6 +59,8 @@ def make(folder: Path, number: int, parts: list[Part], recipe: Recipe, tokenizer
     """Tokenise and write one shard, then its record."""
     sides: dict[Split, _Side] = {}
     empty = 0
+    if tokenizer.chat is not None:
+        tokenizer.chat.markers = {}
     try:
         for batch in _tokenized(recipe, parts, tokenizer):
             for text, ids, counted in batch:
@@ -75,7 +78,7 @@ def make(folder: Path, number: int, parts: list[Part], recipe: Recipe, tokenizer
         for side in sides.values():
             side.discard()
     settle(folder)
-    record = Record(shards, empty)
+    record = Record(shards, empty, tokenizer.chat.markers if tokenizer.chat is not None else {})
     write_whole(record_of(folder, number), encode(asdict(record)))
     return record
 

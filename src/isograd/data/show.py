@@ -47,6 +47,7 @@ def inspect(
     lines.append(
         f"  from {len(inputs):,} files, {sum(one.bytes for one in inputs):,} bytes, {manifest.empty:,} empty documents"
     )
+    lines += [f"  {manifest.as_text}"] if manifest.as_text else []
     decode = load_tokenizer(home / BUILT if of_pairs else home, vocabulary).decode
     if of_pairs:
         _refuse_options(home, split, packing)

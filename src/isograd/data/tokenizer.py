@@ -26,6 +26,8 @@ from isograd.outside import FileError, read_json, read_text
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Loaded
 
+    from isograd.data.chats import Chats
+
 BYTES = "bytes"
 BYTES_END = 256
 LARGEST = 256 << 20  # bytes of a tokenizer.json
@@ -44,7 +46,7 @@ class Tokenizer:
     encode: Callable[[list[str]], list[Ids]]
     decode: Callable[[Sequence[int]], str]
     special: re.Pattern[str] | None = None  # finds special tokens that a text spells; None: there are none
-    chat: Callable[[str], tuple[Ids, Ids]] | None = None  # of conversations: tokens, and which of them count
+    chat: Chats | None = None  # of conversations: tokens, and which of them count
     folder: str = ""  # of the chat template
 
 
@@ -105,7 +107,7 @@ def of_chats(folder: str | Path, special_tokens: SpecialTokens = "refuse") -> tu
     """A folder's tokenizer for conversations, and the sha256 of its chat template."""
     from isograd.data.chats import opened
 
-    chats = opened(str(folder), special_tokens == "keep")
+    chats = opened(str(folder), special_tokens)
     size = max(chats.tokenizer.get_vocab(with_added_tokens=True).values(), default=0) + 1
     vocabulary = Vocabulary(chats.folder.resolve().name, sha256(chats.json.encode()).hexdigest(), size, None)
     made = replace(of_json(chats.json, vocabulary, "keep"), chat=chats, folder=str(folder))

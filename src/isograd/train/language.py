@@ -99,7 +99,7 @@ class Language:
         data = texts.mixture(config, "train")
         assert data is not None
         self.data, self.held_out = data, texts.mixture(config, "validation")
-        lacks = [data.left_out] if data.left_out else []
+        lacks = [said for said in (data.left_out, data.as_text) if said]
         if self.held_out is None:
             more = "--data.held_out" if config.task == "chat" else "--validation"
             lacks.append("no evaluation, and no held-out loss: no document of the data was assigned to validation; "

@@ -44,7 +44,7 @@ class PreferenceJob:
         self.config, self.mesh, self.seed = config, mesh, config.data.seed
         self.options = config.preference or configs.Preference()
         self.data = texts.pairs(config)
-        lacks = [self.data.left_out] if self.data.left_out else []
+        lacks = [said for said in (self.data.left_out, self.data.as_text) if said]
         lacks += [] if self.data.held else ["no evaluation: no pair is held out (data.held_out)"]
         self.lacks, self.per_step = "; ".join(lacks), config.batch
         self.decode = read_tokenizer(self.data) if config.log.sample else None
