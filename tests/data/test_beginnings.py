@@ -39,7 +39,8 @@ TEMPLATES = {
     + LOOP.replace(SAID, "('' if loop.index0 < ns.last else 'new ') + " + SAID) + ASK,
     "scans first": "{%- for m in messages %}{%- if m['role'] == 'nobody' %}x{%- endif %}{%- endfor %}" + LOOP + ASK,
     "one late": "{%- set ns = namespace(held='') %}{%- for m in messages %}{{- ns.held }}"
-    "{%- set ns.held = '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' %}{%- endfor %}{{- ns.held }}"
+    "{%- set ns.held = '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' %}"
+    "{%- endfor %}{{- ns.held }}"
     + ASK,
     "an end behind": LOOP + "{%- if not add_generation_prompt %}{{- '<|endoftext|>' }}{%- endif %}" + ASK,
     "prompt by role": LOOP + CALLED,
