@@ -11,8 +11,7 @@ from __future__ import annotations
 import contextlib
 import io
 import re
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 SHELLS = {
     "bash": """_isograd() {
@@ -53,25 +52,10 @@ def candidates(words: Sequence[str], run: Callable[[list[str]], int]) -> list[st
             break
     found = sorted(set(re.findall(r"--[a-z][a-z-]*", text))) if current[:1] == "-" else verbs
     if any(before[: len(command)] == command and len(before) > len(command) for command in WITH_FIELDS):
+        from isograd.train.reading import fields
+
         found = [*(f"{name}=" for name in fields()), *found]
     return [word for word in found if word.startswith(current)]
-
-
-def fields() -> Iterator[str]:
-    """Every field of a run's config that holds a plain value, dotted."""
-    from isograd.train.config import Config
-
-    yield from _inside(Config, "")
-
-
-def _inside(model: Any, place: str) -> Iterator[str]:
-    for name, field in model.model_fields.items():
-        parts = (field.annotation, *getattr(field.annotation, "__args__", ()))
-        part = next((kind for kind in parts if hasattr(kind, "model_fields")), None)
-        if part is None:
-            yield place + name
-        else:
-            yield from _inside(part, f"{place}{name}.")
 
 
 def _help(path: Sequence[str], run: Callable[[list[str]], int]) -> str:

@@ -106,3 +106,30 @@ def test_files_and_numbers_that_make_no_sense_are_refused() -> None:
         convert([], 1)
     with pytest.raises(DoorError, match="IG864"):
         convert({"train_batch_size": 10, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}, 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 100, "total_num_steps": 50,
+                                                            "warmup_type": "linear"}}}, "warmup 100 is longer"),
+        ({"optimizer": {"params": {"lr": 0}}}, "optimizer.lr: Input should be greater than 0"),
+    ],
+)  # fmt: skip
+def test_what_a_run_would_refuse_is_not_written(
+    change: dict[str, Any], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, file = tmp_path / "ds.json", tmp_path / "run.yaml"
+    source.write_text(json.dumps({"train_batch_size": 8, **change}))
+    assert main(["config", "from-deepspeed", str(source), str(file)]) == 2
+    found = capsys.readouterr().err
+    assert "IG630" in found and says in found and not file.exists()
+
+
+def test_a_key_cannot_write_to_the_terminal_and_the_first_spelling_of_bf16_counts() -> None:
+    rows = convert({"train_batch_size": 8, "\x1b[31mred": 1, "": 2}, 1)[1]
+    assert {row.key for row in rows if row.fate == "refused"} == {"'\\x1b[31mred'", "''"}
+    config, rows = convert({"bf16": {"enabled": False}, "bfloat16": {"enabled": True}}, 1)
+    assert config["model"]["dtype"] == "fp32"
+    assert ("bfloat16", "meaningless") in {(row.key, row.fate) for row in rows}
+    assert fates({"scheduler": "auto", "optimizer": "auto"}, 1) == {"scheduler": "open", "optimizer": "open"}

@@ -90,6 +90,15 @@ def test_a_stopped_run_goes_on_under_another_layout_as_if_never_stopped(worlds, 
     assert close(losses(tmp_path / "cut"), expected)
 
 
+def test_an_evaluation_that_a_stop_came_before_is_made_up_for_by_the_resume(text: Path, tmp_path: Path) -> None:
+    config = config_of(tmp_path, text, evaluate={"every": 2})
+    assert loop.run(config, replace(QUIET, until=2)).code == STOPPED
+    assert loop.run(config, replace(QUIET, until=3)).code == STOPPED
+    assert loop.run(config, QUIET).code == loop.run(config, QUIET).code == 0
+    lines = journal.read(tmp_path / "metrics.jsonl")
+    assert [line["step"] for line in lines if line.get("event") == "evaluation"] == [2, 4, 6]
+
+
 def interrupt(step: int, job: Language, *, at: int, rank: int) -> None:
     if step == at and job.mesh.rank == rank:
         os.kill(os.getpid(), signal.SIGTERM)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from isograd.cli import main
 from isograd.errors import ConfigError
 from isograd.layout import Layout
 from isograd.mesh import Mesh
@@ -213,3 +214,31 @@ def test_a_key_that_looks_like_a_branch_of_a_union_is_still_an_unknown_key(tmp_p
     path.write_text("a[[b: 1\n")
     with pytest.raises(ConfigError, match=r"unknown key 'a\[\[b'"):
         reading.load(path)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--lr=1e-3"], "--lr: unknown key 'lr' (did you mean 'optimizer.lr'?)"),
+        (["--packing=whole"], "--packing: unknown key 'packing' (did you mean 'data.packing'?)"),
+        (["--EVERY=3"], "(did you mean 'checkpoint.every' or 'evaluate.every' or 'log.every'?)"),
+        (["--optimizer.betas=0.9,0.95"], "not '0.9,0.95' (a list is written [0.9,0.95])"),
+        (["--data.sources=[{path: x, builtin: stdlib}]"], "command line: --data.sources: data.sources.0: give path or"),
+        (["--data.length=4", "--data={length: 8}"], "command line: --data is given twice"),
+        (["--data={length: 8, sources: [{builtin: stdlib}]}", "--data.length=4"], "--data.length is given twice"),
+    ],
+)
+def test_an_option_is_told_what_was_meant(tmp_path: Path, options: list[str], says: str) -> None:
+    (found,) = problems(write(tmp_path), *options)
+    assert says in found
+
+
+def test_what_an_option_replaces_comes_from_the_command_line(tmp_path: Path) -> None:
+    loaded = reading.load(write(tmp_path), ["--data.sources=[{path: a, weight: 2.0}]"])
+    assert {loaded.origin(("data", "sources", 0, name)) for name in ("path", "weight")} == {"command line"}
+    assert loaded.origin(("data", "sources", 0, "builtin")) == "default"  # the file's line is gone
+
+
+def test_a_value_of_any_length_is_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "show", str(write(tmp_path)), "steps=" + "[" * 5000]) == 2
+    assert "IG630" in capsys.readouterr().err

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import sys
 from contextlib import closing
@@ -195,7 +196,7 @@ def _parse(parser: argparse.ArgumentParser, words: list[str]) -> tuple[argparse.
             dotted.append(word)
             if "=" not in word and rest:
                 dotted.append(rest.pop(0))
-        elif FIELD.match(word) and not Path(word).exists():
+        elif FIELD.match(word) and not os.path.exists(word):
             dotted.append(f"--{word}")
         else:
             mine.append(word)

@@ -350,9 +350,9 @@ class _Run:
         return {**about, "config": self.config.model_dump(mode="json")}
 
     def _missed_evaluation(self, step: int) -> bool:
-        """Whether a rank died before the evaluation of the step that this run resumes from was written."""
+        """Whether a run ended, or a rank died, before the evaluation of the step that it resumes from was written."""
         due = step > 0 and (step == self.config.steps or _due(step, self.config.evaluate.every))
-        if self.orders.recovery is None or not due:
+        if not due:
             return False
         lines = journal.read(self.config.folder / "metrics.jsonl") if self.log is not None else ()
         found = any(line.get("event") == "evaluation" and line.get("step") == step for line in lines)

@@ -41,11 +41,22 @@ def load(path: str | Path, options: Sequence[str] = (), others: Sequence[str] = 
     """The config in a file, with dotted command-line options over it; `others`: further options a user may mean."""
     values, origins = _read(Path(path))
     problems = _put(values, origins, options)
-    values = migrated(values, str(path))
+    return Loaded(checked(migrated(values, str(path)), str(path), origins, problems, others), origins)
+
+
+def checked(
+    values: dict[str, Any],
+    path: str,
+    origins: dict[Place, str] | None = None,
+    problems: Sequence[str] = (),
+    others: Sequence[str] = (),
+) -> Config:
+    """The config that these values are, or all mistakes at once. path: where they come from; problems: known ones."""
+    problems = list(problems)
     try:
         config = Config.model_validate(values)
     except ValidationError as error:
-        problems += [_short(_spell(found, origins, str(path), others)) for found in error.errors()]
+        problems += [_short(_spell(found, origins or {}, path, others)) for found in error.errors()]
     if problems:
         many = "one mistake" if len(problems) == 1 else f"{len(problems)} mistakes"
         raise ConfigError(
@@ -54,7 +65,7 @@ def load(path: str | Path, options: Sequence[str] = (), others: Sequence[str] = 
             expected="the fields that 'isograd config schema' lists",
             fix="fix every line above; nothing was started",
         )
-    return Loaded(config, origins)
+    return config
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[Place, str]]:
@@ -98,7 +109,8 @@ def _put(values: dict[str, Any], origins: dict[Place, str], options: Sequence[st
         text = text if equals else words.pop(0)
         try:
             place: Place = tuple(int(part) if part.isdecimal() else part for part in name[2:].split("."))
-            if origins.get(place) == COMMAND_LINE:
+            inside = [known for known in origins if known[: len(place)] == place]
+            if any(origins.get(known) == COMMAND_LINE for known in (*_above(place), *inside)):
                 problems.append(f"{COMMAND_LINE}: {name[:80]} is given twice")
                 continue
             value = yamls.parse(text)
@@ -106,8 +118,22 @@ def _put(values: dict[str, Any], origins: dict[Place, str], options: Sequence[st
         except (yaml.YAMLError, RecursionError, ValueError, TypeError, IndexError) as error:
             problems.append(f"command line: {word[:80]!r} cannot be set: {yamls.why(error)}")
             continue
-        origins[place] = COMMAND_LINE
+        for known in inside:  # what the file has there is gone
+            del origins[known]
+        origins |= dict.fromkeys((place, *_places(value, place)), COMMAND_LINE)
     return problems
+
+
+def _above(place: Place) -> list[Place]:
+    return [place[:n] for n in range(1, len(place) + 1)]
+
+
+def _places(value: Any, place: Place) -> Iterator[Place]:
+    """Where the parts of a value stand."""
+    parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, part in parts:
+        yield (*place, key)
+        yield from _places(part, (*place, key))
 
 
 def _set(values: Any, place: Place, value: Any) -> None:
@@ -158,11 +184,14 @@ def _spell(found: Any, origins: dict[Place, str], path: str, others: Sequence[st
     where, option = _blamed(place, tuple(found.get("ctx", {}).get("fields", ())), origins, path)
     if found["type"] == "extra_forbidden":
         fields = names_at(place[:-1]) + list(others if option and len(place) == 1 else ())
-        return f"{where}: unknown key {dotted(place)!r}{did_you_mean(str(place[-1]), fields)}"
+        meant = _elsewhere(str(place[-1])) if len(place) == 1 else ""
+        return f"{where}: unknown key {dotted(place)!r}{meant or did_you_mean(str(place[-1]), fields)}"
     if found["type"] == "missing":
         return f"{where}: {dotted(place)!r} is missing: {description(place)}"
     text = str(found["msg"]).removeprefix("Value error, ")
     given = "" if isinstance(found["input"], dict | BaseModel) else f", not {found['input']!r}"
+    if option and found["type"] in ("list_type", "tuple_type"):
+        given += f" (a list is written [{found['input']}])"
     name = "" if option == dotted(place) else dotted(place)
     return f"{where}: {name}: {text}{given}".replace(": : ", ": ")
 
@@ -175,10 +204,12 @@ def _blamed(place: Place, fields: Sequence[str], origins: dict[Place, str], path
     """
     places: list[Place] = [tuple(field.split(".")) for field in fields] or [place]
     inside = [known for known in origins if any(known[: len(one)] == one for one in places if one)]
-    options = [dotted(known) for known in inside if origins[known] == COMMAND_LINE]
+    of_options = [known for known in inside if origins[known] == COMMAND_LINE]
+    tops = [next(top for top in _above(known) if origins.get(top) == COMMAND_LINE) for known in of_options]
+    options = [dotted(top) for top in dict.fromkeys(tops)]
     above = next((place[:n] for n in range(len(place), 0, -1) if place[:n] in origins), ())
     if not options and origins.get(above) == COMMAND_LINE:
-        options = [dotted(above)]
+        options = [dotted(next(top for top in _above(above) if origins.get(top) == COMMAND_LINE))]
     if options:
         return f"{COMMAND_LINE}: " + ", ".join(f"--{option}" for option in options), options[0]
     return origins.get(above, path), ""
@@ -214,6 +245,19 @@ def names_at(place: Place) -> list[str]:
     """The fields of the mapping at a place."""
     model = _model_at(place)
     return list(model.model_fields) if model else []
+
+
+def fields(model: type[BaseModel] = Config, place: str = "") -> Iterator[str]:
+    """Every field of a run's config that holds a plain value, dotted."""
+    for name, field in model.model_fields.items():
+        part = _inner(field.annotation) if name != "sources" else None
+        yield from [place + name] if part is None else fields(part, f"{place}{name}.")
+
+
+def _elsewhere(name: str) -> str:
+    """' (did you mean 'optimizer.lr'?)' for a field that stands in a part of the config."""
+    found = [field for field in fields() if field.rpartition(".")[2] == name.lower()]
+    return f" (did you mean {' or '.join(map(repr, found))}?)" if found else ""
 
 
 def description(place: Place) -> str:

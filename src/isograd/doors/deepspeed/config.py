@@ -89,6 +89,8 @@ def batch_of(keys: Keys, ranks: int | None, tp: int) -> tuple[int, int, int]:
 def dtype_of(keys: Keys) -> str:
     """ "bf16" or "fp32"; fp16 is refused."""
     dtype = "fp32"
+    if "bf16" in keys.values and "bfloat16" in keys.values:  # DeepSpeed reads the first of its two spellings
+        keys.row("bfloat16", keys.values.pop("bfloat16"), "meaningless", "bf16 is said")
     for name in ("bf16", "bfloat16"):
         bf16 = keys.inside(name)
         if bf16.flag("enabled", "model.dtype"):
@@ -180,6 +182,9 @@ def main(words: list[str], kind: type[argparse.ArgumentParser]) -> int:
         )
     import yaml
 
+    from isograd.train.reading import checked
+
+    checked(config, options.source)  # such as a warmup that is longer than the run
     text = HEAD.format(source=Path(options.source).name) + yaml.safe_dump(config, sort_keys=False)
     file = write(Path(options.file), text, f"isograd config from-deepspeed {options.source} ANOTHER-NAME.yaml")
     print(f"\n{file} written. Set model, data and steps; then: isograd train {file} --dry-run")

@@ -70,6 +70,7 @@ READ = (  # keys that `convert` asks for itself
     "steps_per_print", "optimizer", "scheduler", "zero_optimization", "bf16", "bfloat16", "fp16", "tensor_parallel",
     "tensorboard", "wandb", "data_types",
 )  # fmt: skip
+SECTIONS = {"scheduler": "optimizer.schedule, optimizer.warmup", "bf16": "model.dtype", "bfloat16": "model.dtype"}
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,8 @@ class Keys:
 
     def row(self, name: str, value: object, fate: str, why: str) -> None:
         """Note what became of a key."""
-        self.rows.append(Row(self.place + name, value, fate, why))
+        key = self.place + name
+        self.rows.append(Row(key if key.isprintable() and name else repr(key), value, fate, why))
 
     def take(self, name: str, what: str, fits: Callable[[Any], bool], default: Any, sets: str) -> Any:
         """The value of a key; `sets`: the field that it becomes. "auto" leaves it open."""
@@ -134,7 +136,10 @@ class Keys:
         """A mapping inside this one, as keys of its own."""
         self.asked.append(name)
         value = self.values.pop(name, {})
-        if not isinstance(value, dict):
+        if value == "auto":
+            self.row(name, value, "open", f"set {SECTIONS.get(name, name)}")
+            value = {}
+        elif not isinstance(value, dict):
             self.row(name, value, "refused", "is not a mapping")
             value = {}
         return Keys(dict(value), self.rows, f"{self.place}{name}.")
