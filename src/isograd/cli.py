@@ -84,8 +84,9 @@ def _run(words: list[str]) -> int:
         return 0
     if words[:2] == ["config", "from-deepspeed"]:
         from isograd.doors.deepspeed.config import main as from_deepspeed
+        from isograd.train.reading import checked
 
-        return from_deepspeed(words[2:], _Parser)
+        return from_deepspeed(words[2:], _Parser, checked)
     room = _command_of(words[:1])
     if room is not None:
         return room(words[1:], _Parser)

@@ -10,6 +10,7 @@ one is refused nothing is written. The defaults are DeepSpeed's, so that what th
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -160,8 +161,10 @@ def _optimizer(keys: Keys) -> tuple[dict[str, Any], int | None]:
     return made | {"weight_decay": float(decay)}, steps
 
 
-def main(words: list[str], kind: type[argparse.ArgumentParser]) -> int:
-    """`isograd config from-deepspeed`; the exit code."""
+def main(
+    words: list[str], kind: type[argparse.ArgumentParser], check: Callable[[dict[str, Any], str], object]
+) -> int:
+    """`isograd config from-deepspeed`; the exit code. check: refuses what is no config of a run."""
     parser = kind(
         prog="isograd config from-deepspeed", allow_abbrev=False,
         description="Write a run's config from a DeepSpeed config, and say of every key what became of it.",
@@ -182,9 +185,7 @@ def main(words: list[str], kind: type[argparse.ArgumentParser]) -> int:
         )
     import yaml
 
-    from isograd.train.reading import checked
-
-    checked(config, options.source)  # such as a warmup that is longer than the run
+    check(config, options.source)  # such as a warmup that is longer than the run
     text = HEAD.format(source=Path(options.source).name) + yaml.safe_dump(config, sort_keys=False)
     file = write(Path(options.file), text, f"isograd config from-deepspeed {options.source} ANOTHER-NAME.yaml")
     print(f"\n{file} written. Set model, data and steps; then: isograd train {file} --dry-run")
