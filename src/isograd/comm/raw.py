@@ -200,30 +200,31 @@ def serial(group: Group) -> int:
     return _serials[group.ranks]
 
 
-def raise_flag(name: str, note: str = "1") -> None:
-    """Let every rank see this name, without a message that another rank would have to wait for."""
+def raise_flag(name: str, note: str = "1", line: Any = None) -> None:
+    """Let every rank see this name, without a message that another rank would have to wait for. line: of a thread."""
     if dist.is_initialized():
-        distributed_c10d._get_default_store().set(f"isograd/{name}", note)
+        (line or distributed_c10d._get_default_store()).set(f"isograd/{name}", note)
 
 
-def flag_raised(name: str) -> bool:
+def flag_raised(name: str, line: Any = None) -> bool:
     """Whether any rank has raised it."""
-    return dist.is_initialized() and bool(distributed_c10d._get_default_store().check([f"isograd/{name}"]))
+    return dist.is_initialized() and bool((line or distributed_c10d._get_default_store()).check([f"isograd/{name}"]))
 
 
-def note_of(name: str) -> str:
+def note_of(name: str, line: Any = None) -> str:
     """What was noted with a flag; empty when none was raised, or when the store has ended with its rank."""
     with suppress(RuntimeError):
-        return distributed_c10d._get_default_store().get(f"isograd/{name}").decode() if flag_raised(name) else ""
+        if flag_raised(name, line):
+            return bytes((line or distributed_c10d._get_default_store()).get(f"isograd/{name}")).decode()
     return ""
 
 
-def store_line() -> Any:
-    """A new connection to the store where the ranks met, for a thread; None: they met in a file, on one machine."""
-    store: Any = distributed_c10d._get_default_store() if dist.is_initialized() else None
-    while isinstance(store, dist.PrefixStore):  # type: ignore[attr-defined]
-        store = store.underlying_store
-    return store.clone() if isinstance(store, dist.TCPStore) else None  # type: ignore[attr-defined]
+def store_line(flags: bool = False) -> Any:
+    """For a thread: a connection of its own to the store, or to its flags; None: the ranks met in a file."""
+    line: Any = distributed_c10d._get_default_store() if dist.is_initialized() else None
+    store = getattr(line, "_underlying_non_prefix_store", line)
+    line = line if flags else store
+    return line.clone() if isinstance(store, dist.TCPStore) else None  # type: ignore[attr-defined]
 
 
 def meet(seconds: float) -> tuple[Any, int, int]:

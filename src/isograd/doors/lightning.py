@@ -20,7 +20,7 @@ from torch import Tensor
 from isograd.checkpoint import Keeper
 from isograd.doors.optimizer import EngineOptimizer, onto_shards
 from isograd.doors.weights import rows_in
-from isograd.doors.world import mesh_of, refuse
+from isograd.doors.world import Loop, lost, mesh_of, refuse
 from isograd.engine import Engine
 from isograd.errors import DoorError
 
@@ -50,6 +50,7 @@ class LightningStrategy(DDPStrategy):  # type: ignore[misc]
         self._weight: float | Tensor = 0.0  # of the batch under way
         self._syncing, self._rows_said = True, False
         self._loaded_from: Path | None = None
+        self._loop: Loop | None = None  # the fit under way
 
     @property
     def engine(self) -> Engine | None:
@@ -84,6 +85,23 @@ class LightningStrategy(DDPStrategy):  # type: ignore[misc]
         optimizer = onto_shards(self.optimizers[0], module, mesh)
         engine = Engine(module, mesh, optimizer, clip=trainer.gradient_clip_val or None)
         self.optimizers = [EngineOptimizer(engine)]
+        self._loop = Loop(mesh)
+        self._loop.begin()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Lightning's, of any exception that ends the fit. One of a lost connection names the rank that has ended."""
+        super().on_exception(exception)
+        if self._loop is not None:
+            found = lost(exception, self._loop.mesh)
+            if found is not None:
+                raise found from exception
+            self._loop.fail(exception)
+
+    def teardown(self) -> None:
+        """Lightning's, when the fit is over."""
+        if self._loop is not None:
+            self._loop.end()
+        super().teardown()
 
     # -- a batch
 

@@ -29,7 +29,7 @@ from isograd.checkpoint import Keeper
 from isograd.comm.agree import told
 from isograd.doors.optimizer import EngineOptimizer, onto_shards
 from isograd.doors.weights import labels_in, routed_in, rows_in, shifts_labels
-from isograd.doors.world import ends_alike, layout_said, mesh_of, need, refuse
+from isograd.doors.world import ends_alike, layout_said, mesh_of, need, note_end, refuse
 from isograd.engine import Engine, Stats
 from isograd.engine.dropped import is_dropped
 from isograd.errors import DoorError, EngineError
@@ -252,6 +252,7 @@ class OnEngine(_Base):  # type: ignore[misc]
             )
         last = self.accelerator.sync_gradients
         with nullcontext() if last else engine.no_sync():
+            note_end(self.mesh.rank, error)  # at ZeRO 3 the others meet this rank before their step
             engine.backward(self._with_balance(loss), self._weight)
 
     # -- a model with experts
