@@ -349,6 +349,29 @@ def adafactor() -> str:
     return ""
 
 
+def with_adafactor(door: bool) -> dict[str, Any]:
+    """Adafactor with rates of its own, and transformers' schedule that shows them."""
+    from transformers import Trainer
+    from transformers.optimization import Adafactor, AdafactorSchedule
+
+    with as_torchrun_starts_it() as (_, ranks), tempfile.TemporaryDirectory() as scratch:
+        model, kind = toys.model(), ig.doors.trainer(Trainer) if door else Trainer
+        optimizer = Adafactor(model.parameters(), scale_parameter=True, relative_step=True, warmup_init=True, lr=None)
+        found = kind(
+            model, toys.arguments(scratch, 2, ranks), train_dataset=toys.Rows(), compute_loss_func=toys.exact,
+            optimizers=(optimizer, AdafactorSchedule(optimizer)),
+        )  # fmt: skip
+        found.train()
+        return toys.trained(found)
+
+
+def test_adafactor_with_rates_of_its_own_steps_and_logs_them_as_stock(worlds) -> None:
+    expected = with_adafactor(False)
+    assert expected["log"][1]["learning_rate"] > 0
+    for found in [with_adafactor(True), *worlds(2).run(with_adafactor, True)]:
+        same(found, expected)
+
+
 ENDS = """
 import sys
 from transformers import Trainer, TrainerCallback

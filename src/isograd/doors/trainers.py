@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from copy import copy
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -151,6 +152,13 @@ class OnEngine(_Base):  # type: ignore[misc]
             error.what,
             seen=f"optim={optim!r} under {str(self.mesh.layout)!r}; {error.seen}",
             expected="an elementwise optimizer, such as optim='adamw_torch' or 'sgd'; or whole parameters",
+    def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
+        """The Trainer's."""
+        schedule = super().create_scheduler(*args, **kwargs)
+        if type(schedule).__name__ == "AdafactorSchedule":
+            schedule.get_lr = partial(_rates_of_adafactor, schedule)
+        return schedule
+
             fix="--isograd zero0 steps whole parameters with any optimizer; or another optim",
             where=self.mesh.where(),
         )
@@ -364,3 +372,13 @@ class OnEngine(_Base):  # type: ignore[misc]
         keeper.close()
         assert found is not None, "a folder of a checkpoint without one"
         self.lr_scheduler.load_state_dict(found.extra["scheduler"])
+
+
+def _rates_of_adafactor(schedule: Any) -> list[Any]:
+    """Those by which Adafactor steps, for the log. transformers' schedule takes a gradient for the sign of a step; the
+    engine has dropped gradients by then, and the optimizer's state says it."""
+    adafactor, first = schedule.optimizer, [group["params"][0] for group in schedule.optimizer.param_groups]
+    groups = zip(adafactor.param_groups, first, strict=True)
+    return [adafactor._get_lr(group, adafactor.state[p]) for group, p in groups if p in adafactor.state] or list(
+        schedule.base_lrs
+    )
