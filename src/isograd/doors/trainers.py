@@ -49,7 +49,9 @@ def trainer(kind: type[T], layout: str | None = None) -> type[T]:
     line comes first; it is taken out of sys.argv here, before the script reads its own options.
     """
     need(["transformers", "accelerate"], "ig.doors.trainer", "hf")
-    from transformers import Trainer
+    from transformers.trainer import Trainer
+
+    from isograd.doors.grpo import GrpoOnEngine, has_its_loss
 
     if not (isinstance(kind, type) and issubclass(kind, Trainer)) or issubclass(kind, OnEngine):
         raise DoorError(
@@ -60,7 +62,8 @@ def trainer(kind: type[T], layout: str | None = None) -> type[T]:
             fix="Trainer = ig.doors.trainer(Trainer), before a Trainer is made",
         )
     names = {"isograd_layout": layout_said(layout), "__module__": kind.__module__, "__doc__": kind.__doc__}
-    made: type[T] = type(kind.__name__, (OnEngine, kind), names)
+    door = GrpoOnEngine if has_its_loss(kind) else OnEngine
+    made: type[T] = type(kind.__name__, (door, kind), names)
     return made
 
 
@@ -74,6 +77,7 @@ class OnEngine(_Base):  # type: ignore[misc]
     args: Any
     optimizer: Any
     loss_is_scaled_for_ga = True  # "do not divide by accumulation steps"
+    divides_by_step = True  # whether a loss that says this of itself divides by counts of the whole step
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -103,27 +107,31 @@ class OnEngine(_Base):  # type: ignore[misc]
         return self.optimizer.engine
 
     def _refuse_arguments(self) -> None:
-        args, others = self.args, [kind for kind in type(self).__mro__ if kind is not OnEngine]
-        says = next((kind for kind in others if "loss_is_scaled_for_ga" in vars(kind)), object)
-        of_step = vars(says).get("loss_is_scaled_for_ga")
-        optim = str(getattr(args.optim, "value", args.optim))
         refuse(
-            {
-                "fsdp": args.fsdp,
-                "deepspeed": self.is_deepspeed_enabled,
-                "parallelism_config": args.parallelism_config,
-                "a model loaded with DistributedConfig": self.is_distributed_loading_by_transformers,
-                "several GPUs in one process": args.n_gpu > 1,
-                "a model over several devices": self.is_model_parallel,
-                "fp16 (bf16 works)": args.mixed_precision == "fp16",
-                "auto_find_batch_size": args.auto_find_batch_size,
-                f"optim={optim!r}, which steps inside backward": any(w in optim for w in STEPS_IN_BACKWARD),
-                f"{says.__name__}, whose loss is divided by counts of the whole step": of_step is True,
-            },
+            self._reasons(),
             "this Trainer reduces, steps or divides by itself",
             "leave it out; --isograd 'zero3' takes the place of fsdp and deepspeed",
             self.mesh,
         )
+
+    def _reasons(self) -> dict[str, Any]:
+        """What is refused, and whether it is so."""
+        args, others = self.args, [kind for kind in type(self).__mro__ if kind is not OnEngine]
+        says = next((kind for kind in others if "loss_is_scaled_for_ga" in vars(kind)), object)
+        of_step = self.divides_by_step and vars(says).get("loss_is_scaled_for_ga") is True
+        optim = str(getattr(args.optim, "value", args.optim))
+        return {
+            "fsdp": args.fsdp,
+            "deepspeed": self.is_deepspeed_enabled,
+            "parallelism_config": args.parallelism_config,
+            "a model loaded with DistributedConfig": self.is_distributed_loading_by_transformers,
+            "several GPUs in one process": args.n_gpu > 1,
+            "a model over several devices": self.is_model_parallel,
+            "fp16 (bf16 works)": args.mixed_precision == "fp16",
+            "auto_find_batch_size": args.auto_find_batch_size,
+            f"optim={optim!r}, which steps inside backward": any(w in optim for w in STEPS_IN_BACKWARD),
+            f"{says.__name__}, whose loss is divided by counts of the whole step": of_step,
+        }
 
     # -- the engine in the place of DDP
 
@@ -144,6 +152,13 @@ class OnEngine(_Base):  # type: ignore[misc]
         self._listening = self.model.register_forward_hook(self._hear)
         return self.optimizer
 
+    def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
+        """The Trainer's."""
+        schedule = super().create_scheduler(*args, **kwargs)
+        if type(schedule).__name__ == "AdafactorSchedule":
+            schedule.get_lr = partial(_rates_of_adafactor, schedule)
+        return schedule
+
     def _of_optimizer(self, error: EngineError) -> EngineError:
         """The error of an optimizer that cannot step rows, in the words of a script."""
         optim = str(getattr(self.args.optim, "value", self.args.optim))
@@ -152,13 +167,6 @@ class OnEngine(_Base):  # type: ignore[misc]
             error.what,
             seen=f"optim={optim!r} under {str(self.mesh.layout)!r}; {error.seen}",
             expected="an elementwise optimizer, such as optim='adamw_torch' or 'sgd'; or whole parameters",
-    def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
-        """The Trainer's."""
-        schedule = super().create_scheduler(*args, **kwargs)
-        if type(schedule).__name__ == "AdafactorSchedule":
-            schedule.get_lr = partial(_rates_of_adafactor, schedule)
-        return schedule
-
             fix="--isograd zero0 steps whole parameters with any optimizer; or another optim",
             where=self.mesh.where(),
         )
@@ -215,7 +223,8 @@ class OnEngine(_Base):  # type: ignore[misc]
         """Forward and backward of a micro-batch; the loss returned is the mean over its own labels."""
         if self._logged is None:
             self._logged = self._tr_loss.clone()
-        self._weight, self._routed, self._scores = self.loss_weight(inputs), routed_in(inputs), []
+        self._weight, self._scores = self.loss_weight(inputs), []
+        self._routed = routed_in(inputs) if isinstance(inputs, Mapping) else 0
         if num_items_in_batch is not None:
             # Of GPT-2 and others the Trainer counts each row's first label, too, and divides by that count.
             own = None if self._computes_loss else self._get_num_items_in_batch([inputs], self.args.device)
@@ -234,7 +243,7 @@ class OnEngine(_Base):  # type: ignore[misc]
     def _tell(self, error: Exception) -> None:
         """Tell the other ranks, which wait at their step, that this one failed. (A loss that communicates may have them
         wait elsewhere: then the error alone ends this rank.)"""
-        from transformers import Trainer
+        from transformers.trainer import Trainer
 
         plain = all(
             "compute_loss" not in vars(kind)
@@ -243,6 +252,7 @@ class OnEngine(_Base):  # type: ignore[misc]
         )
         ledger = self.engine.ledger
         if plain and not is_dropped(ledger):
+            note_end(self.mesh.rank, error)  # at ZeRO 3 the others meet this rank before their step
             ledger.fail(error)
             self.engine.discard()
 
@@ -260,7 +270,6 @@ class OnEngine(_Base):  # type: ignore[misc]
             )
         last = self.accelerator.sync_gradients
         with nullcontext() if last else engine.no_sync():
-            note_end(self.mesh.rank, error)  # at ZeRO 3 the others meet this rank before their step
             engine.backward(self._with_balance(loss), self._weight)
 
     # -- a model with experts
