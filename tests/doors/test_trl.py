@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import isograd as ig
-from isograd.comm import raw
 
 from . import toys
 from .worlds import as_torchrun_starts_it
@@ -94,26 +93,6 @@ def test_trl_trains_as_its_stock_trainer_does_in_one_process(worlds, kind: str, 
             for mine, theirs in zip(one["log"], expected["log"], strict=True):
                 assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5)
                 assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
-
-
-def counts_of_the_whole_step() -> str | None:
-    from trl import GRPOConfig, GRPOTrainer
-
-    with as_torchrun_starts_it(), tempfile.TemporaryDirectory() as scratch:
-        arguments = GRPOConfig(output_dir=scratch, use_cpu=True, bf16=False, report_to="none", num_generations=2)
-        rows = texts("SFT").select_columns(["prompt"])
-        try:
-            ig.doors.trainer(GRPOTrainer)(
-                toys.model(), lambda *_, **__: [0.0], arguments, rows, processing_class=tokenizer()
-            )
-        except ig.IsogradError as error:
-            return error.code
-    return None
-
-
-def test_a_loss_that_is_divided_by_counts_of_the_whole_step_is_refused() -> None:
-    assert raw.world()[1] == 1
-    assert counts_of_the_whole_step() == "IG856"
 
 
 def test_task_preference_has_the_loss_and_the_gradients_of_dpo_trainer(tmp_path: Any) -> None:

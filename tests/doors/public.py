@@ -1,0 +1,143 @@
+"""Another library's own test file, unmodified, with its Trainer or its Accelerator taken from our doors.
+
+    python tests/doors/public.py test_trainer.py -k "accumulation or resume" [--layout zero3] [any option of pytest]
+    torchrun --nproc-per-node 2 tests/doors/public.py --script test_sync.py
+
+A file of tests runs twice, with the library's own class and with the door's; a test applies where the former passes.
+`--script` runs a file that asserts in its own main(), once, through the door, on the ranks that torchrun has started.
+docs/doors.md has where the files are, what ran, and what does not apply.
+
+`--toys`: the models and rows that TRL's tests download are small random ones (tests/doors/stand_ins.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib
+import json
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+class Outcomes:
+    """Notes of each test whether it passed, and the last line of its error."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, str] = {}
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        name = report.nodeid.partition("::")[2]
+        if report.failed:
+            self.found[name] = str(report.longrepr).strip().rpartition("\n")[0].strip().splitlines()[-1][:300]
+        elif report.skipped:
+            self.found.setdefault(name, "skipped")
+        elif report.when == "call":
+            self.found.setdefault(name, "passed")
+
+    def pytest_collectreport(self, report: Any) -> None:
+        if report.failed:
+            self.found[report.nodeid] = str(report.longrepr).strip().splitlines()[-1]
+
+
+def open_doors(layout: str | None) -> None:
+    """Each class that has a door is the door's, under the names from which a test imports it."""
+    import accelerate
+    import transformers
+
+    import isograd as ig
+
+    doors: list[tuple[Any, str, Any]] = [(transformers, "Trainer", ig.doors.trainer(transformers.Trainer, layout))]
+    try:
+        import trl
+
+        kinds = ("SFTTrainer", "DPOTrainer", "GRPOTrainer")
+        doors += [(trl, kind, ig.doors.trainer(getattr(trl, kind), layout)) for kind in kinds]
+    except ImportError:
+        pass
+    for module, name, kind in [*doors, (accelerate, "Accelerator", ig.doors.Accelerator)]:
+        setattr(module, name, kind)
+
+
+def names_of_older_versions(file: Path) -> list[str]:
+    """A test file of another version imports names that are gone: each is None then, and the tests that use it fail."""
+    given = []
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in LIBRARIES and not node.level:
+            module = importlib.import_module(str(node.module))
+            gone = [name.name for name in node.names if not hasattr(module, name.name)]
+            for name in gone:
+                setattr(module, name, None)
+            given += gone
+    return given
+
+
+LIBRARIES = ("transformers", "accelerate", "trl")
+
+
+def outcomes(file: Path, options: argparse.Namespace, rest: list[str], *, ours: bool) -> dict[str, str]:
+    """Of each test of a file, in a process of its own."""
+    with tempfile.NamedTemporaryFile(suffix=".json") as told:
+        words = [sys.executable, __file__, str(file), "--tell", told.name, *rest]
+        words += ["--ours"] * ours + ["--toys"] * options.toys
+        words += ["--layout", options.layout] if options.layout else []
+        subprocess.run(words, check=False, stdout=None if options.verbose else subprocess.DEVNULL)
+        return dict(json.loads(Path(told.name).read_text() or "{}"))
+
+
+def main() -> int:
+    """See the head of this file."""
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--script", action="store_true")
+    parser.add_argument("--layout")
+    parser.add_argument("--toys", action="store_true")
+    parser.add_argument("--verbose", action="store_true")
+    parser.add_argument("--tell", type=Path, help=argparse.SUPPRESS)  # of the processes that `outcomes` starts
+    parser.add_argument("--ours", action="store_true", help=argparse.SUPPRESS)
+    options, rest = parser.parse_known_args()
+    if options.script:
+        open_doors(options.layout)
+        sys.argv = [str(options.file), *rest]
+        runpy.run_path(str(options.file), run_name="__main__")
+        return 0
+    if options.tell:
+        names_of_older_versions(options.file)
+        file, tell = options.file.resolve(), options.tell.resolve()
+        if options.ours:
+            open_doors(options.layout)
+        with tempfile.TemporaryDirectory() as scratch:
+            if options.toys:
+                import stand_ins
+
+                stand_ins.write(Path(scratch))
+                os.chdir(scratch)
+            notes = Outcomes()
+            pytest.main([str(file), "-q", "-p", "no:cacheprovider", "-p", "no:warnings", *rest], plugins=[notes])
+            os.chdir(file.parent)
+        tell.write_text(json.dumps(notes.found))
+        return 0
+    stock = outcomes(options.file, options, rest, ours=False)
+    door = outcomes(options.file, options, rest, ours=True)
+    passed = [name for name, outcome in stock.items() if outcome == "passed"]
+    failed = [name for name in passed if door.get(name) != "passed"]
+    for name, outcome in stock.items():
+        if outcome not in ("passed", "skipped"):
+            print(f"fails without a door, too: {name}: {outcome}")
+    for name in failed:
+        print(f"FAILS THROUGH THE DOOR: {name}: {door.get(name, 'did not run')}")
+    skipped, through = list(stock.values()).count("skipped"), len(passed) - len(failed)
+    print(f"of {len(stock)} tests {skipped} skip themselves, {len(passed)} pass with the library's own class;")
+    print(f"{through} of these pass through the door")
+    return 1 if failed or not passed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
