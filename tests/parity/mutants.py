@@ -166,6 +166,9 @@ class _BrokenFlight:
     def wait(self) -> list[torch.Tensor]:
         return [self.change(t) for t in self.flight.wait()]
 
+    def not_finite(self, rows: list[torch.Tensor]) -> list[int]:
+        return []
+
 
 def _own_rows(slots: Any, gradients: Any, group: Group, **_: Any) -> Any:
     return Landed([slot.rows(g).clone() for slot, g in zip(slots, gradients, strict=True)])

@@ -100,3 +100,6 @@ class Landed:
 
     def wait(self) -> list[torch.Tensor]:
         return self.rows
+
+    def not_finite(self, rows: list[torch.Tensor]) -> list[int]:
+        return []
