@@ -197,6 +197,14 @@ def test_an_unfinished_build_refuses_inputs_that_changed(tmp_path: Path) -> None
     assert caught.value.code == "IG917"
 
 
+def test_a_finished_build_says_what_to_remove_when_an_input_has_another_date(tmp_path: Path) -> None:
+    source = lines_file(tmp_path / "source.txt")
+    build(tmp_path / "out", [source], **LINES)
+    os.utime(source, ns=(0, 0))
+    with pytest.raises(DataError, match=rf"IG917[\s\S]*restore the file; or remove {tmp_path / 'out'}, no more"):
+        build(tmp_path / "out", [source], **LINES)
+
+
 def test_an_input_that_is_mended_after_a_failed_build_is_welcome_as_long_as_nothing_was_done(tmp_path: Path) -> None:
     source, out = tmp_path / "source.jsonl", tmp_path / "out"
     source.write_text('{"text": "fine"}\n{broken\n')

@@ -163,7 +163,7 @@ def _recipe(folder: Path) -> Recipe:
 def _same(folder: Path, theirs: Recipe, ours: Recipe) -> None:
     for old, new in zip(theirs.inputs, ours.inputs, strict=False):
         if old.path == new.path and old != new:
-            raise changed(new.path)
+            raise changed(new.path, folder)
     unlike = [f.name for f in fields(Recipe) if getattr(theirs, f.name) != getattr(ours, f.name)]
     if unlike:
         shown = [f"{n} {getattr(theirs, n)!r}" for n in unlike if n not in ("inputs", "vocabulary")]

@@ -263,7 +263,8 @@ class Chats:
                     "IG929", f"a message spells the special token {found[0]!r}",
                     seen=repr(text[max(0, found.start() - 20) : found.end() + 20]),
                     expected="messages in which only the template writes special tokens: nobody should end a turn, or "
-                    "speak as the system, by typing it", fix="change the message; or --special-tokens keep",
+                    "speak as the system, by typing it", fix="change the message; or isograd data build "
+                    "--chat --special-tokens keep, and that folder as the source of the run",
                 )  # fmt: skip
 
     def _refuse_split(self, text: str, ids: Sequence[int], said: Sequence[str]) -> None:
@@ -317,8 +318,11 @@ def conversation(text: str) -> tuple[list[Any], Any]:
         raise _no_chat(f"no JSON: {error}") from error
     messages = found.get("messages") if isinstance(found, dict) else None
     if not isinstance(messages, list) or not messages:
-        keys = ", ".join(map(repr, list(found)[:10])) if isinstance(found, dict) else type(found).__name__
-        raise _no_chat(f"no list of messages under 'messages': {keys}")
+        if isinstance(found, dict) and "messages" not in found:
+            seen = ", ".join(map(repr, list(found)[:10]))
+        else:
+            seen = "nothing in it" if messages == [] else type(messages if isinstance(found, dict) else found).__name__
+        raise _no_chat(f"no list of messages under 'messages': {seen}")
     for number, message in enumerate(messages, 1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise _no_chat(f"message {number} has no 'role'")

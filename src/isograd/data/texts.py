@@ -166,14 +166,18 @@ def values(path: Path) -> Iterator[tuple[int, Any]]:
                     ) from error  # fmt: skip
 
 
-def changed(path: str) -> DataError:
-    """The error of an input that changed while its build was unfinished."""
+def changed(path: str, folder: Path | None = None) -> DataError:
+    """The error of an input that has changed since the build in `folder` began."""
+    again = "build into a new folder, or remove the unfinished one"
+    if folder is not None:
+        again = f"restore the file; or remove {folder}, no more than that, and it is built again: a run that resumes "
+        again += "refuses other samples"
     return DataError(
         "IG917",
         f"{path} is not the file that this build began with",
         seen="another size or date",
-        expected="inputs that stay as they are until the build is done",
-        fix="build into a new folder, or remove the unfinished one",
+        expected="inputs that stay as they were when their build began",
+        fix=again,
     )
 
 
