@@ -17,7 +17,10 @@ from . import toys
 from .worlds import as_torchrun_starts_it
 
 pytest.importorskip("trl")
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:You are using 'rollout_func', which is an experimental feature"),  # TRL's own
+]
 LONGEST, OF_A_PROMPT = 6, 2  # tokens of a completion, completions of a prompt
 
 
