@@ -122,6 +122,13 @@ def test_torchrun_is_given_machines_and_the_same_command() -> None:
     ]  # fmt: skip
 
 
+def test_a_field_that_is_set_by_an_equals_sign_alone_is_an_option_in_the_script() -> None:
+    assert script("torchrun", "optimizer.lr=1e-3", "--steps", "3", "run=out").rstrip().endswith(
+        "isograd train run.yaml --optimizer.lr=1e-3 --steps 3 --run=out"
+    )  # fmt: skip
+    assert "run=out" not in script("k8s", "optimizer.lr=1e-3", "run=out", "--image", "i", "--claim", "c")
+
+
 # -- Kubernetes: the parts of batch/v1 Job and v1 Service that are used, as its API defines them
 
 

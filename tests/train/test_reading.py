@@ -122,7 +122,7 @@ def test_a_word_with_an_equals_sign_sets_a_field_before_and_behind_the_file(
     assert "7" in shown["steps"].split() and "0.002" in shown["optimizer.lr"] and "dp2 zero1" in shown["layout"]
     with pytest.raises(ConfigError, match=r"unknown key 'optimizer.lrr' \(did you mean 'lr'\?\)"):
         config_command(["show", str(file), "optimizer.lrr=1"], _parser())
-    with pytest.raises(ConfigError, match="steps is given twice"):
+    with pytest.raises(ConfigError, match="--steps is given twice"):
         config_command(["show", str(file), "steps=1", "--steps", "2"], _parser())
 
 
@@ -137,6 +137,11 @@ def test_a_word_with_an_equals_sign_sets_a_field_before_and_behind_the_file(
         (["--steps", "6", "--steps=7"], "command line: --steps is given twice"),
         (["--layout", " "], "command line: --layout: give a layout"),
         (["--run="], "command line: --run: give the path of a folder"),
+        (["steps=two"], "command line: steps=: Input should be a valid integer, not 'two'"),
+        (["steps=6", "--batch=1"], "command line: --batch: batch 1 over dp 2"),
+        (["optimzer.lr=1"], "command line: optimzer.lr=: unknown key 'optimzer' (did you mean 'optimizer'?)"),
+        (["steps=6", "steps=7"], "command line: steps= is given twice"),
+        (["--optimizer.lr=1e-5", "optimizer.min_lr=1e-4"], "command line: --optimizer.lr, optimizer.min_lr=: optim"),
     ],
 )
 def test_a_mistake_on_the_command_line_is_not_blamed_on_the_file(tmp_path: Path, options: list[str], said: str) -> None:

@@ -197,7 +197,7 @@ def _parse(parser: argparse.ArgumentParser, words: list[str]) -> tuple[argparse.
             if "=" not in word and rest:
                 dotted.append(rest.pop(0))
         elif FIELD.match(word) and not os.path.exists(word):
-            dotted.append(f"--{word}")
+            dotted.append(word)
         else:
             mine.append(word)
             name = word.partition("=")[0]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 import shlex
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import PurePosixPath
 
 from isograd.errors import ConfigError
@@ -115,11 +116,11 @@ def script(kind: str, path: str, dotted: list[str], config: Config, cluster: Clu
     """The text of a script of one kind: 'torchrun', 'slurm' or 'k8s'."""
     nodes, per_node = spread(config, cluster)
     name = name_of(config)
-    run = config.run
+    run, set_here = config.run, _options(dotted)
     if kind == "k8s":
         run = str(PurePosixPath(VOLUME) / name)
-        dotted = [*_without(dotted, "--run"), f"--run={run}"]
-    command = shlex.join(["isograd", "train", path, *dotted])
+        set_here = [*(each for each in set_here if each[0].partition("=")[0] != "--run"), [f"--run={run}"]]
+    command = shlex.join(["isograd", "train", path, *chain(*set_here)])
     if not (command + run).isprintable():
         raise ConfigError(
             "IG638", "a line break or a control character in the command cannot go into a script", seen=repr(command),
@@ -165,15 +166,14 @@ def name_of(config: Config) -> str:
     return name if name[:1].isalpha() else f"run-{name}".strip("-")
 
 
-def _without(words: list[str], option: str) -> list[str]:
-    """The words less one option and its value."""
-    kept: list[str] = []
-    skip = False
-    for word in words:
-        if not skip and word.partition("=")[0] != option:
-            kept.append(word)
-        skip = not skip and word == option
-    return kept
+def _options(words: list[str]) -> list[list[str]]:
+    """The options that set fields, each with its value; 'steps=3' as '--steps=3', as no file on a cluster is named."""
+    rest, found = list(words), list[list[str]]()
+    while rest:
+        word = rest.pop(0)
+        alone = "=" in word or not rest
+        found.append([f"--{word.removeprefix('--')}"] if alone else [word, rest.pop(0)])
+    return found
 
 
 def _seconds(time: str) -> int:

@@ -1,6 +1,6 @@
 """Reads configs: YAML with the line of every value, dotted options over it, and all mistakes at once.
 
-    isograd train run.yaml --optimizer.lr 1e-3 --layout "dp4 zero2"
+    isograd train run.yaml --optimizer.lr 1e-3 "layout=dp4 zero2"
 
 A value's origin is a line of the file, the command line, or the default: `isograd config show` prints it beside each.
 """
@@ -8,7 +8,7 @@ A value's origin is a line of the file, the command line, or the default: `isogr
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,10 +38,12 @@ class Loaded:
 
 
 def load(path: str | Path, options: Sequence[str] = (), others: Sequence[str] = ()) -> Loaded:
-    """The config in a file, with dotted command-line options over it; `others`: further options a user may mean."""
+    """The config in a file, with what the command line sets over it, as `--a.b 1`, `--a.b=1` or `a.b=1`; `others`:
+    further options a user may mean."""
     values, origins = _read(Path(path))
-    problems = _put(values, origins, options)
-    return Loaded(checked(migrated(values, str(path)), str(path), origins, problems, others), origins)
+    typed: dict[str, str] = {}
+    problems = _put(values, origins, options, typed)
+    return Loaded(checked(migrated(values, str(path)), str(path), origins, problems, others, typed), origins)
 
 
 def checked(
@@ -50,13 +52,15 @@ def checked(
     origins: dict[Place, str] | None = None,
     problems: Sequence[str] = (),
     others: Sequence[str] = (),
+    typed: Mapping[str, str] | None = None,
 ) -> Config:
-    """The config that these values are, or all mistakes at once. path: where they come from; problems: known ones."""
+    """The config that these values are, or all mistakes at once. path: where they come from; problems: known ones;
+    typed: how the names of fields stand on the command line, `--steps` or `steps=`."""
     problems = list(problems)
     try:
         config = Config.model_validate(values)
     except ValidationError as error:
-        problems += [_short(_spell(found, origins or {}, path, others)) for found in error.errors()]
+        problems += [_short(_spell(found, origins or {}, path, others, typed or {})) for found in error.errors()]
     if problems:
         many = "one mistake" if len(problems) == 1 else f"{len(problems)} mistakes"
         raise ConfigError(
@@ -96,32 +100,42 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[Place, str]]:
     return values, origins
 
 
-def _put(values: dict[str, Any], origins: dict[Place, str], options: Sequence[str]) -> list[str]:
-    """Write '--a.b value' and '--a.b=value' into the mapping; returns what could not be written."""
+def _put(
+    values: dict[str, Any], origins: dict[Place, str], options: Sequence[str], typed: dict[str, str]
+) -> list[str]:
+    """Write '--a.b value', '--a.b=value' and 'a.b=value' into the mapping, and into `typed` how each name was spelled;
+    returns what could not be written."""
     problems = []
     words = list(options)
     while words:
         word = words.pop(0)
         name, equals, text = word.partition("=")
-        if not name.startswith("--") or (not equals and not words):
+        if not (name.startswith("--") or equals) or (not equals and not words):
             problems.append(f"command line: {word!r} is no option with a value, such as --optimizer.lr 1e-3")
             continue
         text = text if equals else words.pop(0)
         try:
-            place: Place = tuple(int(part) if part.isdecimal() else part for part in name[2:].split("."))
+            field = name.removeprefix("--")
+            place: Place = tuple(int(part) if part.isdecimal() else part for part in field.split("."))
             inside = [known for known in origins if known[: len(place)] == place]
             if any(origins.get(known) == COMMAND_LINE for known in (*_above(place), *inside)):
-                problems.append(f"{COMMAND_LINE}: {name[:80]} is given twice")
+                problems.append(f"{COMMAND_LINE}: {_spelled(name)[:80]} is given twice")
                 continue
             value = yamls.parse(text)
             _set(values, place, text if value is None and text != "null" else value)
         except (yaml.YAMLError, RecursionError, ValueError, TypeError, IndexError) as error:
             problems.append(f"command line: {word[:80]!r} cannot be set: {yamls.why(error)}")
             continue
+        typed[dotted(place)] = _spelled(name)
         for known in inside:  # what the file has there is gone
             del origins[known]
         origins |= dict.fromkeys((place, *_places(value, place)), COMMAND_LINE)
     return problems
+
+
+def _spelled(name: str) -> str:
+    """A name as it stands on the command line, without its value."""
+    return name if name.startswith("--") else f"{name}="
 
 
 def _above(place: Place) -> list[Place]:
@@ -175,13 +189,15 @@ def dotted(place: Place) -> str:
     return ".".join(map(str, place))
 
 
-def _spell(found: Any, origins: dict[Place, str], path: str, others: Sequence[str]) -> str:
+def _spell(
+    found: Any, origins: dict[Place, str], path: str, others: Sequence[str], typed: Mapping[str, str]
+) -> str:
     """One of pydantic's findings as 'file:line: name: what is wrong'."""
     loc: Place = tuple(found["loc"])
     place: Place = tuple(part for part in loc if not _is_branch(part))
     if found["type"] == "extra_forbidden":
         place = loc  # the name of an unknown key may look like the name of a branch
-    where, option = _blamed(place, tuple(found.get("ctx", {}).get("fields", ())), origins, path)
+    where, option = _blamed(place, tuple(found.get("ctx", {}).get("fields", ())), origins, path, typed)
     if found["type"] == "extra_forbidden":
         fields = names_at(place[:-1]) + list(others if option and len(place) == 1 else ())
         meant = _elsewhere(str(place[-1])) if len(place) == 1 else ""
@@ -196,7 +212,9 @@ def _spell(found: Any, origins: dict[Place, str], path: str, others: Sequence[st
     return f"{where}: {name}: {text}{given}".replace(": : ", ": ")
 
 
-def _blamed(place: Place, fields: Sequence[str], origins: dict[Place, str], path: str) -> tuple[str, str]:
+def _blamed(
+    place: Place, fields: Sequence[str], origins: dict[Place, str], path: str, typed: Mapping[str, str]
+) -> tuple[str, str]:
     """(where the mistake at a place stands, the option that made it; empty: none did).
 
     fields: those that contradict each other, of a mistake at no single place. Values inside the place that come from
@@ -211,7 +229,7 @@ def _blamed(place: Place, fields: Sequence[str], origins: dict[Place, str], path
     if not options and origins.get(above) == COMMAND_LINE:
         options = [dotted(next(top for top in _above(above) if origins.get(top) == COMMAND_LINE))]
     if options:
-        return f"{COMMAND_LINE}: " + ", ".join(f"--{option}" for option in options), options[0]
+        return f"{COMMAND_LINE}: " + ", ".join(typed.get(option, f"--{option}") for option in options), options[0]
     return origins.get(above, path), ""
 
 
