@@ -183,6 +183,11 @@ def test_a_refusal_names_the_file_and_the_line_and_text_is_not_taken_for_convers
     words = ["data", "build", str(tmp_path / "out"), str(tmp_path / "chats.jsonl"), "--tokenizer", str(folder)]
     assert main([*words, "--chat", "--workers", "1"]) == 2
     assert f"{tmp_path}/chats.jsonl, document 4" in capsys.readouterr().err
+    cut = tmp_path / "cut.jsonl"
+    cut.write_text("\n".join([*lines[:3], lines[0][:-20]]) + "\n")
+    assert main([*words[:2], str(tmp_path / "cut"), str(cut), *words[4:], "--chat", "--workers", "1"]) == 2
+    told = capsys.readouterr().err
+    assert f"{cut}, document 4" in told and "is it cut off?" in told and "line 2" not in told
     assert main([*words, "--workers", "1"]) == 2
     assert "isograd data build --chat" in capsys.readouterr().err
 
@@ -271,7 +276,83 @@ def test_an_answer_of_which_nothing_would_be_learned_is_refused(
         chats(json.dumps({"messages": [{"role": "user", "content": "a"}, second]}))
 
 
+CALLS = """{%- if message['tool_calls'] %}{{- message['tool_calls'] | tojson }}{%- endif %}"""
+
+
+def with_calls(content: str) -> str:
+    """MARKED with the calls behind the content, which is written by the expression given."""
+    before = "{%- generation %}{{- message['content'] + '<|im_end|>' }}"
+    assert before in MARKED
+    return MARKED.replace(before, f"{{%- generation %}}{content}{CALLS}{{{{- '<|im_end|>' }}}}")
+
+
+@pytest.mark.parametrize("absent", [False, True], ids=["null", "absent"])
+@pytest.mark.parametrize(
+    ("content", "takes"),
+    [
+        ("{{- message['content'] or '' }}", True),
+        ("{%- if message.content is string %}{{- message.content }}{% endif %}", True),
+        ("{{- message['content'] if message['content'] is defined else '(calls)' }}", True),
+        ("{{- message['content'] + '' }}", False), ("{{- message['content'].strip() }}", False),
+    ],
+)  # fmt: skip
+def test_a_null_beside_tool_calls_is_what_the_template_takes(
+    tmp_path: Path, content: str, takes: bool, absent: bool
+) -> None:
+    from transformers import AutoTokenizer
+
+    folder = tokenizer(tmp_path, with_calls(content))
+    theirs: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    call = {"role": "assistant", "tool_calls": [CALL]} | ({} if absent else {"content": None})
+    messages = [*CHAT["messages"][:2], call, *CHAT["messages"][3:]]
+    ids, marks = Chats(folder)(json.dumps({"messages": messages}))
+    text = theirs.decode(ids[marks == 1].tolist())
+    assert '"name": "add"' in text and "None" not in text and text.endswith("because<|im_end|>")
+    if not takes:  # as for its own messages with empty text
+        messages[2] = {**call, "content": ""}
+    else:
+        assert json.dumps(messages).count("null") == (not absent)
+    found: Any = theirs.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+    assert (ids.tolist(), marks.tolist()) == (found["input_ids"], found["assistant_masks"])
+
+
+def test_a_null_that_no_template_text_stands_for_is_refused_by_number(tmp_path: Path) -> None:
+    call = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+    line = json.dumps({"messages": [CHAT["messages"][1], call]})
+    with pytest.raises(
+        DataError, match=r"IG990.*\n.*message 2: it has no content, for which the template writes 'None'"
+    ):
+        Chats(tokenizer(tmp_path / "a", with_calls("{{- message.get('content') }}")))(line)
+    refuses = "{%- if not message['content'] %}{{ raise_exception('say something') }}{%- endif %}"
+    with pytest.raises(DataError, match=r"IG990.*\n.*message 2: it has no content, and also with .*: say something"):
+        Chats(tokenizer(tmp_path / "b", with_calls(refuses)))(line)
+
+
+def test_nulls_in_parquet_and_in_json_lines_are_the_same(tmp_path: Path) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    template = with_calls("{{- message['content'] if message['content'] is defined else '(calls)' }}")
+    folder = tokenizer(tmp_path / "tokenizer", template)
+    calls = [{"type": "function", "function": {"name": "add", "arguments": "{}"}}]
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": None, "tool_calls": calls}]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
+    parquet.write_table(arrow.Table.from_pylist([{"messages": messages}]), tmp_path / "a.parquet")
+    found = []
+    for kind in ("jsonl", "parquet"):
+        build(tmp_path / kind, [tmp_path / f"a.{kind}"], tokenizer=str(folder), chat=True, validation=0)
+        tokens = Tokens(tmp_path / kind)
+        found.append(tokens.read(0, tokens.tokens).tolist())
+    assert found[0] == found[1] and "(calls)" in Chats(folder).tokenizer.decode(found[0])
+
+
 LISTS = MARKED.replace("message['content'] +", "message['content'] | trim +")
+KNOWN = MARKED.replace("messages %}", "messages if message['role'] in ['system', 'user', 'assistant'] %}", 1)
+FIRST = MARKED.replace("messages %}", "messages if message is sameas messages[0] or message['role'] != 'system' %}", 1)
+CALLS_ALONE = MARKED.replace(
+    "{{- message['content'] + '<|im_end|>' }}{%- endgen",
+    "{{- (message['tool_calls'] | tojson if message['tool_calls'] else message['content']) + '<|im_end|>' }}{%- endgen",
+)
 SILENT = MARKED.replace("{%- for message in messages %}", "{%- for message in messages if message['role'] != 'tool' %}")
 
 
@@ -279,6 +360,13 @@ SILENT = MARKED.replace("{%- for message in messages %}", "{%- for message in me
     ("template", "changes", "seen"),
     [
         (SILENT, {}, "message 4, of the role 'tool': the template does not write it"),
+        (SILENT, {3: {"role": "tool", "content": "a"}}, "message 4, of the role 'tool': the template does not"),
+        (SILENT, {3: {"role": "tool", "content": [{"type": "text", "text": "a"}]}}, "message 4, of the role 'tool': "),
+        (KNOWN, {}, "message 4, of the role 'tool': the template does not write it"),
+        (FIRST, {3: {"role": "system", "content": "be brief"}}, "message 4, of the role 'system': the template does"),
+        (FIRST, {3: {"role": "system", "content": "b"}}, "message 4, of the role 'system': the template does"),
+        (CALLS_ALONE, {4: {"role": "assistant", "content": "because", "tool_calls": [CALL]}},
+         "message 5: the template does not write its content"),
         (MARKED, {4: {"role": "assistant", "content": "b", "reasoning_content": "hm"}},
          "message 5: the template does not write its reasoning_content"),
         (LISTS, {1: {"role": "user", "content": [{"type": "text", "text": "a fish"}]}},

@@ -125,6 +125,18 @@ def prepares(config: Config) -> str:
     return "trained"
 
 
+def test_that_nothing_is_held_out_is_said_where_something_was_to_be(tmp_path: Path) -> None:
+    few, folder = sums.conversations(tmp_path / "sums.jsonl"), sums.tokenizer(tmp_path / "tokenizer")
+    few.write_text("".join(few.read_text().splitlines(keepends=True)[:60]))
+
+    def said(name: str, share: float, **evaluate: int) -> bool:
+        data = {"sources": [{"path": str(few)}], "length": 150, "held_out": share, "tokenizer": str(folder)}
+        assert loop.run(config_of(tmp_path / name, data=data, steps=1, evaluate=evaluate), QUIET).code == 0
+        return any("no evaluation" in str(line.get("text")) for line in journal.read(tmp_path / name / "metrics.jsonl"))
+
+    assert [said("none", 0.0), said("few", 1e-9), said("every", 0.0, every=1), said("some", 0.05)] == [0, 1, 1, 0]
+
+
 def test_all_ranks_refuse_a_conversation_that_one_process_reads(worlds, tmp_path: Path) -> None:
     line = {"messages": [{"role": "user", "content": "hi"}]}
     (tmp_path / "chats.jsonl").write_text(json.dumps(line) + "\n")

@@ -282,6 +282,23 @@ def test_a_file_in_which_all_answers_are_equal_is_refused(tmp_path: Path) -> Non
         texts.prepare(config_of(tmp_path / "run"))
 
 
+@pytest.mark.parametrize(
+    ("name", "bad", "says"),
+    [
+        ("cut", b'{"prompt": "a", "chosen": "b", "rej\n', "IG927.*line 3 is no JSON\n.*is it cut off"),
+        ("byte", b'{"prompt": "\xff", "chosen": "b", "rejected": "c"}\n', "IG912.*line 3: not UTF-8"),
+    ],
+)
+def test_a_broken_line_is_named_by_its_number_in_the_file_alone(
+    tmp_path: Path, name: str, bad: bytes, says: str
+) -> None:
+    good = b'{"prompt": "a", "chosen": "b", "rejected": "c"}\n'
+    (tmp_path / "pairs.jsonl").write_bytes(good * 2 + bad + good)
+    with pytest.raises(IsogradError, match=says) as caught:
+        list(preferences.conversations(tmp_path / "pairs.jsonl", strangers=False))
+    assert "line 1" not in str(caught.value) and "line 2" not in str(caught.value), name
+
+
 def test_a_pair_that_the_template_refuses_is_named(tmp_path: Path) -> None:
     good = '{"prompt": "a", "chosen": "b", "rejected": "c"}\n'
     (tmp_path / "pairs.jsonl").write_text(good + good.replace('"c"', '"<|im_end|>"'))

@@ -25,7 +25,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,6 +36,7 @@ from isograd.data import objects
 from isograd.data.beginnings import Beginnings, writer
 from isograd.data.manifest import SpecialTokens
 from isograd.data.tokenizer import Ids, load_json, special_pattern
+from isograd.data.unsaid import Unsaid, no_chat, strings
 from isograd.errors import ChatError, DataError
 
 if TYPE_CHECKING:
@@ -50,7 +51,6 @@ LIKE_A_TOKEN = re.compile(
 )
 MARKER_OF_TEXT = re.compile(r"</?[A-Za-z][\w.:-]{0,64}>|<</?[A-Z]{1,64}>>|\[/?[A-Z][A-Z_]{1,64}\]")
 FEW = 4  # answers that are found by rendering what is before each
-REASONING = "reasoning_content", "reasoning", "thinking"  # keys under which a message may hold what came before words
 MARK = "add {% generation %} and {% endgeneration %} around the assistant's words in the chat template"
 
 
@@ -74,14 +74,14 @@ class Chats:
     def __call__(self, text: str) -> tuple[Ids, Ids]:
         """(tokens, 1 for each that the assistant writes and else 0) of a conversation, given as JSON."""
         messages, tools = conversation(text)
-        said = list(_strings([messages, tools]))
+        said = list(strings([messages, tools]))
         if self.special_tokens != "keep":
             self._refuse_typed(said)
-        rendered, spans = self._rendered(messages, tools)
+        rendered, spans = self._rendered(self._with_content(messages, tools), tools)
         try:
             rendered.encode()
         except UnicodeEncodeError as error:
-            raise _no_chat(f"{rendered[error.start]!r}, half of a surrogate pair") from error
+            raise no_chat(f"{rendered[error.start]!r}, half of a surrogate pair") from error
         (ids,) = (e.ids for e in self.tokenizer.encode_batch_fast([rendered], add_special_tokens=False))
         self._refuse_split(rendered, ids, said)
         counted = np.zeros(len(ids), np.uint8)
@@ -133,20 +133,40 @@ class Chats:
         ids, counted = self('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}')
         return next(int(i) for i in ids[counted == 1][::-1] if int(i) in self.special)
 
-    # -- the places of answers
+    # -- what the template makes of the messages
+
+    def _with_content(self, messages: list[Any], tools: Any) -> list[Any]:
+        """Messages that have tool calls and no content (or null, which transformers takes away, too), as the template
+        takes them: so, or with empty text where it refuses them."""
+        bare = [number for number, message in enumerate(messages) if "content" not in message]
+        if not bare:
+            return messages
+        empty = [{"content": "", **message} for message in messages]
+        one = f"message {bare[0] + 1}: it has no content, "
+        try:
+            text = self._text(messages, tools)
+        except ChatError:
+            try:
+                self._text(empty, tools)
+            except ChatError as error:
+                raise no_chat(f"{one}and also with empty text in its place {error.seen}") from error
+            return empty
+        if "None" in text and text.count("None") > self._text(empty, tools).count("None"):
+            raise no_chat(f'{one}for which the template writes \'None\'; "content": "" is empty text')
+        return messages
 
     def _rendered(self, messages: list[Any], tools: Any) -> tuple[str, list[Span]]:
         """The text of a conversation, and where its answers lie."""
         answers = _answers(messages)
         if not answers:
-            raise _no_chat("no message of the role 'assistant'")
+            raise no_chat("no message of the role 'assistant'")
         weights = [messages[number].pop("weight", 1) for number in answers]
         if any(weight not in (0, 1) for weight in weights) or not any(weights):
-            raise _no_chat(f"weights {weights[:8]} of the answers: 1 is learned, 0 is not, and one at least is 1")
+            raise no_chat(f"weights {weights[:8]} of the answers: 1 is learned, 0 is not, and one at least is 1")
         text, spans = self._render(messages, tools)
         known = self._beginnings(text, messages, tools) if len(answers) > FEW else None
         learned = [number for number, weight in zip(answers, weights, strict=True) if weight]
-        self._refuse_unsaid(text, messages, tools, learned, known)
+        Unsaid(text, messages, tools, self._text, self.template).refuse(learned, known)
         spans = spans if self.marks else self._spans(text, messages, tools, answers, known)
         if not all(weights):
             if len(spans) != len(answers):
@@ -163,37 +183,6 @@ class Chats:
             return Beginnings(text, messages, writer(self.template, tools, self.values))
         except (ImportError, AttributeError):  # a version of transformers that has no such function
             return None
-
-    def _refuse_unsaid(
-        self, text: str, messages: list[Any], tools: Any, learned: Sequence[int], known: Beginnings | None
-    ) -> None:
-        """What the template leaves out would be missing from what is learned, and nothing would show it."""
-        of_learned = set(learned)
-        for number, message in enumerate(messages):
-            written = f"message {number + 1}: the template does not write its"
-            for key in ("tool_calls", *(REASONING if number in of_learned else ())):
-                if not message.get(key) or (known and _is_written(known.of(text, number), message, key)):
-                    continue
-                if self._same(text, messages, tools, number, key):
-                    raise _no_chat(f"{written} {key}")
-            content = message.get("content")
-            parts = content if isinstance(content, list) else []
-            if parts and str(parts) in text:
-                raise _no_chat(f"message {number + 1}: the template writes its parts as Python's {str(parts)[:60]!r}")
-            said = [part.get("text") if isinstance(part, dict) else part for part in parts] if parts else [content]
-            lost = next((one for one in said if isinstance(one, str) and one.strip() not in text), None)
-            if lost is not None and self._same(text, messages, tools, number):
-                raise _no_chat(f"message {number + 1}, of the role {message['role']!r}: the template does not write it")
-        if tools and text == self._render(messages, None)[0]:
-            raise _no_chat("the template does not write the conversation's tools")
-
-    def _same(self, text: str, messages: list[Any], tools: Any, number: int, key: str | None = None) -> bool:
-        """Whether the template writes the same without a message, or without what a message has under a key."""
-        less = [{"content": "", **{k: v for k, v in messages[number].items() if k != key}}] if key else []
-        try:
-            return text == self._render([*messages[:number], *less, *messages[number + 1 :]], tools)[0]
-        except ChatError:  # it needs what was taken away
-            return False
 
     def _spans(
         self, text: str, messages: list[Any], tools: Any, answers: Sequence[int], known: Beginnings | None
@@ -236,6 +225,9 @@ class Chats:
         last = list(self.spelled.finditer(text, start, end))
         return (start, last[-1].end()) if last and not text[last[-1].end() : end].strip() else (start, end)
 
+    def _text(self, messages: list[Any], tools: Any) -> str:
+        return self._render(messages, tools)[0]
+
     def _render(self, messages: list[Any], tools: Any, *, ask: bool = False) -> tuple[str, list[Span]]:
         from jinja2 import TemplateSyntaxError
         from transformers.utils.chat_template_utils import render_jinja_template
@@ -251,7 +243,7 @@ class Chats:
                 self.folder, f"a chat template that is no Jinja, line {error.lineno}: {error}"
             ) from error
         except Exception as error:  # a template can also divide by zero, or call itself for ever
-            raise _no_chat(f"the template refuses it: {str(error) or type(error).__name__}") from error
+            raise no_chat(f"the template refuses it: {str(error) or type(error).__name__}") from error
         return str(texts[0]), [(int(start), int(end)) for start, end in spans[0]] if self.marks else []
 
     # -- special tokens
@@ -315,58 +307,35 @@ def conversation(text: str) -> tuple[list[Any], Any]:
     try:
         found = objects.loads(text)
     except (ValueError, RecursionError) as error:
-        raise _no_chat(f"no JSON: {error}") from error
+        raise no_chat(f"no JSON: {error}") from error
     messages = found.get("messages") if isinstance(found, dict) else None
     if not isinstance(messages, list) or not messages:
         if isinstance(found, dict) and "messages" not in found:
             seen = ", ".join(map(repr, list(found)[:10]))
         else:
             seen = "nothing in it" if messages == [] else type(messages if isinstance(found, dict) else found).__name__
-        raise _no_chat(f"no list of messages under 'messages': {seen}")
+        raise no_chat(f"no list of messages under 'messages': {seen}")
     for number, message in enumerate(messages, 1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise _no_chat(f"message {number} has no 'role'")
+            raise no_chat(f"message {number} has no 'role'")
         if not isinstance(message.get("content"), str | list | None):
-            raise _no_chat(f"message {number}: its content is {type(message['content']).__name__}")
+            raise no_chat(f"message {number}: its content is {type(message['content']).__name__}")
         if message.get("content") is None and not message.get("tool_calls"):
-            raise _no_chat(f"message {number}: it has no content")
+            raise no_chat(f"message {number}: it has no content")
     messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
     tools = found.get("tools") or None
     if isinstance(tools, str):  # in parquet, where every row would have the fields of every tool
         try:
             tools = objects.loads(tools)
         except ValueError as error:
-            raise _no_chat(f"'tools' is text, and no JSON: {error}") from error
+            raise no_chat(f"'tools' is text, and no JSON: {error}") from error
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-        raise _no_chat("'tools' is no list of objects")
+        raise no_chat("'tools' is no list of objects")
     return messages, tools
 
 
 def _answers(messages: Sequence[Any]) -> list[int]:
     return [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-
-
-def _is_written(text: str, message: Any, key: str) -> bool:
-    """Whether the text of a message surely has what stands under a key, as it has what its content has not."""
-    value, content = message[key], message.get("content")
-    if key == "tool_calls":
-        value = [call.get("function", call).get("name") for call in value if isinstance(call, dict)]
-    said = [one.strip() for one in _strings(value)]
-    other = " ".join(_strings(content))
-    return bool(said) and all(one and one in text and one not in other for one in said)
-
-
-def _strings(value: Any) -> Iterator[str]:
-    """Every text in a JSON value, keys too."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        for key, one in value.items():
-            yield key
-            yield from _strings(one)
-    elif isinstance(value, list):
-        for one in value:
-            yield from _strings(one)
 
 
 def answer_end(folder: str | Path) -> int | None:
@@ -413,14 +382,6 @@ def _no_tokenizer(folder: Path, seen: str) -> ChatError:
         "IG991", f"{folder} has no tokenizer with a chat template", seen=seen,
         expected="a folder with tokenizer.json, tokenizer_config.json and a chat template",
         fix="name it: --data.tokenizer FOLDER (isograd data build: --tokenizer FOLDER)",
-    )  # fmt: skip
-
-
-def _no_chat(seen: str) -> ChatError:
-    return ChatError(
-        "IG990", "no conversation to learn from", seen=seen[:500],
-        expected='{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}, and '
-        'perhaps "tools"', fix="fix or remove the line",
     )  # fmt: skip
 
 

@@ -7,8 +7,14 @@ from typing import Any
 
 
 def loads(text: str | bytes) -> Any:
-    """The value; ValueError where it is none, and where a key is there twice."""
-    return json.loads(text, object_pairs_hook=_once)
+    """The value; ValueError where it is none, and where a key is there twice. It speaks of characters: to a reader of
+    the file, a line is one of the file."""
+    try:
+        return json.loads(text, object_pairs_hook=_once)
+    except json.JSONDecodeError as error:
+        rest = error.doc[error.pos :].strip()
+        at = f"at character {error.pos + 1}, {rest[:30]!r}" if rest else "behind the last character: is it cut off?"
+        raise ValueError(f"{error.msg} {at}") from error
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

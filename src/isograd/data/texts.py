@@ -154,9 +154,11 @@ def values(path: Path) -> Iterator[tuple[int, Any]]:
             yield from enumerate(map(_filled, rows), 1)
         return
     with _opened(path) as file:
+        place = 0
         for number, line in enumerate(iter(file.readline, b""), 1):
+            place += len(line)
             if line.strip():
-                text = _utf8(path, 0, line)
+                text = _utf8(path, place - len(line), line)
                 try:
                     yield number, objects.loads(text)
                 except (ValueError, RecursionError) as error:

@@ -100,7 +100,7 @@ class Language:
         assert data is not None
         self.data, self.held_out = data, texts.mixture(config, "validation")
         lacks = [said for said in (data.left_out, data.as_text) if said]
-        if self.held_out is None:
+        if self.held_out is None and texts.wants_evaluation(config):
             more = "--data.held_out" if config.task == "chat" else "--validation"
             lacks.append("no evaluation, and no held-out loss: no document of the data was assigned to validation; "
                          f"build it with a larger {more}, or from more documents")  # fmt: skip

@@ -21,6 +21,7 @@ from isograd.errors import ConfigError
 from isograd.layout import Layout
 from isograd.mesh import DATA, Mesh
 from isograd.train import config as configs
+from isograd.train import texts
 from isograd.train.job import DTYPES, Beat, Evaluated, engine_of, rows_of
 
 
@@ -53,7 +54,8 @@ class PairsJob:
         _refuse_cuts(mesh.layout)
         self.data = Pairs(pairs.path, keys=pairs.keys, batch=config.batch, seed=pairs.seed, held_out=pairs.held_out)
         self.fingerprint = self.data.fingerprint
-        self.lacks = "" if self.data.held_out else "no evaluation: no pair is held out (pairs.held_out)"
+        unheld = not self.data.held_out and texts.wants_evaluation(config)
+        self.lacks = "no evaluation: no pair is held out (pairs.held_out)" if unheld else ""
         self.per_step = config.batch
         self.tokenizer, body = _open(config)
         self.loss = loss = InfoNCE(mesh, pairs.scale, learn_scale=pairs.learn_scale, both=pairs.both)

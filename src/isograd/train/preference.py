@@ -45,7 +45,8 @@ class PreferenceJob:
         self.options = config.preference or configs.Preference()
         self.data = texts.pairs(config)
         lacks = [said for said in (self.data.left_out, self.data.as_text) if said]
-        lacks += [] if self.data.held else ["no evaluation: no pair is held out (data.held_out)"]
+        if not self.data.held and texts.wants_evaluation(config):
+            lacks.append("no evaluation: no pair is held out (data.held_out)")
         self.lacks, self.per_step = "; ".join(lacks), config.batch
         self.decode = read_tokenizer(self.data) if config.log.sample else None
         refuse_vocabulary(self.data, vocabulary(config))

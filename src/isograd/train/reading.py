@@ -100,9 +100,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[Place, str]]:
     return values, origins
 
 
-def _put(
-    values: dict[str, Any], origins: dict[Place, str], options: Sequence[str], typed: dict[str, str]
-) -> list[str]:
+def _put(values: dict[str, Any], origins: dict[Place, str], options: Sequence[str], typed: dict[str, str]) -> list[str]:
     """Write '--a.b value', '--a.b=value' and 'a.b=value' into the mapping, and into `typed` how each name was spelled;
     returns what could not be written."""
     problems = []
@@ -189,9 +187,7 @@ def dotted(place: Place) -> str:
     return ".".join(map(str, place))
 
 
-def _spell(
-    found: Any, origins: dict[Place, str], path: str, others: Sequence[str], typed: Mapping[str, str]
-) -> str:
+def _spell(found: Any, origins: dict[Place, str], path: str, others: Sequence[str], typed: Mapping[str, str]) -> str:
     """One of pydantic's findings as 'file:line: name: what is wrong'."""
     loc: Place = tuple(found["loc"])
     place: Place = tuple(part for part in loc if not _is_branch(part))

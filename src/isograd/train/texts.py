@@ -82,6 +82,19 @@ def pairs(config: Config) -> Preferences:
     )  # fmt: skip
 
 
+def wants_evaluation(config: Config) -> bool:
+    """Whether a run in which nothing is held out lacks what it asked for: evaluations, or a share that is held out."""
+    if config.evaluate.every is not None:
+        return True
+    if config.pairs is not None:
+        return config.pairs.held_out > 0
+    assert config.data is not None
+    if config.task == "preference":
+        return config.data.held_out > 0
+    folders = [place(config, number, text) for number, text in enumerate(config.data.sources)]
+    return any(manifest.read(folder).recipe.validation > 0 for folder in folders)
+
+
 def trained(config: Config) -> Mixture | Preferences:
     """What a run trains on."""
     if config.task == "preference":
