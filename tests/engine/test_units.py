@@ -10,6 +10,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +19,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from isograd.comm import raw
-from isograd.engine import Engine
+from isograd.engine import Engine, lockstep
+from isograd.engine.transport import CARRIER
 from isograd.mesh import Mesh
 
 from . import toys
@@ -263,22 +265,12 @@ def bytes_of_a_step(layout: str, options: dict[str, Any]) -> tuple[int, int]:
     """(sent by this rank in a forward and a backward, bytes of the parameters)."""
     mesh, model = Mesh(layout), Headed()
     engine = Engine(model, mesh, toys.sgd, bucket_mb=0.2, **options)
-    sent, exchange = 0, raw.exchange
-
-    def counting(out: Any, into: Any, group: Any, tag: int = 0) -> Any:
-        nonlocal sent
-        sent += sum(t.numel() * t.itemsize for i, pieces in enumerate(out) if i != group.index for t in pieces)
-        return exchange(out, into, group, tag)
-
     x = torch.randn(5, 300)
-    raw.exchange = counting
-    try:
-        for _ in ("the first forward shows which block is the last", "this is counted"):
-            sent = 0
+    for _ in ("the first forward shows which block is the last", "this is counted"):
+        with raw.recording() as record:
             for _ in range(3):
                 engine.backward(model(x).square().mean(), weight=5)
-    finally:
-        raw.exchange = exchange
+    sent = sum(entry.bytes for entry in record.entries if not entry.control)
     engine.step()
     return sent // 3, sum(p.numel() * p.itemsize for p in model.parameters())
 
@@ -416,19 +408,12 @@ def half(layout: str, keep_gathered: bool) -> tuple[dict[str, Tensor], set[torch
     mesh, model = Mesh(layout), Chain().to(torch.bfloat16)
     engine = Engine(model, mesh, toys.adamw, keep_gathered=keep_gathered)
     seen: set[torch.dtype] = set()
-    exchange = raw.exchange
-
-    def looking(out: Any, into: Any, group: Any, tag: int = 0) -> Any:
-        seen.update(t.dtype for pieces in out for t in pieces)
-        return exchange(out, into, group, tag)
-
     for step in range(2):
         x, y = toys.micro_batch(step, mesh.rank + 2)
-        raw.exchange = looking if "zero3" in layout else exchange
-        try:
+        with raw.recording() as record:
             output = model(x.bfloat16())["output"]
-        finally:
-            raw.exchange = exchange
+        sent = [messages for entry in record.entries if not entry.control for messages in entry.sent]
+        seen.update(message.dtype for messages in sent for message in messages)
         engine.backward(F.mse_loss(output, y.bfloat16()), weight=len(x))
         engine.step()
     with engine.full_parameters():
@@ -441,6 +426,60 @@ def test_bf16_parameters_are_gathered_in_bf16(worlds, keep_gathered: bool) -> No
     for found, seen in worlds(2).run(half, "dp2 zero3", keep_gathered):
         toys.assert_same_bits(found, truth)
         assert seen == {torch.bfloat16}
+
+
+class Kinds(nn.Module):
+    """Blocks of large and small parameters, one of two dtypes, and a weight that two blocks have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Linear(width, 600) for width in (600, 7, 600))
+        self.norms = nn.ModuleList(nn.LayerNorm(600) for _ in range(3)).to(torch.float64)
+        self.head = nn.Linear(600, 7, bias=False)
+        self.again = nn.Parameter(torch.ones(1))
+        self.blocks[2].weight = self.blocks[0].weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[1](x)
+        for norm, block in zip(self.norms, (self.blocks[0], self.blocks[2], self.blocks[0]), strict=True):
+            x = block(norm(x.double()).float()) * self.again
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+def messages_of_a_step(layout: str) -> tuple[dict[str, Tensor], list[int], list[int]]:
+    """(weights after two steps; in the second forward, bytes behind each note; elements of each further message)."""
+    mesh, model = Mesh(layout), Kinds()
+    engine = Engine(model, mesh, toys.sgd)
+    behind: list[int] = []
+    beside: list[int] = []
+    send, exchange = raw.send_start, raw.exchange
+
+    def noting(tensors: Any, *args: Any, **options: Any) -> Any:
+        behind.extend(tensor.nbytes - lockstep.NOTE for tensor in tensors)
+        return send(tensors, *args, **options)
+
+    def counting(out: Any, *args: Any, **options: Any) -> Any:
+        beside.extend(tensor.numel() for tensor in out[1 - mesh.rank])
+        return exchange(out, *args, **options)
+
+    for step in range(2):
+        x = torch.randn(3 + mesh.rank, 7, generator=torch.Generator().manual_seed(10 * step + mesh.rank))
+        counted = mock.patch.multiple(raw, send_start=noting, exchange=counting) if step else nullcontext()
+        with counted:
+            loss = model(x).square().mean()
+        engine.backward(loss, weight=len(x))
+        engine.step()
+    with engine.full_parameters():
+        return {name: p.detach().clone() for name, p in model.named_parameters()}, behind, beside
+
+
+def test_small_rows_travel_behind_notes_and_large_ones_beside_them(worlds) -> None:
+    truth, _, _ = worlds(2).run(messages_of_a_step, "dp2 zero1")[0]
+    for found, behind, beside in worlds(2).run(messages_of_a_step, "dp2 zero3"):
+        toys.assert_same_bits(found, truth)
+        assert sum(behind) > 10_000
+        assert beside and min(beside) > CARRIER
 
 
 def shards_of_a_frozen_model() -> tuple[int, int, int]:

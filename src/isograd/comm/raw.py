@@ -239,6 +239,11 @@ def native(group: Group) -> bool:
     return "nccl" in dist.get_backend(group.handle)
 
 
+def in_host_memory(group: Group) -> bool:
+    """Whether messages are read and written where tensors on the CPU lie: on gloo, not in an imagined world."""
+    return device().type == "cpu" and not native(group) and not isinstance(group.handle, imagined.Line)
+
+
 def _handle(group: Group, control: bool = False) -> Any:
     if group in _left:
         raise CommError(
@@ -262,12 +267,22 @@ def _noted(handle: Handle, group: Group, out: Tensors, into: Tensors, tag: int, 
     return handle if now is None else handle.and_then(now.note(group, out, into, tag, control))
 
 
-def exchange(out: Tensors, into: Tensors, group: Group, tag: int = 0, *, control: bool = False) -> Handle:
+def exchange(
+    out: Tensors,
+    into: Tensors,
+    group: Group,
+    tag: int = 0,
+    *,
+    control: bool = False,
+    beside: tuple[Tensors, Tensors] | None = None,
+) -> Handle:
     """Send the tensors out[i] to member i while filling into[i] with what member i sends here. My own entry is skipped.
 
     Tensors are contiguous; empty ones are not sent. On gloo, messages with different tags never meet, and messages with
     one tag are received in the order in which they were sent. NCCL has no tags: there the order is all that counts.
     `control`: values by which ranks decide something, rather than data; only records and imagined worlds look at it.
+    `beside`: (to each member, from each member) what travels at the same time in messages that others send: a record
+    has it as one message more.
     """
     pg = _handle(group, control)
     if native(group):
@@ -285,7 +300,17 @@ def exchange(out: Tensors, into: Tensors, group: Group, tag: int = 0, *, control
             peer = (group.index + way * step) % group.size
             works += [move([t], peer, tag) for t in messages[peer] if t.numel()]
             members += [peer] * (len(works) - len(members))
-    return _noted(Handle(works, keep=(out, into), members=members, group=group), group, out, into, tag, control)
+    handle = Handle(works, keep=(out, into), members=members, group=group)
+    if beside is not None and record.running is not None:
+        out, into = (_with_one_more(*pair) for pair in zip((out, into), beside, strict=True))
+    return _noted(handle, group, out, into, tag, control)
+
+
+def _with_one_more(messages: Tensors, pieces: Tensors) -> Tensors:
+    return [
+        [*several, torch.cat([piece.reshape(-1) for piece in more])] if more else several
+        for several, more in zip(messages, pieces, strict=True)
+    ]
 
 
 def _exchange_nccl(out: Tensors, into: Tensors, group: Group) -> Handle:
@@ -312,27 +337,48 @@ def _exchange_staged(out: Tensors, into: Tensors, group: Group, tag: int, contro
 
 
 def send_start(
-    tensors: Sequence[torch.Tensor], group: Group, peer: int, tag: int = 0, *, control: bool = False
+    tensors: Sequence[torch.Tensor],
+    group: Group,
+    peer: int,
+    tag: int = 0,
+    *,
+    control: bool = False,
+    head: int | None = None,
 ) -> Handle:
-    """Start sending contiguous tensors to member `peer`. Messages between two members arrive in the order sent."""
-    return _to_one(tensors, group, peer, tag, control, sending=True)
+    """Start sending contiguous tensors to member `peer`. Messages between two members arrive in the order sent.
+
+    `head`: how many elements of each tensor a record has; what follows them is noted elsewhere (`beside`)."""
+    return _to_one(tensors, group, peer, tag, control, head, sending=True)
 
 
 def receive_start(
-    tensors: Sequence[torch.Tensor], group: Group, peer: int, tag: int = 0, *, control: bool = False
+    tensors: Sequence[torch.Tensor],
+    group: Group,
+    peer: int,
+    tag: int = 0,
+    *,
+    control: bool = False,
+    head: int | None = None,
 ) -> Handle:
-    """Start filling tensors with the messages of member `peer`."""
-    return _to_one(tensors, group, peer, tag, control, sending=False)
+    """Start filling tensors with the messages of member `peer`, which may be shorter on gloo. `head`: as above."""
+    return _to_one(tensors, group, peer, tag, control, head, sending=False)
 
 
 def _to_one(
-    tensors: Sequence[torch.Tensor], group: Group, peer: int, tag: int, control: bool, *, sending: bool
+    tensors: Sequence[torch.Tensor],
+    group: Group,
+    peer: int,
+    tag: int,
+    control: bool,
+    head: int | None,
+    *,
+    sending: bool,
 ) -> Handle:
     pg = _handle(group, control)
     tensors = [t for t in tensors if t.numel()]
     if not native(group) and any(t.is_cuda for t in tensors):  # gloo sends host memory only
         host = [t.cpu() if sending else torch.empty_like(t, device="cpu") for t in tensors]
-        inner = _to_one(host, group, peer, tag, control, sending=sending)
+        inner = _to_one(host, group, peer, tag, control, head, sending=sending)
 
         def finish() -> None:
             inner.wait()
@@ -343,7 +389,9 @@ def _to_one(
     move = pg.send if sending else pg.recv
     works = [move([t], peer, tag) for t in tensors]
     handle = Handle(works, keep=tensors, members=[peer] * len(works), group=group)
-    messages = [list(tensors) if i == peer else [] for i in range(group.size)] if record.running is not None else []
+    messages: list[list[torch.Tensor]] = []
+    if record.running is not None:
+        messages = [[t[:head] for t in tensors] if i == peer else [] for i in range(group.size)]
     none: Tensors = [[]] * group.size
     out, into = (messages, none) if sending else (none, messages)
     return _noted(handle, group, out, into, tag, control)

@@ -4,10 +4,11 @@ At ZeRO 3 every call of a block is a collective. Ranks that call different block
 each rank), different numbers of forwards, or a rank whose forward raised, would add up or wait for unlike rows. So
 each gather goes with a **note** of 128 bytes: the round, the number of the block, and the sentence that an error shows.
 
-1. `post` sends my note to every member. The rows travel at the same time, with a tag made of the note: rows that go
-   with unlike notes never meet.
+1. `post` sends my note to every member. Small rows travel behind it, in the same message; the others at the same time,
+   with a tag made of the note: rows that go with unlike notes never meet.
 2. `confirm`, before the rows are used, reads one note of each member. When one is unlike mine, every member sees it at
-   the same note, and all of them raise the same error, with what each of them said.
+   the same note, and all of them raise the same error, with what each of them said. `unload` then puts the small rows
+   in their places.
 3. `leave` tells the others that an exception ended what this rank was doing. They read it instead of the note they wait
    for, and raise an error that names this rank.
 
@@ -36,6 +37,7 @@ from isograd.errors import EngineError
 
 NOTE = 128  # bytes
 HEAD = struct.Struct("<qqq")  # round, number, which parts
+Pieces = Sequence[Tensor]
 MEETING, FAILED = -1, -2  # numbers of notes that go with no rows
 
 
@@ -46,6 +48,9 @@ class Posted:
     note: bytes
     unread: set[int]  # members whose note of the same place has not been read
     rows: list[tuple[Group, Handle]] = field(default_factory=list)
+    sent: bool = False
+    places: Sequence[Pieces] = ()  # where the small rows of each member belong
+    arrived: dict[int, Tensor] = field(default_factory=dict)  # the messages that have them, of each other member
 
     @property
     def tag(self) -> int:
@@ -60,6 +65,8 @@ class Lockstep:
         """`rows`: the groups over which rows are gathered, all within `group`."""
         self.group, self.where = group, where
         self.checked = group.size > 1 and not raw.native(group)
+        self.carries = self.checked and raw.in_host_memory(group)  # small rows may travel behind notes
+        self.room = 0  # bytes behind a note: no rank sends more; the same on all ranks
         self.round = 0
         self._notes_tag = raw.reserve_tags(group) if self.checked else 0  # of notes; rows have a range of their own
         self._rows_tags = {of.ranks: raw.reserve_tags(of) for of in rows} if self.checked else {}
@@ -67,20 +74,30 @@ class Lockstep:
         self._posted: deque[Posted] = deque()  # of this round, not confirmed yet
         self._old: list[Posted] = []  # of earlier rounds, whose rows may still be on their way
         self._inbox: dict[int, deque[tuple[Tensor, Handle]]] = {member: deque() for member in self._others}
-        self._ahead: dict[int, bytes] = {}  # notes of a later round, read already
+        self._ahead: dict[int, Tensor] = {}  # messages of a later round, read already
+        self._spare: list[Tensor] = []  # memory for messages
         self._sent: deque[Handle] = deque()  # notes that may not have arrived yet
 
     # -- saying
 
-    def post(self, number: int, said: str, parts: int = 0) -> Posted:
-        """Tell the others what I do next. `said`: a sentence without its subject. `parts`: anything else to compare."""
-        posted = Posted(_note(self.round, number, parts, said), set(self._others))
+    def post(self, number: int, said: str) -> Posted:
+        """Tell the others what I do next. `said`: a sentence without its subject."""
+        posted = self.write(number, said)
+        self.send(posted)
+        return posted
+
+    def write(self, number: int, said: str, parts: int = 0) -> Posted:
+        """A note, to be sent. `parts`: anything else to compare."""
+        return Posted(_note(self.round, number, parts, said), set(self._others))
+
+    def send(self, posted: Posted, small: Pieces = (), places: Sequence[Pieces] = ()) -> None:
+        """Send a note with my small rows, all of one dtype, behind it. `places`: where those of each member belong."""
+        posted.sent, posted.places = True, places
         if self.checked:
             for member in self._others:
                 self._expect(member)
-            self._send(posted.note)
+            self._send(posted.note, small)
             self._posted.append(posted)
-        return posted
 
     def tag(self, posted: Posted, rows: Group) -> int:
         """For the rows of this group that travel with a note."""
@@ -99,38 +116,50 @@ class Lockstep:
         """Wait for the notes of the others, in the order of mine; raise when one of them is unlike mine."""
         while posted in self._posted:
             first = self._posted.popleft()
-            notes = {member: self._read(member) for member in self._others}
+            first.arrived = {member: self._read(member) for member in self._others}
+            notes = {member: _note_of(message) for member, message in first.arrived.items()}
             equal = [member for member in self._others if notes[member] == first.note]
             if len(equal) == len(self._others):
                 self._tidy()
+                if not first.places:
+                    self.unload(first)
                 continue
             for member in equal:  # their rows are on their way into memory that will be freed
                 self._wait_for(first, member)
             self._next_round(max([self.round + 1, *(_round(note) for note in notes.values())]))
             raise self._unlike({**notes, self.group.index: first.note})
 
-    def _read(self, member: int) -> bytes:
-        """The next note of a member, of this round or of a later one."""
+    def unload(self, posted: Posted) -> None:
+        """Put the small rows that came behind the notes of the others in their places."""
+        for member, message in posted.arrived.items():
+            if places := posted.places[member] if posted.places else ():
+                torch._foreach_copy_(list(places), behind(message, places))
+            self._keep(message)
+        posted.arrived, posted.places = {}, ()
+
+    def _read(self, member: int) -> Tensor:
+        """The message with the next note of a member, of this round or of a later one."""
         while True:
             if member in self._ahead:
-                note = self._ahead[member]
+                message = self._ahead[member]
             else:
                 if not self._inbox[member]:
                     self._expect(member)
-                memory, handle = self._inbox[member].popleft()
+                message, handle = self._inbox[member].popleft()
                 handle.wait()
-                note = bytes(memory.numpy())
+            note = _note_of(message)
             if _round(note) >= self.round:
                 for old in self._old:  # the member has left their rounds
                     old.unread.discard(member)
                 self._old = [old for old in self._old if old.unread]
             if _round(note) > self.round:
-                self._ahead[member] = note
-                return note
+                self._ahead[member] = message
+                return message
             self._ahead.pop(member, None)
             if _round(note) == self.round:
-                return note
+                return message
             self._settle(member, note)
+            self._keep(message)
 
     def _settle(self, member: int, note: bytes) -> None:
         """A late note of an earlier round: whether rows that I exchanged with this member in that round arrive."""
@@ -155,14 +184,23 @@ class Lockstep:
     # -- messages
 
     def _expect(self, member: int) -> None:
-        memory = torch.empty(NOTE, dtype=torch.uint8)
-        handle = raw.receive_start([memory], self.group, member, self._notes_tag, control=True)
+        memory = self._spare.pop() if self._spare else torch.empty(NOTE + self.room, dtype=torch.uint8)
+        handle = raw.receive_start([memory], self.group, member, self._notes_tag, control=True, head=NOTE)
         self._inbox[member].append((memory, handle))
 
-    def _send(self, note: bytes) -> None:
+    def _send(self, note: bytes, small: Pieces = ()) -> None:
         message = torch.frombuffer(bytearray(note), dtype=torch.uint8)
+        if small:
+            message = torch.cat((message, message.new_empty(sum(p.numel() * p.itemsize for p in small))))
+            torch._foreach_copy_(behind(message, small), list(small))
         for member in self._others:
-            self._sent.append(raw.send_start([message], self.group, member, self._notes_tag, control=True))
+            sent = raw.send_start([message], self.group, member, self._notes_tag, control=True, head=NOTE)
+            self._sent.append(sent)
+
+    def _keep(self, message: Tensor) -> None:
+        """Memory for a message to come: as much as two notes of each member take, however many were under way."""
+        if len(self._spare) < 2 * len(self._others):
+            self._spare.append(message)
 
     def _tidy(self) -> None:
         """Release notes that have arrived: a member that sent this note has asked for all of mine before it."""
@@ -197,6 +235,17 @@ class Lockstep:
 
 def _note(number_of_round: int, number: int, parts: int, said: str) -> bytes:
     return (HEAD.pack(number_of_round, number, parts) + said.encode()).ljust(NOTE, b"\0")[:NOTE]
+
+
+def _note_of(message: Tensor) -> bytes:
+    return bytes(message[:NOTE].numpy())
+
+
+def behind(message: Tensor, like: Pieces) -> list[Tensor]:
+    """Views of what stands behind a note: tensors like these, one after the other."""
+    numels = [piece.numel() for piece in like]
+    flat = message[NOTE : NOTE + sum(numels) * like[0].itemsize].view(like[0].dtype)
+    return [part.view(piece.shape) for part, piece in zip(flat.split(numels), like, strict=True)]
 
 
 def _round(note: bytes) -> int:

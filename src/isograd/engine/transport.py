@@ -13,7 +13,7 @@ Both give the owner, for each slot, the sum over the data ranks of its rows, in 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import reduce
 
 import torch
@@ -28,6 +28,7 @@ SMALL = 1 << 14  # elements: below this a slice is packed with others rather tha
 CARRIER = 1 << 17  # elements: up to this a larger slice is copied, so that small ones need no message of their own
 
 Pieces = list[Tensor]
+Carry = Callable[[Pieces, list[Pieces]], None]
 
 
 class Flight:
@@ -123,34 +124,43 @@ def reduce_rows(
     return Flight(raw.exchange(out, into, group, number + 1), members, own, tree, sums, number)
 
 
-def gather_rows(slots: Sequence[Rows], whole: Pieces, group: Group, tag: int = 0) -> Handle:
+def gather_rows(slots: Sequence[Rows], whole: Pieces, group: Group, tag: int = 0, carry: Carry | None = None) -> Handle:
     """Start filling the rows of others in whole tensors, in which each member has already put its own rows.
 
-    `tag`: on gloo, rows that are sent with different tags never meet.
+    `tag`: on gloo, rows that are sent with different tags never meet. `carry`: takes my small rows to every member, and
+    puts those of each member where it is told.
     """
     if group.size == 1:
         return Handle()
     if raw.native(group):
         return _gather_packed(slots, whole, group)
     rows = [slot.cut(w) for slot, w in zip(slots, whole, strict=True)]
-    mine = _outgoing([of_slot[group.index] for of_slot in rows])
-    into: list[Pieces] = []
-    unpack: list[tuple[Pieces, Pieces]] = []
-    for member in range(group.size):
-        if member == group.index:
-            into.append([])
-            continue
-        small, large = _parted([of_slot[member] for of_slot in rows])
-        packed = _flat_like(small)
-        into.append(large + ([packed] if packed is not None else []))
-        if packed is not None:
-            unpack.append((small, _views(packed, small)))
+    parted = [_parted([of_slot[member] for of_slot in rows]) for member in range(group.size)]
+    small = [pieces if member != group.index else [] for member, (pieces, _) in enumerate(parted)]
+    into = [pieces if member != group.index else [] for member, (_, pieces) in enumerate(parted)]
+    mine, out = parted[group.index]
+    if carry is not None:
+        carry(mine, small)
+        return raw.exchange([out] * group.size, into, group, tag, beside=([mine] * group.size, small))
+    packed = [_flat_like(pieces) for pieces in small]
+    into = [[*pieces, flat] if flat is not None else pieces for pieces, flat in zip(into, packed, strict=True)]
 
     def place() -> None:
-        for targets, arrived in unpack:
-            torch._foreach_copy_(targets, arrived)
+        for targets, flat in zip(small, packed, strict=True):
+            if flat is not None:
+                torch._foreach_copy_(targets, _views(flat, targets))
 
-    return raw.exchange([mine] * group.size, into, group, tag).and_then(place)
+    return raw.exchange([[*out, *_joined(mine)]] * group.size, into, group, tag).and_then(place)
+
+
+def most_small(slots: Sequence[Rows], like: Pieces, owners: int) -> int:
+    """The most bytes of small rows that a member ever sends of some of these slots."""
+    most = 0
+    for member in range(owners):
+        sizes = [(slot.cut(t)[member].numel(), t.itemsize) for slot, t in zip(slots, like, strict=True)]
+        carrier = max((n * width for n, width in sizes if SMALL <= n <= CARRIER), default=0)
+        most = max(most, carrier + sum(n * width for n, width in sizes if n < SMALL))
+    return most
 
 
 def _parted(pieces: Pieces) -> tuple[Pieces, Pieces]:
@@ -168,7 +178,11 @@ def _parted(pieces: Pieces) -> tuple[Pieces, Pieces]:
 def _outgoing(pieces: Pieces) -> Pieces:
     """The messages for one owner: each large slice by itself, all small ones in one."""
     small, large = _parted(pieces)
-    return large + ([torch.cat([p.reshape(-1) for p in small])] if small else [])
+    return large + _joined(small)
+
+
+def _joined(small: Pieces) -> Pieces:
+    return [torch.cat([p.reshape(-1) for p in small])] if small else []
 
 
 def _incoming(like: Pieces) -> tuple[Pieces, Pieces]:

@@ -23,17 +23,19 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from isograd.comm.raw import Group
 from isograd.engine.first import FirstValues
 from isograd.engine.hooks import Hook, guard_state, refuse_absent
 from isograd.engine.kept import Kept, keep
 from isograd.engine.lockstep import MEETING, Lockstep, Posted
 from isograd.engine.plan import Slot
-from isograd.engine.transport import gather_rows
+from isograd.engine.transport import gather_rows, most_small
 from isograd.errors import EngineError, headline
 from isograd.mesh import DATA, STAGE, Mesh
 
@@ -100,6 +102,7 @@ class Units:
         self.units = _units(model, blocks, self.kept)
         self._homes = homes(blocks)
         self.root = self.units[0]
+        self._lockstep.room = _room(self.units, self._lockstep.group) if self._lockstep.carries else 0
         self._current = self.root  # whose backward began last
         self._hooks = self._hook_into(model)
         model._isograd_units = self  # type: ignore[assignment]
@@ -150,9 +153,7 @@ class Units:
             self._held.clear()
             self._round = None
         self._give_back_all(but=self._held)
-        if graph:  # its backward reads the others' notes: nobody waits here
-            self._post("ends its forward")
-        else:  # an evaluation: no backward will come
+        if not graph:  # an evaluation: no backward will come, whose notes are unlike those of a forward
             self._meet("ends its forward")
         self._remember()
 
@@ -315,6 +316,7 @@ class Units:
             self._confirm(posted)
             for _, handle in posted.rows:
                 handle.wait()
+            self._lockstep.unload(posted)
             for kept in arriving:
                 kept.land()
             del self._flying[0]
@@ -328,15 +330,19 @@ class Units:
             kept.users.add(id(unit))
         if not missing:
             return
-        posted = self._lockstep.post(unit.number, f"gathers {unit.words} in {self._phase}", _which(missing, unit))
+        posted = self._lockstep.write(unit.number, f"gathers {unit.words} in {self._phase}", _which(missing, unit))
         self._flying.append((posted, missing))
         for kept in missing:
             kept.grow()
-        for ranks, dtype in dict.fromkeys((k.slot.owners.ranks, k.slot.parameter.dtype) for k in missing):
-            here = [k for k in missing if (k.slot.owners.ranks, k.slot.parameter.dtype) == (ranks, dtype)]
+        lockstep = self._lockstep
+        carried = lockstep.carries and missing[0].slot.owners.ranks == lockstep.group.ranks
+        if not carried:
+            lockstep.send(posted)
+        for here in _alike(missing):
             owners = here[0].slot.owners
-            tag = self._lockstep.tag(posted, owners)
-            rows = gather_rows([k.slot for k in here], [k.whole for k in here], owners, tag)
+            carry = partial(lockstep.send, posted) if carried and not posted.sent else None
+            tag = lockstep.tag(posted, owners)
+            rows = gather_rows([k.slot for k in here], [k.whole for k in here], owners, tag, carry)
             posted.rows.append((owners, rows))
 
     @property
@@ -419,6 +425,24 @@ class Units:
     def __reduce__(self) -> tuple[Any, ...]:
         self._refuse_absent("torch.save(model)")
         return type(None), ()
+
+
+def _alike(kept: Sequence[Kept]) -> list[list[Kept]]:
+    """What one gather can bring: of the same owners and dtype."""
+    found: dict[tuple[tuple[int, ...], torch.dtype], list[Kept]] = {}
+    for each in kept:
+        found.setdefault((each.slot.owners.ranks, each.slot.parameter.dtype), []).append(each)
+    return list(found.values())
+
+
+def _room(units: Sequence[Unit], group: Group) -> int:
+    """The most bytes of small rows that a gather over this group brings from a rank."""
+    most = 0
+    for kind in [kind for unit in units for kind in _alike(unit.kept)]:
+        if kind[0].slot.owners.ranks == group.ranks:
+            shapes = [torch.empty_like(kept.whole, device="meta") for kept in kind]
+            most = max(most, most_small([kept.slot for kept in kind], shapes, group.size))
+    return most
 
 
 def _which(missing: list[Kept], unit: Unit) -> int:

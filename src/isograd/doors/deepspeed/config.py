@@ -161,9 +161,7 @@ def _optimizer(keys: Keys) -> tuple[dict[str, Any], int | None]:
     return made | {"weight_decay": float(decay)}, steps
 
 
-def main(
-    words: list[str], kind: type[argparse.ArgumentParser], check: Callable[[dict[str, Any], str], object]
-) -> int:
+def main(words: list[str], kind: type[argparse.ArgumentParser], check: Callable[[dict[str, Any], str], object]) -> int:
     """`isograd config from-deepspeed`; the exit code. check: refuses what is no config of a run."""
     parser = kind(
         prog="isograd config from-deepspeed", allow_abbrev=False,
