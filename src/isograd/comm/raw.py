@@ -261,12 +261,6 @@ def _handle(group: Group, control: bool = False) -> Any:
     return group.handle
 
 
-def _noted(handle: Handle, group: Group, out: Tensors, into: Tensors, tag: int, control: bool) -> Handle:
-    """The handle; when somebody records, its messages are noted, and when it is waited for."""
-    now = record.running
-    return handle if now is None else handle.and_then(now.note(group, out, into, tag, control))
-
-
 def exchange(
     out: Tensors,
     into: Tensors,
@@ -286,12 +280,12 @@ def exchange(
     """
     pg = _handle(group, control)
     if native(group):
-        return _noted(_exchange_nccl(out, into, group), group, out, into, tag, control)
+        return record.noted(_exchange_nccl(out, into, group), group, out, into, tag, control)
     if any(t.is_cuda for pieces in (*out, *into) for t in pieces):
         return _exchange_staged(out, into, group, tag, control)
     if isinstance(pg, imagined.Line) and not control:
         pg.fill(into)
-        return _noted(Handle(keep=(out, into)), group, out, into, tag, control)
+        return record.noted(Handle(keep=(out, into)), group, out, into, tag, control)
     works: list[Any] = []
     members: list[int] = []
     # Receives are posted first so that nothing that arrives waits in a kernel buffer.
@@ -301,16 +295,7 @@ def exchange(
             works += [move([t], peer, tag) for t in messages[peer] if t.numel()]
             members += [peer] * (len(works) - len(members))
     handle = Handle(works, keep=(out, into), members=members, group=group)
-    if beside is not None and record.running is not None:
-        out, into = (_with_one_more(*pair) for pair in zip((out, into), beside, strict=True))
-    return _noted(handle, group, out, into, tag, control)
-
-
-def _with_one_more(messages: Tensors, pieces: Tensors) -> Tensors:
-    return [
-        [*several, torch.cat([piece.reshape(-1) for piece in more])] if more else several
-        for several, more in zip(messages, pieces, strict=True)
-    ]
+    return record.noted(handle, group, out, into, tag, control, beside)
 
 
 def _exchange_nccl(out: Tensors, into: Tensors, group: Group) -> Handle:
@@ -336,49 +321,27 @@ def _exchange_staged(out: Tensors, into: Tensors, group: Group, tag: int, contro
     return Handle(inner._works, keep=(inner, into), then=finish, members=inner._members, group=group)
 
 
-def send_start(
-    tensors: Sequence[torch.Tensor],
-    group: Group,
-    peer: int,
-    tag: int = 0,
-    *,
-    control: bool = False,
-    head: int | None = None,
-) -> Handle:
+def send_start(tensors: Sequence[torch.Tensor], group: Group, peer: int, tag: int = 0, **noted: Any) -> Handle:
     """Start sending contiguous tensors to member `peer`. Messages between two members arrive in the order sent.
 
-    `head`: how many elements of each tensor a record has; what follows them is noted elsewhere (`beside`)."""
-    return _to_one(tensors, group, peer, tag, control, head, sending=True)
+    `noted`: `control`, as in exchange; `head`: how many elements of each tensor a record has, if not all."""
+    return _to_one(tensors, group, peer, tag, sending=True, **noted)
 
 
-def receive_start(
-    tensors: Sequence[torch.Tensor],
-    group: Group,
-    peer: int,
-    tag: int = 0,
-    *,
-    control: bool = False,
-    head: int | None = None,
-) -> Handle:
-    """Start filling tensors with the messages of member `peer`, which may be shorter on gloo. `head`: as above."""
-    return _to_one(tensors, group, peer, tag, control, head, sending=False)
+def receive_start(tensors: Sequence[torch.Tensor], group: Group, peer: int, tag: int = 0, **noted: Any) -> Handle:
+    """Start filling tensors with the messages of member `peer`, which may be shorter on gloo. `noted`: as above."""
+    return _to_one(tensors, group, peer, tag, sending=False, **noted)
 
 
 def _to_one(
-    tensors: Sequence[torch.Tensor],
-    group: Group,
-    peer: int,
-    tag: int,
-    control: bool,
-    head: int | None,
-    *,
-    sending: bool,
-) -> Handle:
+    tensors: Sequence[torch.Tensor], group: Group, peer: int, tag: int, *, sending: bool, control: bool = False,
+    head: int | None = None,
+) -> Handle:  # fmt: skip
     pg = _handle(group, control)
     tensors = [t for t in tensors if t.numel()]
     if not native(group) and any(t.is_cuda for t in tensors):  # gloo sends host memory only
         host = [t.cpu() if sending else torch.empty_like(t, device="cpu") for t in tensors]
-        inner = _to_one(host, group, peer, tag, control, head, sending=sending)
+        inner = _to_one(host, group, peer, tag, sending=sending, control=control, head=head)
 
         def finish() -> None:
             inner.wait()
@@ -389,12 +352,7 @@ def _to_one(
     move = pg.send if sending else pg.recv
     works = [move([t], peer, tag) for t in tensors]
     handle = Handle(works, keep=tensors, members=[peer] * len(works), group=group)
-    messages: list[list[torch.Tensor]] = []
-    if record.running is not None:
-        messages = [[t[:head] for t in tensors] if i == peer else [] for i in range(group.size)]
-    none: Tensors = [[]] * group.size
-    out, into = (messages, none) if sending else (none, messages)
-    return _noted(handle, group, out, into, tag, control)
+    return record.noted_to_one(handle, group, [t[:head] for t in tensors], peer, tag, control, sending)
 
 
 # -- collectives, built on it or native --------------------------------------------------------------------------
@@ -446,7 +404,7 @@ def gather_list(x: torch.Tensor, group: Group, *, control: bool = True) -> list[
         _gather_equal(flat := x.new_empty(group.size * x.numel()), x.contiguous().view(-1), group=group.handle)
         return list(flat.view(group.size, *x.shape))
     if control and isinstance(group.handle, imagined.Line):  # no message for each rank of a large world
-        _noted(Handle(), group, [[x]] * group.size, [[x]] * group.size, 0, control).wait()
+        record.noted(Handle(), group, [[x]] * group.size, [[x]] * group.size, 0, control).wait()
         return group.handle.gather(x.contiguous())
     return _gather_whole(x, group, control)
 
@@ -509,7 +467,7 @@ def all_to_all(
     out = [[p.contiguous()] for p in pieces]
     into = [out[i] if i == group.index else [pieces[i].new_empty(tuple(shapes[i]))] for i in range(group.size)]
     if control and isinstance(group.handle, imagined.Line):  # every member says to me what I say to myself
-        _noted(Handle(), group, out, into, 0, control).wait()
+        record.noted(Handle(), group, out, into, 0, control).wait()
         return [pieces[group.index]] * group.size
     exchange(out, into, group, control=control).wait()
     return [t for (t,) in into]
@@ -532,14 +490,7 @@ def broadcast_(x: torch.Tensor, group: Group, source: int = 0) -> None:
     if group.size > 1:
         if not isinstance(_handle(group), imagined.Line):
             dist.broadcast(x, group.ranks[source], group=group.handle)
-        if record.running is not None:
-            _note_broadcast(x, group, source)
-
-
-def _note_broadcast(x: torch.Tensor, group: Group, source: int) -> None:
-    sends, nobody = group.index == source, [list[torch.Tensor]()] * group.size
-    messages = [[x] if (i != source) == sends else [] for i in range(group.size)]
-    _noted(Handle(), group, *((messages, nobody) if sends else (nobody, messages)), 0, control=False).wait()
+        record.noted_broadcast(x, group, source)
 
 
 def barrier(group: Group) -> None:

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
+from isograd.comm.handle import Handle
+
 if TYPE_CHECKING:
     from isograd.comm.raw import Group
 
@@ -27,6 +29,7 @@ _RAW, _OPS, _HERE = (str(Path(__file__).with_name(f"{name}.py")) for name in ("r
 
 
 T = TypeVar("T")
+Tensors = Sequence[Sequence[torch.Tensor]]  # for each member of a group
 
 
 class Message(NamedTuple):
@@ -148,6 +151,50 @@ def recording(look: Look | None = None, follow: Follow | None = None) -> Iterato
         yield running
     finally:
         running = before
+
+
+def noted(
+    handle: Handle,
+    group: Group,
+    out: Tensors,
+    into: Tensors,
+    tag: int = 0,
+    control: bool = False,
+    beside: tuple[Tensors, Tensors] | None = None,
+) -> Handle:
+    """The handle; when somebody records, its messages are noted, and when it is waited for. `beside`: pieces that
+    travel at the same time in messages that others send, as one message more."""
+    if running is None:
+        return handle
+    for_each, from_each = beside or (((),) * group.size, ((),) * group.size)
+    return handle.and_then(running.note(group, _joined(out, for_each), _joined(into, from_each), tag, control))
+
+
+def _joined(messages: Tensors, pieces: Tensors) -> Tensors:
+    return [
+        [*several, torch.cat([piece.reshape(-1) for piece in more])] if more else several
+        for several, more in zip(messages, pieces, strict=True)
+    ]
+
+
+def noted_to_one(
+    handle: Handle, group: Group, tensors: Sequence[torch.Tensor], peer: int, tag: int, control: bool, sending: bool
+) -> Handle:
+    """The same of messages between two members."""
+    if running is None:
+        return handle
+    messages = [tensors if i == peer else [] for i in range(group.size)]
+    none: Tensors = [[]] * group.size
+    out, into = (messages, none) if sending else (none, messages)
+    return noted(handle, group, out, into, tag, control)
+
+
+def noted_broadcast(x: torch.Tensor, group: Group, source: int) -> None:
+    """Note what the source of a broadcast sends to each, and what the others receive."""
+    if running is not None:
+        sends, nobody = group.index == source, [list[torch.Tensor]()] * group.size
+        messages = [[x] if (i != source) == sends else [] for i in range(group.size)]
+        noted(Handle(), group, *((messages, nobody) if sends else (nobody, messages))).wait()
 
 
 def _caller() -> tuple[str, str]:

@@ -31,6 +31,7 @@ from isograd.engine import batches, evaluation, matrices, norm, start, totals
 from isograd.engine.across import Across
 from isograd.engine.batches import call
 from isograd.engine.blame import Blame, blame
+from isograd.engine.blocks import homes, repeated_blocks
 from isograd.engine.dropped import is_dropped, mark, mark_handled
 from isograd.engine.evaluation import Evaluation
 from isograd.engine.first import FirstValues
@@ -41,7 +42,7 @@ from isograd.engine.precision import LossScale
 from isograd.engine.stats import Stats
 from isograd.engine.totals import Status, Table, Totals, used_anywhere
 from isograd.engine.tree import total
-from isograd.engine.units import Units, homes, repeated_blocks
+from isograd.engine.units import Units
 from isograd.engine.whole import gradients as whole_gradients
 from isograd.engine.zero import Factory, Optimized
 from isograd.errors import EngineError, IsogradError, headline

@@ -108,6 +108,14 @@ def _refuse_shared_memory(slots: Sequence[Slot], mesh: Mesh) -> None:
             )
 
 
+def alike(kept: Sequence[Kept]) -> list[list[Kept]]:
+    """What one gather can bring: of the same owners and dtype."""
+    found: dict[tuple[tuple[int, ...], torch.dtype], list[Kept]] = {}
+    for each in kept:
+        found.setdefault((each.slot.owners.ranks, each.slot.parameter.dtype), []).append(each)
+    return list(found.values())
+
+
 def unreadable(like: Tensor, device: torch.device) -> Tensor:
     """One NaN that looks like the whole."""
     value = torch.nan if like.is_floating_point() else 0

@@ -33,6 +33,8 @@ from torch import Tensor
 
 from isograd.comm import raw
 from isograd.comm.raw import Group, Handle
+from isograd.engine.kept import Kept, alike
+from isograd.engine.transport import most_small
 from isograd.errors import EngineError
 
 NOTE = 128  # bytes
@@ -66,7 +68,7 @@ class Lockstep:
         self.group, self.where = group, where
         self.checked = group.size > 1 and not raw.native(group)
         self.carries = self.checked and raw.in_host_memory(group)  # small rows may travel behind notes
-        self.room = 0  # bytes behind a note: no rank sends more; the same on all ranks
+        self._room = 0  # bytes behind a note: no rank sends more
         self.round = 0
         self._notes_tag = raw.reserve_tags(group) if self.checked else 0  # of notes; rows have a range of their own
         self._rows_tags = {of.ranks: raw.reserve_tags(of) for of in rows} if self.checked else {}
@@ -77,6 +79,13 @@ class Lockstep:
         self._ahead: dict[int, Tensor] = {}  # messages of a later round, read already
         self._spare: list[Tensor] = []  # memory for messages
         self._sent: deque[Handle] = deque()  # notes that may not have arrived yet
+
+    def make_room(self, units: Sequence[Sequence[Kept]]) -> None:
+        """For the small rows of what is gathered together, or of a part of that."""
+        for kind in [kind for unit in units for kind in alike(unit)] if self.carries else ():
+            if kind[0].slot.owners.ranks == self.group.ranks:
+                shapes = [torch.empty_like(kept.whole, device="meta") for kept in kind]
+                self._room = max(self._room, most_small([kept.slot for kept in kind], shapes, self.group.size))
 
     # -- saying
 
@@ -184,7 +193,7 @@ class Lockstep:
     # -- messages
 
     def _expect(self, member: int) -> None:
-        memory = self._spare.pop() if self._spare else torch.empty(NOTE + self.room, dtype=torch.uint8)
+        memory = self._spare.pop() if self._spare else torch.empty(NOTE + self._room, dtype=torch.uint8)
         handle = raw.receive_start([memory], self.group, member, self._notes_tag, control=True, head=NOTE)
         self._inbox[member].append((memory, handle))
 

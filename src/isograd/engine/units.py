@@ -29,17 +29,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from isograd.comm.raw import Group
+from isograd.engine.blocks import homes
 from isograd.engine.first import FirstValues
 from isograd.engine.hooks import Hook, guard_state, refuse_absent
-from isograd.engine.kept import Kept, keep
+from isograd.engine.kept import Kept, alike, keep
 from isograd.engine.lockstep import MEETING, Lockstep, Posted
 from isograd.engine.plan import Slot
-from isograd.engine.transport import gather_rows, most_small
+from isograd.engine.transport import gather_rows
 from isograd.errors import EngineError, headline
 from isograd.mesh import DATA, STAGE, Mesh
 
-CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 READER = 0  # a user of parameters that is no unit: someone who looks at all of them
 RETURNED = "_isograd_returned"  # of a tensor that a block has returned: how many calls had begun, and its version
 LATE_READ = """ZeRO 3: a backward read a parameter after its block was given back. The gradient of a block
@@ -102,7 +101,7 @@ class Units:
         self.units = _units(model, blocks, self.kept)
         self._homes = homes(blocks)
         self.root = self.units[0]
-        self._lockstep.room = _room(self.units, self._lockstep.group) if self._lockstep.carries else 0
+        self._lockstep.make_room([unit.kept for unit in self.units])
         self._current = self.root  # whose backward began last
         self._hooks = self._hook_into(model)
         model._isograd_units = self  # type: ignore[assignment]
@@ -338,7 +337,7 @@ class Units:
         carried = lockstep.carries and missing[0].slot.owners.ranks == lockstep.group.ranks
         if not carried:
             lockstep.send(posted)
-        for here in _alike(missing):
+        for here in alike(missing):
             owners = here[0].slot.owners
             carry = partial(lockstep.send, posted) if carried and not posted.sent else None
             tag = lockstep.tag(posted, owners)
@@ -427,24 +426,6 @@ class Units:
         return type(None), ()
 
 
-def _alike(kept: Sequence[Kept]) -> list[list[Kept]]:
-    """What one gather can bring: of the same owners and dtype."""
-    found: dict[tuple[tuple[int, ...], torch.dtype], list[Kept]] = {}
-    for each in kept:
-        found.setdefault((each.slot.owners.ranks, each.slot.parameter.dtype), []).append(each)
-    return list(found.values())
-
-
-def _room(units: Sequence[Unit], group: Group) -> int:
-    """The most bytes of small rows that a gather over this group brings from a rank."""
-    most = 0
-    for kind in [kind for unit in units for kind in _alike(unit.kept)]:
-        if kind[0].slot.owners.ranks == group.ranks:
-            shapes = [torch.empty_like(kept.whole, device="meta") for kept in kind]
-            most = max(most, most_small([kept.slot for kept in kind], shapes, group.size))
-    return most
-
-
 def _which(missing: list[Kept], unit: Unit) -> int:
     """One number for what is gathered of a unit: 0 for all of it."""
     names = ",".join(kept.slot.name for kept in missing)
@@ -480,21 +461,6 @@ def differentiable(output: Any) -> list[Tensor]:
     elif is_dataclass(output) and not isinstance(output, type):
         inside = [getattr(output, f.name) for f in fields(output)]
     return [tensor for part in inside for tensor in differentiable(part)]
-
-
-def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """The members of the outermost lists and sequences of modules that have parameters."""
-    members = [m for m in model.children() if any(True for _ in m.parameters())]
-    if isinstance(model, CONTAINERS) and len(members) > 1:
-        return members
-    return [block for child in model.children() for block in repeated_blocks(child)]
-
-
-def homes(blocks: Sequence[nn.Module]) -> dict[int, nn.Module]:
-    """The block of each parameter (by id) that only one block holds: it has its gradient when that one is done."""
-    pairs = [(id(p), block) for block in dict.fromkeys(blocks) for p in dict.fromkeys(block.parameters())]
-    holders = Counter(key for key, _ in pairs)
-    return {key: block for key, block in pairs if holders[key] == 1}
 
 
 def _units(model: nn.Module, blocks: Sequence[nn.Module], kept: dict[int, Kept]) -> list[Unit]:
