@@ -1,12 +1,13 @@
 """Contrastive steps beside sentence-transformers' cached loss and the plain full batch: time, peak memory, its growth.
 
-    python -m benchmarks.contrastive                         # one process and 2 gloo ranks, some minutes on two cores
+    python -m benchmarks.contrastive                         # one process and 2 gloo ranks, under four minutes
     python -m benchmarks.contrastive --memory                # 256 to 16,384 rows; draws docs/contrastive-memory.svg
     python -m benchmarks.contrastive --keep 0 64 128 256     # budgets of kept graphs; draws docs/contrastive-keep.svg
 
 The same encoder (a BERT of random weights, mean pooling), batch, chunk, AdamW, and thread per rank for all. In the race
-each contestant has processes of its own, and turns alternate; the fastest of its turns counts. Peak memory is the
-high-water mark of a step less what was resident before it. sentence-transformers is a peer only where it is installed.
+each contestant has processes of its own, and turns of one step alternate; a ratio is the median over rounds of the
+ratios in a round. CPU time is that of all threads of all ranks. Peak memory is the high-water mark of a step less what
+was resident before it. sentence-transformers is a peer only where it is installed.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import importlib.util
 import json
 import math
 import os
+import statistics
 import time
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +31,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import isograd as ig
-from benchmarks import report
+from benchmarks import quiet, report
 from benchmarks.sequence_memory import peak_of
 from isograd.comm.launch import World
 
@@ -121,13 +124,18 @@ def sit(name: str, layers: int, chunk: int, length: int) -> None:
         _held["me"].step(batch(2 * chunk, length))
 
 
-def turn(rows: int, length: int) -> tuple[float, int]:
-    """Seconds and peak bytes of a step."""
-    features = batch(rows, length)
-    began = time.perf_counter()
-    _held["me"].step(features)
-    seconds = time.perf_counter() - began
-    return seconds, peak_of(lambda: _held["me"].step(features))
+def turn(rows: int, length: int) -> tuple[float, float, int]:
+    """Seconds, seconds of this rank's CPU, and peak bytes of a step."""
+    features, clocks = batch(rows, length), []
+
+    def step() -> None:
+        clocks.append((time.perf_counter(), time.process_time()))
+        _held["me"].step(features)
+        clocks.append((time.perf_counter(), time.process_time()))
+
+    peak = peak_of(step)
+    seconds, cpu = (after - before for before, after in zip(*clocks, strict=True))
+    return seconds, cpu, peak
 
 
 def peak(rows: int, length: int) -> int:
@@ -135,24 +143,39 @@ def peak(rows: int, length: int) -> int:
     return peak_of(lambda: _held["me"].step(features))
 
 
+@dataclass
+class Raced:
+    """What was measured of a contestant, by round."""
+
+    seconds: list[float] = field(default_factory=list)  # of the slowest rank
+    cpu: list[float] = field(default_factory=list)  # of all ranks together
+    peak: int = 0  # of the largest rank
+
+    def ratio(self, other: Raced, of: str) -> float:
+        pairs = zip(getattr(self, of), getattr(other, of), strict=True)
+        return statistics.median(mine / theirs for mine, theirs in pairs)
+
+
 def names(ranks: int) -> list[str]:
     peers = [PEER] if importlib.util.find_spec("sentence_transformers") else []
     return [OURS, *peers, *([FULL] if ranks == 1 else [])]
 
 
-def race(ranks: int, options: argparse.Namespace, chosen: list[str] | None = None) -> dict[str, tuple[float, int]]:
-    worlds = {name: World(ranks) for name in chosen or names(ranks)}
-    best = dict.fromkeys(worlds, (float("inf"), 0))
+def race(ranks: int, options: argparse.Namespace, chosen: list[str]) -> dict[str, Raced]:
+    worlds = {name: World(ranks) for name in chosen}
+    found = {name: Raced() for name in chosen}
     for name, world in worlds.items():
         world.run(sit, name, options.layers, options.chunk, options.length, timeout=900.0)
-    for _ in range(options.rounds):
-        for name, world in worlds.items():
-            found = world.run(turn, options.rows // ranks, options.length, timeout=900.0)
-            seconds, peak = (max(column) for column in zip(*found, strict=True))
-            best[name] = min(best[name][0], seconds), max(best[name][1], int(peak))
+    for number in range(options.rounds):
+        for name in chosen[:: -1 if number % 2 else 1]:
+            each = worlds[name].run(turn, options.rows // ranks, options.length, timeout=900.0)
+            seconds, cpu, peaks = zip(*each, strict=True)
+            found[name].seconds.append(max(seconds))
+            found[name].cpu.append(sum(cpu))
+            found[name].peak = max(found[name].peak, *peaks)
     for world in worlds.values():
         world.close()
-    return best
+    return found
 
 
 def sweep(options: argparse.Namespace) -> dict[str, dict[int, int]]:
@@ -190,22 +213,31 @@ def chart(peaks: dict[str, dict[int, int]], path: Path) -> None:
         panel.plot(SWEEP, ideal, linestyle=":", color="grey", label="the representations' own bytes")
 
 
+def written(options: argparse.Namespace, stem: str, found: dict[str, Any]) -> None:
+    document = {**found, "options": vars(options), "machine": report.machine()}
+    report.OUT.mkdir(exist_ok=True)
+    for path in [report.OUT / f"{stem}.json", *([options.json] if options.json else [])]:
+        path.write_text(json.dumps(document, indent=1, default=str) + "\n")
+
+
 def keeping(options: argparse.Namespace) -> None:
     """Time and peak memory of one process by the budget of kept graphs, beside the full batch in one graph."""
     budgets = [f"{OURS} {megabytes:g}" for megabytes in options.keep]
     found = race(1, options, [*budgets, FULL])
-    table = Table("keep_mb", "seconds a step", "x the full batch", "peak MiB")
-    for name, (seconds, peak) in found.items():
-        shown = name.removeprefix(OURS).strip()
-        table.add_row(shown, f"{seconds:.3f}", f"{seconds / found[FULL][0]:.2f}", f"{peak / report.MIB:.0f}")
+    table = Table("keep_mb", "seconds a step", "x the full batch", "its CPU time", "peak MiB")
+    for name, raced in found.items():
+        shown, ratios = name.removeprefix(OURS).strip(), [raced.ratio(found[FULL], of) for of in ("seconds", "cpu")]
+        seconds = f"{statistics.median(raced.seconds):.3f}"
+        table.add_row(shown, seconds, *(f"{ratio:.2f}" for ratio in ratios), f"{raced.peak / report.MIB:.0f}")
     Console(width=100).print(table)
-    points = [(peak / report.MIB, seconds / found[FULL][0]) for seconds, peak in found.values()]
+    written(options, "contrastive-keep", {"kept": {name: asdict(raced) for name, raced in found.items()}})
+    points = [(raced.peak / report.MIB, raced.ratio(found[FULL], "cpu")) for raced in found.values()]
     doublings = range(int(math.log2(min(points)[0])), int(math.log2(max(points)[0])) + 2)
     with report.growth(
         KEPT,
         f"A contrastive step of {options.rows:,} rows: time for memory",
         "peak MiB above what was resident before the step",
-        "time, of the full batch's in one graph",
+        "CPU time, of the full batch's in one graph",
         {2**n: f"{2**n}" for n in doublings},
         from_zero=True,
     ) as panel:
@@ -217,11 +249,15 @@ def keeping(options: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=1024, help="of all ranks together")
+    parser.add_argument("--rows", type=int, default=512, help="of all ranks together")
     parser.add_argument("--chunk", type=int, default=64)
-    parser.add_argument("--layers", type=int, default=3)
+    parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--length", type=int, default=16)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="a race for each")
+    parser.add_argument("--budget", type=float, default=0.0, help="a further contestant: isograd with this keep_mb")
+    parser.add_argument("--anyway", action="store_true", help="race on a machine that other jobs use, too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers here, too")
     parser.add_argument("--memory", action="store_true", help="the sweep over rows instead of the race")
     parser.add_argument("--keep", type=float, nargs="+", help="budgets in MiB, raced beside the full batch")
     parser.add_argument("--only", help="in the sweep: one contestant")
@@ -229,29 +265,32 @@ def main() -> None:
     parser.add_argument("--chart", default=str(CHART), help="where to draw the sweep; '' for nowhere")
     options = parser.parse_args()
     os.environ["MALLOC_MMAP_THRESHOLD_"] = str(1 << 16)
-    report.OUT.mkdir(exist_ok=True)
+    if not (options.memory or options.anyway):
+        quiet.refuse_noise()
     if options.memory:
         peaks = sweep(options)
         for name, found in peaks.items():
             print(f"{name}: grows by {slope(found):.2f} x the bytes of the representations")
-        document: dict[str, Any] = {"bytes": peaks, "machine": report.machine()}
-        (report.OUT / "contrastive-memory.json").write_text(json.dumps(document, indent=1) + "\n")
+        written(options, "contrastive-memory", {"bytes": peaks})
         if options.chart:
             chart(peaks, Path(options.chart))
         return
     if options.keep:
         keeping(options)
         return
-    table = Table("ranks", "contestant", "seconds a step", "x the peer", "peak MiB")
-    results = {ranks: race(ranks, options) for ranks in (1, 2)}
-    for ranks, found in results.items():
-        reference = found.get(PEER, found[OURS])[0]
-        for name, (seconds, peak) in found.items():
-            table.add_row(str(ranks), name, f"{seconds:.3f}", f"{seconds / reference:.2f}", f"{peak / report.MIB:.0f}")
-    Console(width=100).print(table)
-    (report.OUT / "contrastive.json").write_text(
-        json.dumps({"race": results, "machine": report.machine()}, indent=1) + "\n"
-    )
+    table = Table("ranks", "contestant", "seconds a step", "x the peer", "its CPU time", "peak MiB", "x the peer's")
+    results = {}
+    for ranks in options.ranks:
+        budget = [f"{OURS} {options.budget:g}"] if options.budget else []
+        results[ranks] = found = race(ranks, options, [*names(ranks), *budget])
+        reference = found.get(PEER, found[OURS])
+        for name, raced in found.items():
+            ratios = [f"{raced.ratio(reference, of):.3f}" for of in ("seconds", "cpu")]
+            peaks = f"{raced.peak / report.MIB:.0f}", f"{raced.peak / reference.peak:.2f}"
+            table.add_row(str(ranks), name, f"{statistics.median(raced.seconds):.3f}", *ratios, *peaks)
+    Console(width=110).print(table)
+    shown = {ranks: {name: asdict(raced) for name, raced in found.items()} for ranks, found in results.items()}
+    written(options, "contrastive", {"race": shown})
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from torch import Tensor
 from isograd.comm import ops, raw
 from isograd.contrastive import columns, grad_cache, losses
 from isograd.contrastive.columns import Columns
+from isograd.contrastive.lent import Direction
 from isograd.contrastive.tiles import Hide
 from isograd.engine.ledger import Ledger
 from isograd.layout import Layout
@@ -22,7 +23,7 @@ from tests.contrastive.test_matrix import LOSSES
 from tests.contrastive.toys import assert_same, cached, one_device
 
 POOL = sys.modules["isograd.contrastive.pool"]
-DP, RING, CP, SP = "dp2 zero1", "dp4", "dp2 cp2 ulysses zero1", "dp2 tp2 sp zero2"
+ONE, DP, RING, CP, SP = "dp1", "dp2 zero1", "dp4", "dp2 cp2 ulysses zero1", "dp2 tp2 sp zero2"
 ONE_WAY, IDS, GUIDE, OWN = "one way", "both ways, ids", "both ways, ring, guide", "own function"
 
 
@@ -78,11 +79,23 @@ def summed_both_ways(x: Tensor, group: Any) -> Tensor:
     return ops.copy_in(ops.all_reduce(x, group), group)
 
 
+def nothing(*args: Any) -> None:
+    pass
+
+
+def unweighted(self: Direction, r: Tensor, here: slice, c: Tensor, tower: int, there: slice) -> Tensor:
+    logits = self._logits(r, here, c, tower, there)
+    return logits.sigmoid() if self.sigmoid else (logits - self.total[here, None]).exp()
+
+
 class _Wrong(Columns):
     _around = rolled
 
 
 MUTANTS: dict[str, tuple[str, str, Any, str, Any]] = {
+    "in the replay a row is no column of others": (ONE, ONE_WAY, Direction, "_add_as_columns", nothing),
+    "in the replay columns do not push rows": (ONE, IDS, Direction, "_add_as_rows", nothing),
+    "in the replay each row's loss weighs one": (ONE, "sigmoid", Direction, "_slopes", unweighted),
     "gradients of columns do not come home": (DP, ONE_WAY, columns, "raw", Replaced(raw, reduce_scatter=own_part)),
     "gradients of columns come home twice": (DP, ONE_WAY, columns, "raw", Replaced(raw, reduce_scatter=twice)),
     "gradients of columns are averaged": (DP, IDS, columns, "raw", Replaced(raw, reduce_scatter=averaged)),
@@ -120,7 +133,7 @@ def broken(names: list[str]) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("layout", [DP, RING, CP, SP])
+@pytest.mark.parametrize("layout", [ONE, DP, RING, CP, SP])
 def test_a_mutant_does_not_pass_for_right(worlds, layout: str) -> None:
     names = [name for name, mutant in MUTANTS.items() if mutant[0] == layout]
     for ranks in worlds(Layout.parse(layout).world_size).run(broken, names):

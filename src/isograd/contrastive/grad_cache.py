@@ -8,14 +8,17 @@ A step's backward has four parts (Gao et al. 2021, arXiv 2101.06983):
 
 1. Every tower's rows are encoded chunk by chunk without a graph. The vectors are kept and, for each chunk, the state
    of the random generators and a fingerprint of its vectors.
-2. The loss is computed from the vectors of all data ranks; its backward gives the gradient of each of my vectors.
+2. The loss is computed from the vectors of all data ranks; its backward gives the gradient of each of my vectors. On
+   one data rank, losses of pairs leave that to part 3, which asks them for one chunk's at a time (lent.py): beside the
+   vectors there is no second tensor of their size.
    Under cp, the ranks that share rows each take a part of them into the loss, and the gradients are gathered over cp.
-3. Chunk by chunk, the encoder runs again from the same random state, now with a graph, and goes backward from its
-   vectors' gradients. IG965 is raised when the vectors do not have the bits of the first pass.
+3. Chunk by chunk, the last one first, the encoder runs again from the same random state, now with a graph, and goes
+   backward from its vectors' gradients. IG965 is raised when the vectors do not have the bits of the first pass.
 4. The engine sees one backward: each gradient is reduced once, for any number of chunks and towers, at any ZeRO stage.
 
-With `keep_mb`, the first chunks keep the graph of their first pass, as many as that much memory holds; part 3 has no
-second forward for those. Gradients have the same bits with any budget: chunks go backward in the same order.
+The very last chunk of part 1 keeps its graph and has no second forward: it is the first of part 3, so its activations
+are gone before another chunk's are made. With `keep_mb`, the first chunks keep theirs, too, as many as that much memory
+holds. Gradients have the same bits with any budget: chunks go backward in the same order.
 
 All data ranks call `backward` together. A rank may have no rows (inputs of length 0): its encoder then runs once, and
 its result is not used. At ZeRO 3, and where experts are cut over ep, a forward is a collective, so ranks with fewer
@@ -33,6 +36,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from numbers import Real
 from typing import Any
 
@@ -54,6 +58,7 @@ from isograd.contrastive.chunks import (
     rows_of,
     set_random_state,
 )
+from isograd.contrastive.lent import Lent
 from isograd.contrastive.losses import Across, PairLoss, do_not_pair
 from isograd.contrastive.watch import Trace, first_unlike, traced
 from isograd.engine import Engine
@@ -91,7 +96,8 @@ class _Tower:
     states: list[Random] = field(default_factory=list)
     prints: list[int] = field(default_factory=list)
     traces: dict[int, Trace] = field(default_factory=dict)
-    vectors: Tensor = field(default_factory=lambda: torch.empty(0))  # later: their gradients
+    vectors: Tensor = field(default_factory=lambda: torch.empty(0))
+    gradient: Callable[[slice], Tensor] = field(default_factory=lambda: torch.empty(0).__getitem__)  # of vectors
     kept: dict[int, Tensor] = field(default_factory=dict)  # vectors of chunks, with their graphs
 
 
@@ -123,6 +129,7 @@ class GradCache:
             self.encode = list(self.encode)
         self.chunk, self.keep_mb = chunk, keep_mb
         self._first = True
+        self._alike = engine.mesh.layout.zero == 3 or engine.mesh.layout.ep > 1  # a forward is a collective there
         self._tallies = Tallies(engine.model, engine.mesh)
         self._refuse()
 
@@ -150,7 +157,7 @@ class GradCache:
             budget = Budget(self.keep_mb, engine.model, towers)
             for tower, chunks in zip(work, most, strict=True):
                 tower.chunks = chunks
-                self._represent(tower, budget)
+                self._represent(tower, budget, last=tower is work[-1])
             self._keep_alike(work)
             loss, leaves = self._loss(work, counted, ids, guides)
             if second is not None:
@@ -159,8 +166,8 @@ class GradCache:
                 self._loss_gradients(ledger, loss, leaves, work, counted)
                 after = random_state(mesh.device)
                 torch.clear_autocast_cache()  # it holds weights that were cast without a graph
-                for tower in work:
-                    self._replay(ledger, tower, last=tower is work[-1] and second is None)
+                for tower in reversed(work):
+                    self._replay(ledger, tower, last=tower is work[0] and second is None)
                 set_random_state(after, mesh.device)
                 if second is not None:
                     self._second(ledger, second)
@@ -218,9 +225,9 @@ class GradCache:
         shares = [
             [even_sizes(n, mesh.size("cp"))[spot["cp"]] for n in rows] for spot, rows in zip(spots, table, strict=True)
         ]
-        alike = mesh.layout.zero == 3 or mesh.layout.ep > 1  # a forward is a collective there
         chunks = [
-            max(1, -(-(max(rows[i] for rows in table) if alike else t.rows) // self.chunk)) for i, t in enumerate(work)
+            max(1, -(-(max(rows[i] for rows in table) if self._alike else t.rows) // self.chunk))
+            for i, t in enumerate(work)
         ]
         return Across(group, tuple(zip(*shares, strict=True))), chunks
 
@@ -236,33 +243,40 @@ class GradCache:
     # -- the parts of a step
 
     @torch.no_grad()
-    def _represent(self, tower: _Tower, budget: Budget) -> None:
+    def _represent(self, tower: _Tower, budget: Budget, last: bool) -> None:
+        """The first pass over a tower. `last`: its last chunk will be the first to go backward."""
         device = self.engine.mesh.device
-        pieces = []
         for number, inputs in self._parts(tower):
             tower.states.append(random_state(device))
             tower.traces[number], tracing = self._tracing(tower, number)
             with tracing:
-                if budget.left and rows_of(inputs):
+                if last and number == tower.chunks - 1 and rows_of(inputs) and not self._alike:
+                    torch.clear_autocast_cache()  # it holds weights that were cast without a graph
+                    with torch.enable_grad():
+                        vectors = tower.kept[number] = encoded(tower.encode, inputs)
+                elif budget.left and rows_of(inputs):
                     vectors, fits = budget.kept(tower.encode, inputs)
                     if fits:
                         tower.kept[number] = vectors
                     else:
                         torch.clear_autocast_cache()  # it holds weights that were cast with a graph
-                    vectors = vectors.detach()
                 else:
                     vectors = encoded(tower.encode, inputs)
+            vectors = vectors.detach()
             tower.prints.append(int(fingerprint(vectors)))
-            pieces.append(vectors)
-        tower.vectors = torch.cat(pieces)
+            if number == 0:  # joined at the end, they would be there twice
+                tower.vectors = vectors.new_empty((tower.rows, vectors.shape[1]))
+            tower.vectors[number * self.chunk :][: len(vectors)] = vectors.view(-1, tower.vectors.shape[1])
 
     def _keep_alike(self, work: Sequence[_Tower]) -> None:
         """Ranks that encode rows together keep the same chunks: those that fit on all of them."""
         group = self.engine.mesh.group("cp tp")
         if self.keep_mb and group.size > 1:
-            mine = torch.tensor([len(tower.kept) for tower in work], device=self.engine.mesh.device)
+            # Fitting chunks are the first ones. The very last chunk, kept on every rank, is at most one more.
+            mine = torch.tensor([_first_missing(tower) for tower in work], device=self.engine.mesh.device)
             for tower, most in zip(work, torch.stack(raw.gather_list(mine, group)).amin(0).tolist(), strict=True):
-                tower.kept = {number: vectors for number, vectors in tower.kept.items() if number < most}
+                very_last = tower.chunks - 1 if tower is work[-1] else None
+                tower.kept = {n: vectors for n, vectors in tower.kept.items() if n < most or n == very_last}
 
     def _loss(
         self,
@@ -270,7 +284,7 @@ class GradCache:
         across: Across,
         ids: Sequence[Tensor] | None,
         guides: Sequence[Tensor] | None,
-    ) -> tuple[Tensor, list[Tensor]]:
+    ) -> tuple[Tensor, Lent]:
         """The loss, and the vectors that it is a function of. Under cp they are this cp rank's part of the rows."""
 
         def share(per_tower: Sequence[Tensor]) -> list[Tensor]:
@@ -280,39 +294,45 @@ class GradCache:
                 x[a : a + sizes[index]] for x, a, sizes in zip(per_tower, starts, self._cp_sizes(work), strict=True)
             ]
 
-        leaves = [_wide(x).detach().requires_grad_() for x in share([t.vectors for t in work])]
+        leaves = Lent([_wide(x).detach().requires_grad_() for x in share([t.vectors for t in work])])
         more: dict[str, Any] = {}
         if ids is not None:
             more["ids"] = share(ids)
         if guides is not None:
             more["guides"] = [_wide(g) for g in share(guides)]
-        for tower in work:  # their memory is needed for gradients
+        for tower in work:  # the loss decides how long their memory is needed
             tower.vectors = torch.empty(0)
         with torch.autocast(self.engine.mesh.device.type, enabled=False):
             return self.loss(leaves, across, **more), leaves
 
     def _loss_gradients(
-        self, ledger: Ledger, loss: Tensor, leaves: Sequence[Tensor], work: Sequence[_Tower], across: Across
+        self, ledger: Ledger, loss: Tensor, leaves: Lent, work: Sequence[_Tower], across: Across
     ) -> None:
-        """Go backward from the loss to the vectors, and put their gradients in the towers."""
+        """Go backward from the loss to the vectors, and put their gradients in the towers, or how to compute them."""
         with torch.autocast(self.engine.mesh.device.type, enabled=False):
             if ledger.shares.announced is None:
                 ledger.of_loss(loss, _my_rows(across), last=False)
             else:
                 ledger.of_terms(Terms(contrastive=(loss, _my_rows(across))), last=False)
-        for tower, leaf, sizes in zip(work, leaves, self._cp_sizes(work), strict=True):
+        for number, (tower, leaf, sizes) in enumerate(zip(work, leaves, self._cp_sizes(work), strict=True)):
+            if leaves.directions:  # of one data rank, which shares no rows
+                tower.gradient = partial(leaves.gradient, number)
+                continue
             gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
             leaf.grad = None
-            tower.vectors = raw.all_gather(gradient, self.engine.mesh.group("cp"), sizes)
+            tower.gradient = raw.all_gather(gradient, self.engine.mesh.group("cp"), sizes).__getitem__
 
     def _cp_sizes(self, work: Sequence[_Tower]) -> list[list[int]]:
         """For each tower, how many of its rows each cp rank takes into the loss."""
         return [list(even_sizes(tower.rows, self.engine.mesh.size("cp"))) for tower in work]
 
     def _replay(self, ledger: Ledger, tower: _Tower, last: bool) -> None:
-        """Encode again with a graph and go backward, chunk by chunk. The last backward of a step may communicate."""
-        device = self.engine.mesh.device
-        for number, inputs in self._parts(tower):
+        """Encode again with a graph and go backward, chunk by chunk, the last one first. The last backward of a step
+        may communicate."""
+        device, learns = self.engine.mesh.device, True
+        for number, inputs in reversed(list(self._parts(tower))):
+            here = slice(number * self.chunk, min((number + 1) * self.chunk, tower.rows))
+            gradient = tower.gradient(here) if learns else None  # before activations take memory
             if number in tower.kept:
                 vectors = tower.kept.pop(number)
             else:
@@ -322,10 +342,9 @@ class GradCache:
                     vectors = encoded(tower.encode, inputs)
                 if int(fingerprint(vectors)) != tower.prints[number]:
                     raise self._drew_differently(first_unlike(tower.traces[number], trace), bool(trace), number)
-            if vectors.requires_grad:  # a frozen tower ends here
-                first = number * self.chunk
-                gradient = tower.vectors[first : first + self.chunk].to(vectors.dtype)
-                ledger.run_backward([vectors], [gradient], last=last and number == tower.chunks - 1)
+            learns = vectors.requires_grad  # a frozen tower ends here
+            if gradient is not None and learns:
+                ledger.run_backward([vectors], [gradient.to(vectors.dtype)], last=last and number == 0)
 
     def _second(self, ledger: Ledger, second: Second) -> None:
         for number, (run, weight) in enumerate(second.parts):
@@ -353,9 +372,8 @@ class GradCache:
                 expected="a chunk of at least one row, and a layout of dp, cp, tp, sp and zero",
                 where=self.engine.mesh.where(),
             )
-        together = self.engine.mesh.layout.zero == 3 or self.engine.mesh.layout.ep > 1
         amount = isinstance(self.keep_mb, Real) and 0 <= self.keep_mb < math.inf
-        if not amount or (self.keep_mb and together):
+        if not amount or (self.keep_mb and self._alike):
             raise ContrastiveError(
                 "IG973",
                 "GradCache cannot keep graphs of chunks in this amount of memory or under this layout",
@@ -376,6 +394,11 @@ class GradCache:
             fix=None if watched else "GradCache(..., watch=True) names the module",
             where=self.engine.mesh.where(),
         )
+
+
+def _first_missing(tower: _Tower) -> int:
+    """The number of the first chunk without a kept graph."""
+    return next(number for number in range(tower.chunks + 1) if number not in tower.kept)
 
 
 def _my_rows(across: Across) -> int:

@@ -25,6 +25,7 @@ from isograd.comm import ops, raw
 from isograd.comm.raw import Group
 from isograd.contract import declare
 from isograd.contrastive.columns import Columns
+from isograd.contrastive.lent import Direction, Lent
 from isograd.contrastive.tiles import TILE, Hide, pair_losses
 from isograd.errors import ContrastiveError
 from isograd.mesh import DATA, Mesh
@@ -61,20 +62,36 @@ class PairLoss(nn.Module):
         parameter = nn.Parameter(torch.tensor(value, device=self.mesh.device), requires_grad=learn)
         return declare(parameter, self.mesh, shape=())
 
-    def _vectors(self, towers: Sequence[Tensor]) -> list[Tensor]:
+    def _vectors(self, towers: Sequence[Tensor], counted: Across) -> Sequence[Tensor]:
+        """What `_losses` takes: the vectors that are multiplied, or those of a cache that asks for gradients later."""
         check_pairs(towers)
-        return [F.normalize(t, dim=-1) for t in towers] if self.normalize else list(towers)
+        if isinstance(towers, Lent) and counted.group.size == 1:
+            return towers
+        return [self._unit(t) for t in towers]
+
+    def _unit(self, vectors: Tensor) -> Tensor:
+        return F.normalize(vectors, dim=-1) if self.normalize else vectors
 
     def _losses(
         self,
-        rows: Tensor,
-        columns: Tensor,
-        where: Columns,
+        vectors: Sequence[Tensor],
+        row: int,
+        from_towers: Sequence[int],
+        counted: Across,
         hide: Hide | None,
         bias: Tensor | None = None,
     ) -> Tensor:
-        """One loss per row."""
-        rows = rows * self.log_scale.exp()
+        """One loss for each row of a tower, over the columns that other towers make."""
+        scale = self.log_scale.exp()
+        if isinstance(vectors, Lent):
+            towers = [t.detach() for t in vectors]
+            direction = Direction(towers, row, tuple(from_towers), self._unit, self.tile, bias is not None, hide)
+            return vectors.losses(direction, scale, bias)
+        rows, columns, where = (
+            vectors[row] * scale,
+            _joined(vectors, from_towers),
+            counted.columns(from_towers, self.ring),
+        )
         if bias is not None:
             rows = torch.cat((rows, bias.to(rows.dtype).expand(len(rows), 1)), 1)
             columns = torch.cat((columns, columns.new_ones(len(columns), 1)), 1)
@@ -120,7 +137,8 @@ class InfoNCE(PairLoss):
         ids: int64, for each tower's rows: a column with the same id as a row's document is not a negative of that row.
         guides: a guide model's vectors for each tower's rows.
         """
-        vectors, counted = self._vectors(towers), counted or across(towers, self.mesh)
+        counted = counted or across(towers, self.mesh)
+        vectors = self._vectors(towers, counted)
         losses = self._one_way(vectors, 0, range(1, len(vectors)), counted, ids, guides)
         if self.both:
             losses = (losses + self._one_way(vectors, 1, [0], counted, ids, guides)) / 2
@@ -139,16 +157,15 @@ class InfoNCE(PairLoss):
         per_column: list[Tensor] = []
         if ids is not None:
             per_row.append(ids[columns[0]])  # the positive's
-            per_column.append(torch.cat([ids[c] for c in columns]))
+            per_column.append(_joined(ids, columns))
         if guides is not None:
-            near = F.normalize(guides[row], dim=-1), F.normalize(torch.cat([guides[c] for c in columns]), dim=-1)
-            own = (near[0] * near[1][: len(near[0])]).sum(1)
-            limit = own * (1 - self.margin) if self.relative_margin else own - self.margin
-            per_row += [near[0], limit]
-            per_column.append(near[1])
+            mine, own = (F.normalize(guides[t], dim=-1) for t in (row, columns[0]))
+            near = (mine * own).sum(1)
+            limit = near * (1 - self.margin) if self.relative_margin else near - self.margin
+            per_row += [guides[row], limit]
+            per_column.append(_joined(guides, columns))
         hide = Hide(tuple(per_row), tuple(per_column), ids is not None, guides is not None) if per_column else None
-        whole = vectors[columns[0]] if len(columns) == 1 else torch.cat([vectors[c] for c in columns])
-        return self._losses(vectors[row], whole, counted.columns(columns, self.ring), hide)
+        return self._losses(vectors, row, columns, counted, hide)
 
 
 class SigLIP(PairLoss):
@@ -176,11 +193,10 @@ class SigLIP(PairLoss):
         ids: Sequence[Tensor] | None = None,
     ) -> Tensor:
         """The mean loss of this rank's rows; the arguments are those of InfoNCE."""
-        vectors, counted = self._vectors(towers), counted or across(towers, self.mesh)
-        whole = vectors[1] if len(vectors) == 2 else torch.cat(vectors[1:])
-        hide = None if ids is None else Hide((ids[1],), (torch.cat(list(ids[1:])),), ids=True, guide=False)
-        where = counted.columns(range(1, len(vectors)), self.ring)
-        losses = self._losses(vectors[0], whole, where, hide, self.bias)
+        counted, columns = counted or across(towers, self.mesh), range(1, len(towers))
+        vectors = self._vectors(towers, counted)
+        hide = None if ids is None else Hide((ids[1],), (_joined(ids, columns),), ids=True, guide=False)
+        losses = self._losses(vectors, 0, columns, counted, hide, self.bias)
         return losses.sum() / max(1, len(losses))
 
 
@@ -201,6 +217,11 @@ class OfAll(nn.Module):
         counted = counted or across(towers, self.mesh)
         every = [ops.all_gather(t, counted.group, 0, n) for t, n in zip(towers, counted.counts, strict=True)]
         return self.function(*every)
+
+
+def _joined(per_tower: Sequence[Tensor], towers: Sequence[int]) -> Tensor:
+    """The rows of these towers, one tower below the other."""
+    return per_tower[towers[0]] if len(towers) == 1 else torch.cat([per_tower[t] for t in towers])
 
 
 def check_pairs(towers: Sequence[Tensor]) -> None:

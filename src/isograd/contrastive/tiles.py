@@ -44,7 +44,8 @@ class Hide:
         if self.ids:
             hidden = mine[0][:, None] == columns[0][None]
         if self.guide:
-            hidden = hidden | (mine[-2] @ columns[-1].T > mine[-1][:, None])
+            near = F.normalize(mine[-2], dim=-1) @ F.normalize(columns[-1], dim=-1).T
+            hidden = hidden | (near > mine[-1][:, None])
         return hidden
 
 
@@ -77,7 +78,7 @@ class _PairLosses(torch.autograd.Function):
                     total[here] = torch.logaddexp(total[here], logits.logsumexp(1))
 
         brought = across.bring([columns, *(hide.columns if hide else ())])
-        with _plain(rows):
+        with no_autocast(rows):
             across.visit(brought, work)
         ctx.save_for_backward(rows, total, *brought)
         return total - (rows * across.mine(brought[0])[: len(rows)]).sum(1)
@@ -96,13 +97,13 @@ class _PairLosses(torch.autograd.Function):
                 drows[here].addmm_(slope, block[0][there])
                 dcolumns[there].addmm_(slope.T, rows[here])
 
-        with _plain(rows):
+        with no_autocast(rows):
             dcolumns = across.collect(brought, work)
         dcolumns[: len(rows)].addcmul_(rows, gradient[:, None], value=-1)
         return drows, dcolumns, None, None, None, None
 
 
-def _plain(x: Tensor) -> torch.autocast:
+def no_autocast(x: Tensor) -> torch.autocast:
     """Turns autocast off: losses are computed in the dtype of their vectors."""
     return torch.autocast(x.device.type, enabled=False)
 
@@ -115,8 +116,15 @@ def _tiles(rows: Tensor, first: int, block: Sequence[Tensor], across: Columns, h
             there = slice(c, c + tile)
             logits = rows[here] @ block[0][there].T
             if hide is not None:
-                hidden = hide.tile(here, [t[there] for t in block[1:]])
-                number = torch.arange(logits.shape[1], device=rows.device) + first + c
-                own = torch.arange(len(logits), device=rows.device) + across.first + r
-                logits.masked_fill_(hidden & (number[None] != own[:, None]), -torch.inf)
+                hide_pairs(logits, hide, here, [t[there] for t in block[1:]], across.first + r, first + c)
             yield here, there, logits
+
+
+def hide_pairs(
+    logits: Tensor, hide: Hide, here: slice, columns: Sequence[Tensor], first_own: int, first_column: int
+) -> None:
+    """Set hidden pairs of a tile to -inf, but never a row's own column. `first_own`, `first_column`: the numbers, among
+    all columns, of the first row's own column and of the tile's first column."""
+    number = torch.arange(logits.shape[1], device=logits.device) + first_column
+    own = torch.arange(len(logits), device=logits.device) + first_own
+    logits.masked_fill_(hide.tile(here, columns) & (number[None] != own[:, None]), -torch.inf)

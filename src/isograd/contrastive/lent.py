@@ -1,0 +1,198 @@
+"""Gradients of vectors that are computed when they are asked for, a block of rows at a time.
+
+GradCache lends the towers' vectors to the loss, as a list of the class `Lent`. InfoNCE and SigLIP of one data rank then
+return their value alone: its graph leads to the scale and the bias, and each direction of the loss keeps one number
+per row, the total of the row's logits. Autograd brings the weight of each row's loss. From both, `Lent.gradient` makes
+the gradient of any rows of any tower:
+
+    as rows      weight * (slopes of the row's logits @ columns - its own column)
+    as columns   (weights * slopes of the column's logits) @ rows - weight * the row whose own column it is
+
+where a slope is a softmax or a sigmoid (tiles.py). So a batch takes the memory of its vectors, without that of their
+gradients, or of normalised copies. The price is one product more: logits are computed for totals, for rows and for
+columns. tiles.py is the same for several ranks, and for callers without a cache.
+
+One device: naive.py, with logits = rows @ columns.T.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from isograd.contrastive.tiles import Hide, hide_pairs, no_autocast
+
+
+class Lent(list[Tensor]):
+    """Towers of vectors, and the losses that owe them gradients. What autograd has brought to `.grad` counts, too."""
+
+    def __init__(self, towers: Sequence[Tensor]) -> None:
+        super().__init__(towers)
+        self.directions: list[Direction] = []
+
+    def losses(self, direction: Direction, scale: Tensor, bias: Tensor | None) -> Tensor:
+        """The losses [n] of the direction's rows, whose gradients `gradient` will add up."""
+        self.directions.append(direction)
+        return _Losses.apply(self[direction.row], scale, bias, direction)  # type: ignore[no-any-return, no-untyped-call]
+
+    def gradient(self, tower: int, here: slice) -> Tensor:
+        """The gradient of these rows of a tower. Cheapest if rows that lie together are asked for one after another."""
+        vectors = self[tower]
+        found = torch.zeros_like(vectors[here]) if vectors.grad is None else vectors.grad[here].clone()
+        with no_autocast(vectors):
+            for direction in self.directions:
+                direction.add_gradient(tower, here, found)
+        return found
+
+
+@dataclass
+class Direction:
+    """One loss for each row of a tower, over the columns that other towers make. Row i's own column is column i."""
+
+    towers: Sequence[Tensor]
+    row: int  # which of the towers has the rows
+    columns: tuple[int, ...]  # which have the columns, in this order
+    unit: Callable[[Tensor], Tensor]  # from vectors to the vectors that are multiplied
+    tile: int
+    sigmoid: bool
+    hide: Hide | None
+    scale: Tensor = field(default_factory=lambda: torch.ones(()))
+    bias: Tensor | None = None
+    total: Tensor = field(default_factory=lambda: torch.empty(0))
+    weight: Tensor | None = None  # of each row's loss; None: the loss counts for nothing
+    made: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # (tower, first row of a tile): its gradient
+
+    @torch.no_grad()
+    def forward(self, learns: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """The losses [n]. `learns`: also the slope-weighted mean of each row's logits without the bias, less that of
+        its own column; and its sum of slopes, less 1."""
+        rows = self.towers[self.row]
+        self.total = rows.new_full((len(rows),), 0.0 if self.sigmoid else -torch.inf)
+        own, mean, slopes = (torch.zeros_like(self.total) for _ in range(3))
+        for here in self._tiles(rows):
+            r = self._row_units(here)
+            own[here] = (r * self._own_columns(here)).sum(1)
+            for tower, there in self._column_tiles():
+                z = self._logits(r, here, self.unit(self.towers[tower][there]), tower, there)
+                lowest = torch.finfo(z.dtype).min  # in the place of -inf, which times a slope of 0 is no number
+                if self.sigmoid:
+                    self.total[here] += F.softplus(z).sum(1)
+                    slope = z.sigmoid() if learns else z
+                else:
+                    before = self.total[here].clone()
+                    self.total[here] = torch.logaddexp(before, z.logsumexp(1))
+                    now = self.total[here].clamp(min=lowest)
+                    mean[here] *= (before - now).exp_()
+                    slope = (z - now[:, None]).exp_() if learns else z
+                if learns:
+                    slopes[here] += slope.sum(1)
+                    mean[here] += slope.mul_(z.clamp_(min=lowest)).sum(1)
+        if self.bias is None:
+            return self.total - own, mean - own, slopes - 1
+        return self.total - own - self.bias, mean - slopes * self.bias - own, slopes - 1
+
+    def add_gradient(self, tower: int, here: slice, found: Tensor) -> None:
+        """Add the gradient of these rows of a tower. It is made by the tiles of the forward: whether a guide hides a
+        pair may depend on a rounding, and so on the shape of the product."""
+        if self.weight is None or tower not in (self.row, *self.columns) or here.start >= here.stop:
+            return
+        firsts = range(here.start // self.tile * self.tile, here.stop, self.tile)
+        self.made = {
+            (tower, first): self.made[tower, first] if (tower, first) in self.made else self._made(tower, first)
+            for first in firsts
+        }
+        for first in firsts:
+            start, stop = max(first, here.start), min(first + self.tile, here.stop)
+            found[start - here.start : stop - here.start] += self.made[tower, first][start - first : stop - first]
+
+    def _made(self, tower: int, first: int) -> Tensor:
+        """The gradient of a tile of rows, as rows and as columns."""
+        here = slice(first, min(first + self.tile, len(self.towers[tower])))
+        with torch.enable_grad():
+            vectors = self.towers[tower][here].detach().requires_grad_()
+            units = self.unit(vectors)
+        of_units = torch.zeros_like(units)
+        if tower == self.row:
+            self._add_as_rows(here, of_units)
+        if tower in self.columns:
+            self._add_as_columns(tower, here, units.detach(), of_units)
+        return torch.autograd.grad(units, vectors, of_units)[0]
+
+    @torch.no_grad()
+    def _add_as_rows(self, here: slice, of_units: Tensor) -> None:
+        assert self.weight is not None
+        r, weight = self._row_units(here), self.weight[here, None]
+        mine = self._own_columns(here) * -weight
+        for tower, there in self._column_tiles():
+            c = self.unit(self.towers[tower][there])
+            mine.addmm_(self._slopes(r, here, c, tower, there), c)
+        of_units += mine.mul_(self.scale)
+
+    @torch.no_grad()
+    def _add_as_columns(self, tower: int, there: slice, c: Tensor, of_units: Tensor) -> None:
+        assert self.weight is not None
+        for here in self._tiles(self.towers[self.row]):
+            r = self._row_units(here)
+            of_units.addmm_(self._slopes(r, here, c, tower, there).T, r)
+        if tower == self.columns[0]:
+            of_units.addcmul_(self._row_units(there), self.weight[there, None], value=-1)
+
+    def _slopes(self, r: Tensor, here: slice, c: Tensor, tower: int, there: slice) -> Tensor:
+        """Weight times slope of each pair of a tile."""
+        assert self.weight is not None
+        z = self._logits(r, here, c, tower, there)
+        slope = z.sigmoid_() if self.sigmoid else z.sub_(self.total[here, None]).exp_()
+        return slope.mul_(self.weight[here, None])
+
+    def _logits(self, r: Tensor, here: slice, c: Tensor, tower: int, there: slice) -> Tensor:
+        z = r @ c.T
+        if self.bias is not None:
+            z += self.bias
+        if self.hide is not None:
+            before = sum(len(self.towers[t]) for t in self.columns[: self.columns.index(tower)])
+            among_all = slice(before + there.start, before + there.start + len(c))
+            hide_pairs(z, self.hide, here, [t[among_all] for t in self.hide.columns], here.start, among_all.start)
+        return z
+
+    def _row_units(self, here: slice) -> Tensor:
+        return self.unit(self.towers[self.row][here]) * self.scale
+
+    def _own_columns(self, here: slice) -> Tensor:
+        return self.unit(self.towers[self.columns[0]][here])
+
+    def _tiles(self, tower: Tensor) -> Iterator[slice]:
+        return (slice(first, min(first + self.tile, len(tower))) for first in range(0, len(tower), self.tile))
+
+    def _column_tiles(self) -> Iterator[tuple[int, slice]]:
+        return ((tower, there) for tower in self.columns for there in self._tiles(self.towers[tower]))
+
+
+class _Losses(torch.autograd.Function):
+    """The losses of a direction. Backward notes the rows' weights; the vectors' gradients are computed later."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, scale: Tensor, bias: Tensor | None, direction: Direction) -> Tensor:
+        # Copies: at ZeRO 3 a parameter loses its memory behind the forward.
+        direction.scale = scale.detach().clone()
+        direction.bias = None if bias is None else bias.detach().clone().to(rows.dtype)
+        losses, by_log_scale, by_bias = direction.forward(any(ctx.needs_input_grad[1:3]))
+        ctx.save_for_backward(by_log_scale, by_bias, scale)
+        ctx.direction, ctx.learns = direction, ctx.needs_input_grad[1:3]
+        return losses
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        by_log_scale, by_bias, scale = ctx.saved_tensors
+        ctx.direction.weight = gradient
+        of_scale, of_bias = None, None
+        if ctx.learns[0]:
+            of_scale = (gradient * by_log_scale).sum() / scale
+        if ctx.learns[1]:
+            of_bias = (gradient * by_bias).sum()
+        return None, of_scale, of_bias, None
