@@ -93,6 +93,7 @@ class _Tower:
     inputs: Any
     rows: int
     chunks: int = 0
+    first_replayed: int = 0  # the chunk that is the first to be encoded twice, if no budget keeps its graph
     states: list[Random] = field(default_factory=list)
     prints: list[int] = field(default_factory=list)
     traces: dict[int, Trace] = field(default_factory=dict)
@@ -121,7 +122,7 @@ class GradCache:
         keep_mb: MiB of activations that chunks may keep between their two passes, so that they need no second forward.
             Not at ZeRO 3 and under ep, where a forward is a collective.
         watch: record every module of every chunk, so that IG965 names the module whose random draws differ in the
-            replay. By default only the first chunk of the first step is recorded.
+            replay. By default only the first step's first replay of each tower is recorded.
         """
         self.engine, self.loss, self.watch = engine, loss, watch
         self.encode: Encode | list[Encode] = engine.model if encode is None else encode  # type: ignore[assignment]
@@ -157,7 +158,7 @@ class GradCache:
             budget = Budget(self.keep_mb, engine.model, towers)
             for tower, chunks in zip(work, most, strict=True):
                 tower.chunks = chunks
-                self._represent(tower, budget, last=tower is work[-1])
+                self._represent(tower, budget, keeps_last=tower is work[-1] and not self._alike)
             self._keep_alike(work)
             loss, leaves = self._loss(work, counted, ids, guides)
             if second is not None:
@@ -237,20 +238,22 @@ class GradCache:
 
     def _tracing(self, tower: _Tower, number: int) -> tuple[Trace, Any]:
         trace: Trace = []
-        watched = self.watch or (self._first and number == 0)
+        watched = self.watch or (self._first and number == tower.first_replayed)
         return trace, traced(self.engine.model, trace) if watched else nullcontext()
 
     # -- the parts of a step
 
     @torch.no_grad()
-    def _represent(self, tower: _Tower, budget: Budget, last: bool) -> None:
-        """The first pass over a tower. `last`: its last chunk will be the first to go backward."""
+    def _represent(self, tower: _Tower, budget: Budget, keeps_last: bool) -> None:
+        """The first pass over a tower. `keeps_last`: its last chunk keeps its graph, whatever the budget."""
         device = self.engine.mesh.device
+        last = -(-tower.rows // self.chunk) - 1  # the number of the last chunk with rows
+        tower.first_replayed = last - 1 if keeps_last else last
         for number, inputs in self._parts(tower):
             tower.states.append(random_state(device))
             tower.traces[number], tracing = self._tracing(tower, number)
             with tracing:
-                if last and number == tower.chunks - 1 and rows_of(inputs) and not self._alike:
+                if keeps_last and number == last:
                     torch.clear_autocast_cache()  # it holds weights that were cast without a graph
                     with torch.enable_grad():
                         vectors = tower.kept[number] = encoded(tower.encode, inputs)
