@@ -19,6 +19,7 @@ import math
 import os
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -184,16 +185,25 @@ def sweep(options: argparse.Namespace) -> dict[str, dict[int, int]]:
         peaks[name] = {}
         with World(1) as world:
             world.run(sit, name, options.layers, options.chunk, options.length, timeout=900.0)
-            for rows in SWEEP:
+            for rows in options.sweep:
                 if rows <= {FULL: 1024, PEER: options.peer_rows}.get(name, rows):
                     peaks[name][rows] = world.run(peak, rows, options.length, timeout=900.0)[0]
                     print(f"  {name}, {rows} rows: {peaks[name][rows] / report.MIB:.1f} MiB", flush=True)
     return peaks
 
 
+def joined(paths: Sequence[Path]) -> dict[str, dict[int, int]]:
+    """One sweep of several that took a part each."""
+    peaks: dict[str, dict[int, int]] = {}
+    for path in paths:
+        for name, found in json.loads(path.read_text())["bytes"].items():
+            peaks.setdefault(name, {}).update({int(rows): size for rows, size in found.items()})
+    return {name: dict(sorted(found.items())) for name, found in peaks.items()}
+
+
 def slope(peaks: dict[int, int]) -> float:
-    """Bytes per row, over the bytes of a row's representations."""
-    few, many = min(peaks), max(peaks)
+    """Bytes per row, over the bytes of a row's representations; from 1,024 rows on, a whole tile of logits."""
+    few, many = min(rows for rows in peaks if rows >= min(1024, max(peaks) // 2)), max(peaks)
     return (peaks[many] - peaks[few]) / (many - few) / (2 * HIDDEN * 4)
 
 
@@ -260,6 +270,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers here, too")
     parser.add_argument("--memory", action="store_true", help="the sweep over rows instead of the race")
     parser.add_argument("--keep", type=float, nargs="+", help="budgets in MiB, raced beside the full batch")
+    parser.add_argument("--sweep", type=int, nargs="+", default=list(SWEEP), help="in the sweep: numbers of rows")
+    parser.add_argument("--drawn", type=Path, nargs="+", help="draw the sweep that these files of --json are parts of")
     parser.add_argument("--only", help="in the sweep: one contestant")
     parser.add_argument("--peer-rows", type=int, default=SWEEP[-1], help="in the sweep: the peer's largest batch")
     parser.add_argument("--chart", default=str(CHART), help="where to draw the sweep; '' for nowhere")
@@ -268,9 +280,10 @@ def main() -> None:
     if not (options.memory or options.anyway):
         quiet.refuse_noise()
     if options.memory:
-        peaks = sweep(options)
+        peaks = joined(options.drawn) if options.drawn else sweep(options)
         for name, found in peaks.items():
-            print(f"{name}: grows by {slope(found):.2f} x the bytes of the representations")
+            if len(found) > 1:
+                print(f"{name}: grows by {slope(found):.2f} x the bytes of the representations")
         written(options, "contrastive-memory", {"bytes": peaks})
         if options.chart:
             chart(peaks, Path(options.chart))

@@ -72,8 +72,9 @@ def messages(layout: str, chunks: list[int]) -> list[dict[str, Any]]:
 
 
 FORMULA = {  # beside the reductions of buckets: of W ranks
-    "one way": lambda w: 1 + 2,  # counts; columns there, their gradients back
-    "both ways": lambda w: 1 + 2 * 2,
+    # Counts; columns there, their gradients back. On two ranks: rows and columns there, then rows' totals and weights.
+    "one way": lambda w: 1 + (3 if w == 2 else 2),
+    "both ways": lambda w: 1 + 2 * 2,  # rows of one direction are the columns of the other
     "both ways, ids": lambda w: 1 + 2 * 3,  # ids travel beside the columns
     "ring": lambda w: 1 + (w - 1) + (2 * w - 1),
     "sigmoid": lambda w: 1 + (w - 1) + (2 * w - 1),

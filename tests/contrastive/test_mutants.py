@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from isograd.comm import ops, raw
-from isograd.contrastive import columns, grad_cache, losses
+from isograd.contrastive import columns, grad_cache, lent, losses
 from isograd.contrastive.columns import Columns
 from isograd.contrastive.lent import Direction
 from isograd.contrastive.tiles import Hide
@@ -23,7 +23,7 @@ from tests.contrastive.test_matrix import LOSSES
 from tests.contrastive.toys import assert_same, cached, one_device
 
 POOL = sys.modules["isograd.contrastive.pool"]
-ONE, DP, RING, CP, SP = "dp1", "dp2 zero1", "dp4", "dp2 cp2 ulysses zero1", "dp2 tp2 sp zero2"
+ONE, TWO, DP, RING, CP, SP = "dp1", "dp2 zero1", "dp4 zero1", "dp4", "dp2 cp2 ulysses zero1", "dp2 tp2 sp zero2"
 ONE_WAY, IDS, GUIDE, OWN = "one way", "both ways, ids", "both ways, ring, guide", "own function"
 
 
@@ -85,7 +85,17 @@ def nothing(*args: Any) -> None:
 
 def unweighted(self: Direction, r: Tensor, here: slice, c: Tensor, tower: int, there: slice) -> Tensor:
     logits = self._logits(r, here, c, tower, there)
-    return logits.sigmoid() if self.sigmoid else (logits - self.total[here, None]).exp()
+    return (logits - self.total[here, None]).exp()
+
+
+def keeping_still(self: Direction, weight: Tensor) -> None:
+    mine = lent._mine(self.counts[self.row], self.group)
+    self.weight = torch.zeros_like(self.total).index_put_((torch.arange(mine.start, mine.stop),), weight)
+
+
+def first_ranks(self: Direction, tower: int) -> Any:
+    """The rows of the first rank, and no other's."""
+    return self._tiles_between(slice(0, self.counts[tower][0]))
 
 
 class _Wrong(Columns):
@@ -95,7 +105,9 @@ class _Wrong(Columns):
 MUTANTS: dict[str, tuple[str, str, Any, str, Any]] = {
     "in the replay a row is no column of others": (ONE, ONE_WAY, Direction, "_add_as_columns", nothing),
     "in the replay columns do not push rows": (ONE, IDS, Direction, "_add_as_rows", nothing),
-    "in the replay each row's loss weighs one": (ONE, "sigmoid", Direction, "_slopes", unweighted),
+    "in the replay each row's loss weighs one": (ONE, IDS, Direction, "_slopes", unweighted),
+    "in the replay other ranks' rows have no totals and weights": (TWO, ONE_WAY, Direction, "weigh", keeping_still),
+    "the second rank's rows are no columns and have none": (TWO, IDS, Direction, "_tiles", first_ranks),
     "gradients of columns do not come home": (DP, ONE_WAY, columns, "raw", Replaced(raw, reduce_scatter=own_part)),
     "gradients of columns come home twice": (DP, ONE_WAY, columns, "raw", Replaced(raw, reduce_scatter=twice)),
     "gradients of columns are averaged": (DP, IDS, columns, "raw", Replaced(raw, reduce_scatter=averaged)),
@@ -133,7 +145,7 @@ def broken(names: list[str]) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("layout", [ONE, DP, RING, CP, SP])
+@pytest.mark.parametrize("layout", [ONE, TWO, DP, RING, CP, SP])
 def test_a_mutant_does_not_pass_for_right(worlds, layout: str) -> None:
     names = [name for name, mutant in MUTANTS.items() if mutant[0] == layout]
     for ranks in worlds(Layout.parse(layout).world_size).run(broken, names):

@@ -14,7 +14,7 @@ rows only, so each row contributes exactly once.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +25,7 @@ from isograd.comm import ops, raw
 from isograd.comm.raw import Group
 from isograd.contract import declare
 from isograd.contrastive.columns import Columns
-from isograd.contrastive.lent import Direction, Lent
+from isograd.contrastive.lent import Lent
 from isograd.contrastive.tiles import TILE, Hide, pair_losses
 from isograd.errors import ContrastiveError
 from isograd.mesh import DATA, Mesh
@@ -65,9 +65,15 @@ class PairLoss(nn.Module):
     def _vectors(self, towers: Sequence[Tensor], counted: Across) -> Sequence[Tensor]:
         """What `_losses` takes: the vectors that are multiplied, or those of a cache that asks for gradients later."""
         check_pairs(towers)
-        if isinstance(towers, Lent) and counted.group.size == 1:
+        if isinstance(towers, Lent) and self._may_borrow(counted):
+            towers.gather(counted.group, counted.counts)
             return towers
         return [self._unit(t) for t in towers]
+
+    def _may_borrow(self, counted: Across) -> bool:
+        """Whether gradients may be computed later. All ranks' vectors are here until then: for two ranks that is less
+        than what gradients take now; for more it may be more. Under cp, ranks take other rows into the loss."""
+        return counted.group.size == 1 or (counted.group.size == 2 and not self.ring and self.mesh.size("cp") == 1)
 
     def _unit(self, vectors: Tensor) -> Tensor:
         return F.normalize(vectors, dim=-1) if self.normalize else vectors
@@ -84,14 +90,9 @@ class PairLoss(nn.Module):
         """One loss for each row of a tower, over the columns that other towers make."""
         scale = self.log_scale.exp()
         if isinstance(vectors, Lent):
-            towers = [t.detach() for t in vectors]
-            direction = Direction(towers, row, tuple(from_towers), self._unit, self.tile, bias is not None, hide)
-            return vectors.losses(direction, scale, bias)
-        rows, columns, where = (
-            vectors[row] * scale,
-            _joined(vectors, from_towers),
-            counted.columns(from_towers, self.ring),
-        )
+            return vectors.losses(row, from_towers, self._unit, scale, bias, hide, self.tile)
+        rows, columns = vectors[row] * scale, _joined(vectors, from_towers)
+        where = counted.columns(from_towers, self.ring)
         if bias is not None:
             rows = torch.cat((rows, bias.to(rows.dtype).expand(len(rows), 1)), 1)
             columns = torch.cat((columns, columns.new_ones(len(columns), 1)), 1)
@@ -139,9 +140,11 @@ class InfoNCE(PairLoss):
         """
         counted = counted or across(towers, self.mesh)
         vectors = self._vectors(towers, counted)
-        losses = self._one_way(vectors, 0, range(1, len(vectors)), counted, ids, guides)
+        beside = {} if ids is None else {t: _of_whom(vectors, x, t) for t, x in enumerate(ids) if t or self.both}
+        guided = {} if guides is None else {t: _of_whom(vectors, x, t) for t, x in enumerate(guides)}
+        losses = self._one_way(vectors, 0, range(1, len(vectors)), counted, beside, guided)
         if self.both:
-            losses = (losses + self._one_way(vectors, 1, [0], counted, ids, guides)) / 2
+            losses = (losses + self._one_way(vectors, 1, [0], counted, beside, guided)) / 2
         return losses.sum() / max(1, len(losses))
 
     def _one_way(
@@ -150,21 +153,21 @@ class InfoNCE(PairLoss):
         row: int,
         columns: Sequence[int],
         counted: Across,
-        ids: Sequence[Tensor] | None,
-        guides: Sequence[Tensor] | None,
+        ids: Mapping[int, Tensor],
+        guides: Mapping[int, Tensor],
     ) -> Tensor:
         per_row: list[Tensor] = []
         per_column: list[Tensor] = []
-        if ids is not None:
+        if ids:
             per_row.append(ids[columns[0]])  # the positive's
             per_column.append(_joined(ids, columns))
-        if guides is not None:
+        if guides:
             mine, own = (F.normalize(guides[t], dim=-1) for t in (row, columns[0]))
             near = (mine * own).sum(1)
             limit = near * (1 - self.margin) if self.relative_margin else near - self.margin
             per_row += [guides[row], limit]
             per_column.append(_joined(guides, columns))
-        hide = Hide(tuple(per_row), tuple(per_column), ids is not None, guides is not None) if per_column else None
+        hide = Hide(tuple(per_row), tuple(per_column), bool(ids), bool(guides)) if per_column else None
         return self._losses(vectors, row, columns, counted, hide)
 
 
@@ -195,7 +198,10 @@ class SigLIP(PairLoss):
         """The mean loss of this rank's rows; the arguments are those of InfoNCE."""
         counted, columns = counted or across(towers, self.mesh), range(1, len(towers))
         vectors = self._vectors(towers, counted)
-        hide = None if ids is None else Hide((ids[1],), (_joined(ids, columns),), ids=True, guide=False)
+        hide = None
+        if ids is not None:
+            beside = {t: _of_whom(vectors, ids[t], t) for t in columns}
+            hide = Hide((beside[1],), (_joined(beside, columns),), ids=True, guide=False)
         losses = self._losses(vectors, 0, columns, counted, hide, self.bias)
         return losses.sum() / max(1, len(losses))
 
@@ -219,7 +225,12 @@ class OfAll(nn.Module):
         return self.function(*every)
 
 
-def _joined(per_tower: Sequence[Tensor], towers: Sequence[int]) -> Tensor:
+def _of_whom(vectors: Sequence[Tensor], mine: Tensor, tower: int) -> Tensor:
+    """What `_losses` takes for each row of a tower beside its vectors: that of all ranks, or of mine."""
+    return vectors.of_all(mine, tower) if isinstance(vectors, Lent) else mine
+
+
+def _joined(per_tower: Sequence[Tensor] | Mapping[int, Tensor], towers: Sequence[int]) -> Tensor:
     """The rows of these towers, one tower below the other."""
     return per_tower[towers[0]] if len(towers) == 1 else torch.cat([per_tower[t] for t in towers])
 
