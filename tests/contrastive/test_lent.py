@@ -61,9 +61,9 @@ def given(masks: str, count: int) -> dict[str, list[Tensor]]:
     return found
 
 
-def peak(loss: str, count: int) -> int:
-    """Bytes of a step in chunks of 64 rows."""
-    mesh, (make, masks) = Mesh("dp1"), LOSSES[loss]
+def peak(loss: str, count: int, layout: str = "dp1") -> int:
+    """Bytes of a step in chunks of 64 rows; `count` rows on each rank."""
+    mesh, (make, masks) = Mesh(layout), LOSSES[loss]
     model = nn.Linear(4, SIZE)
     model.loss = make(mesh)
     cache = GradCache(ig.Engine(model, mesh, sgd), model.loss, encode=lambda x: F.linear(x, model.weight, model.bias))
@@ -81,6 +81,15 @@ def test_each_further_row_takes_the_memory_of_its_vectors_and_no_more(loss: str)
     few, many = 256, 1024
     growth = (peak(loss, many) - peak(loss, few)) / ((many - few) * 2 * SIZE * 4)
     assert 1.0 <= growth <= 1.1
+
+
+def test_on_two_ranks_it_takes_that_of_the_vectors_of_both(worlds) -> None:
+    """And for a moment that of a tower's own vectors beside the gathered ones: a quarter."""
+    few, many = 256, 1024
+    for loss in ("one way", "both ways, ids, a guide"):
+        peaks = zip(*(worlds(2).run(peak, loss, count, "dp2") for count in (few, many)), strict=True)
+        for small, large in peaks:
+            assert 1.0 <= (large - small) / ((many - few) * 2 * 2 * SIZE * 4) <= 1.3
 
 
 def lent(loss: nn.Module, masks: str) -> tuple[Lent, Callable[[list[Tensor]], Tensor]]:

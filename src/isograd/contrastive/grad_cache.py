@@ -9,8 +9,8 @@ A step's backward has four parts (Gao et al. 2021, arXiv 2101.06983):
 1. Every tower's rows are encoded chunk by chunk without a graph. The vectors are kept and, for each chunk, the state
    of the random generators and a fingerprint of its vectors.
 2. The loss is computed from the vectors of all data ranks; its backward gives the gradient of each of my vectors. On
-   one data rank, losses of pairs leave that to part 3, which asks them for one chunk's at a time (lent.py): beside the
-   vectors there is no second tensor of their size.
+   one or two data ranks, losses of pairs leave that to part 3, which asks them for one chunk's at a time (lent.py):
+   beside the ranks' vectors there is no second tensor of their size.
    Under cp, the ranks that share rows each take a part of them into the loss, and the gradients are gathered over cp.
 3. Chunk by chunk, the last one first, the encoder runs again from the same random state, now with a graph, and goes
    backward from its vectors' gradients. IG965 is raised when the vectors do not have the bits of the first pass.
@@ -26,8 +26,9 @@ chunks run such extra forwards until all ranks are done. Layers of experts do no
 
 Messages of a step, beside those of the encoder's own layers and of the engine's one reduction: one gather of counts;
 those of the loss (for each direction a gather of columns, one of their ids and one of their guides, if given, and a
-reduce-scatter of gradients; around a ring W - 1 and 2 W - 1 shifts); under cp one gather per tower; with a second loss
-the gather of engine.begin.
+reduce-scatter of gradients; around a ring W - 1 and 2 W - 1 shifts; on two ranks without either a gather per tower of
+vectors, and of ids and guides, and one per direction of its rows' totals and weights); under cp one gather per tower;
+with a second loss the gather of engine.begin.
 """
 
 from __future__ import annotations
@@ -318,7 +319,7 @@ class GradCache:
             else:
                 ledger.of_terms(Terms(contrastive=(loss, _my_rows(across))), last=False)
         for number, (tower, leaf, sizes) in enumerate(zip(work, leaves, self._cp_sizes(work), strict=True)):
-            if leaves.directions:  # of one data rank, which shares no rows
+            if leaves.directions:  # no rows are shared over cp
                 tower.gradient = partial(leaves.gradient, number)
                 continue
             gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad

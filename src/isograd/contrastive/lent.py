@@ -1,16 +1,23 @@
 """Gradients of vectors that are computed when they are asked for, a block of rows at a time.
 
-GradCache lends the towers' vectors to the loss, as a list of the class `Lent`. InfoNCE and SigLIP of one data rank then
-return their value alone: its graph leads to the scale and the bias, and each direction of the loss keeps one number
-per row, the total of the row's logits. Autograd brings the weight of each row's loss. From both, `Lent.gradient` makes
-the gradient of any rows of any tower:
+GradCache lends the towers' vectors to the loss, as a list of the class `Lent`. On one or two data ranks, InfoNCE and
+SigLIP then return their value alone: its graph leads to the scale and the bias, and each direction of the loss keeps
+one number per row, the total of the row's logits. Autograd brings the weight of each row's loss. From both,
+`Lent.gradient` makes the gradient of any rows of any tower:
 
     as rows      weight * (slopes of the row's logits @ columns - its own column)
     as columns   (weights * slopes of the column's logits) @ rows - weight * the row whose own column it is
 
 where a slope is a softmax or a sigmoid (tiles.py). So a batch takes the memory of its vectors, without that of their
 gradients, or of normalised copies. The price is one product more: logits are computed for totals, for rows and for
-columns. tiles.py is the same for several ranks, and for callers without a cache.
+columns. tiles.py is the same for any number of ranks, and for callers without a cache.
+
+On two ranks:
+
+1. `gather`: both ranks get all vectors. A rank's own ones become a part of them.
+2. Forward: each rank computes the totals and losses of its own rows, over all columns.
+3. Backward: the ranks tell each other the totals and weights of their rows.
+4. `gradient`: each rank adds up, for rows of its own, what the losses of all ranks' rows say. Nothing is reduced.
 
 One device: naive.py, with logits = rows @ columns.T.
 """
