@@ -69,6 +69,18 @@ def encoded(encode: Encode, inputs: Any) -> Tensor:
     return vectors[:rows]
 
 
+def place_rows(whole: Tensor, first: int, vectors: Tensor) -> None:
+    """Write a chunk's vectors into the tower's, from row `first` on."""
+    if vectors.shape[1] != whole.shape[1]:
+        raise ContrastiveError(
+            "IG962",
+            "an encoder whose vectors have another length for another chunk",
+            seen=f"{vectors.shape[1]} numbers for a row, and {whole.shape[1]} in the tower's first chunk",
+            expected="tensors [rows, d] of one d for all rows of a tower",
+        )
+    whole[first : first + len(vectors)] = vectors
+
+
 class Budget:
     """Bytes that the graphs of chunks may hold until their backward, beside what is in memory anyway: parameters,
     buffers and the towers' inputs. Several chunks may hold the same storage; it is counted with the first of them."""

@@ -55,6 +55,7 @@ from isograd.contrastive.chunks import (
     encoded,
     no_common_rows,
     one_kernel,
+    place_rows,
     random_state,
     rows_of,
     set_random_state,
@@ -270,7 +271,7 @@ class GradCache:
             tower.prints.append(int(fingerprint(vectors)))
             if number == 0:  # joined at the end, they would be there twice
                 tower.vectors = vectors.new_empty((tower.rows, vectors.shape[1]))
-            tower.vectors[number * self.chunk :][: len(vectors)] = vectors.view(-1, tower.vectors.shape[1])
+            place_rows(tower.vectors, number * self.chunk, vectors)
 
     def _keep_alike(self, work: Sequence[_Tower]) -> None:
         """Ranks that encode rows together keep the same chunks: those that fit on all of them."""
