@@ -203,7 +203,8 @@ def joined(paths: Sequence[Path]) -> dict[str, dict[int, int]]:
 
 def slope(peaks: dict[int, int]) -> float:
     """Bytes per row, over the bytes of a row's representations; from 1,024 rows on, a whole tile of logits."""
-    few, many = min(rows for rows in peaks if rows >= min(1024, max(peaks) // 2)), max(peaks)
+    many = max(peaks)
+    few = min(rows for rows in peaks if rows >= 1024 or many <= 1024)
     return (peaks[many] - peaks[few]) / (many - few) / (2 * HIDDEN * 4)
 
 
