@@ -42,10 +42,13 @@ def rewards(completion_ids: list[list[int]], **_: Any) -> list[float]:
 
 
 def trained(
-    layout: str | None, ours: bool, options: dict[str, Any], micro: int = toys.STEP, saved: str | None = None
-) -> dict[str, Any]:
-    """saved: a folder from which TRL loads its reference, too."""
+    layout: str | None, ours: bool, options: dict[str, Any], micro: int = toys.STEP, saved: str | None = None,
+    resume: str | None = None, adapter: str | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """saved: a folder from which TRL loads its reference, too. resume: a checkpoint. adapter: given as "config", or as
+    a "model" that has it already."""
     import trl
+    from peft import LoraConfig, get_peft_model
     from transformers import GPT2LMHeadModel
 
     from .test_trl import texts, tokenizer
@@ -55,15 +58,18 @@ def trained(
         given |= {"per_device_train_batch_size": micro, "gradient_accumulation_steps": toys.STEP // (micro * ranks)}
         given |= {"use_cpu": True, "bf16": False, "gradient_checkpointing": False, "learning_rate": 1e-2, "seed": 1}
         given |= {"max_grad_norm": 0.5, "logging_steps": 1, "save_strategy": "no", "report_to": "none"}
-        arguments = trl.GRPOConfig(scratch, disable_tqdm=True, **(given | options))
+        arguments = trl.GRPOConfig(disable_tqdm=True, **({"output_dir": scratch} | given | options))
         kind = ig.doors.trainer(trl.GRPOTrainer, layout) if ours else trl.GRPOTrainer
         rows = texts("SFT").select_columns(["prompt"])
         model = toys.model() if saved is None else GPT2LMHeadModel.from_pretrained(saved, dtype=torch.float64)
+        torch.manual_seed(2)  # of adapters
+        parts = LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, init_lora_weights=False)
         found = kind(
-            model, rewards, arguments, rows, processing_class=tokenizer(),
-            rollout_func=None if options.get("temperature") else rollout,
+            get_peft_model(model, parts) if adapter == "model" else model, rewards, arguments, rows,
+            processing_class=tokenizer(), peft_config=parts if adapter == "config" else None,
+            rollout_func=None if options.get("temperature") or options.get("use_vllm") else rollout,
         )  # fmt: skip
-        found.train()
+        found.train(resume_from_checkpoint=resume)
         if ours:
             with found.engine.full_parameters():
                 return toys.trained(found)
@@ -95,12 +101,17 @@ def test_grpo_trains_as_one_device_with_the_whole_step_in_a_micro_batch(
         cases += [(2, None, 4), (2, "zero3", 2), (4, "zero2", 2)]
     for ranks, layout, micro in cases:
         for one in on(ranks, worlds, layout, True, options, micro, str(tmp_path)):
-            for mine, theirs in zip(one["log"], expected["log"], strict=True):
-                assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5), (ranks, layout)
-            for name, value in expected["parameters"].items():
-                # Norms are equal to 1e-5: log probabilities are in fp32. AdamW divides by a gradient's size, which
-                # makes the noise of a small one as large as that of a large one; a step moves a parameter by 1e-2.
-                assert torch.allclose(one["parameters"][name], value, rtol=1e-4, atol=2e-5), (ranks, layout, name)
+            alike(one, expected, (ranks, layout))
+
+
+def alike(one: dict[str, Any], expected: dict[str, Any], case: object) -> None:
+    for mine, theirs in zip(one["log"], expected["log"], strict=True):
+        assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5), case
+    assert one["parameters"].keys() == expected["parameters"].keys()
+    for name, value in expected["parameters"].items():
+        # Norms are equal to 1e-5: log probabilities are in fp32. AdamW divides by a gradient's size, which
+        # makes the noise of a small one as large as that of a large one; a step moves a parameter by 1e-2.
+        assert torch.allclose(one["parameters"][name], value, rtol=1e-4, atol=2e-5), (case, name)
 
 
 @pytest.mark.parametrize("layout", ["zero1", "zero3"])
@@ -122,9 +133,10 @@ def refused() -> list[str]:
         {"top_entropy_quantile": 0.5},
         {"use_adaptive_entropy": True},
         {"loss_type": "grpo", "entropy_coef": 0.1},
+        {"sync_ref_model": True, "beta": 0.1},
     ):
         try:
-            trained(None, True, options)
+            trained("zero3", True, options)
         except (ig.IsogradError, ValueError) as error:
             said.append(str(error))
     stock = trl.GRPOTrainer
@@ -145,5 +157,6 @@ def refused() -> list[str]:
 
 def test_what_is_not_a_mean_over_the_step_is_refused_by_name() -> None:
     words = ["loss_type='other'", "top_entropy_quantile", "use_adaptive_entropy", "entropy_coef with loss_type='grpo'"]
+    words += ["sync_ref_model with zero3"]
     for text, word in zip(refused(), [*words, "counts of the whole step"], strict=True):
         assert "IG856" in text and word in text

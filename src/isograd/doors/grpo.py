@@ -5,12 +5,15 @@ it is asked, micro-batch by micro-batch, for the mean over that one's own tokens
 the engine divides once. So a step's gradient is the one that GRPOTrainer has on one device where one micro-batch is the
 whole step, however completions fall onto ranks and micro-batches.
 
-Completions are generated with whole parameters: at ZeRO 3 all ranks gather the model for it, and shard it again.
+Completions are generated with whole parameters, by vLLM too: at ZeRO 3 all ranks gather the model for it, and shard it
+again. A run resumes between two generations, since a checkpoint has no completions, with the order of prompts that the
+epoch would have had: TRL's own resume takes the first epoch's again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from math import lcm
 from typing import Any
 
 from torch import Tensor
@@ -32,6 +35,7 @@ class GrpoOnEngine(OnEngine):
     """What `trainer` puts before GRPOTrainer."""
 
     divides_by_step = False  # its division by counts of the whole step is taken out below
+    _sampler: Iterable[int] = ()  # of prompts
 
     def _reasons(self) -> dict[str, Any]:
         args, kind = self.args, self.loss_type
@@ -42,8 +46,26 @@ class GrpoOnEngine(OnEngine):
             f"entropy_coef with loss_type={kind!r}: two means in one loss": args.entropy_coef and kind not in OF_TOKENS,
             "router_aux_loss_coef: the mean of micro-batches' balance losses": self.aux_loss_enabled,
             "a compute_loss of its own": not has_its_loss(type(self)),
-            "use_vllm with zero3, which has no whole weights to send": args.use_vllm and self.mesh.layout.zero == 3,
         }
+
+    def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        self._step, self._buffered_inputs = 0, None  # completions of an earlier train() are not of this one
+        epochs, micros = super()._init_training_state(*args, **kwargs)
+        for _ in range(epochs):  # TRL's sampler draws one order of prompts after the other
+            next(iter(self._sampler), None)
+        return epochs, micros
+
+    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Iterable[int]:
+        self._sampler = super()._get_train_sampler(*args, **kwargs)
+        return self._sampler
+
+    def _not_saved(self, micros: int) -> dict[str, str]:
+        generation, step = self.args.steps_per_generation * self.num_iterations, self.args.gradient_accumulation_steps
+        if micros % generation == 0:
+            return super()._not_saved(micros)
+        steps = lcm(generation, step) // step
+        fix = f"resume from a checkpoint between two generations: save_steps={steps}, or a multiple of it"
+        return {f"training goes on with the completions of a generation, which feeds {steps} steps": fix}
 
     def loss_weight(self, inputs: Mapping[str, Any]) -> float | Tensor:
         """How many tokens that count, or completions, the loss of a micro-batch is the mean of."""

@@ -131,7 +131,14 @@ class OnEngine(_Base):  # type: ignore[misc]
             "auto_find_batch_size": args.auto_find_batch_size,
             f"optim={optim!r}, which steps inside backward": any(w in optim for w in STEPS_IN_BACKWARD),
             f"{says.__name__}, whose loss is divided by counts of the whole step": of_step,
+            "sync_ref_model with zero3, which has no whole weights to mix in": self._syncs_reference
+            and self.mesh.layout.zero == 3,
         }
+
+    @property
+    def _syncs_reference(self) -> bool:
+        """Whether TRL mixes the weights into its reference model from time to time."""
+        return bool(getattr(self.args, "sync_ref_model", False))
 
     # -- the engine in the place of DDP
 
@@ -186,6 +193,25 @@ class OnEngine(_Base):  # type: ignore[misc]
             return super()._prepare_for_training(*args, **kwargs)
         finally:
             self.is_distributed_loading_by_transformers = False
+
+    def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        """The Trainer's. A checkpoint from which a run would go on otherwise than without the cut is refused."""
+        epochs, micros = super()._init_training_state(*args, **kwargs)
+        for what, fix in self._not_saved(micros).items() if self.state.global_step else ():
+            raise DoorError(
+                "IG873",
+                f"{what}, and a checkpoint does not have it",
+                seen=f"a checkpoint of step {self.state.global_step}",
+                expected="a run that goes on as it would have without the cut",
+                fix=fix,
+                where=self.mesh.where(),
+            )
+        return epochs, micros
+
+    def _not_saved(self, micros: int) -> dict[str, str]:
+        """What a run goes on with behind so many micro-batches of an epoch that no checkpoint has, and what to do."""
+        start = "begin a new run from the checkpoint's weights"
+        return {"training goes on with the mixed reference of sync_ref_model": start} if self._syncs_reference else {}
 
     def _sync_replicated_trainable_parameters(self, model: nn.Module) -> None:
         """Nothing: the engine made the copies equal, and sums their gradients."""
