@@ -19,7 +19,6 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from copy import copy
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -162,8 +161,10 @@ class OnEngine(_Base):  # type: ignore[misc]
     def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
         """The Trainer's."""
         schedule = super().create_scheduler(*args, **kwargs)
-        if type(schedule).__name__ == "AdafactorSchedule":
-            schedule.get_lr = partial(_rates_of_adafactor, schedule)
+        kind = type(schedule)
+        if kind.__name__ == "AdafactorSchedule" and kind.get_lr is not _rates_of_adafactor:
+            # Its class, not an attribute: a checkpoint has all attributes of a schedule.
+            schedule.__class__ = type(kind.__name__, (kind,), {"get_lr": _rates_of_adafactor})
         return schedule
 
     def _of_optimizer(self, error: EngineError) -> EngineError:
