@@ -1,10 +1,12 @@
 """Another library's own test file, unmodified, with its Trainer or its Accelerator taken from our doors.
 
     python tests/doors/public.py test_trainer.py -k "accumulation or resume" [--layout zero3] [any option of pytest]
-    torchrun --nproc-per-node 2 tests/doors/public.py --script test_sync.py
+    torchrun --nproc-per-node 2 tests/doors/public.py --script test_sync.py [--stock] [--call EXPRESSION]
 
 A file of tests runs twice, with the library's own class and with the door's; a test applies where the former passes.
-`--script` runs a file that asserts in its own main(), once, through the door, on the ranks that torchrun has started.
+`--script` runs the main() of a file that asserts in it, on the ranks that torchrun has started: through the door, or
+with the library's own class (`--stock`). `--call` evaluates an expression in the file instead, for functions that its
+main() leaves out on CPUs.
 docs/doors.md has where the files are, what ran, and what does not apply.
 
 `--toys`: the models and rows that TRL's tests download are small random ones (tests/doors/stand_ins.py).
@@ -17,10 +19,10 @@ import ast
 import importlib
 import json
 import os
-import runpy
 import subprocess
 import sys
 import tempfile
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
@@ -62,19 +64,26 @@ def open_doors(layout: str | None) -> None:
         doors += [(trl, kind, ig.doors.trainer(getattr(trl, kind), layout)) for kind in kinds]
     except ImportError:
         pass
-    for module, name, kind in [*doors, (accelerate, "Accelerator", ig.doors.Accelerator)]:
+    for module in (accelerate, importlib.import_module("accelerate.accelerator")):
+        doors.append((module, "Accelerator", ig.doors.Accelerator))
+    for module, name, kind in doors:
         setattr(module, name, kind)
 
 
 def names_of_older_versions(file: Path) -> list[str]:
-    """A test file of another version imports names that are gone: each is None then, and the tests that use it fail."""
+    """A test file of another version, or a file that it imports, imports names that are gone: each is None then, and
+    the tests that use it fail; `is_..._available` says no."""
     given = []
     for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in LIBRARIES and not node.level:
+        if not isinstance(node, ast.ImportFrom):
+            continue
+        if node.level == 1 and (beside := file.with_name(f"{node.module}.py")).exists():
+            given += names_of_older_versions(beside)
+        elif not node.level and (node.module or "").partition(".")[0] in LIBRARIES:
             module = importlib.import_module(str(node.module))
             gone = [name.name for name in node.names if not hasattr(module, name.name)]
             for name in gone:
-                setattr(module, name, None)
+                setattr(module, name, (lambda: False) if name.endswith("_available") else None)
             given += gone
     return given
 
@@ -92,11 +101,23 @@ def outcomes(file: Path, options: argparse.Namespace, rest: list[str], *, ours: 
         return dict(json.loads(Path(told.name).read_text() or "{}"))
 
 
+def run_script(file: Path, call: str, rest: list[str]) -> None:
+    """Call the main() of a file, or what it is asked to."""
+    spec = spec_from_file_location(file.stem, file)
+    assert spec is not None and spec.loader is not None, file
+    sys.modules[file.stem] = module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    sys.argv = [str(file), *rest]
+    eval(call, vars(module))
+
+
 def main() -> int:
     """See the head of this file."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("file", type=Path)
     parser.add_argument("--script", action="store_true")
+    parser.add_argument("--stock", action="store_true", help="a script with the library's own class")
+    parser.add_argument("--call", default="main()", metavar="EXPRESSION")
     parser.add_argument("--layout")
     parser.add_argument("--toys", action="store_true")
     parser.add_argument("--verbose", action="store_true")
@@ -104,9 +125,9 @@ def main() -> int:
     parser.add_argument("--ours", action="store_true", help=argparse.SUPPRESS)
     options, rest = parser.parse_known_args()
     if options.script:
-        open_doors(options.layout)
-        sys.argv = [str(options.file), *rest]
-        runpy.run_path(str(options.file), run_name="__main__")
+        if not options.stock:
+            open_doors(options.layout)
+        run_script(options.file, options.call, rest)
         return 0
     if options.tell:
         names_of_older_versions(options.file)

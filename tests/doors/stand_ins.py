@@ -12,6 +12,7 @@ from typing import Any
 OWNER = "trl-internal-testing"
 FAMILIES = {"Qwen2ForCausalLM-2.5": "Qwen2", "Qwen3ForCausalLM": "Qwen3", "LlamaForCausalLM-3.2": "Llama"}
 FAMILIES |= {"MistralForCausalLM-0.2": "Mistral", "Qwen3MoeForCausalLM": "Qwen3Moe"}
+REWARDS = {"Qwen2ForSequenceClassification-2.5": "Qwen2", "Qwen3ForSequenceClassification": "Qwen3"}
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
@@ -35,7 +36,7 @@ def tokenizer() -> Any:
     )  # fmt: skip
 
 
-def model(family: str) -> Any:
+def model(family: str, task: str = "CausalLM") -> Any:
     """Two small layers."""
     import torch
     import transformers
@@ -45,9 +46,10 @@ def model(family: str) -> Any:
     shape |= {"num_key_value_heads": 2, "vocab_size": 259, "max_position_embeddings": 512, "head_dim": 4}
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "output_router_logits": True}
     config = getattr(transformers, f"{family}Config")(
-        **shape, **(experts if family.endswith("Moe") else {}), eos_token_id=2, pad_token_id=0, bos_token_id=None
-    )
-    return getattr(transformers, f"{family}ForCausalLM")(config)
+        **shape, **(experts if family.endswith("Moe") else {}), eos_token_id=2, pad_token_id=0, bos_token_id=None,
+        **({} if task == "CausalLM" else {"num_labels": 1}),
+    )  # fmt: skip
+    return getattr(transformers, f"{family}For{task}")(config)
 
 
 def rows() -> dict[str, list[dict[str, Any]]]:
@@ -76,8 +78,10 @@ def rows() -> dict[str, list[dict[str, Any]]]:
 
 def write(folder: Path) -> None:
     """All of them."""
-    for name, family in FAMILIES.items():
-        model(family).save_pretrained(folder / OWNER / f"tiny-{name}")
+    made = [(name, family, "CausalLM") for name, family in FAMILIES.items()]
+    made += [(name, family, "SequenceClassification") for name, family in REWARDS.items()]
+    for name, family, task in made:
+        model(family, task).save_pretrained(folder / OWNER / f"tiny-{name}")
         tokenizer().save_pretrained(folder / OWNER / f"tiny-{name}")
     zen, said = folder / OWNER / "zen", ["---", "configs:"]
     for name, lines in rows().items():
