@@ -114,7 +114,9 @@ def factors() -> dict[str, dict[Place, float]]:
                     made.training_step(made.model, given, None)
                 total = raw.all_reduce(flat(made.model), group) / ranks  # as DDP
                 found[kind][place] = factor = float(total @ expected / (expected @ expected))
-                assert torch.allclose(total, factor * expected, rtol=1e-4, atol=1e-6)
+                # The parameters are in fp64; TRL's head takes log probabilities and their gradients in fp32, and the
+                # two are rounded at other factors: 2e-7 of the norm was measured, a little above fp32's 1.2e-7.
+                assert (total - factor * expected).norm() <= 1e-6 * total.norm()
                 made.model.zero_grad()
     return found
 
@@ -130,7 +132,7 @@ def test_a_token_of_grpo_trainer_counts_as_often_as_the_table_says(worlds) -> No
                 "dapo, 2 steps": TOKENS / ((TOKENS + OF_OTHER_STEPS) / 2),
             }
             for kind, of_places in found.items():
-                assert of_places[place] == pytest.approx(off.get(kind, 1.0), rel=1e-4), (kind, place)
+                assert of_places[place] == pytest.approx(off.get(kind, 1.0), rel=1e-6), (kind, place)  # fp32, too
 
 
 # -- verl: its own ppo_loss, and the function that adds up its losses
