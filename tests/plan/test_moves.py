@@ -27,13 +27,13 @@ WINDOWS = {**LLAMA, "layers": 3, "sliding_window": 5, "full_layers": [1]}
 SPARSE = {**LLAMA, "experts": {"number": 8, "per_token": 2, "width": 64, "shared": 64, "dense_first": 1}}
 
 
-def work_of(options: dict[str, Any], layout: Layout, recompute: bool = False) -> Work:
+def work_of(options: dict[str, Any], layout: Layout, recompute: bool = False, micro: int = MICRO) -> Work:
     config = TransformerConfig.from_dict(options)
     how = "full" if recompute else "none"
-    return Work(model=config, length=LENGTH, batch=ROWS * layout.dp, micro_batches=MICRO, recompute=how)
+    return Work(model=config, length=LENGTH, batch=ROWS * layout.dp, micro_batches=micro, recompute=how)
 
 
-def recorded(options: dict[str, Any], layout: Layout, recompute: bool) -> dict[int, list[Entry]]:
+def recorded(options: dict[str, Any], layout: Layout, recompute: bool, micro: int = MICRO) -> dict[int, list[Entry]]:
     """What ranks of an imagined world send as data in their second step: every pipeline
     stage of the last column, and the first rank."""
     world = imagined.World()
@@ -46,9 +46,9 @@ def recorded(options: dict[str, Any], layout: Layout, recompute: bool) -> dict[i
             model.recompute = recompute
             engine = ig.Engine(model, mesh, lambda ps: torch.optim.AdamW(ps, lr=1e-3), clip=1.0)
             tokens = torch.zeros(ROWS, LENGTH, dtype=torch.int64)
-            engine.train_step((tokens, tokens), MICRO)  # ZeRO 3 learns the order of blocks
+            engine.train_step((tokens, tokens), micro)  # ZeRO 3 learns the order of blocks
             before = len(record.entries)
-            engine.train_step((tokens, tokens), MICRO)
+            engine.train_step((tokens, tokens), micro)
         entries = record.entries[before:]
         return [e for e in entries if not e.control and not e.site.startswith("engine/start.py")]
 
@@ -84,6 +84,20 @@ def test_bytes_in_closed_form_are_those_of_an_imagined_rank(layout: str, options
             if entry.bytes:
                 bytes_by[entry.axes] = bytes_by.get(entry.axes, 0) + entry.bytes
         assert sent(work, described, described.coordinates(rank)) == bytes_by, f"rank {rank}"
+
+
+@pytest.mark.parametrize("layout", ["dp2 zero0", "dp2 zero1", "dp2 tp2 sp zero2"])
+def test_gradients_of_one_micro_batch_count_as_fp32_as_on_nccl(layout: str) -> None:
+    """On gloo they leave in half precision (comm/halves.py); what is planned and rehearsed is a run on NCCL."""
+    described = Layout.parse(layout)
+    for rank, entries in recorded(LLAMA, described, recompute=False, micro=1).items():
+        bytes_by: dict[str, float] = {}
+        for entry in entries:
+            if entry.bytes:
+                bytes_by[entry.axes] = bytes_by.get(entry.axes, 0) + entry.bytes
+        assert sent(work_of(LLAMA, described, micro=1), described, described.coordinates(rank)) == bytes_by
+        leaving = {m.dtype for e in entries if e.purpose == "gradients" for to in e.sent for m in to}
+        assert leaving == {torch.float32}
 
 
 @pytest.mark.parametrize("options", [LLAMA, QWEN, GPT2, SPARSE], ids=["llama", "qwen", "gpt2", "experts"])

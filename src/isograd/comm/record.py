@@ -5,7 +5,8 @@
     for entry in record.entries: ...
 
 raw.py notes every message here, in a running world and in an imagined one (imagined.py) in the same way: the record of
-an imagined rank equals that of a running one, message for message. Outside of `recording` nothing is noted.
+an imagined rank equals that of a running one, message for message; only where gloo lets half-precision gradients leave
+as they are (halves.py), imagined ranks send fp32, as on NCCL. Outside of `recording` nothing is noted.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
+from isograd.comm import halves
 from isograd.comm.handle import Handle
 
 if TYPE_CHECKING:
@@ -115,7 +117,15 @@ class Record:
             )
         )
         self.events.append(("starts", place))
-        return lambda: self.events.append(("waits", place))
+        return lambda: self._waited(group, into, place)
+
+    def _waited(self, group: Group, into: Sequence[Sequence[torch.Tensor]], place: int) -> None:
+        """The messages have arrived, some of them perhaps in half precision."""
+        self.events.append(("waits", place))
+        came = [[halves.arrived(t) for t in p] if i != group.index else [] for i, p in enumerate(into)]
+        if any(t.dtype in halves.HALVES for pieces in came for t in pieces):
+            seen = self._once(tuple(self._messages(pieces, {}) for pieces in came))
+            self.entries[place] = self.entries[place]._replace(received=seen)
 
     def _messages(self, pieces: Sequence[torch.Tensor], known: dict[int, Messages]) -> Messages:
         found = known.get(id(pieces))

@@ -18,7 +18,7 @@ from collections import deque
 import torch
 from torch import Tensor
 
-from isograd.comm import raw
+from isograd.comm import halves, raw
 from isograd.comm.notes import gather_notes
 from isograd.comm.raw import Group
 from isograd.engine.plan import Bucket, Plan, Slot
@@ -37,14 +37,20 @@ class Flights:
     def __init__(self, plan: Plan, mesh: Mesh, *, tree: bool) -> None:
         """`tree`: add in one binary tree."""
         self.plan, self.tree, self._rank, self._where = plan, tree, mesh.rank, mesh.where()
+        device = plan.slots[0].parameter.device
         # The owners of rows, on connections that carry nothing else.
         self._groups = {group.ranks: mesh.group(group.axes, "gradients") for group in plan.owners}
+        # Of these a gradient may leave in the parameter's own half precision: the owner's sum is the same.
+        fit = {
+            ranks: device.type == "cpu" and not tree and raw.takes_shorter(group)
+            for ranks, group in self._groups.items()
+        }
+        self.halves = {s for s in plan.slots if fit[s.owners.ranks] and s.parameter.dtype in halves.HALVES}
         self._serials, self._step = {ranks: raw.serial(group) for ranks, group in self._groups.items()}, 0
         self.sent: list[Bucket] = []  # the buckets that left since the step began
         # Whose gradients in this step were not finite, as far as this rank knows. It looks at the rows that land here,
         # unless that would make a GPU wait; then at its own gradients as they leave, and keeps their sum on the device.
         self.spoilers: set[int] = set()
-        device = plan.slots[0].parameter.device
         self._looks_at_rows = device.type == "cpu" and not tree
         self._sum = torch.zeros((), dtype=torch.float64, device=device)
         self.sums: dict[tuple[int, ...], Sums] = {}  # of a step whose reductions are checked, by owners
@@ -121,10 +127,14 @@ class Flights:
             for gradient in packed:
                 self._sum.add_(gradient.sum())
         owners = self._groups[bucket.owners.ranks]
-        flight = reduce_rows(
-            slots, packed, owners, tree=self.tree, number=bucket.number, sums=self.sums.get(owners.ranks)
-        )
+        sums, first = self.sums.get(owners.ranks), bucket.slots[0]  # a bucket is of one dtype
+        half = first.parameter.dtype if first in self.halves else None
+        flight = reduce_rows(slots, packed, owners, tree=self.tree, number=bucket.number, sums=sums, half=half)
         self._air.append((bucket, flight))
+
+    def zeros_of(self, slot: Slot) -> Tensor:
+        """What leaves for a parameter that this rank did not use."""
+        return zeros_of(slot, slot.parameter.dtype if slot in self.halves else None)
 
     def land_all(self) -> None:
         """Wait for every bucket in the air, and add its rows to what is due."""
@@ -170,7 +180,7 @@ class Flights:
             told: list[list[int]] = gather_notes(sent, group, mesh.device)
             for bucket, here, counts in zip(theirs, sent, zip(*told, strict=True), strict=True):
                 for _ in range(max(counts) - here):
-                    self.launch(bucket, [zeros_of(slot) for slot in bucket.slots])
+                    self.launch(bucket, [self.zeros_of(slot) for slot in bucket.slots])
 
     def clear(self) -> None:
         """A new step begins. Nothing may be in the air."""
@@ -181,6 +191,6 @@ class Flights:
         self._step += 1
 
 
-def zeros_of(slot: Slot) -> Tensor:
-    """The gradient of a parameter that this rank did not use."""
-    return torch.zeros_like(slot.parameter, dtype=slot.dtype, memory_format=torch.contiguous_format)
+def zeros_of(slot: Slot, dtype: torch.dtype | None = None) -> Tensor:
+    """A gradient of zeros, wide if no dtype is given."""
+    return torch.zeros_like(slot.parameter, dtype=dtype or slot.dtype, memory_format=torch.contiguous_format)

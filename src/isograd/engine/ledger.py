@@ -249,7 +249,7 @@ class Ledger:
         self.must_be(State.BACKWARD)
         slot = self._slots[id(parameter)]
         before = self.local.get(slot)
-        if before is None or before.dtype != a.dtype or self._watched():
+        if before is None or a.dtype != slot.dtype or self._watched():
             self._taken_in(slot, a @ b)
         elif not self._dropped:
             self.used.add(slot)
@@ -267,7 +267,7 @@ class Ledger:
             self._taken_in(slot, zeros_of(slot).index_put_((rows,), values.to(slot.dtype), accumulate=True))
         elif not self._dropped:
             self.used.add(slot)
-            before.index_put_((rows,), values.to(before.dtype), accumulate=True)
+            self._widened(slot, before).index_put_((rows,), values.to(slot.dtype), accumulate=True)
 
     def _watched(self) -> bool:
         """Whether each gradient is wanted by itself."""
@@ -356,16 +356,22 @@ class Ledger:
             self.passed_by(slot)
 
     def collect(self, slot: Slot, gradient: Tensor) -> None:
-        """Add to this rank's own sum."""
+        """Add to this rank's own sum. A sum of one gradient stays in half precision, where it may leave so."""
         self.used.add(slot)
-        if gradient.dtype != slot.dtype:
+        before, is_made = self.local.get(slot), self._factor is None and self._no_loss is None
+        exact = before is None and slot in self.flights.halves and (is_made or self._factor == 1.0)
+        if gradient.dtype != slot.dtype and not (exact and gradient.dtype == slot.parameter.dtype):
             gradient = gradient.to(slot.dtype)
         if self._factor is not None:
             gradient = gradient * self._factor.to(gradient)
         if self._no_loss is not None:
             gradient = torch.where(self._no_loss, torch.zeros_like(gradient), gradient)
-        before = self.local.get(slot)
-        self.local[slot] = gradient if before is None else before.add_(gradient)
+        self.local[slot] = gradient if before is None else self._widened(slot, before).add_(gradient)
+
+    def _widened(self, slot: Slot, own: Tensor) -> Tensor:
+        """This rank's own sum, wide enough to be added to."""
+        self.local[slot] = own = own.to(slot.dtype)
+        return own
 
     # -- 3. a bucket leaves
 
@@ -408,12 +414,12 @@ class Ledger:
         gradients = [self._taken(slot) for slot in bucket.slots]
         self.flights.launch(bucket, gradients)
         if self.keep_full:
-            self.full.update(zip(bucket.slots, gradients, strict=True))
+            self.full.update((s, g) for s, g in zip(bucket.slots, gradients, strict=True) if g.dtype == s.dtype)
 
     def _taken(self, slot: Slot) -> Tensor:
         """A gradient out of `local`; zeros for a parameter that this rank did not use."""
         gradient = self.local.pop(slot, None)
-        return zeros_of(slot) if gradient is None else gradient.contiguous()
+        return self.flights.zeros_of(slot) if gradient is None else gradient.contiguous()
 
     def _withhold(self) -> None:
         if self._shown:

@@ -7,7 +7,8 @@ binary tree.
 Packed (NCCL): rows are copied into one flat buffer of equal chunks, one per owner, for the native reduce-scatter and
 all-gather.
 
-Both give the owner, for each slot, the sum over the data ranks of its rows, in fp32 (fp64 in fp64 models).
+Both give the owner, for each slot, the sum over the data ranks of its rows, in fp32 (fp64 in fp64 models). On gloo a
+gradient that half precision holds exactly travels in half precision, and is widened where it is added.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import reduce
+from itertools import chain
 
 import torch
 from torch import Tensor
 
-from isograd.comm import raw
+from isograd.comm import halves, raw
 from isograd.comm.raw import Group, Handle
 from isograd.engine.bundle import Rows
 from isograd.engine.sums import Sums
@@ -35,10 +37,18 @@ class Flight:
     """A bucket's reduction under way. `wait` returns my rows of each slot, summed over the group."""
 
     def __init__(
-        self, handle: Handle, members: list[Pieces], own: Pieces | None, tree: bool, sums: Sums | None, number: int
+        self,
+        handle: Handle,
+        members: Callable[[], list[Pieces]],
+        own: Pieces | None,
+        tree: bool,
+        sums: Sums | None,
+        number: int,
     ) -> None:
-        """`sums`: whether the messages and their sum are checked, as bucket `number`."""
-        self._handle, self._members, self._own, self._tree = handle, members, own, tree
+        """`members`: what each of them has sent, when it is there. `sums`: whether the messages and their sum are
+        checked, as bucket `number`."""
+        self._handle, self._arrived, self._own, self._tree = handle, members, own, tree
+        self._members: list[Pieces] = []
         self._sums, self._number = sums, number
 
     def ready(self) -> bool:
@@ -48,6 +58,7 @@ class Flight:
     def wait(self) -> Pieces:
         """My rows of each slot, summed over the group."""
         self._handle.wait()
+        self._members = self._arrived()
         if self._sums is None:
             return self._total(self._members, self._own)
         if len(self._members) > 1:
@@ -71,13 +82,23 @@ class Flight:
 
 def _add(a: Pieces, b: Pieces, keep: Pieces | None) -> Pieces:
     """a + b, in the memory of one of them: never in `keep`'s, which is a slice of something larger to be freed."""
-    into, other = (b, a) if a is keep else (a, b)
-    torch._foreach_add_(into, other)
+    into, other = (b, a) if a is keep or _has_halves(a) else (a, b)
+    if into is keep or _has_halves(into):
+        into = [piece.to(torch.float32, copy=True) for piece in into]
+    if not _has_halves(other):
+        torch._foreach_add_(into, other)
+        return into
+    for piece, more in zip(into, other, strict=True):
+        piece.add_(more)
     return into
 
 
+def _has_halves(pieces: Pieces) -> bool:
+    return any(piece.dtype in halves.HALVES for piece in pieces)
+
+
 def _finite(pieces: Pieces) -> bool:
-    return all(math.isfinite(piece.sum()) for piece in pieces)
+    return all(math.isfinite(piece.sum(dtype=torch.promote_types(piece.dtype, torch.float32))) for piece in pieces)
 
 
 def tree_sum(members: Sequence[Pieces], keep: Pieces | None = None) -> Pieces:
@@ -90,17 +111,26 @@ def tree_sum(members: Sequence[Pieces], keep: Pieces | None = None) -> Pieces:
 
 
 def reduce_rows(
-    slots: Sequence[Rows], gradients: Pieces, group: Group, *, tree: bool, number: int = -1, sums: Sums | None = None
+    slots: Sequence[Rows],
+    gradients: Pieces,
+    group: Group,
+    *,
+    tree: bool,
+    number: int = -1,
+    sums: Sums | None = None,
+    half: torch.dtype | None = None,
 ) -> Flight:
     """Start sending each owner its rows of my full gradients.
 
     `number`: what these slots are to all members. On gloo, rows of different numbers never meet, so members may send
     their buckets in different orders; rows of one number meet in the order in which they were sent. After a backward in
     which some members did not send a bucket, use numbers that were not used before: the unsent ones would be paired
-    with those of the next backward. `sums`: check the messages and their sum.
+    with those of the next backward. `sums`: check the messages and their sum. `half`: any of any member's gradients may
+    be of this dtype; the others are fp32.
     """
     if group.size == 1:
-        return Flight(Handle(), [[g.view(1) if g.dim() == 0 else g for g in gradients]], None, tree, None, number)
+        alone = [g.view(1) if g.dim() == 0 else g for g in gradients]
+        return Flight(Handle(), lambda: [alone], None, tree, None, number)
     if sums is not None:
         sums.sending(number, [[slot.rows(g, m) for slot, g in zip(slots, gradients, strict=True)]
                               for m in range(group.size)])  # fmt: skip
@@ -108,19 +138,24 @@ def reduce_rows(
         return _reduce_packed(slots, gradients, group, sums, number)
     rows = [slot.cut(g) for slot, g in zip(slots, gradients, strict=True)]
     own = [of_slot[group.index] for of_slot in rows]
-    members: list[Pieces] = []
+    dtype = own[0].dtype if half is None else torch.float32
     out: list[Pieces] = []
     into: list[Pieces] = []
     for member in range(group.size):
-        if member == group.index:
-            members.append(own)
-            out.append([])
-            into.append([])
-        else:
-            pieces, messages = _incoming(own)
-            members.append(pieces)
-            out.append(_outgoing([of_slot[member] for of_slot in rows]))
-            into.append(messages)
+        here = member == group.index
+        out.append([] if here else _outgoing([of_slot[member] for of_slot in rows]))
+        into.append([] if here else _incoming(own, dtype))
+
+    if half is not None:
+        for message in chain(*out):
+            halves.unmark(message)
+        for message in chain(*into):
+            halves.mark(message, half)
+
+    def members() -> list[Pieces]:
+        came = [[halves.arrived(message) for message in messages] for messages in into]
+        return [own if i == group.index else _unpacked(messages, own) for i, messages in enumerate(came)]
+
     return Flight(raw.exchange(out, into, group, number + 1), members, own, tree, sums, number)
 
 
@@ -185,18 +220,23 @@ def _joined(small: Pieces) -> Pieces:
     return [torch.cat([p.reshape(-1) for p in small])] if small else []
 
 
-def _incoming(like: Pieces) -> tuple[Pieces, Pieces]:
-    """Memory for one member's rows: (a tensor per slot, the messages that fill them)."""
-    small, _ = _parted(like)
-    packed = _flat_like(small)
-    views = dict(zip(map(id, small), _views(packed, small) if packed is not None else [], strict=True))
-    pieces = [views[id(p)] if id(p) in views else torch.empty_like(p) for p in like]
-    large = [piece for piece, p in zip(pieces, like, strict=True) if id(p) not in views]
-    return pieces, large + ([packed] if packed is not None else [])
+def _incoming(like: Pieces, dtype: torch.dtype) -> Pieces:
+    """Memory for the messages with one member's rows."""
+    small, large = _parted(like)
+    packed = _flat_like(small, dtype)
+    return [torch.empty_like(p, dtype=dtype) for p in large] + ([packed] if packed is not None else [])
 
 
-def _flat_like(pieces: Pieces) -> Tensor | None:
-    return pieces[0].new_empty(sum(p.numel() for p in pieces)) if pieces else None
+def _unpacked(messages: Pieces, like: Pieces) -> Pieces:
+    """A tensor per slot, out of the messages that hold them."""
+    small, large = _parted(like)
+    found = dict(zip(map(id, large), messages, strict=False))
+    found |= zip(map(id, small), _views(messages[-1], small) if small else [], strict=True)
+    return [found[id(p)] for p in like]
+
+
+def _flat_like(pieces: Pieces, dtype: torch.dtype | None = None) -> Tensor | None:
+    return pieces[0].new_empty(sum(p.numel() for p in pieces), dtype=dtype) if pieces else None
 
 
 def _views(flat: Tensor, like: Pieces) -> Pieces:
@@ -226,7 +266,8 @@ def _reduce_packed(slots: Sequence[Rows], gradients: Pieces, group: Group, sums:
         torch._foreach_copy_(places, [s.rows(g, owner) for s, g in zip(slots, gradients, strict=True)])
     mine, handle = raw.reduce_scatter_start(flat, group)
     rows = [slot.rows(g) for slot, g in zip(slots, gradients, strict=True)]
-    return Flight(handle, [_views(mine[: sum(r.numel() for r in rows)], rows)], None, False, sums, number)
+    views = _views(mine[: sum(r.numel() for r in rows)], rows)
+    return Flight(handle, lambda: [views], None, False, sums, number)
 
 
 def _gather_packed(slots: Sequence[Rows], whole: Pieces, group: Group) -> Handle:
