@@ -37,7 +37,6 @@ SEARCHED = ("engine", "nn", "sequence", "pipeline", "contract.py", "tallies.py",
 PLAIN = (
     "raw.even_sizes",
     "raw.native",
-    "raw.takes_shorter",
     "raw.in_host_memory",
     "raw.leave",
     "raw.reserve_tags",

@@ -61,6 +61,7 @@ class Group:
 
 # -- the world ---------------------------------------------------------------------------------------------------
 
+
 _timeout = timedelta(minutes=30)  # for which a collective waits for a silent rank
 
 
@@ -233,12 +234,9 @@ def meet(seconds: float) -> tuple[Any, int, int]:
 
 def native(group: Group) -> bool:
     """Whether this group's backend has collectives worth using as they are (NCCL), or `exchange` is better (gloo)."""
-    return not isinstance(group.handle, imagined.Line | None) and "nccl" in dist.get_backend(group.handle)
-
-
-def takes_shorter(group: Group) -> bool:
-    """Whether a message may be shorter than the memory that waits for it: on gloo. Imagined ranks stand for NCCL's."""
-    return not isinstance(group.handle, imagined.Line | None) and not native(group)
+    if group.handle is None or isinstance(group.handle, imagined.Line):
+        return False
+    return "nccl" in dist.get_backend(group.handle)
 
 
 def in_host_memory(group: Group) -> bool:
@@ -302,9 +300,10 @@ def exchange(
 
 def _exchange_nccl(out: Tensors, into: Tensors, group: Group) -> Handle:
     ops = []
-    for peer in (p for p in range(group.size) if p != group.index):
-        ops += [dist.P2POp(dist.isend, t, group.ranks[peer], group.handle) for t in out[peer] if t.numel()]
-        ops += [dist.P2POp(dist.irecv, t, group.ranks[peer], group.handle) for t in into[peer] if t.numel()]
+    for peer in range(group.size):
+        if peer != group.index:
+            ops += [dist.P2POp(dist.isend, t, group.ranks[peer], group.handle) for t in out[peer] if t.numel()]
+            ops += [dist.P2POp(dist.irecv, t, group.ranks[peer], group.handle) for t in into[peer] if t.numel()]
     return Handle(dist.batch_isend_irecv(ops) if ops else (), keep=(out, into))
 
 
@@ -478,7 +477,8 @@ def shift(x: torch.Tensor, group: Group, by: int) -> torch.Tensor:
     """Each member sends x to the member `by` places ahead on the ring and returns what it receives."""
     if group.size == 1 or by % group.size == 0:
         return x
-    got = torch.empty_like(x := x.contiguous())
+    x = x.contiguous()
+    got = torch.empty_like(x)
     out = [[x] if i == (group.index + by) % group.size else [] for i in range(group.size)]
     into = [[got] if i == (group.index - by) % group.size else [] for i in range(group.size)]
     exchange(out, into, group).wait()

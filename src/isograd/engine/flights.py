@@ -42,7 +42,7 @@ class Flights:
         self._groups = {group.ranks: mesh.group(group.axes, "gradients") for group in plan.owners}
         # Of these a gradient may leave in the parameter's own half precision: the owner's sum is the same.
         fit = {
-            ranks: device.type == "cpu" and not tree and raw.takes_shorter(group)
+            ranks: group.size > 1 and not tree and device.type == "cpu" and raw.in_host_memory(group)
             for ranks, group in self._groups.items()
         }
         self.halves = {s for s in plan.slots if fit[s.owners.ranks] and s.parameter.dtype in halves.HALVES}
