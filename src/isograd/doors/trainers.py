@@ -415,6 +415,6 @@ def _rates_of_adafactor(schedule: Any) -> list[Any]:
     engine has dropped gradients by then, and the optimizer's state says it."""
     adafactor, first = schedule.optimizer, [group["params"][0] for group in schedule.optimizer.param_groups]
     groups = zip(adafactor.param_groups, first, strict=True)
-    return [adafactor._get_lr(group, adafactor.state[p]) for group, p in groups if p in adafactor.state] or list(
+    return [float(adafactor._get_lr(group, adafactor.state[p])) for group, p in groups if p in adafactor.state] or list(
         schedule.base_lrs
     )
