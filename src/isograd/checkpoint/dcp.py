@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import io
 import math
+import os
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,7 @@ from isograd.outside import FileError, opened, read_bytes
 DESCRIPTION = ".metadata"
 LARGEST = 256 << 20  # bytes of a description
 MOST_PIECES = 4_000_000
+MOST_ELEMENTS = 1 << 48  # of a tensor
 META, SHARD = "torch.distributed.checkpoint.metadata", "torch.distributed._shard.sharded_tensor.metadata"
 MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
 STORED = "torch.distributed.checkpoint.filesystem._StorageInfo"
@@ -86,7 +89,7 @@ class Dcp:
         except (Refused, FileError) as error:
             raise CheckpointError(
                 "IG948", f"{self.place / DESCRIPTION} describes no checkpoint of torch.distributed.checkpoint",
-                seen=error.brief if isinstance(error, FileError) else str(error),
+                seen=(error.brief if isinstance(error, FileError) else str(error))[:500],
                 expected="the description that torch.distributed.checkpoint.save writes; nothing in it is executed",
                 fix="the folder with the files *.distcp and .metadata; copy it again if it should be one",
             ) from error  # fmt: skip
@@ -100,6 +103,8 @@ class Dcp:
                 "IG941", f"{self.place}: {name!r} has a dtype that is not read", seen=str(held.dtype),
                 expected=", ".join(map(str, STORAGES.values())),
             )  # fmt: skip
+        for piece in held.pieces:  # before memory is taken, as much as the description asks for
+            self._sized(name, held, piece)
         found = torch.empty(held.shape, dtype=held.dtype)
         for piece in held.pieces:
             box = tuple(slice(a, a + size) for a, size in zip(piece.start, piece.sizes, strict=True))
@@ -110,14 +115,27 @@ class Dcp:
         """A copy of what `take` picks from a tensor."""
         return take(self.whole(name)).clone(memory_format=torch.contiguous_format)
 
+    def _sized(self, name: str, held: Held, piece: Piece) -> None:
+        """Refuse a piece whose file does not have its bytes, or whose bytes cannot hold its elements."""
+        with self._told(name, held, piece), opened(self.place / piece.file) as file:
+            there = max(0, min(os.fstat(file.fileno()).st_size - piece.at, piece.length))
+            if there < piece.length:
+                raise Refused(f"{there} of {piece.length} bytes")
+            if math.prod(piece.sizes) * held.dtype.itemsize > piece.length:
+                raise Refused(f"{piece.length} bytes, which are too few")
+
     def _read(self, name: str, held: Held, piece: Piece) -> Tensor:
-        try:
+        with self._told(name, held, piece):
             with opened(self.place / piece.file) as file:
                 file.seek(piece.at)
                 data = file.read(piece.length)
-            if len(data) < piece.length:
-                raise Refused(f"{len(data)} of {piece.length} bytes")
             return _tensor(data, held.dtype, piece.sizes)
+
+    @contextmanager
+    def _told(self, name: str, held: Held, piece: Piece) -> Iterator[None]:
+        """What is wrong with a piece, as one error."""
+        try:
+            yield
         except (Refused, FileError, zipfile.BadZipFile, NotImplementedError, EOFError) as error:
             raise CheckpointError(
                 "IG949", f"a piece of {name!r} cannot be read",
@@ -152,9 +170,9 @@ def _tensors(described: Any) -> dict[str, Held]:
 
 
 def _held(name: str, value: dict[Any, Any], where: dict[tuple[str, tuple[int, ...]], tuple[str, int, int]]) -> Held:
-    shape, chunks = _numbers(value.get("size")), value.get("chunks")
-    if not isinstance(chunks, list) or len(chunks) > MOST_PIECES:
-        raise Refused(f"{name}: no list of pieces")
+    shape, chunks, said = _numbers(value.get("size")), value.get("chunks"), repr(name[:80])
+    if not isinstance(chunks, list) or len(chunks) > MOST_PIECES or math.prod(shape) > MOST_ELEMENTS:
+        raise Refused(f"{said}: no list of pieces, or more than {MOST_ELEMENTS:,} elements")
     pieces = []
     for chunk in chunks:
         part = _made(chunk, f"{META}.ChunkStorageMetadata")
@@ -163,23 +181,27 @@ def _held(name: str, value: dict[Any, Any], where: dict[tuple[str, tuple[int, ..
             a + size <= most for a, size, most in zip(start, sizes, shape, strict=True)
         )
         if not inside or (name, start) not in where:
-            raise Refused(f"{name}: a piece {start} {sizes} of {shape} that lies outside, or nowhere")
+            raise Refused(f"{said}: a piece {start} {sizes} of {shape} that lies outside, or nowhere")
         pieces.append(Piece(start, sizes, *where[name, start]))
     pieces = [piece for piece in pieces if math.prod(piece.sizes)]
     if sum(math.prod(piece.sizes) for piece in pieces) != math.prod(shape) or _overlap(pieces):
-        raise Refused(f"{name}: pieces that do not fill its shape {shape} once")
+        raise Refused(f"{said}: pieces that do not fill its shape {shape} once")
     return Held(shape, _dtype(value.get("properties")), tuple(pieces))
 
 
 def _overlap(pieces: list[Piece]) -> bool:
-    """Whether any two share an element."""
+    """Whether any two share an element. Sorted along the dim that has most cuts, a piece is compared with those that
+    begin before it ends: of a tensor that is cut along one dim, with none."""
     if len(pieces) < 2 or not pieces[0].sizes:
         return len(pieces) > 1
     start = torch.tensor([piece.start for piece in pieces])
-    stop = start + torch.tensor([piece.sizes for piece in pieces])
-    for number in range(1, len(pieces)):
-        before = slice(0, number)
-        if bool(((start[before] < stop[number]) & (start[number] < stop[before])).all(1).any()):
+    dim = max(range(start.shape[1]), key=lambda d: len(start[:, d].unique()))
+    order = start[:, dim].argsort()
+    start, stop = start[order], (start + torch.tensor([piece.sizes for piece in pieces]))[order]
+    behind = torch.searchsorted(start[:, dim].contiguous(), stop[:, dim].contiguous()).tolist()
+    for number, last in enumerate(behind):
+        beside = slice(number + 1, last)
+        if last > number + 1 and bool(((start[beside] < stop[number]) & (start[number] < stop[beside])).all(1).any()):
             return True
     return False
 
@@ -190,7 +212,7 @@ def _place(value: Any) -> tuple[str, int, int]:
     at: Any = place.get("offset")
     length: Any = place.get("length")
     if place.get("transform_descriptors"):
-        raise Refused(f"pieces that are packed by {str(place['transform_descriptors'])[:80]}")
+        raise Refused("pieces that are packed (transform_descriptors)")
     if Path(file).name != file or not _is_number(at) or not _is_number(length):
         raise Refused(f"a place that is no part of a file of this folder: {file[:80]!r}")
     return file, at, length

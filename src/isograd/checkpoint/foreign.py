@@ -43,6 +43,11 @@ ANCHORS = {
 }
 HEADS = ("output.weight", "output_layer.weight", "lm_head.weight", "embed_out.weight")
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # what a weight may be; others are quantised
+PADDING = 128 * 128  # rows of a vocabulary that may be padding: Megatron-Core fills up to a multiple of 128 x tp
+OF_MODEL = {
+    "torchtitan": ("tok_embeddings.", "layers.", "norm.", "output."),
+    "Megatron-Core": ("embedding.", "decoder.", "output_layer."),
+}
 BESIDE = ("_extra_state", "rotary_emb.inv_freq", "freqs_cis")  # stored beside weights, and no weights
 STACKED = "decoder.layers."
 
@@ -69,18 +74,35 @@ class Foreign:
             for name in folder.tensors
             if name.startswith(self.prefix) and not name.endswith(BESIDE) and not name.startswith(inner)
         }
+        self._used = set[str]()
         found = {"torchtitan": _torchtitan, "Megatron-Core": _megatron, "transformers": _transformers}[self.kind]
         self.tensors = dict(found(self, config))
         self.shapes = {name: theirs.shape for name, theirs in self.tensors.items()}
         if config.tied:
             self._refuse_another_head(anchor, config.vocab)
+        self._refuse_unused()
+
+    def _refuse_unused(self) -> None:
+        """What the config has no place for would be missing in what is written: more layers, biases."""
+        left = [n for n in self.names if n.startswith(OF_MODEL.get(self.kind, ())) and n not in self._used]
+        if left:
+            raise ModelError(
+                "IG420", f"{self.folder.place} has weights that the config has no place for",
+                seen=f"{len(left)}: {sorted(left)[:8]}", expected="the tensors of the model that the config describes",
+                fix="the config of this checkpoint",
+            )  # fmt: skip
 
     def _refuse_another_head(self, embedding: str, vocab: int) -> None:
         """A tied model has no head of its own: one that is stored must be the embedding."""
         for head in HEADS:
             if head in self.names:
-                one, other = (self.folder.whole(self.names[name])[:vocab] for name in (embedding, head))
-                if one.shape != other.shape or not bool((one == other).all()):
+                alike = all(len(shape) == 2 for shape in map(self.shape, (embedding, head)))
+                one, other = (
+                    (self.folder.whole(self.names[name])[:vocab] for name in (embedding, head))
+                    if alike
+                    else (None, None)
+                )
+                if one is None or other is None or one.shape != other.shape or not bool((one == other).all()):
                     raise ModelError(
                         "IG420", f"{self.folder.place} has a head of its own, which a tied model does not have",
                         seen=f"{self.names[head]!r} differs from {self.names[embedding]!r}",
@@ -99,11 +121,20 @@ class Foreign:
                 "IG420", f"{self.folder.place} has no tensor {name!r}", seen=f"{self.kind}: {sorted(self.names)[:8]}",
                 expected="the tensors of the model that the config describes", fix="the config of this checkpoint",
             )  # fmt: skip
+        self._used.add(name)
         return self.folder.shapes[self.names[name]]
 
     def one(self, name: str, change: Callable[[Tensor], Tensor] = lambda t: t) -> Theirs:
         """A tensor by its name in the folder, changed."""
-        made, dtype = change(torch.empty(self.shape(name), device="meta")), self.folder.tensors[self.names[name]].dtype
+        shape, dtype = self.shape(name), self.folder.tensors[self.names[name]].dtype
+        try:
+            made = change(torch.empty(shape, device="meta"))
+        except (RuntimeError, IndexError, TypeError) as error:  # it cannot be viewed by heads, layers or halves
+            raise ModelError(
+                "IG420", f"{self.folder.place}: {self.names[name]!r} has a shape that does not belong to the config",
+                seen=list(shape), expected="a shape that is cut by the heads, layers and widths of the config",
+                fix="the config of this checkpoint",
+            ) from error  # fmt: skip
         if dtype not in FLOATS and not name.endswith(NOT_WEIGHTS):
             raise ModelError(
                 "IG420", f"{self.folder.place}: {self.names[name]!r} is no floating-point weight", seen=str(dtype),
@@ -180,12 +211,12 @@ def _halves(heads: int, weight: Tensor) -> Tensor:
 def _megatron(source: Foreign, config: TransformerConfig) -> Iterator[tuple[str, Theirs]]:
     _refuse_family(source, config, ("llama", "mistral", "qwen3"))
     vocab = config.vocab
-    yield "model.embed_tokens.weight", source.one("embedding.word_embeddings.weight", lambda t: t[:vocab])
+    yield "model.embed_tokens.weight", source.one("embedding.word_embeddings.weight", partial(_unpadded, vocab))
     yield "model.norm.weight", source.one("decoder.final_layernorm.weight")
     if not config.tied:
-        yield "lm_head.weight", source.one("output_layer.weight", lambda t: t[:vocab])
+        yield "lm_head.weight", source.one("output_layer.weight", partial(_unpadded, vocab))
     for i in range(config.layers):
-        us, of = f"model.layers.{i}.", partial(_layer, source, i)
+        us, of = f"model.layers.{i}.", partial(_layer, source, i, config.layers)
         qkv = "self_attention.linear_qkv."
         for leaf in ("weight", "bias") if config.qkv_bias else ("weight",):
             for number, name in enumerate("qkv"):
@@ -207,8 +238,19 @@ def _megatron(source: Foreign, config: TransformerConfig) -> Iterator[tuple[str,
         yield us + "mlp.down_proj.weight", of("mlp.linear_fc2.weight")
 
 
+def _unpadded(vocab: int, weight: Tensor) -> Tensor:
+    """A vocabulary's rows without those that fill it up."""
+    if len(weight) - vocab >= PADDING:
+        raise IndexError("more rows than padding explains: another vocabulary")
+    return weight[:vocab]
+
+
 def _layer(
-    source: Foreign, number: int, names: str | tuple[str, str], change: Callable[[Tensor], Tensor] = lambda t: t
+    source: Foreign,
+    number: int,
+    layers: int,
+    names: str | tuple[str, str],
+    change: Callable[[Tensor], Tensor] = lambda t: t,
 ) -> Theirs:
     """A tensor of a layer, under the first of its names that is there: by itself, or a row of all layers' tensor."""
     each = (names,) if isinstance(names, str) else names
@@ -218,10 +260,10 @@ def _layer(
         if name in source.names:
             return source.one(name, change)
     found = next((name for name in stacked if name in source.names), stacked[0])
-    if number >= source.shape(found)[0]:
+    if source.shape(found)[:1] != (layers,):
         raise ModelError(
-            "IG420", f"{source.folder.place} has fewer layers than the config",
-            seen=f"{source.shape(found)[0]} of {found!r}", expected=f"layer {number}",
+            "IG420", f"{source.folder.place} has another number of layers than the config",
+            seen=f"{found!r} of the shape {list(source.shape(found))}", expected=f"{layers} layers, stacked",
             fix="the config of this checkpoint",
         )  # fmt: skip
     return source.one(found, lambda t: change(t[number]))
