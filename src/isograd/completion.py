@@ -1,6 +1,6 @@
 """Shell completion: `isograd completion bash` prints a script, which asks `isograd completion words ...` at each tab.
 
-    source <(isograd completion bash)                          in ~/.bashrc; also zsh
+    source <(isograd completion bash)                          in ~/.bashrc; zsh in ~/.zshrc
     isograd completion fish > ~/.config/fish/completions/isograd.fish
 
 What can follow is read from the help of the command under way, and from the fields of a run's config.
@@ -28,9 +28,16 @@ complete -F _isograd isograd""",
 _isograd() {
     local -a found
     found=("${(@f)$(isograd completion words "${(@)words[2,CURRENT]}" 2>/dev/null)}")
-    if [[ -n "$found[1]" ]]; then compadd -S '' -- $found; else _files; fi
+    if [[ -z "$found[1]" ]]; then _files; return; fi
+    compadd -S '' -- ${(M)found:#*=}
+    compadd -- ${found:#*=}
 }
-compdef _isograd isograd""",
+if [[ "$funcstack[1]" == _isograd ]]; then  # read by compinit, from a file _isograd in fpath
+    _isograd "$@"
+else
+    (( $+functions[compdef] )) || { autoload -Uz compinit && compinit; }
+    compdef _isograd isograd
+fi""",
     "fish": "complete -c isograd -a '(isograd completion words (commandline -opc)[2..] (commandline -ct) 2>/dev/null)'",
 }
 WITH_FIELDS = (["train"], ["rehearse"], ["compare"], ["config", "show"])  # commands that set fields of a config
