@@ -78,7 +78,7 @@ class Lockstep:
         self._inbox: dict[int, deque[tuple[Tensor, Handle]]] = {member: deque() for member in self._others}
         self._ahead: dict[int, Tensor] = {}  # messages of a later round, read already
         self._spare: list[Tensor] = []  # memory for messages
-        self._sent: deque[Handle] = deque()  # notes that may not have arrived yet
+        self._sent: deque[tuple[Handle, Tensor | None]] = deque()  # that may not have arrived yet, with their memory
 
     def make_room(self, units: Sequence[Sequence[Kept]]) -> None:
         """For the small rows of what is gathered together, or of a part of that."""
@@ -193,28 +193,34 @@ class Lockstep:
     # -- messages
 
     def _expect(self, member: int) -> None:
-        memory = self._spare.pop() if self._spare else torch.empty(NOTE + self._room, dtype=torch.uint8)
+        memory = self._memory()
         handle = raw.receive_start([memory], self.group, member, self._notes_tag, control=True, head=NOTE)
         self._inbox[member].append((memory, handle))
 
     def _send(self, note: bytes, small: Pieces = ()) -> None:
-        message = torch.frombuffer(bytearray(note), dtype=torch.uint8)
+        memory = self._memory()
+        message = memory[: NOTE + sum(piece.numel() * piece.itemsize for piece in small)]
+        message[:NOTE] = torch.frombuffer(bytearray(note), dtype=torch.uint8)
         if small:
-            message = torch.cat((message, message.new_empty(sum(p.numel() * p.itemsize for p in small))))
             torch._foreach_copy_(behind(message, small), list(small))
         for member in self._others:
             sent = raw.send_start([message], self.group, member, self._notes_tag, control=True, head=NOTE)
-            self._sent.append(sent)
+            self._sent.append((sent, memory if member == self._others[-1] else None))
 
-    def _keep(self, message: Tensor) -> None:
-        """Memory for a message to come: as much as two notes of each member take, however many were under way."""
-        if len(self._spare) < 2 * len(self._others):
-            self._spare.append(message)
+    def _memory(self) -> Tensor:
+        return self._spare.pop() if self._spare else torch.empty(NOTE + self._room, dtype=torch.uint8)
+
+    def _keep(self, memory: Tensor | None) -> None:
+        """For messages to come: what four notes take, however many were under way."""
+        if memory is not None and len(self._spare) < 4 * len(self._others):
+            self._spare.append(memory)
 
     def _tidy(self) -> None:
         """Release notes that have arrived: a member that sent this note has asked for all of mine before it."""
         while len(self._sent) > len(self._others) * (1 + len(self._posted)):
-            self._sent.popleft().wait()
+            handle, memory = self._sent.popleft()
+            handle.wait()
+            self._keep(memory)
 
     def _unlike(self, notes: dict[int, bytes]) -> EngineError:
         ranks = self.group.ranks
