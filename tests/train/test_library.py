@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from torch import Tensor
 
 from isograd.cli import main
 from isograd.data import Mixture, sums
-from isograd.errors import IsogradError
+from isograd.errors import IsogradError, LaunchError
 from isograd.hugging.rows import positions, refuse_packing
 from isograd.hugging.wide import Wide
 from isograd.mesh import Mesh
@@ -232,6 +234,50 @@ def test_a_run_with_adapters_resumes_under_another_layout_and_is_written_for_pef
     torch.testing.assert_close(merged(tokens).logits, models[0](tokens).logits, rtol=1e-6, atol=1e-6)
     bad = ["ckpt", "convert", str(whole.folder / "checkpoints"), str(tmp_path / "x"), "--adapters", "--dtype", "bf16"]
     assert main(bad) == 2
+
+
+def dies(step: int, job: Any) -> None:
+    """Rank 1 is killed before step 3."""
+    if step == 2 and job.mesh.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("task", ["chat", "preference"])
+def test_adapters_of_a_run_that_was_killed_and_stopped_are_those_of_one_that_was_not(
+    worlds, tmp_path: Path, task: str
+) -> None:
+    """A rank dies, the run goes on under tp, is stopped, and ends on one device; peft's model has the same logits."""
+    from transformers import AutoModelForCausalLM
+
+    base(tmp_path)
+    pairs(tmp_path)
+    few = {"sources": [{"path": str(tmp_path / "pairs.jsonl")}], "length": 70, "held_out": 0.2}
+    more: dict[str, Any] = {"steps": 5, "checkpoint": {"every": 1}, **MORE[task]} | (
+        {"data": few} if task == "preference" else {}
+    )
+    whole, cut = (config_of(tmp_path / name, task, **more) for name in ("whole", "cut"))
+    assert loop.run(whole, QUIET).code == 0
+    with pytest.raises(LaunchError, match="SIGKILL"):
+        worlds(2).run(
+            loop.run, cut.model_copy(update={"layout": "dp2 zero1"}),
+            Orders(show="none", signals=(), before_step=dies),
+        )  # fmt: skip
+    again = cut.model_copy(update={"layout": "tp2"})
+    assert worlds(2).run(loop.run, again, Orders(show="none", signals=(), until=4))[0].code == 75
+    assert loop.run(cut, QUIET).code == 0
+    logged = [
+        {line["step"]: line["loss"] for line in journal.read(c.folder / "metrics.jsonl") if "loss" in line}
+        for c in (whole, cut)
+    ]
+    assert logged[0].keys() == logged[1].keys() == set(range(1, 6))
+    assert list(logged[1].values()) == pytest.approx(list(logged[0].values()), rel=1e-9)
+    tokens = torch.arange(20)[None]
+    with torch.no_grad():
+        logits = [plain(whole, written(c, tmp_path / f"peft-{c.folder.name}"))(tokens).logits for c in (whole, cut)]
+        before = AutoModelForCausalLM.from_pretrained(str(whole.model.path), dtype=torch.float64)(tokens).logits
+    torch.testing.assert_close(logits[1], logits[0], rtol=1e-6, atol=1e-6)
+    assert (logits[0] - before).abs().max() > 1e-3
 
 
 @pytest.mark.medium
