@@ -37,6 +37,8 @@ RACES = {  # what is raced -> how it is called
     "pipeline-2": ["pipeline"],
     "pipeline-4": ["pipeline", "--ranks", "4"],
     "experts_even-2": ["experts", "--loads", "even"],
+    "one_device-1-batch2": ["one_device", "--batch", "2"],
+    "one_device-1": ["one_device"],
 }
 QUICK = {  # those of every parallelism, and the peers that were fastest in the whole run
     "data_parallel-2-batch2": [
@@ -46,6 +48,7 @@ QUICK = {  # those of every parallelism, and the peers that were fastest in the 
     "sequence_1024-2": [],
     "pipeline-2": ["--only", "one process", "torch 1F1B", "1f1b", "torch zero-bubble", "zb"],
     "experts_even-2": ["--only", "one process", "* fsdp ep", "dp ep zero1"],
+    "one_device-1-batch2": ["--only", "one process", "transformers*", "isograd"],
 }  # fmt: skip
 TURNS = ["--rounds", "2", "--steps", "1", "--settle", "2", "--no-errors"]  # of a quick race
 WORDS = {
@@ -55,6 +58,8 @@ WORDS = {
     "pipeline-2": "pipeline, 2 stages",
     "pipeline-4": "pipeline, 4 stages",
     "experts_even-2": "experts",
+    "one_device-1": "one device, 8 x 256 tokens",
+    "one_device-1-batch2": "one device, 2 x 256 tokens",
 }
 PICTURE = Path("docs/race.svg")
 

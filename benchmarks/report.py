@@ -81,8 +81,9 @@ def contest(
     reference: Entry = ONE,
 ) -> None:
     """One race of one size: run, shown and written down."""
+    ranks = f"{chosen.ranks} gloo ranks with one thread each" if chosen.ranks > 1 else "one thread"
     title = (
-        f"{name.replace('_', ' ')}: {chosen.ranks} gloo ranks with one thread each, {sizes.parameters() / 1e6:.1f} M "
+        f"{name.replace('_', ' ')}: {ranks}, {sizes.parameters() / 1e6:.1f} M "
         f"parameters, {sizes.batch} x {sizes.seq} tokens per step, {sizes.heads} heads, fp32, fused AdamW"
     )
     print(title, *notes, sep="\n", flush=True)

@@ -10,7 +10,19 @@ from pathlib import Path
 import pytest
 
 from benchmarks import all as every
-from benchmarks import diff, floors, pipeline_peers, quiet, race, report, seat, tables
+from benchmarks import (
+    diff,
+    first_step,
+    floors,
+    one_device,
+    operators,
+    pipeline_peers,
+    quiet,
+    race,
+    report,
+    seat,
+    tables,
+)
 from benchmarks.contestant import ONE, Entry
 from benchmarks.data_peers import DDP_ENTRY
 from benchmarks.diff import verdict
@@ -166,3 +178,28 @@ def test_tables_of_the_docs_are_those_that_scripts_wrote() -> None:
     written = {file.stem: file.read_text(encoding="utf-8").strip() for file in tables.FOLDER.glob("*.md")}
     assert {name: text for name, text in found.items() if text != tables.NOT_YET} == written
     assert len(found) == 6
+
+
+@pytest.mark.medium
+def test_contestants_on_one_device_have_the_same_gradients_and_no_graph_breaks() -> None:
+    sizes = replace(Sizes().tiny(), batch=2, layers=2)
+    results = race.run([ONE, *one_device.EAGER], sizes, 1, rounds=1, steps=1, errors=True, attempts=1, settle=1)
+    assert [names([r.entry])[0] for r in results[1:] if r.even and r.even.total < 1e-5] == names(one_device.EAGER)
+    own = [entry for entry in one_device.COMPILED if entry.name.startswith("isograd")]
+    assert one_device.counted(own, sizes) == "graph breaks: isograd, compiled blocks: 0 in 1 graph"
+
+
+@pytest.mark.medium
+def test_operators_are_measured_beside_torchs() -> None:
+    rows = operators.measured(replace(Sizes().tiny(), batch=2), 1)
+    assert {row["form"] for row in rows if row["operator"] == "rotary"} == {"torch", "transformers", "isograd"}
+    assert all(row["of_torch"] == 1.0 for row in rows if row["form"] == "torch")
+    assert all(row["peak_bytes"] > 0 for row in rows)
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("name", first_step.PROGRAMS)
+def test_the_way_to_the_first_step_is_measured_in_order(name: str) -> None:
+    times = first_step.once(name, replace(Sizes().tiny(), batch=1, layers=1))
+    assert tuple(times) == first_step.PHASES
+    assert list(times.values()) == sorted(times.values())
