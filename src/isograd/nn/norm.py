@@ -17,6 +17,7 @@ from torch import Tensor
 from isograd.comm import ops
 from isograd.contract import Shard
 from isograd.mesh import Mesh
+from isograd.nn import passes
 from isograd.nn.parameter import Layer, make
 from isograd.nn.stream import stream_owes
 
@@ -45,9 +46,9 @@ class RMSNorm(Layer):
         """x [..., size], normalised."""
         if self.plus_one:  # in half precision scaled before it is rounded, as in Gemma
             wide = x if x.dtype.itemsize >= 4 else x.float()
-            return F.rms_norm(wide, self.weight.shape, 1 + self.weight.to(wide.dtype), self.eps).to(x.dtype)
+            return passes.rms_norm(wide, 1 + self.weight.to(wide.dtype), self.eps).to(x.dtype)
         if x.dtype.itemsize >= 4:
-            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+            return passes.rms_norm(x, self.weight, self.eps)
         # Half precision: normalise in fp32, round, then scale, as Hugging Face's models do.
         return self.weight * F.rms_norm(x.float(), self.weight.shape, None, self.eps).to(x.dtype)
 

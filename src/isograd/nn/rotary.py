@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from isograd.errors import did_you_mean
+from isograd.nn import passes
 
 NEEDS = {
     "linear": ("factor",),
@@ -113,14 +114,13 @@ class Rotary:
             long = self.frequencies(positions.device, long=True)
             frequencies = torch.where((lengths > self.original)[:, None], long, frequencies)
         angles = positions.float()[:, None] * frequencies
-        both, factor = torch.cat((angles, angles), 1)[:, None, :], self.attention_factor
-        return (both.cos() * factor).to(dtype), (both.sin() * factor).to(dtype)
+        cos, sin = ((half * self.attention_factor).to(dtype) for half in (angles.cos(), angles.sin()))
+        return torch.cat((cos, cos), 1)[:, None, :], torch.cat((sin, sin), 1)[:, None, :]
 
     def turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotate x [T, heads, d] by the angles of its tokens' positions."""
         part = x[..., : self.dims]
-        first, second = part.chunk(2, -1)
-        turned = part * cos + torch.cat((-second, first), -1) * sin
+        turned = passes.turn(part, cos, sin)
         return turned if self.dims == x.shape[-1] else torch.cat((turned, x[..., self.dims :]), -1)
 
     def frequencies(self, device: torch.device, long: bool = False) -> Tensor:
