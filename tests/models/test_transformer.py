@@ -86,6 +86,27 @@ def test_recomputed_and_compiled_blocks_have_the_gradients_of_plain_ones(worlds,
             assert float((found[n] - expected).norm()) <= 1e-12 * max(float(expected.norm()), 1e-6), n
 
 
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-qwen3", "tiny-gpt2"])
+def test_blocks_are_compiled_without_a_graph_break_as_one_graph_for_all(name: str) -> None:
+    from torch._dynamo.utils import counters
+
+    mesh, config = Mesh("1"), preset(name)
+    model = Transformer(config, mesh)
+    engine = Engine(model, mesh, lambda ps: torch.optim.SGD(ps, lr=0.1))
+    torch._dynamo.reset()
+    counters.clear()
+    for block in model.blocks:
+        block.compile(backend="eager")
+    tokens = torch.arange(14).view(2, 7)
+    for _ in range(2):
+        loss, count = model(tokens, tokens)
+        engine.backward(loss, weight=count)
+        engine.step()
+    assert len(model.blocks) > 1
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]
+
+
 def plain_without_dropout(layout: str, name: str) -> dict[str, Tensor]:
     mesh = Mesh(layout)
     model = Transformer(preset(name), mesh, dtype=torch.float64)
