@@ -1,4 +1,4 @@
-"""RMSNorm and rotary positions in few passes: the values and gradients of their definitions, at odd sizes."""
+"""What is done in few passes over memory has the values and gradients of its definition, at odd sizes."""
 
 from __future__ import annotations
 
@@ -35,6 +35,10 @@ def turn_defined(x: Tensor) -> Tensor:
     return torch.cat((turned.real, turned.imag), -1)
 
 
+def gated_defined(gate: Tensor, up: Tensor) -> Tensor:
+    return gate / (1 + (-gate).exp()) * up
+
+
 def angles(tokens: int, dims: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     found = torch.arange(tokens)[:, None] / (1.0 + torch.arange(dims // 2, dtype=torch.float64))
     both = torch.cat((found, found), 1)[:, None]
@@ -50,6 +54,9 @@ def cases() -> Iterator[tuple[str, Function, Function, tuple[Tensor, ...]]]:
     yield "norm of a transposed", norm, norm_defined, (strided, torch.randn(6, generator=source, dtype=torch.float64))
     for heads, dims in [(3, 2), (1, 10)]:
         yield f"turn {heads, dims}", turn, turn_defined, (torch.randn(5, heads, dims, generator=source).double(),)
+    for shape in [(7, 5), (1,), (0, 3)]:
+        pair = torch.randn(2, *shape, generator=source, dtype=torch.float64).unbind()
+        yield f"gated {shape}", passes.gated, gated_defined, pair
     yield "turn of a part", turn, turn_defined, (torch.randn(5, 3, 8, generator=source).double()[..., :6],)
 
 

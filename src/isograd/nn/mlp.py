@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from isograd.errors import ModelError, did_you_mean
 from isograd.mesh import Mesh
+from isograd.nn import passes
 from isograd.nn.linear import ColumnLinear, RowLinear
 from isograd.nn.stream import enter
 from isograd.random import Key
@@ -74,5 +75,8 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """The residual stream in and out: [T, hidden], or this rank's sequence shard."""
         x = enter(x, self.mesh)
-        inner = self.activation(self.up(x)) if self.gate is None else self.activation(self.gate(x)) * self.up(x)
+        if self.gate is None:
+            return self.down(self.activation(self.up(x)))  # type: ignore[no-any-return]
+        gate, up = self.gate(x), self.up(x)
+        inner = passes.gated(gate, up) if self.activation is F.silu else self.activation(gate) * up
         return self.down(inner)  # type: ignore[no-any-return]

@@ -1,9 +1,9 @@
-"""RMSNorm and rotary positions in few passes over memory.
+"""RMSNorm, rotary positions and the gate of SwiGLU in few passes over memory.
 
-One device: F.rms_norm(x, weight.shape, weight, eps), and x * cos + (-second half of x, first half) * sin. Outside of a
-GPU's fused kernels and of torch.compile, torch computes each as a chain of elementwise operators and keeps what is
-between them for backward. Here each is one function of autograd, which keeps x alone. A backward that is itself
-differentiated (create_graph) takes the definition's.
+One device: F.rms_norm(x, weight.shape, weight, eps); x * cos + (-second half of x, first half) * sin; and
+F.silu(gate) * up. Outside of a GPU's fused kernels and of torch.compile, torch computes each as a chain of elementwise
+operators, each with memory of its own, and keeps what is between them for backward. Here each is one function of
+autograd, which keeps its inputs alone. A backward that is itself differentiated (create_graph) takes the definition's.
 
 The definitions are used where something else fuses them or sees through them: inside torch.compile, under functorch's
 transforms, and in half precision, whose roundings are part of what published models compute.
@@ -32,6 +32,14 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     if _leave_to_torch(x):
         return _turned(x, cos, sin)
     y: Tensor = _Turn.apply(x, cos, sin)  # type: ignore[no-untyped-call]
+    return y
+
+
+def gated(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up. The same bits as torch's, forward and backward."""
+    if _leave_to_torch(gate) or gate.dtype != up.dtype or gate.device.type != "cpu":
+        return F.silu(gate) * up
+    y: Tensor = _Gated.apply(gate, up)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -93,3 +101,25 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
     out[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-sign)
     out[..., half:].addcmul_(x[..., :half], sin[..., half:], value=sign)
     return out
+
+
+class _Gated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        gate, up = ctx.saved_tensors
+        need_gate, need_up = ctx.needs_input_grad
+        if torch.is_grad_enabled():  # create_graph
+            dgate = torch.autograd.grad(F.silu(gate), gate, dy * up, create_graph=True)[0] if need_gate else None
+            return dgate, dy * F.silu(gate) if need_up else None
+        dgate = dup = None
+        if need_gate:
+            dgate = dy * up
+            torch.ops.aten.silu_backward.grad_input(dgate, gate, grad_input=dgate)
+        if need_up:
+            dup = F.silu(gate).mul_(dy)
+        return dgate, dup
