@@ -19,6 +19,15 @@ def norm(x: Tensor, weight: Tensor) -> Tensor:
     return passes.rms_norm(x, weight, EPS)
 
 
+def norm_seen_turned(x: Tensor, weight: Tensor) -> Tensor:
+    """The gradient comes as heads of sequences, with which norms of queries and keys meet attention under Ulysses."""
+    return norm(x, weight).transpose(0, 1).contiguous()
+
+
+def norm_seen_turned_defined(x: Tensor, weight: Tensor) -> Tensor:
+    return norm_defined(x, weight).transpose(0, 1).contiguous()
+
+
 def norm_defined(x: Tensor, weight: Tensor) -> Tensor:
     return weight * x / (x.square().mean(-1, keepdim=True) + EPS).sqrt()
 
@@ -52,6 +61,8 @@ def cases() -> Iterator[tuple[str, Function, Function, tuple[Tensor, ...]]]:
         yield f"norm {shape}", norm, norm_defined, (x, weight)
     strided = torch.randn(6, 4, generator=source, dtype=torch.float64).t()
     yield "norm of a transposed", norm, norm_defined, (strided, torch.randn(6, generator=source, dtype=torch.float64))
+    many, weight = (torch.randn(s, generator=source, dtype=torch.float64) for s in ((3, 2, 5), (5,)))
+    yield "norm of heads", norm_seen_turned, norm_seen_turned_defined, (many, weight)
     for heads, dims in [(3, 2), (1, 10)]:
         yield f"turn {heads, dims}", turn, turn_defined, (torch.randn(5, heads, dims, generator=source).double(),)
     for shape in [(7, 5), (1,), (0, 3)]:

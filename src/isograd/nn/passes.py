@@ -71,9 +71,9 @@ class _RMSNorm(torch.autograd.Function):
             return next(found) if need_x else None, next(found) if need_weight else None, None
         product = dy * x
         dweight = dx = None
-        rows = product.view(-1, product.shape[-1])
+        rows = product.reshape(-1, product.shape[-1])
         if need_weight:
-            dweight = torch.mv(rows.t(), scale.view(-1))
+            dweight = torch.mv(rows.t(), scale.reshape(-1))
         if need_x:
             along = torch.mv(rows, weight).view(scale.shape) * scale.pow(3).div_(-x.shape[-1])
             dx = torch.mul(dy, weight, out=product).mul_(scale).addcmul_(x, along)
