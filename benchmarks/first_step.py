@@ -129,7 +129,7 @@ def show(title: str, rows: Mapping[str, Mapping[str, Any]]) -> None:
     for name, found in rows.items():
         cells = [f"{found[phase][kind]:.2f}" for kind in ("clock_s", "cpu_s") for phase in PHASES]
         table.add_row(name, *cells)
-    Console(width=max(110, Console().width)).print(table)
+    Console(width=max(130, Console().width)).print(table)
 
 
 if __name__ == "__main__":
