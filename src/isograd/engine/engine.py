@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from isograd.comm import raw
 from isograd.comm.notes import gather_notes
 from isograd.contract import contracts
-from isograd.engine import batches, evaluation, heap, matrices, norm, start, totals
+from isograd.engine import batches, evaluation, matrices, norm, start, totals
 from isograd.engine.across import Across
 from isograd.engine.batches import call
 from isograd.engine.blame import Blame, blame
@@ -134,7 +134,6 @@ class Engine:
         self._tallies = Tallies(model, mesh)
         self._counts_ahead = self._tallies.ahead()
         self._watch = start.Watch(model, self.plan, moving=stage == 3)
-        heap.keep(mesh.device)
         for slot in self.plan.slots:
             start.replace_hook(slot.parameter, self.ledger.hook(slot))
 

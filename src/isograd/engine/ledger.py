@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from isograd.comm import raw
-from isograd.engine import start
+from isograd.engine import heap, start
 from isograd.engine.flights import Flights, zeros_of
 from isograd.engine.plan import Bucket, Plan, Slot
 from isograd.engine.precision import LossScale
@@ -118,6 +118,7 @@ class Ledger:
             slot: [(slot.parameter, Withheld(slot.parameter, slot.name))] for slot in plan.slots if withholds
         }
         self._withheld: set[Slot] = set()  # whose `.grad` is a stand-in
+        heap.keep(mesh.device)
 
     def shows(self, masters: dict[str, nn.Parameter]) -> None:
         """Tensors that the optimizer steps in place of parameters: their `.grad` is withheld, too."""
