@@ -266,15 +266,14 @@ def _of_logits(
     """
     counts, column, here = _columns(labels, logits.shape[1], first, ignore)
     wrong = outside(labels, vocab, ignore)
-    own_share, probabilities, (top, denominator, label_logit) = _softmax(logits, column, here, group)
+    own_top, exps, (top, denominator, label_logit) = _exponentials(logits, column, here, group)
     losses = torch.where(counts, denominator.log() + top - label_logit, 0).masked_fill(wrong, torch.nan)
     if not need_gradient:
         return losses, None
-    share = torch.where(counts, own_share, 0).masked_fill(wrong, torch.nan)
-    if share.device.type != "cpu" or not bool((share == 1).all()):  # see _CrossEntropy.backward
-        probabilities *= share[:, None]
-    probabilities[torch.arange(len(labels), device=logits.device), column] -= here.to(logits.dtype)
-    return losses, probabilities
+    share = torch.where(counts, (own_top - top).exp(), 0).masked_fill(wrong, torch.nan)
+    exps *= (share / denominator)[:, None]  # probabilities
+    exps[torch.arange(len(labels), device=logits.device), column] -= here.to(exps.dtype)
+    return losses, exps
 
 
 class _LogProbabilities(torch.autograd.Function):
@@ -297,7 +296,7 @@ class _LogProbabilities(torch.autograd.Function):
             part, target = x[start : start + chunk], labels[start : start + chunk]
             counts, column, here = _columns(target, len(weight), first, ignore)
             logits, _ = _capped((part @ weight.t()).to(wide), softcap)
-            _, _, (top, denominator, label_logit) = _softmax(logits, column, here, group)
+            _, _, (top, denominator, label_logit) = _exponentials(logits, column, here, group)
             log_sum = denominator.log() + top
             log_sums[start : start + chunk] = log_sum
             wrong = outside(target, vocab, ignore)
@@ -352,17 +351,15 @@ def _added(total: Tensor | None, a: Tensor, b: Tensor, wide: torch.dtype) -> Ten
     return total.addmm_(a, b) if a.dtype == wide else total.add_(a @ b)
 
 
-def _softmax(
+def _exponentials(
     logits: Tensor, column: Tensor, here: Tensor, group: Group
 ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
-    """(this slice's share of all probability, the softmax of this slice alone, which overwrites the logits, and what
-    `_combine` makes of all slices)."""
+    """(this slice's largest logit, its exponentials relative to that, which overwrite the logits, and what `_combine`
+    makes of all slices)."""
     own_top = logits.amax(1)
     label_logit = torch.where(here, logits.gather(1, column[:, None])[:, 0], 0)
-    alone = torch.softmax(logits, 1, out=logits)  # row by row: a second pass over memory is saved
-    own_sum = alone.amax(1).reciprocal_()  # of exponentials relative to the largest, whose own is 1
-    top, denominator, label_logit = _combine(own_top, own_sum, label_logit, group)
-    return (own_top - top).exp_().mul_(own_sum).div_(denominator), alone, (top, denominator, label_logit)
+    exps = logits.sub_(own_top[:, None]).exp_()
+    return own_top, exps, _combine(own_top, exps.sum(1), label_logit, group)
 
 
 def _combine(top: Tensor, exps: Tensor, label_logit: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
