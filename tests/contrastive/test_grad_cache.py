@@ -16,7 +16,7 @@ from isograd.comm import raw
 from isograd.contrastive import GradCache, InfoNCE, OfAll, Second, SigLIP, same_rows
 from isograd.contrastive.chunks import Budget
 from isograd.engine import flights
-from isograd.errors import ContrastiveError, EngineError
+from isograd.errors import ContrastiveError, EngineError, IsogradError
 from isograd.mesh import Mesh
 from tests.contrastive.toys import DIM, Found, Towers, assert_same, batch, one_device, sgd, truth, whole
 
@@ -91,6 +91,45 @@ def test_messages_follow_the_formula_whatever_the_chunks_tiles_and_towers(worlds
             assert all(f["reductions"] == f["buckets"] > 1 for f in found)
     for found in worlds(2).run(messages, "dp2 zero3", [1, 4]):
         assert all(f["reductions"] == f["buckets"] > 1 for f in found)
+
+
+# -- exceptions
+
+
+def stumbling(layout: str, in_replay: bool | None) -> tuple[list[str], dict[str, Tensor]]:
+    """An encoder raises on rank 1, in its first pass or in a replay; both ranks catch, discard, and do it again."""
+    model, engine, cache = towers(layout, InfoNCE, tied=False)
+    said: list[str] = []
+
+    def encode(*x: Any) -> Tensor:
+        if not said and torch.is_grad_enabled() is in_replay and engine.mesh.rank == 1:
+            raise KeyError("stumbled")
+        return model.query(*x)  # type: ignore[no-any-return]
+
+    cache.encode = [encode, model.document]
+    mine = batch(engine.mesh.index("dp"), 0, "uneven").towers[:2]
+    if in_replay is not None:
+        try:
+            cache.backward(*mine)
+            engine.step()
+        except (KeyError, IsogradError) as error:
+            said.append(str(error))
+            engine.discard()
+    cache.backward(*mine)
+    return said, {name: gradient.clone() for name, gradient in engine.grads()}
+
+
+@pytest.mark.parametrize("in_replay", [False, True])
+def test_ranks_whose_encoder_fails_in_either_pass_go_on_together(worlds, in_replay: bool) -> None:
+    """What the next step gathers is never taken for vectors of the step that failed."""
+    right = worlds(2).run(stumbling, "dp2 zero1", None)
+    found = worlds(2).run(stumbling, "dp2 zero1", in_replay)
+    assert [len(said) for said, _ in found] == [1, 1], [said for said, _ in found]
+    assert "stumbled" in found[1][0][0]
+    assert "rank 1" in found[0][0][0]
+    assert in_replay or "IG974" in found[0][0][0]
+    for (_, gradients), (_, true) in zip(found, right, strict=True):
+        assert true and all(torch.equal(gradients[name], true[name]) for name in true)
 
 
 # -- random draws

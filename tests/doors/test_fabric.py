@@ -162,3 +162,29 @@ def test_a_loop_that_is_resumed_at_another_stage_ends_as_one_without_a_cut(world
         assert left == {}
         assert codes == ["IG867", "IG866", "IG866", "IG866", "IG866", "IG866", "IG856", "IG855", "IG869"]
         assert kept
+
+
+def weights_after(pattern: str) -> list[float]:
+    """SGD of one rank: b(ackward), c(lip to 1e-3), z(ero_grad), s(tep)."""
+    fabric = fabrics.Fabric(accelerator="cpu", devices=1, strategy=ig.doors.FabricStrategy())
+    fabric.launch()
+    model = net()
+    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    values, _ = micro(0, 1)
+    for kind in pattern:
+        if kind == "b":
+            fabric.backward(model(values).square().mean(), weight=1)
+        elif kind == "c":
+            fabric.clip_gradients(model, optimizer, max_norm=1e-3)
+        elif kind == "z":
+            optimizer.zero_grad()
+        else:
+            optimizer.step()
+    return [float(p.detach().double().sum()) for p in model.parameters()]
+
+
+def test_clipping_ends_with_the_gradients_it_was_asked_for() -> None:
+    with as_lightning_finds_it():
+        assert weights_after("bczbs") == weights_after("bs")
+        assert weights_after("bcs") != weights_after("bs")
+        assert weights_after("bszbs") == weights_after("bsbs"), "a step leaves no gradients"

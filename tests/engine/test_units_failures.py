@@ -304,6 +304,44 @@ def unequal_numbers() -> tuple[str, str]:
     return first, outcome(engine.step)
 
 
+class EndsBadly(Chain):
+    """Raises when all blocks have run."""
+
+    fails = False
+
+    def forward(self, x: Tensor, order: tuple[int, ...] = (0, 1, 2)) -> dict[str, Tensor]:
+        output = super().forward(x, order)
+        if self.fails:
+            raise KeyError("stumbled")
+        return output
+
+
+def without_discard() -> list[str]:
+    """Rank 1 fails at the end of a forward, which rank 0 hears in its backward; both go on without `discard`."""
+    mesh, model = Mesh("dp2 zero3"), EndsBadly()
+    engine = Engine(model, mesh, toys.sgd)
+    said = []
+    for attempt in range(2):
+        model.fails = not attempt and mesh.rank == 1
+        try:
+            engine.backward(*loss_of(model, 0, mesh.rank))
+        except (KeyError, EngineError) as error:
+            said.append(str(error))
+            if attempt:
+                engine.discard()
+    engine.backward(*loss_of(model, 0, mesh.rank))
+    return [*said, str({name: float(g.sum()) for name, g in engine.grads()})]
+
+
+def test_a_rank_that_refuses_a_backward_leaves_no_other_one_waiting(worlds) -> None:
+    first, second = worlds(2).run(without_discard)
+    assert "IG571" in first[0] and "stumbled" in first[0]
+    assert "stumbled" in second[0]
+    assert "IG550" in first[1]
+    assert "IG571" in second[1] and "an earlier one had failed" in second[1]
+    assert first[2] == second[2]
+
+
 def test_unequal_numbers_of_forwards_are_named(worlds) -> None:
     """FAILURES A17: this was a SIGABRT."""
     for first, then in worlds(2).run(unequal_numbers):

@@ -25,6 +25,8 @@ its result is not used. At ZeRO 3, and where experts are cut over ep, a forward 
 chunks run such extra forwards until all ranks are done. Layers of experts do not count them.
 
 Messages of a step, beside those of the encoder's own layers and of the engine's one reduction: one gather of counts;
+one in which each rank says whether its first pass failed, so that no other rank waits for it in the loss (not where a
+forward is a collective: there others have met its absence before);
 those of the loss (for each direction a gather of columns, one of their ids and one of their guides, if given, and a
 reduce-scatter of gradients; around a ring W - 1 and 2 W - 1 shifts; on two ranks without either a gather per tower of
 vectors, and of ids and guides, and one per direction of its rows' totals and weights); under cp one gather per tower;
@@ -60,6 +62,7 @@ from isograd.contrastive.chunks import (
     rows_of,
     set_random_state,
 )
+from isograd.contrastive.encoded import all_encoded
 from isograd.contrastive.lent import Lent
 from isograd.contrastive.losses import Across, PairLoss, do_not_pair
 from isograd.contrastive.watch import Trace, first_unlike, traced
@@ -158,9 +161,16 @@ class GradCache:
             # The first pass and the loss come before the step's backward begins: what they raise leaves the step as it
             # was, while an exception inside `together` makes the whole step unusable.
             budget = Budget(self.keep_mb, engine.model, towers)
-            for tower, chunks in zip(work, most, strict=True):
-                tower.chunks = chunks
-                self._represent(tower, budget, keeps_last=tower is work[-1] and not self._alike)
+            try:
+                for tower, chunks in zip(work, most, strict=True):
+                    tower.chunks = chunks
+                    self._represent(tower, budget, keeps_last=tower is work[-1] and not self._alike)
+            except Exception as error:
+                if not self._alike:
+                    all_encoded(error, mesh)
+                raise
+            if not self._alike:
+                all_encoded(None, mesh)
             self._keep_alike(work)
             loss, leaves = self._loss(work, counted, ids, guides)
             if second is not None:

@@ -54,7 +54,7 @@ class _Trained:
         """Fills the norm, and ends the clipping that was asked for one step."""
         assert self.engine is not None
         norm, strict = self.norm, self.must_be_finite
-        self.engine.clip, self.norm, self.must_be_finite = None, None, False
+        self.zeroed()
         if norm is not None:
             norm.fill_(stats.grad_norm)
         if strict and stats.skipped:
@@ -66,6 +66,11 @@ class _Trained:
                 fix="error_if_nonfinite=False leaves such a step out",
                 where=self.engine.mesh.where(),
             )
+
+    def zeroed(self) -> None:
+        """Nothing is left of clipping that was asked for gradients that are gone."""
+        assert self.engine is not None
+        self.engine.clip, self.norm, self.must_be_finite = None, None, False
 
 
 class FabricStrategy(DDPStrategy):  # type: ignore[misc]
@@ -112,7 +117,7 @@ class FabricStrategy(DDPStrategy):  # type: ignore[misc]
             )
         (one,) = own
         one.engine = Engine(one.module, mesh, onto_shards(optimizer, one.module, mesh))
-        return EngineOptimizer(one.engine, one.stepped)
+        return EngineOptimizer(one.engine, one.stepped, one.zeroed)
 
     def _of(self, module: nn.Module | None) -> Engine:
         engine = self._one(module).engine

@@ -64,9 +64,14 @@ class EngineOptimizer(torch.optim.Optimizer):
     Its groups are the torch optimizer's, so schedulers and callbacks see and set what is stepped with.
     """
 
-    def __init__(self, engine: Engine, told: Callable[[Stats], None] | None = None) -> None:
-        """told: is called with what each step was."""
-        self.engine, self._told = engine, told
+    def __init__(
+        self,
+        engine: Engine,
+        told: Callable[[Stats], None] | None = None,
+        dropped: Callable[[], None] | None = None,
+    ) -> None:
+        """told: is called with what each step was; dropped: when gradients are zeroed."""
+        self.engine, self._told, self._dropped = engine, told, dropped
         self.stats: Stats | None = None  # of the last step
         self._is_accelerate_prepared = True  # accelerate wraps it no further
 
@@ -106,6 +111,8 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Nothing after a step. In the middle of one: the step's gradients are dropped, which all ranks do together."""
+        if self._dropped is not None:
+            self._dropped()
         if not self.engine.ledger.empty:
             self.engine.discard()
 

@@ -109,7 +109,8 @@ class OnEngine(_Base):  # type: ignore[misc]
         refuse(
             self._reasons(),
             "this Trainer reduces, steps or divides by itself",
-            "leave it out; --isograd 'zero3' takes the place of fsdp and deepspeed",
+            "leave it out: --isograd 'zero3' takes the place of fsdp and deepspeed, and ig.losses in your own loop "
+            "that of a loss that divides by itself",
             self.mesh,
         )
 

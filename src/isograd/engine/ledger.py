@@ -299,6 +299,8 @@ class Ledger:
         if self.state in states:
             return
         if self.state is State.FAILED:
+            if self.units is not None:  # the others may have begun theirs, and wait for this rank
+                self.units.abort("refused a backward: an earlier one had failed")
             raise EngineError(
                 "IG550",
                 "a backward of this step failed; the step takes no further one",
