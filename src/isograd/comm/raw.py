@@ -352,7 +352,8 @@ def _to_one(
     move = pg.send if sending else pg.recv
     works = [move([t], peer, tag) for t in tensors]
     handle = Handle(works, keep=tensors, members=[peer] * len(works), group=group)
-    return record.noted_to_one(handle, group, [t[:head] for t in tensors], peer, tag, control, sending)
+    noted = tensors if head is None else [t[:head] for t in tensors]
+    return record.noted_to_one(handle, group, noted, peer, tag, control, sending)
 
 
 # -- collectives, built on it or native --------------------------------------------------------------------------
