@@ -137,15 +137,17 @@ def of_a_block(work: Work, layout: Layout) -> tuple[float, float, float]:
     keys = max(1, (c.kv_heads or c.heads) / layout.tp) * work.head_dim
     stream = c.hidden / (layout.tp if layout.sp else 1)  # the residual stream is cut over tp by sp
     kept = size * 2 * stream + size * 2 * c.hidden  # inputs of both norms; their outputs, which enter tp whole
-    kept += wide * 2 * stream if c.norm == "rms" else 0  # normalised, before the weight
+    passes = size >= 4  # nn/passes.py keeps inputs alone
+    kept += wide * 2 * stream if c.norm == "rms" and not passes else 0  # normalised, before the weight
     kept += size * (2 * inner + 2 * keys)  # queries and result, keys and values
     inside = 4 if c.gated else 2
-    dense = kept + size * inside * c.mlp / layout.tp
-    sparse = kept + _of_experts(c, inside, work, layout)
+    of_mlp = inside - (passes and c.gated and c.activation == "silu")
+    dense = kept + size * of_mlp * c.mlp / layout.tp
+    sparse = kept + _of_experts(c, inside, of_mlp, work, layout)
     return dense, sparse, size * stream
 
 
-def _of_experts(model: TransformerConfig, inside: int, work: Work, layout: Layout) -> float:
+def _of_experts(model: TransformerConfig, inside: int, of_mlp: int, work: Work, layout: Layout) -> float:
     """Bytes per token that a layer of experts saves. Slots are computed by the rank that has their expert, and come
     back; the rest is kept where the token is routed, on one of its tp ranks."""
     c, size, wide = model.experts, work.size, work.wide
@@ -155,7 +157,7 @@ def _of_experts(model: TransformerConfig, inside: int, work: Work, layout: Layou
     places = 8 * (2 if layout.ep == 1 else 4)  # where a slot comes from and goes to
     slot = size * (load * (model.hidden + inside * c.width) + model.hidden) + places
     scored = wide * c.number * (1 + (c.balance == "sequence") + (c.z_weight > 0 and size < wide))
-    return (c.per_token * slot + scored) / layout.tp + size * inside * c.shared / layout.tp
+    return (c.per_token * slot + scored) / layout.tp + size * of_mlp * c.shared / layout.tp
 
 
 def held_layers(work: Work, layout: Layout, index: int) -> float:
