@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from isograd import errors
-from isograd.errors import IsogradError, LayoutError, did_you_mean, nearest
+from isograd.errors import EngineError, IsogradError, LayoutError, did_you_mean, nearest
 
 ROOT = Path(__file__).parents[1]
 CLASSES = [c for c in vars(errors).values() if isinstance(c, type) and issubclass(c, IsogradError)]
@@ -56,6 +56,17 @@ def test_a_message_has_the_code_first_then_every_part_that_was_given() -> None:
         "  where:    rank 3",
     ]
     assert str(IsogradError("IG103", "no such rank")) == "IG103: no such rank"
+
+
+def test_in_a_foreign_loop_functions_of_the_engine_have_the_names_of_that_loop(monkeypatch) -> None:
+    monkeypatch.setattr(errors, "_loop", [])
+    plain = EngineError("IG512", "no weight", fix="call engine.backward")
+    errors.spoken("Fabric", {"engine.backward": "fabric.backward", "engine.step": "optimizer.step()"})
+    told = EngineError("IG512", "no weight", fix="call engine.backward")
+    assert "loop:" not in str(plain)
+    assert "  loop:     in Fabric engine.backward is fabric.backward, engine.step is optimizer.step()" in str(told)
+    assert str(pickle.loads(pickle.dumps(told))) == str(told)
+    assert "loop:" not in str(EngineError("IG512", "no weight"))
 
 
 @pytest.mark.parametrize("value", [0, False, 0.0, ()])

@@ -6,13 +6,21 @@ docs/errors.md is the catalogue; a test holds it to the codes used in the source
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 # Errors of a disk, a machine or a run under way, not of a command line, a config or a file that was given.
 _NO_MISTAKE = {
     "IG580", "IG581", "IG583", "IG290", "IG291", "IG292", "IG293", "IG294", "IG295", "IG296", "IG297", "IG299",
     "IG805", "IG904", "IG918", "IG921", "IG928", "IG930", "IG933", "IG940", "IG945", "IG979", "IG980", "IG981", "IG984",
 }  # fmt: skip
+
+
+_loop: list[str] = []  # what the foreign loop that runs here calls the engine's functions, in one line
+
+
+def spoken(loop: str, names: Mapping[str, str]) -> None:
+    """From now on errors that name a function of the engine say what it is called in `loop`."""
+    _loop[:] = [f"in {loop} {', '.join(f'{ours} is {theirs}' for ours, theirs in names.items())}"]
 
 
 class IsogradError(Exception):
@@ -30,6 +38,7 @@ class IsogradError(Exception):
     ) -> None:
         self.code, self.what = code, what
         self.seen, self.expected, self.fix, self.where = seen, expected, fix, where
+        self.loop = _loop[0] if _loop and "engine." in f"{what} {seen} {expected} {fix}" else None
         super().__init__(code, what)
 
     @property
@@ -39,7 +48,7 @@ class IsogradError(Exception):
 
     def __str__(self) -> str:
         lines = [f"{self.code}: {self.what}"]
-        for label in ("seen", "expected", "fix", "where"):
+        for label in ("seen", "expected", "fix", "loop", "where"):
             value = getattr(self, label)
             if value is not None:
                 lines.append(f"  {label + ':':<10}{value}")

@@ -188,3 +188,16 @@ def test_clipping_ends_with_the_gradients_it_was_asked_for() -> None:
         assert weights_after("bczbs") == weights_after("bs")
         assert weights_after("bcs") != weights_after("bs")
         assert weights_after("bszbs") == weights_after("bsbs"), "a step leaves no gradients"
+
+
+def test_an_error_of_the_engine_names_what_fabric_has_in_its_place() -> None:
+    with as_lightning_finds_it():
+        fabric = fabrics.Fabric(accelerator="cpu", devices=1, strategy=ig.doors.FabricStrategy())
+        fabric.launch()
+        model = net()
+        model, _ = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        fabric.backward(model(micro(0, 1)[0]).sum(), weight=1)
+        with pytest.raises(
+            ig.IsogradError, match=r"IG551(.|\n)*in Fabric .*engine.grads\(\) is fabric.strategy.engine"
+        ):
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

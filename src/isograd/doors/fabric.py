@@ -28,7 +28,7 @@ from isograd.doors.optimizer import EngineOptimizer, onto_shards
 from isograd.doors.weights import Heard
 from isograd.doors.world import mesh_of, names_lost, refuse
 from isograd.engine import Engine, Stats
-from isograd.errors import DoorError
+from isograd.errors import DoorError, spoken
 
 if "lightning_fabric" in sys.modules and "lightning" not in sys.modules:
     from lightning_fabric.strategies import STRATEGY_REGISTRY, DDPStrategy
@@ -38,6 +38,13 @@ else:
     from lightning.fabric.strategies.strategy import _BackwardSyncControl
 
 NAME = "isograd"
+NAMES = {
+    "engine.backward": "fabric.backward(loss, weight=...)",
+    "engine.step": "optimizer.step()",
+    "Engine(clip=...)": "fabric.clip_gradients(model, optimizer, max_norm=...)",
+    "engine.grads()": "fabric.strategy.engine.grads()",
+    "engine.discard()": "fabric.strategy.engine.discard()",
+}
 
 
 @dataclass
@@ -117,6 +124,7 @@ class FabricStrategy(DDPStrategy):  # type: ignore[misc]
             )
         (one,) = own
         one.engine = Engine(one.module, mesh, onto_shards(optimizer, one.module, mesh))
+        spoken("Fabric", NAMES)
         return EngineOptimizer(one.engine, one.stepped, one.zeroed)
 
     def _of(self, module: nn.Module | None) -> Engine:

@@ -22,7 +22,7 @@ from isograd.doors.optimizer import EngineOptimizer, onto_shards
 from isograd.doors.weights import rows_in
 from isograd.doors.world import Loop, lost, mesh_of, refuse
 from isograd.engine import Engine
-from isograd.errors import DoorError
+from isograd.errors import DoorError, spoken
 
 if "pytorch_lightning" in sys.modules and "lightning" not in sys.modules:
     import pytorch_lightning as lightning
@@ -34,6 +34,13 @@ else:
     from lightning.pytorch.trainer import call
 
 NAME = "isograd"
+NAMES = {
+    "engine.backward": 'what Trainer.fit does with the loss and the "weight" that training_step returns',
+    "engine.step": "what follows it",
+    "Engine(clip=...)": "Trainer(gradient_clip_val=...)",
+    "engine.grads()": "trainer.strategy.engine.grads()",
+    "engine.discard()": "trainer.strategy.engine.discard()",
+}
 
 
 class LightningStrategy(DDPStrategy):  # type: ignore[misc]
@@ -85,6 +92,7 @@ class LightningStrategy(DDPStrategy):  # type: ignore[misc]
         optimizer = onto_shards(self.optimizers[0], module, mesh)
         engine = Engine(module, mesh, optimizer, clip=trainer.gradient_clip_val or None)
         self.optimizers = [EngineOptimizer(engine)]
+        spoken("Lightning", NAMES)
         self._loop = Loop(mesh)
         self._loop.begin()
 

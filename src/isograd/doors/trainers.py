@@ -32,12 +32,19 @@ from isograd.doors.weights import labels_in, routed_in, rows_in, shifts_labels
 from isograd.doors.world import ends_alike, layout_said, mesh_of, need, note_end, refuse
 from isograd.engine import Engine, Stats
 from isograd.engine.dropped import is_dropped
-from isograd.errors import DoorError, EngineError
+from isograd.errors import DoorError, EngineError, spoken
 from isograd.mesh import Mesh
 from isograd.terms import Terms
 
 T = TypeVar("T")
 FOLDER = "isograd"  # of the engine's state, inside the Trainer's folder of a checkpoint
+NAMES = {
+    "engine.backward": "what training_step does with the loss",
+    "engine.step": "what follows it",
+    "Engine(clip=...)": "max_grad_norm",
+    "engine.grads()": "trainer.engine.grads()",
+    "engine.discard()": "trainer.engine.discard()",
+}
 STEPS_IN_BACKWARD = ("lomo", "adalomo", "layerwise")
 
 
@@ -153,6 +160,7 @@ class OnEngine(_Base):  # type: ignore[misc]
         except EngineError as error:
             raise self._of_optimizer(error) if error.code == "IG542" else error from None
         self.optimizer = EngineOptimizer(engine, self._stepped)
+        spoken("the Trainer", NAMES)
         self.model._isograd_trained_by = id(engine)
         if self._listening is not None:
             self._listening.remove()

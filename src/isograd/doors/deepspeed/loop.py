@@ -35,7 +35,7 @@ from isograd.doors.optimizer import EngineOptimizer, onto_shards
 from isograd.doors.weights import Heard
 from isograd.doors.world import mesh_of, names_lost
 from isograd.engine import Engine, Stats
-from isograd.errors import DoorError
+from isograd.errors import DoorError, spoken
 from isograd.inside import write_text
 from isograd.mesh import Mesh
 from isograd.outside import CONFIG, read_json, read_text
@@ -124,6 +124,7 @@ class LoopEngine(nn.Module):
         clip = settings.clip or None
         self.engine = Engine(model, mesh, moved, clip=clip, offload=settings.offload)
         self.optimizer = EngineOptimizer(self.engine, self._stepped)
+        spoken("DeepSpeed's loop", NAMES)
         plan = scheduler if scheduler is not None else settings.schedule
         self.lr_scheduler: Any = plan(self.engine.optimizer) if callable(plan) else plan
         self.training_dataloader: DataLoader[Any] | None = None
@@ -379,4 +380,9 @@ class LoopEngine(nn.Module):
             )
 
 
+NAMES = {
+    "Engine(clip=...)": "gradient_clipping of the config",
+    "engine.grads()": "engine.engine.grads()",
+    "engine.discard()": "engine.engine.discard()",
+}
 COUNTS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
