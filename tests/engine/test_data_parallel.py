@@ -172,6 +172,52 @@ def ranks_run_out_of_batches() -> None:
 # -- names
 
 
+def parameters_of_the_loss_alone() -> None:
+    """Their gradients come before those of any output, from which the rows of a batch are known."""
+    rank, ranks = raw.world()
+    batches = [torch.randn(1 + 4 * r, 3, dtype=torch.float64, generator=seeded(r)) for r in range(ranks)]
+
+    def loss_of(model: nn.Module, module: nn.Module, x: Tensor) -> Tensor:
+        return (model(x).square().sum(1) * torch.exp(-module.noise) + module.noise).mean()
+
+    one, module = (linear().double() for _ in range(2))
+    for each in (one, module):
+        each.weight.data.fill_(0.5)
+        each.bias.data.fill_(0.25)
+        each.register_parameter("noise", nn.Parameter(torch.tensor(0.3, dtype=torch.float64)))
+    loss_of(one, one, torch.cat(batches)).backward()
+    model = DataParallel(module)
+    for sync in (nullcontext, model.no_sync):
+        model.zero_grad()
+        with sync():
+            loss_of(model, module, batches[rank]).backward()
+        if sync is not nullcontext:
+            loss_of(model, module, batches[rank]).backward()
+            for parameter in module.parameters():
+                parameter.grad /= 2
+        assert_close(gradients(module), gradients(one), sync.__name__)
+
+
+def past_the_model_on_one_rank() -> None:
+    """The other one is told why; the next step is right."""
+    rank, ranks = raw.world()
+    model, one = DataParallel(linear()), linear()
+    one.load_state_dict(model.state_dict())
+    with pytest.raises(IsogradError, match="IG550(.|\n)*IG549" if rank else "IG549"):
+        (model if rank else model.module)(torch.ones(2 + rank, 3)).mean().backward()
+    model.zero_grad()
+    batches = [torch.randn(1 + 4 * r, 3, generator=seeded(r)) for r in range(ranks)]
+    model(batches[rank]).square().mean().backward()
+    one(torch.cat(batches)).square().mean().backward()
+    for name, expected in gradients(one).items():
+        error = (gradients(model.module)[name] - expected).norm()
+        assert float(error) <= 1e-6 * float(expected.norm()), name
+
+
+def seeded(number: int) -> torch.Generator:
+    return torch.Generator().manual_seed(number)
+
+
 def names_of_a_state_dict() -> None:
     torch.manual_seed(raw.world()[0])  # unlike, until the first rank's values are broadcast
     plain, model = Shared(), DataParallel(Shared())
@@ -330,6 +376,8 @@ def an_engine_takes_over() -> None:
     "act",
     [
         ranks_run_out_of_batches,
+        parameters_of_the_loss_alone,
+        past_the_model_on_one_rank,
         names_of_a_state_dict,
         recomputed,
         several_forwards_and_losses_and_gradients_of_inputs,
@@ -359,6 +407,24 @@ def some_weighed() -> None:
     (model.weigh(loss, 3) if rank == 1 else loss).backward()
 
 
+def past_the_model() -> None:
+    DataParallel(linear()).module(torch.ones(2, 3)).mean().backward()
+
+
+def past_the_model_in_a_window() -> None:
+    model = DataParallel(linear())
+    with model.no_sync():
+        model.module(torch.ones(2, 3)).mean().backward()
+    model(torch.ones(2, 3)).mean().backward()
+
+
+def weighed_in_part() -> None:
+    inside = linear()
+    inside.register_parameter("noise", nn.Parameter(torch.ones(())))
+    model = DataParallel(inside)
+    (model.weigh(model(torch.ones(2, 3)).mean(), 2) + inside.noise.square()).backward()
+
+
 def weighed_below_zero() -> None:
     model = DataParallel(linear())
     model.weigh(model(torch.ones(2, 3)).sum(), -1)
@@ -380,6 +446,9 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: DataParallel(linear(), output_device="meta"), "IG534"),
     (some_weighed, "IG535"),
     (weighed_below_zero, "IG515"),
+    (past_the_model, "IG549"),
+    (past_the_model_in_a_window, "IG549"),
+    (weighed_in_part, "IG538"),
     (unfrozen_later, "IG517"),
     (lambda: DataParallel(linear().requires_grad_(False)), "IG501"),
 ]

@@ -27,6 +27,18 @@ from isograd.engine import DataParallel
 from isograd.errors import DoorError
 
 
+class Prepared(DataParallel):
+    """With the attributes of the module, which accelerate leaves bare in one process: `model.config`."""
+
+    _is_accelerate_prepared: bool
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     """Takes the place of accelerate's; see the head of this file. The arguments are the same."""
 
@@ -66,16 +78,18 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
         """accelerate's, with `ig.DataParallel` around a model that trains, in one process too."""
-        if isinstance(model, DataParallel):
-            self._replicated += [] if any(model is one for one in self._replicated) else [model]
-            return super().prepare_model(model, device_placement, evaluation_mode)  # type: ignore[no-any-return]
+        if isinstance(model, DataParallel):  # prepared twice, or by another accelerator
+            if not any(model is one for one in self._replicated):
+                self._replicated.append(model)
+                super().prepare_model(model.module, device_placement, evaluation_mode=True)
+            return model
         vars(model).pop("_is_accelerate_prepared", None)  # bare: by another accelerator, or for evaluation
         model = super().prepare_model(model, device_placement, evaluation_mode=True)
         if evaluation_mode or not any(parameter.requires_grad for parameter in model.parameters()):
             return model
         options = self.ddp_handler.to_kwargs() if self.ddp_handler is not None else {}
-        wrapped = DataParallel(model, **options)
-        wrapped._is_accelerate_prepared = True  # type: ignore[assignment]
+        wrapped = Prepared(model, **options)
+        wrapped._is_accelerate_prepared = True
         self._replicated.append(wrapped)
         return wrapped
 

@@ -103,7 +103,11 @@ class DataParallel(nn.Module):
         self.reducer = _Reducer()
         self._running = False  # whether autograd will call `_end`
         self._reached = False  # whether the running backward has reached a parameter
-        self._rows: int | None = None  # of the batch that the running backward is of
+        self._rows: int | None = None  # of the batch that the running backward is of, once it has `_met_output`
+        self._met_output = False
+        self._early: list[
+            tuple[Slot, Tensor | None]
+        ] = []  # gradients that came before that: of a loss's own parameters
         self._weight: float | None = None  # that the next backward was given
         self._factor = 1.0  # of it, that a half-precision loss could not be scaled with
         for slot in self._plan.slots:
@@ -122,7 +126,7 @@ class DataParallel(nn.Module):
             )
         output = self.module(*args, **kwargs)
         leaves = [t for t in tree.tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.dim()]
-        begin = partial(self._begin, len(leaves[0]) if leaves else None)
+        begin = partial(self._meets_output, len(leaves[0]) if leaves else None)
         for tensor in differentiable(output) if torch.is_grad_enabled() else ():
             tensor.register_hook(begin)
         return output
@@ -157,12 +161,15 @@ class DataParallel(nn.Module):
 
     def _note(self, weight: float, factor: float) -> None:
         """A weighed loss goes backward."""
-        if self._weight is not None:
+        seen = f"weigh(..., {self._weight}) and weigh(..., {weight}) in the graph of one loss"
+        if self._early:  # a gradient that does not come through the weighed loss
+            seen = f"weigh(..., {weight}), and {self._early[0][0].name!r} has a gradient of what was added to it"
+        if self._weight is not None or self._early:
             error = EngineError(
                 "IG538",
                 "one backward has two weights",
-                seen=f"weigh(..., {self._weight}) and weigh(..., {weight}) in the graph of one loss",
-                expected="one call of weigh for each backward",
+                seen=seen,
+                expected="one call of weigh for each backward, of the whole loss",
                 fix="add the losses first and weigh their sum, or go backward from each",
                 where=self.mesh.where(),
             )
@@ -190,8 +197,7 @@ class DataParallel(nn.Module):
 
     def discard(self) -> None:
         """Drop what all backwards since the last `zero_grad` have gathered; every rank calls it. `.grad` is None."""
-        self._running = self._reached = False
-        self._weight, self._factor = None, 1.0
+        self._forget()
         if not is_dropped(self._ledger):
             self._meet(Status.DISCARDS)
             mark_handled(self._ledger)
@@ -243,15 +249,21 @@ class DataParallel(nn.Module):
             self._ledger.fail("a backward raised, and the next batch began")
             self.discard()
 
-    def _begin(self, rows: int | None, _: Tensor | None = None) -> None:
+    def _begin(self) -> None:
         """An output's gradient, or a parameter's, is there."""
         if not self._running:
-            self._running, self._rows = True, rows
+            self._running = True
             Variable._execution_engine.queue_callback(self._end)
+
+    def _meets_output(self, rows: int | None, _: Tensor) -> None:
+        """The gradient of an output of a batch of `rows` is there."""
+        self._begin()
+        if not self._met_output:
+            self._met_output, self._rows = True, rows
 
     def _entering(self, _: Tensor) -> None:
         """Before a gradient is added to `.grad`."""
-        self._begin(None)
+        self._begin()
         if not self._reached:
             self._window.open()
             self._ledger.begin(Leave.EAGER if self.require_backward_grad_sync else Leave.AT_END)
@@ -259,6 +271,12 @@ class DataParallel(nn.Module):
 
     def _arrived(self, slot: Slot, parameter: Tensor) -> None:
         gradient, parameter.grad = parameter.grad, None
+        if self._weight is None and not self._met_output:
+            self._early.append((slot, gradient))
+        else:
+            self._take(slot, gradient)
+
+    def _take(self, slot: Slot, gradient: Tensor | None) -> None:
         factor = self._own_rows if self._weight is None else self._factor
         if gradient is not None and (factor == 0 or self._weight == 0):
             gradient = torch.zeros_like(gradient)  # not even NaN
@@ -275,16 +293,24 @@ class DataParallel(nn.Module):
         return 1.0 if self._rows is None else float(self._rows)
 
     def _end(self) -> None:
-        reached, self._running, self._reached = self._reached, False, False
-        weight, self._weight, self._factor = self._weight, None, 1.0
-        if not reached:  # torch.autograd.grad: no parameter's business
+        reached, weight, rows, known = self._reached, self._weight, self._own_rows, self._met_output
+        if reached:  # not torch.autograd.grad, which is no parameter's business
+            for slot, gradient in self._early:
+                self._take(slot, gradient)
+        self._forget()
+        if not reached:
             return
         self._ledger.end()
-        self._window.add(weight, self._own_rows)
+        self._window.add(weight, rows, known)
         if self.require_backward_grad_sync:
             self._synchronize()
         else:
             self._window.show_own()
+
+    def _forget(self) -> None:
+        """No backward is running."""
+        self._running = self._reached = self._met_output = False
+        self._weight, self._factor, self._rows, self._early = None, 1.0, None, []
 
     # -- all ranks together
 

@@ -32,6 +32,7 @@ class Window:
         self.drops = 0  # windows that were dropped
         self.steps = 0  # of optimizers, where they are counted
         self.stepping = 0  # steps that were begun, and are not over
+        self.unknown = False  # whether nothing says what a loss of this window is the mean of
         self.weighed = self.plain = False  # which kinds of backwards there were since gradients were last cleared
         self._left: dict[Slot, tuple[Tensor, int]] = {}  # what we left in `.grad`, and its version
         self._own = False  # whether that is this rank's own sum
@@ -60,7 +61,7 @@ class Window:
         ledger = self.ledger
         if everything and cleared:
             ledger.local, ledger.used, ledger.told.weight = {}, set(), 0.0
-            self.before, self.backwards = {}, 0
+            self.before, self.backwards, self.unknown = {}, 0, False
         elif cleared:
             self._torn = True
         for slot in ledger.local:  # it may have been edited; of half precision it is a copy
@@ -75,10 +76,10 @@ class Window:
             return True
         return (gradient is not left or gradient._version != version) and not bool(gradient.any())
 
-    def add(self, weight: float | None, rows: float) -> None:
-        """A backward of this window has ended. `weight`: what `weigh` was given."""
+    def add(self, weight: float | None, rows: float, known: bool) -> None:
+        """A backward of this window has ended. `weight`: what `weigh` was given. `known`: `rows` are a batch's."""
         if weight is None:
-            self.plain = True
+            self.plain, self.unknown = True, self.unknown or not known
         else:
             self.weighed = True
         self.backwards += 1
@@ -90,6 +91,15 @@ class Window:
 
     def problem(self, mesh: Mesh) -> EngineError | None:
         """What this rank alone can see is wrong."""
+        if self.unknown and (mesh.size("world") > 1 or self.backwards > 1):
+            return EngineError(
+                "IG549",
+                "a loss counts by its rows, and they are not known",
+                seen="a backward of a loss that no output of model(...) is a part of, without weigh",
+                expected="the loss of what model(...) returned, not model.module or a method of it",
+                fix="call model(...); or loss = model.weigh(loss, rows) (accelerate: backward(loss, weight=rows))",
+                where=mesh.where(),
+            )
         if not self._torn:
             return None
         return EngineError(
@@ -128,7 +138,7 @@ class Window:
                 found[slot] = None if before is None else before.mul_(keep)
             self.totals[slot] += weight
         self._leave(found, own=False)
-        self.before, self.backwards = {}, 0
+        self.before, self.backwards, self.unknown = {}, 0, False
         self.ledger.clear()
 
     def show_own(self) -> None:
@@ -143,6 +153,7 @@ class Window:
         """
         self._leave({}, own=False)
         self.before, self.backwards, self._torn, self.drops = {}, 0, False, self.drops + 1
+        self.unknown = False
         self.totals, self.weighed, self.plain = dict.fromkeys(self.slots, 0.0), False, False
 
     def _leave(self, gradients: dict[Slot, Tensor] | dict[Slot, Tensor | None], own: bool) -> None:
