@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from benchmarks.contestant import Contestant, Entry, adamw
 from benchmarks.pipeline_peers import passed_bytes, split
+from benchmarks.sequence_peers import ulysses_bytes
 from benchmarks.task import Batch, Sizes
 from benchmarks.tensor_peers import stream_bytes
 from isograd.pipeline.schedule import Action, Timed, build
@@ -126,11 +127,28 @@ class PipelineFloor(Floor):
         return ("FBI".index(action.kind) * self.schedule.stages + action.stage) * 1000 + action.micro
 
 
-class TensorFloor(Floor):
+class Exchanges(Floor):
+    """A floor whose ranks send one part to each other rank at a time."""
+
+    part: Tensor
+    arrived: Tensor
+
+    def __init__(self, rank: int, world: int) -> None:
+        self.rank, self.world = rank, world
+
+    def exchange(self) -> None:
+        for distance in range(1, self.world):
+            to, source = (self.rank + distance) % self.world, (self.rank - distance) % self.world
+            for work in [dist.isend(self.part, to), dist.irecv(self.arrived, source)]:
+                assert work is not None
+                work.wait()
+
+
+class TensorFloor(Exchanges):
     """A rank's part of every product, and the sums of the stream between all ranks, as exchanges of its parts."""
 
     def __init__(self, sizes: Sizes, rank: int, world: int) -> None:
-        self.rank, self.world = rank, world
+        super().__init__(rank, world)
         rows = sizes.batch * sizes.seq
         self.whole = Layers(sizes, rows, sizes.layers, True, world)
         self.part = torch.zeros(rows // world, sizes.hidden)
@@ -143,20 +161,44 @@ class TensorFloor(Floor):
         self.whole.inputs()
         self.whole.gradients()
         for _ in range(self.sums):
-            self._exchange()  # parts of the sum to their owners
+            self.exchange()  # parts of the sum to their owners
             self.part.add_(self.arrived, alpha=0.0)
-            self._exchange()  # and back
+            self.exchange()  # and back
 
-    def _exchange(self) -> None:
-        for distance in range(1, self.world):
-            to, source = (self.rank + distance) % self.world, (self.rank - distance) % self.world
-            for work in [dist.isend(self.part, to), dist.irecv(self.arrived, source)]:
-                assert work is not None
-                work.wait()
+
+class UlyssesFloor(Exchanges):
+    """All products of a rank's tokens, attention of its heads over all tokens, what attention sends, and the sums of
+    all gradients, block by block, with the update."""
+
+    def __init__(self, sizes: Sizes, rank: int, world: int) -> None:
+        super().__init__(rank, world)
+        rows, inner = sizes.batch * sizes.seq // world, sizes.hidden // world
+        self.whole = Layers(sizes, rows, sizes.layers, True, 1)
+        shape = sizes.batch, sizes.heads // world, sizes.seq, sizes.hidden // sizes.heads
+        self.whole.heads = [torch.randn(shape).requires_grad_() for _ in range(3)]
+        self.attention = [torch.zeros(rows, inner) for _ in range(2)]  # sent and arrived
+        self.sent = 8 * sizes.layers  # q, k, v and what attention returns, forward and backward
+        self.gradient = [torch.zeros(sizes.parameters() // sizes.layers // world) for _ in range(2)]
+        self.updated(sizes.parameters())
+        self.layers = sizes.layers
+
+    def backward(self, batch: Batch) -> None:
+        self.whole.forward()
+        self.whole.inputs()
+        self.whole.gradients()
+        self.part, self.arrived = self.attention
+        for _ in range(self.sent):
+            self.exchange()
+        self.part, self.arrived = self.gradient
+        for _ in range(self.layers):
+            self.exchange()  # parts of the sum to their owners
+            self.part.add_(self.arrived, alpha=0.0)
+            self.exchange()  # and back
 
 
 PIPELINE = [
     Entry("floor of 1f1b", partial(PipelineFloor, schedule="1f1b"), passed_bytes),
     Entry("floor of zb", partial(PipelineFloor, schedule="zb"), passed_bytes),
 ]
+ULYSSES = [Entry("floor of ulysses", UlyssesFloor, ulysses_bytes)]
 TENSOR = [Entry("floor", TensorFloor, stream_bytes)]

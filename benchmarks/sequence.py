@@ -7,13 +7,14 @@ One sequence per step, cut over all ranks; each length is a race of its own. The
 benchmarks.data_parallel. The wire's lower bound is the gradient's, and what attention must move: for Ulysses q, k, v
 and the output, for the ring the keys and values that others see and the gradients they send home, of the rank that
 sends most. With uneven labels the first three eighths of the sequence have none. Memory: benchmarks.sequence_memory.
+With --no-errors the floor of Ulysses races, too (benchmarks.floors).
 """
 
 from __future__ import annotations
 
 import dataclasses
 
-from benchmarks import ours, report, sequence_peers
+from benchmarks import floors, ours, report, sequence_peers
 from benchmarks.contestant import ONE
 from benchmarks.task import Sizes
 
@@ -25,7 +26,8 @@ def main() -> None:
     parser.add_argument("--lengths", nargs="+", type=int, default=[1024, 2048, 4096], help="tokens in the sequence")
     parser.set_defaults(batch=1, rounds=3, steps=1)
     chosen = parser.parse_args()
-    entries = report.chosen_of([ONE, *sequence_peers.HERE, *ours.SEQUENCE], chosen.only)
+    bottom = floors.ULYSSES if chosen.no_errors else []  # it has no gradients to compare
+    entries = report.chosen_of([ONE, *bottom, *sequence_peers.HERE, *ours.SEQUENCE], chosen.only)
     for length in chosen.lengths:
         if length % (2 * chosen.ranks):
             raise SystemExit(f"--lengths {length}: twice the {chosen.ranks} ranks must divide it, for equal work")
