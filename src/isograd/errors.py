@@ -6,6 +6,7 @@ docs/errors.md is the catalogue; a test holds it to the codes used in the source
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping
 
 # Errors of a disk, a machine or a run under way, not of a command line, a config or a file that was given.
@@ -15,6 +16,7 @@ _NO_MISTAKE = {
 }  # fmt: skip
 
 
+_ENGINE = re.compile(r"\b[Ee]ngine\b")
 _loop: list[str] = []  # what the foreign loop that runs here calls the engine's functions, in one line
 
 
@@ -38,7 +40,7 @@ class IsogradError(Exception):
     ) -> None:
         self.code, self.what = code, what
         self.seen, self.expected, self.fix, self.where = seen, expected, fix, where
-        self.loop = _loop[0] if _loop and "engine." in f"{what} {seen} {expected} {fix}" else None
+        self.loop = _loop[0] if _loop and _ENGINE.search(f"{what} {expected} {fix}") else None
         super().__init__(code, what)
 
     @property

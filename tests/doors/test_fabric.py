@@ -201,3 +201,26 @@ def test_an_error_of_the_engine_names_what_fabric_has_in_its_place() -> None:
             ig.IsogradError, match=r"IG551(.|\n)*in Fabric .*engine.grads\(\) is fabric.strategy.engine"
         ):
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def test_of_several_models_each_has_its_own_engine() -> None:
+    with as_lightning_finds_it():
+        fabric = fabrics.Fabric(accelerator="cpu", devices=1, strategy=ig.doors.FabricStrategy("zero1"))
+        fabric.launch()
+        pairs = [fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1)) for model in (net(), net())]
+        values, _ = micro(0, 1)
+        with pytest.raises(ig.IsogradError, match=r"IG866(.|\n)*model=model"):
+            fabric.backward(pairs[0][0](values).square().mean(), weight=1)
+        for model, optimizer in pairs[:1]:
+            fabric.backward(model(values).square().mean(), model=model, weight=2)
+            optimizer.step()
+    one = net()
+    one(values).square().mean().backward()
+    torch.optim.SGD(one.parameters(), lr=0.1).step()
+    for (name, value), found, untouched in zip(
+        one.state_dict().items(), pairs[0][0].parameters(), pairs[1][0].parameters(), strict=True
+    ):
+        assert torch.allclose(found, value, rtol=1e-9, atol=1e-12), name
+        assert torch.equal(untouched, net().state_dict()[name]), name
+    with pytest.raises(ig.IsogradError, match="IG853"):
+        pairs[0][1].state_dict()

@@ -52,6 +52,9 @@ class Net(lightning.LightningModule):
         loss = self.loss(*batch)
         return {"loss": loss, "weight": (batch[1] != IGNORED).sum()} if self.weighed else loss
 
+    def validation_step(self, batch: Any, _: int) -> None:
+        self.log("held_out", self.loss(*batch), sync_dist=True, batch_size=1)
+
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
         plan = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
@@ -148,3 +151,116 @@ def test_a_fit_that_is_resumed_at_another_stage_ends_as_one_without_a_cut(worlds
         for name, value in expected.items():
             assert torch.allclose(found[name], value, rtol=1e-9, atol=1e-12), name
         assert codes == ["IG851", "IG856", "IG856", "IG867"]
+
+
+class Thaws(lightning.callbacks.BaseFinetuning):
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.net[0])
+
+    def finetune_function(self, *_: Any) -> None: ...
+
+
+def behind_a_fit(folder: str) -> list[Any]:
+    """At ZeRO 3: a validation with the same Trainer, and the weights that it leaves; callbacks that are refused."""
+    trainer, found = fit("zero3", True, folder)
+    module = trainer.lightning_module
+    with as_lightning_finds_it():
+        said = trainer.validate(module, DataLoader([micro(1)], batch_size=None), verbose=False)
+    own = Net(True)
+    own.load_state_dict(found)
+    seen: list[Any] = [said[0]["held_out"], float(own.loss(*micro(1)))]
+    for layout, kind in (
+        ("zero1", Thaws()),
+        ("zero3", lightning.callbacks.StochasticWeightAveraging(1e-2)),
+    ):
+        try:
+            fit(layout, True, folder, callbacks=[kind])
+        except ig.IsogradError as error:
+            seen.append(error.code)
+    return seen
+
+
+def test_behind_a_fit_at_zero3_a_module_is_validated_and_callbacks_that_change_it_are_refused(
+    worlds, tmp_path: Path
+) -> None:
+    for held_out, expected, *codes in worlds(2).run(behind_a_fit, str(tmp_path)):
+        assert held_out == pytest.approx(expected, rel=1e-6)
+        assert codes == ["IG856", "IG856"]
+
+
+class Fails(Net):
+    """In one micro-batch of the last rank."""
+
+    broken = True
+
+    def training_step(self, batch: Any, number: int) -> Any:
+        if self.broken and number == 1 and self.global_rank == self.trainer.world_size - 1:
+            raise ValueError("a bad row")
+        return super().training_step(batch, number)
+
+
+def caught(folder: str, layout: str) -> tuple[str, dict[str, Tensor]]:
+    """A fit that fails on one rank and is caught on all; the module is trained from its first weights again."""
+    module, said = Fails(True), ""
+    first = {name: value.clone() for name, value in module.state_dict().items()}
+    try:
+        fit(layout, True, folder, module=module)
+    except Exception as error:
+        said = str(error)
+    module.broken = False
+    if layout == "zero1":
+        module.load_state_dict(first)
+    return said, fit("zero1", True, folder, module=module)[1]
+
+
+@pytest.mark.parametrize("layout", ["zero1", "zero3"])
+def test_a_fit_that_fails_on_one_rank_and_is_caught_leaves_nothing_behind(worlds, tmp_path: Path, layout: str) -> None:
+    first, last = worlds(2).run(caught, str(tmp_path), layout)
+    assert "a bad row" in last[0] and "rank 1" in first[0] and first[0].startswith("IG"), first[0]
+    for name, value in one_device(True).items():
+        assert torch.allclose(last[1][name], value, rtol=1e-9, atol=1e-12), name
+
+
+class Manual(Net):
+    """Two backwards of a batch, each with its weight."""
+
+    def __init__(self, gives: bool) -> None:
+        super().__init__(True)
+        self.automatic_optimization, self.gives = False, gives
+
+    def training_step(self, batch: Any, number: int) -> None:
+        optimizer, (values, labels) = self.optimizers(), batch
+        optimizer.zero_grad()
+        for part in (slice(0, 1), slice(1, None)):
+            loss, count = self.loss(values[part], labels[part]), (labels[part] != IGNORED).sum()
+            if self.gives:
+                self.manual_backward(loss, weight=count)
+            elif count:
+                self.manual_backward(loss)
+        optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+def test_manual_backwards_have_weights_of_their_own(tmp_path: Path) -> None:
+    given = {"accumulate_grad_batches": 1, "gradient_clip_val": None, "max_steps": 2}
+    _, found = fit("zero1", True, str(tmp_path), module=Manual(True), **given)
+    model = Net(True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for number in range(2):
+        model.loss(*micro(number)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, value in model.state_dict().items():
+        assert torch.allclose(found[name], value, rtol=1e-9, atol=1e-12), name
+
+
+def test_a_step_whose_losses_have_weights_here_and_none_there_is_refused(tmp_path: Path) -> None:
+    class Mixed(Net):
+        def training_step(self, batch: Any, number: int) -> Any:
+            said = super().training_step(batch, number)
+            return said if number % 2 else said["loss"]
+
+    with pytest.raises(ig.IsogradError, match="IG535"):
+        fit("zero1", True, str(tmp_path), module=Mixed(True))

@@ -71,6 +71,7 @@ class Keeper:
         self._buffers: dict[str, Tensor] = {}
         self._writing: Writing | None = None
         self._lock: folders.Lock | None = None
+        state.meet_to_save(engine)
         self._job = str(told(secrets.token_hex(4), self.mesh)[0])
         all_or_none(self._take_folder, f"opening the folder {folder}", self.mesh)
         all_or_none(self._check_shared, f"looking into the folder {folder}", self.mesh)
@@ -101,6 +102,7 @@ class Keeper:
     def save(self, step: int, extra: Mapping[str, Any] | None = None) -> None:
         """Between two steps, on all ranks. `extra` comes back from `load`: JSON, rank 0's counts."""
         self.wait()
+        state.meet_to_save(self.engine)
         self._check_moment(step)
         declared = state.declare(self.engine)
         counts = state.counts(self.engine, declared)

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from isograd.checkpoint import Keeper
 from isograd.doors.optimizer import EngineOptimizer, onto_shards
 from isograd.doors.weights import Heard
-from isograd.doors.world import mesh_of, names_lost, refuse
+from isograd.doors.world import mesh_of, names_in_forward, names_lost, refuse
 from isograd.engine import Engine, Stats
 from isograd.errors import DoorError, spoken
 
@@ -38,10 +38,12 @@ else:
     from lightning.fabric.strategies.strategy import _BackwardSyncControl
 
 NAME = "isograd"
+OTHERWISE = "ig.doors.Accelerator, or ig.Engine in a loop of your own"
 NAMES = {
     "engine.backward": "fabric.backward(loss, weight=...)",
     "engine.step": "optimizer.step()",
     "Engine(clip=...)": "fabric.clip_gradients(model, optimizer, max_norm=...)",
+    "a new Engine": "another fabric.setup",
     "engine.grads()": "fabric.strategy.engine.grads()",
     "engine.discard()": "fabric.strategy.engine.discard()",
 }
@@ -89,6 +91,7 @@ class FabricStrategy(DDPStrategy):  # type: ignore[misc]
         super().__init__(**kwargs)
         self.layout = layout
         self._trained: list[_Trained] = []
+        self._saving = False  # a checkpoint
         self._backward_sync_control = _Sync(self)
 
     @property
@@ -100,7 +103,7 @@ class FabricStrategy(DDPStrategy):  # type: ignore[misc]
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         """The module itself."""
-        self._trained.append(_Trained(module, Heard(module, "fabric.backward", speaks=self.is_global_zero)))
+        self._trained.append(_Trained(module, Heard(module, "fabric.backward", mesh_of(self.layout))))
         return module
 
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -124,6 +127,7 @@ class FabricStrategy(DDPStrategy):  # type: ignore[misc]
             )
         (one,) = own
         one.engine = Engine(one.module, mesh, onto_shards(optimizer, one.module, mesh))
+        names_in_forward(one.engine)
         spoken("Fabric", NAMES)
         return EngineOptimizer(one.engine, one.stepped, one.zeroed)
 
@@ -139,17 +143,18 @@ class FabricStrategy(DDPStrategy):  # type: ignore[misc]
         if len(found) != 1:
             self._refuse(
                 f"{len(found)} modules that could be meant",
-                "one module that was set up with its optimizer; of several: fabric.backward(loss, model=...)",
+                "one module that was set up with its optimizer",
+                "say which of several: fabric.backward(loss, model=model, weight=count)",
             )
         return found[0]
 
-    def _refuse(self, seen: str, expected: str) -> NoReturn:
+    def _refuse(self, seen: str, expected: str, fix: str = OTHERWISE) -> NoReturn:
         raise DoorError(
             "IG866",
             "Fabric asks for what one engine for each module cannot do",
             seen=seen,
             expected=expected,
-            fix="ig.doors.Accelerator, or ig.Engine in a loop of your own",
+            fix=fix,
             where=f"rank {self.global_rank}",
         )
 
@@ -164,7 +169,7 @@ class FabricStrategy(DDPStrategy):  # type: ignore[misc]
         one, engine = self._one(module), self._of(module)
         self.precision.pre_backward(tensor, one.module)
         with names_lost(engine.mesh):
-            engine.backward(tensor, one.heard.weight_of(tensor) if weight is None else weight)
+            engine.backward(tensor, one.heard.weight_of(tensor, weight, engine))
         self.precision.post_backward(tensor, one.module)
 
     def clip_gradients_norm(
@@ -208,14 +213,19 @@ class FabricStrategy(DDPStrategy):  # type: ignore[misc]
             super().load_module_state_dict(module, state_dict, strict)
 
     def get_optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Nothing: the state is saved by all ranks, beside the file."""
-        return {}
+        """In a checkpoint nothing: all ranks save the state beside the file. Asked for by the script: the optimizer's,
+        at zero0 (IG853)."""
+        return {} if self._saving else dict(super().get_optimizer_state(optimizer))
 
     def save_checkpoint(
         self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None
     ) -> None:
         """Fabric's file; and beside it the state of the engines whose optimizers are in it."""
-        super().save_checkpoint(path, state, storage_options, filter)
+        self._saving = True
+        try:
+            super().save_checkpoint(path, state, storage_options, filter)
+        finally:
+            self._saving = False
         for name, engine in _engines(state).items():
             with Keeper(_beside(path, name), engine, keep_last=1) as keeper:
                 keeper.save(1)
@@ -228,6 +238,8 @@ class FabricStrategy(DDPStrategy):  # type: ignore[misc]
             self._refuse("a file of an optimizer alone", "fabric.load(path, {'optimizer': optimizer, ...})")
         engines = _engines(state) if isinstance(state, dict) else {}
         for name, engine in engines.items():
+            if not Path(path).exists():
+                raise FileNotFoundError(f"{path}: no such checkpoint of Fabric's")
             if not _beside(path, name).is_dir():
                 raise DoorError(
                     "IG867",

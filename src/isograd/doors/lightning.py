@@ -14,14 +14,16 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
 from isograd.checkpoint import Keeper
 from isograd.doors.optimizer import EngineOptimizer, onto_shards
-from isograd.doors.weights import rows_in
-from isograd.doors.world import Loop, lost, mesh_of, refuse
+from isograd.doors.weights import Kinds, rows_in
+from isograd.doors.world import Loop, lost, mesh_of, names_in_forward, refuse
 from isograd.engine import Engine
+from isograd.engine.dropped import is_dropped
 from isograd.errors import DoorError, spoken
 
 if "pytorch_lightning" in sys.modules and "lightning" not in sys.modules:
@@ -38,6 +40,7 @@ NAMES = {
     "engine.backward": 'what Trainer.fit does with the loss and the "weight" that training_step returns',
     "engine.step": "what follows it",
     "Engine(clip=...)": "Trainer(gradient_clip_val=...)",
+    "a new Engine": "another fit, with a new Trainer",
     "engine.grads()": "trainer.strategy.engine.grads()",
     "engine.discard()": "trainer.strategy.engine.discard()",
 }
@@ -54,7 +57,8 @@ class LightningStrategy(DDPStrategy):  # type: ignore[misc]
         say where ranks run, such as process_group_backend and timeout."""
         super().__init__(**kwargs)
         self.layout = layout
-        self._weight: float | Tensor = 0.0  # of the batch under way
+        self._weight: float | Tensor | None = None  # of the batch under way, as training_step has said
+        self._rows: int | None = None  # of that batch
         self._syncing, self._rows_said = True, False
         self._loaded_from: Path | None = None
         self._loop: Loop | None = None  # the fit under way
@@ -70,6 +74,18 @@ class LightningStrategy(DDPStrategy):  # type: ignore[misc]
     def configure_ddp(self) -> None:
         """Nothing is wrapped."""
 
+    def connect(self, model: Any) -> None:
+        """Lightning's, before it meets the other ranks: they may still be in the step in which a fit ended here."""
+        left = _left.pop(model, None)
+        if left is not None:
+            left.discard()
+        super().connect(model)
+
+    def setup(self, trainer: Any) -> None:
+        """Lightning's. Behind a fit at ZeRO 3 a module that is looked at or validated is whole for it."""
+        with nullcontext() if trainer.training else self._whole():
+            super().setup(trainer)
+
     def setup_optimizers(self, trainer: Any) -> None:
         """Lightning's, and an engine of the one optimizer."""
         super().setup_optimizers(trainer)
@@ -83,14 +99,19 @@ class LightningStrategy(DDPStrategy):  # type: ignore[misc]
                 "a communication hook": self._ddp_comm_hook or self._model_averaging_period,
                 "a precision with a loss scale ('bf16-mixed' has none)": getattr(self.precision_plugin, "scaler", None),
                 f"gradient_clip_algorithm={algorithm!r}": trainer.gradient_clip_val and algorithm not in (None, "norm"),
+                "BaseFinetuning: it trains other parameters from epoch to epoch": _has(trainer, "BaseFinetuning"),
+                "averages of weights at zero3": mesh.layout.zero == 3
+                and _has(trainer, "WeightAveraging", "StochasticWeightAveraging"),
                 "configure_gradient_clipping": type(module).configure_gradient_clipping is not plain,
             },
             "this fit reduces, scales or clips gradients by itself",
-            "one optimizer; gradient_clip_val=... clips by the norm, on the engine",
+            "one optimizer of what trains in the whole fit; gradient_clip_val=... clips by the norm; averages: zero2",
             mesh,
         )
         optimizer = onto_shards(self.optimizers[0], module, mesh)
         engine = Engine(module, mesh, optimizer, clip=trainer.gradient_clip_val or None)
+        names_in_forward(engine)
+        self._kinds = Kinds(mesh)
         self.optimizers = [EngineOptimizer(engine)]
         spoken("Lightning", NAMES)
         self._loop = Loop(mesh)
@@ -99,6 +120,9 @@ class LightningStrategy(DDPStrategy):  # type: ignore[misc]
     def on_exception(self, exception: BaseException) -> None:
         """Lightning's, of any exception that ends the fit. One of a lost connection names the rank that has ended."""
         super().on_exception(exception)
+        if self.engine is not None and not is_dropped(self.engine.ledger) and not _is_over(self.lightning_module):
+            self.engine.ledger.fail(exception)
+            _left[self.lightning_module] = self.engine
         if self._loop is not None:
             found = lost(exception, self._loop.mesh)
             if found is not None:
@@ -115,23 +139,37 @@ class LightningStrategy(DDPStrategy):  # type: ignore[misc]
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Lightning's; notes the weight of the loss."""
+        self._weight, self._rows = None, rows_in((args, kwargs))
         output = super().training_step(*args, **kwargs)
-        weight = output.get("weight") if isinstance(output, Mapping) else None
+        self._weight = output.get("weight") if isinstance(output, Mapping) else None
+        return output
+
+    def _weight_of(self, given: float | Tensor | None, engine: Engine) -> float | Tensor:
+        """given: by manual_backward, which comes before training_step returns."""
+        weight = self._weight if given is None else given
+        self._kinds.note(engine, weight is not None)
         if weight is None:
             if not self._rows_said and self.is_global_zero:
                 print("isograd: training_step returns no 'weight': losses weigh their rows", file=sys.stderr)
             self._rows_said = True
-        self._weight = (rows_in((args, kwargs)) or 0) if weight is None else weight
-        return output
+        return (self._rows or 0) if weight is None else weight
 
-    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Lightning's hooks around the engine's backward."""
+    def backward(
+        self,
+        closure_loss: Tensor,
+        optimizer: Any,
+        *args: Any,
+        weight: float | Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Lightning's hooks around the engine's backward. weight: of `self.manual_backward(loss, weight=...)`."""
         module, precision = self.lightning_module, self.precision_plugin
         closure_loss = precision.pre_backward(closure_loss, module)
         divided = module.trainer.accumulate_grad_batches if module.automatic_optimization else 1
         engine = self._engine_of("backward")
         with nullcontext() if self._syncing else engine.no_sync():
-            engine.backward(closure_loss * divided if divided > 1 else closure_loss, self._weight)
+            loss = closure_loss * divided if divided > 1 else closure_loss
+            engine.backward(loss, self._weight_of(weight, engine))
         return precision.post_backward(closure_loss, module)  # type: ignore[no-any-return]
 
     @contextmanager
@@ -222,6 +260,19 @@ class LightningStrategy(DDPStrategy):  # type: ignore[misc]
         super().remove_checkpoint(filepath)
         if self.is_global_zero:
             shutil.rmtree(beside(filepath), ignore_errors=True)
+
+
+_left: WeakKeyDictionary[Any, Engine] = WeakKeyDictionary()  # by module: of a fit that an exception ended in a step
+
+
+def _is_over(module: Any) -> bool:
+    """Whether the fit that an exception ends has taken its last step, so that no rank waits in one."""
+    return bool(module.trainer.fit_loop.done)
+
+
+def _has(trainer: Any, *names: str) -> bool:
+    """Whether a callback of one of these classes takes part."""
+    return any(kind.__name__ in names for one in trainer.callbacks for kind in type(one).__mro__)
 
 
 def beside(filepath: Any) -> Path:

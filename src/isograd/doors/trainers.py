@@ -42,6 +42,7 @@ NAMES = {
     "engine.backward": "what training_step does with the loss",
     "engine.step": "what follows it",
     "Engine(clip=...)": "max_grad_norm",
+    "a new Engine": "another Trainer",
     "engine.grads()": "trainer.engine.grads()",
     "engine.discard()": "trainer.engine.discard()",
 }

@@ -9,6 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from isograd.engine import Engine
+from isograd.errors import EngineError
+from isograd.mesh import Mesh
+
 IGNORED = -100  # the label that losses of torch and transformers leave out
 
 
@@ -45,12 +49,34 @@ def own_labels(model: object, batch: Mapping[str, Any]) -> Tensor | None:
     return labels_in(batch, shifted=shifts) if known else None
 
 
+class Kinds:
+    """Of the losses of a step: some with a weight, or all by their rows. The two are no counts of the same things."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh, self._step, self._weighed = mesh, -1, False
+
+    def note(self, engine: Engine, weighed: bool) -> None:
+        """A loss of the step that `engine` has under way."""
+        step = engine.ledger.ended
+        if step == self._step and weighed != self._weighed:
+            raise EngineError(
+                "IG535",
+                "some losses of a step have a weight, and others count by their rows",
+                seen="a loss with a weight, and one without, in one step",
+                expected="a weight for each loss of a step, or for none",
+                fix="give each its weight; 0 for a batch in which nothing counts",
+                where=self._mesh.where(),
+            )
+        self._step, self._weighed = step, weighed
+
+
 class Heard:
     """Listens to a model's forwards: a loss that the model has made of labels weighs these, any other one its rows."""
 
-    def __init__(self, model: nn.Module, call: str, *, speaks: bool) -> None:
-        """call: what was called without weight=, for the line that says so once, where `speaks`."""
-        self._call, self._speaks = call, speaks
+    def __init__(self, model: nn.Module, call: str, mesh: Mesh) -> None:
+        """call: what was called without weight=, for the line by which rank 0 says so once."""
+        self._call, self._speaks = call, mesh.rank == 0
+        self._kinds = Kinds(mesh)
         self._rows = 0
         self._loss: Tensor | None = None  # made by the model's last forward
         self._labels: Tensor | None = None
@@ -62,10 +88,13 @@ class Heard:
             self._loss = output.get("loss") if isinstance(output, Mapping) else None
             self._labels = None if self._loss is None else own_labels(model, kwargs)
 
-    def weight_of(self, loss: Tensor) -> float | Tensor:
-        """What a loss of the last forward is the mean of."""
-        if self._labels is not None and loss is self._loss:
-            return self._labels
+    def weight_of(self, loss: Tensor, given: float | Tensor | None, engine: Engine) -> float | Tensor:
+        """What a loss of the last forward is the mean of: what was given; else what is known of it."""
+        if given is None and self._labels is not None and loss is self._loss:
+            given = self._labels
+        self._kinds.note(engine, given is not None)
+        if given is not None:
+            return given
         if self._speaks:
             print(f"isograd: {self._call} without weight=: losses weigh their rows", file=sys.stderr)
         self._speaks = False

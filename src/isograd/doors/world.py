@@ -13,11 +13,12 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from typing import Any
 
 from isograd.comm import raw
+from isograd.engine import Engine
 from isograd.errors import DoorError, IsogradError
 from isograd.layout import Layout
 from isograd.mesh import Mesh
@@ -198,6 +199,12 @@ def names_lost(mesh: Mesh) -> Iterator[None]:
         if found is None:
             raise
         raise found from error
+
+
+def names_in_forward(engine: Engine) -> None:
+    """The same, where a forward of ZeRO 3 waits for blocks of other ranks."""
+    if engine._units is not None:
+        engine._units.named = partial(lost, mesh=engine.mesh)
 
 
 def lost(error: BaseException, mesh: Mesh) -> DoorError | None:

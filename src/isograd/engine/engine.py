@@ -433,7 +433,7 @@ class Engine:
         ledger.must_be(State.OPEN, State.SETTLED, State.FAILED)
         wrong = wrong or self._watch.problem(self.mesh) or self._optimized.problem(self.mesh)
         problem = ledger.spoiled or (ledger.failure if wrong is None else str(wrong).splitlines()[0])
-        if status is not Status.DISCARDS and problem is not None:
+        if status not in (Status.DISCARDS, Status.SAVES) and problem is not None:
             status = Status.SPOILED if ledger.spoiled else Status.FAILED
         self._meet_units("comes to engine.begin, step, grads or discard", again=status is Status.DISCARDS)
         if announces is None:
@@ -449,7 +449,7 @@ class Engine:
         quiet = status is Status.DISCARDS
         try:
             totals.refuse_failed(table, ledger, problem, quiet)
-            if not quiet:
+            if not quiet and status is not Status.SAVES:
                 self._inputs.check(table.more)
                 if status is Status.BEGINS:
                     return table

@@ -15,13 +15,29 @@ from torch import nn
 from isograd.comm import ops
 from isograd.errors import EngineError
 
+Named = Callable[[BaseException], BaseException | None]
+
+
+def _naming(function: Callable[..., Any], named: Named) -> Callable[..., Any]:
+    def call(*arguments: Any) -> Any:
+        try:
+            return function(*arguments)
+        except (RuntimeError, EngineError) as error:
+            found = named(error)
+            if found is None:
+                raise
+            raise found from error
+
+    return call
+
 
 class Hook:
     """A function that torch calls for one module, and for no copy of it."""
 
-    def __init__(self, function: Callable[..., Any], refuse: Callable[[str], None]) -> None:
-        """`refuse(what)` raises while parameters are absent."""
-        self._function, self._refuse = ops.uncompiled(function), refuse
+    def __init__(self, function: Callable[..., Any], refuse: Callable[[str], None], named: Named | None = None) -> None:
+        """`refuse(what)` raises while parameters are absent. named: what to raise in the place of an error, or None."""
+        self._function = ops.uncompiled(function if named is None else _naming(function, named))
+        self._refuse = refuse
 
     def __call__(self, *arguments: Any) -> Any:
         return self._function(*arguments)

@@ -5,8 +5,10 @@ Each refusal names a state in which gradients would be silently wrong.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -194,6 +196,14 @@ def _refuse_unequal(replicated: list[Record], axes: str, mesh: Mesh) -> None:
 
 def check_loss(loss: Tensor, weight: float | Tensor, mesh: Mesh) -> None:
     """Refuse a loss that backward cannot start from, and a weight that is not one number."""
+    if not isinstance(loss, Tensor):
+        raise EngineError(
+            "IG513",
+            "backward of what is no loss",
+            seen=type(loss).__name__,
+            expected="one tensor, or ig.Terms",
+            where=mesh.where(),
+        )
     if not loss.requires_grad:
         raise EngineError(
             "IG513",
@@ -210,11 +220,12 @@ def check_loss(loss: Tensor, weight: float | Tensor, mesh: Mesh) -> None:
             expected="a scalar: the mean over this rank's tokens, with weight= their number",
             where=mesh.where(),
         )
-    if isinstance(weight, Tensor) and weight.numel() != 1:
+    shape = tuple(weight.shape) if isinstance(weight, Tensor) else ()
+    if math.prod(shape) != 1 or not isinstance(weight, Tensor | Real):
         raise EngineError(
             "IG515",
             "the weight of a loss is not one number",
-            seen=f"shape {tuple(weight.shape)}",
+            seen=f"shape {shape}" if isinstance(weight, Tensor) else repr(weight),
             expected="the number of tokens (rows, ...) the loss is the mean of",
             where=mesh.where(),
         )

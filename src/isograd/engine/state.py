@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from isograd.comm.notes import gather_notes
 from isograd.contract import contracts
 from isograd.engine.plan import Slot, slot_of
+from isograd.engine.totals import Status
 from isograd.errors import EngineError
 from isograd.mesh import DATA, Mesh
 
@@ -456,6 +457,11 @@ def take_generators(found: Iterable[Part], mesh: Mesh) -> None:
 def is_between_steps(engine: Engine) -> bool:
     """Whether nothing of a step is under way: a gradient is not part of what is kept."""
     return engine.ledger.empty and engine.ledger.spoiled is None
+
+
+def meet_to_save(engine: Engine) -> None:
+    """Before a checkpoint all ranks meet. One that steps instead hears of it, and so do the others (IG555)."""
+    engine._meet(Status.SAVES)
 
 
 def drop_step(engine: Engine) -> None:

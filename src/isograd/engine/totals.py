@@ -34,6 +34,7 @@ class Status(IntEnum):
     DISCARDS = 2  # this rank drops the step
     BEGINS = 3  # not at its end: it announces the weights of its terms
     SPOILED = 4  # the optimizer raised in an earlier step: no step is right until a checkpoint is loaded
+    SAVES = 5  # between two steps: a checkpoint is saved
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,11 @@ def unpacked(numbers: Tensor, width: int) -> Tensor:
 
 def refuse_failed(table: Table, ledger: Ledger, problem: str | None, quiet: bool) -> None:
     """All ranks together: when one of them failed or drops the step, all do. `quiet`: this rank asked for it."""
-    mesh, begins = ledger.mesh, table.status == Status.BEGINS
+    mesh, begins, saves = ledger.mesh, table.status == Status.BEGINS, table.status == Status.SAVES
+    if bool(saves.any()):
+        if not bool(saves.all()):
+            raise _saved_apart(saves.nonzero().flatten().tolist(), mesh)
+        return
     if bool((begins | (table.status == Status.FINE)).all()):
         if bool(begins.any()) and not bool(begins.all()):
             raise _begun_apart(begins.nonzero().flatten().tolist(), mesh)
@@ -158,6 +163,17 @@ def refuse_failed(table: Table, ledger: Ledger, problem: str | None, quiet: bool
         seen=f"engine.discard() on ranks {ranks}, engine.step() or engine.grads() here",
         expected="all ranks to discard a step, or none",
         fix="nothing of the step is left, on any rank: continue with the next batch",
+        where=mesh.where(),
+    )
+
+
+def _saved_apart(saves: list[int], mesh: Mesh) -> EngineError:
+    return EngineError(
+        "IG555",
+        "some ranks save a checkpoint while others do not",
+        seen=f"a checkpoint on ranks {saves}; engine.step(), grads() or discard() on the others",
+        expected="all ranks to save, between the same two steps: each writes its own rows",
+        fix="take the saving out of 'if rank == 0:'; nothing of the step is left, on any rank",
         where=mesh.where(),
     )
 

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from isograd.engine.blocks import homes
 from isograd.engine.first import FirstValues
-from isograd.engine.hooks import Hook, guard_state, refuse_absent
+from isograd.engine.hooks import Hook, Named, guard_state, refuse_absent
 from isograd.engine.kept import Kept, alike, keep
 from isograd.engine.lockstep import MEETING, Lockstep, Posted
 from isograd.engine.plan import Slot
@@ -103,11 +103,13 @@ class Units:
         self.root = self.units[0]
         self._lockstep.make_room([unit.kept for unit in self.units])
         self._current = self.root  # whose backward began last
+        self.named: Named = lambda _: None  # a door names lost ranks
         self._hooks = self._hook_into(model)
         model._isograd_units = self  # type: ignore[assignment]
 
     def _hook_into(self, model: nn.Module) -> list[Any]:
-        begins, ends = Hook(self._forward_begins, self._refuse_absent), Hook(self._forward_ends, self._refuse_absent)
+        begins = Hook(self._forward_begins, self._refuse_absent, self._name)
+        ends = Hook(self._forward_ends, self._refuse_absent, self._name)
         handles: list[Any] = [
             model.register_forward_pre_hook(begins, prepend=True),
             model.register_forward_hook(ends, always_call=True),
@@ -115,14 +117,17 @@ class Units:
         for unit in self.units:
             for module in [unit.module] if unit is not self.root else _owners(self.root, self.units):
                 begun: list[int] = []  # numbers of the calls of this module that are not over
-                entering = Hook(self._entering(unit, begun), self._refuse_absent)
-                leaving = Hook(self._leaving(unit, begun), self._refuse_absent)
+                entering = Hook(self._entering(unit, begun), self._refuse_absent, self._name)
+                leaving = Hook(self._leaving(unit, begun), self._refuse_absent, self._name)
                 handles.append(module.register_forward_pre_hook(entering, prepend=True))
                 handles.append(module.register_forward_hook(leaving, always_call=True))
         for module in model.modules():
             if module is model or any(True for _ in module.parameters(recurse=False)):
                 handles += guard_state(module, self._refuse_absent)
         return handles
+
+    def _name(self, error: BaseException) -> BaseException | None:
+        return self.named(error)
 
     # -- forward
 

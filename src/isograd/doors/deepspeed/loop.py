@@ -33,7 +33,7 @@ from isograd.comm.agree import told
 from isograd.doors.deepspeed.settings import Settings, read
 from isograd.doors.optimizer import EngineOptimizer, onto_shards
 from isograd.doors.weights import Heard
-from isograd.doors.world import mesh_of, names_lost
+from isograd.doors.world import mesh_of, names_in_forward, names_lost
 from isograd.engine import Engine, Stats
 from isograd.errors import DoorError, spoken
 from isograd.inside import write_text
@@ -83,6 +83,8 @@ def initialize(
         _refuse("no config", "config=..., a file or a dict; or args.deepspeed_config", mesh)
     if mpu is not None or mesh_param is not None:
         _refuse("mpu or mesh_param", "dp over all ranks; tp and cp: ig.hugging.load and ig.Engine", mesh)
+    if not isinstance(given, str | Path | Mapping):
+        _refuse(f"a {type(given).__name__} as config", "a file, or a dict", mesh)
     if not isinstance(model, nn.Module) or hasattr(model, "mpu"):
         _refuse(f"a {type(model).__name__} as model", "an nn.Module; pipelines: ig.hugging.load under pp", mesh)
     values = dict(given) if isinstance(given, Mapping) else read_json(given, CONFIG, follow=True)
@@ -119,11 +121,15 @@ class LoopEngine(nn.Module):
         make = optimizer if optimizer is not None else settings.optimizer
         if make is None:
             _refuse("no optimizer", "optimizer=..., or one in the config", mesh)
-        made = make if isinstance(make, torch.optim.Optimizer) else make(trained)
+        try:
+            made = make if isinstance(make, torch.optim.Optimizer) else make(trained)
+        except (TypeError, ValueError) as error:
+            _refuse(f"an optimizer whose options torch refuses: {error}", "options of the right kinds", mesh)
         moved = onto_shards(made, model, mesh)
         clip = settings.clip or None
         self.engine = Engine(model, mesh, moved, clip=clip, offload=settings.offload)
-        self.optimizer = EngineOptimizer(self.engine, self._stepped)
+        names_in_forward(self.engine)
+        self.optimizer = EngineOptimizer(self.engine, self._stepped, self._refuse_to_drop)
         spoken("DeepSpeed's loop", NAMES)
         plan = scheduler if scheduler is not None else settings.schedule
         self.lr_scheduler: Any = plan(self.engine.optimizer) if callable(plan) else plan
@@ -131,7 +137,7 @@ class LoopEngine(nn.Module):
         self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = 0
         self._of_step = (0, 0)  # the step under way, by the engine's count, and how many of its micro-batches are over
         self._boundary: bool | None = None  # as the loop has said; None: counted
-        self._heard = Heard(model, "engine.backward", speaks=mesh.rank == 0)
+        self._heard = Heard(model, "engine.backward", mesh)
         self._syncing = True
         if settings.unused and mesh.rank == 0:
             print(f"isograd: of the DeepSpeed config nothing writes to {', '.join(settings.unused)}", file=sys.stderr)
@@ -142,6 +148,8 @@ class LoopEngine(nn.Module):
         except AttributeError:
             if name == "module":
                 raise
+            if name in NOT_HERE:
+                _refuse(f"engine.{name}", "engine(...), engine.backward(loss, weight=...) and engine.step()", self.mesh)
             return getattr(self.module, name)
 
     # -- a micro-batch
@@ -166,7 +174,7 @@ class LoopEngine(nn.Module):
             )  # fmt: skip
         reduces = self._syncing and (self.is_gradient_accumulation_boundary() or self.settings.stage > 1)
         with names_lost(self.mesh), nullcontext() if reduces else self.engine.no_sync():
-            self.engine.backward(loss, self._heard.weight_of(loss) if weight is None else weight)
+            self.engine.backward(loss, self._heard.weight_of(loss, weight, self.engine))
         return loss
 
     @contextmanager
@@ -212,8 +220,17 @@ class LoopEngine(nn.Module):
         self.skipped_steps += stats.skipped
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As the optimizer's: after a step nothing is left; in the middle of one its gradients are dropped."""
+        """Nothing: after a step nothing is left. In the middle of one it is refused."""
         self.optimizer.zero_grad(set_to_none)
+
+    def _refuse_to_drop(self) -> None:
+        """DeepSpeed's own drops gradients at stage 0, keeps them at others, and counts micro-batches on at all."""
+        if self._micros_over() or not self.engine.ledger.empty:
+            _refuse(
+                "zero_grad in the middle of a step",
+                "none, as a step leaves no gradients; or engine.engine.discard(), which drops the step on all ranks",
+                self.mesh,
+            )
 
     def was_step_applied(self) -> bool:
         """Whether the last step was not skipped."""
@@ -230,6 +247,9 @@ class LoopEngine(nn.Module):
     def get_mom(self) -> list[Any]:
         """Betas, or momentum, of each group."""
         return [group.get("betas", group.get("momentum")) for group in self.optimizer.param_groups]
+
+    def destroy(self) -> None:
+        """Nothing: the engine goes with its last reference."""
 
     # -- what the config says
 
@@ -385,4 +405,5 @@ NAMES = {
     "engine.grads()": "engine.engine.grads()",
     "engine.discard()": "engine.engine.discard()",
 }
+NOT_HERE = {"train_batch", "eval_batch", "save_16bit_model", "save_fp16_model", "allreduce_gradients"}
 COUNTS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
