@@ -178,7 +178,7 @@ class UlyssesFloor(Exchanges):
         self.whole.heads = [torch.randn(shape).requires_grad_() for _ in range(3)]
         self.attention = [torch.zeros(rows, inner) for _ in range(2)]  # sent and arrived
         self.sent = 8 * sizes.layers  # q, k, v and what attention returns, forward and backward
-        self.gradient = [torch.zeros(sizes.parameters() // sizes.layers // world) for _ in range(2)]
+        self.gradient = [torch.zeros(-(-sizes.parameters() // (sizes.layers * world))) for _ in range(2)]
         self.updated(sizes.parameters())
         self.layers = sizes.layers
 

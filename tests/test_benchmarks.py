@@ -124,7 +124,7 @@ def test_a_race_becomes_rows_a_table_and_a_picture(tmp_path: Path, capsys: pytes
 @pytest.mark.medium
 def test_floors_send_what_the_bound_says() -> None:
     sizes = replace(Sizes().tiny(), batch=2, micro_batches=2, layers=2)
-    entries = [*floors.PIPELINE, *floors.TENSOR]
+    entries = [*floors.PIPELINE, *floors.TENSOR, *floors.ULYSSES]
     results = race.run(entries, sizes, 2, rounds=1, steps=2, errors=False, attempts=1, settle=1)
     for result in results:  # headers of messages come on top, and they are many beside tiny messages
         assert result.wire[0] >= result.entry.bound(sizes, 2)
