@@ -6,7 +6,7 @@ The model is cut into pp * vpp stages; stage s lives on rank s % pp of the pp ax
                                                   or both            I   backward of the stage's input
                                                                      W   backward of its weights, at any later time
 
-    gpipe   all forwards, then all backwards
+    gpipe   all forwards, then all backwards; the last stage, which waits for nobody, goes back at once
     1f1b    a backward as soon as there is one; as many forwards ahead as the pipeline is deep. With vpp: interleaved
     zb      1f1b with B in its two parts: W fills the time in which a rank would wait (zero-bubble H1)
 
@@ -168,9 +168,15 @@ def build(name: str, pp: int, vpp: int, micro_batches: int) -> Schedule:
 
 def _ahead(name: str, pp: int, vpp: int, rank: int) -> float:
     """How many forwards a rank may be ahead of its backwards: this bounds the memory of activations in 1f1b."""
-    if name == "gpipe":
+    if name == "gpipe" and not _is_end(pp, vpp, rank):
         return math.inf
     return pp - rank if vpp == 1 else (pp - rank - 1) * 2 + (vpp - 1) * pp + 1
+
+
+def _is_end(pp: int, vpp: int, rank: int) -> bool:
+    """Whether a rank holds the last stage and no other. In gpipe, too, its backwards follow their forwards: the head's
+    loss makes much of its gradient in forward, and ranks before it would wait until all micro-batches had done that."""
+    return vpp == 1 and rank == pp - 1
 
 
 def _in_turns(pp: int, vpp: int, rank: int, micro_batches: int, chunks: Sequence[int]) -> list[tuple[int, int]]:
@@ -191,7 +197,7 @@ class _Rank:
         self.weights: list[Action] = []
         self.ahead = _ahead(name, pp, vpp, rank)
         self.room = _ahead(name, pp, vpp, 0)  # as many as the first rank holds: later ranks then have W to delay
-        self.strict = name != "gpipe"
+        self.strict = name != "gpipe" or _is_end(pp, vpp, rank)
         self.held = 0  # whose activations are kept
         self.open = 0  # forwards without their backward
         self.free = 0.0

@@ -176,4 +176,5 @@ def most_in_flight(layout: Layout, micro_batches: int, index: int) -> int:
     if layout.vpp > 1:
         ahead = (layout.pp - index - 1) * 2 + (layout.vpp - 1) * layout.pp + 1
     every = micro_batches * layout.vpp
-    return every if layout.schedule == "gpipe" else min(every, ahead)
+    forwards_first = layout.schedule == "gpipe" and (layout.vpp > 1 or index < layout.pp - 1)
+    return every if forwards_first else min(every, ahead)
