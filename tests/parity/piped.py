@@ -122,9 +122,9 @@ def _norm_of_own_stage() -> Any:
 
     original = engine.norm.global_norm
 
-    def own(rows: Any, world: Group, device: Any) -> float:
+    def own(norms: Any, world: Group, device: Any) -> float:
         data_and_tensor = MESH[0].group("dp cp tp")
-        return original(rows, data_and_tensor, device)
+        return original(norms, data_and_tensor, device)
 
     return patch.object(engine.norm, "global_norm", own)
 

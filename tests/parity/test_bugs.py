@@ -115,8 +115,8 @@ def planted_overflow(alone: bool) -> list[str]:
     """An Inf on rank 1. `alone`: each rank decides from the norm of its own rows."""
     from isograd.engine import norm
 
-    def own_norm(rows: Any, world: Any, device: Any) -> float:
-        return math.sqrt(float(norm._squares(rows, device)))
+    def own_norm(norms: Any, world: Any, device: Any) -> float:
+        return math.sqrt(float(norm._squares(norms, device)))
 
     context = mutants._patched(norm, "global_norm", own_norm if alone else norm.global_norm)
     with context:

@@ -332,15 +332,13 @@ class Engine:
         start.refuse_in_no_sync(self._sync, self.mesh)
         totals = self._settle(whole=True)
         scale = 1.0 / (totals.weight * totals.loss_scale)
-        find_norm = norm.reproducible_norm if self.reproducible else norm.global_norm
-        grad_norm = find_norm(self._paid_once(), self.mesh.group("world"), self._device) * scale
-        skipped = not math.isfinite(grad_norm)
-        ledger = self.ledger
+        grad_norm = self._norm() * scale
+        ledger, skipped = self.ledger, not math.isfinite(grad_norm)
         self.blame = blame(ledger.paid, totals.losses, ledger.flights.not_finite(), self.mesh) if skipped else None
         if not skipped:
             factor = min(1.0, self.clip / (grad_norm + 1e-6)) if self.clip is not None else 1.0
             try:
-                self._optimized.step(self.ledger, scale * factor, totals.unused)
+                self._optimized.step(ledger, scale * factor, totals.unused)
             except BaseException as error:
                 self._end(committed=False)
                 self.ledger.spoiled = headline(mark(error, self.ledger))
@@ -393,10 +391,12 @@ class Engine:
     def _device(self) -> torch.device:
         return self.plan.slots[0].parameter.device
 
-    def _paid_once(self) -> list[Tensor]:
-        """The rows of this rank that stand for their replicas."""
-        rows = [self.ledger.paid[slot] for slot in self._counted if slot in self.ledger.paid]
-        return [row for row in rows if row.numel()]
+    def _norm(self) -> float:
+        paid, world = self.ledger.paid, self.mesh.group("world")
+        rows = [paid[slot] for slot in self._counted if slot in paid and paid[slot].numel()]
+        if self.reproducible:
+            return norm.reproducible_norm(rows, world, self._device)
+        return norm.global_norm(self.ledger.flights.norms.of(rows), world, self._device)
 
     def _settle(self, whole: bool = False) -> Totals:
         """Learn what all ranks did in this step, and pay every debt. `whole`: all that was announced has come."""

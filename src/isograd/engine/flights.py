@@ -21,6 +21,7 @@ from torch import Tensor
 from isograd.comm import halves, raw
 from isograd.comm.notes import gather_notes
 from isograd.comm.raw import Group
+from isograd.engine.norm import Norms
 from isograd.engine.plan import Bucket, Plan, Slot
 from isograd.engine.sums import Sums, refuse
 from isograd.engine.transport import Flight, Pieces, reduce_rows
@@ -55,6 +56,7 @@ class Flights:
         self._sum = torch.zeros((), dtype=torch.float64, device=device)
         self.sums: dict[tuple[int, ...], Sums] = {}  # of a step whose reductions are checked, by owners
         self.due: dict[Slot, Tensor] = {}  # landed: my rows, summed over the data axes
+        self.norms = Norms()  # of rows that were looked at
         self._air: deque[tuple[Bucket, Flight]] = deque()
         self._in_pass = 0  # launched in the running pass, or in the last one
         self._with_block = 0  # launched since the last call of `next_block`
@@ -145,9 +147,9 @@ class Flights:
         bucket, flight = self._air[0]
         landed = flight.wait()
         self._air.popleft()
-        if self._looks_at_rows:
-            self.spoilers.update(bucket.owners.ranks[member] for member in flight.not_finite(landed))
         rows = bucket.bundle.rows(landed)
+        if self._looks_at_rows and not torch.stack(self.norms.take(rows)).isfinite().all():
+            self.spoilers.update(bucket.owners.ranks[member] for member in flight.not_finite(landed))
         for slot, piece in zip(bucket.slots, rows, strict=True):
             before = self.due.get(slot)
             self.due[slot] = piece if before is None else before.add_(piece)
@@ -187,6 +189,7 @@ class Flights:
         assert not self._air, "flights of the step before have not landed"
         self.sent, self.due, self._in_pass, self._with_block = [], {}, 0, 0
         self.spoilers = set()
+        self.norms.clear()
         self._sum.zero_()
         self._step += 1
 
