@@ -202,8 +202,8 @@ def draw(document: Mapping[str, Any], path: Path) -> None:
     names = [f"{words(line.race)}: {line.name.removeprefix('isograd ')} beside {line.peer}" for line in found]
     panel.set_yticks(range(len(found)), names)
     panel.set_ylim(len(found) - 0.4, -0.8)
-    panel.set_xlabel("step time by the fastest peer's: left of 1 isograd is faster (median; line: all rounds)")
-    panel.set_title(title(document), fontsize=8)
+    figure.supxlabel("step time by the fastest peer's: left of 1 isograd is faster (median; line: all rounds)", size=9)
+    figure.suptitle(title(document), size=8)  # of the figure, as the panel is narrower than these words
     panel.grid(axis="x", alpha=0.3)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, metadata={"Date": None})
