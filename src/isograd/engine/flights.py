@@ -52,7 +52,7 @@ class Flights:
         # Whose gradients in this step were not finite, as far as this rank knows. It looks at the rows that land here,
         # unless that would make a GPU wait; then at its own gradients as they leave, and keeps their sum on the device.
         self.spoilers: set[int] = set()
-        self._looks_at_rows = device.type == "cpu" and not tree
+        self.looks_at_rows = device.type == "cpu" and not tree
         self._sum = torch.zeros((), dtype=torch.float64, device=device)
         self.sums: dict[tuple[int, ...], Sums] = {}  # of a step whose reductions are checked, by owners
         self.due: dict[Slot, Tensor] = {}  # landed: my rows, summed over the data axes
@@ -125,7 +125,7 @@ class Flights:
         self._with_block += 1
         packed = bucket.bundle.pack(gradients)
         slots = bucket.bundle.slots
-        if not self._looks_at_rows:
+        if not self.looks_at_rows:
             for gradient in packed:
                 self._sum.add_(gradient.sum())
         owners = self._groups[bucket.owners.ranks]
@@ -148,7 +148,7 @@ class Flights:
         landed = flight.wait()
         self._air.popleft()
         rows = bucket.bundle.rows(landed)
-        if self._looks_at_rows and not torch.stack(self.norms.take(rows)).isfinite().all():
+        if self.looks_at_rows and not torch.stack(self.norms.take(rows)).isfinite().all():
             self.spoilers.update(bucket.owners.ranks[member] for member in flight.not_finite(landed))
         for slot, piece in zip(bucket.slots, rows, strict=True):
             before = self.due.get(slot)

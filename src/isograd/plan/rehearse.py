@@ -157,6 +157,7 @@ def _run(build: Build, mesh: Mesh, held: Held, record: Record, load: str, taken:
             held.name(rows, GRADIENTS, _pattern(slot.name))
 
     ledger.collect, ledger.settle = marked, settled  # type: ignore[method-assign]
+    ledger.flights.looks_at_rows = False  # nobody knows their values; norms are then taken at the step alone
     began = held.moment
     engine.train_step(batch, micro_batches)
     for state in engine.optimizer.state.values():
