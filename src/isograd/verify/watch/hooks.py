@@ -386,7 +386,7 @@ class Hooks:
         """Only at an accumulation boundary does DeepSpeed step; its full gradients are public functions' answers."""
         if not engine.is_gradient_accumulation_boundary():
             return original(engine, *args, **kwargs)
-        from deepspeed.utils import safe_get_full_grad  # type: ignore[import-not-found]
+        from deepspeed.utils import safe_get_full_grad
 
         c = self.capture
         c.root(engine.module)
