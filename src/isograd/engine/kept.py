@@ -14,6 +14,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from isograd.engine import heap
 from isograd.engine.first import FirstValues, become
 from isograd.engine.plan import Slot
 from isograd.errors import EngineError
@@ -33,8 +34,8 @@ class Kept:
 
     def grow(self) -> None:
         """Give the whole parameter memory, with my rows in their place. Those of the others are on their way."""
-        storage = self.whole.untyped_storage()
-        storage.resize_(self.whole.numel() * self.whole.itemsize)
+        size = self.whole.numel() * self.whole.itemsize
+        self.whole.untyped_storage().resize_(size + (heap.slack(size) if self.whole.device.type == "cpu" else 0))
         self.slot.rows(self.whole).copy_(self.rows, non_blocking=True)
         self.slot.parameter.data = self.whole
         self.flying = True
