@@ -1,4 +1,5 @@
-"""What gloo's collectives cost here, beside the same ones built from pair sends: the table comm/raw.py chose from.
+"""What gloo's collectives cost here, beside the same ones built from pair sends, by gloo and between near ranks
+(comm/near.py): the table comm/raw.py chose from.
 
     python -m benchmarks.primitives                      # W = 2, 4, 8; 4 KB to 64 MB; a markdown table for each W
     python -m benchmarks.primitives --ranks 2 --sizes 4K 1M
@@ -20,9 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from isograd.comm import raw
 from isograd.comm.launch import World
 
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+own_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 KB, MB = 1 << 10, 1 << 20
@@ -43,6 +45,12 @@ def pair_sends(out: Sequence[Tensor], into: Sequence[Tensor], rank: int) -> None
             work.wait()
 
 
+def near_sends(out: Sequence[Tensor], into: Sequence[Tensor], rank: int) -> None:
+    """The same, as comm/raw.py sends to ranks of this machine."""
+    world = raw.new_group("world", tuple(range(len(out))), rank)
+    raw.exchange([[t] for t in out], [[t] for t in into], world).wait()
+
+
 def ordered_sum(pieces: Sequence[Tensor], total: Tensor) -> Tensor:
     torch.add(pieces[0], pieces[1], out=total)
     for piece in pieces[2:]:
@@ -53,16 +61,15 @@ def ordered_sum(pieces: Sequence[Tensor], total: Tensor) -> Tensor:
 def primitives(rank: int, world: int, x: Tensor) -> dict[str, Primitive]:
     """Every primitive on one rank's input `x`, with its memory made beforehand, as an engine would hold it."""
     inplace, got, whole = x.clone(), torch.empty_like(x), torch.empty_like(x)
-    slices, arrived, gathered = x.chunk(world), list(got.chunk(world)), list(whole.chunk(world))
+    slices, arrived = x.chunk(world), list(got.chunk(world))
     mine, total = torch.empty_like(slices[rank]), torch.empty_like(slices[rank])
-    gathered[rank].copy_(slices[rank])
 
     def collective_all_reduce() -> Tensor:
         dist.all_reduce(inplace)
         return inplace
 
     def collective_reduce_scatter() -> Tensor:
-        reduce_scatter(mine, x)
+        own_reduce_scatter(mine, x)
         return mine
 
     def collective_all_gather() -> Tensor:
@@ -77,32 +84,9 @@ def primitives(rank: int, world: int, x: Tensor) -> dict[str, Primitive]:
         dist.broadcast(got, 0)
         return got
 
-    def pair_gather() -> Tensor:
-        pair_sends([slices[rank]] * world, gathered, rank)
-        return whole
-
-    def pair_exchange() -> Tensor:
-        arrived[rank].copy_(slices[rank])
-        pair_sends(slices, arrived, rank)
-        return got
-
     def all_to_all_reduce_scatter() -> Tensor:
         dist.all_to_all_single(got, x)
         return ordered_sum(arrived, total)
-
-    def pair_reduce_scatter() -> Tensor:
-        pair_sends(slices, arrived, rank)
-        return ordered_sum([*arrived[:rank], slices[rank], *arrived[rank + 1 :]], total)
-
-    def pair_all_reduce() -> Tensor:
-        pair_sends(slices, arrived, rank)
-        ordered_sum([*arrived[:rank], slices[rank], *arrived[rank + 1 :]], gathered[rank])
-        pair_sends([gathered[rank]] * world, gathered, rank)
-        return whole
-
-    def swap_all_reduce() -> Tensor:
-        pair_sends([x, x], [got, got], rank)
-        return torch.add(*((x, got) if rank == 0 else (got, x)), out=whole)
 
     found = {
         "all_reduce": collective_all_reduce,
@@ -110,13 +94,49 @@ def primitives(rank: int, world: int, x: Tensor) -> dict[str, Primitive]:
         "all_gather_into_tensor": collective_all_gather,
         "all_to_all_single": all_to_all,
         "broadcast": broadcast,
-        "pair sends, gather": pair_gather,
-        "pair sends, exchange": pair_exchange,
         "reduce-scatter = all_to_all_single + sum": all_to_all_reduce_scatter,
-        "reduce-scatter = pair sends + sum": pair_reduce_scatter,
-        "all-reduce = pair reduce-scatter + pair gather": pair_all_reduce,
     }
-    return found | ({"all-reduce = one swap + add": swap_all_reduce} if world == 2 else {})
+    return found | sent(rank, x, pair_sends, "pair sends") | sent(rank, x, near_sends, "near")
+
+
+def sent(rank: int, x: Tensor, send: Callable[..., None], by: str) -> dict[str, Primitive]:
+    """The primitives that are built of sends."""
+    world = dist.get_world_size()
+    got, whole = torch.empty_like(x), torch.empty_like(x)
+    slices, arrived, gathered = x.chunk(world), list(got.chunk(world)), list(whole.chunk(world))
+    total = torch.empty_like(slices[rank])
+    gathered[rank].copy_(slices[rank])
+
+    def gather() -> Tensor:
+        send([slices[rank]] * world, gathered, rank)
+        return whole
+
+    def exchange() -> Tensor:
+        arrived[rank].copy_(slices[rank])
+        send(slices, arrived, rank)
+        return got
+
+    def reduce_scatter() -> Tensor:
+        send(slices, arrived, rank)
+        return ordered_sum([*arrived[:rank], slices[rank], *arrived[rank + 1 :]], total)
+
+    def all_reduce() -> Tensor:
+        send(slices, arrived, rank)
+        ordered_sum([*arrived[:rank], slices[rank], *arrived[rank + 1 :]], gathered[rank])
+        send([gathered[rank]] * world, gathered, rank)
+        return whole
+
+    def swap() -> Tensor:
+        send([x, x], [got, got], rank)
+        return torch.add(*((x, got) if rank == 0 else (got, x)), out=whole)
+
+    found = {
+        f"{by}, gather": gather,
+        f"{by}, exchange": exchange,
+        f"reduce-scatter = {by} + sum": reduce_scatter,
+        f"all-reduce = {by}, reduce-scatter + gather": all_reduce,
+    }
+    return found | ({f"all-reduce = {by}, one swap + add": swap} if world == 2 else {})
 
 
 def definition(name: str, inputs: Sequence[Tensor], rank: int) -> Tensor | None:

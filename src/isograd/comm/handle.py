@@ -6,8 +6,10 @@ from collections.abc import Callable, Sequence
 from threading import Thread, get_ident
 from typing import TYPE_CHECKING, Any
 
+from isograd.comm.channel import Work
+
 if TYPE_CHECKING:
-    from isograd.comm.raw import Group
+    from isograd.comm.group import Group
 
 
 class Handle:
@@ -31,6 +33,8 @@ class Handle:
         """Whether `wait` would return at once. It never waits itself: autograd hooks ask this."""
         if all(work.is_completed() for work in self._works):
             return True
+        if any(isinstance(work, Work) and not work.is_completed() for work in self._works):
+            return False
         if self._waiter is None:
             self._waiter = Thread(target=self._wait_aside, daemon=True)
             self._waiter.start()

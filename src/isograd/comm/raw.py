@@ -16,7 +16,6 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 from weakref import WeakSet
@@ -26,7 +25,9 @@ import torch.distributed as dist
 import torch.distributed.nn.functional  # its defaults hold the world that is there when it is first imported: none
 from torch.distributed import distributed_c10d
 
-from isograd.comm import imagined, record, restarts
+from isograd.comm import imagined, near, record, restarts
+from isograd.comm.group import Group as Group  # noqa: PLC0414
+from isograd.comm.group import even_sizes as even_sizes  # noqa: PLC0414
 from isograd.comm.handle import Handle as Handle  # noqa: PLC0414  (other rooms import it from here)
 from isograd.comm.record import recording as recording  # noqa: PLC0414
 from isograd.errors import CommError
@@ -37,26 +38,6 @@ _reduce_scatter_equal = getattr(dist, "reduce_scatter_single", None) or dist.red
 
 Tensors = Sequence[Sequence[torch.Tensor]]  # for each member of a group
 SMALL_BYTES = 1 << 16  # below this an all-reduce is one exchange of whole tensors: one latency instead of two
-
-
-@dataclass(eq=False)
-class Group:
-    """The ranks along one axis (or several, flattened): global ranks in order, and this rank's index among them."""
-
-    axes: str
-    ranks: tuple[int, ...]
-    index: int
-    handle: Any = field(default=None, repr=False)  # torch ProcessGroup; None for a group of one or an unbound mesh
-    purpose: str = ""  # groups of different purposes have connections of their own
-
-    def __deepcopy__(self, memo: object) -> Group:
-        """The same group: connections cannot be copied."""
-        return self
-
-    @property
-    def size(self) -> int:
-        """The number of members."""
-        return len(self.ranks)
 
 
 # -- the world ---------------------------------------------------------------------------------------------------
@@ -79,6 +60,7 @@ def join(rank: int, world_size: int, store_dir: str, interface: str | None = "lo
     chosen = backend or _best_backend(int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
     _take_card()
     dist.init_process_group(chosen, store=store, rank=rank, world_size=world_size, timeout=_timeout)
+    _meet_near(rank, world_size)
 
 
 def _take_card() -> None:
@@ -89,8 +71,9 @@ def _take_card() -> None:
 
 def leave() -> None:
     """Close the connections, which ends the waits of other ranks. They stay open while anything refers to them."""
+    near.leave()
     for group in _given:
-        group.handle = None
+        group.handle = group.near = None
         _left.add(group)
     for counted in (_made, _ranges, _serials):  # a rank that joins another world begins as a new process does
         counted.clear()
@@ -109,7 +92,16 @@ def world() -> tuple[int, int]:
             met = dist.PrefixStore(restarts.name(met, rank, size, seconds), met)  # type: ignore[attr-defined]
             place = {"store": met, "rank": rank, "world_size": size}
         dist.init_process_group(_best_backend(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))), timeout=_timeout, **place)
+        _meet_near(rank, size)
     return rank, size
+
+
+def _meet_near(rank: int, size: int) -> None:
+    """Connect ranks of one machine that gloo would let talk through sockets. (In a world that somebody else has joined,
+    not all ranks may come here: there they talk through gloo.)"""
+    everyone = Group("world", tuple(range(size)), rank, dist.group.WORLD)
+    if size > 1 and not native(everyone):
+        near.meet(rank, size, lambda x: gather_list(x, everyone))
 
 
 def seat() -> tuple[int, int]:
@@ -289,13 +281,25 @@ def exchange(
     works: list[Any] = []
     members: list[int] = []
     # Receives are posted first so that nothing that arrives waits in a kernel buffer.
-    for move, messages, way in ((pg.recv, into, -1), (pg.send, out, 1)):
+    for sending, messages, way in ((False, into, -1), (True, out, 1)):
         for step in range(1, group.size):
             peer = (group.index + way * step) % group.size
-            works += [move([t], peer, tag) for t in messages[peer] if t.numel()]
+            works += _move([t for t in messages[peer] if t.numel()], group, pg, peer, tag, sending)
             members += [peer] * (len(works) - len(members))
     handle = Handle(works, keep=(out, into), members=members, group=group)
     return record.noted(handle, group, out, into, tag, control, beside)
+
+
+def _move(tensors: Sequence[torch.Tensor], group: Group, pg: Any, peer: int, tag: int, sending: bool) -> list[Any]:
+    """Start messages to or from a member: from memory to memory where it is near, else by the backend."""
+    number, channels = near.channels_of(group)
+    channel, seconds = channels[peer], _timeout.total_seconds()
+    if channel is None:
+        move = pg.send if sending else pg.recv
+        return [move([t], peer, tag) for t in tensors]
+    if sending:
+        return channel.send(tensors, number, tag, seconds)
+    return [channel.receive(t, number, tag, seconds) for t in tensors]
 
 
 def _exchange_nccl(out: Tensors, into: Tensors, group: Group) -> Handle:
@@ -349,19 +353,13 @@ def _to_one(
                 target.copy_(arrived)
 
         return Handle(then=finish, keep=(host, tensors))
-    move = pg.send if sending else pg.recv
-    works = [move([t], peer, tag) for t in tensors]
+    works = _move(tensors, group, pg, peer, tag, sending)
     handle = Handle(works, keep=tensors, members=[peer] * len(works), group=group)
     noted = tensors if head is None else [t[:head] for t in tensors]
     return record.noted_to_one(handle, group, noted, peer, tag, control, sending)
 
 
 # -- collectives, built on it or native --------------------------------------------------------------------------
-
-
-def even_sizes(total: int, parts: int) -> tuple[int, ...]:
-    """`total` cut into `parts` that differ by at most one, larger ones first."""
-    return tuple(total // parts + (i < total % parts) for i in range(parts))
 
 
 def all_reduce(x: torch.Tensor, group: Group, *, control: bool = False) -> torch.Tensor:
