@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,9 +36,11 @@ AT_ONCE = 2  # buckets in the air during a backward: bounds the memory that arri
 class Flights:
     """The buckets of a step that have left this rank."""
 
-    def __init__(self, plan: Plan, mesh: Mesh, *, tree: bool) -> None:
-        """`tree`: add in one binary tree."""
+    def __init__(self, plan: Plan, mesh: Mesh, *, tree: bool, in_place: bool = False) -> None:
+        """`tree`: add in one binary tree. `in_place`: gradients are kept once they have left, and their owners' sums go
+        into them."""
         self.plan, self.tree, self._rank, self._where = plan, tree, mesh.rank, mesh.where()
+        self._in_place = in_place
         device = plan.slots[0].parameter.device
         # The owners of rows, on connections that carry nothing else.
         self._groups = {group.ranks: mesh.group(group.axes, "gradients") for group in plan.owners}
@@ -131,7 +134,8 @@ class Flights:
         owners = self._groups[bucket.owners.ranks]
         sums, first = self.sums.get(owners.ranks), bucket.slots[0]  # a bucket is of one dtype
         half = first.parameter.dtype if first in self.halves else None
-        flight = reduce_rows(slots, packed, owners, tree=self.tree, number=bucket.number, sums=sums, half=half)
+        how: dict[str, Any] = {"tree": self.tree, "in_place": self._in_place, "half": half}
+        flight = reduce_rows(slots, packed, owners, number=bucket.number, sums=sums, **how)
         self._air.append((bucket, flight))
 
     def zeros_of(self, slot: Slot) -> Tensor:

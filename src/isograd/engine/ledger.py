@@ -101,7 +101,7 @@ class Ledger:
         self.paid: dict[Slot, Tensor] = {}  # my rows, all debts settled
         self.full: dict[Slot, Tensor] = {}  # memory of a whole gradient
         self.used: set[Slot] = set()  # reached by a backward of this step on this rank
-        self.flights = Flights(plan, mesh, tree=reproducible)
+        self.flights = Flights(plan, mesh, tree=reproducible, in_place=keep_full)
         self.watcher: Callable[[Slot, Tensor], None] | None = None  # sees each gradient as autograd has made it
         self._tree = Tree()
         self._leave = Leave.AT_END

@@ -44,10 +44,13 @@ class Flight:
         tree: bool,
         sums: Sums | None,
         number: int,
+        in_place: bool = False,
     ) -> None:
         """`members`: what each of them has sent, when it is there. `sums`: whether the messages and their sum are
-        checked, as bucket `number`."""
-        self._handle, self._arrived, self._own, self._tree = handle, members, own, tree
+        checked, as bucket `number`. `own`: my own rows, a slice of a gradient; `in_place`: the sum goes there."""
+        self._handle, self._arrived, self._tree = handle, members, tree
+        self._home = own if own is not None and in_place and not tree and not _has_halves(own) else None
+        self._own = own if self._home is None else None
         self._members: list[Pieces] = []
         self._sums, self._number = sums, number
 
@@ -60,11 +63,11 @@ class Flight:
         self._handle.wait()
         self._members = self._arrived()
         if self._sums is None:
-            return self._total(self._members, self._own)
+            return self._total(self._members, self._own, self._home)
         if len(self._members) > 1:
             self._sums.arrived(self._number, self._members)
         twins = [[piece.clone() for piece in pieces] for pieces in self._members]
-        rows = self._total(self._members, self._own)
+        rows = self._total(self._members, self._own, self._home)
         self._sums.summed(self._number, rows, self._total(twins, None))
         return rows
 
@@ -76,13 +79,14 @@ class Flight:
         found = [member for member, pieces in enumerate(self._members) if pieces is not rows and not _finite(pieces)]
         return found or [member for member, pieces in enumerate(self._members) if pieces is rows]
 
-    def _total(self, members: list[Pieces], keep: Pieces | None) -> Pieces:
-        return tree_sum(members, keep) if self._tree else reduce(lambda a, b: _add(a, b, keep), members)
+    def _total(self, members: list[Pieces], keep: Pieces | None, home: Pieces | None = None) -> Pieces:
+        return tree_sum(members, keep) if self._tree else reduce(lambda a, b: _add(a, b, keep, home), members)
 
 
-def _add(a: Pieces, b: Pieces, keep: Pieces | None) -> Pieces:
-    """a + b, in the memory of one of them: never in `keep`'s, which is a slice of something larger to be freed."""
-    into, other = (b, a) if a is keep or _has_halves(a) else (a, b)
+def _add(a: Pieces, b: Pieces, keep: Pieces | None, home: Pieces | None = None) -> Pieces:
+    """a + b, in the memory of one of them: in `home`'s, if it is one of them; never in `keep`'s, which is a slice of
+    something larger to be freed."""
+    into, other = (b, a) if a is keep or b is home or _has_halves(a) else (a, b)
     if into is keep or _has_halves(into):
         into = [piece.to(torch.float32, copy=True) for piece in into]
     if not _has_halves(other):
@@ -119,6 +123,7 @@ def reduce_rows(
     number: int = -1,
     sums: Sums | None = None,
     half: torch.dtype | None = None,
+    in_place: bool = False,
 ) -> Flight:
     """Start sending each owner its rows of my full gradients.
 
@@ -126,7 +131,7 @@ def reduce_rows(
     their buckets in different orders; rows of one number meet in the order in which they were sent. After a backward in
     which some members did not send a bucket, use numbers that were not used before: the unsent ones would be paired
     with those of the next backward. `sums`: check the messages and their sum. `half`: any of any member's gradients may
-    be of this dtype; the others are fp32.
+    be of this dtype; the others are fp32. `in_place`: the sum may take the place of my rows in my own gradients.
     """
     if group.size == 1:
         alone = [g.view(1) if g.dim() == 0 else g for g in gradients]
@@ -156,7 +161,7 @@ def reduce_rows(
         came = [[halves.arrived(message) for message in messages] for messages in into]
         return [own if i == group.index else _unpacked(messages, own) for i, messages in enumerate(came)]
 
-    return Flight(raw.exchange(out, into, group, number + 1), members, own, tree, sums, number)
+    return Flight(raw.exchange(out, into, group, number + 1), members, own, tree, sums, number, in_place)
 
 
 def gather_rows(slots: Sequence[Rows], whole: Pieces, group: Group, tag: int = 0, carry: Carry | None = None) -> Handle:

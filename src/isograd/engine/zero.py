@@ -107,6 +107,7 @@ def _take(rows: Tensor, master: nn.Parameter) -> None:
 
 
 Factory = Callable[[Shards], torch.optim.Optimizer]
+DIVIDES = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)  # whose fused steps take `grad_scale`
 
 
 class Optimized:
@@ -131,6 +132,7 @@ class Optimized:
         self._stepping = False
         self.writes = 0  # how often the optimizer has begun to write
         self._by_rows = stage > 0 and any(slot.cut_by_rows for slot in plan.slots)
+        self._in_fp32 = all(slot.dtype == torch.float32 for slot in plan.slots)
         for one in self._members:
             one.register_step_pre_hook(self._refuse_by_hand)
 
@@ -200,9 +202,10 @@ class Optimized:
         """Optimizer step on `paid * scale`; parameters that no rank used have no gradient, as on one device."""
         if self.units is None:  # at stage 3 parameters are there to edit in `full_parameters` only, which takes edits
             self.take_edits()
+        divides = self._divides()
         if self.stage == 0:
-            gather_gradients(ledger, dict.fromkeys(self.plan.slots, scale))
-        else:
+            gather_gradients(ledger, dict.fromkeys(self.plan.slots, None if divides else scale))
+        elif not divides:
             torch._foreach_mul_(list(ledger.paid.values()), scale)
         gradients: Mapping[Slot, Tensor] = ledger.full if self.stage == 0 else ledger.paid
         self._collect_edits()
@@ -218,13 +221,33 @@ class Optimized:
             master.grad = gradient.to(master.device) if gradient is not None and here else None
         self._stepping = True
         self.writes += 1
+        divisor = torch.full((), 1.0 / scale, device=next(iter(self.masters.values())).device) if divides else None
+        for one in self._leaves if divides else ():
+            one.grad_scale = divisor  # type: ignore[attr-defined]
         try:
             self.optimizer.step()
         finally:  # when it raises, too: the other ranks wait for this one's rows
             self._stepping = False
+            for one in self._leaves if divides else ():
+                del one.grad_scale  # type: ignore[attr-defined]
             for master in self.masters.values():
                 master.grad = None
             self._write_back()
+
+    @property
+    def _leaves(self) -> Sequence[torch.optim.Optimizer]:
+        """The optimizers that step parameters."""
+        return getattr(self.optimizer, "optimizers", (self.optimizer,))
+
+    def _divides(self) -> bool:
+        """Whether the optimizer can divide gradients in the pass that steps them, by the number that torch's own
+        scaler of gradients gives it: a fused one, in fp32 (the number is of fp32), whose gradients no hook looks at."""
+        return self._in_fp32 and all(
+            type(one) in DIVIDES
+            and all(group["fused"] for group in one.param_groups)
+            and len(one._optimizer_step_pre_hooks) == 1
+            for one in self._leaves
+        )
 
     def settings(self) -> int:
         """A digest of the numbers that each parameter group is set to, which all ranks of a stage have in common."""
@@ -261,8 +284,8 @@ class Optimized:
 
 
 @torch.no_grad()
-def gather_gradients(ledger: Ledger, scales: Mapping[Slot, float]) -> None:
-    """My rows, scaled, into their place in the whole gradient; then everybody's."""
+def gather_gradients(ledger: Ledger, scales: Mapping[Slot, float | None]) -> None:
+    """My rows, scaled (None: as they are), into their place in the whole gradient; then everybody's."""
     work = []
     for bucket in ledger.plan.buckets:
         wholes = []
@@ -270,7 +293,11 @@ def gather_gradients(ledger: Ledger, scales: Mapping[Slot, float]) -> None:
             if slot not in ledger.full:
                 ledger.full[slot] = zeros_of(slot)
             if slot in ledger.paid:
-                torch.mul(ledger.paid[slot], scales[slot], out=slot.rows(ledger.full[slot]))
+                rows, scale = slot.rows(ledger.full[slot]), scales[slot]
+                if scale is not None:
+                    torch.mul(ledger.paid[slot], scale, out=rows)
+                elif rows.data_ptr() != ledger.paid[slot].data_ptr():
+                    rows.copy_(ledger.paid[slot])
             wholes.append(ledger.full[slot])
         work.append((bucket, wholes))
     _gather(work)
