@@ -27,6 +27,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from isograd import matmul
+
 OfProduct = Callable[[Tensor, Tensor, Tensor], None]  # (weight, a, b): its gradient is a @ b
 Factors = Callable[[Tensor, Tensor], None]  # (x, dy) of y = x @ weight.T
 OfRows = Callable[[Tensor, Tensor, Tensor], None]  # (weight, rows, values): what is added to these rows of its gradient
@@ -75,7 +77,7 @@ class Products:
         return partial(self._factors, weight)
 
     def _factors(self, weight: Tensor, x: Tensor, dy: Tensor) -> None:
-        self._of_product(weight, dy.reshape(-1, dy.shape[-1]).t(), x.reshape(-1, x.shape[-1]))
+        self._of_product(weight, _rows(dy).t(), _rows(x))
 
     def lookup(self, tokens: Tensor, weight: Tensor, padding: int | None) -> Tensor | None:
         """F.embedding, but for the gradient of the weight; None: autograd's own is to be taken."""
@@ -136,7 +138,12 @@ def _embedding(
 
 def anchor(weight: Tensor) -> Tensor:
     """The first input of a Function that hands out a weight's gradient: it takes the weight's place in the graph."""
-    return torch.zeros((), dtype=weight.dtype, device=weight.device, requires_grad=True)
+    return torch.empty((), dtype=weight.dtype, device=weight.device, requires_grad=True)
+
+
+def _rows(t: Tensor) -> Tensor:
+    """As a matrix. A view costs as much as a small operator, as caches are cold behind a product."""
+    return t if t.dim() == 2 else t.reshape(-1, t.shape[-1])
 
 
 def wanted(ctx: Any) -> bool:
@@ -159,7 +166,8 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, anchor: Tensor, x: Tensor, weight: Tensor, factors: Factors) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.factors = factors
-        return x @ weight.t()
+        y = matmul.multiply(_rows(x), weight.t())
+        return y if x.dim() == 2 else y.view(*x.shape[:-1], -1)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -167,7 +175,8 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         if wanted(ctx):
             ctx.factors(x, dy)
-        return None, dy @ weight, None, None
+        dx = matmul.multiply(_rows(dy), weight)
+        return None, dx if x.dim() == 2 else dx.view(x.shape), None, None
 
 
 class _Lookup(torch.autograd.Function):

@@ -6,9 +6,9 @@ One device: y = x @ weight.T + bias, for both.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from isograd import matmul
 from isograd.contract import Shard
 from isograd.mesh import Mesh
 from isograd.nn.parameter import Layer, make
@@ -52,7 +52,7 @@ class ColumnLinear(Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [T, inputs] -> this rank's output features [T, outputs / tp]."""
-        return F.linear(x, self.weight, self.bias)
+        return matmul.linear(x, self.weight, self.bias)
 
 
 class RowLinear(Layer):
@@ -84,5 +84,5 @@ class RowLinear(Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         """This rank's input features [T, inputs / tp] -> the residual stream [T, outputs], or a shard of it."""
-        y = leave(F.linear(x, self.weight), self.mesh)
+        y = leave(matmul.linear(x, self.weight), self.mesh)
         return y if self.bias is None else y + self.bias

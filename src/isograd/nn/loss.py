@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from isograd import matmul
 from isograd.comm import ops, raw
 from isograd.comm.raw import Group
 from isograd.contract import Shard, contract_of
@@ -206,7 +207,7 @@ class _CrossEntropy(torch.autograd.Function):
         total = torch.zeros((), dtype=torch.float64, device=x.device)
         for start in range(0, len(x), chunk):
             part, target = x[start : start + chunk], labels[start : start + chunk]
-            logits, slope = _capped((part @ weight.t()).to(wide), softcap)
+            logits, slope = _capped(matmul.multiply(part, weight.t()).to(wide), softcap)
             losses, dlogits = _of_logits(logits, target, group, first, vocab, ignore, need_x or need_weight)
             total += losses.sum(dtype=torch.float64)
             if dlogits is not None:
@@ -295,7 +296,7 @@ class _LogProbabilities(torch.autograd.Function):
         for start in range(0, len(x), chunk):
             part, target = x[start : start + chunk], labels[start : start + chunk]
             counts, column, here = _columns(target, len(weight), first, ignore)
-            logits, _ = _capped((part @ weight.t()).to(wide), softcap)
+            logits, _ = _capped(matmul.multiply(part, weight.t()).to(wide), softcap)
             _, _, (top, denominator, label_logit) = _exponentials(logits, column, here, group)
             log_sum = denominator.log() + top
             log_sums[start : start + chunk] = log_sum
@@ -316,7 +317,7 @@ class _LogProbabilities(torch.autograd.Function):
         for start in range(0, len(x), chunk):
             part, seed = x[start : start + chunk], gradient[start : start + chunk]
             counts, column, here = _columns(labels[start : start + chunk], len(weight), first, ignore)
-            logits, slope = _capped((part @ weight.t()).to(log_sums.dtype), softcap)
+            logits, slope = _capped(matmul.multiply(part, weight.t()).to(log_sums.dtype), softcap)
             dlogits = logits.sub_(log_sums[start : start + chunk, None]).exp_()  # probabilities
             dlogits *= torch.where(counts, -seed, 0)[:, None]
             dlogits[torch.arange(len(part), device=x.device), column] += torch.where(here, seed, 0)
