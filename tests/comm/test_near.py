@@ -190,6 +190,49 @@ def test_whoever_waits_for_a_rank_that_has_left_is_told_and_what_it_said_before_
             work.wait()
 
 
+def test_memory_that_a_sender_has_let_go_of_is_not_taken_for_a_message(ends: tuple[Channel, Channel]) -> None:
+    here, there = ends
+    sent, memory = numbers(INSIDE + 1), torch.zeros(INSIDE + 1, dtype=torch.uint8)
+    (work,) = here.send([sent], GROUP, 0, SECONDS)
+    until(lambda: there._came)
+    here.end("this rank has closed its connections")
+    sent.fill_(7)  # nobody keeps it any more
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="closed"):
+            there.receive(memory, GROUP, 0, SECONDS).wait()
+    with pytest.raises(RuntimeError, match="closed"):
+        work.wait()
+
+
+def test_a_sender_that_closes_while_its_memory_is_read_is_noticed(
+    ends: tuple[Channel, Channel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, there = ends
+    here.send([numbers(INSIDE + 1)], GROUP, 0, SECONDS)
+    until(lambda: there._came)
+
+    def late(*of: int) -> bool:
+        here.end("this rank has closed its connections")
+        return copied(*of)
+
+    copied = channel.copy_from
+    monkeypatch.setattr(channel, "copy_from", late)
+    monkeypatch.setattr(there, "end", lambda _: None)  # the server has not heard of it yet
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        there.receive(torch.zeros(INSIDE + 1, dtype=torch.uint8), GROUP, 0, SECONDS).wait()
+
+
+def test_nothing_is_kept_of_messages_that_were_received(ends: tuple[Channel, Channel]) -> None:
+    here, there = ends
+    for tag in range(10):  # as many places
+        for size in (INSIDE, INSIDE + 1):
+            (work,) = here.send([numbers(size)], GROUP, tag, SECONDS)
+            until(lambda: there._came)
+            there.receive(torch.zeros(size, dtype=torch.uint8), GROUP, tag, SECONDS).wait()
+            work.wait()
+            assert not there._came and not there._taking and not there._waiting and not here._sent
+
+
 def test_a_server_that_fails_says_so(ends: tuple[Channel, Channel], monkeypatch: pytest.MonkeyPatch) -> None:
     here, there = ends
     monkeypatch.setattr("threading.excepthook", lambda *_: None)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from isograd.engine import Engine, zero
 from isograd.engine.joined import Joined
@@ -39,7 +40,7 @@ def trained(layout: str, name: str, divides: bool, dtype: torch.dtype, clip: flo
     engine = Engine(model, mesh, MAKE[name], clip=clip)
     seen: list[bool] = []
     own = engine._optimized._divides
-    engine._optimized._divides = lambda: seen.append(own()) or (divides and own())  # type: ignore[method-assign, func-returns-value]
+    engine._optimized._divides = lambda scale: seen.append(own(scale)) or (divides and own(scale))  # type: ignore[method-assign, func-returns-value]
     each = MICROS * 2 // mesh.size(DATA)
     for step in range(STEPS):
         for micro in range(each):
@@ -116,6 +117,51 @@ def test_a_hook_after_the_step_sees_divided_gradients() -> None:
     assert seen[0].tolist() == pytest.approx([25 / 7] * 3)
 
 
+def test_a_hook_of_all_optimizers_sees_divided_gradients() -> None:
+    seen: list[Tensor] = []
+    handle = register_optimizer_step_pre_hook(
+        lambda optimizer, *_: seen.append(optimizer.param_groups[0]["params"][0].grad.clone())
+    )
+    try:
+        stepped(lambda engine: None)
+    finally:
+        handle.remove()
+    assert seen[0].tolist() == pytest.approx([25 / 7] * 3)
+
+
+def test_a_step_of_somebodys_own_sees_divided_gradients_and_a_schedules_does_not_matter() -> None:
+    seen: list[Tensor] = []
+
+    def watched(engine: Engine) -> None:
+        optimizer, own = engine.optimizer, engine.optimizer.step
+
+        def step(*args: Any, **kwargs: Any) -> Any:
+            seen.append(optimizer.param_groups[0]["params"][0].grad.clone())
+            return own(*args, **kwargs)
+
+        optimizer.step = step  # type: ignore[method-assign]
+
+    _, model = stepped(watched)
+    assert seen[0].tolist() == pytest.approx([25 / 7] * 3)
+    assert model.w.tolist() == pytest.approx([-2.5 / 7] * 3)
+
+    def scheduled(engine: Engine) -> None:
+        torch.optim.lr_scheduler.ConstantLR(engine.optimizer, factor=0.5)
+        assert engine._optimized._divides(1.0)
+
+    _, model = stepped(scheduled)
+    assert model.w.tolist() == pytest.approx([-1.25 / 7] * 3)
+
+
+@pytest.mark.parametrize("clip", [0.0, 1e-20])
+def test_a_divisor_beyond_fp32_is_the_engines(clip: float) -> None:
+    model = Gradients()
+    engine = Engine(model, Mesh("dp1"), fused_sgd, clip=clip)
+    engine.backward(model.w.sum() * 1e15, weight=1)
+    assert not engine.step().skipped
+    assert model.w.tolist() == pytest.approx([-0.1 * clip / 3**0.5] * 3, rel=1e-5)
+
+
 def test_a_subclass_and_a_plain_optimizer_are_given_divided_gradients() -> None:
     class Mine(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:
@@ -133,7 +179,7 @@ def test_a_step_that_raises_leaves_no_divisor_behind(monkeypatch: pytest.MonkeyP
             assert float(engine.optimizer.grad_scale) == 7  # type: ignore[attr-defined]
             raise OSError("no")
 
-        monkeypatch.setattr(engine.optimizer, "step", fails)
+        monkeypatch.setattr(torch.optim.SGD, "step", fails)
         found.append(engine)
 
     found: list[Engine] = []

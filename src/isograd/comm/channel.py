@@ -28,10 +28,12 @@ _MOST = 0x7FFFF000  # bytes that Linux copies in one call
 _HEAD = struct.Struct("=BQqQQQ")  # kind, group, tag, number, address, bytes
 _MEMORY, _IN_PACKET, _TAKEN = 1, 2, 3
 _PIECE = struct.Struct("@PN")  # iovec: address, bytes
+_POLLED = struct.Struct("=ihh")  # pollfd: file, events, what was seen
 Place = tuple[int, int]  # what messages are told apart by: group, tag
 
 LOST = "Connection closed by peer"
 _libc = ctypes.CDLL(None, use_errno=True)
+_poll = ctypes.PyDLL(None).poll  # this one keeps the interpreter's lock, for which a thread may wait milliseconds
 CAN_COPY = hasattr(_libc, "process_vm_readv")
 
 
@@ -59,7 +61,7 @@ class Work:
         self.done = False
         self.error: Exception | None = None
         self.seconds, self._what = seconds, what
-        self._waiters: tuple[Any, ...] = ()
+        self._waiters: list[Any] = []
 
     def is_completed(self) -> bool:
         """Whether `wait` would return, or raise, at once."""
@@ -69,7 +71,7 @@ class Work:
         """Wait until the tensor is filled, or until a sent one may be reused."""
         if not self.done:
             lock = _lock_of_thread()
-            self._waiters = (*self._waiters, lock)
+            self._waiters.append(lock)
             while not self.done:
                 if not lock.acquire(timeout=self.seconds) and not self.done:
                     raise RuntimeError(f"Timed out waiting {self.seconds * 1000:.0f}ms for {self._what} to complete")
@@ -126,13 +128,14 @@ class Channel:
     def __init__(self, rank: int, pid: int, line: socket.socket) -> None:
         self.rank, self.pid, self.socket = rank, pid, line
         self.lost = ""  # why nothing comes or goes any more
+        self._polled = ctypes.create_string_buffer(_POLLED.pack(line.fileno(), 0, 0))
         self.given = 0  # bytes of tensors that were sent
         self._lock = Lock()
         self._number = 0
         self._sent: dict[int, Work] = {}  # which the other rank has not taken yet
         self._waiting: dict[Place, list[Work]] = {}  # memory that was posted
         self._came: dict[Place, list[_Message]] = {}  # messages that nothing waited for
-        self._taking: list[_Message] = []  # those that a thread of the program reads
+        self._taking: dict[_Message, Place] = {}  # of those, what threads of the program read
         # Packets for which the socket had no room, and the messages that they hold.
         self.queue: deque[tuple[bytes, list[Work]]] = deque()
         self.wake: Callable[[], None] = lambda: None  # lets the server look at the queue
@@ -173,8 +176,7 @@ class Channel:
                 else:
                     self._waiting.setdefault(place, []).append(work)
                 return work
-            if message not in self._taking:
-                self._taking.append(message)
+            self._taking[message] = place
         # An exception may come at any place from here on (Ctrl-C). Until `taken` is set nothing has happened; after it
         # the server tells the sender, if this thread does not.
         error = self._read(message, tensor)
@@ -230,7 +232,9 @@ class Channel:
             works += [work for _, inside in self.queue for work in inside]
             for kept in (self._sent, self._waiting, self.queue):
                 kept.clear()
-        for work in works:
+        with suppress(OSError):  # the other end is closed
+            self.socket.shutdown(socket.SHUT_RDWR)
+        for work in works:  # behind it: see _hung_up
             work.end(self._error())
         self.socket.close()
 
@@ -254,14 +258,8 @@ class Channel:
 
     def _first(self, place: Place) -> _Message | None:
         """The first message that came for a place and that nobody has taken."""
-        several = self._came.get(place)
-        while several and several[0].taken:
-            several.pop(0)
-        if not several:
-            self._came.pop(place, None)
-            return None
         me = get_ident()
-        for message in several:
+        for message in self._came.get(place, ()):
             if not message.taken and message.thread in (0, me):  # mine: an exception ended this thread's last attempt
                 message.thread = me
                 return message
@@ -281,21 +279,30 @@ class Channel:
             )
         if message.inside:
             ctypes.memmove(tensor.data_ptr(), message.kept or message.address, message.bytes)
-        elif not copy_from(self.pid, message.address, tensor.data_ptr(), message.bytes):
+        elif not copy_from(self.pid, message.address, tensor.data_ptr(), message.bytes) or self._hung_up():
             return self._error()
         return None
+
+    def _hung_up(self) -> bool:
+        """Whether the sender may have let go of its memory: until it closes its end, it keeps what it has sent."""
+        return bool(self.lost or _poll(self._polled, 1, 0))
 
     def _error(self) -> Exception:
         return RuntimeError(f"rank {self.rank}: {self.lost or LOST}")
 
     def _say(self, message: _Message) -> None:
+        """Tell the sender that a message was taken, and forget it."""
         with self._lock:
             if not message.said and not self.lost:
                 self._write(_TAKEN, 0, 0, message.number, 0, 0)
                 self._push()
             message.said = True
-            if message in self._taking:
-                self._taking.remove(message)
+            place = self._taking.pop(message, None)
+            if place is not None:
+                kept = self._came[place]
+                kept.remove(message)
+                if not kept:
+                    del self._came[place]
 
     def _write(self, kind: int, group: int, tag: int, number: int, address: int, size: int) -> None:
         """Add to the packet that is being written; the caller holds the lock."""

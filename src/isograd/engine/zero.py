@@ -22,6 +22,7 @@ from zlib import crc32
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from isograd.engine import elementwise, matrices
 from isograd.engine.across import Across
@@ -202,7 +203,7 @@ class Optimized:
         """Optimizer step on `paid * scale`; parameters that no rank used have no gradient, as on one device."""
         if self.units is None:  # at stage 3 parameters are there to edit in `full_parameters` only, which takes edits
             self.take_edits()
-        divides = self._divides()
+        divides = self._divides(scale)
         if self.stage == 0:
             gather_gradients(ledger, dict.fromkeys(self.plan.slots, None if divides else scale))
         elif not divides:
@@ -239,15 +240,12 @@ class Optimized:
         """The optimizers that step parameters."""
         return getattr(self.optimizer, "optimizers", (self.optimizer,))
 
-    def _divides(self) -> bool:
+    def _divides(self, scale: float) -> bool:
         """Whether the optimizer can divide gradients in the pass that steps them, by the number that torch's own
-        scaler of gradients gives it: a fused one, in fp32 (the number is of fp32), whose gradients no hook looks at."""
-        return self._in_fp32 and all(
-            type(one) in DIVIDES
-            and all(group["fused"] for group in one.param_groups)
-            and len(one._optimizer_step_pre_hooks) == 1
-            for one in self._leaves
-        )
+        scaler of gradients gives it: a fused one, in fp32 (the number is of fp32), whose gradients nobody looks at
+        before that."""
+        usual = self._in_fp32 and 2.0**-100 < scale < 2.0**100
+        return usual and not _global_optimizer_pre_hooks and all(map(_divides, self._leaves))
 
     def settings(self) -> int:
         """A digest of the numbers that each parameter group is set to, which all ranks of a stage have in common."""
@@ -281,6 +279,16 @@ class Optimized:
             _gather([(b, [s.parameter.data for s in b.slots]) for b in self.plan.buckets])
         if self.units is not None:
             self.units.stepped()
+
+
+def _divides(one: torch.optim.Optimizer) -> bool:
+    step = vars(one).get("step")  # somebody's own; schedules of rates put theirs there, which only counts
+    return (
+        type(one) in DIVIDES
+        and all(group.get("fused") for group in one.param_groups)
+        and len(one._optimizer_step_pre_hooks) == 1  # the engine's
+        and (step is None or getattr(step, "_wrapped_by_lr_sched", False))
+    )
 
 
 @torch.no_grad()
