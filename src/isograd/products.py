@@ -4,9 +4,9 @@ One device: y = F.linear(x, weight, bias), whose backward makes the gradients of
 F.embedding(tokens, weight), whose backward makes a gradient of as many rows as the weight has. Inside `Products` each
 of the weight's gradients is handed out as its two factors instead. `Deferred` keeps the factors: `products` hands them
 to the step's ledger later, which is what the zero-bubble schedule does while it would wait. The other schedules add
-the product to the ledger's sum as soon as it can be made (`Ledger.of_product`, `Ledger.of_rows`), without memory of
-its own and without a second pass over the sum; for models that say `hands_out_products`, whose code is known to make
-no other use of autograd in its forward.
+the product to the ledger's sum as soon as it can be made, or (`Behind`) once the gradient for the stage before has
+left (`Ledger.of_product`, `Ledger.of_rows`): without memory of its own and without a second pass over the sum. They do
+so for models that say `hands_out_products`, whose code is known to make no other use of autograd in its forward.
 
 Every F.linear on a weight is met, in whichever module it stands, and so is the weight of isograd's own loss, which asks
 for it (`taker`). Any other use keeps its gradient with autograd, and so does a weight whose input needs no gradient:
@@ -74,10 +74,7 @@ class Products:
         own is to be made."""
         if not (input.requires_grad and input.dim() > 1 and _fits(weight, input) and self._takes(weight)):
             return None
-        return partial(self._factors, weight)
-
-    def _factors(self, weight: Tensor, x: Tensor, dy: Tensor) -> None:
-        self._of_product(weight, _rows(dy).t(), _rows(x))
+        return partial(_hand, self._of_product, weight)
 
     def lookup(self, tokens: Tensor, weight: Tensor, padding: int | None) -> Tensor | None:
         """F.embedding, but for the gradient of the weight; None: autograd's own is to be taken."""
@@ -105,6 +102,25 @@ class Deferred(Products):
         noted, self._noted = self._noted, []
         while noted:
             yield noted.pop()
+
+
+class Behind(Deferred):
+    """The products are kept until the gradient of the stage's input has left: another rank waits for that one. Where
+    the graph does not keep inputs itself, to compute them again or on the host, products do not wait, either."""
+
+    def __init__(self, of_product: OfProduct, of_rows: OfRows | None, takes: Callable[[Tensor], bool]) -> None:
+        super().__init__(takes, of_rows)
+        self._at_once = of_product
+
+    def of_weight(self, input: Tensor, weight: Tensor) -> Factors | None:
+        factors = super().of_weight(input, weight)
+        in_backward = torch._C._current_graph_task_id() != -1
+        kept = torch._C._autograd._top_saved_tensors_default_hooks(False) is None and not in_backward
+        return factors if factors is None or kept else partial(_hand, self._at_once, weight)
+
+
+def _hand(of_product: OfProduct, weight: Tensor, x: Tensor, dy: Tensor) -> None:
+    of_product(weight, _rows(dy).t(), _rows(x))
 
 
 def taker(input: Tensor, weight: Tensor) -> Factors | None:

@@ -10,7 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from isograd.products import Deferred, Products
+from isograd.comm.launch import World
+from isograd.engine import Engine
+from isograd.mesh import Mesh
+from isograd.models import Transformer, TransformerConfig
+from isograd.pipeline.mail import Mail
+from isograd.products import Behind, Deferred, Products
 
 Forward = Callable[[nn.Module, Tensor], Tensor]
 
@@ -232,6 +237,60 @@ def test_weights_that_are_not_taken_and_options_of_lookups_are_left_to_autograd(
     assert not sums.of
     assert words.weight.grad is not None
     assert layer.weight.grad is not None
+
+
+@pytest.mark.parametrize("forward", [direct, recomputed, recomputed_reentrant])
+def test_products_wait_for_the_stages_input_but_for_those_of_a_recomputed_forward(forward: Forward) -> None:
+    model, x, truth = Model(), needing(4, 5), Model()
+    truth(inputs(4, 5).requires_grad_()).square().sum().backward()
+    sums: dict[Tensor, Tensor] = {}
+
+    @torch.no_grad()
+    def add(weight: Tensor, a: Tensor, b: Tensor) -> None:
+        sums[weight] = sums[weight] + a @ b if weight in sums else a @ b
+
+    behind = Behind(add, None, lambda weight: True)
+    with behind:
+        y = forward(model, x)
+    with behind:
+        torch.autograd.backward(y.square().sum())
+    early = len(sums)
+    for product in behind.products():
+        add(*product)
+    assert early == (0 if forward is direct else 3) and len(sums) == 3
+    for name in ("first", "twice", "last"):
+        own = getattr(model, name).weight
+        found = sums[own] if own.grad is None else sums[own] + own.grad
+        expected = getattr(truth, name).weight.grad
+        assert expected is not None
+        assert float((found - expected).norm()) <= 1e-12 * float(expected.norm()), name
+
+
+def order_of_backward() -> list[str]:
+    """What a stage of 1f1b does in its backwards."""
+    config = TransformerConfig(vocab=16, hidden=8, layers=4, heads=2, mlp=16)
+    model = Transformer(config, mesh := Mesh("pp2"))
+    engine = Engine(model, mesh, lambda ps: torch.optim.SGD(ps, lr=0.1))
+    done: list[str] = []
+    add, send = engine.ledger.of_product, Mail.send
+    engine.ledger.of_product = lambda *of, **how: (done.append("product"), add(*of, **how))[1]  # type: ignore[method-assign, func-returns-value]
+    tokens = torch.arange(24).view(3, 8) % 16
+    try:
+        Mail.send = lambda mail, action, out: (done.append(action.kind), send(mail, action, out))[1]  # type: ignore[method-assign, func-returns-value]
+        engine.train_step((tokens, tokens), 3)
+    finally:
+        Mail.send = send  # type: ignore[method-assign]
+    return done
+
+
+def test_a_stage_sends_its_inputs_gradient_before_it_makes_those_of_weights(
+    worlds: Callable[[int], World],
+) -> None:
+    first, second = worlds(2).run(order_of_backward)
+    assert first[:2] == ["F", "F"] and set(first) == {"F", "product"}  # nobody waits for a gradient of its input
+    products = second.count("product") // 2
+    assert products == 15  # seven linear maps in each of two layers, and the head
+    assert second == (["B"] + ["product"] * products) * 2 + ["B"]  # the last micro-batch's come by autograd
 
 
 def test_functions_are_put_back_after_an_exception_and_the_inner_one_counts() -> None:

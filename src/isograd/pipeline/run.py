@@ -22,7 +22,7 @@ from isograd.errors import PipelineError
 from isograd.mesh import Mesh
 from isograd.pipeline.mail import Known, Mail, Ways
 from isograd.pipeline.schedule import Action, Schedule, Timed, build
-from isograd.products import Deferred, Products
+from isograd.products import Behind, Deferred, Products
 from isograd.terms import Terms
 
 T = TypeVar("T")
@@ -228,7 +228,11 @@ class _Step:
         at_once = self.pipeline.products and not last
         if zb:
             return Deferred(ledger.delays, ledger.of_rows if at_once else None)
-        return Products(ledger.of_product, ledger.of_rows, ledger.takes_products) if at_once else None
+        # On the CPU only: factors of a micro-batch take memory, and on a GPU a loss of weight 0 is not looked at before
+        # its gradients are made (Ledger.of_loss).
+        waited_for = forward.stage > 0 and self.pipeline.mesh.device.type == "cpu"
+        kind = Behind if waited_for else Products
+        return kind(ledger.of_product, ledger.of_rows, ledger.takes_products) if at_once else None
 
     def _backward(self, action: Action, gradients: list[Tensor]) -> None:
         assert self._autograd is not None
@@ -251,19 +255,20 @@ class _Step:
         if action.stage:
             back = [torch.zeros_like(t) if t.grad is None else t.grad for t in held.inputs if t.requires_grad]
             _in_doubt(lambda: self.mail.send(action, back), self.pipeline.mesh)
+        held.inputs, held.outputs = [], []  # products need what was noted, and no graph
+        held.loss = held.terms = None
         if action.kind == "B":
             del self.held[action[1:]]
-        else:
-            held.inputs, held.outputs = [], []  # W needs what was noted, and no graph
-            held.loss = held.terms = None
+            self._add_products(held, last=last)
 
     def _weights(self, action: Action, _: list[Tensor]) -> None:
+        self._add_products(self.held.pop(action[1:]), last=self.final["W", action.stage] is action)
+
+    def _add_products(self, held: _Held, *, last: bool) -> None:
         assert self._autograd is not None
-        deferred = self.held.pop(action[1:]).products
-        assert isinstance(deferred, Deferred)
-        last = self.final["W", action.stage] is action
-        for weight, dy, x in deferred.products():
-            self._autograd.of_product(weight, dy, x, last=last)
+        if isinstance(held.products, Deferred):
+            for weight, dy, x in held.products.products():
+                self._autograd.of_product(weight, dy, x, last=last)
 
 
 def _in_doubt(wait: Callable[[], T], mesh: Mesh) -> T:
