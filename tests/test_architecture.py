@@ -27,14 +27,15 @@ ARROWS = {
     "mesh": {"comm", "errors", "layout"},
     "random": {"errors"},
     "terms": {"errors"},
-    "products": set(),
+    "matmul": set(),
+    "products": {"matmul"},
     "inputs": {"comm", "errors", "mesh", "random"},
     "tallies": {"comm", "mesh"},
     "contract": {"comm", "errors", "mesh", "explain"},
     "explain": {"contract"},
     "pipeline": {"comm", "contract", "errors", "mesh", "products", "terms"},
     "sequence": {"comm", "contract", "errors", "layout", "mesh", "random"},
-    "nn": {"comm", "contract", "errors", "inputs", "mesh", "products", "random", "sequence", "tallies"},
+    "nn": {"comm", "contract", "errors", "inputs", "matmul", "mesh", "products", "random", "sequence", "tallies"},
     # pipeline: engine.train_step runs every layout; the pipeline knows no engine
     "engine": {"comm", "contract", "errors", "inputs", "mesh", "pipeline", "stored", "tallies", "terms"},
     # stored: Hugging Face weights by rows

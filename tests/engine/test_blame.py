@@ -48,6 +48,27 @@ def skipped(zero: int) -> list[Blame | None]:
     return found
 
 
+def named(zero: int, reproducible: bool) -> list[tuple[int, ...]]:
+    """Who is named when the backward of each rank in turn is not finite."""
+    mesh = Mesh(f"dp4 zero{zero}")
+    torch.manual_seed(0)
+    model = Model()
+    engine = Engine(model, mesh, lambda ps: torch.optim.SGD(ps, lr=0.1), reproducible=reproducible)
+    found = []
+    for bad in ((0,), (1,), (2,), (3,), ()):
+        engine.backward(model(torch.ones(4, 3), mesh.rank in bad))
+        engine.step()
+        found.append(engine.blame.born if engine.blame else ())
+    return found
+
+
+@pytest.mark.parametrize("reproducible", [False, True])
+@pytest.mark.parametrize("zero", [0, 1])
+def test_each_rank_alone_is_named_wherever_its_gradients_are_added(worlds, zero: int, reproducible: bool) -> None:
+    for found in worlds(4).run(named, zero, reproducible):
+        assert found == [(0,), (1,), (2,), (3,), ()]
+
+
 @pytest.mark.parametrize("zero", [0, 1, 3])
 def test_the_rank_and_the_parameters_of_a_skipped_step_are_named(worlds, zero: int) -> None:
     everything = {"first.weight", "first.bias", "second.weight", "second.bias"}

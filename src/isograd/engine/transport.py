@@ -52,6 +52,7 @@ class Flight:
         self._home = own if own is not None and in_place and not tree and not _has_halves(own) else None
         self._own = own if self._home is None else None
         self._members: list[Pieces] = []
+        self._written: list[Pieces] = []  # members' memory that holds a sum now
         self._sums, self._number = sums, number
 
     def ready(self) -> bool:
@@ -72,23 +73,28 @@ class Flight:
         return rows
 
     def not_finite(self, rows: Pieces) -> list[int]:
-        """Members whose pieces were not finite, where `rows`, which `wait` has returned, are not. The pieces are still
-        there but for one member's, in whose memory they were added up: it is named when the others' were finite."""
+        """Members whose pieces were not finite, where `rows`, which `wait` has returned, are not. Pieces are still
+        there but for those in whose memory others were added up: these are named when the rest were finite."""
         if _finite(rows):
             return []
-        found = [member for member, pieces in enumerate(self._members) if pieces is not rows and not _finite(pieces)]
-        return found or [member for member, pieces in enumerate(self._members) if pieces is rows]
+        bad = [member for member, pieces in enumerate(self._members) if not _finite(pieces)]
+        intact = [member for member in bad if not any(self._members[member] is one for one in self._written)]
+        partial = [member for member in bad if self._members[member] is not rows]
+        return intact or partial or bad
 
     def _total(self, members: list[Pieces], keep: Pieces | None, home: Pieces | None = None) -> Pieces:
-        return tree_sum(members, keep) if self._tree else reduce(lambda a, b: _add(a, b, keep, home), members)
+        if self._tree:
+            return tree_sum(members, keep, self._written)
+        return reduce(lambda a, b: _add(a, b, keep, home, self._written), members)
 
 
-def _add(a: Pieces, b: Pieces, keep: Pieces | None, home: Pieces | None = None) -> Pieces:
-    """a + b, in the memory of one of them: in `home`'s, if it is one of them; never in `keep`'s, which is a slice of
-    something larger to be freed."""
+def _add(a: Pieces, b: Pieces, keep: Pieces | None, home: Pieces | None, written: list[Pieces]) -> Pieces:
+    """a + b, in the memory of one of them, which is noted in `written`: in `home`'s, if it is one of them; never in
+    `keep`'s, which is a slice of something larger to be freed."""
     into, other = (b, a) if a is keep or b is home or _has_halves(a) else (a, b)
     if into is keep or _has_halves(into):
         into = [piece.to(torch.float32, copy=True) for piece in into]
+    written.append(into)
     if not _has_halves(other):
         torch._foreach_add_(into, other)
         return into
@@ -105,11 +111,11 @@ def _finite(pieces: Pieces) -> bool:
     return all(math.isfinite(piece.sum(dtype=torch.promote_types(piece.dtype, torch.float32))) for piece in pieces)
 
 
-def tree_sum(members: Sequence[Pieces], keep: Pieces | None = None) -> Pieces:
+def tree_sum(members: Sequence[Pieces], keep: Pieces | None = None, written: list[Pieces] | None = None) -> Pieces:
     """((0 + 1) + (2 + 3)) + ...: the order that a power-of-two split into ranks and micro-batches leaves unchanged."""
-    level = list(members)
+    level, noted = list(members), [] if written is None else written
     while len(level) > 1:
-        pairs = [_add(level[i], level[i + 1], keep) for i in range(0, len(level) - 1, 2)]
+        pairs = [_add(level[i], level[i + 1], keep, None, noted) for i in range(0, len(level) - 1, 2)]
         level = pairs + level[len(level) - len(level) % 2 :]
     return level[0]
 
