@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from isograd import matmul
+from isograd.once import once
 
 OfProduct = Callable[[Tensor, Tensor, Tensor], None]  # (weight, a, b): its gradient is a @ b
 Factors = Callable[[Tensor, Tensor], None]  # (x, dy) of y = x @ weight.T
@@ -186,7 +187,7 @@ class _Linear(torch.autograd.Function):
         return y if x.dim() == 2 else y.view(*x.shape[:-1], -1)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         if wanted(ctx):
@@ -210,7 +211,7 @@ class _Lookup(torch.autograd.Function):
         return Products._plain[1](tokens, weight)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once
     def backward(ctx: Any, dy: Tensor) -> tuple[None, ...]:
         (tokens,) = ctx.saved_tensors
         rows, values = tokens.reshape(-1), dy.reshape(-1, dy.shape[-1])

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from threading import Thread, get_ident
 from typing import TYPE_CHECKING, Any
 
 from isograd.comm.channel import Work
+from isograd.errors import IsogradError
 
 if TYPE_CHECKING:
     from isograd.comm.group import Group
@@ -54,6 +56,9 @@ class Handle:
                 self._at = at
                 if only is None or self._members[at] == only:
                     work.wait()
+        except BaseException as error:
+            torn(error)
+            raise
         finally:
             del _waiting[get_ident()]
 
@@ -86,6 +91,27 @@ class Handle:
             self._then()
         self._then = None
         self._keep.clear()
+
+
+def torn(error: BaseException) -> None:
+    """This rank did something with others when an exception came. One from outside, such as Ctrl-C or that of a
+    signal's handler, leaves messages behind that a later receive would take for its own: the connections are closed,
+    which tells the others, and the next collective of this rank is refused. Errors of the transport and of isograd
+    leave none."""
+    if not isinstance(error, (RuntimeError, IsogradError)):
+        from isograd.comm import raw
+
+        raw.leave(f"{type(error).__name__} came while it did something together with other ranks")
+
+
+@contextmanager
+def undivided() -> Iterator[None]:
+    """Around what this rank does together with others."""
+    try:
+        yield
+    except BaseException as error:
+        torn(error)
+        raise
 
 
 _waiting: dict[int, Handle] = {}  # thread: the handle that it waits for

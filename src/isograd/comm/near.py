@@ -121,7 +121,8 @@ class Hub:
                     queued.discard(file)
                     self._poll.modify(file, select.EPOLLIN)
                 if channel is not None and event & ~select.EPOLLOUT and not channel.read(buffer):
-                    self._poll.unregister(file)
+                    with suppress(OSError):  # closed by another thread
+                        self._poll.unregister(file)
                     del files[file]
                     channel.end(LOST)
             if time.monotonic() - swept > SWEEP_S:

@@ -30,6 +30,7 @@ from torch import Tensor
 from isograd.comm import raw
 from isograd.comm.raw import Group
 from isograd.errors import CommError
+from isograd.once import once
 
 Move = Callable[[Tensor], Tensor]
 F = TypeVar("F", bound=Callable[..., Any])
@@ -43,7 +44,7 @@ class _Pair(torch.autograd.Function):
         return y.view_as(y) if y is x else y
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return ctx.adjoint(gradient), None, None
 

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,7 @@ from isograd.comm import imagined, near, record, restarts
 from isograd.comm.group import Group as Group  # noqa: PLC0414
 from isograd.comm.group import even_sizes as even_sizes  # noqa: PLC0414
 from isograd.comm.handle import Handle as Handle  # noqa: PLC0414  (other rooms import it from here)
+from isograd.comm.handle import undivided as undivided  # noqa: PLC0414
 from isograd.comm.record import recording as recording  # noqa: PLC0414
 from isograd.errors import CommError
 
@@ -69,12 +70,12 @@ def _take_card() -> None:
         torch.cuda.set_device(device())
 
 
-def leave() -> None:
+def leave(why: str = "a stage of a pipeline failed") -> None:
     """Close the connections, which ends the waits of other ranks. They stay open while anything refers to them."""
     near.leave()
     for group in _given:
         group.handle = group.near = None
-        _left.add(group)
+        _left.setdefault(group, why)
     for counted in (_made, _ranges, _serials):  # a rank that joins another world begins as a new process does
         counted.clear()
     if dist.is_initialized():
@@ -135,7 +136,7 @@ def device() -> torch.device:
 # Process groups of the running world, by members: each costs sockets and threads, and meshes come and go.
 _made: dict[tuple[str, tuple[int, ...]], Any] = {}
 _given: WeakSet[Group] = WeakSet()  # every group that was given away
-_left: WeakSet[Group] = WeakSet()  # those whose connections were closed
+_left: WeakKeyDictionary[Group, str] = WeakKeyDictionary()  # why the connections of these were closed
 
 
 def new_group(
@@ -239,8 +240,8 @@ def in_host_memory(group: Group) -> bool:
 def _handle(group: Group, control: bool = False) -> Any:
     if group in _left:
         raise CommError(
-            "IG207", f"a collective over {group.axes!r} after a stage of a pipeline failed and closed this rank's "
-            "connections", fix="end the processes, and resume from the last checkpoint",
+            "IG207", f"a collective over {group.axes!r} after this rank's connections were closed: {_left[group]}",
+            fix="end the processes, and resume from the last checkpoint",
         )  # fmt: skip
     if group.handle is None:
         raise CommError(
@@ -280,12 +281,13 @@ def exchange(
         return record.noted(Handle(keep=(out, into)), group, out, into, tag, control)
     works: list[Any] = []
     members: list[int] = []
-    # Receives are posted first so that nothing that arrives waits in a kernel buffer.
-    for sending, messages, way in ((False, into, -1), (True, out, 1)):
-        for step in range(1, group.size):
-            peer = (group.index + way * step) % group.size
-            works += _move([t for t in messages[peer] if t.numel()], group, pg, peer, tag, sending)
-            members += [peer] * (len(works) - len(members))
+    with undivided():
+        # Receives are posted first so that nothing that arrives waits in a kernel buffer.
+        for sending, messages, way in ((False, into, -1), (True, out, 1)):
+            for step in range(1, group.size):
+                peer = (group.index + way * step) % group.size
+                works += _move([t for t in messages[peer] if t.numel()], group, pg, peer, tag, sending)
+                members += [peer] * (len(works) - len(members))
     handle = Handle(works, keep=(out, into), members=members, group=group)
     return record.noted(handle, group, out, into, tag, control, beside)
 

@@ -36,6 +36,7 @@ from torch import Tensor
 from isograd.comm import raw
 from isograd.comm.raw import Group
 from isograd.contrastive.tiles import Hide, hide_pairs, no_autocast
+from isograd.once import once
 
 
 class Lent(list[Tensor]):
@@ -246,7 +247,7 @@ class _Losses(torch.autograd.Function):
         return losses
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         by_log_scale, by_bias, scale = ctx.saved_tensors
         ctx.direction.weigh(gradient)

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from isograd.comm import ops
 from isograd.contrastive.columns import Columns
+from isograd.once import once
 
 TILE = 1024
 
@@ -84,7 +85,7 @@ class _PairLosses(torch.autograd.Function):
         return total - (rows * across.mine(brought[0])[: len(rows)]).sum(1)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         rows, total, *brought = ctx.saved_tensors
         across, sigmoid, hide, tile = ctx.rest

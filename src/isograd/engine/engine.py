@@ -311,11 +311,9 @@ class Engine:
         notes = gather_notes(evaluation.sums_of_terms(results), self.mesh.group("world"), self.mesh.device)
         return evaluation.of_terms(notes[rank] for rank in self._with_own_things)
 
-    @contextmanager
-    def together(self) -> Iterator[Ledger]:
+    def together(self) -> AbstractContextManager[Ledger]:
         """Several runs of autograd that count as one backward: `of_loss` and `run_backward` of what this yields."""
-        with self.ledger.backward(self._leave) as ledger:
-            yield ledger
+        return self.ledger.backward(self._leave)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -330,13 +328,14 @@ class Engine:
     def step(self) -> Stats:
         """Settle every gradient, clip, step the optimizer. All ranks step or none does."""
         start.refuse_in_no_sync(self._sync, self.mesh)
-        totals = self._settle(whole=True)
-        scale = 1.0 / (totals.weight * totals.loss_scale)
-        grad_norm = self._norm() * scale
-        ledger, skipped = self.ledger, not math.isfinite(grad_norm)
-        self.blame = blame(ledger.paid, totals.losses, ledger.flights.not_finite(), self.mesh) if skipped else None
-        if not skipped:
+        with raw.undivided():
+            totals = self._settle(whole=True)
+            scale = 1.0 / (totals.weight * totals.loss_scale)
+            grad_norm = self._norm() * scale
+            ledger, skipped = self.ledger, not math.isfinite(grad_norm)
+            self.blame = blame(ledger.paid, totals.losses, ledger.flights.not_finite(), self.mesh) if skipped else None
             factor = min(1.0, self.clip / (grad_norm + 1e-6)) if self.clip is not None else 1.0
+        if not skipped:
             try:
                 self._optimized.step(ledger, scale * factor, totals.unused)
             except BaseException as error:
@@ -419,6 +418,7 @@ class Engine:
         loss = float(total(list(losses))) / weight
         return Totals(loss, weight, bool(table.pending.any()), unused, scale, table.loss, terms)
 
+    @raw.undivided()
     def _meet(
         self,
         status: Status,

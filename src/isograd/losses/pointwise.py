@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from isograd.comm.ops import uncompiled
+from isograd.once import once
 
 
 @uncompiled
@@ -37,7 +37,7 @@ class _Pointwise(torch.autograd.Function):
         return found.detach()
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx: Any, above: Tensor) -> tuple[None, Tensor]:
         (slopes,) = ctx.saved_tensors
         return None, torch.where(above == 0, torch.zeros_like(slopes), above * slopes)

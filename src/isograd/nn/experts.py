@@ -24,6 +24,7 @@ from isograd.contract import Shard
 from isograd.mesh import EXPERT_DATA, Mesh
 from isograd.nn.parameter import Layer, make
 from isograd.nn.routing import ExpertOptions
+from isograd.once import once
 from isograd.random import Key
 
 
@@ -94,7 +95,7 @@ class _Grouped(torch.autograd.Function):
         return y
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         need_x, need_weight, _ = ctx.needs_input_grad
@@ -147,7 +148,7 @@ class _ToSlots(torch.autograd.Function):
         return x.index_select(0, order // k)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         tokens, k = ctx.shape
         slots = _placed(gradient, ctx.saved_tensors[0], tokens * k).unflatten(0, (tokens, k))
@@ -170,7 +171,7 @@ class _FromSlots(torch.autograd.Function):
         return y
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
         slots, weights, order = ctx.saved_tensors
         tokens, k = weights.shape
@@ -187,7 +188,7 @@ class _Reorder(torch.autograd.Function):
         return x.index_select(0, order)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return _placed(gradient, ctx.saved_tensors[0], len(gradient)), None
 

@@ -29,6 +29,7 @@ from isograd.inputs import WrongInputs, outside
 from isograd.mesh import Mesh
 from isograd.nn.parameter import Layer, make
 from isograd.nn.stream import enter
+from isograd.once import once
 from isograd.products import Factors, anchor, taker, wanted
 from isograd.random import Key
 
@@ -226,7 +227,7 @@ class _CrossEntropy(torch.autograd.Function):
         return (total / count.clamp(min=1)).to(wide), count
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once
     def backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         dx, dweight, count, x, dlogits = ctx.saved_tensors
         scale = gradient / count.clamp(min=1)
@@ -252,7 +253,7 @@ class _CrossEntropyOfLogits(torch.autograd.Function):
         return losses.sum(dtype=torch.float64).to(wide)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (dlogits,) = ctx.saved_tensors
         return dlogits * gradient.to(dlogits.dtype), None, None, None, None, None
@@ -307,7 +308,7 @@ class _LogProbabilities(torch.autograd.Function):
         return found
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, labels, log_sums = ctx.saved_tensors
         first, ignore, chunk, softcap = ctx.cut

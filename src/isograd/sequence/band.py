@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from isograd.comm import ops
+from isograd.once import once
 from isograd.sequence import block
 
 BLOCK = 128  # queries
@@ -116,7 +117,7 @@ class _Band(torch.autograd.Function):
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, log_sum, starts = ctx.saved_tensors
         dq, dk, dv = (torch.zeros(t.shape, dtype=block.wide(q.dtype), device=q.device) for t in (q, k, v))

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from isograd.comm import ops, raw
 from isograd.comm.raw import Group, Handle
+from isograd.once import once
 from isograd.sequence import block
 from isograd.sequence.places import Places, Sight, Spans, positions_of, reach, sights
 
@@ -89,7 +90,7 @@ class _Ring(torch.autograd.Function):
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, log_sum = ctx.saved_tensors
         trip, wide = ctx.trip, log_sum.dtype
