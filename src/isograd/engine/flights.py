@@ -121,6 +121,7 @@ class Flights:
             self._land()
         self._with_block = 0
 
+    @raw.undivided()
     def launch(self, bucket: Bucket, gradients: Pieces) -> None:
         """Send a bucket's gradients to the owners of their rows."""
         self.sent.append(bucket)
@@ -147,6 +148,7 @@ class Flights:
         while self._air:
             self._land()
 
+    @raw.undivided()
     def _land(self) -> None:
         bucket, flight = self._air[0]
         landed = flight.wait()
