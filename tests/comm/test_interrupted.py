@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import signal
 import time
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -19,8 +21,12 @@ class Alarm(Exception):
     """Of a signal's handler."""
 
 
+armed = [True]
+
+
 def _raise(*_: Any) -> None:
-    raise Alarm
+    if armed[0]:
+        raise Alarm
 
 
 def _waits(what: str) -> list[str]:
@@ -58,3 +64,39 @@ def test_the_next_collective_is_refused_and_the_other_rank_is_told(what: str) ->
     assert second[0].startswith("Alarm")
     assert "IG207" in second[1] and "Alarm came while" in second[1]
     assert first and all("Connection closed by peer" in text or "onnection" in text for text in first)
+
+
+def _alarmed(seed: int) -> dict[int, float]:
+    """The losses of the steps that this rank finished; rank 1 is interrupted anywhere in every third one."""
+    mesh = Mesh("dp2 zero1")
+    draw = random.Random(seed)
+    signal.signal(signal.SIGALRM, _raise)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(6)), torch.nn.Linear(64, 1))
+    engine = ig.Engine(model, mesh, lambda ps: torch.optim.AdamW(ps, fused=True))
+    done = {}
+    for step in range(60):
+        try:
+            try:
+                armed[0] = True
+                if mesh.rank == 1 and step % 3 == 2:
+                    signal.setitimer(signal.ITIMER_REAL, draw.uniform(0.0002, 0.006))
+                x = torch.randn(8, 64, generator=torch.Generator().manual_seed(step * 2 + mesh.rank))
+                engine.backward(model(x).square().mean(), weight=len(x))
+                done[step] = engine.step().loss
+            finally:
+                armed[0] = False  # a late one is none
+                signal.setitimer(signal.ITIMER_REAL, 0)
+        except (Alarm, RuntimeError, ig.errors.IsogradError):
+            with suppress(Alarm, RuntimeError, ig.errors.IsogradError):
+                engine.discard()
+    return done
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_ranks_never_go_on_apart_wherever_one_is_interrupted(seed: int) -> None:
+    first, second = launch(_alarmed, 2, seed, timeout=100)
+    both = sorted(first.keys() & second.keys())
+    assert both and all(first[step] == second[step] for step in both)
+    assert len(first.keys() ^ second.keys()) <= 1  # the step in which rank 1 was lost
+    assert max(first.keys() ^ second.keys(), default=both[-1]) >= both[-1]  # nothing after it
