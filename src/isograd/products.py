@@ -114,6 +114,7 @@ class Behind(Deferred):
         self._at_once = of_product
 
     def of_weight(self, input: Tensor, weight: Tensor) -> Factors | None:
+        """As above; where inputs are not kept, with what makes the product at once."""
         factors = super().of_weight(input, weight)
         in_backward = torch._C._current_graph_task_id() != -1
         kept = torch._C._autograd._top_saved_tensors_default_hooks(False) is None and not in_backward

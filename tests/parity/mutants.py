@@ -41,6 +41,7 @@ PLAIN = (
     "raw.leave",
     "raw.reserve_tags",
     "raw.serial",
+    "raw.undivided",
     "ops.uncompiled",
 )  # no communication
 

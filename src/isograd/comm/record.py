@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _PACKAGE = str(Path(__file__).parents[1])
 _COMM = str(Path(__file__).parent)
+_ONCE = str(Path(__file__).parents[1] / "once.py")  # stands around backwards
 _RAW, _OPS, _HERE = (str(Path(__file__).with_name(f"{name}.py")) for name in ("raw", "ops", "record"))
 
 
@@ -218,7 +219,7 @@ def _caller() -> tuple[str, str]:
         elif file == _OPS:
             name = code.co_qualname.partition(".")[0]  # of a lambda in `all_gather`: all_gather
             pair = pair if name.startswith("_") else name
-        elif file.startswith(_PACKAGE) and not file.startswith(_COMM):
+        elif file.startswith(_PACKAGE) and not file.startswith(_COMM) and file != _ONCE:
             place = f"{file[len(_PACKAGE) + 1 :].replace(chr(92), '/')}:{code.co_name}"
             return _operation(steps), place + (f" ({pair})" if pair else "")
         frame = frame.f_back  # type: ignore[assignment]
