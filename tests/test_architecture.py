@@ -50,7 +50,7 @@ ARROWS = {
         "tallies",
     },
     # pipeline: engine.train_step runs every layout; the pipeline knows no engine
-    "engine": {"comm", "contract", "errors", "inputs", "mesh", "pipeline", "stored", "tallies", "terms"},
+    "engine": {"comm", "contract", "errors", "inputs", "matmul", "mesh", "pipeline", "stored", "tallies", "terms"},
     # stored: Hugging Face weights by rows
     "models": {
         "contract",
@@ -122,7 +122,19 @@ ARROWS = {
     # checkpoint: copies of ranks become one
     "resilience": {"checkpoint", "comm", "engine", "errors", "layout", "mesh", "scratch"},
     # nn: encoders with experts
-    "contrastive": {"comm", "contract", "engine", "errors", "mesh", "nn", "once", "random", "tallies", "terms"},
+    "contrastive": {
+        "comm",
+        "contract",
+        "engine",
+        "errors",
+        "matmul",
+        "mesh",
+        "nn",
+        "once",
+        "random",
+        "tallies",
+        "terms",
+    },
     "network": {"__version__", "comm", "errors", "verbs"},
     "losses": {"comm", "errors", "mesh", "once"},
     "train": {

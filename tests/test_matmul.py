@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from isograd import matmul
 
-_FASTER = matmul._faster
+_FASTER, _TWICE = matmul._faster, matmul._twice
 ROWS, INPUTS, OUTPUTS = 256, 192, 224  # above matmul.LEAST
 
 
@@ -30,6 +30,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, ...]]]:
         return own(x, weight, bias)
 
     monkeypatch.setattr(matmul, "_faster", lambda: True)
+    monkeypatch.setattr(matmul, "_twice", lambda: False)
     monkeypatch.setattr(matmul, "_times_transposed", noted)
     yield made
 
@@ -186,6 +187,7 @@ def test_compiled_blocks_keep_torchs_products_and_break_no_graph(
 
     if own:  # the processor's answer, which is read from a file
         monkeypatch.setattr(matmul, "_faster", _FASTER)
+        monkeypatch.setattr(matmul, "_twice", _TWICE)
     torch._dynamo.reset()
     module = nn.Module()
     module.weight = nn.Parameter(numbers(OUTPUTS, INPUTS, seed=1))
@@ -195,6 +197,68 @@ def test_compiled_blocks_keep_torchs_products_and_break_no_graph(
     x = numbers(ROWS, INPUTS)
     torch.testing.assert_close(compiled(x), F.linear(x, module.weight))
     assert not calls and not counters["graph_break"]
+
+
+def test_weights_gradients_are_made_by_it_where_it_is_twice_as_fast(
+    calls: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(matmul, "_twice", lambda: True)
+    found = differentiated(matmul.linear, leaves(ROWS, bias=True))
+    exact = differentiated(F.linear, leaves(ROWS, bias=True, dtype=torch.float64))
+    assert len(calls) == 3
+    for one, truth in zip(found, exact, strict=True):
+        assert float((one.double() - truth).abs().max()) <= bound(truth)
+
+
+@pytest.mark.parametrize("twice", [False, True])
+@pytest.mark.parametrize("at_once", [1 << 22, 10 * INPUTS, 1])
+def test_products_add_to_a_sum(calls: list[Any], monkeypatch: pytest.MonkeyPatch, twice: bool, at_once: int) -> None:
+    monkeypatch.setattr(matmul, "_twice", lambda: twice)
+    monkeypatch.setattr(matmul, "ADDED_AT_ONCE", at_once)
+    dy, x, total = numbers(ROWS, OUTPUTS), numbers(ROWS, INPUTS, seed=1), numbers(OUTPUTS, INPUTS, seed=2)
+    truth = total.double() + dy.double().t() @ x.double()
+    at = total.data_ptr()
+    assert matmul.add(total, dy.t(), x) is total and total.data_ptr() == at
+    assert float((total.double() - truth).abs().max()) <= bound(truth)
+    assert len(calls) == (-(-OUTPUTS // max(1, at_once // INPUTS)) if twice else 0)
+
+
+def test_products_go_where_they_belong(calls: list[Any]) -> None:
+    x, weight = numbers(ROWS, INPUTS), numbers(OUTPUTS, INPUTS, seed=1)
+    out = torch.full((2 * ROWS, OUTPUTS), 7.0)
+    matmul.into(out[:ROWS], x, weight.t())
+    assert len(calls) == 1 and bool((out[ROWS:] == 7).all())
+    truth = x.double() @ weight.double().t()
+    assert float((out[:ROWS].double() - truth).abs().max()) <= bound(truth)
+    matmul.into(out[ROWS:], x, weight.t().double().float().contiguous())
+    matmul.into(out[:8], x[:8], weight.t())  # small: torch's own
+    assert len(calls) == 2 and torch.equal(out[:8], x[:8] @ weight.t())
+
+
+def test_models_of_others_are_made_by_it_inside_and_torchs_outside(
+    calls: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    theirs, large = F.linear, matmul.LEAST_ONCE // (INPUTS * OUTPUTS) + 1
+    monkeypatch.setattr(matmul, "_twice", lambda: True)
+    model = nn.Linear(INPUTS, OUTPUTS)
+    with matmul.everywhere():
+        model(numbers(ROWS, INPUTS))  # worth it only where the shape comes again
+        assert not calls
+        with matmul.everywhere():
+            y = checkpoint(model, numbers(large, INPUTS).requires_grad_(), use_reentrant=False)
+        y.sum().backward()  # the forward made again is the first one
+        assert [shape[0] for shape in calls] == [large, large, large, OUTPUTS]
+    assert F.linear is theirs
+    with pytest.raises(ValueError, match="theirs"), matmul.everywhere():
+        raise ValueError("theirs")
+    assert F.linear is theirs
+    model(numbers(large, INPUTS))
+    assert len(calls) == 4
+    monkeypatch.setattr(F, "linear", replaced := (lambda *_: "theirs"))
+    with matmul.everywhere():
+        assert F.linear is replaced
 
 
 def test_the_choice_is_one_for_the_life_of_the_process() -> None:

@@ -2,14 +2,17 @@
 
 One device: a @ b, and F.linear(x, weight, bias).
 
-docs/log.md (2026-11-24) has the measurements: a product of 256 to 2,048 rows takes 0.81 to 0.96 of MKL's time. oneDNN
-makes a program for each new shape, which costs about a millisecond, once; it is part of torch's CPU builds. A product
-that adds to a sum stays MKL's, as oneDNN does not add in place. Whatever looks at operators (a dispatch mode), takes
-other types than fp32, or compiles gets torch's own operators.
+docs/log.md (2026-11-25) has the measurements: a product of 256 to 2,048 rows takes 0.8 to 0.98 of MKL's time on Zen 4,
+and half of it from Zen 5 on, whose 512-bit units MKL does not use. oneDNN, a part of torch's CPU builds, makes a
+program for each new shape, which costs about a millisecond, once, and it does not add in place. So gradients of
+weights, products that add to a sum, and models of others, whose shapes change, are its own from Zen 5 on only. Whatever
+looks at operators (a dispatch mode), takes other types than fp32, or compiles gets torch's own operators.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -20,6 +23,8 @@ from torch import Tensor
 _torchs = F.linear  # isograd.products and others may put theirs in its place
 
 LEAST = 1 << 23  # multiplications of a product, below which the call costs what oneDNN saves
+LEAST_ONCE = 1 << 26  # below which the program for a shape costs what oneDNN saves, if the shape comes once
+ADDED_AT_ONCE = 1 << 22  # numbers of a product that are made before they are added: 16 MiB, which caches hold
 
 
 def multiply(a: Tensor, b: Tensor) -> Tensor:
@@ -30,17 +35,65 @@ def multiply(a: Tensor, b: Tensor) -> Tensor:
     return a @ b
 
 
+def into(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """a @ b in the memory of `out`, where nobody asks for a gradient."""
+    if _pays(a, b.t()):
+        return out.copy_(_times_transposed(a, b.t(), None))
+    return torch.mm(a, b, out=out)
+
+
+def gradient(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b, where the sum goes over tokens: what a linear map's weight gets from them."""
+    return multiply(a, b) if _twice() else a @ b
+
+
+def add(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """total += a @ b, where nobody asks for a gradient."""
+    transposed = b.t()
+    if not (_twice() and a.dim() == 2 and _plain(total) and _pays(a, transposed)):
+        return total.addmm_(a, b)
+    rows = max(1, ADDED_AT_ONCE // total.shape[1])
+    for at in range(0, len(a), rows):
+        total[at : at + rows].add_(_times_transposed(a[at : at + rows], transposed, None))
+    return total
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """F.linear."""
-    if F.linear is not _torchs or not (x.dim() > 1 and _pays(x, weight) and (bias is None or _plain(bias))):
+    if F.linear is not _torchs and F.linear is not _theirs:
         return F.linear(x, weight, bias)
+    return _linear(x, weight, bias, LEAST)
+
+
+@contextmanager
+def everywhere() -> Iterator[None]:
+    """Every F.linear is made as here, in a model of others, too. To be entered around its forward and its backward, in
+    which a forward may be made again. Shapes of others change from batch to batch: small products stay torch's."""
+    alone = _twice() and F.linear is _torchs
+    if alone:
+        F.linear = _theirs
+    try:
+        yield
+    finally:
+        if alone and F.linear is _theirs:
+            F.linear = _torchs
+
+
+def _theirs(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """What F.linear is in `everywhere`."""
+    return _linear(input, weight, bias, LEAST_ONCE)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, least: int) -> Tensor:
+    if not (_pays(x, weight, least) and x.dim() > 1 and (bias is None or _plain(bias))):
+        return _torchs(x, weight, bias)
     y: Tensor = _Linear.apply(x, weight, bias)  # type: ignore[no-untyped-call]
     return y
 
 
-def _pays(x: Tensor, weight: Tensor) -> bool:
+def _pays(x: Tensor, weight: Tensor, least: int = LEAST) -> bool:
     """Whether oneDNN is the one to make x @ weight.t(). The cheapest questions come first."""
-    if torch.compiler.is_compiling() or not (weight.dim() == 2 and x.numel() * len(weight) >= LEAST and _faster()):
+    if torch.compiler.is_compiling() or not (weight.dim() == 2 and x.numel() * len(weight) >= least and _faster()):
         return False
     dense = weight.is_contiguous() or weight.t().is_contiguous()
     return dense and _plain(x) and _plain(weight) and not _watched()
@@ -63,11 +116,25 @@ def _faster() -> bool:
     """On AMD's processors with AVX-512, which is what was measured."""
     if not hasattr(torch.ops.mkldnn, "_linear_pointwise") or torch.backends.cpu.get_cpu_capability() != "AVX512":
         return False
+    return _processor().get("vendor_id") == "AuthenticAMD"
+
+
+@cache
+def _twice() -> bool:
+    """Whether it is twice as fast, which pays for programs and passes: from Zen 5 on, the family 26."""
+    family = _processor().get("cpu family", "")
+    return _faster() and family.isdecimal() and int(family) >= 26
+
+
+@cache
+def _processor() -> dict[str, str]:
+    """What Linux says of the first processor."""
     try:
         with open("/proc/cpuinfo") as file:
-            return any(line.startswith("vendor_id") and "AuthenticAMD" in line for line in file)
+            lines = (line.partition(":") for line in file.read(1 << 16).partition("\n\n")[0].splitlines())
+            return {key.strip(): value.strip() for key, _, value in lines}
     except OSError:
-        return False
+        return {}
 
 
 def _times_transposed(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -89,6 +156,6 @@ class _Linear(torch.autograd.Function):
         if len(shape) > 2:
             x, dy = x.reshape(-1, shape[-1]), dy.reshape(-1, dy.shape[-1])
         dx = multiply(dy, weight) if need_x else None
-        dweight = dy.t() @ x if need_weight else None
+        dweight = gradient(dy.t(), x) if need_weight else None
         dx = dx if dx is None or len(shape) == 2 else dx.view(shape)
         return dx, dweight, dy.sum(0) if need_bias else None

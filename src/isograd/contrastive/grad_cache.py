@@ -46,6 +46,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from isograd import matmul
 from isograd.comm import raw
 from isograd.comm.fingerprint import fingerprint
 from isograd.comm.raw import even_sizes
@@ -157,7 +158,7 @@ class GradCache:
         _refuse_batch_norm(engine.model)
         work, problem = self._work(towers)
         counted, most = self._count(work, problem)
-        with one_kernel():
+        with one_kernel(), matmul.everywhere():
             # The first pass and the loss come before the step's backward begins: what they raise leaves the step as it
             # was, while an exception inside `together` makes the whole step unusable.
             budget = Budget(self.keep_mb, engine.model, towers)

@@ -32,6 +32,7 @@ from enum import Enum
 import torch
 from torch import Tensor, nn
 
+from isograd import matmul
 from isograd.comm import raw
 from isograd.engine import heap, start
 from isograd.engine.flights import Flights, zeros_of
@@ -245,16 +246,16 @@ class Ledger:
     def of_product(self, parameter: Tensor, a: Tensor, b: Tensor, *, last: bool = False) -> None:
         """The gradient a @ b of a parameter, which autograd has left to the caller. `last`: as in `run_backward`."""
         if not self._running and not self.takes_products(parameter):
-            self.run_backward([parameter], [a @ b], last=last)
+            self.run_backward([parameter], [matmul.gradient(a, b)], last=last)
             return
         self.must_be(State.BACKWARD)
         slot = self._slots[id(parameter)]
         before = self.local.get(slot)
         if before is None or a.dtype != slot.dtype or self._watched():
-            self._taken_in(slot, a @ b)
+            self._taken_in(slot, matmul.gradient(a, b))
         elif not self._dropped:
             self.used.add(slot)
-            before.addmm_(a, b)
+            matmul.add(before, a, b)
         if last and self._leave is Leave.EAGER:
             self.passed_by(slot)
 

@@ -214,7 +214,7 @@ class _CrossEntropy(torch.autograd.Function):
             if dlogits is not None:
                 dlogits = (dlogits if slope is None else dlogits.mul_(slope)).to(x.dtype)
                 if dx is not None:
-                    torch.mm(dlogits, weight, out=dx[start : start + chunk])
+                    matmul.into(dx[start : start + chunk], dlogits, weight)
                 if need_weight:
                     dweight = _added(dweight, dlogits.t(), part, wide)
         if need_weight and dweight is None:  # no token
@@ -324,7 +324,7 @@ class _LogProbabilities(torch.autograd.Function):
             dlogits[torch.arange(len(part), device=x.device), column] += torch.where(here, seed, 0)
             dlogits = (dlogits if slope is None else dlogits.mul_(slope)).to(x.dtype)
             if dx is not None:
-                torch.mm(dlogits, weight, out=dx[start : start + chunk])
+                matmul.into(dx[start : start + chunk], dlogits, weight)
             if dweight is not None:
                 dweight = _added(dweight, dlogits.t(), part, log_sums.dtype)
         return dx, None if dweight is None else dweight.to(weight.dtype), None, None, None, None, None, None, None
@@ -349,8 +349,8 @@ def _columns(labels: Tensor, mine: int, first: int, ignore: int) -> tuple[Tensor
 def _added(total: Tensor | None, a: Tensor, b: Tensor, wide: torch.dtype) -> Tensor:
     """total + a @ b, without memory for the product where there is a total of the same dtype."""
     if total is None:
-        return (a @ b).to(wide)
-    return total.addmm_(a, b) if a.dtype == wide else total.add_(a @ b)
+        return matmul.gradient(a, b).to(wide)
+    return matmul.add(total, a, b) if a.dtype == wide else total.add_(a @ b)
 
 
 def _exponentials(
