@@ -52,10 +52,7 @@ def add(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
     transposed = b.t()
     if not (_twice() and a.dim() == 2 and _plain(total) and _pays(a, transposed)):
         return total.addmm_(a, b)
-    rows = max(1, ADDED_AT_ONCE // total.shape[1])
-    for at in range(0, len(a), rows):
-        total[at : at + rows].add_(_times_transposed(a[at : at + rows], transposed, None))
-    return total
+    return _add(total, a, transposed)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -140,6 +137,13 @@ def _processor() -> dict[str, str]:
 def _times_transposed(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return product
+
+
+def _add(total: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    rows = max(1, ADDED_AT_ONCE // total.shape[1])
+    for at in range(0, len(x), rows):
+        total[at : at + rows].add_(_times_transposed(x[at : at + rows], weight, None))
+    return total
 
 
 class _Linear(torch.autograd.Function):
