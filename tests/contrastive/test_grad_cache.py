@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from typing import Any
@@ -10,8 +11,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import isograd as ig
+from isograd import matmul
 from isograd.comm import raw
 from isograd.contrastive import GradCache, InfoNCE, OfAll, Second, SigLIP, same_rows
 from isograd.contrastive.chunks import Budget
@@ -553,3 +556,46 @@ def uneven_copies() -> str:
 
 def test_other_rows_on_a_rank_of_the_same_cp_group_are_refused(worlds) -> None:
     assert worlds(2).run(uneven_copies) == ["IG964", "IG964"]
+
+
+# -- products of encoders of others
+
+
+@pytest.mark.parametrize("how", ["plain", "recomputed", "compiled"])
+def test_encoders_of_others_multiply_by_onednn_within_a_step_alone(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        pytest.skip("this build of torch has no oneDNN")
+    for name in ("LEAST", "LEAST_ONCE"):
+        monkeypatch.setattr(matmul, name, 1)
+    for name in ("_faster", "_twice"):
+        monkeypatch.setattr(matmul, name, lambda: True)
+    made, own = [0], matmul._times_transposed
+    monkeypatch.setattr(matmul, "_times_transposed", lambda *of: made.__setitem__(0, made[0] + 1) or own(*of))
+    torch.manual_seed(0)
+    model = nn.TransformerEncoderLayer(DIM, 2, 4 * DIM, dropout=0.0, batch_first=True)
+    rows = [torch.randn(7, 5, DIM, generator=torch.Generator().manual_seed(i)) for i in range(2)]
+    exact = copy.deepcopy(model).double()
+    stumbles = [KeyError("stumbled")]
+
+    def encode(x: Tensor) -> Tensor:
+        if stumbles:
+            raise stumbles.pop()
+        run = torch.compile(model, backend="aot_eager", fullgraph=True) if how == "compiled" else model
+        return (checkpoint(run, x, use_reentrant=False) if how == "recomputed" else run(x)).mean(1)
+
+    plain, engine_mesh = F.linear, Mesh("dp1")
+    engine = ig.Engine(model, engine_mesh, sgd)
+    cache = GradCache(engine, InfoNCE(engine_mesh), encode=encode, chunk=3)
+    with pytest.raises(KeyError, match="stumbled"):
+        cache.backward(*rows)
+    assert F.linear is plain
+    cache.backward(*rows)
+    assert F.linear is plain and (made[0] > 0) is (how != "compiled")
+    found, before = {name: g.clone() for name, g in engine.grads()}, made[0]
+    vectors = [F.normalize(exact(x.double()).mean(1), dim=1) for x in rows]
+    assert made[0] == before
+    F.cross_entropy(20.0 * vectors[0] @ vectors[1].T, torch.arange(7)).backward()
+    for name, parameter in exact.named_parameters():
+        truth = parameter.grad
+        assert truth is not None
+        assert float((found[name].double() - truth).norm()) <= 2e-5 * max(float(truth.norm()), 1e-3), name
