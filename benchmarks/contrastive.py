@@ -152,9 +152,11 @@ class Raced:
     cpu: list[float] = field(default_factory=list)  # of all ranks together
     peak: int = 0  # of the largest rank
 
+    def ratios(self, other: Raced, of: str) -> list[float]:
+        return [mine / theirs for mine, theirs in zip(getattr(self, of), getattr(other, of), strict=True)]
+
     def ratio(self, other: Raced, of: str) -> float:
-        pairs = zip(getattr(self, of), getattr(other, of), strict=True)
-        return statistics.median(mine / theirs for mine, theirs in pairs)
+        return statistics.median(self.ratios(other, of))
 
 
 def names(ranks: int) -> list[str]:
@@ -177,6 +179,21 @@ def race(ranks: int, options: argparse.Namespace, chosen: list[str]) -> dict[str
     for world in worlds.values():
         world.close()
     return found
+
+
+def row(ranks: int, ours: Raced, peer: Raced) -> dict[str, Any]:
+    """What benchmarks.all draws, and benchmarks.diff compares: the peer is what time is measured by, on any day."""
+    rounds = ours.ratios(peer, "seconds")
+    return {
+        "name": f"isograd, {ranks} rank{'s' * (ranks > 1)}",
+        "peer": PEER,
+        "of_peer_rounds": rounds,
+        "of_one_rounds": rounds,
+        "cpu_of_peer": ours.ratio(peer, "cpu"),
+        "peak_of_peer": ours.peak / peer.peak,
+        "wire_bytes": None,
+        "bound_bytes": None,
+    }
 
 
 def sweep(options: argparse.Namespace) -> dict[str, dict[int, int]]:
@@ -304,7 +321,8 @@ def main() -> None:
             table.add_row(str(ranks), name, f"{statistics.median(raced.seconds):.3f}", *ratios, *peaks)
     Console(width=110).print(table)
     shown = {ranks: {name: asdict(raced) for name, raced in found.items()} for ranks, found in results.items()}
-    written(options, "contrastive", {"race": shown})
+    rows = [row(ranks, found[OURS], found[PEER]) for ranks, found in results.items() if PEER in found]
+    written(options, "contrastive", {"race": shown, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -2,8 +2,9 @@
 
     python -m benchmarks.diff OLD.json NEW.json      # ends with 1 when something became slower
 
-A contestant's time is taken by that of one process in the same round, so that two days of one machine can be compared.
-It became slower when its median lies above every round of the old run, and the old median below every new round.
+A contestant's time is taken by that of one process in the same round (a contrastive step's by the peer's), so that two
+days of one machine can be compared. It became slower when its median lies above every round of the old run, and the old
+median below every new round.
 """
 
 from __future__ import annotations
