@@ -82,6 +82,35 @@ def test_layouts_of_memory_make_no_difference(calls: list[Any]) -> None:
     assert len(calls) == 6
 
 
+@pytest.mark.parametrize("kind", ["strided", "expanded", "one", "negated"])
+def test_a_bias_that_lies_otherwise_is_torchs(calls: list[Any], kind: str) -> None:
+    x, weight = numbers(ROWS, INPUTS), numbers(OUTPUTS, INPUTS, seed=1)
+    bias = {
+        "strided": numbers(OUTPUTS, 3, seed=2)[:, 1],
+        "expanded": numbers(1, seed=2).expand(OUTPUTS),
+        "one": numbers(1, seed=2),
+        "negated": torch.complex(numbers(OUTPUTS), numbers(OUTPUTS, seed=2)).conj().imag,
+    }[kind]
+    found = matmul.linear(x, weight, bias)
+    truth = x.double() @ weight.double().t() + bias.double()
+    assert float((found.double() - truth).abs().max()) <= bound(truth)
+    assert not calls
+    matmul.linear(x, weight, numbers(2 * OUTPUTS, seed=2)[7 : OUTPUTS + 7])
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("shape", [(ROWS,), (2, ROWS // 2)])
+def test_what_it_returns_can_be_changed_in_place(calls: list[Any], shape: tuple[int, ...]) -> None:
+    def changed(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda *of: function(*of).relu_()
+
+    found = differentiated(changed(matmul.linear), leaves(*shape, bias=True))
+    exact = differentiated(changed(F.linear), leaves(*shape, bias=True, dtype=torch.float64))
+    assert len(calls) == 2
+    for one, truth in zip(found, exact, strict=True):
+        assert one.shape == truth.shape and float((one.double() - truth).abs().max()) <= bound(truth)
+
+
 def test_nan_and_infinity_go_through(calls: list[Any]) -> None:
     x, weight = numbers(ROWS, INPUTS), numbers(OUTPUTS, INPUTS, seed=1)
     x[3, 5], x[7, 2] = torch.nan, torch.inf

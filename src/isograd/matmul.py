@@ -82,10 +82,12 @@ def _theirs(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, least: int) -> Tensor:
-    if not (_pays(x, weight, least) and x.dim() > 1 and (bias is None or _plain(bias))):
+    if not (_pays(x, weight, least) and x.dim() > 1 and (bias is None or _fits(bias, weight))):
         return _torchs(x, weight, bias)
-    y: Tensor = _Linear.apply(x, weight, bias)  # type: ignore[no-untyped-call]
-    return y
+    # As a matrix outside of the Function: what is made inside as a view could not be changed in place.
+    rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    y: Tensor = _Linear.apply(rows, weight, bias)  # type: ignore[no-untyped-call]
+    return y if x.dim() == 2 else y.view(*x.shape[:-1], -1)
 
 
 def _pays(x: Tensor, weight: Tensor, least: int = LEAST) -> bool:
@@ -97,7 +99,13 @@ def _pays(x: Tensor, weight: Tensor, least: int = LEAST) -> bool:
 
 
 def _plain(t: Tensor) -> bool:
-    return type(t) in {Tensor, torch.nn.Parameter} and t.dtype == torch.float32 and t.device.type == "cpu"
+    ours = type(t) in {Tensor, torch.nn.Parameter} and t.dtype == torch.float32 and t.device.type == "cpu"
+    return ours and not t.is_neg()  # as the imaginary part of a conjugate is
+
+
+def _fits(bias: Tensor, weight: Tensor) -> bool:
+    """oneDNN takes a bias for as many numbers, side by side, as the weight has rows."""
+    return _plain(bias) and bias.shape == weight.shape[:1] and bias.is_contiguous()
 
 
 def _watched() -> bool:
@@ -156,10 +164,6 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         need_x, need_weight, need_bias = ctx.needs_input_grad
-        shape = x.shape
-        if len(shape) > 2:
-            x, dy = x.reshape(-1, shape[-1]), dy.reshape(-1, dy.shape[-1])
         dx = multiply(dy, weight) if need_x else None
         dweight = gradient(dy.t(), x) if need_weight else None
-        dx = dx if dx is None or len(shape) == 2 else dx.view(shape)
         return dx, dweight, dy.sum(0) if need_bias else None

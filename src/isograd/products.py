@@ -67,7 +67,9 @@ class Products:
         if factors is None:
             return Products._plain[0](input, weight, bias)
         # Detached: autograd would take a gradient of None for one that has arrived, and fire the weight's hooks.
-        y: Tensor = _Linear.apply(anchor(weight), input, weight.detach(), factors)  # type: ignore[no-untyped-call]
+        # As a matrix outside of the Function: what is made inside as a view could not be changed in place.
+        y: Tensor = _Linear.apply(anchor(weight), _rows(input), weight.detach(), factors)  # type: ignore[no-untyped-call]
+        y = y if input.dim() == 2 else y.view(*input.shape[:-1], -1)
         return y if bias is None else y + bias
 
     def of_weight(self, input: Tensor, weight: Tensor) -> Factors | None:
@@ -184,8 +186,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, anchor: Tensor, x: Tensor, weight: Tensor, factors: Factors) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.factors = factors
-        y = matmul.multiply(_rows(x), weight.t())
-        return y if x.dim() == 2 else y.view(*x.shape[:-1], -1)
+        return matmul.multiply(x, weight.t())
 
     @staticmethod
     @once
@@ -193,8 +194,7 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         if wanted(ctx):
             ctx.factors(x, dy)
-        dx = matmul.multiply(_rows(dy), weight)
-        return None, dx if x.dim() == 2 else dx.view(x.shape), None, None
+        return None, matmul.multiply(dy, weight), None, None
 
 
 class _Lookup(torch.autograd.Function):
