@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from threading import Event, Thread
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from isograd import matmul
@@ -160,6 +163,33 @@ def test_a_weight_that_was_changed_in_place_is_refused_in_backward(calls: list[A
         y.sum().backward()
 
 
+def test_derivatives_along_with_values_are_torchs(calls: list[Any]) -> None:
+    x, weight, along = numbers(ROWS, INPUTS), numbers(OUTPUTS, INPUTS, seed=1), numbers(ROWS, INPUTS, seed=2)
+    with forward_ad.dual_level():
+        found = forward_ad.unpack_dual(matmul.linear(forward_ad.make_dual(x, along), weight)).tangent
+    assert found is not None and not calls
+    torch.testing.assert_close(found, F.linear(along, weight))
+
+
+def test_the_last_thread_puts_torchs_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matmul, "_twice", lambda: True)
+    theirs, entered, leave = F.linear, Event(), Event()
+
+    def other() -> None:
+        with matmul.everywhere():
+            entered.set()
+            leave.wait(60)
+
+    with matmul.everywhere():
+        thread = Thread(target=other)
+        thread.start()
+        assert entered.wait(60)
+    assert F.linear is not theirs  # the other thread is still in its step
+    leave.set()
+    thread.join()
+    assert F.linear is theirs
+
+
 class Mine(Tensor):
     pass
 
@@ -285,6 +315,22 @@ def test_models_of_others_are_made_by_it_inside_and_torchs_outside(
     assert F.linear is theirs
     model(numbers(large, INPUTS))
     assert len(calls) == 4
+
+    class Seeing(TorchFunctionMode):
+        seen = 0
+
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.seen += function is theirs
+            return function(*args, **kwargs or {})
+
+    with matmul.everywhere(), Seeing() as within:
+        model(numbers(large, INPUTS))
+    with Seeing() as without, matmul.everywhere():
+        model(numbers(large, INPUTS))
+        assert F.linear is theirs
+    with matmul.everywhere(), torch.backends.mkldnn.flags(enabled=False):
+        model(numbers(large, INPUTS))
+    assert len(calls) == 4 and within.seen == without.seen == 1
     monkeypatch.setattr(F, "linear", replaced := (lambda *_: "theirs"))
     with matmul.everywhere():
         assert F.linear is replaced

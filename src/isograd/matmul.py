@@ -14,11 +14,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from threading import Lock, get_ident
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 
 _torchs = F.linear  # isograd.products and others may put theirs in its place
 
@@ -65,19 +67,31 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 @contextmanager
 def everywhere() -> Iterator[None]:
     """Every F.linear is made as here, in a model of others, too. To be entered around its forward and its backward, in
-    which a forward may be made again. Shapes of others change from batch to batch: small products stay torch's."""
-    alone = _twice() and F.linear is _torchs
-    if alone:
-        F.linear = _theirs
+    which a forward may be made again. Shapes of others change from batch to batch: small products stay torch's. Nothing
+    is replaced under a TorchFunctionMode: torch takes it away in a backward, and with it what it did in a forward."""
+    with _changing:
+        counted = _twice() and F.linear in (_torchs, _theirs) and not torch._C._len_torch_function_stack()
+        if counted:
+            _inside.append(get_ident())
+            F.linear = _theirs
     try:
         yield
     finally:
-        if alone and F.linear is _theirs:
-            F.linear = _torchs
+        with _changing:
+            if counted:
+                _inside.remove(get_ident())
+            if counted and not _inside and F.linear is _theirs:
+                F.linear = _torchs
+
+
+_inside: list[int] = []  # the threads in `everywhere`: the last one puts torch's back
+_changing = Lock()
 
 
 def _theirs(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """What F.linear is in `everywhere`."""
+    """What F.linear is in `everywhere`. A TorchFunctionMode of the model's own wants to see torch's."""
+    if torch._C._len_torch_function_stack():
+        return _torchs(input, weight, bias)
     return _linear(input, weight, bias, LEAST_ONCE)
 
 
@@ -111,6 +125,8 @@ def _fits(bias: Tensor, weight: Tensor) -> bool:
 def _watched() -> bool:
     return bool(
         torch._C._len_torch_dispatch_stack()
+        or forward_ad._current_level >= 0  # derivatives along with values
+        or not torch._C._get_mkldnn_enabled()  # torch.backends.mkldnn.flags
         or torch._C._are_functorch_transforms_active()
         or torch.is_autocast_enabled("cpu")
     )

@@ -92,16 +92,16 @@ def _weights_run(times: int) -> Any:
 
 def _weights_of_another_input() -> Any:
     """What a weight gradient keeps is overwritten by the next micro-batch's."""
-    from isograd.products import Products
+    from isograd import products
 
-    original, latest = Products._factors, {}
+    original, latest = products._hand, {}
 
-    def factors(self: Any, weight: Any, x: Any, dy: Any) -> None:
+    def hand(of_product: Any, weight: Any, x: Any, dy: Any) -> None:
         before = latest.get(id(weight))
         latest[id(weight)] = x
-        original(self, weight, x if before is None or before.shape != x.shape else before, dy)
+        original(of_product, weight, x if before is None or before.shape != x.shape else before, dy)
 
-    return patch.object(Products, "_factors", factors)
+    return patch.object(products, "_hand", hand)
 
 
 def _ledger_takes(name: str, times: int) -> Any:

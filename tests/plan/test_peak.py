@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from isograd import matmul
 from isograd.engine import Engine
 from isograd.layout import Layout
 from isograd.mesh import Mesh
@@ -28,7 +29,10 @@ def build(mesh: Mesh, device: str | None = "meta") -> tuple[Engine, Any, int]:
     return engine, (tokens, tokens), 2
 
 
-def test_a_predicted_peak_is_what_the_allocator_counts_within_one_percent() -> None:
+def test_a_predicted_peak_is_what_the_allocator_counts_within_one_percent(monkeypatch: pytest.MonkeyPatch) -> None:
+    # oneDNN keeps its program's and packed weights' memory, and a product before it is added: up to 16 MiB in all.
+    monkeypatch.setattr(matmul, "_faster", lambda: False)
+    monkeypatch.setattr(matmul, "_twice", lambda: False)
     engine, batch, micro_batches = build(Mesh("dp1"), None)
     engine.train_step(batch, micro_batches)
     states = sum(t.nbytes for state in engine.optimizer.state.values() for t in state.values())
