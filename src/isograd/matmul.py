@@ -114,7 +114,7 @@ def _pays(x: Tensor, weight: Tensor, least: int = LEAST) -> bool:
 
 def _plain(t: Tensor) -> bool:
     ours = type(t) in {Tensor, torch.nn.Parameter} and t.dtype == torch.float32 and t.device.type == "cpu"
-    return ours and not t.is_neg()  # as the imaginary part of a conjugate is
+    return ours and not t.is_neg()  # as a part of a complex conjugate is
 
 
 def _fits(bias: Tensor, weight: Tensor) -> bool:
