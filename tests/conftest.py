@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import signal
 from collections.abc import Callable, Iterator
 from multiprocessing import forkserver
 from pathlib import Path
@@ -22,6 +23,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell without job control starts what it does not await
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)  # as in a rank: more threads on tensors as small as these only wait for each other
     if file := config.getoption("--cpu-times"):
         config.pluginmanager.register(CpuTimes(file))
