@@ -23,7 +23,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell without job control starts what it does not await
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as shells start what they do not await
         signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)  # as in a rank: more threads on tensors as small as these only wait for each other
     if file := config.getoption("--cpu-times"):
