@@ -141,6 +141,8 @@ def one(command: Sequence[str], more: Sequence[str]) -> dict[str, Any] | None:
         print(f"{' '.join(words)} ended with {ended}: left out", flush=True)
         return None
     found: dict[str, Any] = json.loads(text)
+    for name in ("json", "chart"):  # paths of this machine
+        found.get("options", {}).pop(name, None)
     return found
 
 
