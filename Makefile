@@ -6,13 +6,13 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 STAMP := $(VENV)/installed
 
-.PHONY: chromium demo test test-all test-fast lint format bench bench-quick docs clean
+.PHONY: chromium demo test test-all test-fast lint format bench bench-quick docs sbom clean
 .DEFAULT_GOAL := demo
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml verify/pyproject.toml constraints.txt
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet --disable-pip-version-check torch==$$(sed -n 's/^torch==//p' constraints.txt)
-	$(RUN) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[hf,plot,dev]'
+	$(RUN) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable verify --editable '.[hf,plot,dev]'
 	touch $(STAMP)
 
 demo: $(STAMP)
@@ -42,11 +42,12 @@ test-all: $(STAMP) chromium
 	$(RUN) -m pytest
 
 lint: $(STAMP)
-	$(VENV)/bin/ruff check src tests examples benchmarks survey
+	$(VENV)/bin/ruff check src tests examples benchmarks verify scripts
 	$(VENV)/bin/mypy
+	$(RUN) scripts/house.py
 
 format: $(STAMP)
-	$(VENV)/bin/ruff format src tests examples benchmarks survey
+	$(VENV)/bin/ruff format src tests examples benchmarks verify scripts
 
 # All races beside the peers, under an hour on a quiet machine; bench-quick: five minutes, wider ranges.
 bench: $(STAMP)
@@ -58,6 +59,11 @@ bench-quick: $(STAMP)
 # The documentation as a site, in site/. Building it needs no network.
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict --quiet
+
+# What is installed, as a CycloneDX file, with the hashes of the wheel.
+sbom: $(STAMP)
+	$(RUN) -m pip wheel --quiet --no-deps --wheel-dir dist . ./verify
+	$(RUN) scripts/sbom.py dist/sbom.json dist/isograd-*.whl dist/isograd_verify-*.whl
 
 clean:
 	rm -rf $(VENV) benchmarks/out site

@@ -7,7 +7,7 @@
 
 Each contestant of isograd stands beside the fastest of the peers that do the same. A ratio is taken between turns of
 the same round; the picture shows its median and, as a line, the smallest and the largest. benchmarks.diff compares two
-such files. The picture in README.md is docs/race.svg, its numbers are docs/race.json.
+such files. The picture in README.md is docs/race.svg, its numbers are benchmarks/results/race.json.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     python -m benchmarks.checkpoints --rounds 3 --folder /somewhere
     python -m benchmarks.checkpoints --manifest          # what a manifest of 512 ranks costs, of 360 tensors
 
-Ours: zero3 and Keeper. Theirs: FSDP2, get_state_dict, async_save, load. Both keep parameters and AdamW's two moments,
+Ours: zero3, CheckpointManager. Theirs: FSDP2, get_state_dict, async_save, load. Both keep parameters and AdamW's state,
 12 bytes for each parameter, half of it on each rank, and both flush files to the disk. Ours also hashes every piece,
 when it saves and when it loads. Rounds alternate; medians over rounds of the slower rank. "pause": until training may
 go on. "whole": until the checkpoint is on the disk. "load": from files that the page cache holds.
@@ -57,7 +57,7 @@ class Ours:
     def __init__(self, home: Path, rank: int, world: int) -> None:
         self.contestant = IsogradData(SIZES, rank, world, zero=3)
         self.contestant.step(batch(SIZES, 0))
-        self.keeper = ig.checkpoint.Keeper(home, self.contestant.engine, keep_last=1)
+        self.keeper = ig.checkpoint.CheckpointManager(home, self.contestant.engine, keep_last=1)
 
     def round(self, number: int) -> Times:
         began = seconds(lambda: self.keeper.save(number))

@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from isograd.comm.launch import World
-from isograd.contrastive.front import grad_cache as ours_cache
-from isograd.contrastive.front.open_clip import ClipLoss
-from isograd.contrastive.front.sentence_transformers import CachedInfoNCE
+from isograd.integrations.contrastive import grad_cache as ours_cache
+from isograd.integrations.contrastive.open_clip import ClipLoss
+from isograd.integrations.contrastive.sentence_transformers import CachedInfoNCE
 
 RANKS, ROWS, FEATURES, SIZE, CHUNK = 2, 4, 5, 6, 2
 

@@ -12,7 +12,7 @@ from statistics import median
 import torch
 
 import isograd as ig
-from isograd.engine import Replay, Seal
+from isograd.engine import MemoryChecksum, ReplayCheck
 from isograd.engine.batches import micro_batches
 from isograd.models import Transformer, TransformerConfig
 
@@ -27,7 +27,7 @@ def rank(rounds: int) -> dict[str, list[float]]:
     config = TransformerConfig(vocab=2048, hidden=256, layers=4, heads=8, mlp=688)
     model = Transformer(config, mesh)
     engine = ig.Engine(model, mesh, lambda ps: torch.optim.AdamW(ps, lr=1e-3), clip=1.0)
-    replay, seal = Replay(engine), Seal(engine)
+    replay, seal = ReplayCheck(engine), MemoryChecksum(engine)
     tokens = torch.randint(2048, (ROWS, LENGTH), generator=torch.Generator().manual_seed(mesh.rank))
     batch = (tokens, tokens.roll(-1, 1))
     found: dict[str, list[float]] = {way: [] for way in WAYS}

@@ -10,8 +10,8 @@ from benchmarks.expert_peers import PEERS
 from benchmarks.expert_task import ExpertSizes, adamw, gather_twice, reduce_and_gather, stream_and_slots
 from benchmarks.ours import Isograd
 from benchmarks.task import Batch
-from isograd.models.config import load_config
-from isograd.models.families import HuggingFace
+from isograd.hf.configs import load_config
+from isograd.hf.families import HuggingFace
 
 
 class IsogradExperts(Isograd):

@@ -1,4 +1,4 @@
-"""The task of benchmarks.experts: a Mixtral of about 28 million parameters, stored once, which all contestants read.
+"""The task of benchmarks.experts: a Qwen3-MoE of about 28 million parameters, stored once, which all contestants read.
 
 How evenly its experts are used is set by its weights. All embeddings share one large coordinate; a router's weight for
 that coordinate is its expert's advantage, which is fitted to the wanted shares. A step of 1e-6 does not change them.
@@ -34,7 +34,7 @@ class ExpertSizes(Sizes):
 
     def dense(self) -> int:
         """Parameters that every data rank holds."""
-        per_layer = 4 * self.hidden**2 + 2 * self.hidden + self.experts * self.hidden
+        per_layer = 4 * self.hidden**2 + 2 * self.hidden + 2 * self.hidden // self.heads + self.experts * self.hidden
         return 2 * self.vocab * self.hidden + self.layers * per_layer + self.hidden
 
     def routed(self) -> int:
@@ -51,8 +51,9 @@ class ExpertSizes(Sizes):
         """As transformers' configuration."""
         return {
             "vocab_size": self.vocab, "hidden_size": self.hidden, "intermediate_size": self.width,
+            "moe_intermediate_size": self.width, "head_dim": self.hidden // self.heads, "norm_topk_prob": True,
             "num_hidden_layers": self.layers, "num_attention_heads": self.heads, "num_key_value_heads": self.heads,
-            "num_local_experts": self.experts, "num_experts_per_tok": self.per_token, "output_router_logits": False,
+            "num_experts": self.experts, "num_experts_per_tok": self.per_token, "output_router_logits": False,
             "max_position_embeddings": self.seq, "tie_word_embeddings": False,
         }  # fmt: skip
 
@@ -64,13 +65,13 @@ def adamw(parameters: Iterable[nn.Parameter] | list[dict[str, list[nn.Parameter]
 @torch.no_grad()
 def store(sizes: ExpertSizes) -> None:
     """Write the model and its miniature."""
-    from transformers import MixtralConfig, MixtralForCausalLM
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
     for size in (sizes, sizes.tiny()):
         torch.manual_seed(0)
-        model = MixtralForCausalLM(MixtralConfig(**size.described()))
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**size.described()))
         model.model.embed_tokens.weight.normal_()
         model.model.embed_tokens.weight[:, 0] = COMMON
         advantage = fitted(size.load, size.experts, size.per_token)

@@ -4,7 +4,7 @@
     python -m benchmarks.experts --ranks 4 --rounds 3
     python -m benchmarks.experts --only "one process" "* fsdp ep" "dp ep *" --loads zipf
 
-The columns are those of benchmarks.data_parallel. All contestants read one stored Mixtral. "wire" is of the rank that
+The columns are those of benchmarks.data_parallel. All contestants read one stored Qwen3-MoE. "wire" is of the rank that
 sends most; its bound counts the slots that have to cross, there and back in forward and in backward, as the plain
 model's routers choose on these batches, and what the gradients owe. zipf: the n-th most chosen expert gets 1/n of what
 the first gets, in an order of its own in each layer. There is no balance loss in it: transformers' has another scale.

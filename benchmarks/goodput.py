@@ -24,7 +24,7 @@ from typing import Any
 
 import psutil
 
-from isograd.train import curves, journal
+from isograd.train import journal
 
 CONFIG = Path(__file__).parents[1] / "recipes" / "quickstart.yaml"
 WAYS = {
@@ -72,7 +72,7 @@ def course(way: str, folder: Path, steps: int, every: int, deaths: list[tuple[in
 
 
 def _step(folder: Path) -> int:
-    return max((step for step, _ in curves.losses(folder / "metrics.jsonl")[0]), default=0)
+    return max((step for step, _ in journal.curve(folder / "metrics.jsonl").training), default=0)
 
 
 def _pid(launcher: int, rank: int) -> int | None:

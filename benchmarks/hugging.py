@@ -1,4 +1,4 @@
-"""A model of transformers side by side: under its own tensor parallelism, under ig.hugging, and as isograd's decoder.
+"""A model of transformers side by side: under its own tensor parallelism, under ig.hf, and as isograd's decoder.
 
     python -m benchmarks.hugging                        # 2 ranks, a Llama of 20 M parameters, a few minutes
     python -m benchmarks.hugging --only "one process" "*tp"
@@ -29,8 +29,8 @@ from benchmarks.ours import Isograd
 from benchmarks.pipeline_peers import passed_bytes
 from benchmarks.task import IGNORE, Batch, Sizes
 from benchmarks.tensor_peers import stream_bytes
-from isograd.models.config import load_config
-from isograd.models.families import HuggingFace
+from isograd.hf.configs import load_config
+from isograd.hf.families import HuggingFace
 
 NAMES = (
     ("model.", ""), ("layers.", "blocks."), ("self_attn.", "attention."), ("_proj", ""),
@@ -103,11 +103,11 @@ class Theirs(Contestant):
 
 
 class Loaded(Isograd):
-    """The same class under ig.hugging."""
+    """The same class under ig.hf."""
 
     def __init__(self, sizes: StoredSizes, rank: int, world: int, *, layout: str) -> None:
         self.mesh, self.micro_batches = ig.Mesh(layout.replace("W", str(world))), sizes.micro_batches
-        self.model = ig.hugging.load(sizes.folder, self.mesh, prove=False)
+        self.model = ig.hf.load(sizes.folder, self.mesh, prove=False)
         self.engine = ig.Engine(self.model, self.mesh, adamw)
 
     def given(self, batch: Batch) -> dict[str, Tensor]:
@@ -160,9 +160,9 @@ ONE = Entry("one process", Theirs, nothing, alone=True)
 ENTRIES = [
     Entry("transformers tp", partial(Theirs, cut=True), stream_bytes),
     Entry("isograd tp", partial(Own, layout="tpW"), stream_bytes, peers=("transformers tp",)),
-    Entry("ig.hugging tp", partial(Loaded, layout="tpW"), stream_bytes, peers=("transformers tp",)),
+    Entry("ig.hf tp", partial(Loaded, layout="tpW"), stream_bytes, peers=("transformers tp",)),
     Entry("isograd pp", partial(Own, layout="ppW 1f1b"), passed_bytes),
-    Entry("ig.hugging pp", partial(Loaded, layout="ppW 1f1b"), passed_bytes, peers=("isograd pp",)),
+    Entry("ig.hf pp", partial(Loaded, layout="ppW 1f1b"), passed_bytes, peers=("isograd pp",)),
 ]
 
 

@@ -46,7 +46,7 @@ class Form:
 
 def forms(sizes: Sizes) -> Iterator[Form]:
     """The first form of each operator is torch's."""
-    mesh, key = ig.Mesh.unbound("1"), ig.random.key(0)
+    mesh, key = ig.Mesh.unbound("1"), ig.rng.key(0)
     tokens, heads, wide = sizes.batch * sizes.seq, sizes.heads, sizes.hidden // sizes.heads
     x, weight = normal(tokens, sizes.hidden), normal(sizes.vocab, sizes.hidden, std=0.02)
     labels = torch.randint(sizes.vocab, (tokens,))

@@ -23,18 +23,18 @@ from statistics import mean, median
 from typing import Any
 
 from benchmarks import tables
+from isograd.core.layout import Layout
 from isograd.errors import IsogradError
-from isograd.layout import Layout
 from isograd.models import TransformerConfig
 from isograd.nn.routing import ExpertOptions
 from isograd.plan import machine
 from isograd.plan.machine import Machine
 from isograd.plan.memory import TIGHT, memory
 from isograd.plan.step_time import predict
-from isograd.plan.work import Habits, Work
+from isograd.plan.work import FrameworkProfile, Work
 
 # What is known about the programs that were measured. Nothing here is fitted, but who wrote it had seen the rows.
-MEGATRON_2022 = Habits(
+MEGATRON_2022 = FrameworkProfile(
     fused_attention=False,
     passes=1.2,
     waits_for_sends=True,
@@ -45,7 +45,7 @@ MEGATRON_2022 = Habits(
     fused_blocks=True,
     fp32_rows=True,  # DeepSpeed's step makes them of what was reduced in 16 bits
 )
-MEGATRON = Habits(
+MEGATRON = FrameworkProfile(
     passes=1.0,
     hides_parameters=0.8,
     hides_tp=0.6,
@@ -57,7 +57,7 @@ MEGATRON = Habits(
     fused_blocks=True,
     attention=1.5,  # cuDNN's kernels, in place of FlashAttention-2's
 )
-MOSAIC = Habits(
+MOSAIC = FrameworkProfile(
     attention=0.53,  # FlashAttention's first version: 25 to 40 % of an A100, the second 50 to 73 %
     passes=2.0,
     gradient_bytes=2,
@@ -128,7 +128,7 @@ def _row(v: dict[str, str]) -> tuple[str, Row | None]:
     if v["model"].startswith(("DeepSeek", "Kimi", "Nemotron-H", "Nemotron3")):
         return "latent attention or layers that this decoder lacks", None
     publisher = next(name for name, (word, _) in PUBLISHERS.items() if word in source)
-    habits = _habits(publisher, notes)
+    profile = _habits(publisher, notes)
     heads = int(v["heads"])
     dp, cp, tp, pp, ep = (int(v[n] or 1) for n in ("dp", "cp", "tp", "pp", "ep"))
     micro = int(v["micro_batch"] or 1)
@@ -162,7 +162,7 @@ def _row(v: dict[str, str]) -> tuple[str, Row | None]:
     work = Work(
         model=config, length=int(v["seq"]), batch=int(v["global_batch"]), micro_batches=max(1, round(rows / micro)),
         dtype="bf16" if precision in ("bf16", "fp8", "mxfp8") else "fp16", products=low, recompute=recompute,
-        habits=habits,
+        profile=profile,
     )  # fmt: skip
     name = NODES.get(v["gpu_type"])
     if name is None:
@@ -175,15 +175,15 @@ def _row(v: dict[str, str]) -> tuple[str, Row | None]:
     )  # fmt: skip
 
 
-def _habits(publisher: str, notes: str) -> Habits:
-    habits = PUBLISHERS[publisher][1]
+def _habits(publisher: str, notes: str) -> FrameworkProfile:
+    profile = PUBLISHERS[publisher][1]
     if "Rebalancing layers" in notes:
-        habits = dataclasses.replace(habits, ends_as_layers=True)
+        profile = dataclasses.replace(profile, ends_as_layers=True)
     if "accumulates grads in fp32" in notes:
-        return dataclasses.replace(habits, kept_bytes=6, fp32_rows=False, widened=True)
+        return dataclasses.replace(profile, kept_bytes=6, fp32_rows=False, widened=True)
     if publisher == "torchtitan" and "async" in notes:
-        return dataclasses.replace(habits, hides_tp=0.6)
-    return TITAN if publisher == "torchtitan" and "compile" not in notes else habits
+        return dataclasses.replace(profile, hides_tp=0.6)
+    return TITAN if publisher == "torchtitan" and "compile" not in notes else profile
 
 
 def _device(name: str, kind: str, source: str) -> Machine:

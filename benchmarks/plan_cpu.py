@@ -22,8 +22,8 @@ import torch
 
 import isograd as ig
 from benchmarks import quiet, tables
-from isograd import yamls
 from isograd.comm.launch import World
+from isograd.io import yaml_reader
 from isograd.plan import machine as machines
 from isograd.plan.machine import Machine
 from isograd.plan.measure import measure
@@ -118,7 +118,7 @@ def main() -> None:
                 f"round {number + 1}, {words}: {seconds * 1e3:.0f} ms{' (disturbed)' if disturbed else ''}", flush=True
             )
             file.write_text(json.dumps(state))
-    here = machines.from_dict(yamls.parse(state["machine"]), "measured")
+    here = machines.from_dict(yaml_reader.parse(state["machine"]), "measured")
     text = table(here, state)
     print("\n" + text)
     if options.write:

@@ -1,5 +1,5 @@
-"""What gloo's collectives cost here, beside the same ones built from pair sends, by gloo and between near ranks
-(comm/near.py): the table comm/raw.py chose from.
+"""What gloo's collectives cost here, beside the same ones built from pair sends, and by the one
+primitive that comm/raw.py builds every collective from: the table that it was chosen from.
 
     python -m benchmarks.primitives                      # W = 2, 4, 8; 4 KB to 64 MB; a markdown table for each W
     python -m benchmarks.primitives --ranks 2 --sizes 4K 1M
@@ -45,8 +45,8 @@ def pair_sends(out: Sequence[Tensor], into: Sequence[Tensor], rank: int) -> None
             work.wait()
 
 
-def near_sends(out: Sequence[Tensor], into: Sequence[Tensor], rank: int) -> None:
-    """The same, as comm/raw.py sends to ranks of this machine."""
+def raw_exchange(out: Sequence[Tensor], into: Sequence[Tensor], rank: int) -> None:
+    """The same, by comm/raw.py's `exchange`."""
     world = raw.new_group("world", tuple(range(len(out))), rank)
     raw.exchange([[t] for t in out], [[t] for t in into], world).wait()
 
@@ -96,7 +96,7 @@ def primitives(rank: int, world: int, x: Tensor) -> dict[str, Primitive]:
         "broadcast": broadcast,
         "reduce-scatter = all_to_all_single + sum": all_to_all_reduce_scatter,
     }
-    return found | sent(rank, x, pair_sends, "pair sends") | sent(rank, x, near_sends, "near")
+    return found | sent(rank, x, pair_sends, "pair sends") | sent(rank, x, raw_exchange, "raw.exchange")
 
 
 def sent(rank: int, x: Tensor, send: Callable[..., None], by: str) -> dict[str, Primitive]:

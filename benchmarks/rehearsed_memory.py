@@ -26,9 +26,9 @@ import torch
 
 from benchmarks import tables
 from isograd.comm.launch import World
+from isograd.core.layout import Layout
+from isograd.core.mesh import Mesh
 from isograd.engine import Engine
-from isograd.layout import Layout
-from isograd.mesh import Mesh
 from isograd.models import Transformer, TransformerConfig
 from isograd.plan.rehearse import rehearse, without_memory
 

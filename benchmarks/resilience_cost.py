@@ -25,8 +25,8 @@ import torch
 import isograd as ig
 from benchmarks.quiet import refuse_noise
 from benchmarks.task import Sizes, batch
+from isograd.elastic import Copies
 from isograd.models import Transformer, TransformerConfig
-from isograd.resilience import Copies
 
 WAYS = ("off", "none", "partner", "elsewhere")
 

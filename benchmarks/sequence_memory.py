@@ -29,7 +29,7 @@ from benchmarks import report
 from benchmarks.ours import IsogradModel
 from benchmarks.task import Sizes, batch
 from isograd.comm.launch import World
-from isograd.layout import Layout
+from isograd.core.layout import Layout
 
 SIZES = Sizes(vocab=4096, hidden=256, layers=4, heads=4, mlp=688, batch=1)
 SHORT = 64

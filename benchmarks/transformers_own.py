@@ -4,7 +4,7 @@
     python -m benchmarks.transformers_own llama qwen3
     python -m benchmarks.transformers_own --state transformers_sweep.json      # adds the column to the sweep's table
 
-The model is the small copy of the proof at start (src/isograd/hugging/small.py), with the same weights, batches and
+The model is the small copy of the proof at start (src/isograd/hf/small_config.py), with the same weights, batches and
 limit: fp64, 1e-9 of a gradient's norm. It is written to a folder and loaded with `DistributedConfig(tp_size=2)`; two
 micro-batches run forward and backward, and `.grad` is read, gathered where it is a DTensor. `isograd` is used for the
 reference and to start two ranks only. "coefficient" is <found, true> / <true, true>: 2 for a gradient summed twice.
@@ -36,12 +36,11 @@ def attempt(kind: str, folder: str, micros: int) -> dict[str, Any]:
     from torch.distributed.tensor import DTensor
     from transformers.distributed import DistributedConfig
 
-    from isograd.hugging import proof
-    from isograd.hugging.losses import library_of
-    from isograd.hugging.small import small
-    from isograd.hugging.wide import Wide
-    from isograd.mesh import Mesh
-    from isograd.sequence.hugging import shard
+    from isograd.core.mesh import Mesh
+    from isograd.hf import proof, shard
+    from isograd.hf.force_fp64 import ForceFP64
+    from isograd.hf.losses import library_of
+    from isograd.hf.small_config import small
 
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
@@ -56,7 +55,7 @@ def attempt(kind: str, folder: str, micros: int) -> dict[str, Any]:
     proof.told(None, mesh)  # until the folder is there
     try:
         plan = DistributedConfig(tp_size=2)
-        with Wide():  # rotary frequencies, too
+        with ForceFP64():  # rotary frequencies, too
             model = library_of(tiny, "")[0].from_pretrained(
                 folder, config=tiny, dtype=torch.float64, distributed_config=plan, experts_implementation="eager"
             )
@@ -64,7 +63,7 @@ def attempt(kind: str, folder: str, micros: int) -> dict[str, Any]:
             parts = [shard(proof._batch(0, number, tiny.vocab_size), alone) for number in range(micros)]
             total = sum(int(part.weight) for part in parts)
             for part in parts:
-                with Wide():
+                with ForceFP64():
                     loss = one(**part.inputs).loss
                 (loss * part.weight / total).backward()
         found = {

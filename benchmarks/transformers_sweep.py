@@ -4,7 +4,7 @@
     python -m benchmarks.transformers_sweep --only llama qwen3 --layouts tp2
     python -m benchmarks.transformers_sweep --table                         # writes the page again from the state file
 
-The proof is the one at the start of `ig.hugging.load` (src/isograd/hugging/proof.py): a small random model in fp64, two
+The proof is the one at the start of `ig.hf.load` (src/isograd/hf/proof.py): a small random model in fp64, two
 micro-batches with uneven labels, every gradient compared by name with one device's.
 
 Each result is written to the state file at once, and a second start goes on with what is missing. The two ranks are
@@ -23,8 +23,8 @@ from typing import Any
 
 from isograd.comm.launch import World
 from isograd.errors import IsogradError
-from isograd.hugging.losses import library_of
-from isograd.hugging.parts import is_text, parts_of
+from isograd.hf.losses import library_of
+from isograd.hf.sub_configs import is_text, parts_of
 
 LAYOUTS = ("tp2", "tp2 zero1", "tp2 sp", "dp2 zero3", "pp2 1f1b", "dp2 ep2", "cp2 ulysses")
 OWN = "transformers' own tp2"  # benchmarks/transformers_own.py
@@ -61,11 +61,11 @@ one is tried.
 
 - **proven**: every gradient differs from one device's by less than 1e-9 of its norm. Beside it, the share of the small
   copy's parameters that a tp rank holds: half where everything is cut.
-- **refused**: `ig.hugging.load` raises the error named, before anything is trained.
+- **refused**: `ig.hf.load` raises the error named, before anything is trained.
 - **not run**: the small copy made for the proof does not run, on one device or under the layout, so nothing is known.
-  `ig.hugging.load` refuses such a model, too (IG469).
+  `ig.hf.load` refuses such a model, too (IG469).
 - An empty cell has not been tried. The cells are of several commits, named below the reasons.
-- **wrong**: gradients differ. `ig.hugging.load` refuses the model (IG468).
+- **wrong**: gradients differ. `ig.hf.load` refuses the model (IG468).
 - **transformers' own tp2** is `from_pretrained(..., distributed_config=DistributedConfig(tp_size=2))`, judged in the
   same way by `python -m benchmarks.transformers_own`, for some of them: right, or wrong in the parameters named, with
   the coefficient <found, true> / <true, true> of each. It has two micro-batches of uneven labels.
@@ -122,8 +122,8 @@ def attempt(kind: str, layout: str) -> dict[str, Any]:
 
     import transformers
 
-    from isograd.hugging.proof import compare
-    from isograd.mesh import Mesh
+    from isograd.core.mesh import Mesh
+    from isograd.hf.proof import compare
 
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
@@ -174,7 +174,7 @@ def plans_of(config: Any) -> set[str]:
 
 
 def why_no_class(config: Any) -> str:
-    """What `ig.hugging.load` says of an architecture that has no loss of tokens; "" where it has one."""
+    """What `ig.hf.load` says of an architecture that has no loss of tokens; "" where it has one."""
     try:
         library_of(config, "")
     except IsogradError as error:
@@ -280,7 +280,7 @@ def revisions(cells: dict[str, Any], layouts: list[str]) -> str:
 
 
 def without_loss(kinds: list[str]) -> dict[str, str]:
-    """{architecture: what `ig.hugging.load` says}, of those with a plan that are no part of one in the table."""
+    """{architecture: what `ig.hf.load` says}, of those with a plan that are no part of one in the table."""
     every = configs()
     parts = [type(part) for kind in kinds if kind in every for part in parts_of(every[kind]).values()]
     return {

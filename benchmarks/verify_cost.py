@@ -27,8 +27,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from isograd.comm.launch import World
-from isograd.verify.record.projection import SMALL
-from isograd.verify.watch.capture import Capture
+from isograd_verify.record.projection import SMALL
+from isograd_verify.watch.capture import Capture
 
 VOCABULARY, HIDDEN, LAYERS = 4096, 512, 6
 

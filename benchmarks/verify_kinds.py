@@ -20,9 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from isograd.verify.compare.classes import Fitted, fitted, mean_of, shifts
-from isograd.verify.compare.numerics import Associated
-from isograd.verify.prove import ASSOCIATIONS
+from isograd.prove.prove import ASSOCIATIONS
+from isograd_verify.compare.classes import Fitted, fitted, mean_of, shifts
+from isograd_verify.compare.numerics import Associated
 
 OUT = Path(__file__).parent / "out"
 OTHERS = ((4, 1), (4, 2), (4, 3), (4, 4), (4, 5), (4, 6))  # a layout: pieces of the batch, terms of each product

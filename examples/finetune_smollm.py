@@ -54,7 +54,7 @@ def write_text(packages: Path, to: Path) -> None:
 
 def isograd(*words: str) -> None:
     print("$ isograd", " ".join(f"'{w}'" if " " in w else w for w in words), flush=True)
-    subprocess.run([sys.executable, "-m", "isograd.cli", *words], check=True)
+    subprocess.run([sys.executable, "-m", "isograd.cli.main", *words], check=True)
 
 
 def main() -> None:

@@ -21,7 +21,7 @@ def make(mesh: ig.Mesh) -> LlamaForCausalLM:
     torch.manual_seed(0)
     sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
     config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
-    return ig.sequence.attach(LlamaForCausalLM(config), mesh)
+    return ig.hf.attach(LlamaForCausalLM(config), mesh)
 
 
 def batch(step: int, rows: int) -> dict[str, torch.Tensor]:
@@ -37,19 +37,19 @@ def train(layout: str) -> None:
     model = make(mesh)
     engine = ig.Engine(model, mesh, lambda ps: torch.optim.AdamW(ps, lr=3e-3), clip=1.0)
     for step in range(STEPS):
-        part = ig.sequence.shard(batch(step * mesh.size("dp") + mesh.index("dp"), 4), mesh)
+        part = ig.hf.shard(batch(step * mesh.size("dp") + mesh.index("dp"), 4), mesh)
         engine.backward(model(**part.inputs).loss, weight=part.weight)
         stats = engine.step()
         if mesh.rank == 0 and step % 15 == 14:
             print(f"step {step + 1}/{STEPS}  loss {stats.loss:.3f}  labels {stats.weight:.0f}", flush=True)
 
 
-def case(mesh: ig.Mesh) -> ig.verify.Case:
+def case(mesh: ig.Mesh) -> ig.prove.Case:
     def loss(model: torch.nn.Module, rows: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        part = ig.sequence.shard(rows, mesh)
+        part = ig.hf.shard(rows, mesh)
         return model(**part.inputs).loss, part.weight
 
-    return ig.verify.Case(make(mesh), batch(0, 6), loss)
+    return ig.prove.Case(make(mesh), batch(0, 6), loss)
 
 
 if __name__ == "__main__":

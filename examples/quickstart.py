@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 import isograd as ig
-from isograd.verify.tell.report import picture
+from isograd_verify.tell.report import picture
 
 BATCH, LENGTH = 16, 128  # sequences per step over all data ranks, bytes per sequence
 STEPS = 60
@@ -54,7 +54,7 @@ def train(layout: str, steps: int) -> None:
     text, began = corpus(), time.perf_counter()
     for step in range(steps):
         tokens, labels, samples = batch(text, step, my_rows(mesh))
-        loss, count = model(tokens, labels, key=ig.random.key(0, step), samples=samples)
+        loss, count = model(tokens, labels, key=ig.rng.key(0, step), samples=samples)
         engine.backward(loss, weight=count)
         stats = engine.step()
         schedule.step()
@@ -69,21 +69,23 @@ def train(layout: str, steps: int) -> None:
             )
 
 
-def case(forget: str, mesh: ig.Mesh) -> ig.verify.Case:
+def case(forget: str, mesh: ig.Mesh) -> ig.prove.Case:
     """What is proven: a smaller copy of the model on sequences with different numbers of labels."""
     config = dataclasses.replace(ig.models.preset("quickstart"), layers=2)
     model = ig.models.Transformer(config, mesh)
     for record in ig.contracts(model, mesh):
         if forget and forget in record.name:  # what a sequence-parallel trainer does that never sums these over tp
-            ig.declare(record.parameter, mesh, shape=record.contract.shape, shards=record.contract.shards, owes=())
+            ig.declare(
+                record.parameter, mesh, shape=record.contract.shape, shards=record.contract.shards, partial_over=()
+            )
     tokens, labels, samples = batch(corpus(), 0, range(BATCH))
     for row in range(BATCH):
         labels[row, : 7 * row] = -100  # uneven: later rows, and so later ranks, have fewer labels
-    return ig.verify.Case(model, {"tokens": tokens.clone(), "labels": labels, "samples": samples}, loss)
+    return ig.prove.Case(model, {"tokens": tokens.clone(), "labels": labels, "samples": samples}, loss)
 
 
 def loss(model: torch.nn.Module, part: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    return model(part["tokens"], part["labels"], key=ig.random.key(0), samples=part["samples"])  # type: ignore[no-any-return]
+    return model(part["tokens"], part["labels"], key=ig.rng.key(0), samples=part["samples"])  # type: ignore[no-any-return]
 
 
 def main() -> None:

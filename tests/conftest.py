@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from isograd.comm import threads as threads_of_ranks
 from isograd.comm.launch import World
 
 from . import sizes
@@ -39,6 +40,21 @@ class PatientWorld(World):
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout: float | None = 120) -> list[Any]:
         return super().run(fn, *args, timeout=timeout)
+
+
+class Threads:
+    """Ranks as threads of this process: no start, no pickles, the bits of gloo (tests/comm/test_threads.py)."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+
+    def run(self, fn: Callable[..., Any], *args: Any, timeout: float | None = 120) -> list[Any]:
+        return threads_of_ranks.run(fn, self.ranks, *args, timeout=timeout)
+
+
+@pytest.fixture(scope="session")
+def threads() -> Callable[[int], Threads]:
+    return Threads
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,6 @@
-"""Faults planted in runs that survive them (or say why not): docs/faults.md is written from what happened.
+"""Faults planted in runs that survive them (or say why not): notes/faults.md is written from what happened.
 
-    python -m tests.faults                 every case that docs/faults.json has no row of, one after the other
+    python -m tests.faults                 every case that notes/faults.json has no row of, one after the other
     python -m tests.faults --only zero3    those whose name has this word, once more
     python -m tests.faults --list          what there is, and what has been run
 
@@ -34,20 +34,20 @@ from typing import Any
 
 import torch
 
+from isograd.core.layout import Layout
+from isograd.elastic import Attempt, WorkerPool
 from isograd.errors import IsogradError
-from isograd.layout import Layout
-from isograd.resilience import Attempt, Crew
 from isograd.train import journal
 from isograd.train.config import Config
-from isograd.train.loop import Orders
+from isograd.train.loop import RunOptions
 from isograd.train.reading import written
-from isograd.train.stall import STALLED, happened, silent
-from isograd.train.start import says_how_to_resume
-from isograd.train.survive import survive
+from isograd.train.run.start import says_how_to_resume
+from isograd.train.run.survive import survive
+from isograd.train.run.watchdog import STALLED, ended_in_stall, silent_ranks
 from tests.planted import IN_A_STEP, MEETING_AGAIN, RESCUING, SAVING, SAVING_FIRST, Fault, Faults
 from tests.train.test_loop import close, config_of, losses
 
-DOCS = Path(__file__).parents[1] / "docs"
+NOTES = Path(__file__).parents[1] / "notes"
 AT, STEPS = 3, 5
 SMALL = "300k"  # of a file system that holds a journal, and no checkpoint
 EXPERTS = {"number": 4, "per_token": 2, "width": 16}
@@ -197,11 +197,13 @@ def others() -> Iterator[Case]:
         yield Case(f"kill of the launcher, {moment}", "dp2 zero1", (), settings(**saves), "launcher")
 
 
-class Watched(Crew):
-    """A crew that remembers its attempts."""
+class Watched(WorkerPool):
+    """A pool that remembers its attempts."""
 
     def __init__(self, run: Config) -> None:
-        super().__init__(wait_s=10.0, silent=partial(silent, run.folder, run.safety.stall_s))
+        super().__init__(
+            wait_s=10.0, still_s=run.safety.stall_s, silent=partial(silent_ranks, run.folder, run.safety.stall_s)
+        )
         self.attempts: list[Attempt] = []
 
     def attempt(self, size: int, fn: Callable[..., Any], *args: Any) -> Attempt:
@@ -220,8 +222,8 @@ def config(folder: Path, text: Path, layout: str, **changes: Any) -> Config:
 
 def undisturbed(folder: Path, text: Path, layout: str, **changes: Any) -> list[float]:
     """The losses of the run that nothing happens to."""
-    with Crew() as crew:
-        assert survive(config(folder, text, layout, **changes), Orders(show="none", signals=()), crew).code == 0
+    with WorkerPool() as pool:
+        assert survive(config(folder, text, layout, **changes), RunOptions(show="none", signals=()), pool).code == 0
     return losses(folder)
 
 
@@ -236,22 +238,22 @@ def one(case: Case, folder: Path, text: Path, expected: list[float]) -> Row:
         run.folder.mkdir()
         subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={SMALL}", "tmpfs", run.folder], check=True)
     faults = Faults(case.faults, marks)
-    with Watched(run) as crew:
+    with Watched(run) as pool:
         try:
             with says_how_to_resume(run):
-                outcome = survive(run, Orders(show="none", signals=(), before_step=faults), crew)
+                outcome = survive(run, RunOptions(show="none", signals=(), before_step=faults), pool)
             row.code, row.ended = outcome.code, outcome.why
         except IsogradError as error:
-            row.code = STALLED if happened(run.folder) else error.exit_code
+            row.code = STALLED if ended_in_stall(run.folder) else error.exit_code
             row.ended = _brief(error)
-    _told(row, faults, crew, run)
+    _told(row, faults, pool, run)
     if (checkpoints := run.folder / "checkpoints").exists():
         subprocess.run(["chattr", "-i", checkpoints], check=False)
     if row.code and case.around == "disk":  # room is made
         subprocess.run(["mount", "-o", "remount,size=100m", run.folder], check=True)
     if row.code:
-        with Watched(run) as crew:
-            assert survive(run, Orders(show="none", signals=(), before_step=faults), crew).code == 0
+        with Watched(run) as pool:
+            assert survive(run, RunOptions(show="none", signals=(), before_step=faults), pool).code == 0
     row.equal = same(losses(run.folder), expected)
     evaluated = [
         line["step"] for line in journal.read(run.folder / "metrics.jsonl") if line.get("event") == "evaluation"
@@ -267,7 +269,7 @@ def launcher(row: Row, run: Config, expected: list[float]) -> Row:
     """Kill the launcher, wait for its ranks to end, and give its command again."""
     file, said = run.folder.parent / "run.yaml", run.folder.parent / "said.txt"
     file.write_text(written(run))
-    command = [sys.executable, "-m", "isograd.cli", "train", str(file), "--log-format", "lines"]
+    command = [sys.executable, "-m", "isograd.cli.main", "train", str(file), "--log-format", "lines"]
     saves = "saving" in row.name
     with said.open("w") as out, subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=out) as process:
         while process.poll() is None and len(losses(run.folder)) < AT - saves:
@@ -280,10 +282,14 @@ def launcher(row: Row, run: Config, expected: list[float]) -> Row:
             time.sleep(0.3)
             ranks = _children(process.pid)
         process.kill()
-        killed = time.time()
+        killed = time.monotonic()
     while any(_runs(pid) for pid in ranks):
         time.sleep(0.02)
-    row.seen_s, row.code, row.named = time.time() - killed, process.returncode, f"{len(ranks)} processes, all ended"
+    row.seen_s, row.code, row.named = (
+        time.monotonic() - killed,
+        process.returncode,
+        f"{len(ranks)} processes, all ended",
+    )
     before = len(losses(run.folder))
     told = said.read_text()
     row.ended = " ".join(told[max(0, told.find("IG260")) :].split()) or "nothing"
@@ -315,16 +321,16 @@ def _children(pid: int) -> list[int]:
     return found + [below for each in found for below in _children(each)]
 
 
-def _told(row: Row, faults: Faults, crew: Watched, run: Config) -> None:
+def _told(row: Row, faults: Faults, pool: Watched, run: Config) -> None:
     """What launcher and journal say."""
-    dead = [attempt for attempt in crew.attempts if attempt.dead]
+    dead = [attempt for attempt in pool.attempts if attempt.dead]
     lines = list(journal.read(run.folder / "metrics.jsonl"))
     if dead and (when := [faults.when(number) for number in faults.happened()]):
         row.seen_s = dead[-1].seen - max(each for each in when if each <= dead[-1].seen)
         row.named = "rank " + ", then ".join(" and ".join(map(str, each.dead)) for each in dead)
     if recovered := [number for number, line in enumerate(lines) if line.get("event") == "recovered"]:
         row.recovered_s = sum(lines[recovered[-1]]["parts"].values()) + (row.seen_s or 0.0)
-        done = max(a.finished or 0 for a in crew.attempts if a.dead)
+        done = max(a.finished or 0 for a in pool.attempts if a.dead)
         resumed = [line["step"] for line in lines[: recovered[-1]] if line.get("event") == "resumed"]
         row.lost = done - (resumed[-1] if resumed else 0)
     row.named = row.named or next((line["text"] for line in lines if line.get("event") == "skipped"), "")
@@ -369,7 +375,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", metavar="WORD", help="cases with this word in their name or layout, again")
     parser.add_argument("--list", action="store_true")
-    parser.add_argument("--rows", type=Path, default=DOCS / "faults.json")
+    parser.add_argument("--rows", type=Path, default=NOTES / "faults.json")
     options = parser.parse_args()
     commit()
     rows = {(row["name"], row["layout"]): Row(**row) for row in _read(options.rows)}
@@ -407,7 +413,7 @@ def main() -> None:
             rows[key(case)] = row
             print(f"{number + 1}/{len(wanted)} in {time.monotonic() - began:.0f} s: {row}", flush=True)
             options.rows.write_text(json.dumps([asdict(each) for each in rows.values()], indent=1) + "\n")
-            if options.rows == DOCS / "faults.json":
+            if options.rows == NOTES / "faults.json":
                 tell(list(rows.values()))
 
 
@@ -418,7 +424,7 @@ def _read(file: Path) -> list[dict[str, Any]]:
 @cache
 def commit() -> str:
     """Of the code as this process began."""
-    git = lambda *words: subprocess.run(["git", *words], cwd=DOCS, capture_output=True, text=True, check=True).stdout  # noqa: E731
+    git = lambda *words: subprocess.run(["git", *words], cwd=NOTES, capture_output=True, text=True, check=True).stdout  # noqa: E731
     return git("rev-parse", "--short", "HEAD").strip() + ("+" if git("status", "--porcelain", "../src") else "")
 
 
@@ -426,8 +432,8 @@ MARK = "<!-- the tables below are written by python -m tests.faults -->\n"
 
 
 def tell(rows: list[Row]) -> None:
-    """Write docs/faults.md below its mark."""
-    page = DOCS / "faults.md"
+    """Write notes/faults.md below its mark."""
+    page = NOTES / "faults.md"
     before = page.read_text().partition(MARK)[0]
     survived, ended = [row for row in rows if not row.ended], [row for row in rows if row.ended]
     known = {(row.name, row.layout) for row in rows}

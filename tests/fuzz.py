@@ -22,8 +22,10 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,22 +34,24 @@ import yaml
 from safetensors.torch import save_file
 
 from isograd.checkpoint import manifest as checkpoints
-from isograd.checkpoint.command import _facts
 from isograd.checkpoint.compare import damages
 from isograd.checkpoint.files import entry, sha256, write_tensors
 from isograd.checkpoint.folder import job_in
-from isograd.checkpoint.hugging import damaged_if_unlike, plan
 from isograd.checkpoint.read import open_whole
-from isograd.data import Tokens, building, tokenizer
+from isograd.cli.checkpoint import _facts
+from isograd.data import Tokens, building, texts, tokenizer
+from isograd.data.manifest import Recipe, Vocabulary
 from isograd.data.pairs import Pairs
 from isograd.errors import IsogradError
-from isograd.models import load_config
-from isograd.stored import Stored
+from isograd.hf.configs import load_config
+from isograd.hf.export import damaged_if_unlike, plan
+from isograd.integrations.checkpoints.dcp import DcpFolder
+from isograd.io.safetensors_reader import SafetensorsReader
 from isograd.train import journal, reading
-from isograd.verify.record import events
-from isograd.verify.record.recording import Recording
+from isograd_verify.record import events
+from isograd_verify.record.recording import Recording
 from tests.data import toys
-from tests.verify import recordings
+from verify.tests import recordings
 
 LIMIT = 60.0  # seconds of one read: the slowest takes 0.3 of a core, which others may hold
 NASTY: list[Any] = [
@@ -109,9 +113,9 @@ def _read_checkpoint(folder: Path) -> None:
 
 
 def checkpoints_entry(key: str, saved: checkpoints.Saved) -> Any:
-    from isograd.checkpoint.files import Entry
+    from isograd.checkpoint.files import TensorEntry
 
-    return Entry(key, saved.dtype, saved.shape)
+    return TensorEntry(key, saved.dtype, saved.shape)
 
 
 def _tokens(folder: Path) -> str:
@@ -142,7 +146,7 @@ def _shards(folder: Path) -> str:
 
 
 def _read_shards(folder: Path) -> None:
-    found = Stored(folder)
+    found = SafetensorsReader(folder)
     for name, shape in found.shapes.items():
         found.read(name, shape, [(0, size) for size in shape])
 
@@ -211,6 +215,43 @@ def _lock(folder: Path) -> str:
     return "lock"
 
 
+def _texts(folder: Path) -> str:
+    (folder / "in.jsonl").write_text("".join(json.dumps({"text": word, "n": 1}) + "\n" for word in toys.words(5)))
+    return "in.jsonl"
+
+
+def _parquet(folder: Path) -> str:
+    from pyarrow import parquet, table
+
+    parquet.write_table(table({"text": toys.words(9), "n": list(range(9))}), folder / "in.parquet", row_group_size=4)
+    return "in.parquet"
+
+
+def _read_texts(folder: Path, name: str) -> None:
+    vocabulary = Vocabulary("bytes", None, 257, 256)
+    found = texts.find_inputs([str(folder / name)], folder / "out")
+    recipe = Recipe(vocabulary, "file", "text", 0.0, 40, found)
+    for parts in texts.cut(recipe):
+        for part in parts:
+            list(texts.read(recipe, part))
+    list(texts.values(Path(found[0].path)))
+
+
+def _dcp(folder: Path) -> str:
+    import torch.distributed.checkpoint as dcp
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save({"a": torch.arange(6.0).view(2, 3), "b": torch.ones(4)}, checkpoint_id=folder / "dcp")
+    return "dcp/.metadata"
+
+
+def _read_dcp(folder: Path) -> None:
+    found = DcpFolder(folder / "dcp")
+    for name in found.tensors:
+        found.whole(name)
+
+
 def _other(make: Callable[[Path], str], name: str) -> Callable[[Path], str]:
     """The same folder, another file of it."""
 
@@ -240,6 +281,10 @@ TARGETS: dict[str, Target] = {
     "pairs": Target(_pairs, lambda folder: Pairs(folder / "pairs.jsonl", keys=("a", "b"), batch=2, held_out=0)),
     "metrics": Target(_metrics, lambda folder: list(journal.read(folder / "metrics.jsonl"))),
     "lock": Target(_lock, job_in),
+    "jsonl": Target(_texts, partial(_read_texts, name="in.jsonl")),
+    "parquet": Target(_parquet, partial(_read_texts, name="in.parquet")),
+    "dcp": Target(_dcp, _read_dcp),
+    "dcp piece": Target(_other(_dcp, "dcp/__0_0.distcp"), _read_dcp),
 }
 
 
@@ -284,14 +329,19 @@ def _spelled(path: Path, value: Any, rest: bytes) -> bytes:
 
 
 def _structure(path: Path, draw: random.Random) -> str:
-    """A part of the JSON or YAML in the file is replaced, dropped, renamed or swapped."""
     try:
-        value, rest = _parsed(path)
+        _parsed(path)
     except ValueError:
         return _bytes(path, draw)
+    return structure(path, draw)[0] or _bytes(path, draw)
+
+
+def structure(path: Path, draw: random.Random) -> tuple[str, tuple[Any, ...]]:
+    """A part of the JSON or YAML in the file is replaced, dropped, renamed or swapped: (what was done, where)."""
+    value, rest = _parsed(path)
     places = [place for place in _places(value) if place]
     if not places:
-        return _bytes(path, draw)
+        return "", ()
     place = draw.choice(places)
     home, key = _get(value, place[:-1]), place[-1]
     what = draw.choice(("replace", "replace", "replace", "drop", "rename", "swap", "add", "number", "deep"))
@@ -311,7 +361,7 @@ def _structure(path: Path, draw: random.Random) -> str:
     else:
         home[key] = draw.choice(NASTY)
     path.write_bytes(_spelled(path, value, rest))
-    return f"{what} {place}"
+    return f"{what} {place}", place
 
 
 def _bytes(path: Path, draw: random.Random) -> str:
@@ -383,17 +433,17 @@ def state_of(folder: Path) -> list[tuple[object, ...]]:
 class Fuzzer:
     """Makes each target's folder once, and puts its files back after each mutation."""
 
-    def __init__(self, home: Path) -> None:
+    def __init__(self, home: Path, only: Iterable[str] | None = None) -> None:
         self.home = home
         self.names: dict[str, str] = {}
-        for target, one in TARGETS.items():
+        for target in only or TARGETS:
             (home / target).mkdir()
-            self.names[target] = one.make(home / target)
+            self.names[target] = TARGETS[target].make(home / target)
 
-    def once(self, seed: int) -> tuple[str, BaseException | None]:
+    def once(self, seed: int, only: str | None = None) -> tuple[str, BaseException | None]:
         """(target and change, what was raised that is no IsogradError)."""
         draw = random.Random(seed)
-        target = draw.choice(list(TARGETS))
+        target = only or draw.choice(list(TARGETS))
         place = self.home / target
         file = place / self.names[target]
         whole = file.read_bytes()
@@ -438,6 +488,21 @@ def run(seeds: range, say: Callable[[str], None] = print) -> int:
                 say(f"seed {seed}: {what}\n{''.join(traceback.format_exception(raised)[-3:])}")
             if (seed - seeds.start + 1) % 10_000 == 0:
                 say(f"{seed - seeds.start + 1:,} of {len(seeds):,} mutations, {wrong} wrong")
+    return wrong
+
+
+def run_for(target: str, seconds: float, seed: int = 0) -> list[str]:
+    """Mutations of one target, one after the other, for so long: what ended in anything but a value or an
+    IsogradError."""
+    signal.signal(signal.SIGALRM, _late)
+    wrong, until = list[str](), time.monotonic() + seconds
+    with tempfile.TemporaryDirectory(prefix="fuzz-") as home:
+        fuzzer = Fuzzer(Path(home), [target])
+        while time.monotonic() < until:
+            what, raised = fuzzer.once(seed, target)
+            if raised is not None:
+                wrong.append(f"seed {seed}: {what}\n{''.join(traceback.format_exception(raised)[-3:])}")
+            seed += 1
     return wrong
 
 

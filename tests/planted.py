@@ -1,7 +1,7 @@
 """Faults that ranks do to themselves at points of a run: for tests/faults.py (one or two a run) and tests/soak.py.
 
-A `Faults` is given to the ranks as `Orders.before_step`. Each of its faults happens once in a run, however often its
-step is done again: a file per fault says that it has happened, and when.
+A `Faults` is given to the ranks as `RunOptions.before_step`. Each of its faults happens once in a run, however often
+its step is done again: a file per fault says that it has happened, and when.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 
-from isograd.checkpoint import Keeper, write
-from isograd.checkpoint.write import Job
+from isograd.checkpoint import CheckpointManager, write
+from isograd.checkpoint.write import SaveJob
 from isograd.comm import raw
+from isograd.elastic import Copies, copies
 from isograd.engine import norm
-from isograd.engine.flights import Flights
-from isograd.resilience import Copies, copies
-from isograd.train import curves, grow, peers
-from isograd.train.language import Language
+from isograd.engine.reducer import Reducer
+from isograd.io import plots
+from isograd.train.language import LanguageTask
+from isograd.train.run import peers, signals
 
 # In the order of a step. `reading`: in the thread that reads the batch of the fault's step, during the step before it.
 IN_A_STEP = (
@@ -60,19 +61,19 @@ class Faults:
     folder: Path
     most: int | None = None
 
-    def __call__(self, step: int, job: Language) -> None:
+    def __call__(self, step: int, task: LanguageTask) -> None:
         """Before each step, on each rank."""
-        _now.faults, _now.rank, _now.step, _now.sent = self, job.mesh.rank, step, False
+        _now.faults, _now.rank, _now.step, _now.sent = self, task.mesh.rank, step, False
         _plant()
-        if getattr(job, "planted", None) is None:
-            _plant_in(job)
+        if getattr(task, "planted", None) is None:
+            _plant_in(task)
 
     def happened(self) -> list[int]:
         """The numbers of those that have."""
         return [number for number in range(len(self.planned)) if (self.folder / str(number)).exists()]
 
     def when(self, number: int) -> float:
-        """In seconds since the epoch."""
+        """By `time.monotonic`, which all processes of a machine share."""
         return float((self.folder / str(number)).read_text())
 
 
@@ -102,7 +103,7 @@ def reach(point: str, step: int | None = None) -> str | None:
         if (fault.point, fault.step, fault.rank) == (point, step, _now.rank):
             try:
                 with open(_now.faults.folder / str(number), "x") as file:
-                    file.write(str(time.time()))
+                    file.write(str(time.monotonic()))
             except FileExistsError:
                 continue
             return _do(fault.does)
@@ -134,7 +135,7 @@ def _do(what: str) -> str | None:
     elif what == "no store":
         os.unlink(distributed_c10d._get_default_store().underlying_store.path)
     elif what == "grow":  # room for all ranks again
-        _now.faults.folder.parent.joinpath("run", grow.FILE).touch()
+        _now.faults.folder.parent.joinpath("run", signals.GROW).touch()
     elif what == "raise":
         raise ValueError("planted")
     else:
@@ -161,15 +162,15 @@ def _plant() -> None:
     if _now.planted:
         return
     _now.planted = True
-    curves.draw = lambda *_: False  # a second of each of hundreds of runs
+    plots.curves = lambda *_: False  # a second of each of hundreds of runs
     _around(norm, "global_norm", lambda: reach("before the vote"), lambda: reach("after the vote"))
-    _around(Flights, "launch", None, _first_bucket)
-    _around(Flights, "land_all", lambda: reach("last bucket"))
+    _around(Reducer, "launch", None, _first_bucket)
+    _around(Reducer, "finish_all", lambda: reach("last bucket"))
     _around(Copies, "start", None, lambda: reach("copy made"))
     _around(Copies, "finish", lambda: reach("copies arriving"))
     _around(raw, "join", lambda: reach("joining"))
     _around(peers, "same_config", lambda: reach("meeting again"))
-    _around(Keeper, "load", lambda: reach("loading"))
+    _around(CheckpointManager, "load", lambda: reach("loading"))
     _around(copies, "write", lambda: reach(RESCUING))
     for name in ("write_own", "finish"):
         setattr(write, name, _telling(getattr(write, name)))
@@ -182,19 +183,19 @@ def _first_bucket() -> None:
 
 
 def _telling(inner: Callable[..., None]) -> Callable[..., None]:
-    def outer(job: Job, moved: Callable[[], None]) -> None:
+    def outer(job: SaveJob, moved: Callable[[], None]) -> None:
         phase = lambda name: reach(f"saving: {name}", job.step)  # noqa: E731
-        inner(Job(**{**vars(job), "phase": phase}), moved)
+        inner(SaveJob(**{**vars(job), "phase": phase}), moved)
 
     return outer
 
 
-def _plant_in(job: Language) -> None:
-    """Once in each world's job."""
-    job.planted = True  # type: ignore[attr-defined]
-    layer = next(m for n, m in job.model.named_modules() if n.endswith("attention.out"))
+def _plant_in(task: LanguageTask) -> None:
+    """Once in each world's task."""
+    task.planted = True  # type: ignore[attr-defined]
+    layer = next(m for n, m in task.model.named_modules() if n.endswith("attention.out"))
     layer.register_forward_hook(_forward)
-    evaluate, batch = job.evaluate, job.batch
+    evaluate, batch = task.evaluate, task.batch
 
     def evaluating(*args: Any) -> Any:
         reach("evaluation", _now.step + 1)
@@ -204,7 +205,7 @@ def _plant_in(job: Language) -> None:
         reach("reading", step)
         return batch(step)
 
-    job.evaluate, job.batch = evaluating, reading  # type: ignore[method-assign]
+    task.evaluate, task.batch = evaluating, reading  # type: ignore[method-assign]
 
 
 def _forward(module: nn.Module, given: Any, result: Any) -> Any:

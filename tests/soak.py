@@ -31,11 +31,11 @@ import torch
 from isograd.checkpoint.compare import differences
 from isograd.checkpoint.folder import checkpoints
 from isograd.checkpoint.read import open_whole
-from isograd.layout import Layout
-from isograd.resilience import Crew
+from isograd.core.layout import Layout
+from isograd.elastic import WorkerPool
 from isograd.train import journal
-from isograd.train.loop import Orders
-from isograd.train.survive import survive
+from isograd.train.loop import RunOptions
+from isograd.train.run.survive import survive
 from tests import faults
 from tests.planted import IN_A_STEP, MEETING_AGAIN, SAVING, SAVING_FIRST, Fault, Faults
 from tests.train.test_loop import losses
@@ -114,12 +114,12 @@ def main(given: list[str] | None = None) -> int:
     how = "shrink" if options.across else "replace"
     after = {"after_death": how, "copies": "partner", "tries": 1000, "wait_s": 60.0}
     began = time.time()
-    with Crew(wait_s=60.0) as crew:
+    with WorkerPool(wait_s=60.0) as pool:
         outcome = survive(
             faults.config(disturbed, text, layout, resilience=after, **changes),
-            Orders(show="none", signals=(), before_step=planned), crew,
+            RunOptions(show="none", signals=(), before_step=planned), pool,
         )  # fmt: skip
-        worlds = crew.worlds
+        worlds = pool.worlds
     recovered = [
         sum(line["parts"].values())
         for line in journal.read(disturbed / "metrics.jsonl")

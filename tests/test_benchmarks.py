@@ -147,7 +147,7 @@ def test_a_race_that_fails_is_left_out_and_named_and_one_of_this_commit_is_kept(
 def test_the_picture_in_the_readme_is_of_the_numbers_beside_it() -> None:
     readme = (tables.ROOT / "README.md").read_text(encoding="utf-8").splitlines()
     assert next(number for number, line in enumerate(readme) if "(docs/race.svg)" in line) < 60  # two screens
-    document = json.loads((tables.ROOT / "docs" / "race.json").read_text(encoding="utf-8"))
+    document = json.loads((tables.ROOT / "benchmarks" / "results" / "race.json").read_text(encoding="utf-8"))
     drawn = (tables.ROOT / "docs" / "race.svg").read_text(encoding="utf-8")
     found = list(every.lines(document))
     assert len(found) > 5

@@ -8,7 +8,12 @@ import sys
 
 import pytest
 
-from isograd.cli import main
+from isograd.cli.main import main
+
+
+def test_isograd_alone_prints_its_help(capsys) -> None:
+    assert main([]) == 0
+    assert "isograd new quickstart" in capsys.readouterr().out
 
 
 def test_explain_draws_a_layout(capsys) -> None:
@@ -47,7 +52,6 @@ def test_a_hugging_face_config_is_read_too(tmp_path, capsys) -> None:
     [
         (["explan", "dp2"], ["IG600", "did you mean 'explain'"]),
         (["explain"], ["IG600", "layout"]),
-        ([], ["IG600", "COMMAND"]),
         (["explain", "dp2", "tp2"], ["IG600", "'tp2'", "needs quotes"]),
         (["explain", "dp2", "--ranks", "1"], ["IG600", "'--ranks' (did you mean '--rank'?)", "isograd explain --help"]),
         (["explain", "dp2", "--contract", "tiny-llama"], ["IG600", "did you mean '--contracts'"]),

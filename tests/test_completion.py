@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from isograd.cli import COMMANDS, main
-from isograd.completion import SHELLS, candidates
+from isograd.cli.completion import SHELLS, candidates
+from isograd.cli.main import COMMANDS, main
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_what_can_follow(words: list[str], some: list[str]) -> None:
 def test_bash_completes_by_the_script() -> None:
     """At the end of a line, as readline calls it; bash itself cuts words at an equals sign."""
     lines = "'isograd exp' 'isograd train run.yaml optimizer.lr' 'isograd config show --h' 'isograd train '"
-    script = f"""isograd() {{ {sys.executable} -m isograd.cli "$@"; }}
+    script = f"""isograd() {{ {sys.executable} -m isograd.cli.main "$@"; }}
         {SHELLS["bash"]}
         compopt() {{ printf '%s ' compopt "$@"; }}
         for COMP_LINE in {lines}; do
@@ -64,7 +64,7 @@ def test_the_zsh_script_is_read_by_zsh_and_the_fish_script_by_fish() -> None:
 def test_fish_completes_by_the_script(tmp_path: Path) -> None:
     lines = ["isograd exp", "isograd train run.yaml optimizer.lr", "isograd config show --h", "isograd new ch"]
     asked = "\n".join(f"complete -C '{line}'" for line in lines)
-    script = f"function isograd; {sys.executable} -m isograd.cli $argv; end\n{SHELLS['fish']}\n{asked}\n"
+    script = f"function isograd; {sys.executable} -m isograd.cli.main $argv; end\n{SHELLS['fish']}\n{asked}\n"
     (tmp_path / "script.fish").write_text(script)
     done = subprocess.run(
         ["fish", "--no-config", "script.fish"], cwd=tmp_path, capture_output=True, text=True, check=True
@@ -79,7 +79,9 @@ def test_zsh_completes_at_a_tab(tmp_path: Path, way: str) -> None:
     """Typed into a terminal; a word alone is completed with a space, a field without."""
     (tmp_path / "_isograd").write_text(SHELLS["zsh"])
     read = "source ./_isograd" if way == "sourced" else "fpath=($PWD $fpath); autoload -Uz compinit; compinit -u -D"
-    (tmp_path / ".zshrc").write_text(f'isograd() {{ {sys.executable} -m isograd.cli "$@" }}\n{read}\nPS1="READY "\n')
+    (tmp_path / ".zshrc").write_text(
+        f'isograd() {{ {sys.executable} -m isograd.cli.main "$@" }}\n{read}\nPS1="READY "\n'
+    )
     process, terminal = pty.fork()
     if process == 0:
         os.chdir(tmp_path)

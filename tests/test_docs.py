@@ -1,7 +1,7 @@
 """The documentation says what the code does: pages run, names exist, links lead somewhere, the site builds.
 
-A page in docs/how-to, and docs/verify.md, runs as a reader would run it. Two comments, which a rendered page does not
-show, mark its blocks:
+A page in docs/how-to, and verify/docs/verify.md, runs as a reader would run it. Two comments, which a rendered page
+does not show, mark its blocks:
 
     <!-- file: NAME -->     the block below is written to the file NAME
     <!-- run -->            lines that begin with "$ " are commands; the lines after a command are what it prints
@@ -35,7 +35,10 @@ import pytest
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 SOURCE = ROOT / "src" / "isograd"
-PAGES = [*sorted(p for p in (DOCS / "how-to").glob("*.md") if p.stem != "index"), DOCS / "verify.md"]
+VERIFIER = ROOT / "verify" / "src" / "isograd_verify"
+SOURCES = (SOURCE.parent, VERIFIER.parent)
+PAGES = sorted(p for p in (DOCS / "how-to").glob("*.md") if p.stem != "index")
+PAGES += [ROOT / "verify" / "docs" / "verify.md"]
 # Pages that start worlds of their own or programs: each command is a process. The others run in this one.
 SLOW = {"export", "install", "pretrain", "prove", "resume", "verify", "watch"}
 
@@ -119,8 +122,11 @@ def test_a_page_runs_and_prints_what_it_shows(page: Path, tmp_path: Path, monkey
 
 
 def as_a_process(command: str) -> tuple[int, str]:
+    """As in a shell of somebody who has installed both distributions."""
+    command = f'isograd-verify() {{ {sys.executable} -m isograd_verify "$@"; }}\n{command}'
     tools = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = {**os.environ, "PATH": tools, "PYTHONPATH": str(SOURCE.parent), "OMP_NUM_THREADS": "1"}
+    sources = os.pathsep.join(map(str, SOURCES))
+    environment = {**os.environ, "PATH": tools, "PYTHONPATH": sources, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         ["bash", "-c", command], check=False, env=environment, text=True, timeout=240,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -140,7 +146,7 @@ class Here:
         out = io.StringIO()
         with redirect_stdout(out), redirect_stderr(out):
             if words[0] == "isograd":
-                from isograd.cli import main
+                from isograd.cli.main import main
 
                 return main(words[1:]), out.getvalue()
             assert words[0] == "python"
@@ -163,7 +169,8 @@ def exported(room: str) -> list[str]:
     """The public names of a room: its __all__, or else what its __init__ imports as itself."""
     tree = ast.parse((SOURCE / room / "__init__.py").read_text())
     for node in ast.walk(tree):
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+        target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
+        if target is not None and ast.unparse(target) == "__all__":
             return list(ast.literal_eval(node.value))
     aliases = [alias for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names]
     return [alias.name for alias in aliases if alias.asname == alias.name]
@@ -196,8 +203,9 @@ UNDOCUMENTED = {"corpus": 130}
 
 def test_public_definitions_have_docstrings() -> None:
     lacking = Counter(
-        path.relative_to(SOURCE).parts[0].removesuffix(".py")
-        for path in SOURCE.rglob("*.py")
+        path.relative_to(home).parts[0].removesuffix(".py")
+        for home in (SOURCE, VERIFIER)
+        for path in home.rglob("*.py")
         for _, node in public_definitions(path)
         if not ast.get_docstring(node)
     )
@@ -225,8 +233,8 @@ def test_a_name_in_backticks_exists(page: str) -> None:
 
 
 def resolves(name: str) -> bool:
-    """Whether isograd.NAME is a module, or something that a module has."""
-    words = ["isograd", *name.split(".")]
+    """Whether isograd.NAME, or a name of isograd_verify, is a module, or something that a module has."""
+    words = [*([] if name.startswith("isograd_verify.") else ["isograd"]), *name.split(".")]
     for depth in range(len(words), 0, -1):
         try:
             found: Any = importlib.import_module(".".join(words[:depth]))

@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from isograd.core.input_checks import IdCheck, InputChecks
+from isograd.core.mesh import Mesh
+from isograd.core.rng import key
 from isograd.engine import Engine
 from isograd.errors import IsogradError
-from isograd.inputs import Inputs, WrongInputs
-from isograd.mesh import Mesh
 from isograd.models import Transformer, preset
-from isograd.random import key
 from tests.engine import toys
 
 CONFIG = preset("tiny-llama")
@@ -74,16 +74,16 @@ def test_any_label_can_mark_positions_without_a_target() -> None:
 
 
 def test_wrong_ids_are_told_by_number_and_extremes() -> None:
-    counter = WrongInputs("labels", 10, ignored=-1)
+    counter = IdCheck("labels", 10, ignored=-1)
     assert counter.find(torch.tensor([0, 9, -1, -1])).tolist() == [False] * 4
-    assert counter.in_words() is None
+    assert counter.describe() is None
     assert counter.find(torch.tensor([3, 10, -2, -1])).tolist() == [False, True, True, False]
     counter.find(torch.tensor([], dtype=torch.long))
     counter.find(torch.tensor([12], dtype=torch.int32))
-    assert counter.in_words() == "3 labels between -2 and 12 (vocabulary 10, ignore_index -1)"
+    assert counter.describe() == "3 labels between -2 and 12 (vocabulary 10, ignore_index -1)"
     with torch.no_grad():
         counter.find(torch.tensor([-7]))
-    assert counter.in_words() == "3 labels between -2 and 12 (vocabulary 10, ignore_index -1)"
+    assert counter.describe() == "3 labels between -2 and 12 (vocabulary 10, ignore_index -1)"
 
 
 # -- ranks
@@ -261,8 +261,8 @@ def test_stages_of_a_pipeline_compare_what_they_are_given_and_not_what_they_are_
 
 def test_a_model_is_watched_by_its_latest_engine_only() -> None:
     model, mesh = Foreign(), Mesh.unbound("tp2")
-    Inputs(model, mesh)
-    latest = Inputs(model, mesh)
+    InputChecks(model, mesh)
+    latest = InputChecks(model, mesh)
     assert len(model._forward_pre_hooks) == 1
     model(torch.ones(3), more={"y": [torch.ones(3)]})
     assert float(latest.columns()[0]) != 0

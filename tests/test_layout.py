@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from isograd.core.layout import AXES, FOLDED, Layout
+from isograd.core.mesh import Mesh
 from isograd.errors import LayoutError
-from isograd.layout import AXES, FOLDED, Layout
-from isograd.mesh import Mesh
 
 sizes = st.integers(1, 4)
 
@@ -139,6 +139,9 @@ def test_a_world_of_one_has_many_names(text: str) -> None:
         ("cp2 ulysses ring", ["the cp method is given twice"]),
         ("dp0 sp vpp3 zro1 ring", ["dp must be", "sp without tp", "vpp3 without pp", "mean 'zero'", "'ring' w"]),
         ("dp" + "9" * 5000, ["unknown token"]),
+        ("dp2 sp2", ["'sp2' is 'cp2 ulysses' here", "on the tp ranks"]),
+        ("fsdp8 tp_size=2", ["'fsdp8' is 'dp8 zero3' here", "'tp_size=2' is 'tp2' here"]),
+        ("sequence_parallel_size:4 dp-1", ["is 'cp4 ulysses' here", "'dp-1' has no number"]),
         ("ring", ["'ring' without cp"]),
         ("ulysses2", ["'ulysses2' without cp"]),
         ("cp4 ulysses3", ["ulysses3 does not divide cp4"]),

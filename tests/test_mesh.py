@@ -6,8 +6,8 @@ import copy
 
 import pytest
 
-from isograd.layout import Layout
-from isograd.mesh import Mesh
+from isograd.core.layout import Layout
+from isograd.core.mesh import Mesh
 
 
 def test_what_axes_mean_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,31 +7,31 @@ import math
 import pytest
 import torch
 
-from isograd import random
+from isograd.core import rng
 
 
 def test_initial_values_of_a_box_are_that_box_of_the_whole() -> None:
-    shape, k = (37, 5, 3), random.key(3, "w")
+    shape, k = (37, 5, 3), rng.key(3, "w")
     whole = torch.empty(shape)
-    random.init_(whole, k, 0.02, shape, [(0, 37), (0, 5), (0, 3)])
+    rng.init_(whole, k, 0.02, shape, [(0, 37), (0, 5), (0, 3)])
     for box in ([(0, 10), (0, 5), (0, 3)], [(10, 37), (2, 4), (1, 3)], [(5, 6), (0, 5), (0, 1)]):
         part = torch.empty([stop - start for start, stop in box])
-        random.init_(part, k, 0.02, shape, box)
+        rng.init_(part, k, 0.02, shape, box)
         assert torch.equal(part, whole[tuple(slice(*b) for b in box)])
 
 
 def test_chunks_of_rows_do_not_show(monkeypatch) -> None:
-    k, shape = random.key(1), (50, 7)
+    k, shape = rng.key(1), (50, 7)
     whole = torch.empty(shape, dtype=torch.float64)
-    random.init_(whole, k, 1.0, shape, [(0, 50), (0, 7)])
-    monkeypatch.setattr(random, "_CHUNK", 20)
+    rng.init_(whole, k, 1.0, shape, [(0, 50), (0, 7)])
+    monkeypatch.setattr(rng, "_CHUNK", 20)
     again = torch.empty(shape, dtype=torch.float64)
-    random.init_(again, k, 1.0, shape, [(0, 50), (0, 7)])
+    rng.init_(again, k, 1.0, shape, [(0, 50), (0, 7)])
     assert torch.equal(whole, again)
 
 
 def test_initial_values_are_normal_with_the_asked_deviation_cut_at_two_of_them() -> None:
-    x = random.trunc_normal(random.key(0), torch.arange(400_000), 0.02)
+    x = rng.trunc_normal(rng.key(0), torch.arange(400_000), 0.02)
     assert abs(float(x.mean())) < 5 * 0.02 / math.sqrt(400_000)
     assert float(x.std()) == pytest.approx(0.02, rel=5e-3)
     z = float(x.abs().max()) / (0.02 / 0.8739)
@@ -42,7 +42,7 @@ def test_initial_values_are_normal_with_the_asked_deviation_cut_at_two_of_them()
 
 def test_streams_of_different_keys_and_neighbouring_indices_are_unrelated() -> None:
     index = torch.arange(100_000)
-    streams = [random.uniform(random.key(s, w), index) - 0.5 for s, w in ((0, "a"), (0, "b"), (1, "a"))]
+    streams = [rng.uniform(rng.key(s, w), index) - 0.5 for s, w in ((0, "a"), (0, "b"), (1, "a"))]
     streams.append(streams[0].roll(1))
     for i, a in enumerate(streams):
         for b in streams[:i]:
@@ -50,16 +50,16 @@ def test_streams_of_different_keys_and_neighbouring_indices_are_unrelated() -> N
 
 
 def test_a_key_depends_on_every_word_and_not_on_the_process() -> None:
-    assert random.key(0, "a", 1) != random.key(0, "a", 2)
-    assert random.key(0, "a").fold("b") != random.key(0, "ab")
-    assert random.key(7, "x").seed == 2500374159468678587
+    assert rng.key(0, "a", 1) != rng.key(0, "a", 2)
+    assert rng.key(0, "a").fold("b") != rng.key(0, "ab")
+    assert rng.key(7, "x").seed == 2500374159468678587
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
 def test_dropout_keeps_the_right_share_and_scale_and_the_same_mask_in_backward(p: float) -> None:
     rows = torch.arange(300) * (1 << 32)
     x = torch.ones(300, 200, dtype=torch.float64, requires_grad=True)
-    y = random.dropout(x, p, random.key(2), rows)
+    y = rng.dropout(x, p, rng.key(2), rows)
     y.sum().backward()
     kept = float((y.detach() != 0).double().mean())
     assert kept == pytest.approx(1 - p, abs=5 * math.sqrt(p * (1 - p) / 60_000))
@@ -68,8 +68,8 @@ def test_dropout_keeps_the_right_share_and_scale_and_the_same_mask_in_backward(p
 
 
 def test_dropout_of_a_part_is_that_part_of_the_whole() -> None:
-    rows, k = torch.arange(20) * 7 + 3, random.key(2)
+    rows, k = torch.arange(20) * 7 + 3, rng.key(2)
     x = torch.randn(20, 16)
-    whole = random.dropout(x, 0.3, k, rows)
-    assert torch.equal(random.dropout(x[5:9], 0.3, k, rows[5:9]), whole[5:9])
-    assert torch.equal(random.dropout(x[:, 4:10], 0.3, k, rows, first_col=4), whole[:, 4:10])
+    whole = rng.dropout(x, 0.3, k, rows)
+    assert torch.equal(rng.dropout(x[5:9], 0.3, k, rows[5:9]), whole[5:9])
+    assert torch.equal(rng.dropout(x[:, 4:10], 0.3, k, rows, first_col=4), whole[:, 4:10])

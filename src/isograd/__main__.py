@@ -2,7 +2,7 @@
 
 import sys
 
-from isograd.cli import main
+from isograd.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

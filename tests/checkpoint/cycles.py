@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from isograd.checkpoint import Keeper
+from isograd.checkpoint import CheckpointManager
 from isograd.checkpoint.read import Reader
 from isograd.comm.launch import World
-from isograd.contrastive import GradCache, InfoNCE
-from isograd.engine import Engine, Joined, LossScale
-from isograd.mesh import Mesh
+from isograd.core.mesh import Mesh
+from isograd.engine import ChainedOptimizer, Engine, LossScale
+from isograd.losses.contrastive import GradCache, InfoNCE
 from tests.checkpoint import toys
 from tests.engine.toys import Toy, loss_of, micro_batch
 
@@ -58,7 +58,7 @@ class Counted(Optimizer):
 
 
 def muon(shards: Any) -> Optimizer:
-    return Joined(torch.optim.Muon(shards.whole, lr=2e-2), torch.optim.AdamW(shards.rest, lr=1e-2))
+    return ChainedOptimizer(torch.optim.Muon(shards.whole, lr=2e-2), torch.optim.AdamW(shards.rest, lr=1e-2))
 
 
 @dataclass
@@ -146,13 +146,13 @@ def _contrastive(layout: str, seed: int) -> Task:
 TASKS: dict[str, Callable[[str, int], Task]] = {
     "adamw": lambda layout, seed: _language(layout, seed, toys.adamw),
     "sgd": lambda layout, seed: _language(layout, seed, toys.sgd),
-    "counted": lambda layout, seed: _language(layout, seed, Counted),
+    "counted": lambda layout, seed: _language(layout, seed, Counted, elementwise=True),
     "muon": lambda layout, seed: _language(layout, seed, muon, whole=["blocks.*.mlp.*.weight"]),
     "scheduler": _scheduled,
     "loss scale": lambda layout, seed: _module(
         layout, seed, Toy(torch.float32), toys.adamw, loss_scale=LossScale(growth_interval=2)
     ),
-    "dropout": lambda layout, seed: _module(layout, seed, Dropping(), Counted),
+    "dropout": lambda layout, seed: _module(layout, seed, Dropping(), Counted, elementwise=True),
     "contrastive": _contrastive,
 }
 DATA_ONLY = ("scheduler", "loss scale", "dropout", "contrastive")
@@ -204,7 +204,7 @@ def live(folder: Path, past: History) -> None:
     for number, (layout, saves, last) in enumerate(past.lives):
         torch.manual_seed(100 + number)
         task = TASKS[past.task](layout, number)  # other first values in each life: only the checkpoint makes it equal
-        with Keeper(folder, task.engine, keep_last=1) as keeper:
+        with CheckpointManager(folder, task.engine, keep_last=1) as keeper:
             found = keeper.load("auto")
             assert (found is None) == (number == 0)
             for step in range(found.step if found else 0, last):
@@ -218,7 +218,7 @@ def undisturbed(folder: Path, past: History) -> None:
     task = TASKS[past.task](past.lives[0][0], 0)
     for step in range(past.end):
         task.step(step)
-    with Keeper(folder, task.engine) as keeper:
+    with CheckpointManager(folder, task.engine) as keeper:
         keeper.save(past.end)
 
 

@@ -13,10 +13,12 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from isograd.checkpoint import Keeper
-from isograd.cli import main
+from isograd.checkpoint import CheckpointManager, folder
+from isograd.cli.main import main
+from isograd.train.startup import _folder
 from tests.checkpoint import toys
-from tests.checkpoint.test_damage import flip, shard
+from tests.checkpoint.test_damage import flip, rewritten, shard
+from tests.train.test_loop import config_of
 
 
 @pytest.fixture(scope="module")
@@ -25,14 +27,14 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     NaN, as checkpoints of older versions may."""
     home = tmp_path_factory.mktemp("saved")
     engine = toys.engine_of("1", "gpt2", dtype=torch.float32)
-    with Keeper(home, engine) as keeper:
+    with CheckpointManager(home, engine) as keeper:
         toys.train(engine, 0, 1, gradients=False)
         keeper.save(1, {"data": 8})
         keeper.wait()
         with torch.no_grad():
             engine.model.embed.weight[[3, 4]] += 0.5
             engine.model.norm.bias.copy_(torch.full((24,), float("nan")))
-        with patch.object(Keeper, "_refuse_not_finite", lambda *_: None):
+        with patch.object(CheckpointManager, "_refuse_not_finite", lambda *_: None):
             keeper.save(2, {"data": 16})
     return home
 
@@ -107,7 +109,7 @@ def test_diff_names_tensors_rows_and_how_far_they_are_apart(saved: Path, capsys)
 
 def test_diff_tells_models_and_steps_apart(saved: Path, tmp_path: Path, capsys) -> None:
     engine = toys.engine_of("1", "qwen", dtype=torch.float64)
-    with Keeper(tmp_path, engine) as keeper:
+    with CheckpointManager(tmp_path, engine) as keeper:
         toys.train(engine, 0, 2, gradients=False)
         keeper.save(2)
     code, said = run(capsys, "diff", saved, tmp_path)
@@ -148,7 +150,50 @@ def test_wrong_usage_is_one_message_and_exit_code_2(words: list[str], parts: lis
 
 def test_help_needs_no_torch() -> None:
     script = (
-        "import sys\nfrom isograd.cli import main\n"
+        "import sys\nfrom isograd.cli.main import main\n"
         "try: main(['ckpt', '--help'])\nexcept SystemExit: pass\nassert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
+
+
+# -- names of others: FAILURES E16 -----------------------------------------------------------------------------------
+
+EVIL = "model/\x1b]0;owned\x07\x1b[2J\u202eweight\x9b31m"
+
+
+def test_names_with_control_characters_reach_no_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They came out as they are: the terminal's title, the screen and the colour obeyed them."""
+    with CheckpointManager(tmp_path, toys.engine_of("1", "gpt2")) as keeper:
+        keeper.save(1)
+    place = tmp_path / "step-00000001"
+
+    def renamed(m: Any) -> None:
+        m["tensors"][EVIL] = m["tensors"].pop("model/norm.bias")
+        m["layout"] = "\x1b[31m1"
+        m["extra"] = {"\x1b[5m": "\r\x1b[K"}
+
+    rewritten(place, renamed)
+    said = ""
+    for words in (["inspect", "--tensors"], ["verify"], ["diff"], ["convert"]):
+        more = [str(place)] * (words[0] == "diff") + [str(tmp_path / "out")] * (words[0] == "convert")
+        main(["ckpt", words[0], str(place), *more, *words[1:]])
+        found = capsys.readouterr()
+        said += found.out + found.err
+    assert all(c.isprintable() or c in "\n\t" for c in said)
+    assert "\\x1b]0;owned" in said and "\\u202eweight" in said
+
+
+def test_a_folder_with_another_scripts_digits_is_no_checkpoint(tmp_path: Path) -> None:
+    """int('٠٠٠٠٠٠٠٩') is 9, and the run said that it resumes from there."""
+    for name in ("step-٠٠٠٠٠٠٠٩", "step-0000000９", "step-00000003", "step-" + "9" * 40):
+        (tmp_path / name).mkdir()
+    assert folder.checkpoints(tmp_path) == [(3, tmp_path / "step-00000003")]
+    folder.prune(tmp_path, 1, None)
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_what_a_run_says_it_resumes_from_is_what_it_resumes_from(tmp_path: Path) -> None:
+    config = config_of(tmp_path, tmp_path)
+    for name in ("step-00000003", "step-٠٠٠٠٠٠٠٩", "step-x"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    assert _folder(config, "auto").endswith("resumes from checkpoints/step-00000003")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from isograd.checkpoint import Keeper
+from isograd.checkpoint import CheckpointManager
 from isograd.checkpoint.read import Reader
 from tests.checkpoint import cycles, toys
 
@@ -27,7 +27,7 @@ def steps_counted(folder: Path, layout: str) -> set[float]:
     """Three lives of two steps each; Adam's step counts in the last checkpoint."""
     for life in range(3):
         engine = toys.engine_of(layout, seed=life)
-        with Keeper(folder, engine) as keeper:
+        with CheckpointManager(folder, engine) as keeper:
             assert (keeper.load("auto") is None) == (life == 0)
             toys.train(engine, 2 * life, 2 * life + 2, gradients=False)
             keeper.save(2 * life + 2)

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from isograd.checkpoint import Keeper
+from isograd.checkpoint import CheckpointManager
 from isograd.checkpoint.read import Reader
-from isograd.mesh import DATA
+from isograd.core.mesh import DATA
 from tests.checkpoint import toys
 from tests.checkpoint.test_resume import assert_same_run, world_of
 from tests.engine import folded
@@ -27,7 +27,7 @@ def one_step(folder: Path, layout: str, number: int) -> list[str]:
         with engine.full_parameters(), torch.no_grad():
             for parameter in model.parameters():
                 parameter.fill_(0.1)
-    with Keeper(folder, engine) as keeper:
+    with CheckpointManager(folder, engine) as keeper:
         found = keeper.load()
         assert (found.step if found else 0) == number
         outcome = folded.go_on(engine, [number], MICRO_BATCHES // engine.mesh.size(DATA))

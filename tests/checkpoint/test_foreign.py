@@ -20,12 +20,12 @@ import torch.distributed.checkpoint as dcp
 import yaml
 from torch import Tensor
 
-from isograd.checkpoint.dcp import Dcp, Piece, _overlap
-from isograd.checkpoint.foreign import Foreign, import_dcp
-from isograd.cli import main
-from isograd.data import sums
+from isograd.cli.main import main
+from isograd.data import builtin_chats
 from isograd.errors import CheckpointError, IsogradError
-from isograd.stored import Stored
+from isograd.integrations.checkpoints.dcp import DcpChunk, DcpFolder, _overlap
+from isograd.integrations.checkpoints.foreign import ForeignCheckpoint, import_dcp
+from isograd.io.safetensors_reader import SafetensorsReader
 from isograd.train import journal
 from tests.checkpoint.test_dcp import CONFIG, Calls, alone, config_in, copied, kept, megatron, theirs, titan
 
@@ -65,8 +65,8 @@ def test_the_commands_of_the_page_import_what_fsdp2_wrote_and_train_it(
     monkeypatch.chdir(tmp_path)
     truth = worlds(2).run(fsdp2, tmp_path / "outputs" / "checkpoint")[0]
     LlamaConfig(**SHAPE).save_pretrained("models/llama")
-    sums.tokenizer(tmp_path / "models" / "llama")
-    chats = sums.conversations(tmp_path / "chats.jsonl")
+    builtin_chats.tokenizer(tmp_path / "models" / "llama")
+    chats = builtin_chats.conversations(tmp_path / "chats.jsonl", "sums")
     chats.write_text("".join(chats.read_text().splitlines(keepends=True)[:20]))
     run = {"task": "chat", "run": "run", "steps": 1, "batch": 1, "optimizer": {"lr": 1e-3}, "model": {"path": "later"}}
     run |= {"data": {"sources": [{"path": "chats.jsonl"}], "length": 150, "held_out": 0}, "log": {"sample": 0}}
@@ -77,7 +77,7 @@ def test_the_commands_of_the_page_import_what_fsdp2_wrote_and_train_it(
     assert [words[1] for words in commands] == ["ckpt", "train"]
     for words in commands:
         assert main(words[1:]) == 0, words
-    found = Stored(tmp_path / "models" / "start")
+    found = SafetensorsReader(tmp_path / "models" / "start")
     assert found.shapes.keys() == truth.keys()
     for name, tensor in truth.items():
         assert tensor.dtype == torch.bfloat16 and torch.equal(found.look(name, lambda t: t), tensor), name
@@ -223,7 +223,7 @@ def test_a_call_in_a_piece_is_not_made(alone: Path, tmp_path: Path, monkeypatch:
 def test_a_head_and_an_embedding_of_no_rows_are_not_equal(tmp_path: Path) -> None:
     flat = theirs() | {name: torch.zeros(()) for name in ("lm_head.weight", "model.embed_tokens.weight")}
     with pytest.raises(IsogradError, match="IG420"):
-        Foreign(Dcp(kept(tmp_path / "dcp", flat)), replace(CONFIG, tied=True))
+        ForeignCheckpoint(DcpFolder(kept(tmp_path / "dcp", flat)), replace(CONFIG, tied=True))
 
 
 def test_pieces_overlap_where_two_cover_an_element() -> None:
@@ -238,9 +238,9 @@ def test_pieces_overlap_where_two_cover_an_element() -> None:
                 int(torch.randint(1, size - at + 1, (), generator=draw))
                 for at, size in zip(start, covered.shape, strict=True)
             ]
-            pieces.append(Piece(tuple(start), tuple(sizes), "", 0, 0))
+            pieces.append(DcpChunk(tuple(start), tuple(sizes), "", 0, 0))
             covered[tuple(slice(a, a + n) for a, n in zip(start, sizes, strict=True))] += 1
         seen.append(bool((covered > 1).any()))
         assert _overlap(pieces) == seen[-1], pieces
     assert 20 < sum(seen) < 180
-    assert not _overlap([Piece((row, 0), (1, 7), "", 0, 0) for row in range(100_000)])
+    assert not _overlap([DcpChunk((row, 0), (1, 7), "", 0, 0) for row in range(100_000)])

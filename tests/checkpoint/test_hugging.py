@@ -11,15 +11,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from isograd.checkpoint import Keeper, SavedWeights, export_hf
-from isograd.checkpoint.hugging import convert
+from isograd.checkpoint import CheckpointManager, SavedWeights, files
 from isograd.checkpoint.manifest import Damage
+from isograd.core.mesh import Mesh
 from isograd.engine import Engine, empty_parameters
 from isograd.errors import CheckpointError, ModelError
-from isograd.mesh import Mesh
-from isograd.models import Transformer, load_config
-from isograd.models.families import HuggingFace
-from isograd.models.hf_configs import from_hf_config
+from isograd.hf import export_hf
+from isograd.hf.configs import from_hf_config, load_config
+from isograd.hf.export import convert
+from isograd.hf.families import HuggingFace
+from isograd.models import Transformer
 from tests.checkpoint import toys
 from tests.models.test_families import SMALL, full_config, theirs, tokens_of
 
@@ -33,9 +34,7 @@ LAYOUTS = {
     "smollm": "dp2 pp2",
     "mistral": "cp2 ulysses tp2",
     "qwen3": "tp4 sp",
-    "mixtral": "dp4 ep2 zero3",
     "qwen3-moe": "dp2 tp2 sp ep4 zero1",
-    "olmoe": "pp2 tp2",
 }
 SHARD = 30e-6  # of 30 kB
 
@@ -63,7 +62,7 @@ def there_and_back(source: Path, layout: str, out: Path) -> tuple[float, Tensor 
     engine = Engine(model, mesh, sgd, weights=HuggingFace(source, config))
     engine.train_step(share(mesh), 2)
     export_hf(engine, out / "exported", tokenizer=source, max_shard_gb=SHARD)
-    with Keeper(out / "kept", engine) as keeper:
+    with CheckpointManager(out / "kept", engine) as keeper:
         keeper.save(1)
     model.eval()
     loss = engine.evaluate(share(mesh)).loss
@@ -205,25 +204,15 @@ def test_a_model_that_hugging_face_does_not_know_is_refused_by_name(tmp_path: Pa
 
 
 def test_an_export_that_reads_back_otherwise_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from isograd.checkpoint import hugging
-
-    original = hugging.write_tensors
-
-    def bad_disk(path: Path, *rest: Any) -> int:
-        size = original(path, *rest)
-        content = bytearray(path.read_bytes())
-        content[-3] ^= 1
-        path.write_bytes(content)
-        return size
-
-    monkeypatch.setattr(hugging, "write_tensors", bad_disk)
+    flips = toys.lying_disk(lambda path, data: data[:-1] + bytes([data[-1] ^ 1]))
+    monkeypatch.setattr(files, "open_to_write", flips)
     with pytest.raises(CheckpointError, match="IG945"):
         export_hf(toys.engine_of("1", "gpt2"), tmp_path / "out")
     assert not list(tmp_path.iterdir())
 
 
 def test_a_damaged_checkpoint_is_not_converted(tmp_path: Path) -> None:
-    with Keeper(tmp_path, toys.engine_of("1", "gpt2")) as keeper:
+    with CheckpointManager(tmp_path, toys.engine_of("1", "gpt2")) as keeper:
         keeper.save(1)
     shard = next((tmp_path / "step-00000001").glob("*.safetensors"))
     shard.write_bytes(shard.read_bytes()[:-8])

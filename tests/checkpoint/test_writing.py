@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import multiprocessing
 import os
+import re
 import resource
 import signal
 from collections.abc import Callable, Iterator
@@ -14,12 +15,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from isograd.checkpoint import Keeper, folder
+from isograd.checkpoint import CheckpointManager, files, folder
 from isograd.checkpoint.files import entry
 from isograd.checkpoint.manifest import merge
 from isograd.checkpoint.read import Reader
-from isograd.checkpoint.write import PHASES, Copied, Job, Writing
+from isograd.checkpoint.write import PHASES, Copied, SaveJob, Writing
 from isograd.errors import CheckpointError, EngineError, LaunchError
+from isograd.io import atomic
 from tests.checkpoint import toys
 from tests.engine.toys import assert_same_bits
 
@@ -30,14 +32,14 @@ def value(step: int, rank: int) -> torch.Tensor:
     return torch.arange(ROWS * 5.0).view(ROWS, 5) + 100 * step + 1000 * rank
 
 
-def job(home: Path, step: int, rank: int, phase: Callable[[str], None], keep_last: int = 2) -> Job:
+def job(home: Path, step: int, rank: int, phase: Callable[[str], None], keep_last: int = 2) -> SaveJob:
     """One rank of two, with one tensor: each holds half of its rows."""
     box = ((ROWS * rank, ROWS * (rank + 1)), (0, 5))
     copies = [Copied("model/weight", (2 * ROWS, 5), box, value(step, rank))]
     copies += [Copied("model/bias", (), ((0, 1),), torch.tensor([float(step)]))] if rank == 1 else []
     run = {"groups": [{"kind": "SGD", "options": {}, "names": ["weight"]}], "counters": {}, "loss_scale": None}
     head = {"step": step, "layout": "dp2", "model": None, "extra": {"step": step}, "run": run}
-    return Job(home, folder.partial(home, step, "j"), step, rank, 2, head, copies, {}, keep_last, None, phase)
+    return SaveJob(home, folder.partial(home, step, "j"), step, rank, 2, head, copies, {}, keep_last, None, phase)
 
 
 def both(home: Path, step: int, phases: tuple[Callable[[str], None], ...] = (lambda _: None, lambda _: None)) -> None:
@@ -103,7 +105,7 @@ def killed_run(home: Path, layout: str, rank: int, phase: str) -> None:
         if armed[0] and now == phase and engine.mesh.rank == rank:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    with Keeper(home, engine, phase=end) as keeper:
+    with CheckpointManager(home, engine, phase=end) as keeper:
         for step in (1, 2):
             toys.train(engine, step - 1, step, gradients=False)
             keeper.save(step)
@@ -147,7 +149,7 @@ def largest_file(size: int) -> Iterator[None]:
 def full_disk(home: Path) -> tuple[str, list[str], list[float]]:
     """Only rank 1 has no space; saving goes on when it has some again."""
     engine = toys.engine_of("dp2 zero1", "gpt2")
-    with Keeper(home, engine) as keeper:
+    with CheckpointManager(home, engine) as keeper:
         keeper.save(1)
         keeper.wait()
         with largest_file(20_000 if engine.mesh.rank == 1 else resource.RLIM_INFINITY):
@@ -173,26 +175,26 @@ def test_a_full_disk_is_an_error_on_all_ranks_and_training_can_go_on(worlds, tmp
 
 def test_a_folder_that_cannot_be_written_is_an_error_with_its_name() -> None:
     with pytest.raises(CheckpointError, match="IG930: opening the folder /proc/isograd"):
-        Keeper("/proc/isograd", toys.engine_of("1"))
+        CheckpointManager("/proc/isograd", toys.engine_of("1"))
 
 
 def test_a_second_job_in_one_folder_is_refused_and_told_who_holds_it(tmp_path: Path) -> None:
     engine = toys.engine_of("1")
-    with Keeper(tmp_path, engine), pytest.raises(CheckpointError, match=f'IG931(.|\n)*"pid": {os.getpid()}'):
-        Keeper(tmp_path, engine)
-    Keeper(tmp_path, engine).close()
+    with CheckpointManager(tmp_path, engine), pytest.raises(CheckpointError, match=f'IG931(.|\n)*"pid": {os.getpid()}'):
+        CheckpointManager(tmp_path, engine)
+    CheckpointManager(tmp_path, engine).close()
 
 
 def test_ranks_that_see_different_folders_are_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folder, "job_in", lambda _: "another")
     with pytest.raises(CheckpointError, match="IG932"):
-        Keeper(tmp_path, toys.engine_of("1"))
+        CheckpointManager(tmp_path, toys.engine_of("1"))
 
 
 def mistaken(home: Path) -> list[str]:
     engine = toys.engine_of("dp2")
     said = []
-    with Keeper(home, engine) as keeper:
+    with CheckpointManager(home, engine) as keeper:
         for attempt in (lambda: keeper.save(engine.mesh.rank), lambda: keeper.save(1, {"a": object()})):
             with pytest.raises(CheckpointError) as error:
                 attempt()
@@ -216,7 +218,7 @@ def test_what_cannot_be_saved_is_refused_by_name(tmp_path: Path) -> None:
     engine = toys.engine_of("1", "gpt2")
     toys.train(engine, 0, 1, gradients=False)
     master = engine.optimizer.param_groups[0]["params"][0]
-    with Keeper(tmp_path, engine) as keeper:
+    with CheckpointManager(tmp_path, engine) as keeper:
         engine.optimizer.state[master]["row_factor"] = torch.ones(5)
         with pytest.raises(EngineError, match=r"IG540(.|\n)*'row_factor' of 'embed.weight': shape \(5,\)"):
             keeper.save(1)
@@ -228,6 +230,69 @@ def test_rows_that_no_rank_wrote_make_no_checkpoint() -> None:
     note = {"file": "a", "bytes": 1, "tensors": {"model/w": [[4, 2], "F32", [[0, 3], [0, 2]], "00"]}, "counts": {}}
     with pytest.raises(CheckpointError, match=r"IG940(.|\n)*model/w: 6 of 8 elements"):
         merge([note], {})
+
+
+# -- a disk that lies: FAILURES E7 ------------------------------------------------------------------------------------
+
+
+def only(what: str, change: Callable[[bytes], bytes]) -> Callable[[str, bytes], bytes]:
+    return lambda path, data: change(data) if what in path else data
+
+
+LIES: dict[str, tuple[Callable[[str, bytes], bytes], str]] = {
+    "nothing lands": (lambda path, data: b"", "IG945(.|\n)*0 bytes instead of"),
+    "the end of a tensor is lost": (only("rank-00001.safetensors", lambda d: d[: len(d) // 2]), "bytes instead of"),
+    "a bit is flipped in a tensor": (
+        only("rank-00000.safetensors", lambda d: d if d[8:9] == b"{" else b"\x01" + d[1:]),
+        "other bytes of 'model/weight'",
+    ),
+    "the header is zeros": (only("safetensors", lambda d: bytes(len(d)) if d[8:9] == b"{" else d), "another header"),
+    "a record is lost": (only("rank-00001.json", lambda d: b""), "rank-00001.json"),
+    "the manifest is lost": (only("manifest.json", lambda d: b""), "manifest.json"),
+    "the manifest is zeros": (only("manifest.json", lambda d: bytes(len(d))), "manifest.json"),
+    "its hash is lost": (only("manifest.sha256", lambda d: b""), "manifest.sha256"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_write_of_which_nothing_lands_gives_no_name_and_prunes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lie: str
+) -> None:
+    both(tmp_path, 1)
+    change, said = LIES[lie]
+    for module in (files, atomic):
+        monkeypatch.setattr(module, "open_to_write", toys.lying_disk(change))
+    writing = [Writing(job(tmp_path, 2, rank, lambda _: None, keep_last=1)) for rank in range(2)]
+    if lie in ("nothing lands", "the end of a tensor is lost", "a record is lost", "the header is zeros"):
+        writing[1].join()
+        writing[0].given_up.set()  # as the keeper does that hears of rank 1's error
+    for one in writing:
+        one.join()
+    errors = [str(one.error) for one in writing if one.error is not None]
+    assert any(re.search(said, error) for error in errors), errors
+    assert [(step, whole(place, step)) for step, place in folder.checkpoints(tmp_path)] == [(1, True)]
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_a_rename_that_is_lost_prunes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    """Also where a checkpoint of the same step is replaced."""
+    both(tmp_path, 1)
+    rename = Path.rename
+    monkeypatch.setattr(Path, "rename", lambda a, b: None if ".partial-" in a.name else rename(a, b))
+    with pytest.raises(CheckpointError, match="IG945"):
+        both(tmp_path, step)
+    assert [(step, whole(place, step)) for step, place in folder.checkpoints(tmp_path)] == [(1, True)]
+
+
+def test_a_file_that_another_machine_sees_shorter_is_found_by_rank_0(tmp_path: Path) -> None:
+    def cut(phase: str) -> None:
+        if phase == "gathered":
+            file = next(tmp_path.glob(".step-*/rank-00001.safetensors"))
+            os.truncate(file, file.stat().st_size - 8)
+
+    with pytest.raises(CheckpointError, match=r"IG945(.|\n)*rank-00001.safetensors(.|\n)*\d+ bytes instead of"):
+        both(tmp_path, 1, (cut, lambda _: None))
+    assert not folder.checkpoints(tmp_path)
 
 
 # -- the folder ------------------------------------------------------------------------------------------------------

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor
 
-from isograd.checkpoint import Keeper
+from isograd.checkpoint import CheckpointManager
+from isograd.core.mesh import Mesh
 from isograd.engine import Engine
-from isograd.mesh import Mesh
+from isograd.io import no_follow
 from isograd.models import Transformer, TransformerConfig
 from isograd.nn import ExpertOptions
 
@@ -93,7 +94,7 @@ def train(engine: Engine, start: int, stop: int, run: Run | None = None, gradien
 def save_then_go_on(folder: Path, layout: str, at: int = 2, stop: int = 4, **options: Any) -> Run:
     """Train to step `at`, save, and go on: what a resumed run must do too."""
     engine = engine_of(layout, **options)
-    with Keeper(folder, engine) as keeper:
+    with CheckpointManager(folder, engine) as keeper:
         train(engine, 0, at, gradients=False)
         keeper.save(at, {"position": at * ROWS})
         return train(engine, at, stop)
@@ -102,7 +103,37 @@ def save_then_go_on(folder: Path, layout: str, at: int = 2, stop: int = 4, **opt
 def resume(folder: Path, layout: str, stop: int = 4, source: str | Path = "auto", **options: Any) -> Run:
     """Another seed, so that nothing but the checkpoint can make it equal."""
     engine = engine_of(layout, seed=5, **options)
-    with Keeper(folder, engine) as keeper:
+    with CheckpointManager(folder, engine) as keeper:
         found = keeper.load(source)
         assert found is not None
         return train(engine, found.step, stop, Run(found.step, found.extra))
+
+
+def lying_disk(change: Callable[[str, bytes], bytes]) -> Callable[..., IO[Any]]:
+    """In place of open_to_write: every write succeeds, and what lands is what `change(path, data)` makes of it."""
+
+    def opened(path: Path, mode: str, **more: Any) -> IO[Any]:
+        file = no_follow.open_to_write(path, mode, **more)
+        write = file.write
+
+        def lies(data: Any) -> int:
+            write(change(str(path), bytes(data)))
+            return len(data)
+
+        return _Lying(file, lies)  # type: ignore[return-value]
+
+    return opened
+
+
+class _Lying:
+    def __init__(self, file: IO[Any], write: Callable[[Any], int]) -> None:
+        self._file, self.write = file, write
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def __enter__(self) -> _Lying:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()

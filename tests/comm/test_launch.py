@@ -17,8 +17,8 @@ import torch
 
 from isograd.comm import raw
 from isograd.comm.launch import World, launch
+from isograd.core.mesh import Mesh
 from isograd.errors import ConfigError, LaunchError, TrainError
-from isograd.mesh import Mesh
 
 
 def who(offset: int) -> tuple[int, str, int]:
@@ -189,7 +189,7 @@ def test_the_folders_of_a_killed_launcher_are_removed_by_the_next_one(tmp_path: 
     shutil.rmtree(temporary)
 
 
-LIVES = "from isograd import scratch; print(scratch.home(), flush=True); input()"
+LIVES = "from isograd.io import tempdir; print(tempdir.home(), flush=True); input()"
 
 
 def test_a_rank_that_exits_without_an_answer_is_named() -> None:

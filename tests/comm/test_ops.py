@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from isograd.comm import naive, ops, raw
+from isograd.core.mesh import Mesh
 from isograd.errors import CommError
-from isograd.mesh import Mesh
 
 MEMBERS = [1, 2, 3, 4]
 
@@ -72,8 +72,6 @@ def all_pairs_in_a_rank(members: int) -> int:
         same = [integers(shape, i) for i in range(members)]
         check(lambda x: ops.copy_in(x, group), lambda xs: naive.copy_in(xs[0], members), same, one_input=True)
         check(lambda x: ops.all_reduce(x, group), lambda xs: [naive.all_reduce(xs)], same, one_output=True)
-        for by in (1, -1, 2):
-            check(lambda x, by=by: ops.shift(x, group, by), lambda xs, by=by: naive.shift(xs, by), same)
         for dim in range(len(shape)):
             for sizes in {raw.even_sizes(shape[dim], members), tuple(range(members)), (2,) * members}:
                 parts = [integers((*shape[:dim], n, *shape[dim + 1 :]), i) for i, n in enumerate(sizes)]

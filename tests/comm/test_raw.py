@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 
 import pytest
 import torch
 
 from isograd.comm import raw
-from isograd.mesh import Mesh
+from isograd.core.mesh import Mesh
+from tests.native import native_transports
 
 
 def sums_on(axes_layout: str, numel: int, native: bool) -> list[torch.Tensor]:
-    mesh = Mesh(axes_layout)
-    group = mesh.group("world")
-    x = torch.randn(numel, generator=torch.Generator().manual_seed(mesh.rank))
-    before, raw.native = raw.native, (lambda _: True) if native else raw.native
-    try:
+    with native_transports() if native else nullcontext():
+        mesh = Mesh(axes_layout)
+        group = mesh.group("world")
+        x = torch.randn(numel, generator=torch.Generator().manual_seed(mesh.rank))
         sizes = raw.even_sizes(numel, group.size)
         summed = raw.all_reduce(x, group)
         scattered = raw.all_gather(raw.reduce_scatter(x, group, sizes), group, sizes)
         return [summed, scattered, raw.all_max(x, group), torch.stack(raw.gather_list(x, group))]
-    finally:
-        raw.native = before
 
 
 @pytest.mark.parametrize("members", [2, 3, 4])

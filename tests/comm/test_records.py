@@ -18,15 +18,15 @@ import pytest
 import torch
 
 import isograd as ig
-from isograd.comm import imagined, raw
+from isograd.comm import fake, raw
 from isograd.comm.record import Entry
-from isograd.contrastive import GradCache, InfoNCE, SigLIP
-from isograd.engine import Engine, Joined, Shards
-from isograd.layout import Layout
-from isograd.mesh import Mesh
+from isograd.core.layout import Layout
+from isograd.core.mesh import Mesh
+from isograd.engine import ChainedOptimizer, Engine, Shards
+from isograd.losses.contrastive import GradCache, InfoNCE, SigLIP
 from isograd.models import Transformer, TransformerConfig
-from tests.comm.test_imagined import comparable
-from tests.contrastive.toys import Towers, batch, sgd
+from tests.comm.test_fake import comparable
+from tests.losses.contrastive.toys import Towers, batch, sgd
 
 OPTIONS: dict[str, Any] = {"vocab": 101, "hidden": 48, "layers": 4, "heads": 8, "kv_heads": 2, "mlp": 40}
 MODELS: dict[str, dict[str, Any]] = {
@@ -34,7 +34,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "tied": {**OPTIONS, "qk_norm": True, "tied": True},
     "gpt2": {**OPTIONS, "kv_heads": None, "norm": "layer", "gated": False, "positions": "learned", "max_positions": 64,
              "qkv_bias": True, "out_bias": True, "mlp_bias": True, "tied": True},
-    "windows": {**OPTIONS, "sliding_window": 5, "full_layers": (1,), "attention_softcap": 20.0, "norms": "both"},
+    "windows": {**OPTIONS, "sliding_window": 5, "full_layers": (1,)},
     "dropout": {**OPTIONS, "dropout": 0.1},
 }  # fmt: skip
 
@@ -106,8 +106,8 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-3)
 
 
-def joined(shards: Shards) -> Joined:
-    return Joined(torch.optim.Muon(shards.whole, lr=0.01), adamw(shards.rest))
+def joined(shards: Shards) -> ChainedOptimizer:
+    return ChainedOptimizer(torch.optim.Muon(shards.whole, lr=0.01), adamw(shards.rest))
 
 
 def trained(mesh: Mesh, case: Case, folder: Path) -> None:
@@ -128,7 +128,7 @@ def trained(mesh: Mesh, case: Case, folder: Path) -> None:
     tokens = torch.randint(0, 101, (4, 16), generator=torch.Generator().manual_seed(mesh.index("dp")))
     batch: dict[str, Any] = {"tokens": tokens, "labels": tokens}
     if case.model == "dropout":
-        batch |= {"key": ig.random.key(3), "samples": torch.arange(4)}
+        batch |= {"key": ig.rng.key(3), "samples": torch.arange(4)}
     engine.train_step(batch, 2)
     engine.evaluate(batch, 2)
     if "saves" in words:
@@ -138,8 +138,8 @@ def trained(mesh: Mesh, case: Case, folder: Path) -> None:
 def saved(engine: Engine, folder: Path) -> None:
     """What ranks say to each other until a checkpoint is copied. How often they ask whether it is written depends on
     time; and in an imagined world the other ranks write theirs later, or never."""
-    with mock.patch("isograd.checkpoint.keeper.secrets.token_hex", lambda _: "a job"):
-        keeper = ig.checkpoint.Keeper(folder, engine)
+    with mock.patch("isograd.checkpoint.manager.secrets.token_hex", lambda _: "a job"):
+        keeper = ig.checkpoint.CheckpointManager(folder, engine)
     keeper.save(1)
     writing = keeper._writing
     assert writing is not None
@@ -178,11 +178,11 @@ def imagined_ranks(case: Case, folder: Path) -> dict[int, list[Entry]]:
     layout = Layout.parse(case.layout)
     found: dict[int, list[Entry]] = {}
 
-    def step(rank: int, world: imagined.World) -> list[Entry]:
+    def step(rank: int, world: fake.FakeWorld) -> list[Entry]:
         return recorded(lambda layout: Mesh.imagine(layout, rank, world), case, folder)
 
     for column in layout.groups("pp"):
-        world = imagined.World()
+        world = fake.FakeWorld()
         found |= world.run({rank: partial(step, rank, world) for rank in column})
     return found
 

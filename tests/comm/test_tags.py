@@ -6,7 +6,7 @@ import torch
 
 from isograd.comm import raw
 from isograd.comm.raw import Group
-from isograd.mesh import Mesh
+from isograd.core.mesh import Mesh
 
 
 def started(group: Group, value: float, size: int, tag: int) -> tuple[raw.Handle, torch.Tensor]:

@@ -19,10 +19,11 @@ import numpy as np
 import pytest
 
 from isograd.data import Mixture, Source, Tokens, build, verify
-from isograd.data.files import Writer
+from isograd.data.files import write_whole
 from isograd.data.manifest import Recipe, encode, read
-from isograd.data.shards import TOGETHER, Record, record_of, split_of
-from isograd.errors import DataError
+from isograd.data.shards import TOGETHER, ShardRecord, record_of, split_of
+from isograd.errors import CheckpointError, DataError
+from isograd.io.atomic import AtomicFile
 from tests.data.toys import END, content, lines_file, toy, whole, words
 
 LINES: dict[str, Any] = {"documents": "line", "validation": 0.3, "shard_bytes": 400}
@@ -45,6 +46,14 @@ def test_every_document_is_in_one_split_in_its_order_and_nothing_is_lost(tmp_pat
         assert documents_of(folder, split) == [text for text in texts if split_of(text, 0.3) == split]
     assert len(read(folder).of("train")) > 3
     assert Tokens(folder).documents + Tokens(folder, "validation").documents == 200
+
+
+def test_a_shard_of_which_not_all_landed_gets_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FAILURES E7: on a disk that says that a write succeeded, and loses its end."""
+    monkeypatch.setattr(os, "fsync", lambda file: os.ftruncate(file, os.fstat(file).st_size // 2))
+    with pytest.raises(CheckpointError, match=r"IG945: what was written is not what is read back"):
+        write_whole(tmp_path / "train-00000.bin", bytes(100))
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_text_is_on_one_side_wherever_it_stands_and_the_share_is_kept(tmp_path: Path) -> None:
@@ -88,7 +97,7 @@ def test_a_build_that_is_killed_before_any_touch_of_the_disk_goes_on_to_the_same
 
 def test_kill_9_of_a_build_with_workers_leaves_no_one_behind_and_the_next_call_finishes_it(tmp_path: Path) -> None:
     source = lines_file(tmp_path / "source.txt", 600)
-    command = [sys.executable, "-m", "isograd.cli", "data", "build", str(tmp_path / "out"), str(source)]
+    command = [sys.executable, "-m", "isograd.cli.main", "data", "build", str(tmp_path / "out"), str(source)]
     command += ["--documents", "line", "--validation", "0.3", "--shard-bytes", "400", "--workers", "2"]
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     try:
@@ -130,7 +139,7 @@ def test_a_worker_that_dies_is_an_error_that_says_so(tmp_path: Path, monkeypatch
 def test_nothing_unfinished_is_left_by_a_build_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, out = tmp_path / "source.jsonl", tmp_path / "out"
     source.write_text(json.dumps({"text": "fine" * TOGETHER}) + "\n{broken\n")
-    monkeypatch.setattr(Writer, "discard", lambda self: None)  # as of a worker that was stopped
+    monkeypatch.setattr(AtomicFile, "discard", lambda self: None)  # as of a worker that was stopped
     with pytest.raises(DataError, match="line 2"):
         build(out, [source], validation=0)
     assert {path.name for path in out.iterdir()} == {"building.json"}
@@ -164,7 +173,7 @@ def unfinish(folder: Path) -> None:
     (folder / "building.json").write_bytes(encode(asdict(manifest.recipe)))
     for number in {shard.number for shard in manifest.shards}:
         shards = tuple(shard for shard in manifest.shards if shard.number == number)
-        record_of(folder, number).write_bytes(encode(asdict(Record(shards, 0))))
+        record_of(folder, number).write_bytes(encode(asdict(ShardRecord(shards, 0))))
     (folder / "manifest.json").unlink()
 
 
@@ -253,7 +262,7 @@ def test_a_full_disk_is_an_error_and_with_room_the_same_command_goes_on(tmp_path
     """RLIMIT_FSIZE stands for the disk: no file may grow beyond 8 KiB."""
     source = lines_file(tmp_path / "source.txt", 900)
     options = ["--documents", "line", "--shard-bytes", "9000", "--workers", workers]
-    command = [sys.executable, "-m", "isograd.cli", "data", "build", str(tmp_path / "out"), str(source), *options]
+    command = [sys.executable, "-m", "isograd.cli.main", "data", "build", str(tmp_path / "out"), str(source), *options]
     full = subprocess.run(
         ["bash", "-c", 'ulimit -f 8; exec "$@"', "-", *command], capture_output=True, text=True, check=False
     )

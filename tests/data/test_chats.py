@@ -9,20 +9,20 @@ from typing import Any
 
 import pytest
 
-from isograd.checkpoint.hugging import _with_stops
-from isograd.cli import main
-from isograd.data import Mixture, Source, build, sums
+from isograd.cli.main import main
+from isograd.data import Mixture, Source, build, builtin_chats
 from isograd.data.chats import Chats
 from isograd.data.manifest import read
 from isograd.data.packs import pack
 from isograd.data.tokens import Tokens
 from isograd.errors import DataError
+from isograd.hf.export import _with_stops
 from tests.data.toys import content
 
 pytest.importorskip("transformers")
 
 TOOLS = "{%- if tools %}{{- '<|im_start|>tools\\n' + (tools | tojson) + '<|im_end|>\\n' }}{%- endif %}\n"
-MARKED = TOOLS + sums.TEMPLATE
+MARKED = TOOLS + builtin_chats.TEMPLATE
 PLAIN = MARKED.replace("{%- generation %}", "").replace("{%- endgeneration %}", "")
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"a": {"type": "integer"}}}}
 CHAT: dict[str, Any] = {
@@ -39,14 +39,14 @@ ANSWERS = ["yes 🐟\n<|im_end|>", "because<|im_end|>"]
 
 
 def tokenizer(folder: Path, template: str = MARKED, special: bool = True) -> Path:
-    sums.tokenizer(folder)
+    builtin_chats.tokenizer(folder)
     config = json.loads((folder / "tokenizer_config.json").read_text())
     config["chat_template"] = template
     if not special:  # as of a base model that never saw the template
         made = json.loads((folder / "tokenizer.json").read_text())
-        made["added_tokens"] = [t for t in made["added_tokens"] if t["content"] == sums.END]
+        made["added_tokens"] = [t for t in made["added_tokens"] if t["content"] == builtin_chats.END]
         (folder / "tokenizer.json").write_text(json.dumps(made))
-        config["eos_token"] = sums.END
+        config["eos_token"] = builtin_chats.END
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder
 
@@ -75,8 +75,8 @@ def test_the_answers_count_with_their_ends_and_nothing_else_does(tmp_path: Path,
     ids, _ = chats(json.dumps(CHAT))
     text = chats.tokenizer.decode(ids.tolist(), skip_special_tokens=False)
     assert text.startswith('<|im_start|>tools\n[{"type": "function"') and text.count("<|im_start|>") == 6
-    assert (ids == chats.tokenizer.token_to_id(sums.START)).sum() == 6  # each of them one token
-    assert (ids == chats.tokenizer.token_to_id(sums.STOP)).sum() == 6
+    assert (ids == chats.tokenizer.token_to_id(builtin_chats.START)).sum() == 6  # each of them one token
+    assert (ids == chats.tokenizer.token_to_id(builtin_chats.STOP)).sum() == 6
 
 
 def test_tokens_and_marks_are_those_of_transformers(tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_a_token_across_the_beginning_of_an_answer_is_refused(tmp_path: Path) ->
     config = json.loads((folder / "tokenizer_config.json").read_text()) | {"chat_template": template}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     assert counted(Chats(folder), chat(("user", "yes"), ("assistant", "no"))) == ["no<|im_end|>"]
-    with pytest.raises(DataError, match=r"IG992.*\n.*before 'yes<\|im_end\|>' are others"):
+    with pytest.raises(DataError, match=r"IG992.*\n.*before 'yes<\|im_end\|>' has other tokens"):
         Chats(folder)(chat(("user", "hi"), ("assistant", "yes")))
 
 
@@ -195,7 +195,10 @@ def test_a_refusal_names_the_file_and_the_line_and_text_is_not_taken_for_convers
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     home = tmp_path_factory.mktemp("sums")
-    source, folder = sums.conversations(home / "sums.jsonl"), sums.tokenizer(home / "tokenizer")
+    source, folder = (
+        builtin_chats.conversations(home / "sums.jsonl", "sums"),
+        builtin_chats.tokenizer(home / "tokenizer"),
+    )
     build(home / "tokens", [source], tokenizer=str(folder), chat=True, validation=0.1)
     return home / "tokens"
 
@@ -404,7 +407,7 @@ def test_a_template_that_breaks_is_one_error(tmp_path: Path, template: str, says
 
 
 def test_tools_that_the_template_leaves_out_are_refused(tmp_path: Path) -> None:
-    chats = Chats(tokenizer(tmp_path, sums.TEMPLATE))
+    chats = Chats(tokenizer(tmp_path, builtin_chats.TEMPLATE))
     with pytest.raises(DataError, match=r"IG990.*\n.*does not write the conversation's tools"):
         chats(json.dumps(CHAT))
 
@@ -423,7 +426,7 @@ def test_a_key_that_stands_twice_is_refused_and_a_byte_order_mark_is_not_text(tm
     folder = tokenizer(tmp_path / "tokenizer")
     line = chat(("user", "a"), ("assistant", "b"))
     twice = line.replace('"content": "b"', '"content": "c", "content": "b"')
-    with pytest.raises(DataError, match=r"IG990.*\n.*the key 'content' is there twice"):
+    with pytest.raises(DataError, match=r"IG990.*\n.*the key 'content' is given twice"):
         Chats(folder)(twice)
     (tmp_path / "marked.jsonl").write_text(line + "\n", encoding="utf-8-sig")
     made = build(tmp_path / "out", [tmp_path / "marked.jsonl"], tokenizer=str(folder), chat=True)
@@ -444,11 +447,52 @@ def test_white_space_behind_the_end_of_a_marked_answer_is_no_riddle(tmp_path: Pa
 def test_an_export_stops_at_the_end_of_an_answer_and_at_the_end_of_a_text(tmp_path: Path) -> None:
     folder = tokenizer(tmp_path)
     config = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "eos_token": sums.END}))
-    text, answer = (Chats(folder).tokenizer.token_to_id(token) for token in (sums.END, sums.STOP))
+    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "eos_token": builtin_chats.END}))
+    text, answer = (Chats(folder).tokenizer.token_to_id(token) for token in (builtin_chats.END, builtin_chats.STOP))
     assert _with_stops({"eos_token_id": None}, folder) == {"eos_token_id": text}
     assert json.loads((folder / "generation_config.json").read_text()) == {"eos_token_id": [text, answer]}
     (folder / "generation_config.json").write_text('{"eos_token_id": 7, "top_k": 5}')
     assert _with_stops({"eos_token_id": 3}, folder) == {"eos_token_id": 3}
     found = json.loads((folder / "generation_config.json").read_text())
     assert found == {"eos_token_id": [3, 7, text, answer], "top_k": 5}
+
+
+def test_a_place_is_the_number_of_tokens_of_the_text_before_it(tmp_path: Path) -> None:
+    """Also where no special token is before it, one reaches over it, or a text spells one that it parts."""
+    chats = Chats(tokenizer(tmp_path))
+    text = "aé <|im_start|>b\n<|im_end|><|im_end|> \n🐟<|endoftext|> c"
+    ids = chats.tokenizer.encode(text, add_special_tokens=False).ids
+    expected: list[int | None] = []
+    for place in range(len(text) + 1):
+        before = chats.tokenizer.encode(text[:place], add_special_tokens=False).ids
+        expected.append(len(before) if ids[: len(before)] == before else None)
+    assert chats._tokens_before(text, ids, range(len(text) + 1)) == expected
+    assert None in expected and len(text) > 30
+
+
+@pytest.mark.parametrize("template", [MARKED, PLAIN], ids=["markers", "prefixes"])
+def test_calls_and_reasoning_of_each_answer_of_a_long_conversation_are_written_or_refused(
+    tmp_path: Path, template: str
+) -> None:
+    call = "{%- for c in message['tool_calls'] or [] %}{{- c['function'] | tojson }}{%- endfor %}"
+    writes = template.replace(
+        "{{- message['content'] +", f"{call}{{{{- (message['thinking'] or '') + message['content'] +"
+    )
+    messages: list[dict[str, Any]] = []
+    for number in range(25):
+        function = {"name": f"add{number}", "arguments": {"a": number}}
+        messages += [
+            {"role": "user", "content": f"and {number}?"},
+            {"role": "assistant", "content": f"is {number}", "thinking": f"hm{number}",
+             "tool_calls": [{"type": "function", "function": function}]},
+        ]  # fmt: skip
+    chats = Chats(tokenizer(tmp_path, writes))
+    answers = counted(chats, json.dumps({"messages": messages, "tools": [TOOL]}))
+    assert answers[7] == '{"name": "add7", "arguments": {"a": 7}}hm7is 7<|im_end|>' and len(answers) == 25
+    silent = Chats(tokenizer(tmp_path / "silent", template))
+    with pytest.raises(DataError, match=r"IG990.*\n.*message 2: the template does not write its tool_calls"):
+        silent(json.dumps({"messages": messages, "tools": [TOOL]}))
+    for message in messages:
+        message.pop("tool_calls", None)
+    with pytest.raises(DataError, match=r"IG990.*\n.*message 2: the template does not write its thinking"):
+        silent(json.dumps({"messages": messages, "tools": [TOOL]}))

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from isograd.cli import main
-from isograd.data import Mixture, Source, preferences, sums
+from isograd.cli.main import main
+from isograd.data import Mixture, Source, builtin_chats, preferences
 from tests.data.toys import lines_file, toy
 
 
@@ -53,8 +53,8 @@ def test_inspect_spells_out_what_a_terminal_would_act_on(tmp_path: Path, capsys:
 
 def test_conversations_are_shown_as_training_sees_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers")
-    source, out = sums.conversations(tmp_path / "sums.jsonl"), str(tmp_path / "out")
-    words = ["--tokenizer", str(sums.tokenizer(tmp_path / "tokenizer")), "--chat", "--workers", "1"]
+    source, out = builtin_chats.conversations(tmp_path / "sums.jsonl", "sums"), str(tmp_path / "out")
+    words = ["--tokenizer", str(builtin_chats.tokenizer(tmp_path / "tokenizer")), "--chat", "--workers", "1"]
     assert main(["data", "build", out, str(source), *words]) == 0
     capsys.readouterr()
     assert main(["data", "inspect", out, "--length", "200", "--samples", "2"]) == 0
@@ -72,8 +72,8 @@ def test_conversations_are_shown_as_training_sees_them(tmp_path: Path, capsys: p
 
 def test_pairs_of_answers_are_shown_one_by_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers")
-    tokenizer, run = str(sums.tokenizer(tmp_path / "tokenizer")), tmp_path / "data"
-    preferences.prepare(run, sums.pairs(tmp_path / "sums.jsonl"), tokenizer, strangers=True)
+    tokenizer, run = str(builtin_chats.tokenizer(tmp_path / "tokenizer")), tmp_path / "data"
+    preferences.prepare(run, builtin_chats.pairs(tmp_path / "sums.jsonl", "sums"), tokenizer, strangers=True)
     assert main(["data", "inspect", str(run), "--samples", "1", "--length", "56"]) == 0
     said = capsys.readouterr().out
     assert "pairs, rows of at most 56 tokens, with strangers (KTO)" in said and "pairs have an answer" in said
@@ -135,11 +135,11 @@ def test_an_option_that_is_nearly_right_is_named(tmp_path: Path, capsys: pytest.
 def test_help_and_builds_need_no_torch(tmp_path: Path) -> None:
     (tmp_path / "one.txt").write_text("one")
     script = (
-        "import sys, isograd.cli\n"
-        "try: isograd.cli.main(['data', 'build', '--help'])\n"
+        "import sys, isograd.cli.main\n"
+        "try: isograd.cli.main.main(['data', 'build', '--help'])\n"
         "except SystemExit: pass\n"
         "assert 'numpy' not in sys.modules\n"
-        "isograd.cli.main(['data', 'build', 'out', 'one.txt', '--validation', '0', '--workers', '1'])\n"
+        "isograd.cli.main.main(['data', 'build', 'out', 'one.txt', '--validation', '0', '--workers', '1'])\n"
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, cwd=tmp_path)

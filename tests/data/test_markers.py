@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from isograd.cli import main
-from isograd.data import Mixture, Source, build, sums
+from isograd.cli.main import main
+from isograd.data import Mixture, Source, build, builtin_chats
 from isograd.data.chats import Chats, answer_end
 from isograd.data.manifest import read
 from isograd.errors import DataError
@@ -123,4 +123,4 @@ def test_a_build_that_was_refused_goes_on_where_the_marker_is_called_text(tmp_pa
 
 def test_an_export_finds_the_end_of_an_answer_beside_markers_of_text(tmp_path: Path) -> None:
     folder = tokenizer(tmp_path, wrapped("<|user|>", "<|end|>"))
-    assert answer_end(folder) == Chats(folder, special_tokens="text").tokenizer.token_to_id(sums.STOP)
+    assert answer_end(folder) == Chats(folder, special_tokens="text").tokenizer.token_to_id(builtin_chats.STOP)

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from isograd.comm.launch import World
+from isograd.core.layout import Layout
+from isograd.core.mesh import Mesh
 from isograd.data import Mixture, Source, Tokens, build
 from isograd.errors import DataError
-from isograd.layout import Layout
-from isograd.mesh import Mesh
 from tests.data.toys import toy, whole
 
 LENGTH, BATCH = 16, 6

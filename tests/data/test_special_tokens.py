@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from isograd.cli import main
+from isograd.cli.main import main
 from isograd.data import build
 from isograd.data.manifest import read
 from isograd.errors import DataError

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isograd.data.manifest import Input, Recipe, Vocabulary
-from isograd.data.texts import cut, find_inputs, read
+from isograd.data.manifest import InputFile, Recipe, Vocabulary
+from isograd.data.texts import InputPart, cut, find_inputs, read
 from isograd.errors import DataError
 
 BYTES = Vocabulary("bytes", None, 257, 256)
 
 
-def found(paths: list[Path]) -> tuple[Input, ...]:
+def found(paths: list[Path]) -> tuple[InputFile, ...]:
     return find_inputs([str(path) for path in paths], Path("out"))
 
 
@@ -162,4 +163,72 @@ def test_parquet_without_its_package_says_which_to_install(tmp_path: Path, monke
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     error = refusal([tmp_path / "a.parquet"])
     assert error.code == "IG919"
-    assert "isograd[data]" in str(error)
+    assert "pip install pyarrow" in str(error)
+
+
+# -- what is larger than it should be: FAILURES E15 ------------------------------------------------------------------
+
+
+def peak(code: str) -> tuple[float, str]:
+    """(MiB that a process needed beyond what it had when the reading began, what it printed)."""
+    program = (
+        "import resource, sys\nfrom pathlib import Path\nfrom isograd.data import build, texts\n"
+        "from isograd.errors import IsogradError\n"
+        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024\nbefore = peak()\n"
+        f"try:\n    {code}\nexcept IsogradError as error:\n    print(error)\nprint(peak() - before)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    said, _, last = done.stdout.rstrip().rpartition("\n")
+    return float(last), said
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("form", ["jsonl", "txt"])
+def test_a_document_takes_three_times_its_size_and_one_beyond_the_limit_none(tmp_path: Path, form: str) -> None:
+    """A line of 400 MB took 2.8 GB."""
+    size = 64
+    with (tmp_path / f"in.{form}").open("wb") as file:
+        file.write(b'{"text": "' if form == "jsonl" else b"")
+        for _ in range(size):
+            file.write(b"abcdefgh" * (1 << 17))
+        file.write(b'"}\n' if form == "jsonl" else b"\n")
+    where = f"build({str(tmp_path / 'out')!r}, [{str(tmp_path / f'in.{form}')!r}], validation=0"
+    used, said = peak(where + ")")
+    assert said == "" and used < 3.2 * size
+    used, said = peak(where.replace("out", "other") + f", largest_document={16 << 20})")
+    assert "IG910" in said and "more than 16,777,216 bytes" in said and "--largest-document" in said
+    assert used < 24
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "lines.txt"])
+def test_a_sparse_file_of_128_gb_is_refused_at_once(tmp_path: Path, name: str) -> None:
+    with (tmp_path / name).open("wb") as file:
+        file.truncate(128 << 30)
+    recipe = Recipe(BYTES, "line" if name == "lines.txt" else "file", "text", 0.0, 1 << 20, found([tmp_path / name]))
+    with pytest.raises(DataError, match=r"IG910(.|\n)*more than 1,048,576 bytes"):
+        cut(recipe, largest=1 << 20)
+    with pytest.raises(DataError, match=r"IG910(.|\n)*more than 1,048,576 bytes"):
+        list(read(recipe, InputPart(0, 0, 128 << 30, 1, 1 << 20)))
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("form", ["stored once", "stored once, in lists", "packed", "nothing, often"])
+def test_a_parquet_file_that_opens_to_far_more_than_it_is_is_refused(tmp_path: Path, form: str) -> None:
+    """523 bytes opened to 600 MB."""
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    text = "a" * (1 << 20)
+    once = arrow.DictionaryArray.from_arrays(arrow.array([0] * 600, arrow.int32()), [text])
+    columns = {
+        "stored once": once,
+        "stored once, in lists": arrow.ListArray.from_arrays(list(range(0, 601, 2)), once),
+        "packed": arrow.array([text] * 100),
+        "nothing, often": arrow.nulls(9_000_000, arrow.string()),
+    }
+    path = tmp_path / "bomb.parquet"
+    table = arrow.table({"text": columns[form]})
+    parquet.write_table(table, path, compression="zstd", use_dictionary=form != "packed")
+    assert path.stat().st_size < 30_000
+    used, said = peak(f"print(sum(1 for _ in texts.values(Path({str(path)!r}))))")
+    assert "IG920" in said and "opens to" in said
+    assert used < 350

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from isograd.data import build
-from isograd.data.manifest import Manifest, read
+from isograd.data.manifest import TokenManifest, read
 
 END = 256
 
@@ -34,7 +34,7 @@ def toy(folder: Path, number: int = 60, seed: int = 0, validation: float = 0.2) 
 def whole(folder: Path, split: str = "train") -> tuple[list[int], list[int]]:
     """(every token of a split, the number of the document it belongs to)."""
     tokens, numbers, document = list[int](), list[int](), 0
-    manifest: Manifest = read(folder)
+    manifest: TokenManifest = read(folder)
     for shard in manifest.of(split):
         here = np.fromfile(folder / shard.tokens_file, manifest.recipe.vocabulary.dtype).tolist()
         start = 0

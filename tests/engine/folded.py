@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from isograd.comm import ops, raw
-from isograd.contract import Shard, assemble, contracts, declare
+from isograd.core.contract import Shard, assemble, declare
+from isograd.core.contract_table import contracts
+from isograd.core.mesh import DATA, Mesh
 from isograd.engine import Engine
-from isograd.mesh import DATA, Mesh
 
 from . import toys
 

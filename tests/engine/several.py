@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from isograd.core.loss_terms import Terms
+from isograd.core.mesh import Mesh
 from isograd.engine import Engine
-from isograd.mesh import Mesh
-from isograd.terms import Terms
 
 from . import toys
 

@@ -1,4 +1,4 @@
-"""FAILURES C: what accelerate does to DDP by its attributes, done to ig.DataParallel. tests/doors runs its scripts."""
+"""FAILURES C: what accelerate does to DDP by its attributes, done to ig.DataParallel; scripts: tests/integrations."""
 
 from __future__ import annotations
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from torch import Tensor, nn
 
-from isograd.engine import Engine, flights
-from isograd.mesh import DATA, Mesh
+from isograd.core.mesh import DATA, Mesh
+from isograd.engine import Engine, reducer
 
 from . import toys
 
@@ -96,27 +96,24 @@ LOOPS: list[tuple[Loop, str]] = [
 def counted() -> Iterator[list[int]]:
     """Bytes that this rank sends to reduce gradients."""
     sent: list[int] = []
-    before = flights.reduce_rows
+    before = reducer.reduce_rows
 
-    def counting(slots: Any, gradients: Any, group: Any, **more: Any) -> Any:
-        out = [s.rows(g, o) for s, g in zip(slots, gradients, strict=True) for o in range(group.size)]
-        own = [s.rows(g) for s, g in zip(slots, gradients, strict=True)]
-        sent.append(sum(t.numel() * t.itemsize for t in out) - sum(t.numel() * t.itemsize for t in own))
-        return before(slots, gradients, group, **more)
+    def counting(packing: Any, flat: Any, group: Any, **more: Any) -> Any:
+        sent.append((len(flat) - packing.sizes[group.index]) * flat.itemsize)
+        return before(packing, flat, group, **more)
 
-    flights.reduce_rows = counting  # type: ignore[assignment]
+    reducer.reduce_rows = counting  # type: ignore[assignment]
     try:
         yield sent
     finally:
-        flights.reduce_rows = before
+        reducer.reduce_rows = before
 
 
 def run_loop(zero: int, loop: Loop, mode: str) -> tuple[dict[str, Tensor], int, int]:
     """Whole parameters after two steps, the bytes that their reductions sent, and those of one reduction."""
     mesh, model = Mesh(f"dp2 zero{zero}"), Loss()
     engine = Engine(model, mesh, toys.sgd, accumulate=mode, bucket_mb=0.02)  # type: ignore[arg-type]
-    slots = engine.plan.slots
-    others = sum((1 - (s.cuts[s.owner + 1] - s.cuts[s.owner]) / s.cuts[-1]) * s.parameter.numel() for s in slots)
+    others = sum(s.cuts[1] / s.cuts[-1] * s.parameter.numel() for s in engine.plan.slots)  # padded to the first owner's
     with counted() as sent:
         for step in range(2):
             micros = [toys.micro_batch(step, mesh.index(DATA) * 3 + j) for j in range(3)]
@@ -148,9 +145,9 @@ def held_between_micro_batches(mode: str) -> tuple[int, int]:
     held: list[tuple[int, int]] = []
 
     def look(*_: object) -> None:
-        engine.ledger.flights.land_all()
-        whole = sum(gradient.numel() for gradient in engine.ledger.local.values())
-        held.append((whole, sum(rows.numel() for rows in engine.ledger.flights.due.values())))
+        engine.step_state.reducer.finish_all()
+        whole = sum(gradient.numel() for gradient in engine.step_state.local.values())
+        held.append((whole, sum(rows.numel() for rows in engine.step_state.reducer.reduced.values())))
 
     model.register_forward_pre_hook(look)
     engine.train_step([toys.micro_batch(0, 0), toys.micro_batch(0, 2)])

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from isograd.comm import raw
+from isograd.comm import ops, raw
+from isograd.core.mesh import Mesh
 from isograd.engine import DataParallel, Engine
 from isograd.errors import IsogradError
-from isograd.mesh import Mesh
 from tests.parity import mutants
 
 from . import toys
@@ -31,6 +31,37 @@ def assert_close(found: dict[str, Tensor], truth: dict[str, Tensor], what: str =
     for name, expected in truth.items():
         error = float((found[name].double() - expected.double()).norm())
         assert error <= 1e-9 * float(expected.double().norm()), f"{what} {name}: error {error:.2e}"
+
+
+# -- a loss over other ranks' features
+
+
+def of_pairs(features: Tensor, own: range) -> Tensor:
+    """The mean over one's own rows of a loss that looks at everybody's features."""
+    return (features[own.start : own.stop] @ features.T).logsumexp(1).sum() / max(1, len(own))
+
+
+def gathered(rows: list[int]) -> dict[str, Tensor]:
+    """`rows`: of which each rank's loss is the mean; a rank may have none, and still gives features to the others."""
+    rank, ranks = raw.world()
+    torch.manual_seed(0)
+    model = DataParallel(nn.Linear(3, 2, dtype=torch.float64))
+    x = torch.randn(4 * ranks, 3, dtype=torch.float64)[4 * rank : 4 * rank + 4]
+    features = ops.all_gather(model(x), model._group)
+    loss = of_pairs(features, range(4 * rank, 4 * rank + rows[rank]))
+    model.weigh(loss, rows[rank]).backward()
+    return gradients(model.module)
+
+
+@pytest.mark.parametrize("rows", [[3, 0], [0, 4], [2, 1]])
+def test_a_rank_that_weighs_nothing_brings_what_others_made_of_its_features(worlds, rows: list[int]) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2, dtype=torch.float64)
+    features = model(torch.randn(8, 3, dtype=torch.float64))
+    losses = [of_pairs(features, range(4 * rank, 4 * rank + count)) * count for rank, count in enumerate(rows)]
+    (sum(losses) / sum(rows)).backward()  # type: ignore[union-attr]
+    for found in worlds(2).run(gathered, rows):
+        assert_close(found, gradients(model))
 
 
 # -- weighed: one device
@@ -147,7 +178,7 @@ def ranks_run_out_of_batches() -> None:
     model = DataParallel(toys.Toy())
     optimizer = toys.sgd(list(model.parameters()))
     rounds = 0
-    for batch in model.together(toys.micro_batch(9 + rank, 2 * j) for j in range(3 - rank)):
+    for batch in model.until_all_exhausted(toys.micro_batch(9 + rank, 2 * j) for j in range(3 - rank)):
         if batch is None:
             with model.no_sync():
                 model.skip()  # nothing to take part in
@@ -477,7 +508,7 @@ def broken() -> list[str]:
     """The ways to break what ranks tell each other that none of the above would notice."""
     survivors = []
     for site in mutants.sites():
-        if str(site) == "engine/totals.py:gather:raw.gather_list":
+        if str(site) == "engine/step_status.py:gather:raw.gather_list":
             ways, trial = ["removed", "doubled", "averaged", "one member only"], partial(weighed_in_every_order, 6)
         elif str(site) == "engine/data_parallel.py:_equal_buffers:raw.broadcast_":
             ways, trial = ["removed"], partial(buffers_follow_the_first_rank)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from isograd.core.mesh import DATA, Mesh
 from isograd.engine import Engine, zero
-from isograd.engine.joined import Joined
-from isograd.mesh import DATA, Mesh
+from isograd.engine.muon import ChainedOptimizer, members
 from tests.engine import toys
 
 STEPS, MICROS = 3, 2
@@ -28,7 +28,7 @@ def fused_sgd(ps: Sequence[Tensor]) -> torch.optim.Optimizer:
 
 def joined(ps: Any) -> torch.optim.Optimizer:
     half = len(ps) // 2
-    return Joined(torch.optim.Adam(ps[:half], lr=1e-2, fused=True), fused_sgd(ps[half:]))
+    return ChainedOptimizer(torch.optim.Adam(ps[:half], lr=1e-2, fused=True), fused_sgd(ps[half:]))
 
 
 MAKE = {"adamw": fused_adamw, "sgd": fused_sgd, "joined": joined}
@@ -39,15 +39,15 @@ def trained(layout: str, name: str, divides: bool, dtype: torch.dtype, clip: flo
     mesh, model = Mesh(layout), toys.Toy(dtype)
     engine = Engine(model, mesh, MAKE[name], clip=clip)
     seen: list[bool] = []
-    own = engine._optimized._divides
-    engine._optimized._divides = lambda scale: seen.append(own(scale)) or (divides and own(scale))  # type: ignore[method-assign, func-returns-value]
+    own = engine._sharded_optimizer._divides
+    engine._sharded_optimizer._divides = lambda scale: seen.append(own(scale)) or (divides and own(scale))  # type: ignore[method-assign, func-returns-value]
     each = MICROS * 2 // mesh.size(DATA)
     for step in range(STEPS):
         for micro in range(each):
             x, y = toys.micro_batch(step, mesh.index(DATA) * each + micro)
             engine.backward(toys.loss_of(model, x, y), weight=len(x))
         assert not engine.step().skipped
-        assert not any(hasattr(one, "grad_scale") for one in engine._optimized._leaves)
+        assert not any(hasattr(one, "grad_scale") for one in members(engine.optimizer))
     assert seen == [dtype == torch.float32] * STEPS
     with engine.full_parameters():
         return {n: p.detach().clone() for n, p in model.named_parameters()}
@@ -147,7 +147,7 @@ def test_a_step_of_somebodys_own_sees_divided_gradients_and_a_schedules_does_not
 
     def scheduled(engine: Engine) -> None:
         torch.optim.lr_scheduler.ConstantLR(engine.optimizer, factor=0.5)
-        assert engine._optimized._divides(1.0)
+        assert engine._sharded_optimizer._divides(1.0)
 
     _, model = stepped(scheduled)
     assert model.w.tolist() == pytest.approx([-1.25 / 7] * 3)

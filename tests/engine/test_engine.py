@@ -12,8 +12,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from isograd.comm import raw
+from isograd.core.contract import assemble
+from isograd.core.mesh import DATA, Mesh
 from isograd.engine import Engine
-from isograd.mesh import DATA, Mesh
+from isograd.models import Transformer, preset
+from tests.native import native_transports
 
 from . import toys
 
@@ -64,17 +67,14 @@ def test_reproducible_gives_the_same_bits_for_every_split_into_ranks_and_micro_b
 
 
 def as_on_nccl(zero: int) -> toys.Outcome:
-    """The packed transport with native collectives, which NCCL takes; here gloo stands in for it."""
-    before, raw.native = raw.native, lambda group: group.size > 1
-    try:
+    """With native collectives, which NCCL takes; here gloo stands in for it."""
+    with native_transports():
         return toys.engine_run(f"dp{raw.world()[1]} zero{zero}")
-    finally:
-        raw.native = before
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_the_packed_transport_of_nccl_gives_the_same_gradients(worlds, ranks: int, zero: int) -> None:
+def test_native_collectives_give_the_same_gradients(worlds, ranks: int, zero: int) -> None:
     truth = toys.one_device(4, 2, toys.adamw, 0.5)
     for result in worlds(ranks).run(as_on_nccl, zero):
         toys.assert_same_training(result, truth)
@@ -82,19 +82,19 @@ def test_the_packed_transport_of_nccl_gives_the_same_gradients(worlds, ranks: in
 
 def count_reductions(unsynced: str) -> int:
     """How many times this rank's reducer sends a bucket during one step of four micro-batches."""
-    from isograd.engine import flights
+    from isograd.engine import reducer
 
-    sent, original = [], flights.reduce_rows
+    sent, original = [], reducer.reduce_rows
 
     def counting(*args: object, **kwargs: object) -> object:
         sent.append(1)
         return original(*args, **kwargs)  # type: ignore[arg-type]
 
-    flights.reduce_rows = counting  # type: ignore[assignment]
+    reducer.reduce_rows = counting  # type: ignore[assignment]
     try:
         toys.engine_run("dp2 zero1", micro_batches=8, steps=1, unsynced=unsynced, bucket_mb=100)
     finally:
-        flights.reduce_rows = original
+        reducer.reduce_rows = original
     return len(sent)
 
 
@@ -268,3 +268,24 @@ def test_a_new_engine_takes_a_model_over_and_a_mean_over_nothing_adds_nothing(wo
     first, second = worlds(2).run(two_engines_and_a_tensor_weight)[0]
     toys.assert_same_bits(first, second)
     assert all(bool(g.isfinite().all()) for g in first.values())
+
+
+def sizes_inside_full_parameters(layout: str) -> tuple[int, int, bool]:
+    """Rows of the embedding on this rank, those of the whole one, and whether all ranks get the same one."""
+    mesh = Mesh(layout)
+    model = Transformer(preset("tiny-llama"), mesh)
+    engine = Engine(model, mesh, toys.sgd)
+    with engine.full_parameters():
+        here = model.get_parameter("embed.weight").detach()
+        whole = assemble(here, engine.table.records["embed.weight"].contract, engine.mesh)
+    parts = raw.gather_list(whole, mesh.group("world"))
+    return len(here), len(whole), all(torch.equal(part, parts[0]) for part in parts)
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_full_parameters_are_whole_over_zero_and_assemble_makes_them_whole_over_tp(worlds, zero: int) -> None:
+    vocab = preset("tiny-llama").vocab
+    cut = worlds(2).run(sizes_inside_full_parameters, f"tp2 zero{zero}")
+    assert cut == [(-(-vocab // 2), vocab, True), (vocab // 2, vocab, True)]
+    for here, whole, _ in worlds(2).run(sizes_inside_full_parameters, f"dp2 zero{zero}"):
+        assert (here, whole) == (vocab, vocab)

@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-from isograd.contract import Shard, contracts, declare, describe_sum
+from isograd.core.contract import Shard, declare
+from isograd.core.contract_table import contracts, describe_sum
+from isograd.core.layout import Layout
+from isograd.core.mesh import DATA, Mesh
 from isograd.engine.plan import make_plan, slot_of
 from isograd.errors import IsogradError
-from isograd.layout import Layout
-from isograd.mesh import DATA, Mesh
 
 from . import folded
 
@@ -120,7 +121,7 @@ def test_each_element_is_owned_once_by_a_rank_that_counts_it(text: str) -> None:
         mesh = Mesh.unbound(layout, rank)
         for record in contracts(Parts(mesh), mesh):
             slot = slot_of(record, mesh)
-            if slot.contract.counted_here(mesh):
+            if slot.contract.is_primary_replica(mesh):
                 box = tuple(slice(start, stop) for start, stop in slot.contract.local(mesh))
                 slot.rows(seen[record.name][box]).add_(1)
     assert all(bool((count == 1).all()) for count in seen.values()), seen

@@ -10,23 +10,25 @@ from unittest.mock import patch
 
 import pytest
 
-from isograd.contract import Contract, Table
-from isograd.engine import engine, flights, norm, start, units, zero
+from isograd.core.contract import Contract
+from isograd.core.contract_table import ContractTable
+from isograd.core.mesh import DATA, EXPERT_DATA, Mesh
+from isograd.engine import engine, norm, reducer, validation, zero
 from isograd.engine.plan import Plan
-from isograd.mesh import DATA, EXPERT_DATA, Mesh
+from isograd.engine.zero3 import param_group as units
 from tests.parity.mutants import _BrokenFlight, _own_rows
 
 from . import folded
 
 
-def as_if_dense(table: Table) -> Table:
+def as_if_dense(table: ContractTable) -> ContractTable:
     """Experts owe dp and cp, like everything else."""
     records = [replace(r, contract=replace(r.contract, data=DATA)) for r in table]
-    return Table(records, table.mesh)
+    return ContractTable(records, table.mesh)
 
 
 def scaled(factor: Callable[[Any], float]) -> Any:
-    original = flights.reduce_rows
+    original = reducer.reduce_rows
 
     def reduce_rows(slots: Any, gradients: Any, group: Any, **options: Any) -> Any:
         flight = original(slots, gradients, group, **options)
@@ -34,15 +36,15 @@ def scaled(factor: Callable[[Any], float]) -> Any:
             return flight
         return _BrokenFlight(flight, lambda rows: rows * factor(group))
 
-    return patch.object(flights, "reduce_rows", reduce_rows)
+    return patch.object(reducer, "reduce_rows", reduce_rows)
 
 
 def without_experts(module: Any, name: str, instead: Callable[..., Any]) -> Any:
     """A move of rows that is left out where experts' owners would run it."""
     original = getattr(module, name)
 
-    def moved(slots: Any, tensors: Any, group: Any, *rest: Any, **options: Any) -> Any:
-        return (instead if group.axes == EXPERT_DATA else original)(slots, tensors, group, *rest, **options)
+    def moved(packing: Any, *of: Any, **options: Any) -> Any:
+        return (instead if packing.owners.axes == EXPERT_DATA else original)(packing, *of, **options)
 
     return patch.object(module, name, moved)
 
@@ -53,11 +55,11 @@ def by_owners(table: Any, plan: Plan, mesh: Mesh) -> Any:
     return table.used.new_tensor(used)
 
 
-def dense_contracts(original: Any, model: Any, mesh: Mesh) -> Table:
+def dense_contracts(original: Any, model: Any, mesh: Mesh) -> ContractTable:
     return as_if_dense(original(model, mesh))
 
 
-def equal_replicas(original: Any, model: Any, table: Table, mesh: Mesh) -> None:
+def equal_replicas(original: Any, model: Any, table: ContractTable, mesh: Mesh) -> None:
     original(model, as_if_dense(table), mesh)
 
 
@@ -72,7 +74,7 @@ MUTANTS: dict[str, tuple[str, Callable[[], Any]]] = {
         "dp4 ep2",
         lambda: patch.object(engine, "contracts", partial(dense_contracts, engine.contracts)),
     ),
-    "experts are not reduced": ("dp4 ep2 zero1", lambda: without_experts(flights, "reduce_rows", _own_rows)),
+    "experts are not reduced": ("dp4 ep2 zero1", lambda: without_experts(reducer, "reduce_rows", _own_rows)),
     "experts are averaged over edp": ("dp4 ep2", lambda: scaled(lambda group: 1 / group.size)),
     "experts are multiplied by ep": ("dp4 ep2", lambda: scaled(lambda group: 4 / group.size)),
     "experts are divided by ep": ("dp4 ep2 zero2", lambda: scaled(lambda group: group.size / 4)),
@@ -82,15 +84,17 @@ MUTANTS: dict[str, tuple[str, Callable[[], Any]]] = {
     ),
     "the norm counts the experts of one ep rank": (
         "dp2 tp2 ep2",
-        lambda: patch.object(Contract, "counted_here", lambda self, mesh: mesh.index(self.beside) == 0),
+        lambda: patch.object(
+            Contract, "is_primary_replica", lambda self, mesh: mesh.index(self.model_parallel_axis) == 0
+        ),
     ),
     "the norm counts experts on the first tp rank": (
         "dp2 tp2 ep4",
-        lambda: patch.object(Contract, "counted_here", lambda self, mesh: mesh.index("tp") == 0),
+        lambda: patch.object(Contract, "is_primary_replica", lambda self, mesh: mesh.index("tp") == 0),
     ),
     "copies start as those of the first data rank": (
         "dp4 ep2",
-        lambda: patch.object(start, "equal_replicas", partial(equal_replicas, start.equal_replicas)),
+        lambda: patch.object(validation, "equal_replicas", partial(equal_replicas, validation.equal_replicas)),
     ),
     "a rank whose experts nobody chose does not step them": (
         "dp2 tp2 ep4",

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,11 +15,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from isograd.comm.launch import launch
-from isograd.contract import assemble
+from isograd.core.contract import assemble
+from isograd.core.mesh import Mesh
 from isograd.engine import Engine, empty_parameters
 from isograd.errors import IsogradError
-from isograd.mesh import Mesh
 from isograd.models import Transformer, preset
 
 from . import toys
@@ -119,13 +122,29 @@ def grown(folder: str | None) -> tuple[int, int, int]:
     return made, peak() - before, sum(p.numel() * p.itemsize for p in model.parameters())
 
 
+PROGRAM = """
+import json, sys
+sys.path.insert(0, {root!r})
+from isograd.comm.launch import launch
+from tests.engine.test_first import grown
+if __name__ == "__main__":
+    print(json.dumps(launch(grown, 4, {folder!r}, timeout=250)))
+"""
+
+
 def test_no_rank_ever_holds_a_whole_copy(tmp_path: Path) -> None:
-    """200 MB on 4 ranks. Made: a quarter, its rows. After a step: their gradients too, and a few blocks at a time."""
+    """200 MB on 4 ranks. Made: a quarter, its rows. After a step: their gradients too, and a few blocks at a time, each
+    beside its packed copy (0.78 of the model measured; 0.62 when rows travelled without being packed).
+    glibc is told to return each tensor's memory: what is measured is the program, not the holes of a heap."""
     save(tmp_path, 1024, 48)
-    for made, stepped, size in launch(grown, 4, str(tmp_path), timeout=250):
+    script = tmp_path / "program.py"
+    script.write_text(PROGRAM.format(root=str(Path(__file__).parents[2]), folder=str(tmp_path)))
+    env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}  # read when a process starts
+    said = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True, check=True).stdout
+    for made, stepped, size in json.loads(said):
         assert size > 190e6
         assert made < 0.4 * size
-        assert stepped < 0.9 * size
+        assert stepped < 0.85 * size
 
 
 def nobody_knows() -> None:

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from isograd.core.mesh import Mesh
 from isograd.engine import DataParallel, Engine
 from isograd.errors import EngineError
-from isograd.mesh import Mesh
 
 from . import toys
 

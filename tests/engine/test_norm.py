@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,12 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from isograd import models
 from isograd.comm.raw import Group
-from isograd.engine import Engine, norm
-from isograd.mesh import DATA, Mesh
-
-from . import toys
+from isograd.engine import norm
 
 ALONE, CPU = Group("world", (0,), 0), torch.device("cpu")
 NORMS = [norm.global_norm, norm.reproducible_norm]
@@ -72,59 +67,3 @@ def test_the_norm_reads_all_ranks_parts_at_once(find: Callable[..., float], monk
         found = of(find, [torch.ones(9).double(), torch.ones(5, 3).double()], Group("world", tuple(range(64)), 0))
     assert waits.count == 0
     assert math.isclose(found, (64 * 24) ** 0.5)
-
-
-def test_a_norm_is_read_once_until_its_rows_change() -> None:
-    norms, rows = norm.Norms(), [torch.ones(4), torch.ones(9), torch.ones(0), torch.ones(32).split(16)[1]]
-    first = norms.take(rows)
-    assert [float(found) for found in first] == [2.0, 3.0, 0.0, 4.0]
-    assert all(again is found for again, found in zip(norms.of(rows), first, strict=True))
-    rows[0].mul_(2.0)
-    rows[1] = torch.ones(4)  # the memory of the one before may be taken again
-    found = norms.of(rows)
-    assert [float(one) for one in found] == [4.0, 2.0, 0.0, 4.0]
-    assert found[3] is first[3]
-    with torch.inference_mode():
-        uncounted = torch.ones(4)
-        norms.take([uncounted])
-        uncounted.mul_(2.0)
-        assert float(norms.of([uncounted])[0]) == 4.0
-    norms.clear()
-    assert not norms._known
-
-
-def norms_on_the_way(layout: str) -> list[int]:
-    """After each of three backwards, of which the second is not synced: how many norms are known since rows landed.
-    All that the step would use are the norms of the rows as they are."""
-    mesh = Mesh(layout)
-    if mesh.layout.tp == mesh.layout.pp == 1:
-        model, backwards = toys.Toy().double(), 3
-    else:
-        config = models.TransformerConfig(vocab=19, hidden=8, layers=2, heads=2, mlp=8, tied=True)
-        model, backwards = models.Transformer(config, mesh).double(), 1 if mesh.layout.pp > 1 else 3
-    engine, known = Engine(model, mesh, toys.sgd), []
-    paid, norms = engine.ledger.paid, engine.ledger.flights.norms
-    for number in range(backwards):
-        with engine.no_sync() if number == 1 else nullcontext():
-            if isinstance(model, toys.Toy):
-                x, y = toys.micro_batch(0, mesh.index(DATA) + 2 * number)
-                engine.backward(toys.loss_of(model, x, y), weight=len(x))
-            else:
-                tokens = torch.arange(12).reshape(2, 6) + number
-                engine.accumulate((tokens, tokens % 7), 2)
-        if number != 1:
-            for _ in engine.grads():
-                pass
-        rows = list(paid.values())
-        known.append(sum(norms._find(row) is not None for row in rows))
-        assert torch.equal(torch.stack(norms.of(rows)), torch.stack([row.norm() for row in rows])), number
-        norms.clear()
-    engine.step()
-    return known
-
-
-@pytest.mark.parametrize("layout", ["dp2", "dp2 zero1", "dp2 zero3", "tp2 sp", "pp2"])
-def test_norms_taken_as_rows_land_are_those_of_the_step_s_rows(worlds, layout: str) -> None:
-    for first, *later in worlds(2).run(norms_on_the_way, layout):
-        assert first > 0
-        assert not any(later)

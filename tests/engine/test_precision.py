@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from isograd.core.mesh import DATA, Mesh
 from isograd.engine import Engine, LossScale
-from isograd.mesh import DATA, Mesh
 
 from . import toys
 
@@ -128,7 +128,8 @@ def edited_between_steps(layout: str, inside: bool) -> dict[str, Tensor]:
         engine.backward(toys.loss_of(model, x, y), weight=len(x))
         engine.step()
     assert abs(float(model.gain.detach()) - 0.25) < 0.05
-    masters = {f"master of {name}": master.detach().clone() for name, master in engine._optimized.masters.items()}
+    kept = engine._sharded_optimizer.masters
+    masters = {f"master of {name}": master.detach().clone() for name, master in kept.items()}
     return {name: p.detach().view(torch.int16).clone() for name, p in model.named_parameters()} | masters
 
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from isograd.contract import Shard, declare
+from isograd.core.contract import Shard, declare
+from isograd.core.mesh import Mesh
 from isograd.engine import DataParallel, Engine
 from isograd.errors import IsogradError
-from isograd.mesh import Mesh
 from isograd.models import Transformer, preset
 
 from . import toys
@@ -154,7 +154,7 @@ def experts_that_owe_dp() -> None:
 
 
 def experts_that_owe_tp() -> None:
-    declare(toys.Toy().last.weight, Mesh("tp2"), shape=(150, 37), owes=("tp",), data="edp")
+    declare(toys.Toy().last.weight, Mesh("tp2"), shape=(150, 37), partial_over=("tp",), data="edp")
 
 
 def contract_replaced() -> None:
@@ -167,7 +167,7 @@ def contract_replaced() -> None:
 REFUSED: dict[Callable[[], None], tuple[str, str]] = {
     experts_in_data_parallel: ("IG539", "last.weight over ep"),
     experts_that_owe_dp: ("IG304", "data axes 'dp cp', cut over 'ep'"),
-    experts_that_owe_tp: ("IG304", "owes 'tp'"),
+    experts_that_owe_tp: ("IG304", "partial over 'tp'"),
     mean_over_no_label_under_cp: ("IG524", "max(1, labels)"),
     everything_frozen: ("IG501", "no trainable parameter"),
     different_models: ("IG502", "ranks [1] disagree|ranks [0] disagree"),

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from isograd.engine import Engine, Joined, state
+from isograd.core.mesh import Mesh
+from isograd.engine import ChainedOptimizer, Engine, state
 from isograd.errors import EngineError
-from isograd.mesh import Mesh
 from tests.engine.toys import Toy, loss_of, micro_batch
 
 
@@ -30,9 +30,9 @@ def stepped(layout: str, optimizer: Callable[..., torch.optim.Optimizer] = adamw
 def said(engine: Engine) -> tuple[dict[str, str], dict[str, dict[str, Any]], list[str], list[str]]:
     """(kinds, numbers that this rank writes, parameters with state here, those with rows here)."""
     declared = state.declare(engine)
-    names = {id(master): name for name, master in engine._optimized.masters.items()}
+    names = {id(master): name for name, master in engine._sharded_optimizer.masters.items()}
     held = [names[id(master)] for master, kept in engine.optimizer.state.items() if kept]
-    rows = [name for name, master in engine._optimized.masters.items() if master.numel()]
+    rows = [name for name, master in engine._sharded_optimizer.masters.items() if master.numel()]
     return declared.entries, state.counts(engine, declared), held, rows
 
 
@@ -55,7 +55,7 @@ def loaded(layout: str) -> Any:
     """After numbers of all parameters were loaded, whatever rank wrote them."""
     engine = stepped(layout)
     run = state.declare(engine).run
-    names = list(engine._optimized.masters)
+    names = list(engine._sharded_optimizer.masters)
     counts = {"step": {name: [9.0, "float32"] for name in names}}
     state.make_room(engine, {name: {"exp_avg": torch.float64} for name in names})
     state.take_numbers(engine, {**run, "counts": counts})
@@ -73,7 +73,7 @@ def spoil(engine: Engine, what: str) -> None:
     """Put something into one rank's optimizer that has no place."""
     if engine.mesh.rank != 1:
         return
-    master = next(m for m in engine._optimized.masters.values() if m.dim() == 2 and m.numel())
+    master = next(m for m in engine._sharded_optimizer.masters.values() if m.dim() == 2 and m.numel())
     group = engine.optimizer.param_groups[0]
     if what == "list":
         engine.optimizer.state[master]["history"] = [1.0, 2.0]
@@ -141,7 +141,7 @@ def test_one_element_is_of_the_kind_that_the_other_parameters_show() -> None:
 
 def test_members_of_a_joined_optimizer_have_kinds_of_their_own() -> None:
     def joined(shards: Any) -> torch.optim.Optimizer:
-        return Joined(torch.optim.Muon(shards.whole, lr=1e-2), adamw(shards.rest))
+        return ChainedOptimizer(torch.optim.Muon(shards.whole, lr=1e-2), adamw(shards.rest))
 
     kinds, *_ = said(stepped("1", joined, whole=["first.weight"]))
     assert kinds["Muon.momentum_buffer"] == kinds["AdamW.exp_avg"] == state.ELEMENT
@@ -153,7 +153,7 @@ def test_trained_tensors_that_are_not_finite_are_named_and_buffers_are_not() -> 
     engine.model.register_buffer("mask", torch.full((3,), -torch.inf))
     found = state.parts(engine, state.elementwise(engine, state.declare(engine)))
     assert state.not_finite(found, {}) == []
-    bad = engine._optimized.masters["first.weight"]
+    bad = engine._sharded_optimizer.masters["first.weight"]
     assert isinstance(bad, nn.Parameter)
     engine.optimizer.state[bad]["exp_avg_sq"][3, 2] = torch.inf
     with torch.no_grad():

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from isograd.comm import raw
+from isograd.core.loss_terms import Terms
+from isograd.core.mesh import Mesh
 from isograd.engine import Engine
-from isograd.mesh import Mesh
 from isograd.models import Transformer, TransformerConfig
 from isograd.nn.loss import Head
-from isograd.sequence.attend import places_for
-from isograd.terms import Terms
+from isograd.sequence.attend import token_layout_for
 
 from . import several, toys
 
@@ -106,7 +106,7 @@ def cut_layers(layout: str) -> list[str]:
     mesh = Mesh(layout)
     share = 4 // mesh.size("dp")
     mine, rows = texts(range(4))[mesh.index("dp") * share :][:share], {"lm": 0, "some": 0}
-    places = places_for(11, 2, mesh)
+    places = token_layout_for(11, 2, mesh)
     for micro in mine:  # under cp: of this rank's part of each sequence
         labels = places.shard(micro["labels"], mesh.index("cp"), -100)
         rows["lm"] += int((labels >= 0).sum())

@@ -10,12 +10,12 @@ from unittest.mock import patch
 
 import pytest
 
+from isograd.core.loss_terms import Terms
+from isograd.core.mesh import DATA
 from isograd.engine import Engine, LossScale
-from isograd.engine.ledger import Ledger
-from isograd.engine.shares import Shares
+from isograd.engine.step import StepState
+from isograd.engine.term_weights import TermWeights
 from isograd.errors import IsogradError
-from isograd.mesh import DATA
-from isograd.terms import Terms
 
 from ..pipeline import test_terms as stages
 from . import several
@@ -23,22 +23,22 @@ from . import several
 Change = Callable[[Any], Any]
 
 
-def weights(change: Callable[[Shares, dict[str, float]], dict[str, float]]) -> tuple[Any, str, Change]:
+def weights(change: Callable[[TermWeights, dict[str, float]], dict[str, float]]) -> tuple[Any, str, Change]:
     """Of all ranks, which a term is divided by."""
 
     def wrapped(original: Any) -> Any:
-        def agree(self: Shares, *args: Any) -> None:
+        def agree(self: TermWeights, *args: Any) -> None:
             original(self, *args)
             self.weights = change(self, self.weights)
 
         return agree
 
-    return Shares, "agree", wrapped
+    return TermWeights, "agree", wrapped
 
 
-def own_weights(shares: Shares, found: dict[str, float]) -> dict[str, float]:
-    assert shares.announced is not None
-    mine = shares.announced[shares.mesh.rank].tolist()
+def own_weights(shares: TermWeights, found: dict[str, float]) -> dict[str, float]:
+    assert shares.expected is not None
+    mine = shares.expected[shares.mesh.rank].tolist()
     return {name: weight or 1.0 for name, weight in zip(found, mine, strict=True)}
 
 
@@ -48,28 +48,28 @@ def given(change: Callable[[str, Any], Any]) -> tuple[Any, str, Change]:
     def wrapped(original: Any) -> Any:
         return lambda self, terms: original(self, Terms(**{name: change(name, term) for name, term in terms.items()}))
 
-    return Shares, "seeds", wrapped
+    return TermWeights, "seeds", wrapped
 
 
 def seeds(change: Callable[[Any, Any], Any]) -> tuple[Any, str, Change]:
     """Roots are seeded with something else; losses and weights are counted as they are."""
 
     def wrapped(original: Any) -> Any:
-        def seeded(self: Shares, terms: Terms) -> Any:
+        def seeded(self: TermWeights, terms: Terms) -> Any:
             roots, found, *rest = original(self, terms)
             by_root = {id(term.value): term for term in terms.values()}
             return roots, [change(s, by_root[id(r)]) for r, s in zip(roots, found, strict=True)], *rest
 
         return seeded
 
-    return Shares, "seeds", wrapped
+    return TermWeights, "seeds", wrapped
 
 
 def kept(original: Any) -> Any:
-    def clear(self: Shares) -> None:
-        announced = getattr(self, "announced", None)
+    def clear(self: TermWeights) -> None:
+        expected = getattr(self, "expected", None)
         original(self)
-        self.announced = announced
+        self.expected = expected
 
     return clear
 
@@ -82,9 +82,9 @@ MUTANTS: dict[str, tuple[Any, str, Change]] = {
     "a term is divided by twice its weight": weights(
         lambda shares, found: {name: weight * (1 + (name == "balance")) for name, weight in found.items()}
     ),
-    "all terms are divided by the first one's weight": (Shares, "_share", lambda f: lambda self, name: 1.0),
+    "all terms are divided by the first one's weight": (TermWeights, "_share", lambda f: lambda self, name: 1.0),
     "a term has the share of the first one": (
-        Shares, "_share", lambda f: lambda self, name: f(self, next(n for n, w in self.weights.items() if w))
+        TermWeights, "_share", lambda f: lambda self, name: f(self, next(n for n, w in self.weights.items() if w))
     ),
     "a coefficient is left out": given(lambda name, t: (t.value, t.weight, float(t.coefficient != 0))),
     "a coefficient counts twice": given(lambda name, t: (t.value, t.weight, t.coefficient * abs(t.coefficient))),
@@ -92,26 +92,26 @@ MUTANTS: dict[str, tuple[Any, str, Change]] = {
     "a weight is in the seed twice": seeds(lambda seed, term: seed * float(term.weight)),
     "a seed is divided by the accumulation": seeds(lambda seed, term: seed / 2),
     "the loss scale is left out": (
-        Ledger,
+        StepState,
         "_as_gradients",
         lambda f: lambda self, roots, found: [s.to(r.dtype) for r, s in zip(roots, found, strict=True)],
     ),
-    "a weight of zero is not looked at": (Shares, "_left_out", lambda f: lambda self, term: False),
-    "what was announced outlives its step": (Shares, "clear", kept),
+    "a weight of zero is not looked at": (TermWeights, "_left_out", lambda f: lambda self, term: False),
+    "what was announced outlives its step": (TermWeights, "clear", kept),
     "the stats are this rank's": (
-        Shares, "means", lambda f: lambda self, columns: f(self, columns[:1])
+        TermWeights, "means", lambda f: lambda self, columns: f(self, columns[:1])
     ),
-    "weights that did not come are not missed": (Shares, "refuse_incomplete", lambda f: lambda self, columns: None),
+    "weights that did not come go unseen": (TermWeights, "refuse_incomplete", lambda f: lambda self, columns: None),
 }  # fmt: skip
 
 OF_STAGES: dict[str, tuple[Any, str, Change]] = {
-    "a stage's own terms are lost": (Ledger, "seeds_of", lambda f: lambda self, t: [f(self, t), ([], [])][1]),
-    "a stage's own terms count twice": (Ledger, "seeds_of", lambda f: lambda self, t: [x * 2 for x in f(self, t)]),
+    "a stage's own terms are lost": (StepState, "seeds_of", lambda f: lambda self, t: [f(self, t), ([], [])][1]),
+    "a stage's own terms count twice": (StepState, "seeds_of", lambda f: lambda self, t: [x * 2 for x in f(self, t)]),
     "only the last stage's terms are in the stats": (
         Engine, "_with_own_things", lambda f: property(lambda self: list(self.mesh.layout.ranks(DATA, 1)))
     ),
     "stages do not add up what came": (
-        Shares,
+        TermWeights,
         "refuse_incomplete",
         lambda f: lambda self, columns: [setattr(self, "_stages", self._stages[:, -1:]), f(self, columns)][1],
     ),

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from isograd.comm import raw
+from isograd.core.loss_terms import Terms
+from isograd.core.mesh import Mesh
 from isograd.engine import DataParallel, Engine
 from isograd.errors import EngineError, IsogradError
-from isograd.mesh import Mesh
-from isograd.terms import Terms
 
 from . import several, toys
 
@@ -113,9 +113,9 @@ def refused_together(zero: int) -> list[list[str]]:
     ]
     for mistake in mistakes:
         told.append(refusal(mistake))
-        if not engine.ledger.empty:  # told before the other ranks were
+        if not engine.step_state.empty:  # told before the other ranks were
             engine.discard()
-        assert engine.ledger.empty
+        assert engine.step_state.empty
     step(good, good)
     return told
 

@@ -6,6 +6,7 @@ Each test names the row of the list of failures (A1 ... A19) that it closes.
 from __future__ import annotations
 
 import pickle
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
@@ -17,11 +18,11 @@ from torch import Tensor, nn
 from torch.distributed.nn.functional import all_gather
 from torch.nn.parallel import DistributedDataParallel
 
-from isograd.checkpoint import Keeper
+from isograd.checkpoint import CheckpointManager
 from isograd.comm import raw
-from isograd.engine import DataParallel, Engine, start
+from isograd.core.mesh import DATA, Mesh
+from isograd.engine import DataParallel, Engine, validation
 from isograd.errors import EngineError, IsogradError
-from isograd.mesh import DATA, Mesh
 
 from . import toys
 
@@ -130,7 +131,7 @@ def whole_steps(zero: int) -> None:
     for where in ("backward", "forward") if zero < 3 else ("backward",):
         said = fail(where)
         assert said[:5] in ("IG550", "IG571") and "rank 0" in said, said
-        assert engine.ledger.empty
+        assert engine.step_state.empty
         engine.accumulate(batch[:1])
         assert_right(((n.removeprefix("toy."), g) for n, g in engine.grads()), ranks, where)
         engine.discard()
@@ -159,9 +160,12 @@ def further_backwards() -> None:
     if rank == 1:
         with pytest.raises(ZeroDivisionError), toys.Failing(model, 5):
             one_backward(model, engine)
-    said = [refusal(lambda: one_backward(model, engine)) for _ in range(4)]
-    assert all(words.startswith("IG550") for words in said) if rank == 1 else said[-1][:5] in ("IG550", "IG554"), said
-    assert refusal(engine.step).startswith("IG550")
+        said = [refusal(lambda: one_backward(model, engine)) for _ in range(4)]
+        assert all(words.startswith("IG550") for words in said), said
+        assert refusal(engine.step).startswith("IG550")
+    else:
+        said = [refusal(lambda: one_backward(model, engine)) for _ in range(3)]
+        assert said[:2] == ["", ""] and said[2].startswith("IG554"), said  # the step is dropped on both ranks
     one_backward(model, engine)
     assert_right(engine.grads(), ranks, "after further backwards")
 
@@ -216,13 +220,68 @@ def by_hand() -> None:
                     one_backward(model, engine, 3)
                 clear()
                 assert refusal(lambda: one_backward(model, engine)).startswith("IG553")
-                assert refusal(engine.step).startswith("IG550")
+                assert refusal(engine.step).startswith("IG553")
         engine.step() if not refusal(lambda: one_backward(model, engine)) else None
 
 
 def test_gradients_by_hand_are_refused_and_leave_nothing_behind(worlds) -> None:
     """A2: the last parameters x 1.2. A3: a dropped micro-batch stayed in, or its weight did. A4: 0.0, and nothing."""
     worlds(2).run(by_hand)
+
+
+SEEDED = threading.Lock()  # ranks that are threads share torch's generator
+HANDS: dict[str, Callable[[nn.Module, Engine], object]] = {
+    "model.zero_grad()": lambda toy, engine: toy.zero_grad(),
+    "optimizer.zero_grad()": lambda toy, engine: engine.optimizer.zero_grad(),
+    "p.grad = None": lambda toy, engine: setattr(toy.out.bias, "grad", None),
+    "p.grad = tensor": lambda toy, engine: setattr(toy.out.bias, "grad", torch.ones_like(toy.out.bias)),
+    "unused.grad = tensor": lambda toy, engine: setattr(toy.unused.bias, "grad", torch.ones(4).double()),
+}
+
+
+def between_backward_and_step(layout: str, who: str) -> None:
+    """What hands do to `.grad` after the last backward, and what each way out of the step says to it."""
+    rank, ranks = raw.world()
+    with SEEDED:
+        model, expected = Loss(), truth(ranks)
+    engine = Engine(model, Mesh(layout), toys.sgd, bucket_mb=1e-4)
+    micro = toys.micro_batch(rank, 2)
+    ways: dict[str, Callable[[], object]] = {
+        "step": engine.step,
+        "grads": lambda: list(engine.grads()),
+        "backward": lambda: engine.backward(*model(*micro)),
+        "train_step": lambda: engine.train_step([micro]),
+        "discard": engine.discard,
+    }
+    for hand, act in HANDS.items():
+        for name, way in ways.items():
+            what = f"{layout}, {hand} on {who}, then {name}"
+            engine.backward(*model(*micro))
+            if mine := who == "all" or rank == 1:
+                act(model.toy, engine)
+            said = refusal(way)
+            if name == "discard" or (name == "backward" and not mine):  # the other rank's backward may be over
+                assert said[:5] in ("", "IG571"), f"{what}: {said}"
+            else:
+                codes = ("IG553",) if mine or name != "train_step" else ("IG553", "IG571")
+                assert said[:5] in codes and (who == "all" or "rank 1" in said), f"{what}: {said}"
+            if name == "backward":
+                engine.discard()
+            assert engine.step_state.empty and all(p.grad is None for p in model.parameters()), what
+            engine.backward(*model(*micro))
+            for key, gradient in engine.grads():
+                right = expected[key.removeprefix("toy.")]
+                assert float((gradient - right).norm()) <= 1e-9 * float(right.norm()), f"{what}: {key}"
+            engine.discard()
+
+
+@pytest.mark.parametrize(
+    ("layout", "who"),
+    [("", "all"), *((f"dp2 zero{zero}", who) for zero in (0, 1, 3) for who in ("all", "one"))],
+)
+def test_gradients_changed_by_hand_after_the_last_backward_are_refused_on_all_ranks(threads, layout, who) -> None:
+    """Issue 40, row 4: silently ignored, 15 of 15."""
+    threads(2 if layout else 1).run(between_backward_and_step, layout, who)
 
 
 def wrapped() -> list[str]:
@@ -247,8 +306,8 @@ def half_losses(dtype: torch.dtype) -> list[float]:
     engine = Engine(model, Mesh(""), toys.sgd)
     for rows in (1003, 57):
         engine.backward(model(torch.ones(1, 1)).to(dtype).mean(), weight=rows)
-    with engine.together() as ledger:  # as a replay looks at gradients; the step keeps none
-        ledger.of_nothing(model(torch.ones(1, 1)).to(dtype).mean(), 3)
+    with engine.backward_context() as step_state:  # as a replay looks at gradients; the step keeps none
+        step_state.backward_discarded(model(torch.ones(1, 1)).to(dtype).mean(), 3)
     ((_, gradient),) = engine.grads()
     return [float(gradient), engine.step().weight]
 
@@ -272,7 +331,7 @@ def test_a_half_precision_loss_whose_gradient_goes_elsewhere_is_refused(
     """Of 1,003 rows, another rank's or a replay's gradients would get 512."""
     loss = torch.ones((), dtype=torch.bfloat16, requires_grad=True)
     with pytest.raises(EngineError, match=refused) if refused else nullcontext() as error:
-        start.refuse_half_loss(loss, Mesh.unbound(layout), in_one_run=in_one_run)
+        validation.refuse_half_loss(loss, Mesh.unbound(layout), in_one_run=in_one_run)
     assert not refused or error.value.code == "IG567"
 
 
@@ -497,12 +556,12 @@ def nothing_on_a_device() -> None:
     model = nn.Linear(2, 1).double()
     engine = Engine(model, Mesh(""), toys.sgd)
     engine.backward(model(torch.ones(3, 2, dtype=torch.float64)).mean(), weight=3)
-    with engine.together() as ledger:
+    with engine.backward_context() as step_state:
         empty = model(torch.ones(0, 2, dtype=torch.float64)).mean()
         count = torch.zeros((), dtype=torch.float64)
-        ledger._no_loss = (count == 0) & ~empty.detach().isfinite()  # as `Ledger._seeded` sets it on a GPU
-        ledger.run_backward([empty], [count])
-        ledger._no_loss = None
+        step_state._no_loss = (count == 0) & ~empty.detach().isfinite()  # as `Ledger._seeded` sets it on a GPU
+        step_state.run_backward([empty], [count])
+        step_state._no_loss = None
     for name, gradient in engine.grads():
         assert torch.equal(gradient, torch.ones_like(gradient)), name
     assert not engine.step().skipped
@@ -581,9 +640,9 @@ class Breaks(torch.optim.SGD):
 def optimizer_that_raises(zero: int, folder: str) -> list[str]:
     model = toys.Toy()
     mesh = Mesh(f"dp2 zero{zero}")
-    engine = Engine(model, mesh, lambda ps: Breaks(ps, lr=0.1), bucket_mb=1e-4)
+    engine = Engine(model, mesh, lambda ps: Breaks(ps, lr=0.1), bucket_mb=1e-4, elementwise=True)
     said = []
-    with Keeper(folder, engine) as keeper:
+    with CheckpointManager(folder, engine) as keeper:
         one_backward(model, engine)
         engine.step()
         keeper.save(1)
@@ -623,7 +682,7 @@ def test_an_optimizer_that_raises_spoils_the_engine_until_a_checkpoint_is_loaded
 
 def half_a_step_before_a_load(zero: int, folder: str) -> list[bool]:
     model, engine = engine_of(zero)
-    with Keeper(folder, engine) as keeper:
+    with CheckpointManager(folder, engine) as keeper:
         keeper.save(0)
         keeper.wait()
         one_backward(model, engine, 0)

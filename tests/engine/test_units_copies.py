@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from isograd.core.mesh import Mesh
 from isograd.engine import Engine
-from isograd.engine.kept import Kept
+from isograd.engine.zero3.sharded_param import ShardedParam
 from isograd.errors import EngineError
-from isograd.mesh import Mesh
 
 from . import toys
 from .test_units import Chain, loss_of, memory
@@ -124,22 +124,22 @@ def peak(blocks: int) -> tuple[float, float]:
     """Blocks that are whole at once in a forward, and in a backward."""
     mesh, model = Mesh("dp2 zero3"), Stack(blocks)
     engine = Engine(model, mesh, toys.sgd)
-    most, grow = 0, Kept.grow
+    most, grow = 0, ShardedParam.alloc_full
 
-    def looking(self: Kept) -> None:
+    def looking(self: ShardedParam) -> None:
         nonlocal most
         grow(self)
         most = max(most, sum(memory(engine)))
 
     block = sum(p.numel() * p.itemsize for p in model.blocks[0].parameters())
     engine.backward(model(torch.ones(2, 64)), weight=2)  # from now on the order is known
-    Kept.grow = looking  # type: ignore[method-assign]
+    ShardedParam.alloc_full = looking  # type: ignore[method-assign]
     try:
         loss = model(torch.ones(2, 64))
         forward, most = most, 0
         engine.backward(loss, weight=2)
     finally:
-        Kept.grow = grow  # type: ignore[method-assign]
+        ShardedParam.alloc_full = grow  # type: ignore[method-assign]
     return forward / block, most / block
 
 

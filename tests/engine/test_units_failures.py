@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from isograd.core.mesh import Mesh
 from isograd.engine import Engine
-from isograd.engine.units import Units
+from isograd.engine.zero3.param_group import GroupState, Zero3Hooks
 from isograd.errors import EngineError
-from isograd.mesh import Mesh
 
 from . import toys
 from .test_units import Block, Chain, loss_of, memory
@@ -74,8 +74,9 @@ def outcome(run: Any) -> str:
 def is_clean(engine: Engine) -> bool:
     """Whether nothing of the model is whole, and nothing is under way."""
     units = engine._units
-    assert isinstance(units, Units)
-    state = (units._in_forward, units._in_backward, units._flying, units._held, units._recomputed, +units._open)
+    assert isinstance(units, Zero3Hooks)
+    groups = [group for group in units.groups if group.open_forwards or group.state is not GroupState.SHARDED]
+    state = (units._run.phase, units._pending, groups)
     return not any(memory(engine)) and not any(state)
 
 

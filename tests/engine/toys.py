@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from isograd.core.mesh import DATA, Mesh
 from isograd.engine import Engine
-from isograd.mesh import DATA, Mesh
 
 ROWS = (3, 0, 7, 2, 5, 1, 4, 6)  # rows per micro-batch: uneven, one empty
 

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 import isograd as ig
 from isograd import losses
+from isograd.core.mesh import Mesh
 from isograd.errors import EngineError
 from isograd.losses import naive
-from isograd.mesh import Mesh
 from isograd.models import Transformer, TransformerConfig
 
 ROWS, LENGTH, VOCAB, PROMPTS = 6, 8, 11, 3

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from isograd.errors import ConfigError
-from isograd.models import TransformerConfig, load_config
+from isograd.hf.configs import load_config
+from isograd.models import TransformerConfig
 
 OURS = {"vocab": 64, "hidden": 16, "layers": 1, "heads": 2, "mlp": 24}
 LLAMA = {
@@ -57,3 +58,13 @@ def test_a_file_that_is_no_config_is_one_error(tmp_path: Path, text: str, code: 
     (tmp_path / "model.yaml").write_text(text)
     with pytest.raises(ConfigError, match=code):
         load_config(str(tmp_path / "model.yaml"))
+
+
+def test_a_vocabulary_that_no_id_can_name_is_refused(tmp_path: Path) -> None:
+    """FAILURES E15: one of 2^40 was taken."""
+    TransformerConfig(**{**OURS, "vocab": 1 << 32})
+    with pytest.raises(ConfigError, match=r"IG601.*vocab 1099511627776 .* at most 4294967296"):
+        TransformerConfig(**{**OURS, "vocab": 1 << 40})
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "vocab_size": (1 << 32) + 1}))
+    with pytest.raises(ConfigError, match=r"IG601.*vocab 4294967297"):
+        load_config(str(tmp_path))

@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from isograd import random
+from isograd.core import rng
+from isograd.core.layout import Layout
+from isograd.core.mesh import Mesh
 from isograd.engine import Engine
 from isograd.errors import ModelError
-from isograd.layout import Layout
-from isograd.mesh import Mesh
 from isograd.models import Transformer, TransformerConfig, preset
 
 LAYOUTS = ["cp2 ulysses", "cp2 ring", "cp3 ring", "cp4 ulysses2", "cp2 ulysses tp2 sp", "dp2 cp2 ring zero1"]
@@ -52,7 +52,7 @@ def gradients(layout: str, how: str) -> dict[str, Tensor]:
     if how == "first labels only":  # most ranks have none
         labels = torch.where(torch.arange(11) < 2, labels, -100)
     documents = DOCUMENTS if how != "compile" else None
-    loss, count = model(TOKENS, labels, key=random.key(3), samples=torch.tensor([4, 9]), documents=documents)
+    loss, count = model(TOKENS, labels, key=rng.key(3), samples=torch.tensor([4, 9]), documents=documents)
     engine.backward(loss, weight=count)
     found = {n: g.clone() for n, g in engine.grads()}
     return {**found, "loss": torch.tensor(engine.step().loss)}

@@ -8,15 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from isograd.core.loss_terms import Terms
+from isograd.core.mesh import Mesh
 from isograd.engine import DataParallel, Engine
 from isograd.errors import ConfigError, EngineError, ModelError
-from isograd.mesh import Mesh
+from isograd.hf.configs import from_hf_config, to_hf_config
+from isograd.hf.families import HuggingFace, to_hf
 from isograd.models import Transformer, TransformerConfig
-from isograd.models.families import HuggingFace, to_hf
-from isograd.models.hf_configs import from_hf_config, to_hf_config
 from isograd.nn import ExpertOptions, MoE
-from isograd.terms import Terms
-from isograd.train.load import draw, load_of
+from isograd.train.journal import draw_experts
+from isograd.train.run.peers import expert_load
 
 OPTIONS = ExpertOptions(number=4, per_token=2, width=6, choice_bias=True, choice_bias_rate=0.01, balance="lagged")
 CONFIG = TransformerConfig(vocab=31, hidden=12, layers=2, heads=2, mlp=8, experts=OPTIONS)
@@ -143,7 +144,7 @@ def poisoned() -> str:
     with pytest.raises(ModelError) as error:
         engine.train_step(batch(engine.mesh.rank))
     assert all(torch.equal(a, b) or a.isnan().any() for a, b in zip(before, engine.model.parameters(), strict=True))
-    assert engine.ledger.empty
+    assert engine.step_state.empty
     return str(error.value)
 
 
@@ -185,10 +186,12 @@ def test_weights_with_another_number_of_experts_are_refused_by_name() -> None:
 def test_experts_that_no_family_has_are_not_exported_and_odd_configs_are_not_read() -> None:
     with pytest.raises(ConfigError, match=r"IG616(.|\n)*choice_bias True"):
         to_hf_config(CONFIG)
-    exported = to_hf_config(replace(CONFIG, experts=ExpertOptions(number=4, per_token=2, width=6)))
-    for change in ({"clip_qkv": 8.0}, {"router_jitter_noise": 0.1}, {"mlp_only_layers": [1]}):
-        with pytest.raises(ConfigError, match="IG615"):
-            from_hf_config({**exported, **change})
+    plain = replace(CONFIG, experts=ExpertOptions(number=4, per_token=2, width=6))
+    with pytest.raises(ConfigError, match=r"IG616(.|\n)*qk_norm False"):
+        to_hf_config(plain)
+    exported = to_hf_config(replace(plain, qk_norm=True))
+    with pytest.raises(ConfigError, match="IG615"):
+        from_hf_config({**exported, "mlp_only_layers": [1]})
 
 
 def test_a_config_of_a_file_has_experts_and_names_a_wrong_key_of_theirs() -> None:
@@ -202,11 +205,11 @@ def test_a_config_of_a_file_has_experts_and_names_a_wrong_key_of_theirs() -> Non
 
 def test_the_log_shows_the_load_of_experts(tmp_path) -> None:
     engine = engine_of()
-    assert load_of(engine.model, engine.mesh) == {}
+    assert expert_load(engine.model, engine.mesh) == {}
     engine.train_step(batch())
-    load = load_of(engine.model, engine.mesh)
+    load = expert_load(engine.model, engine.mesh)
     assert list(load) == ["blocks.0.mlp", "blocks.1.mlp"]
     for layer in load.values():
         assert abs(sum(layer) - 4) < 0.01
     file = tmp_path / "metrics.jsonl"
-    assert not draw(file, tmp_path / "experts.png")
+    assert not draw_experts(file, tmp_path / "experts.png")

@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from isograd.contract import contracts
+from isograd.core.contract_table import contracts
+from isograd.core.mesh import Mesh
 from isograd.engine import Engine
 from isograd.errors import ConfigError, ModelError
-from isograd.mesh import Mesh
+from isograd.hf.configs import from_hf_config, to_hf_config
+from isograd.hf.families import HuggingFace, load_hf, to_hf
 from isograd.models import Transformer
-from isograd.models.families import HuggingFace, load_hf, to_hf
-from isograd.models.hf_configs import from_hf_config, to_hf_config
 
 SMALL: dict[str, dict[str, Any]] = {
     "gpt2": {"model_type": "gpt2", "vocab_size": 61, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 32,
@@ -39,15 +39,10 @@ SMALL: dict[str, dict[str, Any]] = {
     "qwen3": {"model_type": "qwen3", "vocab_size": 61, "hidden_size": 24, "num_hidden_layers": 2,
               "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 8, "intermediate_size": 44,
               "tie_word_embeddings": True},
-    "mixtral": {"model_type": "mixtral", "vocab_size": 61, "hidden_size": 24, "num_hidden_layers": 2,
-                "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 20, "num_local_experts": 4},
     "qwen3-moe": {"model_type": "qwen3_moe", "vocab_size": 61, "hidden_size": 24, "num_hidden_layers": 3,
                   "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 44,
                   "moe_intermediate_size": 12, "num_experts": 8, "num_experts_per_tok": 3, "norm_topk_prob": True,
                   "mlp_only_layers": [0]},
-    "olmoe": {"model_type": "olmoe", "vocab_size": 61, "hidden_size": 24, "num_hidden_layers": 2,
-              "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 12, "num_experts": 4,
-              "num_experts_per_tok": 2, "pad_token_id": 0, "eos_token_id": 1},
 }  # fmt: skip
 
 
@@ -86,13 +81,12 @@ def _wide_router(module: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return logits, weights, chosen
 
 
-def as_in_files(named: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
+def as_in_files(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """transformers holds all experts of a layer in one tensor; its files have one tensor for each."""
     found: dict[str, Tensor] = {}
     for key, tensor in named.items():
         layer, _, leaf = key.partition(".mlp.")
-        home = f"{layer}.block_sparse_moe" if name == "mixtral" else f"{layer}.mlp"
-        names = ("w1", "w3", "w2") if name == "mixtral" else ("gate_proj", "up_proj", "down_proj")
+        home, names = f"{layer}.mlp", ("gate_proj", "up_proj", "down_proj")
         if leaf == "experts.gate_up_proj":
             for e, both in enumerate(tensor):
                 for which, part in zip(names, both.chunk(2), strict=False):
@@ -100,7 +94,7 @@ def as_in_files(named: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
         elif leaf == "experts.down_proj":
             found |= {f"{home}.experts.{e}.{names[2]}.weight": part for e, part in enumerate(tensor)}
         else:
-            found[f"{home}.gate.weight" if leaf == "gate.weight" else key] = tensor
+            found[key] = tensor
     return found
 
 
@@ -116,7 +110,7 @@ def their_logits_and_gradients(name: str) -> tuple[Tensor, dict[str, Tensor]]:
     model = theirs(name, torch.float64)
     out = model(tokens[:, :-1]).logits
     torch.nn.functional.cross_entropy(out.reshape(-1, 61), tokens[:, 1:].reshape(-1)).backward()
-    return logits, as_in_files({n: p.grad for n, p in model.named_parameters() if p.grad is not None}, name)
+    return logits, as_in_files({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
 
 
 def ours(layout: str, name: str, config: dict[str, Any], state32: dict[str, Tensor], state64: dict[str, Tensor]) -> Any:
@@ -139,7 +133,7 @@ def ours(layout: str, name: str, config: dict[str, Any], state32: dict[str, Tens
 
 def stored(name: str, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     """Weights by the names of their files."""
-    return as_in_files({n: t.detach() for n, t in theirs(name, dtype).named_parameters()}, name)
+    return as_in_files({n: t.detach() for n, t in theirs(name, dtype).named_parameters()})
 
 
 def full_config(name: str) -> dict[str, Any]:

@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from isograd import random
+from isograd.core import rng
+from isograd.core.layout import Layout
+from isograd.core.mesh import Mesh
 from isograd.engine import Engine
 from isograd.errors import ModelError
-from isograd.layout import Layout
-from isograd.mesh import Mesh
 from isograd.models import Transformer, TransformerConfig, transformer
 
 UNTIED = TransformerConfig(vocab=53, hidden=24, layers=2, heads=8, kv_heads=2, head_dim=4, mlp=31, dropout=0.1)
@@ -42,7 +42,7 @@ def gradients(layout: str, tied: str, how: str) -> dict[str, Tensor]:
     model.recompute, model.loss_chunk = WAYS[how]
     engine = Engine(model, mesh, sgd)
     rows = torch.arange(2 * BATCH).chunk(mesh.size("dp"))[mesh.index("dp")]
-    loss, count = model(TOKENS[rows], LABELS[rows], key=random.key(3), samples=rows)
+    loss, count = model(TOKENS[rows], LABELS[rows], key=rng.key(3), samples=rows)
     engine.backward(loss, weight=count)
     found = {name: g.clone() for name, g in engine.grads()}
     return {**found, "loss": torch.tensor(engine.step().loss, dtype=torch.float64)}
@@ -52,7 +52,7 @@ def gradients(layout: str, tied: str, how: str) -> dict[str, Tensor]:
 def plain(tied: str) -> dict[str, Tensor]:
     """torch's own cross-entropy of whole logits, on one device."""
     model = Transformer(CONFIGS[tied], Mesh.unbound("1"), dtype=torch.float64)
-    logits = model(TOKENS, key=random.key(3), samples=torch.arange(2 * BATCH))
+    logits = model(TOKENS, key=rng.key(3), samples=torch.arange(2 * BATCH))
     loss = F.cross_entropy(logits.flatten(0, 1), LABELS.flatten())
     loss.backward()
     return {**{n: p.grad for n, p in model.named_parameters() if p.grad is not None}, "loss": loss.detach()}

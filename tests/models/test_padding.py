@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 import isograd as ig
+from isograd.core.mesh import Mesh
 from isograd.errors import ConfigError
-from isograd.mesh import Mesh
+from isograd.hf.configs import from_hf_config, to_hf_config
 from isograd.models import Transformer, TransformerConfig
-from isograd.models.hf_configs import from_hf_config, to_hf_config
 
 PAD = 7
 LLAMA = {

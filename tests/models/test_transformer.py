@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from isograd import random
-from isograd.contract import assemble, contracts
+from isograd.core import rng
+from isograd.core.contract import assemble
+from isograd.core.contract_table import contracts
+from isograd.core.mesh import Mesh
 from isograd.engine import Engine
 from isograd.errors import ConfigError, ModelError
-from isograd.mesh import Mesh
 from isograd.models import PRESETS, Transformer, TransformerConfig, preset
 
 LAYOUTS = ["tp2", "tp2 sp", "tp4", "tp4 sp", "dp2 tp2 sp"]
@@ -43,7 +44,7 @@ def dropped(layout: str) -> Tensor:
     original = model.blocks[0].forward
     model.blocks[0].forward = lambda x, *rest: seen.append(x.detach()) or original(x, *rest)
     tokens = torch.arange(12).view(2, 6)
-    model(tokens, tokens, key=random.key(1), samples=torch.tensor([40, 7]))
+    model(tokens, tokens, key=rng.key(1), samples=torch.tensor([40, 7]))
     from isograd.comm import ops
 
     whole = ops.all_gather(seen[0], mesh.group("tp")) if mesh.layout.sp else seen[0]
@@ -68,7 +69,7 @@ def gradients(layout: str, name: str, how: str) -> dict[str, Tensor]:
         for block in model.blocks:
             block.compile(backend="aot_eager")
     tokens = torch.randint(config.vocab, (2, 7), generator=torch.Generator().manual_seed(3))
-    loss, count = model(tokens, tokens.roll(-1, 1), key=random.key(0), samples=torch.arange(2))
+    loss, count = model(tokens, tokens.roll(-1, 1), key=rng.key(0), samples=torch.arange(2))
     engine.backward(loss, weight=count)
     return {n: g.clone() for n, g in engine.grads()}
 
@@ -140,7 +141,7 @@ def refusals() -> list[str]:
         lambda: drop(tokens, tokens),
         lambda: drop(tokens[0]),
         lambda: TransformerConfig(vocab=0, hidden=10, layers=1, heads=3, mlp=4, norm="batch"),
-        lambda: drop(tokens, tokens, key=random.key(0), samples=None),
+        lambda: drop(tokens, tokens, key=rng.key(0), samples=None),
     ]
     codes = []
     for call in calls:

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from isograd.core.mesh import Mesh
 from isograd.engine import Engine, empty_parameters
-from isograd.mesh import Mesh
 
 VOCAB, LENGTH, STEPS = 61, 7, 2
 LLAMA = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4,

@@ -10,10 +10,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from isograd.contract import assemble, contracts
+from isograd.core.contract import assemble
+from isograd.core.contract_table import contracts
+from isograd.core.mesh import Mesh
 from isograd.engine import Engine
 from isograd.errors import ContractError, LayoutError
-from isograd.mesh import Mesh
 from isograd.models import Transformer, preset
 from isograd.nn import cross_entropy
 from tests.engine import toys

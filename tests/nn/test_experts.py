@@ -13,16 +13,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from isograd import random
 from isograd.comm import raw
 from isograd.comm.raw import even_sizes
-from isograd.contract import assemble, contracts
+from isograd.core import rng
+from isograd.core.contract import assemble
+from isograd.core.contract_table import contracts
+from isograd.core.layout import Layout
+from isograd.core.mesh import Mesh
 from isograd.errors import ModelError
-from isograd.layout import Layout
-from isograd.mesh import Mesh
 from isograd.nn import ExpertOptions, MoE, Stream, naive, routing
 from isograd.nn.routing import Remembered
-from isograd.sequence.attend import places_for
+from isograd.sequence.attend import token_layout_for
 
 HIDDEN, ROWS, LENGTH = 6, 3, 7
 PLAIN = ExpertOptions(number=4, per_token=2, width=5, z_weight=0.1)
@@ -50,7 +51,7 @@ def whole_input(rows: int) -> tuple[Tensor, Tensor]:
 
 
 def made(options: ExpertOptions, mesh: Mesh) -> MoE:
-    layer = MoE(HIDDEN, options, mesh, key=random.key(1, "moe"), std=0.7, dtype=torch.float64)
+    layer = MoE(HIDDEN, options, mesh, key=rng.key(1, "moe"), std=0.7, dtype=torch.float64)
     if layer.choice_bias is not None:
         layer.choice_bias += torch.linspace(-0.3, 0.4, options.number)
     if layer.counts_before is not None:
@@ -62,7 +63,7 @@ def my_part(mesh: Mesh, whole: Tensor) -> tuple[Tensor, Stream]:
     """This rank's rows of the stream, and what describes them. The last dp rank has fewer sequences, or none."""
     sizes = even_sizes(len(whole), mesh.size("dp"))
     mine = whole.split(sizes)[mesh.index("dp")]
-    places, part = places_for(LENGTH, len(mine), mesh), mesh.index("cp")
+    places, part = token_layout_for(LENGTH, len(mine), mesh), mesh.index("cp")
     flat = places.shard(mine, part).flatten(0, 1)
     stream = Stream(len(mine), places.local, places.positions(part).repeat(len(mine)), places=places)
     return stream.mine(flat, mesh), stream
@@ -74,7 +75,7 @@ def paid(layer: MoE, mesh: Mesh) -> dict[str, Tensor]:
     for record in contracts(layer, mesh):
         gradient = record.parameter.grad
         assert gradient is not None, record.name  # zeros, not None, of experts without tokens
-        for axes in (record.contract.data, *record.contract.owes):
+        for axes in (record.contract.data, *record.contract.partial_over):
             gradient = raw.all_reduce(gradient, mesh.group(axes))
         found[record.name] = assemble(gradient, record.contract, mesh)
     return found
@@ -89,7 +90,7 @@ def run_layer(layout: str, name: str, rows: int, recompute: bool) -> tuple[Tenso
     dy, _ = my_part(mesh, whole_dy)
     x = x.clone().requires_grad_()
     if OPTIONS[name].balance == "batch":
-        layer.load.known = torch.arange(1, OPTIONS[name].number + 1)
+        layer.load.step_total = torch.arange(1, OPTIONS[name].number + 1)
     if recompute:
         stream = replace(stream, remembered=Remembered())
         y, sums = torch.utils.checkpoint.checkpoint(layer, x, stream, use_reentrant=False)
@@ -171,8 +172,8 @@ def test_an_expert_that_nobody_chooses_has_a_gradient_of_zeros() -> None:
     with torch.no_grad():
         layer.router.weight[[0, 1, 3]] = layer.router.weight[[0, 1, 3]].abs()
     layer(x, stream)[0].sum().backward()
-    assert layer.load.mine is not None
-    assert int(layer.load.mine[2]) == 0
+    assert layer.load.local is not None
+    assert int(layer.load.local[2]) == 0
     for weight in (layer.experts.up, layer.experts.gate, layer.experts.down):
         assert weight.grad is not None
         assert not weight.grad[2].any()
@@ -208,7 +209,7 @@ def test_experts_that_ep_cannot_cut_are_refused(layout: str, near: str) -> None:
 
 
 def test_the_bias_of_the_choice_stays_in_fp32() -> None:
-    layer = MoE(HIDDEN, replace(PLAIN, choice_bias=True), Mesh.unbound("1"), key=random.key(1, "moe"))
+    layer = MoE(HIDDEN, replace(PLAIN, choice_bias=True), Mesh.unbound("1"), key=rng.key(1, "moe"))
     assert layer.choice_bias is not None
     layer.choice_bias += 0.501
     before = layer.choice_bias.clone()

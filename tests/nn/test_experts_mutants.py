@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from isograd.core.mesh import Mesh
 from isograd.errors import IsogradError
-from isograd.mesh import Mesh
 from isograd.nn import experts, naive, routing
 from isograd.nn.routing import Remembered, Route
 from tests.nn.test_experts import PLAIN, made, my_part, whole_input
@@ -128,7 +128,7 @@ def recomputed_is_wrong(memory: Callable[[], Remembered]) -> list[str]:
         for name, p in layer.named_parameters()
         if p.grad is None or not torch.allclose(p.grad, plain[name].grad, rtol=0, atol=1e-12)  # type: ignore[arg-type]
     ]
-    if not torch.equal(layer.load.mine, chosen.sum((0, 1)).long()):
+    if not torch.equal(layer.load.local, chosen.sum((0, 1)).long()):
         wrong.append("the load")
     return wrong
 

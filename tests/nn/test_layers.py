@@ -7,16 +7,19 @@ rank's, summed over the axes it owes, put together from shards.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from isograd import random
 from isograd.comm import ops, raw
-from isograd.contract import assemble, contracts
-from isograd.mesh import Mesh
+from isograd.core import rng
+from isograd.core.contract import assemble
+from isograd.core.contract_table import contracts
+from isograd.core.mesh import Mesh
+from isograd.models import TransformerConfig
 from isograd.nn import (
     MLP,
     Attention,
@@ -28,17 +31,17 @@ from isograd.nn import (
     Rotary,
     Stream,
     VocabEmbedding,
-    enter,
+    gather_tokens,
 )
 from isograd.nn.stream import token_ids
 
 TOKENS, HIDDEN, BATCH = 24, 12, 2
-KEY = random.key(0, "layers")
+KEY = rng.key(0, "layers")
 F64 = {"dtype": torch.float64}
 Weights = dict[str, Tensor]
 
 
-def stream(key: random.Key | None = None) -> Stream:
+def stream(key: rng.Key | None = None) -> Stream:
     length = TOKENS // BATCH
     return Stream(BATCH, length, torch.arange(length).repeat(BATCH), token_ids(torch.tensor([5, 2]), length), key)
 
@@ -60,14 +63,14 @@ class ColumnAlone(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         sizes = list(raw.even_sizes(19, self.mesh.size("tp")))
-        return ops.gather_for_identical_use(self.inner(enter(x, self.mesh)), self.mesh.group("tp"), 1, sizes)
+        return ops.gather_for_identical_use(self.inner(gather_tokens(x, self.mesh)), self.mesh.group("tp"), 1, sizes)
 
 
 class WithStream(nn.Module):
     """A layer that is told about its tokens."""
 
     def __init__(
-        self, inner: nn.Module, angles: tuple[Tensor, Tensor] | None = None, key: random.Key | None = None
+        self, inner: nn.Module, angles: tuple[Tensor, Tensor] | None = None, key: rng.Key | None = None
     ) -> None:
         super().__init__()
         self.inner, self.angles, self.key = inner, angles, key
@@ -110,8 +113,11 @@ class LogitsAlone(LossAlone):
 ROTARY = Rotary(4, 10000.0)
 
 
-def attention(mesh: Mesh, kv: int, **options: object) -> Attention:
-    return Attention(HIDDEN, 4, mesh, key=KEY, kv_heads=kv, head_dim=6, std=0.4, **F64, **options)  # type: ignore[arg-type]
+def attention(mesh: Mesh, kv: int, rotary: Rotary | None = None, **options: Any) -> Attention:
+    config = TransformerConfig(
+        vocab=1, hidden=HIDDEN, layers=1, heads=4, kv_heads=kv, head_dim=6, mlp=1, init_std=0.4, **options
+    )
+    return Attention(config, mesh, key=KEY, rotary=rotary, **F64)  # type: ignore[arg-type]
 
 
 def plain_attention(w: Weights, x: Tensor, kv: int, rotary: bool = False, norm: bool = False, bias: bool = False,
@@ -135,7 +141,7 @@ def plain_attention(w: Weights, x: Tensor, kv: int, rotary: bool = False, norm: 
             probabilities = scores.masked_fill(torch.ones(length, length).triu(1).bool(), -torch.inf).softmax(1)
             if drop:
                 ids = stream().ids[part]
-                kept = random.keep(0.3, KEY.fold("attention"), ids, h * (1 << 32) + torch.arange(length))
+                kept = rng.keep(0.3, KEY.fold("attention"), ids, h * (1 << 32) + torch.arange(length))
                 probabilities = probabilities * kept / 0.7
             heads.append(probabilities @ vh)
         rows.append(torch.cat(heads, 1))
@@ -182,15 +188,15 @@ CASES: dict[str, Case] = {
     ),
     "attention": (lambda m: WithStream(attention(m, 4)), False, lambda w, x: plain_attention(w, x, 4)),
     "attention grouped, biases": (
-        lambda m: WithStream(attention(m, 2, bias=True, out_bias=True)), False,
+        lambda m: WithStream(attention(m, 2, qkv_bias=True, out_bias=True)), False,
         lambda w, x: plain_attention(w, x, 2, bias=True),
     ),
     "attention one kv head, rotary, q/k norm": (
-        lambda m: WithStream(attention(m, 1, rotary=ROTARY, qk_norm="head"), angles()), False,
+        lambda m: WithStream(attention(m, 1, rotary=ROTARY, qk_norm=True), angles()), False,
         lambda w, x: plain_attention(w, x, 1, rotary=True, norm=True),
     ),
     "attention with dropout": (
-        lambda m: WithStream(attention(m, 2, dropout=0.3), key=KEY), False,
+        lambda m: WithStream(attention(m, 2, attention_dropout=0.3), key=KEY), False,
         lambda w, x: plain_attention(w, x, 2, drop=True),
     ),
     "loss": (
@@ -237,7 +243,7 @@ def run_layer(layout: str, name: str) -> tuple[Tensor, Tensor, Weights, Weights]
     gradients, weights = {}, {}
     for record in contracts(layer, mesh):
         gradient = record.parameter.grad
-        for axes in record.contract.owes:
+        for axes in record.contract.partial_over:
             gradient = raw.all_reduce(gradient, mesh.group(axes))
         gradients[record.name] = assemble(gradient, record.contract, mesh)
         weights[record.name] = assemble(record.parameter.detach(), record.contract, mesh)

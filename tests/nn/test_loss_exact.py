@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from isograd.mesh import Mesh
+from isograd.core.mesh import Mesh
 from isograd.nn.loss import cross_entropy_of_logits
 
 ROWS, VOCAB = 16, 151_936

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from isograd.mesh import Mesh
+from isograd.core.mesh import Mesh
+from isograd.hf.configs import from_hf_config
 from isograd.models import Transformer
-from isograd.models.hf_configs import from_hf_config
 
 BASE = {
     "model_type": "llama", "vocab_size": 61, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4,
@@ -24,11 +24,6 @@ ROPES: dict[str, dict[str, Any]] = {
                          "beta_fast": 20, "beta_slow": 2, "truncate": False, "original_max_position_embeddings": 256},
     "yarn, its own factor": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "attention_factor": 1.7,
                              "original_max_position_embeddings": 512},
-    "longrope": {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1 + 0.1 * i for i in range(8)],
-                 "long_factor": [1 + i**2 for i in range(8)], "original_max_position_embeddings": 100},
-    "longrope, its own factor": {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "factor": 3.0,
-                                 "long_factor": [2.0] * 8, "attention_factor": 1.2,
-                                 "original_max_position_embeddings": 100},
 }  # fmt: skip
 
 
@@ -43,26 +38,11 @@ def test_cosines_and_sines_are_those_of_transformers(name: str, length: int) -> 
     frequencies, factor = ROPE_INIT_FUNCTIONS[config.rope_parameters["rope_type"]](config, seq_len=length)
     positions = torch.arange(length)
     theirs = LlamaRotaryEmbedding(config)(torch.empty(0), positions[None])
-    rotary = Transformer(from_hf_config(config), Mesh.unbound("1")).rotaries["global"]
-    lengths = torch.full_like(positions, length)
-    for mine, their, direct in zip(
-        rotary.table(positions, torch.float32, lengths), theirs, (torch.cos, torch.sin), strict=True
-    ):
+    rotary = Transformer(from_hf_config(config), Mesh.unbound("1")).rotary
+    assert rotary is not None
+    for mine, their, direct in zip(rotary.table(positions, torch.float32), theirs, (torch.cos, torch.sin), strict=True):
         angles = positions.float()[:, None] * frequencies
         torch.testing.assert_close(mine[:, 0, :8], direct(angles) * factor, rtol=0, atol=2e-5)
         torch.testing.assert_close(mine[:, 0], their[0], rtol=0, atol=2e-5)
-    long = rotary.by_length and length > rotary.original
-    torch.testing.assert_close(rotary.frequencies(positions.device, long=long), frequencies, rtol=2e-7, atol=0)
+    torch.testing.assert_close(rotary.frequencies(positions.device), frequencies, rtol=2e-7, atol=0)
     assert rotary.attention_factor == pytest.approx(factor, rel=1e-15)
-
-
-def test_each_of_several_packed_texts_is_turned_by_its_own_length() -> None:
-    rope = {**ROPES["longrope"], "original_max_position_embeddings": 5}
-    config = from_hf_config({**BASE, "rms_norm_eps": 1e-6, "hidden_act": "silu", "rope_parameters": rope})
-    model = Transformer(config, Mesh.unbound("1"), dtype=torch.float64)
-    tokens = torch.randint(61, (1, 12), generator=torch.Generator().manual_seed(3))
-    documents = torch.tensor([[0] * 4 + [1] * 8])
-    with torch.no_grad():
-        packed = model(tokens, documents=documents)
-        apart = torch.cat([model(tokens[:, :4]), model(tokens[:, 4:])], 1)
-    torch.testing.assert_close(packed, apart, rtol=0, atol=1e-12)

@@ -14,12 +14,13 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
-from isograd import random
 from isograd.comm.launch import World
-from isograd.contract import assemble, contracts
+from isograd.core import rng
+from isograd.core.contract import assemble
+from isograd.core.contract_table import contracts
+from isograd.core.layout import Layout
+from isograd.core.mesh import Mesh
 from isograd.engine import Engine
-from isograd.layout import Layout
-from isograd.mesh import Mesh
 from isograd.models import Transformer, TransformerConfig
 
 TOLERANCE = 1e-9  # of each tensor's and each block's norm; fp64 noise here is 1e-15
@@ -126,8 +127,8 @@ def documents_of(labels: Tensor, text: Text) -> Tensor | None:
     return documents
 
 
-def dropout_key(step: int) -> random.Key:
-    return random.key(11, step)
+def dropout_key(step: int) -> rng.Key:
+    return rng.key(11, step)
 
 
 def sgd(params: object) -> torch.optim.Optimizer:

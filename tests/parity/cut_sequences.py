@@ -27,7 +27,7 @@ def exchange_ways() -> dict[str, Callable[[Broken], Broken]]:
                 for t in (t for pieces in into for t in pieces):
                     t.copy_(change(t))
 
-            return raw.Handle(then=finish)
+            return raw.Handle().and_then(finish)
 
         return broken
 
@@ -41,15 +41,15 @@ def exchange_ways() -> dict[str, Callable[[Broken], Broken]]:
 
 def _target_lost_at_a_border() -> Any:
     """As when labels are shifted after the sequence is cut: each rank's last token has no target."""
-    from isograd.sequence.places import Places
+    from isograd.sequence.token_layout import TokenLayout
 
-    original = Places.shard
+    original = TokenLayout.shard
 
     def shard(self: Any, x: torch.Tensor, rank: int, pad: float = 0) -> torch.Tensor:
         part = original(self, x, rank, pad)
         return part if pad != -100 else torch.nn.functional.pad(part[:, :-1], (0, 1), value=-100)
 
-    return patch.object(Places, "shard", shard)
+    return patch.object(TokenLayout, "shard", shard)
 
 
 def _positions_from_zero() -> Any:
@@ -73,7 +73,7 @@ def _heads_from_zero() -> Any:
 def _keys_not_sent_home() -> Any:
     from isograd.sequence import ring
 
-    return patch.object(ring._Homing, "send", lambda self, step: None)
+    return patch.object(ring._GradReturn, "send", lambda self, step: None)
 
 
 def _local_log_sum() -> Any:

@@ -4,7 +4,7 @@ A mutant is a context manager entered in every rank around a parity case. The se
 replaces names in the module that uses them. Call sites are found by reading the source, so a new reduction without
 mutants makes tests/parity/test_mutants.py fail.
 
-    python -m tests.parity.test_mutants     # run all, write docs/mutants.md (mutant -> the parity test that kills it)
+    python -m tests.parity.test_mutants     # run all, write notes/mutants.md (mutant -> the parity test that kills it)
 """
 
 from __future__ import annotations
@@ -25,61 +25,54 @@ import torch
 import isograd
 from isograd.comm import raw
 from isograd.comm.raw import Group
-from isograd.contract import Contract
-from isograd.mesh import Mesh
+from isograd.core.contract import Contract
+from isograd.core.mesh import Mesh
 
 from . import cut_sequences, piped, sparse_mutants
 from .regrouped import MESH, Landed, regrouped
 
 SOURCE = Path(isograd.__file__).parent
-SEARCHED = ("engine", "nn", "sequence", "pipeline", "contract.py", "tallies.py", "comm/ops.py")
+SEARCHED = ("engine", "nn", "sequence", "pipeline", "core/contract.py", "core/step_counters.py", "comm/ops.py")
 
 PLAIN = (
     "raw.even_sizes",
-    "raw.native",
-    "raw.in_host_memory",
+    "raw.is_nccl",
     "raw.leave",
     "raw.reserve_tags",
     "raw.serial",
-    "raw.undivided",
+    "raw.abort_group_on_interrupt",
+    "raw.wait_at_most",
     "ops.uncompiled",
 )  # no communication
 
 # Calls that move no gradient, weight or norm, each with the reason why no mutant is owed.
 EXEMPT = {
     "engine/data_parallel.py:__init__:raw.world": "the size of the world: a wrong one cannot make a mesh",
-    "engine/across.py:collect:raw.exchange": "no case has Muon: tests/engine/test_matrices.py loses what it brings",
-    "engine/across.py:spread:raw.exchange": "no case has Muon: tests/engine/test_matrices.py loses what it brings",
-    "engine/start.py:refuse_idle_stage:raw.gather_list": "compares counts at start: tests/pipeline/test_refusals.py",
-    "engine/totals.py:used_anywhere:raw.all_reduce": "a tie that some stages do not use: half_used in tests/pipeline",
-    "engine/start.py:most_slots:raw.gather_list": "the width of a table: too narrow a one cannot be gathered",
-    "engine/data_parallel.py:together:raw.gather_list": "whether a rank has a batch left; moves no gradient",
+    "engine/muon.py:_exchange:raw.exchange": "no case has Muon: tests/engine/test_muon.py loses what it brings",
+    "engine/validation.py:most_trained:raw.gather_list": "compares counts at start: tests/pipeline/test_refusals.py",
+    "engine/step_status.py:used_anywhere:raw.all_reduce": "a tie that some stages do not use: tests/pipeline",
+    "engine/data_parallel.py:until_all_exhausted:raw.gather_list": "whether a rank has a batch left; moves no gradient",
     "engine/data_parallel.py:_equal_buffers:raw.broadcast_": "broken in tests/engine/test_data_parallel.py",
-    "engine/flights.py:_wait_or_hear:raw.flag_raised": "moves no number, and only in a step that fails",
-    "engine/totals.py:_raise:raw.raise_flag": "moves no number, and only in a step for which a rank waits",
-    "engine/naive.py:gradients:raw.gather_list": "the definition itself: tests/engine/test_ledger.py compares with it",
-    "engine/naive.py:gradients:raw.all_reduce": "the definition itself: tests/engine/test_ledger.py compares with it",
+    "engine/reducer.py:_finish_or_refuse:raw.store_check": "moves no number, and only in a step that fails",
+    "engine/naive.py:gradients:raw.gather_list": "the definition itself: tests/engine/test_step.py compares with it",
+    "engine/naive.py:gradients:raw.all_reduce": "the definition itself: tests/engine/test_step.py compares with it",
     "engine/whole.py:gradients:raw.broadcast_": "gathers what tests look at; a wrong one fails every pp case",
-    "engine/whole.py:_names_of_stages:raw.gather_list": "names of what tests look at; a wrong one fails every pp case",
     "nn/moe.py:_route:raw.all_to_all": "numbers of rows: a wrong one ends the transport; the rows have mutants",
     "pipeline/costs.py:measure:raw.broadcast_": "measured times, equal on all ranks: they choose a split, not a number",
     "pipeline/mail.py:_send:raw.send_start": "mutated where it is received: pipeline/mail.py:_post:raw.receive_start",
-    "engine/replay.py:compare:raw.gather_list": "a check that changes no gradient: tests/engine/test_corruption.py",
-    "engine/replay.py:_from_neighbour:raw.exchange": "inputs of a check: tests/engine/test_corruption.py",
-    "engine/seal.py:check:raw.all_max": "a check that changes no gradient: tests/resilience/test_seal.py",
-    "engine/seal.py:_from_replica:raw.receive_start": "brings back a tensor: tests/resilience/test_seal.py",
-    "engine/seal.py:_from_replica:raw.send_start": "brings back a tensor: tests/resilience/test_seal.py",
-    "engine/sums.py:compare:raw.all_to_all": "a check that changes no gradient: tests/engine/test_corruption.py",
-    "engine/start.py:equal_replicas:raw.broadcast_": "makes data replicas equal at start; tested there too",
-    "engine/transport.py:_reduce_packed:raw.reduce_scatter_start": "NCCL's path: mutated at reduce_rows, its caller",
-    "engine/transport.py:_gather_packed:raw.all_gather_start": "NCCL's path: mutated at gather_rows, its caller",
-    "engine/transport.py:reduce_rows:raw.exchange": "mutated as a whole: engine/flights.py:launch:reduce_rows",
-    "engine/transport.py:gather_rows:raw.exchange": "mutated as a whole: engine/zero.py and engine/engine.py",
-    "engine/lockstep.py:_expect:raw.receive_start": "as a whole, with the rows behind notes: engine/units.py",
-    "engine/lockstep.py:_send:raw.send_start": "as a whole, with the rows behind notes: engine/units.py",
-    "contract.py:assemble:raw.all_gather": "gathers what tests look at; a wrong one fails every tp case",
-    "comm/ops.py:shift:raw.shift": "no layer calls it (the ring talks through raw.exchange); tests/comm/test_ops.py",
-    "sequence/same.py:gather_whole:ops.all_gather": "logits for people; tests/models/test_cp.py, with their gradient",
+    "engine/sdc/replay.py:compare:raw.gather_list": "changes no gradient: tests/engine/test_corruption.py",
+    "engine/sdc/replay.py:_from_neighbour:raw.exchange": "inputs of a check: tests/engine/test_corruption.py",
+    "engine/sdc/memory.py:check:raw.all_max": "changes no gradient: tests/elastic/test_seal.py",
+    "engine/sdc/memory.py:_from_replica:raw.receive_start": "brings back a tensor: tests/elastic/test_seal.py",
+    "engine/sdc/memory.py:_from_replica:raw.send_start": "brings back a tensor: tests/elastic/test_seal.py",
+    "engine/sdc/reductions.py:_compare:raw.all_to_all": "changes no gradient: tests/engine/test_corruption.py",
+    "engine/validation.py:equal_replicas:raw.broadcast_": "makes data replicas equal at start; tested there too",
+    "engine/packing.py:sum:raw.add_up": "mutated as a whole: engine/reducer.py:launch:reduce_rows",
+    "engine/packing.py:gather_rows:raw.all_gather_start": "mutated as a whole: engine/zero.py and engine/zero3",
+    "engine/zero3/gather_check.py:_expect:raw.receive_start": "moves no number: tests/engine/test_units.py",
+    "engine/zero3/gather_check.py:_send:raw.send_start": "moves no number: tests/engine/test_units.py",
+    "core/contract.py:assemble:raw.all_gather": "gathers what tests look at; a wrong one fails every tp case",
+    "sequence/same_sequences.py:gather_whole:ops.all_gather": "logits for people; tests/models/test_cp.py",
     "nn/loss.py:logits:ops.gather_for_identical_use": "logits for people; tests/models compares them with transformers",
 }
 
@@ -104,7 +97,7 @@ def sites() -> list[Site]:
     """Every call of raw.*, ops.*, reduce_rows and gather_rows in engine, nn, sequence, contract and ops."""
     found = []
     for part in SEARCHED:
-        for path in sorted((SOURCE / part).glob("*.py")) if (SOURCE / part).is_dir() else [SOURCE / part]:
+        for path in sorted((SOURCE / part).rglob("*.py")) if (SOURCE / part).is_dir() else [SOURCE / part]:
             for function in ast.walk(ast.parse(path.read_text())):
                 if isinstance(function, ast.FunctionDef):
                     for call in _calls(function):
@@ -162,18 +155,15 @@ class _BrokenFlight:
     def __init__(self, flight: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.flight, self.change = flight, change
 
-    def ready(self) -> bool:
-        return bool(self.flight.ready())
+    def arrived_within(self, seconds: float) -> bool:
+        return bool(self.flight.arrived_within(seconds))
 
     def wait(self) -> list[torch.Tensor]:
         return [self.change(t) for t in self.flight.wait()]
 
-    def not_finite(self, rows: list[torch.Tensor]) -> list[int]:
-        return []
 
-
-def _own_rows(slots: Any, gradients: Any, group: Group, **_: Any) -> Any:
-    return Landed([slot.rows(g).clone() for slot, g in zip(slots, gradients, strict=True)])
+def _own_rows(packing: Any, flat: torch.Tensor, group: Group, **_: Any) -> Any:
+    return Landed([rows.clone() for rows in packing.rows(flat.split(packing.sizes)[group.index])])
 
 
 def _group_of(args: tuple[Any, ...]) -> Group:
@@ -277,8 +267,8 @@ def broken_debt(pattern: str, change: str) -> Any:
         table = original(model, mesh)
         for name, record in table.records.items():
             if pattern in name:
-                owes = () if change == "forgotten" else (*record.contract.owes, "tp")
-                table.records[name] = replace(record, contract=replace(record.contract, owes=owes))
+                partial_over = () if change == "forgotten" else (*record.contract.partial_over, "tp")
+                table.records[name] = replace(record, contract=replace(record.contract, partial_over=partial_over))
         return table
 
     return _patched(home, "contracts", lying)
@@ -290,8 +280,8 @@ def broken_debt(pattern: str, change: str) -> Any:
 def _totals_with(change: Callable[[Any, Any], Any]) -> Any:
     from isograd.engine.engine import Engine
 
-    original = Engine._totals
-    return _patched(Engine, "_totals", lambda self, whole=False: change(self, original(self, whole)))
+    original = Engine._step_totals
+    return _patched(Engine, "_step_totals", lambda self, whole=False: change(self, original(self, whole)))
 
 
 def _mean_of_means() -> Any:
@@ -321,30 +311,30 @@ def _accumulation_divided() -> Any:
 
 
 def _last_micro_batch_only() -> Any:
-    from isograd.engine.flights import Flights
+    from isograd.engine.reducer import Reducer
 
-    original = Flights.begin_pass
+    original = Reducer.begin_pass
 
     def forgetful(self: Any) -> None:
-        self.land_all()
-        self.due.clear()
+        self.finish_all()
+        self.reduced.clear()
         original(self)
 
-    return _patched(Flights, "begin_pass", forgetful)
+    return _patched(Reducer, "begin_pass", forgetful)
 
 
 def _reduced_again() -> Any:
     """What earlier micro-batches have settled is doubled by every further flush."""
-    from isograd.engine.flights import Flights
+    from isograd.engine.reducer import Reducer
 
-    original = Flights.begin_pass
+    original = Reducer.begin_pass
 
     def again(self: Any) -> None:
-        self.land_all()
-        self.due.update({slot: rows * 2 for slot, rows in self.due.items()})
+        self.finish_all()
+        self.reduced.update({slot: rows * 2 for slot, rows in self.reduced.items()})
         original(self)
 
-    return _patched(Flights, "begin_pass", again)
+    return _patched(Reducer, "begin_pass", again)
 
 
 def _norm(change: str) -> Any:
@@ -360,26 +350,26 @@ def _norm(change: str) -> Any:
 
 
 def _counted_by_all_but_first() -> Any:
-    return _patched(Contract, "counted_here", lambda self, mesh: mesh.index("tp") != 0 or bool(self.shards))
+    return _patched(Contract, "is_primary_replica", lambda self, mesh: mesh.index("tp") != 0 or bool(self.shards))
 
 
 def _step_scaled(way: str) -> Any:
-    from isograd.engine.zero import Optimized
+    from isograd.engine.zero import ShardedOptimizer
 
-    original = Optimized.step
+    original = ShardedOptimizer.step
     if way == "clip per rank":
         return _patched(
-            Optimized,
+            ShardedOptimizer,
             "step",
-            lambda self, ledger, scale, unused: original(self, ledger, scale * (1 + 0.01 * MESH[0].rank), unused),
+            lambda self, step, scale, unused: original(self, step, scale * (1 + 0.01 * MESH[0].rank), unused),
         )
-    return _patched(Optimized, "step", lambda self, ledger, scale, unused: original(self, ledger, 1.0, unused))
+    return _patched(ShardedOptimizer, "step", lambda self, step, scale, unused: original(self, step, 1.0, unused))
 
 
 def _not_gathered() -> Any:
     from isograd.engine import zero
 
-    return _patched(zero, "_gather", lambda work: None)
+    return _patched(zero, "_gather", lambda packings, work: None)
 
 
 def _bias_on_every_rank() -> Any:
@@ -387,7 +377,7 @@ def _bias_on_every_rank() -> Any:
     from isograd.nn import linear
 
     def forward(self: Any, x: Any) -> Any:
-        return linear.leave(torch.nn.functional.linear(x, self.weight, self.bias), self.mesh)
+        return linear.reduce_output(torch.nn.functional.linear(x, self.weight, self.bias), self.mesh)
 
     return _patched(linear.RowLinear, "forward", forward)
 
@@ -409,7 +399,7 @@ def _without_head_gradient(model: Any, x: torch.Tensor) -> torch.Tensor:
     model.head.__dict__["_parameters"] = {
         "weight": torch.nn.Parameter(model.embed.weight.detach(), requires_grad=False)
     }
-    from isograd.contract import contract_of
+    from isograd.core.contract import contract_of
 
     model.head.weight._isograd_contract = contract_of(model.embed.weight)
     return x
@@ -427,7 +417,7 @@ NAMED: dict[str, Callable[[], Any]] = {
         lambda e, t: replace(t, weight=t.weight * e.mesh.size("tp"))
     ),
     "weight: this rank's only": lambda: _totals_with(
-        lambda e, t: replace(t, weight=max(1.0, float(e.ledger.told.weight)))
+        lambda e, t: replace(t, weight=max(1.0, float(e.step_state.loss_sums.weight)))
     ),
     "weight: left out of the step": lambda: _step_scaled("no weight"),
     "accumulation: only the last micro-batch": _last_micro_batch_only,

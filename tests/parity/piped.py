@@ -20,9 +20,9 @@ Broken = Callable[..., Any]
 
 def _ties(change: str) -> Any:
     """What a tie's members do with their copies' gradients."""
-    from isograd.engine.ledger import Ledger
+    from isograd.engine.step import StepState
 
-    original = Ledger._pay
+    original = StepState._all_reduce_partials
 
     def pay(self: Any, axes: str, slots: Any, due: Any) -> None:
         if not axes.startswith("pp"):
@@ -35,7 +35,7 @@ def _ties(change: str) -> Any:
             original(self, axes, slots, due)
         return None
 
-    return patch.object(Ledger, "_pay", pay)
+    return patch.object(StepState, "_all_reduce_partials", pay)
 
 
 def _returned(change: Callable[[list[torch.Tensor]], list[torch.Tensor]]) -> Any:
@@ -77,44 +77,30 @@ def _last_backward_dropped() -> Any:
 
 
 def _weights_run(times: int) -> Any:
-    from isograd.products import Deferred
+    from isograd.nn.split_backward import SplitBackward
 
-    original = Deferred.products
+    original = SplitBackward.weight_grads
 
-    def products(self: Any) -> Any:
-        noted = list(self._noted)
+    def weight_grads(self: Any) -> Any:
+        found = list(original(self))
         for _ in range(times):
-            self._noted = list(noted)
-            yield from original(self)
+            yield from [(weight, gradient.clone()) for weight, gradient in found]
 
-    return patch.object(Deferred, "products", products)
+    return patch.object(SplitBackward, "weight_grads", weight_grads)
 
 
 def _weights_of_another_input() -> Any:
     """What a weight gradient keeps is overwritten by the next micro-batch's."""
-    from isograd import products
+    from isograd.nn.split_backward import SplitBackward
 
-    original, latest = products._hand, {}
+    original, latest = SplitBackward._collect, {}
 
-    def hand(of_product: Any, weight: Any, x: Any, dy: Any) -> None:
+    def collect(self: Any, weight: Any, x: Any, dy: Any) -> None:
         before = latest.get(id(weight))
         latest[id(weight)] = x
-        original(of_product, weight, x if before is None or before.shape != x.shape else before, dy)
+        original(self, weight, x if before is None or before.shape != x.shape else before, dy)
 
-    return patch.object(products, "_hand", hand)
-
-
-def _ledger_takes(name: str, times: int) -> Any:
-    """What the ledger is handed while autograd runs is added `times` times."""
-    from isograd.engine.ledger import Ledger
-
-    original = getattr(Ledger, name)
-
-    def taken(self: Any, *given: Any, **options: Any) -> None:
-        for _ in range(times if self._running else 1):
-            original(self, *given, **options)
-
-    return patch.object(Ledger, name, taken)
+    return patch.object(SplitBackward, "_collect", collect)
 
 
 def _norm_of_own_stage() -> Any:
@@ -130,55 +116,56 @@ def _norm_of_own_stage() -> Any:
 
 
 def _tie_counted_on_every_stage() -> Any:
-    from isograd.contract import Contract
+    from isograd.core.contract import Contract
 
-    original = Contract.counted_here
+    original = Contract.is_primary_replica
 
     def counted(self: Any, mesh: Any) -> bool:
-        return original(replace(self, owes=tuple(a for a in self.owes if not a.startswith("pp"))), mesh)
+        return original(replace(self, partial_over=tuple(a for a in self.partial_over if not a.startswith("pp"))), mesh)
 
-    return patch.object(Contract, "counted_here", counted)
+    return patch.object(Contract, "is_primary_replica", counted)
 
 
 def _tie_counted_nowhere() -> Any:
-    from isograd.contract import Contract
+    from isograd.core.contract import Contract
 
-    original = Contract.counted_here
-    return patch.object(Contract, "counted_here", lambda self, mesh: not self.ties and original(self, mesh))
+    original = Contract.is_primary_replica
+    return patch.object(Contract, "is_primary_replica", lambda self, mesh: not self.ties and original(self, mesh))
 
 
 def _loss_weight(change: Callable[[Any, int], Any]) -> Any:
     """Of the losses that a pipeline's last stage seeds."""
-    from isograd.engine.ledger import Ledger
+    from isograd.engine.step import StepState
 
-    original = Ledger.of_loss
+    original = StepState.backward_loss
     return patch.object(
-        Ledger,
-        "of_loss",
+        StepState,
+        "backward_loss",
         lambda self, loss, weight, last=True: original(self, loss, change(weight, self.mesh.rank), last=last),
     )
 
 
 def _travels_too_early() -> Any:
     """Every backward of a stage lets its gradients travel, and what arrives replaces what had arrived before."""
-    from isograd.engine.flights import Flights
-    from isograd.engine.ledger import Ledger
+    from isograd.engine.reducer import Reducer
+    from isograd.engine.step import StepState
 
-    run, product = Ledger.run_backward, Ledger.of_product
+    run, delayed = StepState.run_backward, StepState.accumulate_weight_grad
     stack = ExitStack()
-    stack.enter_context(patch.object(Flights, "_land", _landing_over))
+    stack.enter_context(patch.object(Reducer, "_add", _replacing))
     stack.enter_context(
-        patch.object(Ledger, "run_backward", lambda self, roots, seeds, last=True, **k: run(self, roots, seeds, **k))
+        patch.object(StepState, "run_backward", lambda self, roots, seeds, last=True, **k: run(self, roots, seeds, **k))
     )
     stack.enter_context(
-        patch.object(Ledger, "of_product", lambda self, weight, a, b, last: product(self, weight, a, b, last=True))
+        patch.object(
+            StepState, "accumulate_weight_grad", lambda self, weight, grad, last: delayed(self, weight, grad, last=True)
+        )
     )
     return stack
 
 
-def _landing_over(self: Any) -> None:
-    bucket, flight = self._air.popleft()
-    self.due.update(zip(bucket.slots, flight.wait(), strict=True))
+def _replacing(self: Any, bucket: Any, rows: Any) -> None:
+    self.reduced.update(zip(bucket.slots, rows, strict=True))
 
 
 def _loss_of_the_first_stage() -> Any:
@@ -234,7 +221,7 @@ def message_ways() -> dict[str, Callable[[Broken], Broken]]:
                         if t.is_floating_point():
                             t.copy_(change(t))
 
-            return Handle(then=finish)
+            return Handle().and_then(finish)
 
         return broken
 
@@ -260,8 +247,6 @@ NAMED: dict[str, Callable[[], Any]] = {
     "pipeline: weight gradients put off and never made": lambda: _weights_run(0),
     "pipeline: weight gradients put off and made twice": lambda: _weights_run(2),
     "pipeline: weight gradients made of another micro-batch's input": _weights_of_another_input,
-    "pipeline: weight gradients made at once added twice": lambda: _ledger_takes("of_product", 2),
-    "pipeline: gradients of lookups lost but for the last": lambda: _ledger_takes("of_rows", 0),
     "pipeline: clipped by the norm of one's own stage": _norm_of_own_stage,
     "pipeline: the weight of a loss lost": lambda: _loss_weight(lambda weight, rank: float(weight > 0)),
     "pipeline: loss and weight read from the first stage": _loss_of_the_first_stage,

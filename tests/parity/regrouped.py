@@ -13,7 +13,7 @@ import torch
 
 from isograd.comm import raw
 from isograd.comm.raw import Group
-from isograd.mesh import Mesh
+from isograd.core.mesh import Mesh
 
 Broken = Callable[..., Any]
 
@@ -58,9 +58,9 @@ def _of_others(x: torch.Tensor, group: Group) -> list[torch.Tensor]:
     return [t[: x.numel()].view(x.shape) for t in raw.gather_list(padded, other)]
 
 
-def _rows_of_others(slots: Any, gradients: Any, group: Group, **_: Any) -> Any:
-    sums = [sum(_of_others(g, group)) for g in gradients]
-    return Landed([slot.rows(g).clone() for slot, g in zip(slots, sums, strict=True)])
+def _rows_of_others(packing: Any, flat: torch.Tensor, group: Group, **_: Any) -> Any:
+    total: Any = sum(_of_others(flat, group))
+    return Landed([rows.clone() for rows in packing.rows(total.split(packing.sizes)[group.index])])
 
 
 def _joined_of_others(x: torch.Tensor, group: Group, sizes: tuple[int, ...]) -> torch.Tensor:
@@ -95,11 +95,8 @@ class Landed:
     def __init__(self, rows: list[torch.Tensor]) -> None:
         self.rows = rows
 
-    def ready(self) -> bool:
+    def arrived_within(self, seconds: float) -> bool:
         return True
 
     def wait(self) -> list[torch.Tensor]:
         return self.rows
-
-    def not_finite(self, rows: list[torch.Tensor]) -> list[int]:
-        return []

@@ -16,10 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from isograd.contract import assemble, contracts
+from isograd.core.contract import assemble
+from isograd.core.contract_table import contracts
+from isograd.core.layout import Layout
+from isograd.core.mesh import Mesh
 from isograd.engine import Engine
-from isograd.layout import Layout
-from isograd.mesh import Mesh
 from isograd.models import Transformer, TransformerConfig
 from isograd.nn import ExpertOptions, MoE, Stream, naive
 
@@ -44,7 +45,7 @@ RATE = 0.1
 def config_of(kind: str, scope: str) -> TransformerConfig:
     return TransformerConfig(
         vocab=101, hidden=24, layers=4, heads=4, head_dim=6, mlp=20, experts=replace(KINDS[kind], balance=scope),
-        qk_norm=kind == "two", qk_norm_over="width" if kind == "two" else "head",
+        qk_norm=kind == "two",
     )  # fmt: skip
 
 

@@ -9,8 +9,8 @@ from unittest.mock import patch
 
 import torch
 
-from isograd.contract import Contract
-from isograd.mesh import DATA, EXPERT_DATA, Mesh
+from isograd.core.contract import Contract
+from isograd.core.mesh import DATA, EXPERT_DATA, Mesh
 
 
 def _of_experts(change: Callable[[Contract], Contract]) -> Any:
@@ -31,15 +31,15 @@ def _of_experts(change: Callable[[Contract], Contract]) -> Any:
 
 def _gradient_times(factor: Callable[[Mesh], float]) -> Any:
     """What leaves a rank's backward for an expert."""
-    from isograd.engine.ledger import Ledger
+    from isograd.engine.step import StepState
 
-    original = Ledger.collect
+    original = StepState.collect
 
     def collect(self: Any, slot: Any, gradient: torch.Tensor) -> None:
         scale = factor(self.mesh) if slot.contract.data == EXPERT_DATA else 1.0
         original(self, slot, gradient * scale)
 
-    return patch.object(Ledger, "collect", collect)
+    return patch.object(StepState, "collect", collect)
 
 
 def _norm(keep: Callable[[Any, Mesh], bool]) -> Any:
@@ -90,27 +90,27 @@ def _bias_twice() -> Any:
 
 def _every_forward_counts() -> Any:
     """Evaluation counts, too."""
-    from isograd.tallies import Tally
+    from isograd.core.step_counters import StepCounter
 
     def add(self: Any, counts: torch.Tensor, training: bool, result: torch.Tensor) -> None:
         self.mine = counts if self.mine is None else self.mine + counts
 
-    return patch.object(Tally, "add", add)
+    return patch.object(StepCounter, "add", add)
 
 
 def _first_micro_batch_counts() -> Any:
-    from isograd.tallies import Tally
+    from isograd.core.step_counters import StepCounter
 
     def add(self: Any, counts: torch.Tensor, training: bool, result: torch.Tensor) -> None:
         if (self.counting or (training and torch.is_grad_enabled())) and self.mine is None:
             self.mine = counts
 
-    return patch.object(Tally, "add", add)
+    return patch.object(StepCounter, "add", add)
 
 
 NAMED: dict[str, Callable[[], Any]] = {
     "experts: reduced over dp and cp": lambda: _of_experts(lambda c: replace(c, data=DATA)),
-    "experts: tp owed beside edp": lambda: _of_experts(lambda c: replace(c, owes=("tp",))),
+    "experts: tp owed beside edp": lambda: _of_experts(lambda c: replace(c, partial_over=("tp",))),
     "experts: times ep": lambda: _gradient_times(lambda mesh: mesh.size("ep")),
     "experts: divided by ep": lambda: _gradient_times(lambda mesh: 1 / mesh.size("ep")),
     "experts: divided by edp": lambda: _gradient_times(lambda mesh: 1 / mesh.size("edp")),

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from isograd.core.mesh import DATA, Mesh
 from isograd.engine import Engine
-from isograd.mesh import DATA, Mesh
 
 from ..engine import toys
 from . import mutants
@@ -86,8 +86,7 @@ def truth_losses(case: Case) -> list[float]:
 
 def shared_module(planted: bool) -> tuple[list[str], float]:
     """A module used three times under reentrant recompute; planted: its gradient is sent after the first use only."""
-    from isograd.engine.flights import Flights
-    from isograd.engine.ledger import Ledger
+    from isograd.engine.step import StepState
 
     from ..engine.test_engine import Recomputed
 
@@ -95,8 +94,7 @@ def shared_module(planted: bool) -> tuple[list[str], float]:
     for target, reentrant in ((truth, None), (found, True)):
         with ExitStack() as stack:
             if planted and reentrant:
-                stack.enter_context(mutants._patched(Ledger, "pending", lambda self: False))
-                stack.enter_context(mutants._patched(Flights, "has_room", lambda self: True))
+                stack.enter_context(mutants._patched(StepState, "pending", lambda self: False))
             mesh, model = Mesh("dp2 zero1"), Recomputed(reentrant)
             engine = Engine(model, mesh, toys.sgd, bucket_mb=1e-5)
             x, y = toys.micro_batch(0, 2 * mesh.rank)
@@ -115,8 +113,8 @@ def planted_overflow(alone: bool) -> list[str]:
     """An Inf on rank 1. `alone`: each rank decides from the norm of its own rows."""
     from isograd.engine import norm
 
-    def own_norm(norms: Any, world: Any, device: Any) -> float:
-        return math.sqrt(float(norm._squares(norms, device)))
+    def own_norm(rows: Any, world: Any, device: Any) -> float:
+        return math.sqrt(sum(float(row.double().square().sum()) for row in rows))
 
     context = mutants._patched(norm, "global_norm", own_norm if alone else norm.global_norm)
     with context:
@@ -139,6 +137,6 @@ def test_overflow_alone_makes_replicas_differ_and_together_does_not(worlds) -> N
         first, second = worlds(2).run(planted_overflow, True, timeout=20)
         assert first != second
     except Exception as error:
-        # One rank gathers parameters while the other asks whose fault the skip was: a message of another length. A hang
-        # is the bug too.
-        assert "IG209" in str(error) or "IG254" in str(error)
+        # One rank gathers parameters while the other asks whose fault the skip was: a message of another length, at
+        # which gloo aborts the process. A hang is the bug too.
+        assert any(code in str(error) for code in ("IG252", "IG254"))

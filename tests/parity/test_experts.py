@@ -12,7 +12,7 @@ import itertools
 import pytest
 import torch
 
-from isograd.layout import Layout
+from isograd.core.layout import Layout
 from tests.sizes import few, pairwise
 
 from . import sparse

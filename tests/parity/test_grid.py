@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from isograd.layout import Layout
+from isograd.core.layout import Layout
 from isograd.models import TransformerConfig
 from tests.sizes import few, pairwise, sized
 
@@ -49,9 +49,9 @@ def on_two_ranks(case: tuple[Any, ...]) -> bool:
 
 
 @pytest.mark.parametrize(("layout", "model", "accumulation"), sized(GRID, settings, on_two_ranks))
-def test_a_layout_trains_as_one_device_does(worlds, layout: str, model: str, accumulation: int) -> None:
+def test_a_layout_trains_as_one_device_does(threads, layout: str, model: str, accumulation: int) -> None:
     case = cases.Case(layout, model, accumulation)
-    assert not case.wrong(worlds(Layout.parse(layout).world_size).run(case.run))
+    assert not case.wrong(threads(Layout.parse(layout).world_size).run(case.run))
 
 
 CP_GRID = [
@@ -76,10 +76,10 @@ CP_GRID = [
     ids=[f"{layout}-{model}-{'packed' if packed else 'causal'}-{count}" for layout, model, packed, count in CP_GRID],
 )
 def test_a_cut_sequence_trains_as_one_device_does(
-    worlds, layout: str, model: str, packed: bool, accumulation: int
+    threads, layout: str, model: str, packed: bool, accumulation: int
 ) -> None:
     case = cases.Case(layout, model, accumulation, text=cases.Text(packed=packed))
-    assert not case.wrong(worlds(Layout.parse(layout).world_size).run(case.run))
+    assert not case.wrong(threads(Layout.parse(layout).world_size).run(case.run))
 
 
 # (layout, model, documents, rows, length, labels at the start only, accumulation): what CP_GRID leaves out, in pairs.
@@ -106,49 +106,49 @@ def named(case: tuple[object, ...]) -> str:
 
 
 @pytest.mark.parametrize("case", CP_PAIRS, ids=map(named, CP_PAIRS))
-def test_any_two_properties_of_a_cut_sequence_go_together(worlds, case: tuple) -> None:
+def test_any_two_properties_of_a_cut_sequence_go_together(threads, case: tuple) -> None:
     """One row or three, odd and even lengths, 4, 9 / 3 and 8 / 2 heads, documents or not, ranks without any label."""
     layout, model, packed, rows, length, early, accumulation = case
     whole = cases.Case(layout, model, accumulation, text=cases.Text(rows, length, packed, early))
-    assert not whole.wrong(worlds(Layout.parse(layout).world_size).run(whole.run))
+    assert not whole.wrong(threads(Layout.parse(layout).world_size).run(whole.run))
 
 
 @pytest.mark.parametrize("model", ["llama", "gpt2-ring"])
 @pytest.mark.parametrize("layout", ["cp2 ulysses", "dp2 cp2 ring"])
-def test_zero_stages_give_the_same_bits_under_cp(worlds, layout: str, model: str) -> None:
-    world = worlds(Layout.parse(layout).world_size)
+def test_zero_stages_give_the_same_bits_under_cp(threads, layout: str, model: str) -> None:
+    world = threads(Layout.parse(layout).world_size)
     runs_ = [cases.on_layout(world, f"{layout} zero{stage}", model, 3)[0] for stage in (0, 1, 2)]
     assert len({run.settled for run in runs_}) == 1
 
 
 @pytest.mark.parametrize("model", cases.MODELS)
 @pytest.mark.parametrize("layout", ["dp2 tp2 sp zero1", "tp4", "dp2 cp2 ulysses zero1"])
-def test_reproducible_trains_as_one_device_does(worlds, layout: str, model: str) -> None:
+def test_reproducible_trains_as_one_device_does(threads, layout: str, model: str) -> None:
     case = cases.Case(layout, model, 3, reproducible=True)
-    assert not case.wrong(worlds(4).run(case.run))
+    assert not case.wrong(threads(4).run(case.run))
 
 
 @pytest.mark.parametrize("model", cases.MODELS)
 @pytest.mark.parametrize("layout", few(["dp2", "dp2 tp2 sp", "dp4 tp2"], slow=["dp4 tp2"]))
-def test_zero_stages_give_the_same_bits(worlds, layout: str, model: str) -> None:
-    world = worlds(Layout.parse(layout).world_size)
+def test_zero_stages_give_the_same_bits(threads, layout: str, model: str) -> None:
+    world = threads(Layout.parse(layout).world_size)
     runs = [cases.on_layout(world, f"{layout} zero{stage}", model, 3)[0] for stage in (0, 1, 2)]
     assert len({run.settled for run in runs}) == 1
 
 
 @pytest.mark.parametrize("model", cases.MODELS)
-def test_reproducible_gives_the_same_bits_for_every_split(worlds, model: str) -> None:
+def test_reproducible_gives_the_same_bits_for_every_split(threads, model: str) -> None:
     """dp 1, 2, 4 x accumulation 4, 2, 1, at different stages, fp32."""
     runs = [
-        cases.on_layout(worlds(dp), f"dp{dp} zero{zero}", model, 4 // dp, dtype=torch.float32, reproducible=True)[0]
+        cases.on_layout(threads(dp), f"dp{dp} zero{zero}", model, 4 // dp, dtype=torch.float32, reproducible=True)[0]
         for dp, zero in ((1, 0), (2, 1), (4, 2), (4, 0))
     ]
     assert len({run.settled for run in runs}) == 1
 
 
 @pytest.mark.parametrize("layout", ["dp2 tp2 sp zero0", "dp2 tp2 zero2", "dp2 cp2 ring zero1"])
-def test_no_sync_changes_no_gradient(worlds, layout: str) -> None:
-    results = cases.on_layout(worlds(4), layout, "llama", 3, no_sync=True)
+def test_no_sync_changes_no_gradient(threads, layout: str) -> None:
+    results = cases.on_layout(threads(4), layout, "llama", 3, no_sync=True)
     assert not cases.Case(layout, "llama", 3).wrong(results)
 
 
@@ -176,17 +176,17 @@ FLOOR_OF_NOISE = 1e-3  # tensors whose whole gradient is below a rounding of the
     "layout",
     ["dp2 zero1", "tp2 sp", "dp2 tp2 zero0", "dp2 tp2 sp zero2", "tp4 sp", "cp2 ulysses", "cp2 ring", "cp4 ulysses2"],
 )
-def test_working_precision_stays_within_one_devices_noise(worlds, layout: str, model: str, dtype: torch.dtype) -> None:
+def test_working_precision_stays_within_one_devices_noise(threads, layout: str, model: str, dtype: torch.dtype) -> None:
     """Below 2 is right, above 8 is a bug (GRADIENTS.md 4): the whole gradient stays below 2, no tensor reaches 3."""
     parsed = Layout.parse(layout)
-    found = cases.on_layout(worlds(parsed.world_size), layout, model, 3, dtype=dtype)[0]
+    found = cases.on_layout(threads(parsed.world_size), layout, model, 3, dtype=dtype)[0]
     ratios = noise_ratios(found, dtype, model, 3 * parsed.dp)
     assert ratios["all"] < 2, ratios
     assert max(ratios.values()) < 3, ratios
 
 
-def test_the_noise_rule_sees_a_scale_of_one_percent(worlds) -> None:
+def test_the_noise_rule_sees_a_scale_of_one_percent(threads) -> None:
     """The rule can fail: the same run with one tensor's gradient one percent too large is above 8 in fp32."""
-    found = cases.on_layout(worlds(2), "dp2 zero1", "llama", 3, dtype=torch.float32)[0]
+    found = cases.on_layout(threads(2), "dp2 zero1", "llama", 3, dtype=torch.float32)[0]
     found.gradients[0]["blocks.0.mlp.up.weight"] *= 1.01
     assert noise_ratios(found, torch.float32, "llama", 6)["blocks.0.mlp.up.weight"] > 8

@@ -10,9 +10,9 @@ from itertools import combinations, product
 import pytest
 import torch
 
+from isograd.core.layout import SCHEDULES, Layout
+from isograd.core.mesh import Mesh
 from isograd.engine import Engine
-from isograd.layout import SCHEDULES, Layout
-from isograd.mesh import Mesh
 from isograd.models import Transformer
 
 from . import cases
@@ -110,17 +110,17 @@ def most_blocks_at_once(layout: str) -> int:
     engine = Engine(Transformer(config, mesh), mesh, cases.sgd)
     units = engine._units
     assert units is not None
-    most, start = 0, units._start
+    most, unshard = 0, units.unshard
 
     def watched(unit: object) -> None:
         nonlocal most
-        start(unit)  # type: ignore[arg-type]
-        most = max(most, sum(any(kept.users for kept in unit.kept) for unit in units.units if unit is not units.root))
+        unshard(unit)  # type: ignore[arg-type]
+        most = max(most, sum(any(p.users for p in group.params) for group in units.groups if group is not units.root))
 
-    units._start = watched  # type: ignore[assignment]
+    units.unshard = watched  # type: ignore[assignment]
     tokens, labels, _ = cases.micro_batch(config, 0, 0, 1)
     engine.train_step([{"tokens": tokens, "labels": labels}] * 4)
-    assert not any(kept.users for kept in units.kept.values())
+    assert not any(param.users for param in units.params.values())
     return most
 
 

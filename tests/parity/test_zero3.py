@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from isograd.layout import Layout
+from isograd.core.layout import Layout
 from tests.sizes import sized
 
 from . import cases

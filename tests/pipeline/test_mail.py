@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from isograd.core.mesh import Mesh
 from isograd.errors import PipelineError
-from isograd.mesh import Mesh
-from isograd.pipeline.mail import DTYPES, HEADER, Form, Known, Mail, Ways
+from isograd.pipeline.mail import DTYPES, HEADER, Form, Known, Mail, P2PGroups
 from isograd.pipeline.schedule import Action, build
 
 SHAPES = st.lists(st.integers(0, 9), max_size=4).map(tuple)
@@ -36,7 +36,7 @@ def test_a_form_tells_shape_dtype_and_gradient_and_makes_room() -> None:
 def mail(known: Known, micro_batches: int = 1, shapes: list[object] | None = None) -> Mail:
     mesh = Mesh("pp2")
     schedule = build("gpipe", 2, 1, micro_batches)
-    return Mail(schedule, Ways.of_mesh(mesh), mesh.device, known, shapes or [MICRO] * micro_batches)
+    return Mail(schedule, P2PGroups.of_mesh(mesh), mesh.device, known, shapes or [MICRO] * micro_batches)
 
 
 def shapes_of_every_kind() -> list[list[object]]:
@@ -75,7 +75,7 @@ def test_activations_go_forward_and_gradients_come_back_in_order(worlds) -> None
 
 def refused(tensors: list[torch.Tensor], known: Known) -> str:
     mesh = Mesh.unbound("pp2")
-    post = Mail(build("gpipe", 2, 1, 1), Ways.of_mesh(mesh), mesh.device, known, [MICRO])
+    post = Mail(build("gpipe", 2, 1, 1), P2PGroups.of_mesh(mesh), mesh.device, known, [MICRO])
     with pytest.raises(PipelineError) as error:
         post.send(Action("F", 0, 0), tensors)
     return f"{error.value}"

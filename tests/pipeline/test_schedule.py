@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from isograd.core.layout import SCHEDULES
 from isograd.errors import PipelineError
-from isograd.layout import SCHEDULES
 from isograd.pipeline.schedule import Action, Schedule, build, check, idle_share
 
 SHAPES = [(pp, vpp) for pp in range(2, 9) for vpp in (1, 2, 3)]

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from isograd.contract import contracts
+from isograd.core.contract_table import contracts
+from isograd.core.layout import Layout
+from isograd.core.mesh import Mesh
 from isograd.errors import PipelineError
-from isograd.layout import Layout
-from isograd.mesh import Mesh
 from isograd.pipeline import Stages
 
 from . import toys
@@ -42,8 +42,8 @@ def test_stages_train_as_one_device_does(worlds, layout: str, make: toys.Make, m
 def test_asking_for_other_gradients_hooks_and_weights_of_other_classes_are_left_to_autograd(
     worlds, layout: str
 ) -> None:
-    found = worlds(2).run(partial(toys.train, layout, toys.hidden_by_f_linear, 4, clip=1e9))
-    truth = toys.by_micro_batch(toys.hidden_by_f_linear, 4)
+    found = worlds(2).run(partial(toys.train, layout, toys.special_linears, 4, clip=1e9))
+    truth = toys.by_micro_batch(toys.special_linears, 4)
     for name, gradient in truth.items():
         assert float((found[0].gradients[0][name] - gradient).norm()) <= 1e-9 * float(gradient.norm()), name
 
@@ -79,7 +79,7 @@ def test_a_tie_is_one_parameter_under_its_first_name_and_owes_the_stages_that_us
     for rank in range(4):
         model = holds(toys.tied, "pp4", rank, split=(2, 1, 3, 2))
         table = contracts(model, model.mesh)
-        owing.append({r.name: r.contract.owes for r in table if r.contract.owes})
+        owing.append({r.name: r.contract.partial_over for r in table if r.contract.partial_over})
         assert sum(p.numel() for p in model.parameters() if p.shape == (8, 8)) == (0 if rank == 1 else 64)
     tie = {"kept.1.weight": ("pp:0+2+3",)}
     assert owing == [tie, {}, tie, tie]
@@ -87,7 +87,7 @@ def test_a_tie_is_one_parameter_under_its_first_name_and_owes_the_stages_that_us
 
 def test_a_tie_inside_one_rank_owes_nothing() -> None:
     model = holds(toys.tied, "pp2", 0, split=(7, 1))
-    assert not [r for r in contracts(model, model.mesh) if r.contract.owes]
+    assert not [r for r in contracts(model, model.mesh) if r.contract.partial_over]
     assert model.get_parameter("kept.1.weight") is model.get_parameter("kept.6.weight")
 
 
@@ -154,23 +154,3 @@ def test_a_model_cut_into_stages_is_not_called() -> None:
 def test_measured_costs_balance_the_stages() -> None:
     model = holds(toys.plain, "pp2", 0, costs=[9, 1, 1, 1, 1])
     assert [len(part) for part in model.parts] == [1, 4]
-
-
-def two_ways(layout: str) -> object:
-    """With connections of its own for each direction, as on NCCL."""
-    from unittest.mock import patch
-
-    from isograd.pipeline.mail import Ways
-
-    def apart(mesh: Mesh) -> Ways:
-        return Ways(mesh.group("pp", "up"), mesh.group("pp", "down"))
-
-    with patch.object(Ways, "of_mesh", staticmethod(apart)):
-        return toys.train(layout, toys.tied, 6)
-
-
-@pytest.mark.parametrize("layout", ["pp2", "pp2 vpp2 zb"])
-def test_messages_of_each_direction_may_have_connections_of_their_own(worlds, layout: str) -> None:
-    """A18: on NCCL two ranks that send to each other before they receive would wait for ever."""
-    found = worlds(2).run(partial(two_ways, layout))
-    assert not toys.differences(found, toys.one_device(toys.tied, 6))

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from isograd.core.layout import Layout
+from isograd.core.loss_terms import Terms
+from isograd.core.mesh import DATA, Mesh
 from isograd.engine import Engine
 from isograd.errors import IsogradError
-from isograd.layout import Layout
-from isograd.mesh import DATA, Mesh
 from isograd.pipeline import Stages
-from isograd.terms import Terms
 
 from . import toys
 

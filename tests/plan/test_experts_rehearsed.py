@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-from isograd.comm import imagined, raw
+from isograd.comm import fake, raw
 from isograd.comm.record import Entry
+from isograd.core.layout import Layout
+from isograd.core.mesh import Mesh
 from isograd.engine import Engine
-from isograd.layout import Layout
-from isograd.mesh import Mesh
 from isograd.models import Transformer, TransformerConfig
 from isograd.nn.moe import MoE
 from isograd.plan.check import check
-from isograd.plan.load import LOADS, Choice, busiest, chosen
+from isograd.plan.expert_load import LOADS, StatedRouting, busiest, chosen
 from isograd.plan.rehearse import rehearse, without_memory
-from tests.comm.test_imagined import comparable
+from tests.comm.test_fake import comparable
 
 EXPERTS = {"number": 8, "per_token": 2, "width": 20, "shared": 12, "balance": "lagged", "z_weight": 0.01}
 CONFIG = TransformerConfig.from_dict(
@@ -44,7 +44,7 @@ def recorded(mesh: Mesh) -> list[Entry]:
         made = engine(mesh)
         for module in made.model.modules():
             if isinstance(module, MoE):
-                module.choose = Choice("even")
+                module.choose = StatedRouting("even")
         tokens = torch.randint(0, 101, (4, 16), generator=torch.Generator().manual_seed(mesh.index("dp")))
         made.train_step((tokens, tokens), 2)
     return comparable(record.entries)
@@ -60,9 +60,9 @@ def test_imagined_ranks_with_an_even_load_send_what_running_ones_do(worlds, rank
     for layout in RUN[ranks]:
         found: dict[int, list[Entry]] = {}
         for column in Layout.parse(layout).groups("pp"):  # a rank of each stage
-            world = imagined.World()
+            world = fake.FakeWorld()
 
-            def step(rank: int, layout: str = layout, world: imagined.World = world) -> list[Entry]:
+            def step(rank: int, layout: str = layout, world: fake.FakeWorld = world) -> list[Entry]:
                 return recorded(Mesh.imagine(layout, rank, world))
 
             found |= world.run({rank: partial(step, rank) for rank in column})

@@ -11,18 +11,18 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from isograd.cli import main
+from isograd.cli.main import main
+from isograd.core.layout import Layout
+from isograd.core.mesh import Mesh
 from isograd.errors import PlanError
-from isograd.layout import Layout
-from isograd.mesh import Mesh
 from isograd.models import Transformer, TransformerConfig
 from isograd.nn import ExpertOptions
-from isograd.plan import gantt, machine
+from isograd.plan import machine, picture
 from isograd.plan.costs import OPERATORS, ROUTING, Costs
 from isograd.plan.kernels import attention_share, product_share
 from isograd.plan.machine import Crowded, Link
 from isograd.plan.step_time import predict
-from isograd.plan.work import Habits, Kind, Work
+from isograd.plan.work import BlockKind, FrameworkProfile, Work
 
 H100 = machine.load("h100")
 SMALL = TransformerConfig(vocab=32000, hidden=2048, layers=16, heads=16, kv_heads=8, mlp=5632)
@@ -55,10 +55,8 @@ def test_eight_bits_cost_their_casts_and_gradients_their_sums() -> None:
     free = dataclasses.replace(H100, memory_gb_s=1e9)
     costs = [Costs(work(products="fp8"), layout, device) for device in (H100, free)]
     assert costs[0].product(8192, 2048, 8192) > 1.05 * costs[1].product(8192, 2048, 8192)
-    sums = [
-        Costs(work(batch=256, habits=Habits(fused_sums=fused)), layout, H100).of_block(Kind())["B"].compute
-        for fused in (False, True)
-    ]
+    profiles = [FrameworkProfile(fused_sums=fused) for fused in (False, True)]
+    sums = [Costs(work(batch=256, profile=p), layout, H100).of_block(BlockKind())["B"].compute for p in profiles]
     elements = 2048 * (128 * (2 * 16 + 2 * 8) + 3 * 5632) + 2 * 2048
     assert sums[0] - sums[1] == pytest.approx(elements * (2 + 4 + 4) / (3350e9 * 0.8), rel=1e-6)
 
@@ -96,9 +94,9 @@ def test_two_ranks_on_a_device_get_what_was_measured_for_two() -> None:
     assert together.parts["bubble"] < 0.1 * together.seconds  # two devices are busy while any two ranks have work
     assert sum(together.parts.values()) == pytest.approx(together.seconds)
     assert H100.shared(64) == H100  # it has other nodes
-    assert machine.from_dict(machine.yamls.parse(machine.text(measured)), "itself") == measured
+    assert machine.from_dict(machine.yaml_reader.parse(machine.text(measured)), "itself") == measured
     with pytest.raises(PlanError, match=r"crowded\.link\.gb_s is missing"):
-        machine.from_dict(machine.yamls.parse(machine.text(measured).replace("    gb_s: 1.0\n", "")), "a file")
+        machine.from_dict(machine.yaml_reader.parse(machine.text(measured).replace("    gb_s: 1.0\n", "")), "a file")
 
 
 VIEWS = ("view", "t", "transpose", "detach", "_unsafe_view", "slice", "select", "unsqueeze", "split", "unbind", "empty")
@@ -134,17 +132,17 @@ def test_operators_of_a_block_are_those_that_its_forward_starts(experts: ExpertO
 @pytest.mark.parametrize("words", ["dp8 zero3", "dp2 tp4 sp pp4 zero1", "dp2 tp2 sp pp4 vpp2 zero1", "tp2 pp2 zb"])
 def test_the_pictures_step_is_the_predicted_one_and_its_shares_add_up(words: str) -> None:
     layout = Layout.parse(words)
-    described = work(micro_batches=4, habits=Habits(waits_for_sends=layout.pp > 1))
-    rows = gantt.spans(described, layout, H100)
+    described = work(micro_batches=4, profile=FrameworkProfile(waits_for_sends=layout.pp > 1))
+    rows = picture.spans(described, layout, H100)
     end = max(row[-1].end for row in rows)
     assert len(rows) == layout.pp
     assert end == pytest.approx(predict(described, layout, H100).seconds, rel=1e-3)
     for row in rows:
         assert all(before.end <= after.start + 1e-9 for before, after in itertools.pairwise(row))
-        found = gantt.shares(row, end)
+        found = picture.shares(row, end)
         assert sum(found.values()) == pytest.approx(1)
         assert min(found.values()) > -1e-9
-    assert (gantt.shares(rows[0], end)["pp"] > 0) == (layout.pp > 1)
+    assert (picture.shares(rows[0], end)["pp"] > 0) == (layout.pp > 1)
 
 
 def test_a_picture_is_drawn_beside_the_plan_and_never_over_a_file(tmp_path: Path, capsys) -> None:
@@ -154,7 +152,11 @@ def test_a_picture_is_drawn_beside_the_plan_and_never_over_a_file(tmp_path: Path
     assert "step.svg written" in capsys.readouterr().out
     drawn = ET.parse(file).getroot()
     texts = [text.text or "" for text in drawn.iter("{http://www.w3.org/2000/svg}text")]
-    assert {"pp0", "pp1", "forward", "backward", "tp", "bubble", "optimizer"} <= set(texts)
+    texts += ["".join(text.itertext()) for text in drawn.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"forward", "backward", "tp", "optimizer"} <= set(texts)
+    assert all(
+        any(text.startswith(f"{rank}  compute ") and "bubble" in text for text in texts) for rank in ("pp0", "pp1")
+    )
     assert any("dp2 tp2 sp pp2 zero1 on 8 x h100" in text for text in texts)
     assert main([*words, "--picture", str(file)]) == 2
     assert "IG274" in capsys.readouterr().err

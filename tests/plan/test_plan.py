@@ -17,21 +17,24 @@ from typing import Any
 import pytest
 import yaml
 
-from isograd.cli import main
+from isograd.cli.main import main
+from isograd.core.contract_table import contracts
+from isograd.core.layout import Layout
+from isograd.core.mesh import Mesh
 from isograd.errors import PlanError
-from isograd.layout import Layout
-from isograd.models import TransformerConfig
+from isograd.models import Transformer, TransformerConfig
 from isograd.pipeline import build
 from isograd.plan import machine
+from isograd.plan.comm_volume import Transfer
 from isograd.plan.costs import Costs
 from isograd.plan.goodput import best_interval, goodput, share
-from isograd.plan.memory import memory, most_in_flight, of_stage
-from isograd.plan.moves import Move
-from isograd.plan.search import Found, layouts, search
+from isograd.plan.memory import memory, most_in_flight, of_stage, states
+from isograd.plan.search import SearchResult, layouts, search
 from isograd.plan.step_time import predict
-from isograd.plan.work import Habits, Work, held
-from isograd.train import needs, reading
+from isograd.plan.work import FrameworkProfile, Work, params_on_rank
+from isograd.train import reading
 from isograd.train.language import flops_per_token
+from isograd.train.resources import forecast, work_of
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 SMALL = TransformerConfig(vocab=32000, hidden=2048, layers=16, heads=16, kv_heads=8, mlp=5632)
@@ -56,7 +59,7 @@ def test_every_machine_reads_back_what_it_writes(tmp_path: Path, capsys) -> None
     assert main(["machine"]) == 0
     assert "mi300x   AMD" in capsys.readouterr().out
     assert main(["machine", "show", "h100"]) == 0
-    assert machine.from_dict(machine.yamls.parse(capsys.readouterr().out), "shown") == H100
+    assert machine.from_dict(machine.yaml_reader.parse(capsys.readouterr().out), "shown") == H100
 
 
 def test_a_machine_with_mistakes_is_refused_with_all_of_them(tmp_path: Path) -> None:
@@ -96,12 +99,12 @@ def test_a_machine_without_a_link_or_a_dtype_refuses_what_needs_it() -> None:
 def test_groups_that_cross_nodes_use_the_links_of_their_members() -> None:
     """A collective of 64 ranks uses all 8 links of a node; one with a single member in each node uses one."""
     whole, sparse = (Costs(work(), Layout.parse(text), H100) for text in ("dp64", "dp8 tp8"))
-    gigabyte = Move("dp cp", "collective", 1e9)
+    gigabyte = Transfer("dp cp", "collective", 1e9)
     rate = H100.rates.links * 1e9
     assert H100.between is not None
     assert whole.move(gigabyte) == pytest.approx(1e9 / (rate * 8 * H100.between.gb_s), rel=0.05)
     assert sparse.move(gigabyte) == pytest.approx(1e9 / (rate * H100.between.gb_s), rel=0.05)
-    assert sparse.move(Move("tp", "collective", 1e9)) == pytest.approx(1e9 / (rate * H100.inside.gb_s), rel=0.05)
+    assert sparse.move(Transfer("tp", "collective", 1e9)) == pytest.approx(1e9 / (rate * H100.inside.gb_s), rel=0.05)
 
 
 # -- time
@@ -141,7 +144,7 @@ def test_a_layout_is_judged_in_milliseconds() -> None:
     assert (time.process_time() - began) / 100 < 0.01
 
 
-def test_windows_and_caps_cost_what_their_blocks_do() -> None:
+def test_windows_cost_what_their_blocks_do() -> None:
     """isograd has no kernel for them on a GPU: short windows are cheap in products, and dear in operators."""
     layout, long = Layout.parse("dp8 zero1"), work(length=32768, batch=8, micro_batches=1)
     described = {
@@ -149,15 +152,14 @@ def test_windows_and_caps_cost_what_their_blocks_do() -> None:
         "window": dataclasses.replace(SMALL, sliding_window=1024),
         "half": dataclasses.replace(SMALL, sliding_window=1024, full_layers=tuple(range(0, 16, 2))),
         "wide": dataclasses.replace(SMALL, sliding_window=32768),
-        "capped": dataclasses.replace(SMALL, attention_softcap=50.0),
     }
-    fused = Habits(fused_blocks=True)
+    fused = FrameworkProfile(fused_blocks=True)
     seconds = {name: predict(dataclasses.replace(long, model=m), layout, H100).seconds for name, m in described.items()}
     kernels = {
-        name: predict(dataclasses.replace(long, model=m, habits=fused), layout, H100).seconds
+        name: predict(dataclasses.replace(long, model=m, profile=fused), layout, H100).seconds
         for name, m in described.items()
     }
-    assert seconds["wide"] == seconds["full"] == kernels["full"] == kernels["capped"] < seconds["capped"]
+    assert seconds["wide"] == seconds["full"] == kernels["full"]
     assert kernels["window"] < kernels["half"] < kernels["full"]
     assert kernels["half"] == pytest.approx((kernels["window"] + kernels["full"]) / 2, rel=1e-6)
 
@@ -186,25 +188,29 @@ def test_what_a_gpu_holds_of_a_ring_s_scores_is_counted() -> None:
     ("layout", "recompute"),
     [("dp8 zero3", "false"), ("tp4 sp pp4", "true"), ("dp2 cp2 ulysses tp2 pp2 vpp2 zero1", "false")],
 )
-def test_memory_is_what_train_says_before_it_starts(layout: str, recompute: str) -> None:
-    options = [
-        "--layout",
-        layout,
-        "--model.recompute",
-        recompute,
-        "--micro_batches",
-        "8",
-        "--model.options.layers",
-        "8",
-    ]
-    config = reading.load(RECIPES / "llama-1b.yaml", options).config
-    planned = [of_stage(needs.work_of(config), Layout.parse(layout), index) for index in range(Layout.parse(layout).pp)]
-    for mine, theirs in zip(planned, needs.needs(config), strict=True):
-        assert mine.parameters == theirs.parameters
-        assert mine.gradients == theirs.gradients
-        assert mine.optimizer == theirs.optimizer
-        assert mine.activations == theirs.activations
-    assert memory(needs.work_of(config), Layout.parse(layout)).total == max(found.total for found in planned)
+def test_memory_is_that_of_parameters_counted_on_the_model(layout: str, recompute: str) -> None:
+    """The forecast of plan, train and the dry run, against the contracts of a model that is built on each stage."""
+    options = ["--layout", layout, "--model.recompute", recompute, "--micro_batches", "8"]
+    config = reading.load(RECIPES / "llama-1b.yaml", [*options, "--model.options.layers", "8"]).config
+    planned, cut = forecast(config), Layout.parse(layout)
+    for index, found in enumerate(planned.stages):
+        assert (found.parameters, found.gradients, found.optimizer) == counted(work_of(config), cut, index)
+    assert memory(work_of(config), cut).total == planned.largest.total
+    whole = Transformer(work_of(config).model, Mesh.unbound("dp1"), device="meta")
+    assert planned.parameters == planned.trained == sum(parameter.numel() for parameter in whole.parameters())
+
+
+def counted(described: Work, layout: Layout, index: int) -> tuple[float, float, float]:
+    """Bytes of parameters, gradients and optimizer: every parameter of a stage's model, by its contract."""
+    mesh = Mesh.unbound(layout, layout.rank({"pp": index, "dp": 0, "cp": 0, "tp": 0}))
+    table = contracts(Transformer(described.model, mesh, device="meta"), mesh)
+    parts: dict[str, int] = {}  # by block; "" is what is in none
+    for record in table:
+        part = ".".join(record.name.split(".")[:2]) if record.name.startswith("blocks.") else ""
+        parts[part] = parts.get(part, 0) + record.parameter.numel()
+    gathered = parts.get("", 0) + 2 * max(size for part, size in parts.items() if part)
+    owned = sum(record.parameter.numel() / mesh.size(record.contract.data) for record in table)
+    return states(layout, described.size, described.micro_batches, sum(parts.values()), owned, gathered, 0)
 
 
 @pytest.mark.parametrize("words", ["pp4", "pp4 vpp2", "pp3 vpp3", "pp4 gpipe", "pp4 zb", "pp2 vpp4"])
@@ -227,9 +233,9 @@ def test_parameters_states_and_products_are_those_that_anybody_counts(
     recipe: str, parameters: int, active: int, spread: int
 ) -> None:
     """The published counts of both models; 12 bytes of AdamW's states for each element that a rank owns; 6 N D."""
-    described = needs.work_of(reading.load(RECIPES / f"{recipe}.yaml").config)
+    described = work_of(reading.load(RECIPES / f"{recipe}.yaml").config)
     c = described.model
-    assert held(described, Layout(), 0).all == parameters
+    assert params_on_rank(described, Layout(), 0).all == parameters
     layout = Layout.parse(f"dp4 tp4 sp pp4 ep{spread} zero1")
     stages = [of_stage(described, layout, index) for index in range(4)]
     replicas = 0.001 * parameters  # norms and routers, which each tp rank has
@@ -261,7 +267,7 @@ def test_a_search_finds_the_fastest_that_fits_and_says_why_others_fell_out() -> 
 
 def test_a_search_offers_zero3_with_and_without_a_pipeline_and_predicts_what_it_costs_there() -> None:
     tiny = work(model=dataclasses.replace(SMALL, layers=4), batch=16)
-    offered = list(layouts(tiny, 8, H100, Found([], 0, 0)))
+    offered = list(layouts(tiny, 8, H100, SearchResult([], 0, 0)))
     assert {(layout.pp > 1, layout.zero) for layout in offered if layout.dp > 1} == {
         (False, 1), (False, 3), (True, 1), (True, 3)
     }  # fmt: skip
@@ -361,6 +367,7 @@ def test_a_layout_that_does_not_fit_gets_no_command_but_what_would_fit(capsys) -
         (["--gpus", "9" * 20], "IG600"),
         (["--layout", "dp8 zero1", "--picture", "no/such/folder/step.svg"], "IG274"),
         (["--gpus", "8", "--batch", "1000000000", "--picture", "no-step.svg"], "IG275"),
+        (["--gpus", "8", "--picture", "step.gif"], "IG274"),
         (["--layout", "dp8 zero1", "--failures-per-rank-hour", "1e-320"], "IG277"),
         (["--layout", "dp4", "--gpus", "8"], "IG275"),
         (["--layout", "dp3"], "IG275"),
@@ -413,7 +420,7 @@ def test_operators_without_a_cost_are_named_and_the_step_is_said_to_be_longer(ca
 
 
 def test_planning_needs_no_torch_before_it_reads_a_config() -> None:
-    code = "import sys; from isograd.cli import main; main(['machine']); assert 'torch' not in sys.modules"
+    code = "import sys; from isograd.cli.main import main; main(['machine']); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
@@ -457,7 +464,7 @@ def test_this_computer_can_be_measured(tmp_path: Path, capsys) -> None:
 
 
 def test_layouts_that_nearly_fill_a_device_are_said_to_be_tight() -> None:
-    from isograd.train.plan import tight
+    from isograd.cli.plan import tight
 
     def needing(*gigabytes: float) -> list[Any]:
         return [SimpleNamespace(memory=SimpleNamespace(total=needed * 1e9)) for needed in gigabytes]

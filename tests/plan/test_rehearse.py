@@ -9,18 +9,18 @@ import pytest
 import torch
 
 from isograd.comm import raw
+from isograd.core.layout import Layout
+from isograd.core.mesh import Mesh
 from isograd.engine import Engine, state
-from isograd.engine.flights import Flights
-from isograd.engine.ledger import Ledger
 from isograd.engine.plan import Slot
+from isograd.engine.reducer import Reducer
 from isograd.engine.state import Part
-from isograd.layout import Layout
-from isograd.mesh import Mesh
+from isograd.engine.step import StepState
 from isograd.models import Transformer, TransformerConfig
-from isograd.plan.check import Finding, check
-from isograd.plan.rehearse import Rank, kinds, rehearse, without_memory
+from isograd.plan.check import Mismatch, check
+from isograd.plan.rehearse import RehearsedRank, kinds, rehearse, without_memory
 from isograd.plan.shapes import shapes
-from tests.comm.test_imagined import comparable, imagined_ranks
+from tests.comm.test_fake import comparable, imagined_ranks
 
 CONFIG = TransformerConfig(vocab=102, hidden=96, layers=2, heads=4, kv_heads=2, mlp=200, qk_norm=True, tied=True)
 
@@ -36,11 +36,11 @@ def build(mesh: Mesh) -> tuple[Engine, Any, int]:
 SIZE = 8000  # more than a bucket of small parameters has
 
 
-def step(layout: str) -> list[Rank]:
+def step(layout: str) -> list[RehearsedRank]:
     return rehearse(build, Layout.parse(layout), large=SIZE)
 
 
-def wrong(layout: str) -> list[Finding]:
+def wrong(layout: str) -> list[Mismatch]:
     return check(step(layout), Layout.parse(layout))
 
 
@@ -56,7 +56,7 @@ def test_a_rank_without_memory_sends_what_one_with_memory_does(layout: str) -> N
 def test_a_right_program_passes(layout: str) -> None:
     ranks = step(layout)
     assert check(ranks, Layout.parse(layout)) == []
-    assert all(rank.debts and rank.parameters and rank.states for rank in ranks)
+    assert all(rank.expected and rank.parameters and rank.states for rank in ranks)
 
 
 def test_kinds_are_ranks_with_equal_programs() -> None:
@@ -74,24 +74,24 @@ def test_a_rank_of_zero3_keeps_rows_and_a_doubled_reduction_is_named(monkeypatch
         first = sum(entry.bytes for entry in rank.entries[: rank.start] if "broadcast" in entry.operation)
         assert (moved, first) == (pytest.approx(size, rel=0.01), size if rank.rank == 0 else 0)
         assert rank.peak.left["gradients"] == 0 < rank.peak.most["gradients"]
-    launch = Flights.launch
+    launch = Reducer.launch
 
-    def twice(self: Flights, bucket: Any, gradients: Any) -> None:
+    def twice(self: Reducer, bucket: Any, gradients: Any) -> None:
         for _ in range(2):
             launch(self, bucket, gradients)
 
-    monkeypatch.setattr(Flights, "launch", twice)
+    monkeypatch.setattr(Reducer, "launch", twice)
     assert "is sent 2 times over the data axes" in wrong("dp2 zero3")[0].what
 
 
 @pytest.mark.parametrize("layout", ["tp2 sp", "dp2 tp2 sp zero3"])
 def test_a_missing_reduction_is_named(monkeypatch, layout: str) -> None:
-    pay = Ledger._pay
-    monkeypatch.setattr(Ledger, "_pay", lambda self, axes, slots, due: pay(self, axes, slots[1:], due))
+    pay = StepState._all_reduce_partials
+    monkeypatch.setattr(StepState, "_all_reduce_partials", lambda self, axes, slots, of: pay(self, axes, slots[1:], of))
     found = wrong(layout)
-    assert {f.kind for f in found} == {"debts"}
+    assert {f.kind for f in found} == {"reductions"}
     assert "the gradient of 'blocks.0.attention" in found[0].what
-    assert "over no group; it owes once over [" in found[0].what
+    assert "over no group; its contract says once over [" in found[0].what
 
 
 def test_a_large_sum_counts_once_for_what_this_rank_adds_up_itself_too(monkeypatch) -> None:
@@ -100,50 +100,50 @@ def test_a_large_sum_counts_once_for_what_this_rank_adds_up_itself_too(monkeypat
     ranks = step("tp4 sp")
     assert any(entry.operation == "all_reduce/reduce_scatter" for entry in ranks[0].entries)
     assert check(ranks, Layout.parse("tp4 sp")) == []
-    pay = Ledger._pay
+    pay = StepState._all_reduce_partials
 
-    def twice(self: Ledger, axes: str, slots: Any, due: Any) -> None:
+    def twice(self: StepState, axes: str, slots: Any, due: Any) -> None:
         pay(self, axes, slots, due)
         pay(self, axes, slots[:1], due)
 
-    monkeypatch.setattr(Ledger, "_pay", twice)
+    monkeypatch.setattr(StepState, "_all_reduce_partials", twice)
     assert any("is summed 2 times over ranks [0, 1, 2, 3]" in finding.what for finding in wrong("tp4 sp"))
 
 
 def test_a_doubled_reduction_is_named(monkeypatch) -> None:
-    pay = Ledger._pay
+    pay = StepState._all_reduce_partials
 
-    def twice(self: Ledger, axes: str, slots: Any, due: Any) -> None:
+    def twice(self: StepState, axes: str, slots: Any, due: Any) -> None:
         pay(self, axes, slots, due)
         pay(self, axes, slots[:1], due)
 
-    monkeypatch.setattr(Ledger, "_pay", twice)
+    monkeypatch.setattr(StepState, "_all_reduce_partials", twice)
     found = wrong("tp2 sp")
-    assert "summed 2 times over ranks [0, 1]; it owes once over [0, 1]" in found[0].what
+    assert "summed 2 times over ranks [0, 1]; its contract says once over [0, 1]" in found[0].what
 
 
 def test_a_wrong_group_is_named(monkeypatch) -> None:
-    pay = Ledger._pay
-    monkeypatch.setattr(Ledger, "_pay", lambda self, axes, slots, due: pay(self, "dp cp", slots, due))
-    found = [f.what for f in wrong("dp2 tp2 sp") if f.kind == "debts"]
+    pay = StepState._all_reduce_partials
+    monkeypatch.setattr(StepState, "_all_reduce_partials", lambda self, axes, slots, of: pay(self, "dp cp", slots, of))
+    found = [f.what for f in wrong("dp2 tp2 sp") if f.kind == "reductions"]
     assert found[0].startswith("rank 0: the gradient of 'blocks.0")
-    assert found[0].endswith("is summed 1 times over ranks [0, 2]; it owes once over [0, 1]")
+    assert found[0].endswith("is summed 1 times over ranks [0, 2]; its contract says once over [0, 1]")
 
 
 def test_a_swapped_order_is_named(monkeypatch) -> None:
     """Rank 1 sums the two halves of what it owes in another order."""
-    pay = Ledger._pay
+    pay = StepState._all_reduce_partials
 
-    def halves(self: Ledger, axes: str, slots: Any, due: Any) -> None:
+    def halves(self: StepState, axes: str, slots: Any, due: Any) -> None:
         parts = [slots[:3], slots[3:]]
         for part in parts if self.mesh.rank == 0 else parts[::-1]:
             pay(self, axes, part, due)
 
-    monkeypatch.setattr(Ledger, "_pay", halves)
+    monkeypatch.setattr(StepState, "_all_reduce_partials", halves)
     (finding, *_) = wrong("tp2 sp")
     assert finding.kind == "messages"
     assert "from rank 0 to rank 1" in finding.what
-    assert "all_reduce in engine/ledger.py:_pay" in finding.what
+    assert "all_reduce in engine/step.py:_all_reduce_partials" in finding.what
 
 
 def test_ranks_that_wait_for_each_other_in_a_circle_are_named(monkeypatch) -> None:

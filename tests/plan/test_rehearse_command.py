@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from isograd.cli import main
-from isograd.layout import Layout
-from isograd.mesh import Mesh
+from isograd.cli.main import main
+from isograd.cli.rehearse import _build
+from isograd.core.layout import Layout
+from isograd.core.mesh import Mesh
 from isograd.train.reading import load
-from isograd.train.rehearse import _build
 
 CONFIG = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
 
@@ -21,7 +21,7 @@ def test_a_config_is_rehearsed_and_drawn(capsys, tmp_path: Path) -> None:
     assert main(["rehearse", str(CONFIG), "--layout", "dp2 pp2 zero1", "--picture", str(picture)]) == 0
     said = capsys.readouterr().out
     assert said.startswith("dp2 pp2 zero1: 4 ranks\n\nkind 1: rank 0 (pp0 dp0)")
-    assert "fits together: 4 of 4 ranks were imagined" in said
+    assert "all messages match: 4 of 4 ranks were simulated" in said
     assert "between steps: parameters" in said and "gradients 0 B" in said and "once, at the start: " in said
     assert picture.read_bytes().startswith(b"\x89PNG")
 
@@ -39,7 +39,7 @@ def test_a_shorter_step_has_micro_batches_of_the_same_size() -> None:
     [
         (["--layout", "dp2 tp3"], "cannot be dealt out over tp3"),
         (["--layout", "dp2", "--world", "5"], "layout 'dp2' needs 2 ranks"),
-        (["--layout", " "], "--layout names no layout"),
+        (["--layout", " "], "--layout is empty"),
         (["--picture", "no/such/folder/memory.png"], "cannot be written"),
         (["--micro-batches", "100000000"], "1 to 10,000"),
         (["--micro-batches", "0"], "--micro-batches must be at least 1"),

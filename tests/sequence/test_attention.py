@@ -13,11 +13,21 @@ import torch
 from torch import Tensor
 
 from isograd.comm import ops, raw
+from isograd.core.layout import Layout
+from isograd.core.mesh import Mesh
 from isograd.errors import ModelError
-from isograd.layout import Layout
-from isograd.mesh import Mesh
-from isograd.sequence import attend, block, document_starts, heads_here, naive, places_for, ring, spread, ulysses
-from isograd.sequence.places import reach
+from isograd.sequence import (
+    attend,
+    block,
+    document_starts,
+    heads_here,
+    lay_out_tokens,
+    naive,
+    ring,
+    token_layout_for,
+    ulysses,
+)
+from isograd.sequence.token_layout import visible_keys
 
 LAYOUTS = ["cp2 ulysses", "cp3 ulysses", "cp4 ulysses", "cp2 ring", "cp3 ring", "cp4 ring", "cp4 ulysses2"]
 HEADS = {"4/4": (4, 4), "9/3": (9, 3), "8/2": (8, 2)}
@@ -41,7 +51,7 @@ def run(layout: str, heads: tuple[int, int], batch: int, length: int, packed: bo
     """Output and gradients on this layout, put together from all ranks."""
     mesh = Mesh(layout)
     q, k, v, seed, documents = inputs(heads, batch, length)
-    places, rank = places_for(length, batch, mesh), mesh.index("cp")
+    places, rank = token_layout_for(length, batch, mesh), mesh.index("cp")
     starts = document_starts(places.pad(documents, -1)) if packed else None
     local = [places.shard(t, rank).clone().requires_grad_() for t in (q, k, v)]
     y = attend(partial(whole, starts=starts), *local, mesh, places, starts)
@@ -84,7 +94,7 @@ def test_every_gradient_is_one_devices(worlds, layout: str, heads: str, packed: 
 def run_ring_contiguous() -> dict[str, Tensor]:
     mesh = Mesh("cp3 ring")
     q, k, v, seed, _ = inputs((4, 2), 2, 17)
-    places, rank = spread(17, ring=3, order="contiguous"), mesh.index("cp")
+    places, rank = lay_out_tokens(17, ring=3, order="contiguous"), mesh.index("cp")
     local = [places.shard(t, rank).transpose(1, 2).clone().requires_grad_() for t in (q, k, v)]
     y = ring.attention(*local, mesh.group("cp"), places).transpose(1, 2)
     y.backward(places.shard(seed, rank))
@@ -119,7 +129,7 @@ def test_torchs_kernel_and_our_own_lines_are_the_same_block(heads: str, causal: 
 def middle(heads: tuple[int, int], layout_of_dims: str) -> tuple[Tensor, Tensor, Tensor]:
     """Index-coded q, k, v as this rank's attention function gets them: letter, head, place and row are its digits."""
     mesh = Mesh("cp3 ulysses")
-    places, rank, seen = spread(12, ulysses=3), mesh.index("cp"), []
+    places, rank, seen = lay_out_tokens(12, ulysses=3), mesh.index("cp"), []
 
     def coded(count: int, letter: int) -> Tensor:
         head = torch.arange(count)[None, None, :, None]
@@ -166,7 +176,7 @@ def traffic(layout: str, heads: tuple[int, int], length: int) -> tuple[int, int,
     """(elements this rank sends in forward, in backward, block computations in forward, in backward)."""
     mesh = Mesh(layout)
     q, k, v, seed, _ = inputs(heads, 2, length)
-    places, rank, sent, calls = places_for(length, 2, mesh), mesh.index("cp"), [], []
+    places, rank, sent, calls = token_layout_for(length, 2, mesh), mesh.index("cp"), [], []
     local = [places.shard(t, rank).clone().requires_grad_() for t in (q, k, v)]
     originals = raw.exchange, block.forward, block.backward
 
@@ -211,11 +221,11 @@ def test_ulysses_sends_each_head_once_to_each_rank_that_needs_it(worlds, cp: int
 def test_a_ring_sends_only_keys_that_are_seen_and_skips_what_is_not(worlds, cp: int, heads: str) -> None:
     """Forward: keys and values of mine that member i sees. Backward: the same again, and their gradients home."""
     keys, length = HEADS[heads][1], 24
-    blocks = spread(length, ring=cp).blocks
+    blocks = lay_out_tokens(length, ring=cp).blocks
     total = 0
     for rank, found in enumerate(worlds(cp).run(traffic, f"cp{cp} ring", HEADS[heads], length)):
-        seen = sum(reach(blocks[i], blocks[rank]) for i in range(cp) if i != rank)
-        home = sum(reach(blocks[rank], blocks[i]) for i in range(cp) if i != rank)
+        seen = sum(visible_keys(blocks[i], blocks[rank]) for i in range(cp) if i != rank)
+        home = sum(visible_keys(blocks[rank], blocks[i]) for i in range(cp) if i != rank)
         per_key = 2 * 2 * keys * DIM  # batch 2, k and v
         assert found == (seen * per_key, (seen + home) * per_key, cp, cp)
         total += seen
@@ -224,8 +234,8 @@ def test_a_ring_sends_only_keys_that_are_seen_and_skips_what_is_not(worlds, cp: 
 
 
 def test_a_contiguous_ring_skips_blocks_that_lie_ahead(worlds) -> None:
-    blocks = spread(24, ring=4, order="contiguous").blocks
-    assert [[reach(mine, other) for other in blocks] for mine in blocks] == [
+    blocks = lay_out_tokens(24, ring=4, order="contiguous").blocks
+    assert [[visible_keys(mine, other) for other in blocks] for mine in blocks] == [
         [6, 0, 0, 0], [6, 6, 0, 0], [6, 6, 6, 0], [6, 6, 6, 6]
     ]  # fmt: skip
 
@@ -235,7 +245,7 @@ def test_a_contiguous_ring_skips_blocks_that_lie_ahead(worlds) -> None:
 
 def test_fewer_heads_than_ulysses_ranks_are_refused_with_the_way_out() -> None:
     with pytest.raises(ModelError, match="IG407") as error:
-        ulysses.deal(2, 2, 3)
+        ulysses.assign_heads(2, 2, 3)
     assert "cpN ulyssesM" in str(error.value)
     assert heads_here(9, 3, Mesh.unbound("cp4 ulysses2", rank=3)) == (5, 9)
 

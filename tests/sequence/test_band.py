@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from isograd.mesh import Mesh
-from isograd.sequence import attend, band, document_starts, naive, places_for
+from isograd.core.mesh import Mesh
+from isograd.sequence import attend, band, document_starts, naive, token_layout_for
 from isograd.sequence.band import pieces
-from isograd.sequence.places import reach, sights, spread
+from isograd.sequence.token_layout import block_masks, lay_out_tokens, visible_keys
 
 
 def inputs(length: int, heads: int = 4, kv_heads: int = 2) -> list[Tensor]:
@@ -66,24 +66,24 @@ def test_blocks_outside_the_band_are_not_computed() -> None:
 
 @pytest.mark.parametrize(("ring", "length", "window"), [(2, 16, 3), (4, 32, 5), (4, 32, 14), (3, 25, 1)])
 def test_a_ring_sends_no_keys_that_no_query_sees_through_the_window(ring: int, length: int, window: int) -> None:
-    places = spread(length, ring=ring)
+    places = lay_out_tokens(length, ring=ring)
     for mine, theirs in product(range(ring), range(ring)):
         queries, keys = places.block_positions(mine), places.block_positions(theirs)
         seen = (keys <= queries[:, None]) & (keys > queries[:, None] - window)
         blocks = places.blocks[mine], places.blocks[theirs]
         covered = torch.zeros_like(seen)
-        for sight in sights(*blocks, window):
+        for sight in block_masks(*blocks, window):
             part = seen[sight.start : sight.stop]
             covered[sight.start : sight.stop, : sight.keys] = True
             assert part.any() or mine == theirs
         assert not (seen & ~covered).any()
-        assert (reach(*blocks, window) > 0) == bool(seen.any())
+        assert (visible_keys(*blocks, window) > 0) == bool(seen.any())
 
 
 def on_ranks(layout: str, length: int) -> list[str]:
     """What is wrong on this rank, for all windows."""
     mesh = Mesh(layout)
-    places, rank = places_for(length, 2, mesh), mesh.index("cp")
+    places, rank = token_layout_for(length, 2, mesh), mesh.index("cp")
     *qkv, seed = inputs(length)
     wrong = []
     for window, softcap, packed in CASES:

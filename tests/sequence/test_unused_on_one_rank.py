@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from isograd.core.mesh import DATA, Mesh
 from isograd.engine import Engine
-from isograd.mesh import DATA, Mesh
 from isograd.models import Transformer, TransformerConfig
 
 CONFIG = TransformerConfig(vocab=31, hidden=16, layers=3, heads=4, head_dim=4, mlp=20)

@@ -26,7 +26,7 @@ from isograd.data import build
 from isograd.errors import LaunchError
 from isograd.train import loop
 from isograd.train.config import Config
-from isograd.train.language import Language
+from isograd.train.language import LanguageTask
 from tests.train.test_loop import QUIET, config_of, losses
 
 LAYOUTS = ("dp2 zero1", "dp2 zero3", "tp2 sp zero1", "pp2")
@@ -41,15 +41,15 @@ class Kill:
     rank: int
     after: float
 
-    def __call__(self, step: int, job: Language) -> None:
+    def __call__(self, step: int, task: LanguageTask) -> None:
         self.steps_before -= 1
-        if self.steps_before == -1 and job.mesh.rank == self.rank:
+        if self.steps_before == -1 and task.mesh.rank == self.rank:
             threading.Timer(self.after, partial(os.kill, os.getpid(), signal.SIGKILL)).start()
 
 
 def one_life(world: World, config: Config, kill: Kill | None) -> bool:
     """Whether the run came to its end."""
-    orders = loop.Orders(show="none", signals=(), before_step=kill)
+    orders = loop.RunOptions(show="none", signals=(), before_step=kill)
     try:
         ended = all(outcome.code == 0 for outcome in world.run(loop.run, config, orders, timeout=600))
         if kill is not None:

@@ -12,19 +12,19 @@ import torch
 import yaml
 
 from isograd import verify
-from isograd.cli import main
-from isograd.data import Mixture, Source, build, sums
+from isograd.cli.main import main
+from isograd.core.mesh import Mesh
+from isograd.data import Mixture, Source, build, builtin_chats
 from isograd.errors import IsogradError
-from isograd.mesh import Mesh
 from isograd.models import Transformer, TransformerConfig
+from isograd.prove import Case
 from isograd.train import journal, loop, texts
 from isograd.train.config import Config
 from isograd.train.language import first_answer
-from isograd.train.loop import Orders
-from isograd.verify import Case
+from isograd.train.loop import RunOptions
 
 pytest.importorskip("transformers")
-QUIET = Orders(show="none", signals=())
+QUIET = RunOptions(show="none", signals=())
 MODEL = {"hidden": 24, "layers": 2, "heads": 4, "kv_heads": 4, "mlp": 40}
 
 
@@ -104,11 +104,13 @@ def conversations(mesh: Mesh, folder: Path) -> Case:
 
 @pytest.mark.medium
 def test_gradients_of_packed_conversations_are_those_of_one_device(tmp_path: Path) -> None:
-    source, folder = sums.conversations(tmp_path / "sums.jsonl"), sums.tokenizer(tmp_path / "tokenizer")
-    build(tmp_path / "tokens", [source], tokenizer=str(folder), chat=True, validation=0)
-    report = verify.verify(
-        partial(conversations, folder=tmp_path / "tokens"), ["dp2 zero3", "tp2 sp", "cp2 ring", "pp2"]
+    source, folder = (
+        builtin_chats.conversations(tmp_path / "sums.jsonl", "sums"),
+        builtin_chats.tokenizer(tmp_path / "tokenizer"),
     )
+    build(tmp_path / "tokens", [source], tokenizer=str(folder), chat=True, validation=0)
+    layouts = ["dp2 zero3", "tp2 sp", "cp2 ring", "pp2"]
+    report = verify(partial(conversations, folder=tmp_path / "tokens"), layouts)
     assert report.ok, str(report)
 
 
@@ -126,7 +128,10 @@ def prepares(config: Config) -> str:
 
 
 def test_that_nothing_is_held_out_is_said_where_something_was_to_be(tmp_path: Path) -> None:
-    few, folder = sums.conversations(tmp_path / "sums.jsonl"), sums.tokenizer(tmp_path / "tokenizer")
+    few, folder = (
+        builtin_chats.conversations(tmp_path / "sums.jsonl", "sums"),
+        builtin_chats.tokenizer(tmp_path / "tokenizer"),
+    )
     few.write_text("".join(few.read_text().splitlines(keepends=True)[:60]))
 
     def said(name: str, share: float, **evaluate: int) -> bool:
@@ -143,7 +148,7 @@ def test_all_ranks_refuse_a_conversation_that_one_process_reads(worlds, tmp_path
     sources = {"sources": [{"path": str(tmp_path / "chats.jsonl")}], "length": 50}
     with pytest.raises(IsogradError, match="IG642"):
         texts.prepare(config_of(tmp_path / "bare", data=sources))
-    sources["tokenizer"] = str(sums.tokenizer(tmp_path / "tokenizer"))
+    sources["tokenizer"] = str(builtin_chats.tokenizer(tmp_path / "tokenizer"))
     said = worlds(2).run(prepares, config_of(tmp_path / "run", data=sources, layout="dp2"))
     assert said == [f"IG990 {tmp_path}/chats.jsonl, document 1"] * 2
 
@@ -151,7 +156,7 @@ def test_all_ranks_refuse_a_conversation_that_one_process_reads(worlds, tmp_path
 def test_the_command_refuses_before_any_rank_starts(tmp_path: Path, capsys, monkeypatch) -> None:
     monkeypatch.setattr("isograd.comm.launch.World.__enter__", lambda self: pytest.fail("a rank was started"))
     (tmp_path / "chats.jsonl").write_text('{"text": "no conversation"}\n')
-    sums.tokenizer(tmp_path / "tokenizer")
+    builtin_chats.tokenizer(tmp_path / "tokenizer")
     values = config_of(
         tmp_path / "run",
         data={

@@ -12,8 +12,8 @@ import pytest
 import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
-from isograd.cli import main
-from isograd.train import emit
+from isograd.cli.main import main
+from isograd.train.run import emit
 
 RUN = """version: 1
 run: {run}
@@ -89,9 +89,20 @@ def test_slurm_gets_machines_time_partition_and_cores() -> None:
     assert (found["partition"], found["time"], found["cpus-per-task"]) == ("gpu.long", "2-00:00:00", "12")
     assert "partition" not in directives(script("slurm"))
     assert directives(script("slurm", "--gpus-per-node", "4"))["nodes"] == "16"
-    assert directives(script("slurm", "--nodes", "2"))["gpus-per-node"] == "32"
+    assert directives(script("slurm", "--nodes", "2", "--gpus-per-node", "32"))["gpus-per-node"] == "32"
     assert directives(script("slurm", layout="dp2"))["nodes"] == "1"
     assert directives(script("slurm", layout="dp4 tp3"))["nodes"] == "3"  # of 4 GPUs: 8 do not divide 12
+
+
+@pytest.mark.parametrize("kind", ["slurm", "torchrun", "k8s"])
+def test_machines_of_more_gpus_than_is_usual_are_asked_for(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """FAILURES E17: --nodes 8 gave a script for 64 GPUs a node."""
+    Path("run.yaml").write_text(RUN.format(layout="dp128 tp4 zero1", run="runs/one").replace("64", "512"))
+    assert main(["train", "run.yaml", "--emit", kind, "--nodes", "8"]) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith("IG638") and not said.out
+    assert "64 GPUs on each" in said.err and "--gpus-per-node 8 (with --nodes 64)" in said.err
+    assert main(["train", "run.yaml", "--emit", kind, "--nodes", "8", "--gpus-per-node", "64"]) == 0
 
 
 @pytest.mark.parametrize(("code", "requeued"), [(0, False), (75, True), (1, False)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -17,22 +18,40 @@ from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import IO
+from unittest.mock import patch
 
+import psutil
 import pytest
 import torch
 import yaml
 
-from isograd.checkpoint import Keeper, files, folder, write
+from isograd.checkpoint import CheckpointManager, files, folder, write
+from isograd.checkpoint.compare import damages
+from isograd.checkpoint.read import Reader
 from isograd.comm.launch import World
 from isograd.engine.plan import Slot
-from isograd.errors import LaunchError, TrainError
-from isograd.train import journal, loop, peers
-from isograd.train.language import Language
-from isograd.train.stall import STALLED
+from isograd.errors import CheckpointError, LaunchError, TrainError
+from isograd.train import journal, loop
+from isograd.train.language import LanguageTask
+from isograd.train.run import peers
+from isograd.train.run.watchdog import STALLED
 from tests.checkpoint import toys
 from tests.train.test_loop import QUIET, config_of, losses
 
 # -- a flipped bit ---------------------------------------------------------------------------------------------------
+
+
+SLOW_STEPS = """
+import sys
+from dataclasses import replace
+from isograd.cli.main import main
+from isograd.train.run import start
+from tests.train.test_faults import slow_steps
+real = start._done_here
+start._done_here = lambda config, ranks, orders: real(config, ranks, replace(orders, before_step=slow_steps))
+if __name__ == "__main__":
+    sys.exit(main())
+"""
 
 
 def flip_a_bit(tensor: torch.Tensor, row: int, bit: int) -> None:
@@ -55,7 +74,7 @@ def flips(late: bool) -> list[tuple[str, str]]:
                 if engine.mesh.rank == 1:
                     slot = next(slot for slot in engine.plan.slots if slot.name == "blocks.1.mlp.up.weight")
                     # An optimizer's step may round a difference in the lowest bit away.
-                    flip_a_bit(engine.held(slot.name), row_of(slot, owned), bit=5 if late else 0)
+                    flip_a_bit(engine.local_shard(slot.name), row_of(slot, owned), bit=5 if late else 0)
                 engine.accumulate(toys.batch(1, engine.mesh), 2)
                 if late:
                     engine.step()
@@ -96,10 +115,10 @@ def test_a_flip_in_a_step_that_is_not_compared_is_found_later_only_at_zero_0(wor
 # -- NaN -------------------------------------------------------------------------------------------------------------
 
 
-def spoil(step: int, job: Language, *, at: int) -> None:
+def spoil(step: int, task: LanguageTask, *, at: int) -> None:
     """What a flipped exponent bit does: NaN in Adam's state on one rank. The gradients stay finite."""
-    if step == at and job.mesh.rank == 1:
-        next(kept for kept in job.engine.optimizer.state.values() if kept)["exp_avg"].view(-1)[0] = torch.nan
+    if step == at and task.mesh.rank == 1:
+        next(kept for kept in task.engine.optimizer.state.values() if kept)["exp_avg"].view(-1)[0] = torch.nan
 
 
 def test_a_state_with_nan_is_not_saved_and_the_run_resumes_before_it(worlds, text: Path, tmp_path: Path) -> None:
@@ -119,21 +138,21 @@ def test_a_state_with_nan_is_not_saved_and_the_run_resumes_before_it(worlds, tex
     assert losses(tmp_path / "run")[-3:] == losses(tmp_path / "whole")[-3:]
 
 
-def wrong_once(step: int, job: Language) -> None:
+def wrong_once(step: int, task: LanguageTask) -> None:
     """In step 2 rank 1 makes one wrong gradient; before step 4 the lowest bit of one of its numbers flips in memory."""
-    if step == 3 and job.mesh.rank == 1 and not hasattr(job, "has_flipped"):
-        job.has_flipped = True  # type: ignore[attr-defined]
-        kept = next(kept for kept in job.engine.optimizer.state.values() if kept["exp_avg"].numel() > 8)
+    if step == 3 and task.mesh.rank == 1 and not hasattr(task, "has_flipped"):
+        task.has_flipped = True  # type: ignore[attr-defined]
+        kept = next(kept for kept in task.engine.optimizer.state.values() if kept["exp_avg"].numel() > 8)
         kept["exp_avg"].view(torch.int32).view(-1)[5] ^= 1
-    if step != 1 or job.mesh.rank != 1 or hasattr(job, "was_wrong"):
+    if step != 1 or task.mesh.rank != 1 or hasattr(task, "was_wrong"):
         return
-    job.was_wrong = True  # type: ignore[attr-defined]
+    task.was_wrong = True  # type: ignore[attr-defined]
 
     def hook(gradient: torch.Tensor) -> torch.Tensor:
         handle.remove()
         return gradient * (1 + 2**-20)
 
-    handle = job.engine.plan.slots[0].parameter.register_hook(hook)
+    handle = task.engine.plan.slots[0].parameter.register_hook(hook)
 
 
 @pytest.mark.medium
@@ -184,9 +203,9 @@ def slow_run(home: Path, text: Path, limit: float) -> tuple[int, float]:
     began = time.monotonic()
     with ExitStack() as stack:
 
-        def slow(step: int, job: Language) -> None:
-            tensors = sum(len(kept) for kept in job.engine.optimizer.state.values())
-            if step == 1 and job.mesh.rank == 1:
+        def slow(step: int, task: LanguageTask) -> None:
+            tensors = sum(len(kept) for kept in task.engine.optimizer.state.values())
+            if step == 1 and task.mesh.rank == 1:
                 stack.enter_context(slow_writer(3 * limit / tensors))
 
         return loop.run(config, replace(QUIET, before_step=slow)).code, time.monotonic() - began
@@ -205,7 +224,7 @@ def error_during_a_save(home: Path) -> list[int]:
     engine = toys.engine_of("dp2 zero1")
     toys.train(engine, 0, 1, gradients=False)
     slow = slow_writer(0.03) if engine.mesh.rank == 1 else nullcontext()
-    with slow, pytest.raises(ValueError, match="elsewhere"), Keeper(home, engine) as keeper:
+    with slow, pytest.raises(ValueError, match="elsewhere"), CheckpointManager(home, engine) as keeper:
         keeper.save(1)
         raise ValueError("elsewhere")
     return [step for step, _ in folder.checkpoints(home)]
@@ -220,7 +239,7 @@ def killed_while_the_other_rank_writes(home: Path) -> None:
     """Rank 1 has written its part, and is killed; rank 0, in `wait`, writes for ten seconds more."""
     engine = toys.engine_of("dp2 zero1")
     toys.train(engine, 0, 1, gradients=False)
-    with slow_writer(0.1 if engine.mesh.rank == 0 else 0.0), Keeper(home, engine) as keeper:
+    with slow_writer(0.1 if engine.mesh.rank == 0 else 0.0), CheckpointManager(home, engine) as keeper:
         keeper.save(1)
         if engine.mesh.rank == 1:
             assert keeper._writing is not None
@@ -260,6 +279,133 @@ def test_a_writer_gives_a_sign_of_life_every_few_seconds_on_a_disk_of_any_speed(
         signs.append(clock[0])
         assert clock[0] >= 20e6 / rate
         assert max(b - a for a, b in pairwise(signs)) < 2.5
+
+
+# -- a save that fails: FAILURES E8 ----------------------------------------------------------------------------------
+
+
+class Disk:
+    """Fails `times` times, from the save of `step` on, on one rank; the run's writer of a step before is awaited."""
+
+    def __init__(self, how: str, step: int, times: int) -> None:
+        self.how, self.step, self.left = how, step, times
+        self.whole = files.flush, Path.rename
+
+    def __call__(self, step: int, task: LanguageTask) -> None:
+        for thread in threading.enumerate():
+            if thread.name.startswith("isograd checkpoint"):
+                thread.join(0.2)  # a writer fails within the step after the save; one that pauses is not awaited
+        if step == self.step - 1 and task.mesh.rank == (0 if self.how == "rename" else 1):
+            files.flush = self.flush
+            Path.rename = lambda a, b: self.rename(a, b)  # type: ignore[method-assign] # noqa: PLW0108
+
+    def fails(self) -> bool:
+        self.left -= 1
+        return self.left >= 0
+
+    def flush(self, file: IO[bytes]) -> None:
+        if self.how != "rename" and "safetensors" in file.name and self.fails():
+            raise OSError(getattr(errno, self.how), os.strerror(getattr(errno, self.how)))
+        self.whole[0](file)
+
+    def rename(self, source: Path, target: Path) -> Path:
+        lost = self.how == "rename" and ".partial-" in source.name and self.fails()
+        return target if lost else self.whole[1](source, target)
+
+    def mend(self) -> None:
+        files.flush, Path.rename = self.whole  # type: ignore[method-assign]
+
+
+def failing_saves(home: Path, text: Path, on_error: str, disk: tuple[str, int, int]) -> str:
+    """Six steps, saved every two; how the run ended."""
+    saving = {"every": 2, "keep_last": 9, "on_error": on_error}
+    config = config_of(home, text, layout="dp2 zero1", steps=6, evaluate={"batches": 1}, checkpoint=saving)
+    broken = Disk(*disk)
+    with patch("isograd.checkpoint.manager.PAUSE_S", 0.01):
+        try:
+            return str(loop.run(config, replace(QUIET, before_step=broken)).code)
+        except CheckpointError as error:
+            return str(error)
+        finally:
+            broken.mend()
+
+
+@pytest.mark.parametrize(
+    ("on_error", "disk", "code", "saved", "steps"),
+    [
+        ("retry", ("EIO", 2, 2), "0", [2, 4, 6], 6),
+        ("retry", ("rename", 4, 1), "0", [2, 4, 6], 6),
+        ("retry", ("ENOSPC", 4, 99), "IG930", [2], 6),
+        ("go_on", ("EIO", 2, 1), "0", [4, 6], 6),
+        ("go_on", ("ENOSPC", 4, 99), "IG930", [2], 6),
+        ("stop", ("EIO", 2, 1), "IG930", [], 3),
+        ("stop", ("rename", 2, 1), "IG945", [], 3),
+    ],
+)
+def test_a_save_that_fails_is_told_at_the_next_step_and_done_again_or_left_out(
+    worlds, text: Path, tmp_path: Path, on_error: str, disk: tuple[str, int, int], code: str, saved: list[int],
+    steps: int,
+) -> None:  # fmt: skip
+    ended = worlds(2).run(failing_saves, tmp_path / "run", text, on_error, disk)
+    assert ended[0].splitlines()[0] == ended[1].splitlines()[0]
+    assert ended[0].startswith(code), ended[0]
+    places = folder.checkpoints(tmp_path / "run" / "checkpoints")
+    assert [step for step, _ in places] == saved
+    assert not any(damage for _, place in places for _, damage in damages(Reader(place)))
+    lines = list(journal.read(tmp_path / "run" / "metrics.jsonl"))
+    done = [line["step"] for line in lines if "event" not in line]
+    assert done[-1] <= steps
+    told = [number for number, line in enumerate(lines) if line.get("event") == "not saved"]
+    assert bool(told) == (on_error != "stop")
+    if told:
+        step = disk[1]
+        before = [line["step"] for line in lines[: told[0]] if "event" not in line]
+        assert before[-1] == step + 1
+        assert f"the checkpoint of step {step}: " in lines[told[0]]["text"]
+        assert ("try 2 of 3" in lines[told[0]]["text"]) == (on_error == "retry")
+
+
+# -- a task that is suspended -----------------------------------------------------------------------------------------
+
+
+def slow_steps(step: int, task: LanguageTask) -> None:
+    for _ in range(10):  # one sleep would be over when the process wakes up
+        time.sleep(0.1)
+
+
+def everyone(pid: int) -> list[int]:
+    """A process and all below it, those first that others wait for."""
+    return [pid, *(below.pid for below in psutil.Process(pid).children(recursive=True))]
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("stays", [False, True])
+def test_a_job_that_is_suspended_goes_on_and_a_rank_that_stays_behind_is_found(
+    text: Path, tmp_path: Path, stays: bool
+) -> None:
+    """FAILURES E10: exit code 7. `stays`: rank 1 is not woken up, and is the one that is named."""
+    survives = {"resilience": {"after_death": "replace", "copies": "partner"}} if stays else {}
+    config = config_of(tmp_path / "run", text, layout="dp2", safety={"stall_s": 3.0}, steps=8, **survives)
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    command = [sys.executable, "-c", SLOW_STEPS, "train", str(tmp_path / "config.yaml")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        while len(losses(tmp_path / "run")) < 3:
+            time.sleep(0.05)
+        pids = everyone(process.pid)
+        silent = [pid for pid in pids if psutil.Process(pid).name() == "isograd r1"]
+        assert len(silent) == 1
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        time.sleep(8)
+        for pid in pids:
+            if not stays or pid not in silent:
+                os.kill(pid, signal.SIGCONT)
+        said, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, said
+    deaths = [line for line in journal.read(tmp_path / "run" / "metrics.jsonl") if line.get("event") == "death"]
+    assert len(deaths) == stays
+    assert not stays or "as it gave no sign of life" in deaths[0]["text"]
+    assert len(losses(tmp_path / "run")) == 8
 
 
 # -- a rank that never comes -----------------------------------------------------------------------------------------

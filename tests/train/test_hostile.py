@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from isograd.cli import main
+from isograd.cli.main import main
 from isograd.data import build
 from isograd.errors import DataError, IsogradError, TrainError
-from isograd.train import early, journal, loop
+from isograd.train import journal, loop, run_folder, startup
 from isograd.train.config import Config
-from isograd.train.loop import Orders
+from isograd.train.loop import RunOptions
 from tests.train.test_command import SMALL
 from tests.train.test_loop import QUIET, config_of, encoder, evaluations, pairs_of
 
@@ -27,7 +27,9 @@ def config(tmp_path: Path, text: Path) -> Path:
     return file
 
 
-@pytest.mark.parametrize("name", ["checkpoints/lock", "config.yaml", "metrics.partial", "metrics.jsonl", "exit-code"])
+@pytest.mark.parametrize(
+    "name", ["checkpoints/lock", "config.yaml", "metrics.jsonl.partial", "metrics.jsonl", "exit-code"]
+)
 def test_a_run_writes_through_no_link_in_its_folder(
     config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
@@ -46,27 +48,27 @@ def test_a_run_writes_through_no_link_in_its_folder(
 def test_links_that_wandb_makes_in_its_own_folder_do_not_stop_a_resume(tmp_path: Path) -> None:
     (tmp_path / "wandb").mkdir()
     (tmp_path / "wandb" / "latest-run").symlink_to("offline-run-1")
-    journal.make_folder(tmp_path)
+    run_folder.make_folder(tmp_path)
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "wandb").symlink_to(tmp_path)
     with pytest.raises(IsogradError, match=r"IG666.*data/wandb"):
-        journal.make_folder(tmp_path)
+        run_folder.make_folder(tmp_path)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "wandb").symlink_to(tmp_path)
     with pytest.raises(IsogradError, match=r"IG666.*other/wandb"):
-        journal.make_folder(tmp_path / "other")
+        run_folder.make_folder(tmp_path / "other")
 
 
 def test_writers_of_a_journal_follow_no_link_that_is_planted_later(tmp_path: Path) -> None:
     """FAILURES B5: the check at the start is not the only one."""
     victim = tmp_path / "victim"
     victim.write_text("precious")
-    for name in ("metrics.partial", "exit-code"):
+    for name in ("metrics.jsonl.partial", "exit-code.partial"):
         (tmp_path / name).symlink_to(victim)
     with pytest.raises(IsogradError, match="IG666"):
         journal.Journal(tmp_path / "metrics.jsonl", 0, [])
     with pytest.raises(IsogradError, match="IG666"):
-        journal.leave_code(tmp_path, 0)
+        run_folder.write_exit_code(tmp_path, 0)
     assert victim.read_text() == "precious"
 
 
@@ -102,10 +104,10 @@ def test_data_whose_tokenizer_cannot_be_loaded_is_refused_before_ranks_are_start
     def missing(_: object) -> None:
         raise DataError("IG914", "tokenizer.json needs the tokenizers package")
 
-    monkeypatch.setattr(early, "read_tokenizer", missing)
-    early.refuse_early(config_of(tmp_path / "run", text, log={"sample": 0}), "auto")
+    monkeypatch.setattr(startup, "read_tokenizer", missing)
+    startup.refuse_early(config_of(tmp_path / "run", text, log={"sample": 0}), "auto")
     with pytest.raises(DataError, match="IG914"):
-        early.refuse_early(config_of(tmp_path / "run", text, log={"sample": 5}), "auto")
+        startup.refuse_early(config_of(tmp_path / "run", text, log={"sample": 5}), "auto")
 
 
 def noted(folder: Path) -> list[Any]:
@@ -117,7 +119,7 @@ def test_data_without_validation_is_said_at_the_start_and_a_run_leaves_its_exit_
     (tmp_path / "in.txt").write_text("some text that is long enough for a window or two of tokens")
     build(tmp_path / "tokens", [tmp_path / "in.txt"], validation=0)
     run: Config = config_of(tmp_path / "run", tmp_path / "tokens", steps=2, micro_batches=1, batch=2)
-    worlds(1).run(loop.run, run, Orders(show="none", signals=(), until=1))
+    worlds(1).run(loop.run, run, RunOptions(show="none", signals=(), until=1))
     assert (tmp_path / "run" / "exit-code").read_text() == "75\n"
     worlds(1).run(loop.run, run, QUIET)
     assert (tmp_path / "run" / "exit-code").read_text() == "0\n"

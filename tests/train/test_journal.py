@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from isograd import inside
 from isograd.errors import TrainError
-from isograd.train import curves, journal
+from isograd.io import atomic, plots
+from isograd.train import journal, run_folder
 from isograd.train.config import Optimizer
 from isograd.train.journal import Journal
 from isograd.train.optimizers import rate
@@ -49,7 +49,7 @@ def test_what_is_not_finite_stays_readable_json(tmp_path: Path) -> None:
         "step": 1, "loss": None, "grad_norm": None,
     }  # fmt: skip
     assert len(shown) == 1
-    assert curves.losses(tmp_path / "m.jsonl") == ([], [])
+    assert journal.curve(tmp_path / "m.jsonl") == plots.Curve([])
 
 
 def test_a_step_is_one_line_with_everything_in_it() -> None:
@@ -78,18 +78,18 @@ def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
         Journal(tmp_path / "no" / "such" / "m.jsonl", 0, [])
     (tmp_path / "file").touch()
     with pytest.raises(TrainError, match="IG988"):
-        journal.make_folder(tmp_path / "file" / "run")
+        run_folder.make_folder(tmp_path / "file" / "run")
 
 
 def test_the_curve_is_high_where_the_loss_is() -> None:
-    assert journal.curve([3.0, 2.0, 1.0]) == "█▄▁"
-    assert journal.curve([1.0, 1.0]) == "▁▁"
-    assert journal.curve([float("nan")]) == ""
-    assert len(journal.curve([float(i) for i in range(1000)])) <= 60
+    assert journal.sparkline([3.0, 2.0, 1.0]) == "█▄▁"
+    assert journal.sparkline([1.0, 1.0]) == "▁▁"
+    assert journal.sparkline([float("nan")]) == ""
+    assert len(journal.sparkline([float(i) for i in range(1000)])) <= 60
 
 
 @pytest.mark.parametrize(
-    ("schedule", "middle"), [("constant", 1.0), ("linear", 0.55), ("cosine", 0.55)]
+    ("schedule", "middle"), [("constant", 1.0), ("linear", 0.55), ("cosine", 0.55), ("wsd", 1.0)]
 )  # half way from 1 to 0.1
 def test_the_rate_rises_and_falls_as_its_schedule_says(schedule: str, middle: float) -> None:
     config = Optimizer(lr=1e-2, min_lr=1e-3, warmup=4, schedule=schedule)
@@ -108,11 +108,12 @@ def test_a_picture_shows_losses_distances_and_accuracies(tmp_path: Path) -> None
             log.write(step=step, loss=factor * 4.0 / step)
         log.write(step=3, event="evaluation", loss=1.5, weight=10, unit="pairs", accuracy=0.75)
         log.close()
-    assert curves.measures(runs["dp1"]) == {"accuracy": [(3, 0.75)]}
-    apart = curves.differences(runs)
+    drawn = {name: journal.curve(file) for name, file in runs.items()}
+    assert drawn["dp1"].measures == {"accuracy": [(3, 0.75)]}
+    apart = plots.differences(drawn)
     assert list(apart) == ["tp2"]
     assert [gap for _, gap in apart["tp2"]] == pytest.approx([1e-9] * 3, rel=1e-3)
-    assert curves.draw(runs, tmp_path / "x.png", "two runs")
+    assert plots.curves(drawn, tmp_path / "x.png", "two runs")
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
     assert not list(tmp_path.glob("*.partial*"))
 
@@ -130,7 +131,17 @@ def test_the_live_picture_shows_any_text_as_it_is(capsys: pytest.CaptureFixture[
 def test_a_text_that_cannot_be_written_whole_leaves_the_one_before(tmp_path: Path) -> None:
     """A run that was killed as it wrote its first config.yaml left it empty, and its next start was refused (IG989)."""
     file = tmp_path / "config.yaml"
-    inside.replace_text(file, "before")
+    atomic.replace_text(file, "before")
     with pytest.raises(UnicodeEncodeError):
-        inside.replace_text(file, "after" * 10_000 + "\udc80")
+        atomic.replace_text(file, "after" * 10_000 + "\udc80")
     assert file.read_text() == "before"
+
+
+def test_wsd_is_constant_and_falls_in_the_last_part_of_the_run() -> None:
+    config = Optimizer(lr=1e-2, min_lr=1e-3, warmup=10, schedule="wsd", decay=0.25)
+    found = [rate(config, step, 100) for step in range(101)]
+    assert found[4] == 0.5
+    assert found[10:76] == [1.0] * 66
+    assert found[76] == pytest.approx(1 - 0.9 / 25)
+    assert found[88] == pytest.approx(1 - 0.9 * 13 / 25)
+    assert found[100] == pytest.approx(0.1)

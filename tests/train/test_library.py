@@ -15,21 +15,21 @@ import torch.nn.functional as F
 import yaml
 from torch import Tensor
 
-from isograd.cli import main
-from isograd.data import Mixture, sums
+from isograd.cli.main import main
+from isograd.core.mesh import Mesh
+from isograd.data import Mixture, builtin_chats
 from isograd.errors import IsogradError, LaunchError
-from isograd.hugging.rows import positions, refuse_packing
-from isograd.hugging.wide import Wide
-from isograd.mesh import Mesh
-from isograd.train import journal, loop, references, texts
+from isograd.hf.force_fp64 import ForceFP64
+from isograd.hf.training_rows import positions, refuse_packing
+from isograd.train import journal, loop, preference, texts
 from isograd.train.config import Config
-from isograd.train.job import make_job
-from isograd.train.loop import Orders
-from isograd.train.optimizers import Schedule
+from isograd.train.loop import RunOptions
+from isograd.train.optimizers import LearningRateSchedule
+from isograd.train.tasks import make_task
 from tests.train.test_preference import pairs
 
 peft = pytest.importorskip("peft")
-QUIET = Orders(show="none", signals=())
+QUIET = RunOptions(show="none", signals=())
 STEPS, ROWS = 3, 4
 SHAPE = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
 SHAPE |= {"num_key_value_heads": 2, "vocab_size": 259, "max_position_embeddings": 256}
@@ -44,7 +44,7 @@ def base(folder: Path, kind: str = "qwen2") -> Path:
     made = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SHAPE), dtype=torch.float64)
     for parameter in made.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
-    sums.tokenizer(folder / "base")
+    builtin_chats.tokenizer(folder / "base")
     made.save_pretrained(folder / "base")
     return folder / "base"
 
@@ -71,8 +71,8 @@ Step = tuple[float, dict[str, Tensor]]
 
 def steps_of(config: Config) -> Iterator[tuple[Any, Step]]:
     """The task of a run on this rank: after each step its loss, and the gradients before it by name."""
-    job = make_job(config, Mesh(config.layout), lambda _: None)
-    schedule = Schedule(config.optimizer, job.engine.optimizer, config.steps)
+    job = make_task(config, Mesh(config.layout), lambda _: None)
+    schedule = LearningRateSchedule(config.optimizer, job.engine.optimizer, config.steps)
     for step in range(STEPS):
         schedule.set(step)
         job.accumulate(job.batch(step))
@@ -104,7 +104,7 @@ def plain(config: Config, started: Path) -> Any:
 
 def logp(model: Any, tokens: Tensor, labels: Tensor) -> Tensor:
     """[labels that count]: of one text by itself."""
-    with Wide():
+    with ForceFP64():
         logits = model(input_ids=tokens[None]).logits[0]
     return -F.cross_entropy(logits, labels, ignore_index=-100, reduction="none")[labels != -100]
 
@@ -143,7 +143,7 @@ def expected(config: Config, started: Path) -> tuple[list[Step], Any]:
     groups = [{"params": matrices, "weight_decay": config.optimizer.weight_decay}, {"params": rest, "weight_decay": 0}]
     options = config.optimizer
     adam = torch.optim.AdamW([g for g in groups if g["params"]], lr=options.lr, betas=options.betas, eps=options.eps)
-    schedule, steps = Schedule(options, adam, config.steps), []
+    schedule, steps = LearningRateSchedule(options, adam, config.steps), []
     for step in range(STEPS):
         schedule.set(step)
         loss = (chat_loss if config.task == "chat" else dpo_loss)(model, config, step)
@@ -185,9 +185,9 @@ def test_adapters_have_the_gradients_of_plain_torch_under_every_layout(worlds, t
     config = config_of(tmp_path / "run", task, **({} if task == "chat" else {"data": few}), **MORE[task])
     config.folder.mkdir()
     texts.prepare(config)
-    from isograd.checkpoint import export_adapters
+    from isograd.hf import export_adapters
 
-    job = make_job(config, Mesh("dp1"), lambda _: None)
+    job = make_task(config, Mesh("dp1"), lambda _: None)
     export_adapters(job.engine, tmp_path / "start")
     truth, _ = expected(config, tmp_path / "start")
     assert len(truth[-1][1]) == 2 * 2 * len(LORA["targets"])
@@ -215,7 +215,7 @@ def test_a_run_with_adapters_resumes_under_another_layout_and_is_written_for_pef
     lines = journal.read(whole.folder / "metrics.jsonl")
     assert any("▮" in str(line.get("text")) for line in lines)
     cut = config_of(tmp_path / "cut", "chat", layout="dp2 zero1")
-    assert worlds(2).run(loop.run, cut, Orders(show="none", signals=(), until=2))[0].code == 75
+    assert worlds(2).run(loop.run, cut, RunOptions(show="none", signals=(), until=2))[0].code == 75
     assert worlds(2).run(loop.run, cut.model_copy(update={"layout": "tp2"}), QUIET)[0].code == 0
     logged = [
         [line["loss"] for line in journal.read(c.folder / "metrics.jsonl") if "loss" in line] for c in (whole, cut)
@@ -261,10 +261,10 @@ def test_adapters_of_a_run_that_was_killed_and_stopped_are_those_of_one_that_was
     with pytest.raises(LaunchError, match="SIGKILL"):
         worlds(2).run(
             loop.run, cut.model_copy(update={"layout": "dp2 zero1"}),
-            Orders(show="none", signals=(), before_step=dies),
+            RunOptions(show="none", signals=(), before_step=dies),
         )  # fmt: skip
     again = cut.model_copy(update={"layout": "tp2"})
-    assert worlds(2).run(loop.run, again, Orders(show="none", signals=(), until=4))[0].code == 75
+    assert worlds(2).run(loop.run, again, RunOptions(show="none", signals=(), until=4))[0].code == 75
     assert loop.run(cut, QUIET).code == 0
     logged = [
         {line["step"]: line["loss"] for line in journal.read(c.folder / "metrics.jsonl") if "loss" in line}
@@ -287,7 +287,7 @@ def test_dropout_of_adapters_is_a_function_of_the_step(tmp_path: Path) -> None:
     for name, until in (("whole", None), ("cut", 1), ("cut", None)):
         config = config_of(tmp_path / name, "chat", adapter={**LORA, "dropout": 0.3})
         torch.manual_seed(len(losses))
-        loop.run(config, Orders(show="none", signals=(), until=until))
+        loop.run(config, RunOptions(show="none", signals=(), until=until))
         losses.append([line["loss"] for line in journal.read(config.folder / "metrics.jsonl") if "loss" in line])
     assert losses[2] == losses[0] and len(losses[0]) == STEPS + 1
     plain_run = config_of(tmp_path / "none", "chat")
@@ -350,7 +350,7 @@ def test_commands_for_the_own_decoder_refuse_and_a_folders_config_decides_its_re
     for words in (["plan", str(file)], ["rehearse", str(file)], ["verify", str(file)]):
         assert main(words) == 2
         assert "IG643" in capsys.readouterr().err
-    before = references.key_of(config, "pairs")
+    before = preference.key_of(config, "pairs")
     values = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**values, "rms_norm_eps": 1e-3}))
-    assert references.key_of(config, "pairs") != before
+    assert preference.key_of(config, "pairs") != before

@@ -14,19 +14,19 @@ import pytest
 import torch
 import yaml
 
-from isograd import random
+from isograd.core import rng
+from isograd.core.loss_terms import Terms
+from isograd.core.mesh import Mesh
 from isograd.data import manifest
 from isograd.errors import LaunchError
-from isograd.mesh import Mesh
 from isograd.nn.loss import Head
-from isograd.terms import Terms
 from isograd.train import journal, loop
 from isograd.train.config import Config
-from isograd.train.language import Language
-from isograd.train.loop import Orders, Outcome
-from isograd.train.stop import STOPPED
+from isograd.train.language import LanguageTask
+from isograd.train.loop import RunOptions, RunOutcome
+from isograd.train.run.signals import STOPPED
 
-QUIET = Orders(show="none", signals=())
+QUIET = RunOptions(show="none", signals=())
 
 
 def config_of(folder: Path, text: Path, **changes: Any) -> Config:
@@ -56,9 +56,9 @@ def close(found: list[float], expected: list[float]) -> bool:
 
 def test_a_run_leaves_its_config_its_numbers_a_checkpoint_and_pictures(worlds, text: Path, tmp_path: Path) -> None:
     config = config_of(tmp_path / "run", text, layout="dp2", log={"sample": 5}, evaluate={"batches": 99})
-    outcome: Outcome = worlds(2).run(loop.run, config, QUIET)[0]
+    outcome: RunOutcome = worlds(2).run(loop.run, config, QUIET)[0]
     assert (outcome.code, outcome.step) == (0, 6)
-    seed = torch.Generator().manual_seed(random.key(0, "generators", 0).seed).initial_seed()
+    seed = torch.Generator().manual_seed(rng.key(0, "generators", 0).seed).initial_seed()
     assert worlds(2).run(torch.initial_seed) == [seed, seed]  # their state is part of checkpoints
     assert Config.model_validate(yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())) == config
     lines = list(journal.read(tmp_path / "run" / "metrics.jsonl"))
@@ -99,14 +99,33 @@ def test_an_evaluation_that_a_stop_came_before_is_made_up_for_by_the_resume(text
     assert [line["step"] for line in lines if line.get("event") == "evaluation"] == [2, 4, 6]
 
 
-def interrupt(step: int, job: Language, *, at: int, rank: int) -> None:
+def interrupt(step: int, job: LanguageTask, *, at: int, rank: int) -> None:
     if step == at and job.mesh.rank == rank:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
+def test_a_run_ends_early_when_the_held_out_loss_does_not_fall(worlds, text: Path, tmp_path: Path) -> None:
+    """Patience is counted over a stop and a resume; the same command then has nothing to do but the picture."""
+    evaluate = {"batches": 1, "every": 1, "first": True, "patience": 3}
+    config = config_of(tmp_path / "run", text, layout="dp2", optimizer={"lr": 20.0, "warmup": 0}, evaluate=evaluate)
+    assert worlds(2).run(loop.run, config, replace(QUIET, until=2))[0].code == STOPPED
+    done = worlds(2).run(loop.run, config, QUIET)[0]
+    assert (done.code, done.step) == (0, 3)
+    again = worlds(2).run(loop.run, config, QUIET)[0]
+    assert (again.code, again.step, again.losses) == (0, 3, [])
+    lines = list(journal.read(tmp_path / "run" / "metrics.jsonl"))
+    found = [line["loss"] for line in lines if line.get("event") == "evaluation"]
+    assert len(found) == 4
+    assert min(found) == found[0]
+    said = [line["text"] for line in lines if line.get("event") == "stopped early"]
+    assert said[0] == f"no held-out loss below {found[0]:.4f} in 3 evaluations"
+    with pytest.raises(ValueError, match=r"evaluate\.patience needs evaluate\.every"):
+        config_of(tmp_path / "other", text, evaluate={"patience": 2})
+
+
 def test_a_signal_to_one_rank_stops_all_after_the_same_step(worlds, text: Path, tmp_path: Path) -> None:
     config = config_of(tmp_path, text, layout="dp2")
-    orders = Orders(show="none", signals=(signal.SIGTERM,), before_step=partial(interrupt, at=2, rank=1))
+    orders = RunOptions(show="none", signals=(signal.SIGTERM,), before_step=partial(interrupt, at=2, rank=1))
     first, second = worlds(2).run(loop.run, config, orders)
     assert (first.code, first.step) == (second.code, second.step) == (STOPPED, 3)
     assert second.why == "SIGTERM"
@@ -128,7 +147,7 @@ class _Broken(torch.autograd.Function):
         return g
 
 
-def poison(step: int, job: Language, *, at: int, rank: int) -> None:
+def poison(step: int, job: LanguageTask, *, at: int, rank: int) -> None:
     """The forward of one rank gives NaN in one step."""
     handles = getattr(job, "handles", [])
     for handle in handles:
@@ -160,10 +179,10 @@ def test_skipping_goes_on(worlds, text: Path, tmp_path: Path) -> None:
     assert skipped == [4]
 
 
-def flip(step: int, job: Language, *, at: int) -> None:
+def flip(step: int, job: LanguageTask, *, at: int) -> None:
     """What a broken card does: one bit of one copy."""
     if step == at and job.mesh.rank == 1:
-        job.engine.held("blocks.0.norm1.weight")[0] += 1e-12
+        job.engine.local_shard("blocks.0.norm1.weight")[0] += 1e-12
 
 
 @pytest.mark.parametrize("layout", ["dp2", "dp2 zero1", "tp2", "tp2 zero3"])
@@ -217,7 +236,7 @@ def test_other_data_and_old_checkpoints_are_refused(worlds, text: Path, tmp_path
 def batches_of(layout: str, folder: Path, text: Path) -> list[tuple[int, list[int]]]:
     """(sample, its tokens) of this data rank in steps 0 and 5, cut into micro-batches as the run cuts them."""
     mesh = Mesh(layout)
-    job = Language(config_of(folder, text, layout=layout), mesh)
+    job = LanguageTask(config_of(folder, text, layout=layout), mesh)
     found = []
     for step in (0, 5):
         batch = job.batch(step)

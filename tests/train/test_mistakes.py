@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from isograd.cli import main
+from isograd.cli.main import main
 from isograd.comm.launch import World
-from isograd.train import journal
-from isograd.train.devices import Machine
+from isograd.train import run_folder
+from isograd.train.resources import LocalMachine
 
 RUN = """version: 1
 run: out
@@ -29,6 +29,9 @@ MISTAKES = {
     "a command misspelled": ("", "", ["tran", "run.yaml"], ["'tran'", "did you mean 'train'", "isograd --help"]),
     "an option misspelled": ("", "", ["train", "run.yaml", "--dryrun", "1"], ["'dryrun'", "did you mean 'dry-run'"]),
     "no such file": ("", "", ["train", "rum.yaml"], ["IG631", "rum.yaml", "isograd new quickstart"]),
+    "a recipe's name for a file": ("", "", ["train", "pretrain"], ["the name of a recipe", "isograd new pretrain"]),
+    "one number of two": ("", "", ["train", "run.yaml", "--optimizer.betas", "[0.9]"],
+                          ["optimizer.betas: a value is missing, 1 given: AdamW's decay rates"]),
     "a key misspelled": (
         "  lr: 1e-2", "  lrr: 1e-2", ["train", "run.yaml"], ["run.yaml:9", "did you mean 'lr'", "'optimizer.lr' is"],
     ),
@@ -79,7 +82,7 @@ def test_a_mistake_is_told_before_anything_starts(
 ) -> None:
     old, new, words, parts = MISTAKES[mistake]
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("isograd.train.devices.this_machine", lambda: Machine(None, 2, 16e9))
+    monkeypatch.setattr("isograd.train.resources.this_machine", lambda *_: LocalMachine(None, 2, 16e9))
     monkeypatch.setattr(World, "run", lambda *_: pytest.fail("ranks were started"))
     assert old in RUN
     Path("run.yaml").write_text(RUN.replace(old, new) if old else RUN)
@@ -105,11 +108,11 @@ def test_a_config_of_the_users_own_in_the_runs_folder_is_kept(
 
 
 def test_a_config_that_a_run_has_written_is_no_obstacle(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text(f"{journal.WRITTEN}\nsteps: 1\n")
-    journal.make_folder(tmp_path)
+    (tmp_path / "config.yaml").write_text(f"{run_folder.WRITTEN}\nsteps: 1\n")
+    run_folder.make_folder(tmp_path)
 
 
 def test_a_folder_in_which_an_older_version_has_run_is_no_obstacle(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("steps: 1\n")
     (tmp_path / "metrics.jsonl").write_text("{}\n")
-    journal.make_folder(tmp_path)
+    run_folder.make_folder(tmp_path)

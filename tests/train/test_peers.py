@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from isograd.core.mesh import Mesh
 from isograd.engine import Engine
 from isograd.errors import TrainError
-from isograd.mesh import Mesh
-from isograd.train.peers import equal_copies
+from isograd.train.run.peers import equal_copies
 from tests.engine import folded
 from tests.engine.toys import adamw
 

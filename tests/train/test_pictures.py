@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from PIL import Image, ImageColor
 
-from isograd.train import curves
-from isograd.train.compare import Row, table
-from isograd.verify.tell.findings import Subject
-from isograd.verify.tell.report import Report, render
+from isograd.io import plots
+from isograd.train import journal
+from isograd.train.compare import ComparedRun, table
+from isograd_verify.tell.findings import Subject
+from isograd_verify.tell.report import Report, render
 
 NAMES = ["dp4", "tp2 sp dp2", "cp2 ulysses dp2", "pp2 dp2 zero1"]
 
@@ -32,21 +33,22 @@ def test_equal_curves_are_all_seen_each_in_its_own_colour(tmp_path: Path, count:
         lines = [{"step": step, "loss": 3.0 + 10 / step} for step in range(1, 31)]
         held = [{"step": s, "event": "evaluation", "loss": 3.5, "weight": 1, "accuracy": s / 30} for s in (10, 20)]
         runs[name].write_text("".join(json.dumps(line) + "\n" for line in lines + held))
-    assert curves.draw(runs, tmp_path / "equal.png", "equal")
-    for pen in curves.pens(list(runs)):
+    drawn = {name: journal.curve(file) for name, file in runs.items()}
+    assert plots.curves(drawn, tmp_path / "equal.png", "equal")
+    for pen in plots.pens(list(runs)):
         top = pixels(tmp_path / "equal.png", pen.color, slice(0.0, 0.5))
         assert top > 150, f"{pen.name} is hidden: {top} pixels"
         assert pixels(tmp_path / "equal.png", pen.color, slice(0.5, 1.0)) > 100  # the same colour in the other plot
 
 
 def test_layouts_have_different_colours() -> None:
-    assert len({pen.color for pen in curves.pens([str(i) for i in range(10)])}) == 10
+    assert len({pen.color for pen in plots.pens([str(i) for i in range(10)])}) == 10
 
 
 @pytest.mark.parametrize("columns", [80, 120])
 def test_a_comparison_fits_the_terminal(columns: int) -> None:
     layouts = [*NAMES, "dp2 cp4 ulysses2 tp2 sp pp2 vpp2 zero1"]
-    rows = [Row(layout, 32, 2.71828, 1.2e-12, 2.81828, 1234567.0, 12.34, 1234.5) for layout in layouts]
+    rows = [ComparedRun(layout, 32, 2.71828, 1.2e-12, 2.81828, 1234567.0, 12.34, 1234.5) for layout in layouts]
     lines = table(rows, columns).splitlines()
     assert max(map(len, lines)) <= columns
     assert lines[0].split() == ["last", "largest", "held-out", "memory", "sent"]

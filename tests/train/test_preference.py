@@ -12,21 +12,21 @@ import torch
 from torch import Tensor
 
 from isograd import verify
-from isograd.data import preferences, sums
+from isograd.core.mesh import Mesh
+from isograd.data import builtin_chats, preferences
 from isograd.engine import Engine
 from isograd.errors import IsogradError
 from isograd.losses import naive
-from isograd.mesh import Mesh
 from isograd.models import TransformerConfig
+from isograd.prove import Case
 from isograd.train import journal, loop, texts
 from isograd.train.config import Config, Preference
-from isograd.train.loop import Orders
-from isograd.train.preference import PreferenceJob
-from isograd.train.preferring import Preferring
-from isograd.verify import Case
+from isograd.train.loop import RunOptions
+from isograd.train.preference import PreferenceTask
+from isograd.train.preference_model import PreferenceTransformer
 
 pytest.importorskip("transformers")
-QUIET = Orders(show="none", signals=())
+QUIET = RunOptions(show="none", signals=())
 MODEL = {"hidden": 24, "layers": 2, "heads": 4, "kv_heads": 4, "mlp": 40}
 OPTIONS = {
     "dpo": Preference(loss="dpo", smoothing=0.1, beta=0.7, answers=0.5),
@@ -52,9 +52,9 @@ def uneven(pairs: int = 5, width: int = 13, vocab: int = 31) -> dict[str, Tensor
     return {"tokens": tokens, "labels": labels, "reference": reference, "samples": torch.arange(pairs)}
 
 
-def model(mesh: Mesh, loss: str) -> Preferring:
+def model(mesh: Mesh, loss: str) -> PreferenceTransformer:
     config = TransformerConfig(**{"vocab": 31, **MODEL})
-    return Preferring(config, mesh, OPTIONS[loss], dtype=torch.float64)
+    return PreferenceTransformer(config, mesh, OPTIONS[loss], dtype=torch.float64)
 
 
 def batch_of(loss: str) -> dict[str, Tensor]:
@@ -68,7 +68,7 @@ def plain(logits: Tensor, labels: Tensor) -> Tensor:
     return torch.log_softmax(logits, -1)[counts, labels[counts]]
 
 
-def expected(made: Preferring, loss: str, batch: dict[str, Tensor]) -> Tensor:
+def expected(made: PreferenceTransformer, loss: str, batch: dict[str, Tensor]) -> Tensor:
     """The loss of the whole batch, in plain torch."""
     options, found, answers = OPTIONS[loss], [], []
     for pair in range(len(batch["tokens"]) - 1):
@@ -121,7 +121,7 @@ def case(mesh: Mesh, loss: str) -> Case:
     [("dpo", ["dp2 zero3", "tp2 sp", "cp2 ring", "cp2 ulysses", "pp2"]), ("orpo", ["cp2 ring"]), ("kto", ["pp2"])],
 )
 def test_layouts_have_the_gradients_of_one_device(loss: str, layouts: list[str]) -> None:
-    report = verify.verify(partial(case, loss=loss), layouts)
+    report = verify(partial(case, loss=loss), layouts)
     assert report.ok, str(report)
 
 
@@ -138,7 +138,7 @@ def config_of(folder: Path, **changes: Any) -> Config:
         "log": {"sample": 0},
         "evaluate": {"batches": 2},
     }
-    values["data"]["tokenizer"] = str(sums.tokenizer(folder.parent / "tokenizer"))
+    values["data"]["tokenizer"] = str(builtin_chats.tokenizer(folder.parent / "tokenizer"))
     return Config.model_validate({**values, **changes})
 
 
@@ -174,7 +174,7 @@ def test_a_run_has_the_same_losses_under_every_layout_and_resumes(worlds, tmp_pa
             assert worlds(2).run(loop.run, there, QUIET)[0].code == 0
             assert numbers(there.folder) == pytest.approx(truth, rel=1e-9, abs=1e-12), layout
     cut = config_of(tmp_path / "cut", layout="dp2 zero1", **options)
-    assert worlds(2).run(loop.run, cut, Orders(show="none", signals=(), until=2))[0].code == 75
+    assert worlds(2).run(loop.run, cut, RunOptions(show="none", signals=(), until=2))[0].code == 75
     kept = (cut.folder / "references").read_bytes()
     assert worlds(2).run(loop.run, cut.model_copy(update={"layout": "tp2"}), QUIET)[0].code == 0
     assert (cut.folder / "references").read_bytes() == kept
@@ -189,7 +189,7 @@ def test_references_are_made_again_for_another_model_and_where_the_file_is_damag
     kept = file.read_bytes()
     for damaged in (kept[:-1], kept[:-1] + bytes([kept[-1] ^ 1]), b"", b"[" * 900, kept + b"more", b"{}\n"):
         file.write_bytes(damaged)
-        loop.run(config, Orders(show="none", signals=()))
+        loop.run(config, RunOptions(show="none", signals=()))
         assert file.read_bytes() == kept
     other = {"options": {"vocab": 259, **MODEL}, "dtype": "fp64", "seed": 1}
     loop.run(config_of(tmp_path / "other", steps=1, model=other), QUIET)
@@ -205,7 +205,7 @@ def test_a_longer_length_makes_references_of_the_pairs_that_were_left_out(tmp_pa
         config = short.model_copy(update={"data": short.data.model_copy(update={"length": length})})
         config.folder.mkdir(exist_ok=True)
         texts.prepare(config)
-        job = PreferenceJob(config, Mesh("dp1"), lambda _: None)
+        job = PreferenceTask(config, Mesh("dp1"), lambda _: None)
         left = sorted(set(range(12)) - {*job.data.train, *job.data.held})
         assert job.reference is not None
         assert job.reference.isnan().all(1).nonzero()[:, 0].tolist() == left and bool(left) == (length == 46)
@@ -222,7 +222,7 @@ def test_a_longer_length_makes_references_of_the_pairs_that_were_left_out(tmp_pa
 def test_a_resume_from_another_first_model_is_refused(tmp_path: Path) -> None:
     pairs(tmp_path, 8)
     config = config_of(tmp_path / "run", steps=2)
-    assert loop.run(config, Orders(show="none", signals=(), until=1)).code == 75
+    assert loop.run(config, RunOptions(show="none", signals=(), until=1)).code == 75
     other = config.model_copy(update={"model": config.model.model_copy(update={"seed": 1})})
     with pytest.raises(IsogradError, match=r"IG986[\s\S]*began from another model"):
         loop.run(other, QUIET)
@@ -311,7 +311,7 @@ def test_pairs_that_are_too_long_are_left_out_and_pairs_of_a_prompt_are_held_out
     pairs(tmp_path, 40)
     config = config_of(tmp_path / "run", data={
         "sources": [{"path": str(tmp_path / "pairs.jsonl")}], "length": 46, "held_out": 0.5,
-        "tokenizer": str(sums.tokenizer(tmp_path / "tokenizer")),
+        "tokenizer": str(builtin_chats.tokenizer(tmp_path / "tokenizer")),
     })  # fmt: skip
     texts.prepare(config)
     found = texts.pairs(config)

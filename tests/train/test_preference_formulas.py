@@ -19,14 +19,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from isograd.data import sums
-from isograd.mesh import Mesh
+from isograd.core.mesh import Mesh
+from isograd.data import builtin_chats
 from isograd.models import Transformer
 from isograd.train import journal, loop, texts
 from isograd.train.config import Config
 from isograd.train.language import model_config
-from isograd.train.loop import Orders
-from isograd.train.preference import PreferenceJob
+from isograd.train.loop import RunOptions
+from isograd.train.preference import PreferenceTask
 
 pytest.importorskip("transformers")
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -62,7 +62,7 @@ def config_of(folder: Path, loss: str, layout: str = "1") -> Config:
          "model": {"options": {"vocab": 259, "hidden": 24, "layers": 2, "heads": 4, "kv_heads": 2, "mlp": 40},
                    "dtype": "fp64"},
          "data": {"sources": [{"path": str(folder.parent / "pairs.jsonl")}], "length": 90, "held_out": 0.2,
-                  "tokenizer": str(sums.tokenizer(folder.parent / "tokenizer"))},
+                  "tokenizer": str(builtin_chats.tokenizer(folder.parent / "tokenizer"))},
          "preference": {"loss": loss, **OPTIONS[loss]}, "optimizer": {"lr": RATE, "warmup": 1, "clip": None},
          "steps": STEPS, "batch": BATCH, "micro_batches": 2, "log": {"sample": 0}, "evaluate": {"batches": 1}}
     )  # fmt: skip
@@ -153,7 +153,7 @@ def second_step(folder: Path, layout: str) -> dict[str, dict[str, Tensor]]:
     for loss in OPTIONS:
         config = config_of(folder / loss, loss, layout)
         mesh = Mesh(layout)
-        job = PreferenceJob(config, mesh, lambda _: None)
+        job = PreferenceTask(config, mesh, lambda _: None)
         job.accumulate(job.batch(0))
         job.engine.step()
         job.accumulate(job.batch(1))
@@ -184,7 +184,7 @@ def test_gradients_and_losses_of_all_five_are_those_of_the_papers(worlds, tmp_pa
     cuts = {"dpo": "cp2 ring", "ipo": "pp2", "simpo": "tp2 sp", "orpo": "cp2 ulysses", "kto": "pp2"}
     for loss, after in cuts.items():
         first, then = config_of(tmp_path / loss, loss, "dp2 zero2"), config_of(tmp_path / loss, loss, after)
-        assert worlds(2).run(loop.run, first, Orders(show="none", signals=(), until=1))[0].code == 75
-        assert worlds(2).run(loop.run, then, Orders(show="none", signals=()))[0].code == 0
+        assert worlds(2).run(loop.run, first, RunOptions(show="none", signals=(), until=1))[0].code == 75
+        assert worlds(2).run(loop.run, then, RunOptions(show="none", signals=()))[0].code == 0
         seen = [line["loss"] for line in journal.read(first.folder / "metrics.jsonl") if "event" not in line]
         assert seen == pytest.approx(losses[loss], rel=1e-9), loss

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from isograd.cli import main
+from isograd.cli.main import main
+from isograd.cli.train import config as config_command
+from isograd.core.layout import Layout
+from isograd.core.mesh import Mesh
 from isograd.errors import ConfigError
-from isograd.layout import Layout
-from isograd.mesh import Mesh
 from isograd.models import Transformer
 from isograd.train import reading
-from isograd.train.command import config as config_command
 from isograd.train.config import Config
 from isograd.train.language import model_config
 
@@ -108,7 +108,7 @@ def test_files_that_are_no_config_are_refused(tmp_path: Path, text: str, code: s
 def test_a_missing_file_and_an_option_without_a_value_are_told(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="IG631"):
         reading.load(tmp_path / "none.yaml")
-    assert "no option with a value" in problems(write(tmp_path), "--steps")[0]
+    assert "not an option with a value" in problems(write(tmp_path), "--steps")[0]
     assert "inside a plain value" in problems(write(tmp_path), "--steps.x", "1")[0]
 
 
@@ -208,9 +208,9 @@ def test_every_recipe_is_a_config_whose_model_fits_its_layout(recipe: Path) -> N
 
 
 def _parser():  # type: ignore[no-untyped-def]
-    from isograd.cli import _Parser
+    from isograd_verify.io.command_line import Parser
 
-    return _Parser
+    return Parser
 
 
 def test_a_key_that_looks_like_a_branch_of_a_union_is_still_an_unknown_key(tmp_path: Path) -> None:

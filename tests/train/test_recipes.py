@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from isograd.cli import main
-from isograd.new import recipes
+from isograd.cli.main import main
+from isograd.cli.recipes import recipes
 from isograd.train import journal
 from tests.train.test_loop import encoder
 

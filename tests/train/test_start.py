@@ -12,8 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from isograd import cli
-from isograd.train.loop import Orders
+from isograd.cli.main import main
+from isograd.errors import LaunchError
+from isograd.train.loop import RunOptions
 from tests.train.test_command import SMALL
 
 
@@ -34,7 +35,7 @@ def test_a_signal_to_the_group_while_ranks_start_ends_the_run_before_its_first_s
     config: Path, number: signal.Signals
 ) -> None:
     """It was lost (SIGTERM), or killed ranks that could not hear it yet (Ctrl-C), or the fork server."""
-    command = [sys.executable, "-m", "isograd.cli", "train", str(config)]
+    command = [sys.executable, "-m", "isograd.cli.main", "train", str(config)]
     before = signal.signal(number, signal.SIG_DFL)  # nohup and & leave signals ignored, in children too
     run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
     signal.signal(number, before)
@@ -67,18 +68,18 @@ def test_a_signal_to_the_group_while_ranks_start_ends_the_run_before_its_first_s
 def test_a_request_before_any_rank_is_started_starts_none(
     config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from isograd.train import start
+    from isograd.train.run import start
 
     monkeypatch.setattr(start, "World", None)
     monkeypatch.setattr(start, "refuse_data", lambda _: os.kill(os.getpid(), signal.SIGINT))
     before = signal.getsignal(signal.SIGINT)
-    assert cli.main(["train", str(config)]) == 75
+    assert main(["train", str(config)]) == 75
     assert signal.getsignal(signal.SIGINT) == before
     assert "stopped before the first step; nothing to save" in capsys.readouterr().err
 
 
 def test_a_request_while_ranks_are_made_is_a_file_that_they_find(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from isograd.train import start
+    from isograd.train.run import start
 
     class Made:
         def __init__(self, *_: object, **__: object) -> None:
@@ -87,13 +88,13 @@ def test_a_request_while_ranks_are_made_is_a_file_that_they_find(config: Path, m
         __enter__ = lambda self: self  # noqa: E731
         __exit__ = lambda *_: None  # noqa: E731
 
-        def run(self, _: object, __: object, orders: Orders) -> list[start.Outcome]:
+        def run(self, _: object, __: object, orders: RunOptions) -> list[start.RunOutcome]:
             assert orders.signals == ()
-            assert orders.passed_on is not None and orders.passed_on.exists()
-            return [start.Outcome(75, 0, "asked to stop")]
+            assert orders.stop_file is not None and orders.stop_file.exists()
+            return [start.RunOutcome(75, 0, "asked to stop")]
 
     monkeypatch.setattr(start, "World", Made)
-    assert cli.main(["train", str(config)]) == 75
+    assert main(["train", str(config)]) == 75
 
 
 def test_ctrl_c_during_imports_is_no_traceback(
@@ -102,6 +103,24 @@ def test_ctrl_c_during_imports_is_no_traceback(
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("isograd.train.command._load", interrupted)
-    assert cli.main(["train", str(config)]) == 130
+    monkeypatch.setattr("isograd.cli.train._load", interrupted)
+    assert main(["train", str(config)]) == 130
     assert capsys.readouterr().err == "interrupted\n"
+
+
+@pytest.mark.parametrize(("code", "ends"), [("IG256", 1), ("IG252", 7)])
+def test_after_a_silent_rank_has_died_the_end_of_the_run_is_told_with_its_own_code(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], code: str, ends: int
+) -> None:
+    """The reports of the silent rank lie there still: the run ended with 7, without a word of why it did not go on."""
+    from isograd.train.run import start
+
+    def ended(*_: object) -> None:
+        report = config.parent / "run" / "stalled" / "rank-00000.json"
+        report.parent.mkdir(parents=True)
+        report.write_text("{}")
+        raise LaunchError(code, "no layout for the ranks that are left")
+
+    monkeypatch.setattr(start, "_done_here", ended)
+    assert main(["train", str(config)]) == ends
+    assert ("no layout for the ranks that are left" in capsys.readouterr().err) == (code == "IG256")

@@ -1,4 +1,4 @@
-"""Wishes to stop are heard; silent ranks are named. Small processes, no training."""
+"""Requests to stop are seen; silent ranks are named. Small processes, no training."""
 
 from __future__ import annotations
 
@@ -12,26 +12,28 @@ from pathlib import Path
 
 import pytest
 
-from isograd.train.stop import Asked, Wish
+from isograd.train.run.signals import SignalListener, StopRequest
+from isograd.train.run.watchdog import patience
 
 WORKER = """
 import sys, time
 from pathlib import Path
 from types import SimpleNamespace
 from isograd.comm.handle import Handle
-from isograd.train import stall
+from isograd.train.run import watchdog
 rank, size = int(sys.argv[2]), int(sys.argv[3])
 kind, _, other = sys.argv[4].partition(" for ")
 (Path(sys.argv[1]) / f"imported-{rank}").touch()  # which takes seconds where much else runs
 while len(list(Path(sys.argv[1]).glob("imported-*"))) < int(sys.argv[5]):
     time.sleep(0.01)
-stall.socket.gethostname = lambda: f"host{rank}"
-dog = stall.Watchdog(Path(sys.argv[1]), rank, size, 0.5)
+watchdog.socket.gethostname = lambda: f"host{rank}"
+dog = watchdog.Watchdog(Path(sys.argv[1]), rank, size, 0.5)
 dog.joined(f"rank {rank} (dp{rank})", [f"host{n}" for n in range(size)])
 dog.stepped()
 dog.beat("in step 3, optimizer")
 message = SimpleNamespace(wait=lambda: time.sleep(60))
-handle = Handle([message], members=[int(other or 0)], group=SimpleNamespace(ranks=range(size)) if other else None)
+handle = Handle(SimpleNamespace(ranks=range(size)) if other else None)
+handle.add(message, int(other or 0))
 if kind == "waits elsewhere":
     handle.wait()
 handle.wait() if kind == "waits" else time.sleep(60)
@@ -52,24 +54,84 @@ def stalled(folder: Path, kinds: list[str]) -> list[subprocess.CompletedProcess[
     ]
 
 
+SUSPENDED = """
+import os, sys, threading, time
+from pathlib import Path
+from types import SimpleNamespace
+from isograd.train.run import heartbeat, watchdog
+
+class Store:
+    def __init__(self): self.signs = {}
+    def set(self, name, value): self.signs[name] = value.encode() if isinstance(value, str) else value
+    def get(self, name): return self.signs[name]
+    def multi_get(self, names): return [self.signs[name] for name in names]
+    def check(self, names): return names[0] in self.signs
+
+store = Store()
+heartbeat.raw.clone_store = lambda: store
+dog = watchdog.Watchdog(Path(sys.argv[1]), 0, 2, 2.0)
+other, mine = heartbeat.Heartbeat(1, 2, 3.0), heartbeat.Heartbeat(0, 2, 3.0)
+other.start(["a", "b"])
+dog.joined("rank 0 (dp0)", ["a", "b"], mine)
+other.patience = 1.0
+dog.stepped()
+dog.beat("in step 3")
+Path(sys.argv[1], "ready").touch()
+time.sleep(float(sys.argv[2]))
+dog.beat("in step 4")
+print("went on", flush=True)
+time.sleep(float(sys.argv[3]))
+dog.close()
+other.close()
+print("ended", flush=True)
+"""
+
+
+@pytest.mark.parametrize("stands", [False, True])
+def test_a_process_that_was_suspended_blames_nobody_and_still_finds_who_stands_still(
+    tmp_path: Path, stands: bool
+) -> None:
+    """FAILURES E10: a false diagnosis, and exit code 7."""
+    (tmp_path / "suspended.py").write_text(SUSPENDED)
+    command = [sys.executable, str(tmp_path / "suspended.py"), str(tmp_path), "1.5", "60" if stands else "0.5"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        while not (tmp_path / "ready").exists():
+            time.sleep(0.01)
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(5)
+        process.send_signal(signal.SIGCONT)
+        said, wrong = process.communicate(timeout=60)
+    assert said.split("\n")[0] == "went on", wrong
+    assert (process.returncode, "ended" in said) == ((7, False) if stands else (0, True)), wrong
+    assert ("IG980: no progress for 2 s while in step 4" in wrong) == stands
+
+
+def test_collectives_wait_longer_than_a_job_is_suspended() -> None:
+    assert patience(1.0) > 7 * 86400
+    assert patience(600.0) * 1000 < 2**31  # as torch has it
+
+
 def test_a_signal_and_files_are_heard_and_handlers_given_back(tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGUSR1)
-    asked = Asked([signal.SIGUSR1])
-    wish = Wish(tmp_path, asked, looks=True)
-    assert not wish.heard()
+    asked = SignalListener([signal.SIGUSR1])
+    stop_request = StopRequest(tmp_path, asked, looks=True)
+    assert not stop_request.is_set()
     os.kill(os.getpid(), signal.SIGUSR1)
-    assert wish.heard()
-    assert wish.why == "SIGUSR1"
-    asked.pass_on(tmp_path / "asked")
+    assert stop_request.is_set()
+    assert stop_request.why == "SIGUSR1"
+    asked.forward_to(tmp_path / "asked")
     asked.close()
     assert signal.getsignal(signal.SIGUSR1) == before
-    rank = Wish(tmp_path, Asked([]), looks=True, passed_on=tmp_path / "asked")
-    assert rank.heard()
+    rank = StopRequest(tmp_path, SignalListener([]), looks=True, stop_file=tmp_path / "asked")
+    assert rank.is_set()
     assert rank.why == "asked to stop"
     (tmp_path / "STOP").touch()
-    blind, sees = Wish(tmp_path, Asked([]), looks=False), Wish(tmp_path, Asked([]), looks=True)
-    assert not blind.heard()
-    assert sees.heard()
+    blind, sees = (
+        StopRequest(tmp_path, SignalListener([]), looks=False),
+        StopRequest(tmp_path, SignalListener([]), looks=True),
+    )
+    assert not blind.is_set()
+    assert sees.is_set()
     assert sees.why == "a STOP file"
     sees.done()
     assert not (tmp_path / "STOP").exists()
@@ -80,7 +142,7 @@ def test_a_closed_terminal_is_a_request_unless_the_process_was_started_to_ignore
     try:
         for handler, why in ((signal.SIG_DFL, "SIGHUP"), (signal.SIG_IGN, "")):
             signal.signal(signal.SIGHUP, handler)
-            with closing(Asked()) as asked:
+            with closing(SignalListener()) as asked:
                 os.kill(os.getpid(), signal.SIGHUP)
                 assert asked.why == why
             assert signal.getsignal(signal.SIGHUP) == handler
@@ -89,7 +151,7 @@ def test_a_closed_terminal_is_a_request_unless_the_process_was_started_to_ignore
 
 
 def test_the_first_ctrl_c_asks_and_the_second_ends_at_once(capfd: pytest.CaptureFixture[str]) -> None:
-    with closing(Asked([signal.SIGINT])) as asked:
+    with closing(SignalListener([signal.SIGINT])) as asked:
         os.kill(os.getpid(), signal.SIGINT)
         assert asked.why == "Ctrl-C"
         assert "Ctrl-C again ends at once" in capfd.readouterr().err

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from isograd import scratch
+from isograd.io import tempdir
 
 RUN = """version: 1
 run: {folder}/run
@@ -32,7 +32,7 @@ CASE = """
 import torch, isograd
 def case(mesh):
     batch = {"x": torch.randn(8, 3, generator=torch.Generator().manual_seed(0)), "y": torch.zeros(8, 1)}
-    return isograd.verify.Case(torch.nn.Linear(3, 1), batch, loss=lambda model, part: (model(part["x"]).mean(), 8))
+    return isograd.prove.Case(torch.nn.Linear(3, 1), batch, loss=lambda model, part: (model(part["x"]).mean(), 8))
 """
 
 
@@ -65,7 +65,9 @@ def ended(run: subprocess.Popen[bytes], how: Callable[[], None]) -> None:
 
 def next_run(temporary: Path) -> None:
     environment = {**os.environ, "TMPDIR": str(temporary)}
-    subprocess.run([sys.executable, "-c", "from isograd import scratch; scratch.home()"], env=environment, check=True)
+    subprocess.run(
+        [sys.executable, "-c", "from isograd.io import tempdir; tempdir.home()"], env=environment, check=True
+    )
 
 
 COMMANDS = {
@@ -90,7 +92,7 @@ def test_a_command_that_is_stopped_leaves_nothing_that_the_next_run_does_not_rem
     Path("case.py").write_text(CASE)
     run = started(words, temporary, made)
     ended(run, lambda: run.send_signal(number))
-    assert all(scratch.NAME.fullmatch(path.name) for path in temporary.iterdir())
+    assert all(tempdir.NAME.fullmatch(path.name) for path in temporary.iterdir())
     next_run(temporary)
     assert not list(temporary.iterdir())
 
@@ -124,12 +126,12 @@ def test_a_folder_that_another_process_sweeps_before_it_is_locked_is_made_again(
     def flock(descriptor: int, how: int) -> None:
         if how == fcntl.LOCK_EX and not swept:
             swept.append(descriptor)
-            scratch.sweep()
+            tempdir.sweep()
         lock(descriptor, how)
 
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
-    monkeypatch.setattr(scratch, "_mine", None)
+    monkeypatch.setattr(tempdir, "_mine", None)
     monkeypatch.setattr(fcntl, "flock", flock)
-    home = Path(scratch.home())
+    home = Path(tempdir.home())
     assert swept and list(temporary.iterdir()) == [home]
-    assert (home / scratch.ALIVE).exists()
+    assert (home / tempdir.ALIVE).exists()

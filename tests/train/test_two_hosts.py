@@ -138,12 +138,12 @@ def test_the_network_between_two_machines_is_checked_and_what_is_wrong_is_named(
         assert "nothing is wrong" in said
         other = tmp_path / "other"
         shutil.copytree(Path(isograd.__file__).parent, other / "isograd", ignore=shutil.ignore_patterns("__pycache__"))
-        (other / "isograd" / "terms.py").open("a").write("# edited")
+        (other / "isograd" / "core" / "loss_terms.py").open("a").write("# edited")
         before = hosts[1].env["GLOO_SOCKET_IFNAME"]
         codes, said = checked(hosts, PYTHONPATH=str(other), GLOO_SOCKET_IFNAME="")
         print(said)
         assert 0 not in codes
-        assert re.search(r"IG296: code differs between ranks\n +seen: +isograd/terms.py \w+ on rank \d", said)
+        assert re.search(r"IG296: code differs between ranks\n +seen: +isograd/core/loss_terms.py \w+ on rank \d", said)
         assert re.search(r"IG293: .*\n +seen: +the loopback address on rank 1 \(host-b\)", said)
         ip("-n", hosts[1].space, "rule", "add", "pref", "10", "ipproto", "tcp", "dport", "29611", "lookup", "main")
         ip("-n", hosts[1].space, "rule", "add", "pref", "11", "to", "10.9.0.1", "ipproto", "tcp", "prohibit")

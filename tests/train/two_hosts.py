@@ -97,11 +97,11 @@ def cut(host: Host) -> None:
 
 def worker(config: str, place: str, folder: Path) -> int:
     """A rank that waits at a place until the cable is cut."""
-    from isograd.engine.flights import Flights
+    from isograd.engine.reducer import Reducer
     from isograd.errors import IsogradError
     from isograd.train import loop
-    from isograd.train.job import Job
     from isograd.train.reading import load
+    from isograd.train.task import TrainingTask
 
     rank, reached = os.environ["RANK"], [0]
 
@@ -111,23 +111,23 @@ def worker(config: str, place: str, folder: Path) -> int:
         while not (folder / "cut").exists() and time.monotonic() < end:
             time.sleep(0.1)
 
-    def arm(step: int, job: Job) -> None:
+    def arm(step: int, task: TrainingTask) -> None:
         reached[0] = step
         if step == STEP and place == "forward":
-            job.model.register_forward_pre_hook(lambda *_: here())
-            pipeline = job.engine.pipeline
+            task.model.register_forward_pre_hook(lambda *_: here())
+            pipeline = task.engine.pipeline
             if pipeline is not None:
                 here()
 
-    launch = Flights.launch
+    launch = Reducer.launch
 
-    def launching(self: Flights, *given: Any) -> None:
+    def launching(self: Reducer, *given: Any) -> None:
         if place == "reduction" and reached[0] == STEP:
             here()
         launch(self, *given)
 
-    Flights.launch = launching  # type: ignore[method-assign]
-    keeper = loop.Keeper
+    Reducer.launch = launching  # type: ignore[method-assign]
+    keeper = loop.CheckpointManager
 
     def with_phase(*given: object, **named: object) -> object:
         def phase(now: str) -> None:
@@ -136,9 +136,9 @@ def worker(config: str, place: str, folder: Path) -> int:
 
         return keeper(*given, phase=phase, **named)  # type: ignore[arg-type]
 
-    loop.Keeper = with_phase  # type: ignore[assignment,misc]
+    loop.CheckpointManager = with_phase  # type: ignore[assignment,misc]
     try:
-        return loop.run(load(config, [], []).config, loop.Orders(show="lines", before_step=arm)).code
+        return loop.run(load(config, [], []).config, loop.RunOptions(show="lines", before_step=arm)).code
     except IsogradError as error:
         print(error, file=sys.stderr, flush=True)
         return error.exit_code

@@ -8,27 +8,27 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from isograd.checkpoint.adapters import export_adapters as export_adapters
-    from isograd.checkpoint.hugging import export_hf as export_hf
-    from isograd.checkpoint.keeper import Keeper as Keeper
-    from isograd.checkpoint.keeper import NotFinite as NotFinite
     from isograd.checkpoint.load import Loaded as Loaded
+    from isograd.checkpoint.manager import CheckpointManager as CheckpointManager
+    from isograd.checkpoint.manager import NotFinite as NotFinite
     from isograd.checkpoint.read import SavedWeights as SavedWeights
 
-__all__ = ["Keeper", "Loaded", "NotFinite", "SavedWeights", "export_adapters", "export_hf"]
+__all__ = ["CheckpointManager", "Loaded", "NotFinite", "SavedWeights"]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "Keeper":
+        raise AttributeError("isograd.checkpoint.Keeper is called isograd.checkpoint.CheckpointManager now")
+    if name in ("export_hf", "export_adapters"):
+        raise AttributeError(f"isograd.checkpoint.{name} is called isograd.hf.{name} now")
     if name not in __all__:
         raise AttributeError(f"module 'isograd.checkpoint' has no attribute {name!r}")
-    from isograd.checkpoint import adapters, hugging, keeper, load, read
+    from isograd.checkpoint import load, manager, read
 
     homes = {
-        "Keeper": keeper,
-        "NotFinite": keeper,
+        "CheckpointManager": manager,
+        "NotFinite": manager,
         "Loaded": load,
         "SavedWeights": read,
-        "export_adapters": adapters,
-        "export_hf": hugging,
     }
     return getattr(homes[name], name)

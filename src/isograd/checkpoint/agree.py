@@ -7,21 +7,18 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar
 
-from isograd.comm import agree
+from isograd.comm import consensus
+from isograd.core.mesh import Mesh
 from isograd.errors import CheckpointError, IsogradError
-from isograd.mesh import Mesh
 
 T = TypeVar("T")
-
-
-def raise_alike(mine: IsogradError | None, mesh: Mesh) -> None:
-    """Raise the error of the first rank that has one, on all ranks."""
-    agree.raise_alike(mine, mesh, CheckpointError)
+raise_alike = partial(consensus.raise_on_all_ranks, kind=CheckpointError)
 
 
 def all_or_none(run: Callable[[], T], doing: str, mesh: Mesh) -> T:
     """Run something on this rank; when it fails on any, all raise its error."""
-    return agree.all_or_none(run, mesh, CheckpointError, partial(_failed, doing, mesh.where()))
+    error = partial(_failed, doing, mesh.describe_rank())
+    return consensus.run_or_raise_on_all_ranks(run, mesh, CheckpointError, error)
 
 
 @contextmanager
@@ -36,11 +33,4 @@ def as_ours(doing: str, where: str) -> Iterator[None]:
 
 
 def _failed(doing: str, where: str, error: Exception) -> CheckpointError:
-    return CheckpointError(
-        "IG930",
-        f"{doing} failed",
-        seen=f"{type(error).__name__}: {error}",
-        expected="a folder that can be written, with enough space",
-        fix="free space or fix permissions; earlier checkpoints are unchanged",
-        where=where,
-    )
+    return CheckpointError("IG930", seen=f"{type(error).__name__}: {error}", where=where, doing=doing)

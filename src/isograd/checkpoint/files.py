@@ -1,7 +1,8 @@
-"""Files that are there whole or not at all: safetensors written as a stream, JSON, folders, all flushed to the disk.
+"""Tensors in a safetensors file, written as a stream and read again.
 
-A tensor file is written one tensor at a time from memory that already exists, so that neither a checkpoint nor an
-export ever needs a second copy of what it writes.
+One tensor at a time is written from memory that already exists, so that neither a checkpoint nor an export ever needs
+a second copy of what it writes. Every file is read again after it was flushed: a disk may say that a write succeeded
+of which nothing landed.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ import torch
 from torch import Tensor
 
 from isograd.errors import CheckpointError
-from isograd.inside import opened
+from isograd.io.atomic import flush
+from isograd.io.no_follow import open_to_write
+from isograd.io.untrusted import open_to_read
 
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
@@ -32,7 +35,7 @@ MOST = 1 << 28  # bytes that are flushed at a time; on a slow disk fewer
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """One tensor of a file, before it is written."""
 
     name: str
@@ -45,7 +48,7 @@ class Entry:
         return math.prod(self.shape) * TORCH[self.dtype].itemsize
 
 
-def entry(name: str, tensor: Tensor, shape: Sequence[int] | None = None) -> Entry:
+def entry(name: str, tensor: Tensor, shape: Sequence[int] | None = None) -> TensorEntry:
     """The entry of a tensor, under another shape if one is given; refuses dtypes that safetensors does not have."""
     if tensor.dtype not in DTYPES:
         raise CheckpointError(
@@ -54,10 +57,10 @@ def entry(name: str, tensor: Tensor, shape: Sequence[int] | None = None) -> Entr
             seen=str(tensor.dtype),
             expected=", ".join(DTYPES.values()),
         )
-    return Entry(name, DTYPES[tensor.dtype], tuple(tensor.shape if shape is None else shape))
+    return TensorEntry(name, DTYPES[tensor.dtype], tuple(tensor.shape if shape is None else shape))
 
 
-def in_order(entries: Iterable[Entry]) -> list[Entry]:
+def in_order(entries: Iterable[TensorEntry]) -> list[TensorEntry]:
     """The order inside a file: wide elements first, so that each tensor begins at a multiple of its element."""
     return sorted(entries, key=lambda e: (-TORCH[e.dtype].itemsize, e.name))
 
@@ -85,7 +88,7 @@ def sha256(tensor: Tensor, moved: Callable[[], None] = lambda: None) -> str:
 
 def write_tensors(
     path: Path,
-    entries: Sequence[Entry],
+    entries: Sequence[TensorEntry],
     tensors: Iterable[Tensor],
     note: dict[str, str],
     moved: Callable[[], None] = lambda: None,
@@ -93,9 +96,11 @@ def write_tensors(
 ) -> int:
     """A safetensors file; `tensors` come in the order of `entries` (use in_order). Returns its size in bytes.
 
-    `moved` is called after each chunk that is written, and each that is flushed to the disk. `hashes` receives the
-    SHA-256 of each tensor's bytes: they are hashed as they are written, so that the file grows all the time.
+    `moved` is called after each chunk that is written, flushed to the disk or read again. `hashes` receives the SHA-256
+    of each tensor's bytes: they are hashed as they are written, so that the file grows all the time. What is read again
+    must have the size and the hashes of what was written (IG945).
     """
+    hashes = {} if hashes is None else hashes
     header: dict[str, Any] = {"__metadata__": note}
     at = 0
     for one in entries:
@@ -103,21 +108,48 @@ def write_tensors(
         at += one.size
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with opened(path, "wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+    text = len(text).to_bytes(8, "little") + text
+    with open_to_write(path, "wb") as file:
+        file.write(text)
         flushes = _Flushes(file, moved)
         for one, tensor in zip(entries, tensors, strict=True):
             found = hashlib.sha256()
             for chunk in _chunks(tensor):
-                if hashes is not None:
-                    found.update(chunk)
+                found.update(chunk)
                 file.write(chunk)
                 moved()
                 flushes.written()
-            if hashes is not None:
-                hashes[one.name] = found.hexdigest()
+            hashes[one.name] = found.hexdigest()
         flush(file)
-        return file.tell()
+    _read_again(path, text, entries, hashes, moved)
+    return len(text) + at
+
+
+def _read_again(
+    path: Path, head: bytes, entries: Sequence[TensorEntry], hashes: dict[str, str], moved: Callable[[], None]
+) -> None:
+    """Raise IG945 unless a file holds this header, and tensors with these hashes, and nothing else."""
+    expected = len(head) + sum(one.size for one in entries)
+    with open_to_read(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size != expected:
+            raise CheckpointError("IG945", seen=f"{size:,} bytes instead of {expected:,}", path=path)
+        if hasattr(os, "posix_fadvise"):  # from the disk, as far as the system allows, and not from memory
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        if file.read(len(head)) != head:
+            raise CheckpointError("IG945", seen="another header", path=path)
+        buffer, said = memoryview(bytearray(CHUNK)), time.monotonic()
+        for one in entries:
+            found, left = hashlib.sha256(), one.size
+            while left and (count := file.readinto(buffer[: min(left, CHUNK)])):  # type: ignore[attr-defined]
+                found.update(buffer[:count])
+                left -= count
+                moved()
+                if time.monotonic() - said > 1.0:  # a sign of life for those that watch the folder
+                    os.utime(path)
+                    said = time.monotonic()
+            if left or found.hexdigest() != hashes[one.name]:
+                raise CheckpointError("IG945", seen=f"other bytes of {one.name!r}", path=path)
 
 
 class _Flushes:
@@ -141,34 +173,3 @@ class _Flushes:
             self._every = min(MOST, 2 * self._every)
         elif took > 1.0:
             self._every = max(CHUNK, self._every // 2)
-
-
-def flush(file: Any) -> None:
-    """Return when everything written so far is on the disk."""
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def write_json(path: Path, value: Any) -> bytes:
-    """Whole or not at all: under another name until it is on the disk."""
-    text = json.dumps(value, separators=(",", ":")).encode()
-    write_bytes(path, text)
-    return text
-
-
-def write_bytes(path: Path, content: bytes) -> None:
-    """Write a file under another name, flush it, and rename it: the file is complete or absent."""
-    draft = path.with_name(f".{path.name}.draft")
-    with opened(draft, "wb") as file:
-        file.write(content)
-        flush(file)
-    draft.rename(path)
-
-
-def flush_folder(folder: Path) -> None:
-    """Names in a folder survive a power cut only after this."""
-    opened = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)

@@ -19,18 +19,18 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
-from isograd.checkpoint.files import flush, flush_folder
 from isograd.errors import CheckpointError
-from isograd.inside import opened
-from isograd.outside import read_typed
+from isograd.io.atomic import flush, flush_folder
+from isograd.io.no_follow import open_to_write
+from isograd.io.untrusted import read_typed
 
 LOCK = "lock"
-QUIET_S = 5.0  # a writer that is alive has written a chunk, or flushed, within this time
-_NAME = re.compile(r"step-(\d{8,})")
-_LEFT = re.compile(r"\.step-\d{8,}\.(partial-\w+|removed)")
-_REPLACED = re.compile(r"\.(step-\d{8,})\.replaced")
+QUIET_S = 5.0  # a writer that is alive has written a chunk, flushed, or marked a file that it reads again, within this
+_NAME = re.compile(r"step-([0-9]{8,18})")  # not \d, which other scripts' digits match
+_LEFT = re.compile(r"\.step-[0-9]{8,18}\.(partial-\w+|removed)")
+_REPLACED = re.compile(r"\.(step-[0-9]{8,18})\.replaced")
 
 
 def name_of(step: int) -> str:
@@ -38,10 +38,16 @@ def name_of(step: int) -> str:
     return f"step-{step:08d}"
 
 
+def step_of(place: Path) -> int | None:
+    """The step that a folder's name says; None: it is not the name of a checkpoint."""
+    match = _NAME.fullmatch(place.name)
+    return None if match is None else int(match[1])
+
+
 def checkpoints(folder: Path) -> list[tuple[int, Path]]:
     """(step, place) of every complete one, oldest first."""
-    found = [(match, place) for place in _entries(folder) if (match := _NAME.fullmatch(place.name)) and place.is_dir()]
-    return sorted((int(match[1]), place) for match, place in found)
+    found = [(step_of(place), place) for place in _entries(folder) if place.is_dir()]
+    return sorted((step, place) for step, place in found if step is not None)
 
 
 def _entries(folder: Path) -> list[Path]:
@@ -63,13 +69,14 @@ class _Holder:
     job: str
 
 
-def bytes_in(place: Path) -> int:
-    """How much lies in a folder whose files come and go."""
-    total = 0
+def moves_in(place: Path) -> list[tuple[str, int, int]]:
+    """What changes in a folder when a file in it grows, comes, goes, or is marked."""
+    found = []
     for file in _entries(place):
         with suppress(OSError):
-            total += file.stat().st_size
-    return total
+            about = file.stat()
+            found.append((file.name, about.st_size, about.st_mtime_ns))
+    return sorted(found)
 
 
 class Growing:
@@ -79,11 +86,11 @@ class Growing:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._before, self._since = folder, dict[str, int](), time.monotonic()
+        self._folder, self._before, self._since = folder, dict[str, Any](), time.monotonic()
 
     def __call__(self) -> bool:
-        """True while files of a partial checkpoint have grown within QUIET_S."""
-        now = {place.name: bytes_in(place) for place in _entries(self._folder) if ".partial-" in place.name}
+        """True while files of a partial checkpoint have grown, or were marked, within QUIET_S."""
+        now = {place.name: moves_in(place) for place in _entries(self._folder) if ".partial-" in place.name}
         if now != self._before:
             self._before, self._since = now, time.monotonic()
         return bool(now) and time.monotonic() - self._since <= QUIET_S
@@ -93,20 +100,14 @@ class Lock:
     """Held until it is closed or its process ends, however it ends."""
 
     def __init__(self, folder: Path, job: str) -> None:
-        self._file: IO[str] = opened(folder / LOCK, "a+")
+        self._file: IO[str] = open_to_write(folder / LOCK, "a+")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self._file.seek(0)
             holder = self._file.read(1 << 12).strip()
             self._file.close()
-            raise CheckpointError(
-                "IG931",
-                f"another job writes its checkpoints into {folder}",
-                seen=holder or "a lock without a name",
-                expected="one job in a folder",
-                fix="stop that job, or give this run another folder",
-            ) from None
+            raise CheckpointError("IG931", seen=holder or "a lock without a name", folder=folder) from None
         self._file.truncate(0)
         started = time.strftime("%Y-%m-%d %H:%M:%S")
         json.dump({"pid": os.getpid(), "host": socket.gethostname(), "started": started, "job": job}, self._file)
@@ -139,6 +140,7 @@ def commit(folder: Path, written: Path, step: int) -> Path:
     run has left: it goes first, so that a kill never leaves it as the newest beside this course."""
     target, replaced = folder / name_of(step), folder / f".{name_of(step)}.replaced"
     flush_folder(written)
+    listed = [move[:2] for move in moves_in(written)]
     for later, place in checkpoints(folder):
         if later > step:
             _set_aside(place)
@@ -147,6 +149,10 @@ def commit(folder: Path, written: Path, step: int) -> Path:
         target.rename(replaced)
     written.rename(target)
     flush_folder(folder)
+    if [move[:2] for move in moves_in(target)] != listed:  # the name is not there: what it replaces is good
+        if replaced.exists() and not target.exists():
+            replaced.rename(target)
+        raise CheckpointError("IG945", seen="not the files that were given this name", path=target)
     shutil.rmtree(replaced, ignore_errors=True)
     return target
 
@@ -170,15 +176,14 @@ def prune(folder: Path, keep_last: int, keep_every: int | None) -> None:
 
 def one_of(path: Path) -> Path:
     """A checkpoint's own folder, or the newest in a folder of checkpoints, which may be a run's own."""
-    if (path / "manifest.json").is_file() or _NAME.fullmatch(path.name):
+    if (path / "manifest.json").is_file() or step_of(path) is not None:
         found = [path] if path.is_dir() else []
     else:
         found = [place for home in (path / "checkpoints", path) for _, place in checkpoints(home)][-1:]
     if not found:
         raise CheckpointError(
             "IG935",
-            f"no checkpoint at {path}",
             seen=sorted(place.name for place in _entries(path))[:10] if path.is_dir() else "no such folder",
-            expected="a folder named like step-00000100, or one that holds such folders",
+            path=path,
         )
     return found[0]

@@ -11,12 +11,12 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from isograd.checkpoint.files import DTYPES, TORCH, Entry
+from isograd.checkpoint.files import DTYPES, TORCH, TensorEntry
 from isograd.checkpoint.manifest import Box
 from isograd.comm import raw
-from isograd.comm.agree import told
+from isograd.comm.consensus import all_gather_object
+from isograd.core.mesh import Mesh
 from isograd.engine.state import Part
-from isograd.mesh import Mesh
 
 
 class Gathered:
@@ -28,14 +28,14 @@ class Gathered:
         self._mine = {part.key: part.written for part in parts if part.writes[0] < part.writes[1]}
         note = {p.key: [p.shape, DTYPES[p.tensor.dtype], p.written[0]] for p in parts if p.key in self._mine}
         self._holders: dict[str, list[tuple[int, Box]]] = {}
-        self.entries: dict[str, Entry] = {}
-        for rank, said in enumerate(told(note, mesh)):
+        self.entries: dict[str, TensorEntry] = {}
+        for rank, said in enumerate(all_gather_object(note, mesh)):
             for key, (shape, dtype, box) in said.items():
                 known = self._holders.setdefault(key, [])
                 spelled = tuple((start, stop) for start, stop in box)
                 if spelled not in [other for _, other in known]:  # stages of a pipeline may hold the same buffer
                     known.append((rank, spelled))
-                self.entries[key] = Entry(key, dtype, tuple(shape))
+                self.entries[key] = TensorEntry(key, dtype, tuple(shape))
 
     @torch.no_grad()
     def whole(self, keys: Iterable[str]) -> Iterator[Tensor]:

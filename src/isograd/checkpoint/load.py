@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +19,24 @@ import torch
 from isograd.checkpoint import folder as folders
 from isograd.checkpoint.agree import raise_alike
 from isograd.checkpoint.files import DTYPES, TORCH
-from isograd.checkpoint.hugging import describe
-from isograd.checkpoint.manifest import Damage, Manifest
+from isograd.checkpoint.manifest import CheckpointManifest, Damage, Saved, describe_model
 from isograd.checkpoint.read import Reader
-from isograd.comm.agree import told
-from isograd.comm.notes import gather_notes
+from isograd.comm.consensus import all_gather_object
 from isograd.engine import Engine, state
+from isograd.engine.muon import members
 from isograd.errors import CheckpointError, IsogradError, did_you_mean
 
 SHOWN = 8
 # Options of isograd's models that a run may change when it resumes. All others decide what the model computes.
 FREE = {"dropout", "attention_dropout", "init_std", "max_positions"}
+# What torch's optimizers keep for each parameter that they have stepped.
+_ADAM = ("step", "exp_avg", "exp_avg_sq")
+KEPT = {
+    "Adam": _ADAM, "AdamW": _ADAM, "RAdam": _ADAM, "NAdam": _ADAM,
+    "Adamax": ("step", "exp_avg", "exp_inf"), "Adagrad": ("step", "sum"), "RMSprop": ("step", "square_avg"),
+    "Adadelta": ("step", "square_avg", "acc_delta"), "Rprop": ("step", "prev", "step_size"),
+    "ASGD": ("step", "ax"), "Muon": ("momentum_buffer",), "SGD": (),
+}  # fmt: skip
 FREE_OF_EXPERTS = {"choice_bias_rate", "balance", "balance_weight", "z_weight"}
 
 
@@ -40,7 +48,7 @@ class Loaded:
     extra: dict[str, Any]
     path: Path
     layout: str  # that saved it
-    passed_over: tuple[str, ...] = ()  # newer checkpoints that are damaged or not finite, and why
+    skipped_damaged: tuple[str, ...] = ()  # newer checkpoints that are damaged or not finite, and why
 
 
 def load(engine: Engine, folder: Path, source: str | Path, beat: Callable[[str], None]) -> Loaded | None:
@@ -49,10 +57,10 @@ def load(engine: Engine, folder: Path, source: str | Path, beat: Callable[[str],
     What a step under way has gathered is dropped: it belongs to the parameters that are replaced.
     """
     mesh = engine.mesh
-    if not all(told(engine.ledger.empty, mesh)):
+    if not all(all_gather_object(engine.step_state.empty, mesh)):
         state.drop_step(engine)
     mine = _together(engine, lambda: _choices(folder, source))
-    choices = [Path(name) for name in told([str(place) for place in mine], mesh)[0]]  # as rank 0 sees them
+    choices = [Path(name) for name in all_gather_object([str(place) for place in mine], mesh)[0]]  # as rank 0 sees them
     damaged = []
     for place in choices:
         try:
@@ -62,14 +70,10 @@ def load(engine: Engine, folder: Path, source: str | Path, beat: Callable[[str],
             continue
         if damaged and mesh.rank == 0:
             warnings.warn(f"loaded {place.name}, as what is newer is damaged: {'; '.join(damaged)}", stacklevel=3)
-        return replace(found, passed_over=tuple(damaged))
+        return replace(found, skipped_damaged=tuple(damaged))
     if damaged:
         raise CheckpointError(
-            "IG936",
-            "no whole checkpoint" if source == "auto" else f"the checkpoint {source} is damaged",
-            seen="; ".join(damaged),
-            expected="files with the sizes and hashes that manifest.json lists, and finite values in them",
-            fix="'isograd ckpt verify' lists every damaged tensor; load another checkpoint, or start anew elsewhere",
+            "IG936", seen="; ".join(damaged), place=f"every checkpoint in {folder}" if source == "auto" else source
         )
     return None
 
@@ -89,11 +93,12 @@ def _load(engine: Engine, place: Path, beat: Callable[[str], None]) -> Loaded:
     try:
         _refuse_other_model(engine, reader.manifest, place)
         _refuse_other_optimizer(engine, reader.manifest, place)
+        _together(engine, lambda: _check_state(engine, reader.manifest))
         _together(engine, lambda: _read(engine, reader, beat))
     finally:
         reader.close()
     state.take_numbers(engine, reader.manifest.numbers)
-    state.settle(engine)
+    state.refresh_masters(engine)
     return Loaded(reader.manifest.step, reader.manifest.extra, place, reader.manifest.layout)
 
 
@@ -107,7 +112,7 @@ def _together(engine: Engine, run: Any) -> Any:
     except IsogradError as found:
         error = found
     raise_alike(error, engine.mesh)
-    first = next((said for said in told(damage, engine.mesh) if said), None)
+    first = next((said for said in all_gather_object(damage, engine.mesh) if said), None)
     if first is not None:
         raise Damage(first)
     return result
@@ -125,6 +130,10 @@ def _read(engine: Engine, reader: Reader, beat: Callable[[str], None]) -> None:
     held = state.make_room(engine, states)
     same = reader.manifest.layout == str(engine.mesh.layout)  # each rank is then the one that saved
     ours = [part for part in state.generators(engine.mesh) if same and part.key in reader.manifest.tensors]
+    for part in ours:
+        saved = reader.manifest.tensors[part.key]
+        if (saved.shape, saved.dtype) != (part.shape, DTYPES[part.tensor.dtype]):
+            raise Damage(f"{part.key}: {saved.dtype} {list(saved.shape)}, no state of a generator")
     parts = [*state.parts(engine, held), *ours]
     for part in parts:
         if part.tensor.numel():
@@ -140,7 +149,7 @@ def _read(engine: Engine, reader: Reader, beat: Callable[[str], None]) -> None:
 # -- what does not fit -----------------------------------------------------------------------------------------------
 
 
-def _refuse_other_model(engine: Engine, manifest: Manifest, place: Path) -> None:
+def _refuse_other_model(engine: Engine, manifest: CheckpointManifest, place: Path) -> None:
     """Parameters, masters and buffers are the same ones, with the same shapes and dtypes, on all stages together."""
     saved = {key: kept for key, kept in manifest.tensors.items() if not key.startswith(("optimizer/", "generator/"))}
     held = {part.key: part for part in state.parts(engine)}
@@ -154,19 +163,17 @@ def _refuse_other_model(engine: Engine, manifest: Manifest, place: Path) -> None
         if there.get(key, (dtype, shape)) != (dtype, shape)
     ]
     wrong += [f"{key} is not in this model{did_you_mean(key, everywhere)}" for key in saved if key not in everywhere]
-    unlike = _unlike(manifest.model, describe(engine.model))
+    unlike = _unlike(manifest.model, describe_model(engine.model))
     error = CheckpointError(
         "IG937",
-        f"{place.name} is a checkpoint of another model",
         seen=_listed([*_cast(there, here), *unlike[: SHOWN // 2], *([_listed(wrong)] if wrong else [])]),
-        expected="the same options, and the same names, global shapes and dtypes",
-        fix="build the model with the config that was saved: 'isograd ckpt inspect' shows what it is of",
-        where=engine.mesh.where(),
+        where=engine.mesh.describe_rank(),
+        place=place.name,
     )
     raise_alike(error if wrong or unlike else None, engine.mesh)
 
 
-def _refuse_other_optimizer(engine: Engine, manifest: Manifest, place: Path) -> None:
+def _refuse_other_optimizer(engine: Engine, manifest: CheckpointManifest, place: Path) -> None:
     """The same parameters are trained, each by the same kind of optimizer."""
     there = {name: group["kind"] for group in manifest.numbers["groups"] for name in group["names"]}
     here = state.kinds(engine)
@@ -176,16 +183,61 @@ def _refuse_other_optimizer(engine: Engine, manifest: Manifest, place: Path) -> 
     ]
     wrong += [f"{name} was frozen there and is trained here" for name in here if name not in there]
     wrong += [f"{name} was trained there and is frozen here" for name in there if name not in everywhere]
-    error = CheckpointError(
-        "IG938",
-        f"{place.name} has the state of another optimizer",
-        seen=_listed(wrong),
-        expected="the optimizer that saved it, for the same trainable parameters",
-        fix="use that optimizer again; or take the weights alone: weights=ig.checkpoint.SavedWeights(path), or "
-        "'isograd ckpt convert' and model.path in a config",
-        where=engine.mesh.where(),
-    )
+    error = CheckpointError("IG938", seen=_listed(wrong), where=engine.mesh.describe_rank(), name=place.name)
     raise_alike(error if wrong else None, engine.mesh)
+
+
+def _check_state(engine: Engine, manifest: CheckpointManifest) -> None:
+    """Raise Damage where torch's optimizers would not find what they keep of a parameter, or options that they take."""
+    held: dict[str, dict[str, str]] = {}  # {parameter: {entry: dtype of a tensor, "" of a number}}
+    for entry, values in manifest.numbers["counts"].items():
+        for name in values:
+            held.setdefault(name, {})[entry] = ""
+    for key, saved in manifest.tensors.items():
+        entry, _, name = key.removeprefix("optimizer/").partition("/")
+        if key.startswith("optimizer/"):
+            held.setdefault(name, {})[entry] = saved.dtype
+    for member in members(engine.optimizer):
+        kind = type(member).__name__
+        theirs: Any = getattr(torch.optim, kind, None) if kind in KEPT else None
+        if theirs is not None and isinstance(member, theirs):
+            for number, group in enumerate(manifest.numbers["groups"]):
+                if group["kind"] == kind:
+                    _check_options(f"numbers.groups.{number}.options", theirs, member.defaults, group["options"])
+                    for name in group["names"]:
+                        _check_kept(name, KEPT[kind], held.get(name, {}), manifest.tensors)
+
+
+def _check_kept(name: str, entries: Iterable[str], held: dict[str, str], tensors: dict[str, Saved]) -> None:
+    """A parameter that was never stepped has no state; all others have all of it."""
+    stepped = tensors.get(f"master/{name}") or tensors.get(f"model/{name}")
+    for entry in entries if held and stepped is not None else ():
+        assert stepped is not None
+        expected = "" if entry == "step" else stepped.dtype
+        if held.get(entry) != expected:
+            seen = f"is {held[entry] or 'a number'}" if entry in held else "is not in the checkpoint"
+            raise Damage(f"{entry} of {name} {seen}, and has to be {expected or 'a number'}")
+
+
+def _check_options(place: str, kind: Any, here: dict[str, Any], options: dict[str, Any]) -> None:
+    """By the types of the options that this run has, and by the optimizer's own constructor."""
+    for key, value in options.items():
+        own = here.get(key)
+        own = own.tolist() if isinstance(own, torch.Tensor) else own
+        if own is not None and _type(value) != _type(own):
+            raise Damage(f"{place}.{key}: {repr(value)[:80]} in place of what is {own!r} here")
+    taken = signature(kind).parameters
+    given = {key: tuple(value) if isinstance(value, list) else value for key, value in options.items() if key in taken}
+    try:
+        kind([torch.nn.Parameter(torch.zeros(1, 1))], **given)
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise Damage(f"{place}: {error}") from error
+
+
+def _type(value: Any) -> object:
+    if isinstance(value, list | tuple):
+        return [_type(one) for one in value]
+    return float if isinstance(value, int | float) and not isinstance(value, bool) else type(value)
 
 
 def _unlike(there: dict[str, Any] | None, here: dict[str, Any] | None) -> list[str]:
@@ -199,7 +251,8 @@ def _unlike(there: dict[str, Any] | None, here: dict[str, Any] | None) -> list[s
 
 def _options(config: dict[str, Any]) -> dict[str, Any]:
     found = {name: value for name, value in config.items() if name not in FREE and name != "experts"}
-    experts = config.get("experts") or {}
+    experts = config.get("experts")
+    experts = experts if isinstance(experts, dict) else {}
     return found | {f"experts.{name}": value for name, value in experts.items() if name not in FREE_OF_EXPERTS}
 
 
@@ -213,7 +266,7 @@ def _cast(there: dict[str, Any], here: dict[str, Any]) -> list[str]:
 
 
 def _of_all_stages(mine: Iterable[str], engine: Engine) -> set[str]:
-    return {name for names in gather_notes(sorted(mine), engine.mesh.group("pp"), engine.mesh.device) for name in names}
+    return {name for names in all_gather_object(sorted(mine), engine.mesh, "pp") for name in names}
 
 
 def _listed(wrong: list[str]) -> str:

@@ -17,32 +17,51 @@ engine/state.py says what the keys and the numbers mean.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import importlib.metadata
+import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, NamedTuple
 
 import torch
 from pydantic import Field
+from torch import nn
 
-from isograd.checkpoint.files import TORCH, write_bytes, write_json
+from isograd.checkpoint.files import DTYPES, TORCH
+from isograd.checkpoint.folder import step_of
 from isograd.errors import CheckpointError
-from isograd.outside import FileError, parse_json, read_bytes, typed
+from isograd.io.atomic import write_bytes
+from isograd.io.untrusted import FileError, parse_json, read_bytes, typed
 
 FORMAT, VERSION = "isograd checkpoint", 1
 NAME, HASH = "manifest.json", "manifest.sha256"
 LARGEST = 1 << 30  # bytes of a manifest
 COMPARISONS = 20_000_000  # of pieces with each other, to see that none overlap
 
+NUMBERS = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 Box = tuple[tuple[int, int], ...]
 Note = dict[str, Any]  # what one rank says of its file
 
 
 class Damage(Exception):
     """A checkpoint contradicts itself or its manifest; an older one may still be whole."""
+
+
+def describe_model(model: nn.Module) -> dict[str, Any] | None:
+    """What a checkpoint must know to become a Hugging Face folder; None for modules that are of no such kind."""
+    config: Any = getattr(model, "config", None)
+    if type(config).__module__ == "isograd.models.config":
+        return {"kind": "isograd", "config": json.loads(json.dumps(dataclasses.asdict(config)))}  # tuples are lists
+    if type(model).__module__.startswith("transformers.") and hasattr(config, "to_dict"):
+        values = json.loads(json.dumps(config.to_dict(), default=str))
+        found = {"kind": "transformers", "config": {**values, "architectures": [type(model).__name__]}}
+        adapters: Any = getattr(model, "_isograd_adapters", None)
+        return found if adapters is None else {**found, "adapters": dataclasses.asdict(adapters)}
+    return None
 
 
 class Piece(NamedTuple):
@@ -73,12 +92,12 @@ class Saved:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class CheckpointManifest:
     """The contents of manifest.json, typed."""
 
     step: int
     layout: str
-    model: dict[str, Any] | None  # checkpoint/hugging.py's description
+    model: dict[str, Any] | None  # hf/export.py's description
     extra: dict[str, Any]
     numbers: dict[str, Any]
     tensors: dict[str, Saved]
@@ -101,8 +120,8 @@ class Manifest:
         head = {"format": FORMAT, "version": VERSION, "step": self.step, "layout": self.layout}
         head["model"] = self.model
         rest = {"written_by": self.written_by, "files": self.files, "numbers": self.numbers, "extra": self.extra}
-        text = write_json(folder / NAME, {**head, **rest, "tensors": tensors})
-        write_bytes(folder / HASH, f"{hashlib.sha256(text).hexdigest()}  {NAME}\n".encode())
+        text = json.dumps({**head, **rest, "tensors": tensors}, separators=(",", ":"))
+        write_bytes(folder / HASH, f"{write_bytes(folder / NAME, text.encode())}  {NAME}\n".encode())
 
 
 def versions() -> dict[str, str]:
@@ -144,7 +163,7 @@ class _Adapters:
 
 @dataclass(frozen=True)
 class _Described:
-    """The model, as hugging.describe gives it."""
+    """The model, as describe_model gives it."""
 
     kind: str
     config: dict[str, Any]
@@ -159,16 +178,27 @@ class _Group:
     kind: str
     options: dict[str, Any]
     names: list[str]
-    __pydantic_config__: ClassVar = {"strict": True}
+    __pydantic_config__: ClassVar = STRICT
+
+
+@dataclass(frozen=True)
+class _Scale:
+    """fp16's loss scale."""
+
+    value: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    good_steps: Count
+    __pydantic_config__: ClassVar = STRICT
 
 
 @dataclass(frozen=True)
 class _Numbers:
-    """Of `numbers`, the fields that readers of manifests look into; engine/state.py knows the others."""
+    """What is kept per run and per parameter: engine/state.py."""
 
     groups: list[_Group]
-    counts: dict[str, dict[str, Any]]
-    __pydantic_config__: ClassVar = {"strict": True, "extra": "ignore"}
+    counts: dict[str, dict[str, tuple[Any, str | None]]]  # {entry: {parameter: (value, dtype of a tensor)}}
+    loss_scale: _Scale | None
+    counters: dict[str, Any] = field(default_factory=dict)
+    __pydantic_config__: ClassVar = STRICT
 
 
 @dataclass(frozen=True)
@@ -188,7 +218,7 @@ class _Head:
     __pydantic_config__: ClassVar = STRICT
 
 
-def read(folder: Path) -> Manifest:
+def read(folder: Path) -> CheckpointManifest:
     """Raises Damage, or an error when a newer isograd wrote it."""
     path = folder / NAME
     try:
@@ -201,9 +231,13 @@ def read(folder: Path) -> Manifest:
         head = typed(_Head, text, path, nan=True)
     except FileError as error:
         raise Damage(error.brief) from error
+    named = step_of(folder)
+    if named is not None and named != head.step:
+        raise Damage(f"step: {NAME} says {head.step}, and the folder's name {named}")
     budget = [COMPARISONS]
     tensors = {key: _saved(key, value, head.files, budget) for key, value in head.tensors.items()}
-    return Manifest(
+    _check_numbers(head.numbers, tensors)
+    return CheckpointManifest(
         head.step, head.layout, found["model"], head.extra, found["numbers"], tensors, head.files, head.written_by
     )
 
@@ -215,10 +249,9 @@ def _not_newer(folder: Path, found: Any) -> None:
     if type(version) is int and version > VERSION:
         raise CheckpointError(
             "IG939",
-            f"{folder.name} was written by a newer isograd",
             seen=f"format version {version}, written by {str(found.get('written_by'))[:200]}",
-            expected=f"at most version {VERSION}",
-            fix="read it with the isograd that wrote it, or a later one",
+            name=folder.name,
+            version=VERSION,
         )
     if type(version) is not int or version < 1:
         raise Damage(f"{NAME} has no version")
@@ -266,10 +299,68 @@ def _overlap(boxes: Sequence[Box], budget: list[int]) -> bool:
     return False
 
 
+def _check_numbers(numbers: _Numbers, tensors: dict[str, Saved]) -> None:
+    """Options and numbers are plain values that the optimizer can hold, of parameters that it steps."""
+    stepped = {name for group in numbers.groups for name in group.names}
+    for place, values in (
+        *((f"groups.{i}.options", group.options) for i, group in enumerate(numbers.groups)),
+        ("counters", numbers.counters),
+    ):
+        for key, value in values.items():
+            if not _is_plain(value):
+                raise Damage(f"numbers.{place}.{key}: {repr(value)[:80]} is no finite number, word or list of these")
+    for entry, by_name in numbers.counts.items():
+        for name, (value, dtype) in by_name.items():
+            wrong = _not_held(entry, value, dtype) if name in stepped else "the optimizer steps no such parameter"
+            if wrong:
+                raise Damage(f"numbers.counts.{entry}.{name}: {wrong}")
+    for key, saved in tensors.items():
+        kind, _, rest = key.partition("/")
+        name = rest.partition("/")[2]
+        if kind == "optimizer" and (name not in stepped or f"model/{name}" not in tensors):
+            lost = f"model/{name} is not in the checkpoint"
+            raise Damage(f"{key}: {lost if name in stepped else 'the optimizer steps no such parameter'}")
+        if kind == "optimizer" and saved.shape != tensors[f"model/{name}"].shape:
+            raise Damage(f"{key}: shape {list(saved.shape)} instead of that of model/{name}")
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(map(_is_plain, value))
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return value is None or isinstance(value, bool | str) or (isinstance(value, int) and abs(value) < 1 << 63)
+
+
+def _not_held(entry: str, value: Any, dtype: str | None) -> str:
+    """Why a number of a parameter cannot be what an optimizer keeps; empty: it can."""
+    said, one = f"{repr(value)[:60]} of dtype {str(dtype)[:20]}", value
+    while isinstance(one, list) and len(one) == 1 and dtype is not None:
+        one = one[0]
+    if isinstance(one, str) and dtype is None and entry != "step":
+        return ""
+    if not isinstance(one, bool | int | float) or (dtype is not None and dtype not in NUMBERS):
+        return f"{said} is no number"
+    if not (abs(one) < 1 << 63 if type(one) is int else True) or (dtype and not _fits(one, NUMBERS[dtype])):
+        return f"{said} does not fit into it"
+    if entry == "step" and not 0 <= one < 1 << 53:
+        return f"{said} is no number of steps"
+    return ""
+
+
+def _fits(value: Any, dtype: torch.dtype) -> bool:
+    if dtype == torch.bool:
+        return isinstance(value, bool)
+    if dtype.is_floating_point:
+        return not isinstance(value, bool) and (not math.isfinite(value) or abs(value) <= torch.finfo(dtype).max)
+    limits = torch.iinfo(dtype)
+    return type(value) is int and limits.min <= value <= limits.max
+
+
 # -- from what ranks say of their files ------------------------------------------------------------------------------
 
 
-def merge(notes: Sequence[Note], head: dict[str, Any]) -> Manifest:
+def merge(notes: Sequence[Note], head: dict[str, Any]) -> CheckpointManifest:
     """`head`: step, layout, model, extra, and "run", the numbers per run. A rank's note has its tensors and the numbers
     of the parameters whose first element it owns. Stages of a pipeline may write the same buffer: the first one counts.
     """
@@ -290,7 +381,7 @@ def merge(notes: Sequence[Note], head: dict[str, Any]) -> Manifest:
     files = {note["file"]: note["bytes"] for note in notes}
     numbers = {**head["run"], "counts": {entry: dict(sorted(counts[entry].items())) for entry in sorted(counts)}}
     head = {key: value for key, value in head.items() if key != "run"}
-    return Manifest(**head, numbers=numbers, tensors=tensors, files=files, written_by=versions())
+    return CheckpointManifest(**head, numbers=numbers, tensors=tensors, files=files, written_by=versions())
 
 
 def _check_cover(tensors: dict[str, Saved]) -> None:
@@ -300,13 +391,7 @@ def _check_cover(tensors: dict[str, Saved]) -> None:
         if (covered := sum(volume(piece.box) for piece in saved.pieces)) != math.prod(saved.shape)
     ]
     if wrong:
-        raise CheckpointError(
-            "IG940",
-            "the ranks together did not write every element once",
-            seen="; ".join(wrong[:8]),
-            expected="every row of every tensor from one rank",
-            fix="is the optimizer's state the same on all ranks? Otherwise please report this",
-        )
+        raise CheckpointError("IG940", seen="; ".join(wrong[:8]))
 
 
 def volume(box: Box) -> int:

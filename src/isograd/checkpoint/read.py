@@ -16,9 +16,9 @@ from torch import Tensor
 from isograd.checkpoint import manifest
 from isograd.checkpoint.files import DTYPES, TORCH, sha256
 from isograd.checkpoint.folder import one_of
-from isograd.checkpoint.manifest import Box, Damage, Manifest, Piece, Saved
+from isograd.checkpoint.manifest import Box, CheckpointManifest, Damage, Piece, Saved
 from isograd.errors import CheckpointError
-from isograd.outside import FileError, opened, read_header
+from isograd.io.untrusted import FileError, open_to_read, read_header
 
 
 class Reader:
@@ -27,7 +27,7 @@ class Reader:
     def __init__(self, folder: Path) -> None:
         """Raises Damage when the manifest is."""
         self.folder = folder
-        self.manifest: Manifest = manifest.read(folder)
+        self.manifest: CheckpointManifest = manifest.read(folder)
         self._opened: dict[str, Any] = {}
 
     def fill(self, key: str, box: Box, target: Tensor) -> None:
@@ -80,7 +80,7 @@ class Reader:
             if not os.path.lexists(path):
                 raise Damage(f"{file} is missing")
             try:
-                with opened(path) as found:
+                with open_to_read(path) as found:
                     size = os.fstat(found.fileno()).st_size
                 if size != self.manifest.files[file]:
                     raise Damage(f"{file} has {size} bytes instead of {self.manifest.files[file]}")
@@ -98,7 +98,7 @@ class Reader:
 class SavedWeights:
     """A checkpoint's parameters as first values of a new run: Engine(model, ..., weights=SavedWeights(place)).
 
-    Under any layout, and without the optimizer; `Keeper.load` resumes the run that saved it.
+    Under any layout, and without the optimizer; `CheckpointManager.load` resumes the run that saved it.
     """
 
     def __init__(self, place: str | Path) -> None:
@@ -110,10 +110,8 @@ class SavedWeights:
         if saved is not None and saved[1].shape != shape:
             raise CheckpointError(
                 "IG937",
-                f"the saved {name!r} has another shape",
-                seen=f"{list(saved[1].shape)} in {self._reader.folder.name}",
-                expected=f"{list(shape)}, as the model has it",
-                fix="build the model with the config that was saved: 'isograd ckpt inspect' shows what it is of",
+                seen=f"{name!r} is {list(saved[1].shape)} there and {list(shape)} here",
+                place=self._reader.folder.name,
             )
         return saved is not None
 
@@ -142,13 +140,7 @@ def open_whole(place: Path) -> Reader:
 
 def damaged(place: Path, damage: Damage) -> CheckpointError:
     """The error of a checkpoint whose files are not what its manifest lists."""
-    return CheckpointError(
-        "IG936",
-        f"{place} is damaged",
-        seen=damage,
-        expected="files with the sizes and hashes that its manifest lists",
-        fix="'isograd ckpt verify' lists every damaged tensor; take an older checkpoint",
-    )
+    return CheckpointError("IG936", seen=damage, place=place)
 
 
 def _common(a: Box, b: Box) -> Box | None:

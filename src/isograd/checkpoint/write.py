@@ -3,13 +3,15 @@
     every rank    rank-00003.safetensors, then rank-00003.json: what is in it, with hashes
     rank 0        when all records are there: manifest.json, then the name step-00000100, then pruning
 
-Everything is flushed to the disk before the next thing depends on it. Whatever moment a process is killed at, either
-the new name does not exist yet and the checkpoints before are untouched, or it exists and all of it is on the disk.
+Everything is flushed to the disk, and read again, before the next thing depends on it. Whatever moment a process is
+killed at, either the new name does not exist yet and the checkpoints before are untouched, or it exists and all of it
+is on the disk.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -20,8 +22,11 @@ from typing import Any
 from torch import Tensor
 
 from isograd.checkpoint import folder as folders
-from isograd.checkpoint.files import DTYPES, entry, flush_folder, in_order, write_json, write_tensors
+from isograd.checkpoint.files import DTYPES, entry, in_order, write_tensors
 from isograd.checkpoint.manifest import Box, merge
+from isograd.errors import CheckpointError
+from isograd.io.atomic import flush_folder, write_bytes
+from isograd.io.untrusted import open_to_read
 
 PHASES = ("copied", "begun", "half written", "written", "recorded", "gathered", "listed", "named", "pruned")
 POLL_S = 0.02
@@ -39,7 +44,7 @@ class Copied:
 
 
 @dataclass(frozen=True)
-class Job:
+class SaveJob:
     """What one rank has to write."""
 
     folder: Path
@@ -55,27 +60,37 @@ class Job:
     phase: Phase
 
 
+class _GivenUp(Exception):
+    """Nothing more has to be written: another rank's part has failed."""
+
+
 class Writing(threading.Thread):
     """The thread that writes this rank's part of a checkpoint; on rank 0 it also completes the checkpoint."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: SaveJob, pause_s: float = 0.0) -> None:
         super().__init__(name=f"isograd checkpoint {job.step}", daemon=True)
-        self.job = job
+        self.job, self._pause_s = job, pause_s
         self.error: Exception | None = None
         self.given_up = threading.Event()  # another rank's part has failed: the record that rank 0 awaits never comes
         self.moves = 0  # grows as long as this writer is alive
         self.start()
 
     def moved(self) -> None:
-        """A chunk was hashed, written or flushed."""
+        """A chunk was hashed, written, flushed or read again."""
         self.moves += 1
+        if self.given_up.is_set():
+            raise _GivenUp
 
     def run(self) -> None:
-        """What the thread does; an exception is kept in `error` for `Keeper.wait`."""
+        """What the thread does; an exception is kept in `error` for `CheckpointManager.wait`."""
+        if self.given_up.wait(self._pause_s):
+            return
         try:
             write_own(self.job, self.moved)
             if self.job.rank == 0 and self._all_recorded():
                 finish(self.job, self.moved)
+        except _GivenUp:
+            pass
         except Exception as error:
             self.error = error
 
@@ -98,7 +113,7 @@ def record_name(rank: int) -> str:
     return f"rank-{rank:05d}.json"
 
 
-def write_own(job: Job, moved: Callable[[], None]) -> None:
+def write_own(job: SaveJob, moved: Callable[[], None]) -> None:
     """Write this rank's tensors and its record."""
     job.place.mkdir(exist_ok=True)
     job.phase("begun")
@@ -122,17 +137,18 @@ def write_own(job: Job, moved: Callable[[], None]) -> None:
         for key, copy in ((one.name, by_key[one.name]) for one in entries)
     }
     note = {"file": name, "bytes": size, "tensors": listed, "counts": job.counts}
-    write_json(job.place / record_name(job.rank), note)
+    write_bytes(job.place / record_name(job.rank), json.dumps(note, separators=(",", ":")).encode())
     job.phase("recorded")
 
 
-def finish(job: Job, moved: Callable[[], None]) -> None:
+def finish(job: SaveJob, moved: Callable[[], None]) -> None:
     """Rank 0: make the parts of all ranks one checkpoint, and give it its name."""
     records = [job.place / record_name(rank) for rank in range(job.ranks)]
     job.phase("gathered")
     notes = []
     for record in records:
         notes.append(json.loads(record.read_bytes()))
+        _refuse_other_size(job.place / notes[-1]["file"], notes[-1]["bytes"])
         moved()
     merge(notes, job.head).write(job.place)
     moved()
@@ -144,3 +160,11 @@ def finish(job: Job, moved: Callable[[], None]) -> None:
     job.phase("named")
     folders.prune(job.folder, job.keep_last, job.keep_every)
     job.phase("pruned")
+
+
+def _refuse_other_size(path: Path, written: int) -> None:
+    """What another rank has written and read again is what this rank sees."""
+    with open_to_read(path) as file:
+        size = os.fstat(file.fileno()).st_size
+    if size != written:
+        raise CheckpointError("IG945", seen=f"{size:,} bytes instead of {written:,}", path=path)

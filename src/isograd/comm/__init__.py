@@ -1,1 +1,1 @@
-"""Communication: raw.py calls torch.distributed, ops.py makes it differentiable, launch.py starts local ranks."""
+"""Communication: world.py and transport.py call torch.distributed; ops.py is differentiable; launch.py starts ranks."""

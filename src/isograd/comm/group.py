@@ -2,8 +2,27 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakSet
+
+
+class RankContext:
+    """Where one rank makes its groups: a process, a thread, or a simulation. Every rank makes them in one order."""
+
+    def __init__(self) -> None:
+        self.groups: WeakSet[Group] = WeakSet()
+        self.tags: Counter[tuple[int, ...]] = Counter()  # how many ranges of tags groups of these ranks have reserved
+        self.serials: Counter[tuple[int, ...]] = Counter()
+        self.message_sums: Any = None  # while a step's messages are checked (engine/sdc/reductions.py)
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        """A pickled mesh of no world has groups of its own."""
+        return RankContext, ()
+
+    def leave(self, why: str) -> None:
+        """Close this rank's connections."""
 
 
 @dataclass(eq=False)
@@ -13,9 +32,10 @@ class Group:
     axes: str
     ranks: tuple[int, ...]
     index: int
-    handle: Any = field(default=None, repr=False)  # torch ProcessGroup; None for a group of one or an unbound mesh
+    handle: Any = field(default=None, repr=False)  # a Transport; None for a group of one or an unbound mesh
     purpose: str = ""  # groups of different purposes have connections of their own
-    near: Any = field(default=None, repr=False)  # what near.channels_of says; None: not yet known
+    context: RankContext = field(default_factory=RankContext, repr=False)
+    closed: str = ""  # why its connections were closed
 
     def __deepcopy__(self, memo: object) -> Group:
         """The same group: connections cannot be copied."""

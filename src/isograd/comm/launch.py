@@ -24,9 +24,10 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.util import Finalize
 from typing import Any
 
-from isograd import scratch
+from isograd.comm.device import Asked
 from isograd.comm.worker import GROUP, PARTS, Answer, Seat, main, stack_file
 from isograd.errors import IsogradError, LaunchError
+from isograd.io import tempdir
 
 LONGEST_HOME = 60  # characters: the name of a socket has at most 104, on some systems
 GRACE = 1.0  # seconds to collect the errors of other ranks after the first
@@ -34,9 +35,13 @@ STOP = 2.0  # seconds between asking a rank to end and killing it
 UNKNOWN = 255  # multiprocessing's exit code of a rank of which its server does not tell how it ended
 
 
-def launch(fn: Callable[..., Any], nproc: int, *args: Any, timeout: float | None = None, threads: int = 1) -> list[Any]:
-    """Run fn(*args) on `nproc` new local ranks; return each rank's value, in rank order."""
-    world = World(nproc, threads=threads)
+def launch(
+    fn: Callable[..., Any], nproc: int, *args: Any, timeout: float | None = None, threads: int = 1, device: Asked = None
+) -> list[Any]:
+    """Run fn(*args) on `nproc` new local ranks; return each rank's value, in rank order.
+
+    device: "cpu" computes on the CPU on purpose; None: each rank on a card of its own, where the machine has any."""
+    world = World(nproc, threads=threads, device=device)
     try:
         return world.run(fn, *args, timeout=timeout)
     finally:
@@ -48,18 +53,20 @@ class World:
 
     def __init__(
         self, nproc: int, *, threads: int = 1, interface: str | None = "lo", patience: float = 0.0,
-        deaf: Iterable[int] = (), busy: Callable[[], bool] = lambda: False,
+        deaf: Iterable[int] = (), busy: Callable[[], bool] = lambda: False, device: Asked = None,
     ) -> None:  # fmt: skip
         """patience: seconds that a collective waits for a silent rank, when longer than usual.
 
         busy: after a failure, ranks that have not ended are not stopped while this is true: they finish something.
 
         deaf: of SIGTERM and SIGHUP, those that do nothing to a rank, because the caller takes them for all ranks.
+
+        device: as in `launch`.
         """
         if nproc < 1:
             raise LaunchError("IG250", "a world needs at least one rank", seen=nproc, expected="nproc >= 1")
         self.nproc, self._threads, self._interface, self._patience = nproc, threads, interface, patience
-        self._deaf, self._busy = tuple(deaf), busy
+        self._deaf, self._busy, self._device = tuple(deaf), busy, device
         self._ranks: _Ranks | None = None
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout: float | None = None) -> list[Any]:
@@ -102,7 +109,7 @@ class _Ranks:
     def __init__(self, world: World, first: tuple[Callable[..., Any], tuple[Any, ...]]) -> None:
         context, forked = start_method()
         self._busy = world._busy
-        self.directory = tempfile.mkdtemp(prefix="world-", dir=scratch.home())
+        self.directory = tempfile.mkdtemp(prefix="world-", dir=tempdir.home())
         self.processes: list[Any] = []
         self.pipes: list[Connection] = []
         watch, self._alive = context.Pipe(duplex=False)
@@ -113,7 +120,8 @@ class _Ranks:
         for rank in range(world.nproc):
             alive = self._alive.fileno() if forked else None
             seat = Seat(
-                rank, world.nproc, self.directory, world._threads, world._interface, world._patience, deaf, alive
+                *(rank, world.nproc, self.directory, world._threads, world._interface, world._patience),
+                *(deaf, world._device, alive),
             )
             ours, theirs = context.Pipe()
             process = context.Process(target=main, args=(seat, theirs, watch, job), name=f"isograd rank {rank}")
@@ -191,13 +199,7 @@ class _Ranks:
             os.kill(self.processes[rank].pid, signal.SIGUSR1)
         time.sleep(0.5)
         stacks = "\n\n".join(f"rank {rank}:\n{self._stack(rank)}" for rank in silent)
-        return LaunchError(
-            "IG254",
-            f"no answer within {timeout} s from ranks {silent}; where each of them was:\n\n{stacks}\n",
-            seen=f"ranks {sorted(answers)} finished" if answers else "no rank finished",
-            expected="all ranks to reach the same collectives in the same order",
-            fix="look for a collective that only some ranks call, or for different numbers of steps per rank",
-        )
+        return LaunchError("IG254", where=stacks, timeout=timeout, silent=silent, finished=sorted(answers))
 
     def _stack(self, rank: int) -> str:
         with open(stack_file(self.directory, rank)) as file:
@@ -280,11 +282,18 @@ def stop_all(processes: list[Any], pipes: list[Connection], directory: str, aliv
         process.join(max(0.0, end - time.monotonic()))
         if process.is_alive():
             process.kill()
-        process.join()
+            process.join(10 * STOP)
+        if process.is_alive():
+            leave_behind(process)
     for pipe in pipes:
         pipe.close()
     alive.close()
     shutil.rmtree(directory, ignore_errors=True)
+
+
+def leave_behind(process: Any) -> None:
+    """Of a process that was killed and does not end, as it waits for a disk: this one's end does not wait for it."""
+    mp.process._children.discard(process)  # type: ignore[attr-defined]
 
 
 def start_method(preload: Iterable[str] = ()) -> tuple[Any, bool]:
@@ -313,7 +322,7 @@ def _start_server() -> None:
     try:
         resource_tracker.ensure_running()  # which unblocks two of them
         signal.pthread_sigmask(signal.SIG_BLOCK, GROUP)
-        with _temporary_files_in(scratch.home()):
+        with _temporary_files_in(tempdir.home()):
             forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -379,13 +388,7 @@ def pickled(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     try:
         return pickle.dumps((fn, args))
     except Exception as error:
-        raise LaunchError(
-            "IG251",
-            "the function or its arguments cannot be sent to the ranks",
-            seen=f"{error}",
-            expected="a function defined at the top level of a module, and arguments that can be pickled",
-            fix="move the function out of the function or class it is defined in; pass tensors and plain data",
-        ) from error
+        raise LaunchError("IG251", seen=f"{error}") from error
 
 
 def _headline(answer: Answer | None, exitcode: int | None) -> str:

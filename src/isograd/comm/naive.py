@@ -55,8 +55,3 @@ def exchange_rows(xs: Sequence[Tensor], counts: Sequence[Sequence[int]]) -> list
     """V -> V: counts[i][j] rows of member i go to member j, which joins what it receives in the members' order."""
     pieces = [x.split(list(sent)) for x, sent in zip(xs, counts, strict=True)]
     return [torch.cat([pieces[source][target] for source in range(len(xs))]) for target in range(len(xs))]
-
-
-def shift(xs: Sequence[Tensor], by: int) -> list[Tensor]:
-    """V -> V: each member gets the tensor of the member `by` places before it."""
-    return [xs[(member - by) % len(xs)] for member in range(len(xs))]

@@ -12,7 +12,6 @@ all members' tensors: the oracle of tests/comm/test_ops.py.
     slice                      I -> V    adjoint gather            take my part of a value all members hold
     all_to_all                 V -> V    adjoint all_to_all back   move a cut from one dimension to another
     exchange_rows              V -> V    adjoint exchange back     send each row to the member that computes with it
-    shift                      V -> V    adjoint shift back        pass along a ring
 
 A group of one makes each of them the identity.
 """
@@ -28,9 +27,9 @@ import torch
 from torch import Tensor
 
 from isograd.comm import raw
+from isograd.comm.first_order import once
 from isograd.comm.raw import Group
 from isograd.errors import CommError
-from isograd.once import once
 
 Move = Callable[[Tensor], Tensor]
 F = TypeVar("F", bound=Callable[..., Any])
@@ -146,9 +145,7 @@ def all_to_all(
     if group.size == 1:
         return x
     if split_dim % x.dim() == cat_dim % x.dim():
-        raise CommError(
-            "IG204", "all_to_all moves a cut between two different dimensions", seen=f"dim {split_dim} twice"
-        )
+        raise CommError("IG204", seen=f"dim {split_dim} twice")
     splits = _cut_sizes(x, group, split_dim, split_sizes)
     cats = _gathered_sizes(x, group, cat_dim, cat_sizes)
 
@@ -188,13 +185,6 @@ def exchange_rows(x: Tensor, group: Group, send: Sequence[int], receive: Sequenc
     return _pair(x, lambda t: move(t, send, receive), lambda g: move(g, receive, send))
 
 
-def shift(x: Tensor, group: Group, by: int = 1) -> Tensor:
-    """V -> V: the tensor of the member `by` places before me along the ring. Its adjoint shifts back."""
-    if group.size == 1:
-        return x
-    return _pair(x, lambda t: raw.shift(t, group, by), lambda g: raw.shift(g, group, -by))
-
-
 def _gather(x: Tensor, group: Group, dim: int, sizes: tuple[int, ...]) -> Tensor:
     if dim % x.dim() == 0:
         return raw.all_gather(x, group, sizes)
@@ -216,12 +206,9 @@ def _gathered_sizes(x: Tensor, group: Group, dim: int, sizes: Sequence[int] | No
     if sizes is None:
         return (mine,) * group.size
     if len(sizes) != group.size or sizes[group.index] != mine:
-        raise CommError(
-            "IG202",
-            f"the sizes given for dim {dim} over {group.axes!r} do not describe this tensor",
-            seen=f"sizes {tuple(sizes)}, my index {group.index}, my tensor {tuple(x.shape)}",
-            expected=f"{group.size} sizes of which number {group.index} is {mine}",
-        )
+        seen = f"sizes {tuple(sizes)}, my index {group.index}, my tensor {tuple(x.shape)}"
+        expected = f"{group.size} sizes of which number {group.index} is {mine}"
+        raise CommError("IG202", seen=seen, expected=expected, dim=dim, axes=group.axes)
     return tuple(sizes)
 
 
@@ -229,19 +216,10 @@ def _cut_sizes(x: Tensor, group: Group, dim: int, sizes: Sequence[int] | None) -
     total = x.shape[dim]
     if sizes is None:
         if total % group.size:
-            raise CommError(
-                "IG203",
-                f"dim {dim} of length {total} cannot be cut evenly over {group.axes!r}",
-                seen=f"shape {tuple(x.shape)} over {group.size} ranks",
-                expected=f"a multiple of {group.size}, or explicit sizes",
-                fix=f"pass sizes=raw.even_sizes({total}, {group.size})",
-            )
+            raise CommError("IG203", dim=dim, total=total, axes=group.axes, shape=tuple(x.shape), size=group.size)
         return (total // group.size,) * group.size
     if len(sizes) != group.size or sum(sizes) != total:
-        raise CommError(
-            "IG202",
-            f"the sizes given for dim {dim} over {group.axes!r} do not describe this tensor",
-            seen=f"sizes {tuple(sizes)} (sum {sum(sizes)}), tensor {tuple(x.shape)}",
-            expected=f"{group.size} sizes that sum to {total}",
-        )
+        seen = f"sizes {tuple(sizes)} (sum {sum(sizes)}), tensor {tuple(x.shape)}"
+        expected = f"{group.size} sizes that sum to {total}"
+        raise CommError("IG202", seen=seen, expected=expected, dim=dim, axes=group.axes)
     return tuple(sizes)

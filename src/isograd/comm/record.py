@@ -4,9 +4,8 @@
         engine.train_step(batch)
     for entry in record.entries: ...
 
-raw.py notes every message here, in a running world and in an imagined one (imagined.py) in the same way: the record of
-an imagined rank equals that of a running one, message for message; only where gloo lets half-precision gradients leave
-as they are (halves.py), imagined ranks send fp32, as on NCCL. Outside of `recording` nothing is noted.
+raw.py notes every message here, in a running world and in a fake one (fake.py) in the same way: the record of
+an imagined rank equals that of a running one, message for message. Outside of `recording` nothing is noted.
 """
 
 from __future__ import annotations
@@ -15,22 +14,19 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from isograd.comm import halves
-from isograd.comm.handle import Handle
-
-if TYPE_CHECKING:
-    from isograd.comm.raw import Group
+from isograd.comm.group import Group
 
 _PACKAGE = str(Path(__file__).parents[1])
 _COMM = str(Path(__file__).parent)
-_ONCE = str(Path(__file__).parents[1] / "once.py")  # stands around backwards
+_ONCE = str(Path(__file__).with_name("first_order.py"))  # stands around backwards
 _RAW, _OPS, _HERE = (str(Path(__file__).with_name(f"{name}.py")) for name in ("raw", "ops", "record"))
 
 
+HELPERS = {"exchange", "all_gather_start", "scatter_start", "reduce_scatter_start"}  # of other collectives
 T = TypeVar("T")
 Tensors = Sequence[Sequence[torch.Tensor]]  # for each member of a group
 
@@ -57,7 +53,7 @@ class Entry(NamedTuple):
     """One call that starts messages."""
 
     operation: str  # the functions of raw.py, outermost first: "all_reduce/reduce_scatter"
-    site: str  # who called, outside of comm: "engine/totals.py:gather"
+    site: str  # who called, outside of comm: "engine/step_status.py:gather"
     phase: str  # "backward" inside autograd, else the phase of the record
     control: bool  # what ranks exchange to decide something, rather than data
     axes: str
@@ -118,15 +114,7 @@ class Record:
             )
         )
         self.events.append(("starts", place))
-        return lambda: self._waited(group, into, place)
-
-    def _waited(self, group: Group, into: Sequence[Sequence[torch.Tensor]], place: int) -> None:
-        """The messages have arrived, some of them perhaps in half precision."""
-        self.events.append(("waits", place))
-        came = [[halves.arrived(t) for t in p] if i != group.index else [] for i, p in enumerate(into)]
-        if any(t.dtype in halves.HALVES for pieces in came for t in pieces):
-            seen = self._once(tuple(self._messages(pieces, {}) for pieces in came))
-            self.entries[place] = self.entries[place]._replace(received=seen)
+        return lambda: self.events.append(("waits", place))
 
     def _messages(self, pieces: Sequence[torch.Tensor], known: dict[int, Messages]) -> Messages:
         found = known.get(id(pieces))
@@ -164,48 +152,29 @@ def recording(look: Look | None = None, follow: Follow | None = None) -> Iterato
         running = before
 
 
-def noted(
-    handle: Handle,
-    group: Group,
-    out: Tensors,
-    into: Tensors,
-    tag: int = 0,
-    control: bool = False,
-    beside: tuple[Tensors, Tensors] | None = None,
-) -> Handle:
-    """The handle; when somebody records, its messages are noted, and when it is waited for. `beside`: pieces that
-    travel at the same time in messages that others send, as one message more."""
-    if running is None:
-        return handle
-    for_each, from_each = beside or (((),) * group.size, ((),) * group.size)
-    return handle.and_then(running.note(group, _joined(out, for_each), _joined(into, from_each), tag, control))
+def noted(group: Group, out: Tensors, into: Tensors, tag: int, control: bool) -> Callable[[], None]:
+    """When somebody records or checks messages, they are noted. Returns what is to be called when they have been waited
+    for."""
+    note = _nothing if running is None else running.note(group, out, into, tag, control)
+    sums = group.context.message_sums
+    if sums is None or control:
+        return note
+    arrived = sums.note(group, out, into, tag)
+    return lambda: (note(), arrived())[0]
 
 
-def _joined(messages: Tensors, pieces: Tensors) -> Tensors:
-    return [
-        [*several, torch.cat([piece.reshape(-1) for piece in more])] if more else several
-        for several, more in zip(messages, pieces, strict=True)
-    ]
+def noted_to(
+    group: Group, peers: Sequence[int], tensors: Sequence[torch.Tensor], sends: bool, tag: int, control: bool
+) -> Callable[[], None]:
+    """The same of messages to some members, or from them."""
+    if running is None and group.context.message_sums is None:
+        return _nothing
+    messages, none = [tensors if i in peers else [] for i in range(group.size)], [list[torch.Tensor]()] * group.size
+    return noted(group, messages if sends else none, none if sends else messages, tag, control)
 
 
-def noted_to_one(
-    handle: Handle, group: Group, tensors: Sequence[torch.Tensor], peer: int, tag: int, control: bool, sending: bool
-) -> Handle:
-    """The same of messages between two members."""
-    if running is None:
-        return handle
-    messages = [tensors if i == peer else [] for i in range(group.size)]
-    none: Tensors = [[]] * group.size
-    out, into = (messages, none) if sending else (none, messages)
-    return noted(handle, group, out, into, tag, control)
-
-
-def noted_broadcast(x: torch.Tensor, group: Group, source: int) -> None:
-    """Note what the source of a broadcast sends to each, and what the others receive."""
-    if running is not None:
-        sends, nobody = group.index == source, [list[torch.Tensor]()] * group.size
-        messages = [[x] if (i != source) == sends else [] for i in range(group.size)]
-        noted(Handle(), group, *((messages, nobody) if sends else (nobody, messages))).wait()
+def _nothing() -> None:
+    pass
 
 
 def _caller() -> tuple[str, str]:
@@ -229,4 +198,4 @@ def _caller() -> tuple[str, str]:
 def _operation(steps: list[str]) -> str:
     """Outermost first, without the helpers of raw.py."""
     named = [step for step in reversed(steps) if not step.startswith("_")]
-    return "/".join([step for step in named if step != "exchange"] or named[:1])
+    return "/".join([step for step in named if step not in HELPERS] or named[:1])

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from isograd.comm import raw
+from isograd.comm.device import Asked
 from isograd.errors import IsogradError
 
 LAST = 10.0  # seconds that a rank without a parent has for its last words
@@ -42,6 +43,7 @@ class Seat:
     interface: str | None
     patience: float = 0.0  # seconds that collectives wait for a silent rank, when longer than usual
     deaf: tuple[int, ...] = ()  # signals that do nothing here: the parent takes them for all ranks
+    device: Asked = None  # "cpu": on purpose; None: a card, where the machine has any
     alive: int | None = None  # in forked ranks: the parent's end of the watch pipe, to be closed here
 
 
@@ -51,7 +53,7 @@ class Answer:
 
     ok: bool
     payload: bytes | str  # pickled value, or a traceback
-    when: float
+    when: float  # by `time.monotonic`: all processes of a machine read one clock
     error: tuple[str | None, ...] | None = None  # one of isograd's errors: code, what, and PARTS
 
     @property
@@ -82,8 +84,9 @@ def main(seat: Seat, jobs: Connection, watch: Connection, first: Any) -> None:
     torch.set_num_threads(seat.threads)
     try:
         sit(seat)
-    except Exception:
-        jobs.send(Answer(False, traceback.format_exc(), time.time()))
+    except Exception as error:
+        jobs.send(_failed(error))
+        first = None  # the caller ends this process
     job = first if first is not None else _next(jobs, watcher)
     while job is not None:
         jobs.send(_do(job))
@@ -104,8 +107,8 @@ def sit(seat: Seat) -> None:
     )
     _be_called(f"isograd r{seat.rank}")
     if seat.nproc > 1:
-        raw.be_patient(seat.patience)
-        raw.join(seat.rank, seat.nproc, seat.directory, seat.interface)
+        raw.set_collective_timeout(seat.patience)
+        raw.join(seat.rank, seat.nproc, seat.directory, seat.interface, seat.device)
 
 
 def _be_called(name: str) -> None:
@@ -127,21 +130,22 @@ def _do(job: Any) -> Answer:
     try:
         function, arguments = pickle.loads(job) if isinstance(job, bytes) else job
         value = function(*arguments)
-    except IsogradError as error:
-        said = (error.code, error.what, *(getattr(error, part) for part in PARTS))
-        spelled = tuple(None if part is None else str(part) for part in said)
-        return Answer(False, traceback.format_exc(), _when(error), spelled)
     except BaseException as error:
-        return Answer(False, traceback.format_exc(), _when(error))
+        return _failed(error)
     try:
-        return Answer(True, pickle.dumps(value), time.time())
+        return Answer(True, pickle.dumps(value), time.monotonic())
     except Exception as error:
         text = f"the value that the function returned cannot be sent to the parent: {error!r} (type {type(value)})"
-        return Answer(False, text, time.time())
+        return Answer(False, text, time.monotonic())
 
 
-def _when(error: BaseException) -> float:
-    return float(vars(error).get(RAISED_AT) or time.time())
+def _failed(error: BaseException) -> Answer:
+    """In the handler of an error: the answer that tells of it."""
+    spelled = None
+    if isinstance(error, IsogradError):
+        said = (error.code, error.what, *(getattr(error, part) for part in PARTS))
+        spelled = tuple(None if part is None else str(part) for part in said)
+    return Answer(False, traceback.format_exc(), float(vars(error).get(RAISED_AT) or time.monotonic()), spelled)
 
 
 def _leave_to_parent(*_: object) -> None:

@@ -16,15 +16,28 @@ from contextlib import closing, contextmanager
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 
-from isograd.data.files import settle, write_whole, writing
-from isograd.data.manifest import LARGEST, NAME, TOKENIZER, Documents, Manifest, Recipe, SpecialTokens, encode, read
-from isograd.data.shards import Record, done
+from isograd.data.chats import chat_tokenizer
+from isograd.data.files import write_whole, writing
+from isograd.data.manifest import (
+    LARGEST,
+    NAME,
+    TOKENIZER,
+    Documents,
+    Recipe,
+    SpecialTokens,
+    TokenManifest,
+    encode,
+    read,
+)
+from isograd.data.shards import ShardRecord, done
+from isograd.data.texts import LARGEST as LARGEST_DOCUMENT
 from isograd.data.texts import changed, cut, find_inputs
-from isograd.data.tokenizer import find_tokenizer, of_chats
+from isograd.data.tokenizer import find_tokenizer
 from isograd.data.tokens import check_sizes
 from isograd.data.workers import Job, work
 from isograd.errors import DataError
-from isograd.outside import FileError, read_typed
+from isograd.io.atomic import flush_folder
+from isograd.io.untrusted import FileError, read_typed
 
 RECIPE = "building.json"
 SHARD = 16 << 20  # bytes of text in a shard, more if there would be too many shards
@@ -49,24 +62,27 @@ def build(
     special_tokens: SpecialTokens = "refuse",
     chat: bool = False,
     shard_bytes: int | None = None,
+    largest_document: int = LARGEST_DOCUMENT,
     workers: int = 1,
     progress: Progress = lambda done, total, tokens: None,
-) -> Manifest:
+) -> TokenManifest:
     """The manifest of a finished build; one that was finished before with the same recipe is left as it is.
 
     special_tokens: what to do with text that spells a special token of the tokenizer: "refuse" it, "keep" it as the
     token's id, or encode it as ordinary "text". Of conversations "text" speaks of what the template spells like a
     special token and the tokenizer splits.
 
+    largest_document: bytes of a document; a larger one is refused before it is in memory.
+
     chat: inputs are conversations, and `tokenizer` is a folder with a chat template (data/chats.py).
 
     workers > 1 starts processes: guard a script with `if __name__ == "__main__"`, as for any use of multiprocessing.
     """
-    _check(inputs, documents, validation, special_tokens, shard_bytes, workers, chat)
+    _check(inputs, documents, validation, special_tokens, shard_bytes, workers, largest_document)
     folder = Path(out)
     template = None
     if chat:
-        tools, template = of_chats(tokenizer, special_tokens)
+        tools, template = chat_tokenizer(tokenizer, special_tokens)
     else:
         tools = find_tokenizer(tokenizer, end_of_document, special_tokens)
     found = find_inputs([str(path) for path in inputs], folder, chat)
@@ -76,7 +92,7 @@ def build(
     with _alone(folder):
         if not _begin(folder, recipe):
             return read(folder)
-        jobs = list(enumerate(cut(recipe)))
+        jobs = list(enumerate(cut(recipe, largest_document)))
         _not_too_many(recipe, len(jobs))
         records = {number: record for number, _ in jobs if (record := done(folder, number, recipe))}
         count = _Count(progress, jobs)
@@ -106,7 +122,7 @@ class _Count:
         self._total = sum(part.weight for _, parts in jobs for part in parts)
         self._done = self._tokens = 0
 
-    def add(self, job: Job, record: Record) -> None:
+    def add(self, job: Job, record: ShardRecord) -> None:
         self._done += sum(part.weight for part in job[1])
         self._tokens += sum(shard.tokens for shard in record.shards)
 
@@ -149,7 +165,7 @@ def _resume(folder: Path, theirs: Recipe, ours: Recipe, names: set[str]) -> None
         with writing(folder):
             for name in filter(RECORD.fullmatch, names):
                 (folder / name).unlink()
-        settle(folder)
+            flush_folder(folder)
     write_whole(folder / RECIPE, encode(asdict(ours)))
 
 
@@ -176,27 +192,23 @@ def _same(folder: Path, theirs: Recipe, ours: Recipe) -> None:
 
 
 def _taken(folder: Path, seen: str, fix: str) -> DataError:
-    return DataError(
-        "IG916", f"{folder} holds something else", seen=seen, expected="a new folder, or this build", fix=fix
-    )
+    return DataError("IG916", seen=seen, fix=fix, folder=folder)
 
 
-def _manifest(recipe: Recipe, records: Sequence[Record]) -> Manifest:
+def _manifest(recipe: Recipe, records: Sequence[ShardRecord]) -> TokenManifest:
     shards = [shard for record in records for shard in record.shards]
     if not any(shard.split == "train" for shard in shards):
         held = sum(shard.documents for shard in shards)
         raise DataError(
             "IG923",
-            "there is nothing to train on",
             seen=f"{held} documents for validation, none for training" if held else "no document with text",
-            expected="documents with text",
             fix="build into a new folder: smaller --validation, or smaller documents (--documents blank)"
             if held
             else "give inputs that hold text; into a new folder",
         )
     ordered = sorted(shards, key=lambda shard: (shard.split, shard.number))
     markers = {marker: number for record in records for marker, number in record.markers.items()}
-    return Manifest(recipe, tuple(ordered), sum(record.empty for record in records), dict(sorted(markers.items())))
+    return TokenManifest(recipe, tuple(ordered), sum(record.empty for record in records), dict(sorted(markers.items())))
 
 
 def _clear(folder: Path) -> None:
@@ -205,7 +217,7 @@ def _clear(folder: Path) -> None:
         for path in sorted(folder.glob("building-*.json")):
             path.unlink()
         (folder / RECIPE).unlink(missing_ok=True)
-    settle(folder)
+        flush_folder(folder)
 
 
 @contextmanager
@@ -218,13 +230,7 @@ def _alone(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise DataError(
-                "IG922",
-                f"another build is at work in {folder}",
-                seen=error.strerror,
-                expected="one build in a folder at a time",
-                fix="wait for it, or choose another folder",
-            ) from error
+            raise DataError("IG922", seen=error.strerror, folder=folder) from error
         _sweep(folder)
         try:
             yield
@@ -245,11 +251,7 @@ def _not_too_many(recipe: Recipe, shards: int) -> None:
     size = len(encode(asdict(recipe)))
     if size > LARGEST // 2 or shards > SHARDS:
         raise DataError(
-            "IG909",
-            "more files than one folder's manifest can list",
-            seen=f"{len(recipe.inputs)} inputs, {shards} shards",
-            expected=f"at most {SHARDS} shards, and names of inputs of {LARGEST // 2} bytes together",
-            fix="larger --shard-bytes; many small files together as .jsonl; or several folders, blended in training",
+            "IG909", seen=f"{len(recipe.inputs)} inputs, {shards} shards", shards=SHARDS, largest=LARGEST // 2
         )
 
 
@@ -260,7 +262,7 @@ def _check(
     special_tokens: str,
     shard_bytes: int | None,
     workers: int,
-    chat: bool,
+    largest_document: int,
 ) -> None:
     wrong = [] if inputs else ["no inputs"]
     if documents not in ("file", "line", "blank"):
@@ -271,11 +273,6 @@ def _check(
         wrong.append(f"validation {validation}")
     wrong += [f"shard_bytes {shard_bytes}"] if shard_bytes is not None and shard_bytes < 1 else []
     wrong += [f"workers {workers}"] if workers < 1 else []
+    wrong += [f"largest_document {largest_document}"] if largest_document < 1 else []
     if wrong:
-        raise DataError(
-            "IG924",
-            "a build that cannot be made",
-            seen="; ".join(wrong),
-            expected="inputs; documents 'file', 'line' or 'blank'; validation of at least 0 and below 1; "
-            "special_tokens 'refuse', 'keep' or 'text'; shard_bytes and workers of at least 1",
-        )
+        raise DataError("IG924", seen="; ".join(wrong))

@@ -26,23 +26,25 @@ import re
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from isograd.data import objects
-from isograd.data.beginnings import Beginnings, writer
-from isograd.data.manifest import SpecialTokens
-from isograd.data.tokenizer import Ids, load_json, special_pattern
-from isograd.data.unsaid import Unsaid, no_chat, strings
+from isograd.data.dropped_content import no_chat, refuse_dropped_content, strings
+from isograd.data.manifest import SpecialTokens, Vocabulary
+from isograd.data.tokenizer import Ids, Tokenizer, load_json, of_bytes, of_json, special_pattern
 from isograd.errors import ChatError, DataError
+from isograd.io.untrusted import parse_line
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Loaded
 
 Span = tuple[int, int]
+SHAREGPT = {"system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"}
 MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # The usual spelling of special tokens; DeepSeek's bars are wide ones, Gemma 4 has a bar at one side.
 LIKE_A_TOKEN = re.compile(
@@ -50,8 +52,6 @@ LIKE_A_TOKEN = re.compile(
     r"</?(?:start|end|begin)_of_\w{1,64}>|\[(?:BOS|EOS|CLS|SEP|PAD|UNK|MASK|gMASK)\]"
 )
 MARKER_OF_TEXT = re.compile(r"</?[A-Za-z][\w.:-]{0,64}>|<</?[A-Z]{1,64}>>|\[/?[A-Z][A-Z_]{1,64}\]")
-FEW = 4  # answers that are found by rendering what is before each
-MARK = "add {% generation %} and {% endgeneration %} around the assistant's words in the chat template"
 
 
 class Chats:
@@ -89,10 +89,11 @@ class Chats:
         for number, (begin, end) in enumerate(zip(places[::2], places[1::2], strict=True)):
             words = rendered[slice(*spans[number])]
             if begin is None or end is None or end <= begin:
-                raise _unsure(
-                    f"the tokens of the text before {words[:60]!r} are others when the answer follows, or when text "
-                    "follows the answer", "begin and end each answer with a special token in the template",
-                )  # fmt: skip
+                raise ChatError(
+                    "IG992",
+                    seen=f"the text before {words[:60]!r} has other tokens when the answer follows, or text after it",
+                    fix="begin and end each answer with a special token in the template",
+                )
             if not self._stops(ids[begin:end]):
                 raise ChatError(
                     "IG993", "an answer does not end with a special token: the model would not learn to stop",
@@ -164,60 +165,39 @@ class Chats:
         if any(weight not in (0, 1) for weight in weights) or not any(weights):
             raise no_chat(f"weights {weights[:8]} of the answers: 1 is learned, 0 is not, and one at least is 1")
         text, spans = self._render(messages, tools)
-        known = self._beginnings(text, messages, tools) if len(answers) > FEW else None
         learned = [number for number, weight in zip(answers, weights, strict=True) if weight]
-        Unsaid(text, messages, tools, self._text, self.template).refuse(learned, known)
-        spans = spans if self.marks else self._spans(text, messages, tools, answers, known)
+        refuse_dropped_content(text, messages, tools, learned, self._text, self.template)
+        if not self.marks:
+            spans = [self._span(text, messages, tools, number) for number in answers]
         if not all(weights):
             if len(spans) != len(answers):
-                raise _unsure(
-                    f"the template marks {len(spans)} answers of {len(answers)}, one of which has weight 0", MARK
+                raise ChatError(
+                    "IG992",
+                    seen=f"the template marks {len(spans)} answers of {len(answers)}, one of which has weight 0",
                 )
             spans = [span for span, weight in zip(spans, weights, strict=True) if weight]
         if not any(end > start for start, end in spans):
-            raise _unsure("the template marks nothing of this conversation as generated", MARK)
+            raise ChatError("IG992", seen="the template marks nothing of this conversation as generated")
         return text, [(start, end) for start, end in spans if end > start]
-
-    def _beginnings(self, text: str, messages: list[Any], tools: Any) -> Beginnings | None:
-        try:
-            return Beginnings(text, messages, writer(self.template, tools, self.values))
-        except (ImportError, AttributeError):  # a version of transformers that has no such function
-            return None
-
-    def _spans(
-        self, text: str, messages: list[Any], tools: Any, answers: Sequence[int], known: Beginnings | None
-    ) -> list[Span]:
-        """Where the answers lie. Of those that are known from one rendering, some are rendered to compare."""
-        found: dict[int, Span] = {}
-        looked: dict[str, list[int]] = {}  # the first and the last answer behind a role
-        for number in answers:
-            if known is not None and (span := known.span(text, number)):
-                found[number] = self._to_its_end(text, *span)
-                looked.setdefault(messages[number - 1]["role"], [number, number])[1] = number
-        sampled = {number for two in looked.values() for number in two}
-        spans = list[Span]()
-        for number in answers:
-            if number in found and number not in sampled:
-                spans.append(found[number])
-                continue
-            spans.append(self._span(text, messages, tools, number))
-            if found.get(number, spans[-1]) != spans[-1]:
-                return [self._span(text, messages, tools, each) for each in answers]
-        return spans
 
     def _span(self, text: str, messages: list[Any], tools: Any, number: int) -> Span:
         """Where the answer that is message `number` lies, from rendering with and without it."""
         if number == 0:
-            raise _unsure("the conversation begins with the assistant", MARK)
+            raise ChatError("IG992", seen="the conversation begins with the assistant")
         before, _ = self._render(messages[:number], tools, ask=True)
         through, _ = self._render(messages[: number + 1], tools)
         if not text.startswith(through) or not through.startswith(before):
-            raise _unsure(f"the template renders message {number + 1} differently when it is the last one", MARK)
+            raise ChatError(
+                "IG992", seen=f"the template renders message {number + 1} differently when it is the last one"
+            )
         words, content = text[len(before) : len(through)], messages[number].get("content")
         said = content.strip() if isinstance(content, str) else ""
         begins = said and words.lstrip().startswith(said)
         if not begins and before == self._render(messages[:number], tools)[0]:
-            raise _unsure(f"the template has no prompt for an answer, and writes {words[:40]!r} before one", MARK)
+            raise ChatError(
+                "IG992",
+                seen=f"the template has no prompt for an answer, and writes {words[:40]!r} before one",
+            )
         return self._to_its_end(text, len(before), len(through))
 
     def _to_its_end(self, text: str, start: int, end: int) -> Span:
@@ -239,8 +219,8 @@ class Chats:
             )  # fmt: skip
             texts, spans = found
         except TemplateSyntaxError as error:
-            raise _no_tokenizer(
-                self.folder, f"a chat template that is no Jinja, line {error.lineno}: {error}"
+            raise ChatError(
+                "IG991", seen=f"a chat template that is no Jinja, line {error.lineno}: {error}", folder=self.folder
             ) from error
         except Exception as error:  # a template can also divide by zero, or call itself for ever
             raise no_chat(f"the template refuses it: {str(error) or type(error).__name__}") from error
@@ -305,9 +285,10 @@ class Chats:
 def conversation(text: str) -> tuple[list[Any], Any]:
     """The messages and the tools of a line, checked as far as every template needs it."""
     try:
-        found = objects.loads(text)
+        found = parse_line(text)
     except (ValueError, RecursionError) as error:
         raise no_chat(f"no JSON: {error}") from error
+    found = _with_messages(found) if isinstance(found, dict) else found
     messages = found.get("messages") if isinstance(found, dict) else None
     if not isinstance(messages, list) or not messages:
         if isinstance(found, dict) and "messages" not in found:
@@ -326,12 +307,41 @@ def conversation(text: str) -> tuple[list[Any], Any]:
     tools = found.get("tools") or None
     if isinstance(tools, str):  # in parquet, where every row would have the fields of every tool
         try:
-            tools = objects.loads(tools)
+            tools = parse_line(tools)
         except ValueError as error:
             raise no_chat(f"'tools' is text, and no JSON: {error}") from error
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise no_chat("'tools' is no list of objects")
     return messages, tools
+
+
+def _with_messages(found: dict[str, Any]) -> dict[str, Any]:
+    """A line of ShareGPT or Alpaca as messages; any other line as it is. What has no place in messages is refused."""
+    if found.get("messages") is not None:
+        return found
+    if isinstance(turns := found.get("conversations"), list):
+        messages = []
+        for number, turn in enumerate(turns, 1):
+            sender = turn.get("from") if isinstance(turn, dict) else None
+            role = SHAREGPT.get(sender) if isinstance(sender, str) else None
+            if role is None or not isinstance(turn.get("value"), str):
+                raise no_chat(f"turn {number} of 'conversations': 'from' is {sender!r}, one of {list(SHAREGPT)} is "
+                              "expected, with text as its 'value'")  # fmt: skip
+            weight = {} if turn.get("weight") is None else {"weight": turn["weight"]}
+            messages.append({"role": role, "content": turn["value"], **weight})
+        if found.get("system"):
+            messages.insert(0, {"role": "system", "content": found["system"]})
+        return {"messages": messages, "tools": found.get("tools")}
+    if "instruction" in found and "output" in found:
+        parts = {name: found.get(name) or "" for name in ("system", "instruction", "input", "output")}
+        if wrong := [name for name, part in parts.items() if not isinstance(part, str)]:
+            raise no_chat(f"{wrong[0]!r} is {type(parts[wrong[0]]).__name__}, no text")
+        if not parts["output"].strip() or found.get("history"):
+            raise no_chat("an empty 'output'" if not found.get("history") else "'history', which is not read")
+        asked = "\n\n".join(part for part in (parts["instruction"], parts["input"]) if part)
+        said = (("system", parts["system"]), ("user", asked), ("assistant", parts["output"]))
+        return {"messages": [{"role": role, "content": text} for role, text in said if text or role == "user"]}
+    return found
 
 
 def _answers(messages: Sequence[Any]) -> list[int]:
@@ -347,9 +357,27 @@ def answer_end(folder: str | Path) -> int | None:
 
 
 @lru_cache(maxsize=1)
-def opened(folder: str, special_tokens: SpecialTokens) -> Chats:
+def _chats(folder: str, special_tokens: SpecialTokens) -> Chats:
     """The Chats of a folder; of several sources, once."""
     return Chats(folder, special_tokens=special_tokens)
+
+
+def chat_tokenizer(folder: str | Path, special_tokens: SpecialTokens = "refuse") -> tuple[Tokenizer, str]:
+    """A folder's tokenizer for conversations, and the sha256 of its chat template."""
+    chats = _chats(str(folder), special_tokens)
+    size = max(chats.tokenizer.get_vocab(with_added_tokens=True).values(), default=0) + 1
+    vocabulary = Vocabulary(chats.folder.resolve().name, sha256(chats.json.encode()).hexdigest(), size, None)
+    made = replace(of_json(chats.json, vocabulary, "keep"), chat=chats, folder=str(folder))
+    return made, sha256(chats.template.encode()).hexdigest()
+
+
+def tokenizer_in_worker(
+    text: str | None, vocabulary: Vocabulary, special_tokens: SpecialTokens, folder: str
+) -> Tokenizer:
+    """The same tokenizer in another process."""
+    if folder:
+        return chat_tokenizer(folder, special_tokens)[0]
+    return of_bytes(vocabulary) if text is None else of_json(text, vocabulary, special_tokens)
 
 
 def _open(folder: Path) -> Any:
@@ -357,16 +385,19 @@ def _open(folder: Path) -> Any:
         from transformers import AutoTokenizer
     except ImportError as error:
         raise DataError(
-            "IG914", "conversations need the transformers package", seen=error, fix="pip install 'isograd[hf]'"
+            "IG914",
+            seen=f"conversations need the transformers package: {error}",
+            fix="pip install transformers",
+            path=folder,
         ) from error
     try:
         if not folder.is_dir():
             raise OSError(f"no folder {folder}")
         found = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises several kinds
-        raise _no_tokenizer(folder, str(error)[:500]) from error
+        raise ChatError("IG991", seen=str(error)[:500], folder=folder) from error
     if not getattr(found, "is_fast", False):
-        raise _no_tokenizer(folder, "a tokenizer without a tokenizer.json")
+        raise ChatError("IG991", seen="a tokenizer without a tokenizer.json", folder=folder)
     return found
 
 
@@ -374,19 +405,4 @@ def _template(theirs: Any, folder: Path) -> str:
     try:
         return str(theirs.get_chat_template())
     except ValueError as error:
-        raise _no_tokenizer(folder, f"no chat template: {str(error)[:200]}") from error
-
-
-def _no_tokenizer(folder: Path, seen: str) -> ChatError:
-    return ChatError(
-        "IG991", f"{folder} has no tokenizer with a chat template", seen=seen,
-        expected="a folder with tokenizer.json, tokenizer_config.json and a chat template",
-        fix="name it: --data.tokenizer FOLDER (isograd data build: --tokenizer FOLDER)",
-    )  # fmt: skip
-
-
-def _unsure(seen: str, fix: str) -> ChatError:
-    return ChatError(
-        "IG992", "it is not certain which tokens the assistant writes", seen=seen,
-        expected="a template whose text of an answer can be told from the text before and behind it", fix=fix,
-    )  # fmt: skip
+        raise ChatError("IG991", seen=f"no chat template: {str(error)[:200]}", folder=folder) from error

@@ -1,29 +1,26 @@
-"""Files that are whole or absent, and files read by place.
+"""Files of token folders: read by place, and written with errors of this package.
 
-Writing goes to a temporary name, reaches the disk, and is then renamed: no reader ever sees half a file. Reading asks
-the system for so many bytes at such a place (pread) instead of mapping the file into memory: pages are cached just the
-same, but a file that was cut short or a disk that fails is then an error with the file's name, not a process killed by
-SIGBUS, and a thousand shards need neither a thousand maps nor a thousand open files.
+Reading asks the system for so many bytes at such a place (pread) instead of mapping the file into memory: pages are
+cached just the same, but a file that was cut short or a disk that fails is then an error with the file's name, not a
+process killed by SIGBUS, and a thousand shards need neither a thousand maps nor a thousand open files.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from isograd.errors import DataError
-from isograd.inside import opened
+from isograd.io import atomic
 
 OPEN = 64  # files held open by one reader
-BLOCK = 1 << 20
 
 
-class Places:
+class FileReader:
     """Bytes of files by place. The files read last stay open."""
 
     def __init__(self) -> None:
@@ -36,9 +33,9 @@ class Places:
             with self._lock:
                 found = self._pread(self._descriptor(path), start, size)
         except OSError as error:
-            raise _unreadable(path, str(error)) from error
+            raise DataError("IG904", seen=str(error), path=path) from error
         if len(found) != size:
-            raise _unreadable(path, f"it ends {size - len(found)} bytes before place {start + size}")
+            raise DataError("IG904", seen=f"it ends {size - len(found)} bytes before place {start + size}", path=path)
         return found
 
     @staticmethod
@@ -62,69 +59,10 @@ class Places:
             os.close(descriptor)
 
 
-def _unreadable(path: str | Path, seen: str) -> DataError:
-    return DataError(
-        "IG904",
-        f"{path} could not be read",
-        seen=seen,
-        expected="the file as it was when its folder was opened",
-        fix=f"isograd data verify {Path(path).parent}",
-    )
-
-
-def damaged(path: str | Path, seen: str) -> DataError:
-    """A file whose numbers cannot be what was built, met while it is read."""
-    return DataError(
-        "IG928",
-        f"{path} holds numbers that no build writes",
-        seen=seen,
-        expected="ids of the vocabulary; ends of documents in ascending order",
-        fix="isograd data verify names the damaged files; copy them again, or build the folder again",
-    )
-
-
-class Writer:
-    """A file under a temporary name, hashed as it is written; `keep` gives it its own name."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-        self._hash = hashlib.sha256()
-        with writing(path):
-            self._file = opened(self._temporary, "wb")
-
-    def write(self, data: bytes) -> None:
-        """Append bytes."""
-        with writing(self.path):
-            self._file.write(data)
-        self._hash.update(data)
-
-    def keep(self) -> str:
-        """Bring it to the disk and to its name; its sha256."""
-        with writing(self.path):
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            self._file.close()
-            self._temporary.replace(self.path)
-        return self._hash.hexdigest()
-
-    def discard(self) -> None:
-        """Throw away what was not kept. An error at closing is dropped: on a full disk it is not the first."""
-        with suppress(OSError):
-            self._file.close()
-        self._temporary.unlink(missing_ok=True)
-
-
 def write_whole(path: Path, data: bytes) -> str:
-    """A small file, whole or not at all; its sha256."""
-    writer = Writer(path)
-    try:
-        writer.write(data)
-        found = writer.keep()
-    finally:
-        writer.discard()
-    settle(path.parent)
-    return found
+    """A small file, complete or absent; its sha256."""
+    with writing(path):
+        return atomic.write_bytes(path, data)
 
 
 def write_text(file: Path, text: str) -> Path:
@@ -135,26 +73,12 @@ def write_text(file: Path, text: str) -> Path:
     return file
 
 
-def settle(folder: Path) -> None:
-    """Bring the names in a folder to the disk."""
-    with writing(folder):
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
 def sha256(path: Path) -> str:
     """The sha256 of a file."""
-    found = hashlib.sha256()
     try:
-        with path.open("rb") as file:
-            while block := file.read(BLOCK):
-                found.update(block)
+        return atomic.sha256(path)
     except OSError as error:
-        raise _unreadable(path, str(error)) from error
-    return found.hexdigest()
+        raise DataError("IG904", seen=str(error), path=path) from error
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 from pydantic import Field
 
 from isograd.errors import DataError
-from isograd.outside import MANIFEST, FileError, parse_json, read_bytes, typed
+from isograd.io.untrusted import MANIFEST, FileError, parse_json, read_bytes, typed
 
 NAME = "manifest.json"
 TOKENIZER = "tokenizer.json"
@@ -46,7 +46,7 @@ def file_names(split: Split, number: int) -> tuple[str, str, str]:
 
 
 @dataclass(frozen=True)
-class Shard:
+class TokenShard:
     """One shard of a split: how much is in it, and the hashes of its two files."""
 
     split: Split
@@ -91,7 +91,7 @@ class Vocabulary:
 
 
 @dataclass(frozen=True)
-class Input:
+class InputFile:
     """A file that a build read, as it was when the build began."""
 
     path: str
@@ -109,25 +109,25 @@ class Recipe:
     text_key: str
     validation: Annotated[float, Field(ge=0, lt=1)]
     shard_bytes: Some
-    inputs: tuple[Input, ...]
+    inputs: tuple[InputFile, ...]
     special_tokens: SpecialTokens = "text"  # of manifests that were written before the field existed
     template: Hash | None = None  # of the chat template; None: documents are text
     __pydantic_config__: ClassVar = STRICT
 
 
 @dataclass(frozen=True)
-class Manifest:
+class TokenManifest:
     """What a finished folder holds: how it was built, and its shards."""
 
     recipe: Recipe
-    shards: tuple[Shard, ...]
+    shards: tuple[TokenShard, ...]
     empty: Count  # documents without text, left out
     markers: dict[str, Count] = field(default_factory=dict)  # of conversations: of the template, as text; their tokens
     format: Literal["isograd tokens"] = FORMAT
     version: Literal[1] = VERSION
     __pydantic_config__: ClassVar = STRICT
 
-    def of(self, split: str) -> list[Shard]:
+    def of(self, split: str) -> list[TokenShard]:
         """The shards of a split, in the order of their numbers."""
         return [shard for shard in self.shards if shard.split == split]
 
@@ -159,16 +159,21 @@ def encode(record: dict[str, Any]) -> bytes:
     return (json.dumps(record, indent=1, ensure_ascii=False) + "\n").encode()
 
 
-def read(folder: Path) -> Manifest:
+def read(folder: Path) -> TokenManifest:
     """The manifest of a finished build, checked field by field."""
     path = folder / NAME
     if not os.path.lexists(path):
         begun = os.path.lexists(folder / "building.json")
         raise DataError(
             "IG900",
-            f"{folder} holds no tokens" + (": its build is not finished" if begun else ""),
-            seen=f"no {NAME}" if os.path.isdir(folder) else "a file" if os.path.exists(folder) else "no such folder",
-            expected=f"a folder with {NAME}, as isograd data build makes it",
+            folder=folder,
+            seen="its build is not finished"
+            if begun
+            else f"no {NAME}"
+            if os.path.isdir(folder)
+            else "a file"
+            if os.path.exists(folder)
+            else "no such folder",
             fix="give the same isograd data build command again: it resumes where it stopped"
             if begun
             else f"isograd data build TOKENS {folder}, and give the folder TOKENS here"
@@ -181,7 +186,7 @@ def read(folder: Path) -> Manifest:
         kind, version = (head.get("format"), head.get("version")) if isinstance(head, dict) else (None, None)
         if kind != FORMAT or version != VERSION:
             raise _unlike(path, f"format {kind!r:.40}, version {version!r:.40}")
-        found = typed(Manifest, raw, path)
+        found = typed(TokenManifest, raw, path)
     except FileError as error:
         raise _unlike(path, error.brief) from error
     if len({(s.split, s.number) for s in found.shards}) != len(found.shards):
@@ -190,10 +195,4 @@ def read(folder: Path) -> Manifest:
 
 
 def _unlike(path: Path, seen: str) -> DataError:
-    return DataError(
-        "IG901",
-        f"{path} is not a manifest that this version reads",
-        seen=seen,
-        expected=f"format {FORMAT!r}, version {VERSION}",
-        fix="build the folder again, or use the version of isograd that made it",
-    )
+    return DataError("IG901", seen=seen, path=path, format=FORMAT, version=VERSION)

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from isograd.data.manifest import Shard, read
+from isograd.data.manifest import TokenShard, read
 from isograd.data.order import Blend, shuffled
 from isograd.data.packs import Packs
 from isograd.data.tokenizer import load_tokenizer
@@ -203,7 +203,7 @@ class Mixture:
         return "\n".join([*lines, *([f"  {self.left_out}"] if self.left_out else [])])
 
 
-def _counted(shard: Shard) -> list[str]:
+def _counted(shard: TokenShard) -> list[str]:
     return [shard.counted_sha256] if shard.counted_sha256 else []
 
 
@@ -242,11 +242,8 @@ def _same_vocabulary(found: Sequence[Tokens]) -> None:
         if (vocabulary.sha256, vocabulary.size) != (first.sha256, first.size):
             raise DataError(
                 "IG908",
-                "sources that were made by different tokenizers",
                 seen=f"{found[0].folder}: {first.name}, {first.size} tokens; "
                 f"{other.folder}: {vocabulary.name}, {vocabulary.size} tokens",
-                expected="one tokenizer for all sources of a mixture",
-                fix="build them with the same --tokenizer",
             )
 
 

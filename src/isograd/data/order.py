@@ -56,11 +56,7 @@ class Blend:
         if self.period > LONGEST:
             share = [max(1, round(part * 10_000 / self.period)) for part in self.parts]
             raise DataError(
-                "IG907",
-                f"weights whose blend repeats only after {self.period} samples",
-                seen=list(weights),
-                expected=f"at most {LONGEST}",
-                fix=f"round them, for example to {', '.join(map(str, share))}",
+                "IG907", seen=list(weights), period=self.period, longest=LONGEST, rounded=", ".join(map(str, share))
             )
         taken = [0] * len(self.parts)
         self.turns: list[tuple[int, int]] = []  # (source, how many it gave before) of each place

@@ -15,10 +15,9 @@ from hashlib import blake2b, sha256
 from pathlib import Path
 from typing import Any
 
-from isograd.data import objects
 from isograd.data.order import shuffled
 from isograd.errors import DataError
-from isograd.outside import FileError, opened
+from isograd.io.untrusted import FileError, open_to_read, parse_line
 
 LONGEST = 1 << 20  # bytes of a line
 Pair = tuple[str, str]
@@ -32,15 +31,12 @@ class Pairs:
     ) -> None:
         self.path, self.keys, self.batch, self.seed = Path(path), tuple(keys), batch, seed
         if len(self.keys) != 2 or batch < 1 or not 0 <= held_out < 1:
-            raise DataError(
-                "IG925", "pairs that cannot be read so", seen=f"keys {self.keys}, batch {batch}, held_out {held_out}",
-                expected="two keys, a batch of at least 1, held_out from 0 to below 1",
-            )  # fmt: skip
+            raise DataError("IG925", seen=f"keys {self.keys}, batch {batch}, held_out {held_out}")
         # Where lines begin, as numbers: 8 bytes a pair, not a list of all texts.
         self._train, self._held = array("q"), array("q")
         digest = sha256()
         try:
-            with opened(self.path, follow=True) as file:
+            with open_to_read(self.path, follow=True) as file:
                 at = 0
                 for number, line in enumerate(iter(lambda: file.readline(LONGEST + 1), b""), 1):
                     self._texts(line, number)
@@ -50,14 +46,20 @@ class Pairs:
                     at += len(line)
         except FileError as error:
             raise DataError(
-                "IG926", f"{self.path} cannot be read", seen=error.seen,
-                expected='lines such as {"query": "...", "answer": "..."}', fix="check the path",
-            ) from error  # fmt: skip
+                "IG926",
+                seen=f"it cannot be read: {error.seen}",
+                expected='lines such as {"query": "...", "answer": "..."}',
+                fix="check the path",
+                path=self.path,
+            ) from error
         if not self._train:
             raise DataError(
-                "IG926", f"{self.path} has no pair to train on", seen=f"{len(self._held)} pairs, all held out",
-                expected="at least one line that is not held out", fix="lower held_out, or give more pairs",
-            )  # fmt: skip
+                "IG926",
+                seen=f"{len(self._held)} pairs, all held out",
+                expected="at least one line that is not held out",
+                fix="lower held_out, or give more pairs",
+                path=self.path,
+            )
         self.fingerprint = sha256(
             json.dumps([digest.hexdigest(), self.keys, batch, seed, held_out]).encode()
         ).hexdigest()
@@ -65,7 +67,7 @@ class Pairs:
     def _texts(self, line: bytes, number: int) -> Pair:
         seen: Any
         try:
-            found = objects.loads(line)
+            found = parse_line(line)
             texts = [found[key] for key in self.keys]
             if len(line) <= LONGEST and all(isinstance(text, str) and text.strip() for text in texts):
                 "".join(texts).encode()  # half of a surrogate pair is a ValueError
@@ -74,10 +76,13 @@ class Pairs:
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             seen = f"{type(error).__name__}: {error}"
         raise DataError(
-            "IG927", f"{self.path}: line {number} is no pair", seen=str(seen)[:200],
+            "IG927",
+            seen=str(seen)[:200],
             expected=f"a JSON object with texts under {' and '.join(map(repr, self.keys))}",
-            fix="fix or remove the line",
-        )  # fmt: skip
+            path=self.path,
+            number=number,
+            kind="pair",
+        )
 
     def __len__(self) -> int:
         return len(self._train)
@@ -102,7 +107,7 @@ class Pairs:
 
     def _read(self, places: Sequence[int]) -> list[Pair]:
         found = []
-        with opened(self.path, follow=True) as file:
+        with open_to_read(self.path, follow=True) as file:
             for place in places:
                 file.seek(place)
                 found.append(self._texts(file.readline(LONGEST + 1), -1))

@@ -21,14 +21,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from isograd.data.building import build
-from isograd.data.files import Writer, damaged, write_whole
 from isograd.data.files import sha256 as sha256_of
+from isograd.data.files import write_whole, writing
 from isograd.data.mixture import IGNORE, Source
 from isograd.data.order import shuffled
 from isograd.data.texts import values
 from isograd.data.tokens import Numbers, Tokens
 from isograd.errors import DataError, IsogradError
-from isograd.outside import read_bytes
+from isograd.io.atomic import AtomicFile
+from isograd.io.untrusted import read_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,25 +42,21 @@ Messages = list[dict[str, Any]]
 def prepare(to: Path, file: Path, tokenizer: str, *, strangers: bool) -> None:
     """Build the tokens of a file of pairs into a folder. What was built from the same pairs is left as it is."""
     to.mkdir(parents=True, exist_ok=True)
-    texts, prompts, different = Writer(to / f"{TEXTS}.new"), bytearray(), 0
-    try:
+    kept, prompts, different = to / TEXTS, bytearray(), 0
+    with writing(kept), AtomicFile(kept) as texts:
         for lines, prompt in conversations(file, strangers):
             different += lines[0] != lines[1]
             texts.write("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode())
             prompts += blake2b(json.dumps(prompt, sort_keys=True).encode(), digest_size=8).digest()
         if not different:
             raise DataError(
-                "IG926", f"{file} has no pair to train on", seen="in every pair the two answers are equal",
+                "IG926",
+                seen="in every pair the two answers are equal",
                 expected="answers of which one is better",
-            )  # fmt: skip
-        written = texts.keep()
-    finally:
-        texts.discard()
-    new, kept = to / f"{TEXTS}.new", to / TEXTS
-    if kept.exists() and sha256_of(kept) == written:
-        new.unlink()  # the file keeps its date, by which a build knows its inputs
-    else:
-        new.replace(kept)
+                path=file,
+            )
+        if not kept.exists() or sha256_of(kept) != texts.digest():  # the same keeps its date: a build knows it by that
+            texts.commit()
     write_whole(to / PROMPTS, bytes(prompts))
     try:
         build(to / BUILT, [kept], tokenizer=tokenizer, validation=0.0, chat=True)
@@ -82,9 +79,7 @@ def conversations(file: Path, strangers: bool) -> Iterator[tuple[list[dict[str, 
             yield _written(waiting, pair if strangers else None)
         waiting = pair
     if waiting is None:
-        raise DataError(
-            "IG926", f"{file} has no pair to train on", seen="no line", expected='lines with "chosen" and "rejected"'
-        )
+        raise DataError("IG926", seen="no line", expected='lines with "chosen" and "rejected"', path=file)
     yield _written(waiting, first if strangers else None)
 
 
@@ -102,11 +97,14 @@ def _pair(file: Path, number: int, value: Any) -> tuple[Messages, Any, Messages,
 
     def refused(seen: str) -> DataError:
         return DataError(
-            "IG927", f"{file}: line {number} is no pair of answers", seen=seen[:200],
+            "IG927",
+            seen=seen[:200],
+            path=file,
+            number=number,
+            kind="pair of answers",
             expected='{"prompt": ..., "chosen": ..., "rejected": ...}: texts, or messages; or "messages" instead of '
             '"prompt"; or two whole conversations that begin alike',
-            fix="fix or remove the line",
-        )  # fmt: skip
+        )
 
     try:
         json.dumps(value, ensure_ascii=False).encode()
@@ -162,7 +160,9 @@ class Preferences:
         self._ends = self._tokens.ends(0, self._tokens.tokens)
         prompts = np.frombuffer(read_bytes(folder / PROMPTS, len(self._ends) * 8), np.uint8)
         if len(prompts) * answers != len(self._ends) * 8:
-            raise damaged(folder / PROMPTS, f"{len(prompts) // 8} prompts, {len(self._ends)} conversations")
+            raise DataError(
+                "IG928", seen=f"{len(prompts) // 8} prompts, {len(self._ends)} conversations", path=folder / PROMPTS
+            )
         prompts = prompts.view(">u8")
         self._lengths = np.diff(self._ends, prepend=0).reshape(-1, answers)
         fits = self._lengths.max(1) <= length
@@ -172,11 +172,12 @@ class Preferences:
         self.number, self._too_long = len(prompts), int((~fits).sum())
         if not self.train:
             raise DataError(
-                "IG926", f"{folder} has no pair to train on",
+                "IG926",
                 seen=f"{self._too_long} pairs are longer than {length} tokens, {len(self.held)} are held out",
                 expected="at least one pair that fits, and is not held out",
                 fix=f"--data.length {int(self._lengths.max())}, or a smaller --data.held_out",
-            )  # fmt: skip
+                path=folder,
+            )
         shards = [(s.tokens_sha256, s.ends_sha256, s.counted_sha256) for s in self._tokens.shards]
         self.contents = sha256(json.dumps([shards, answers]).encode()).hexdigest()  # of all pairs, in their order
         options = [self.contents, length, batch, seed, held_out]

@@ -16,21 +16,22 @@ from typing import ClassVar
 
 import numpy as np
 
-from isograd.data.files import Writer, settle, write_whole
-from isograd.data.manifest import LARGEST, STRICT, Count, Recipe, Shard, Split, encode, file_names
-from isograd.data.texts import Part, read
+from isograd.data.files import write_whole, writing
+from isograd.data.manifest import LARGEST, STRICT, Count, Recipe, Split, TokenShard, encode, file_names
+from isograd.data.texts import InputPart, read
 from isograd.data.tokenizer import Ids, Tokenizer
 from isograd.errors import DataError
-from isograd.outside import FileError, read_typed
+from isograd.io.atomic import AtomicFile, flush_folder
+from isograd.io.untrusted import FileError, read_typed
 
 TOGETHER = 1 << 20  # characters given to the tokenizer at once
 
 
 @dataclass(frozen=True)
-class Record:
+class ShardRecord:
     """A finished shard: its part of each split, and how many documents had no text."""
 
-    shards: tuple[Shard, ...]
+    shards: tuple[TokenShard, ...]
     empty: Count
     markers: dict[str, Count] = field(default_factory=dict)  # of a chat template, as text
     __pydantic_config__: ClassVar = STRICT
@@ -41,11 +42,11 @@ def record_of(folder: Path, number: int) -> Path:
     return folder / f"building-{number:05d}.json"
 
 
-def done(folder: Path, number: int, recipe: Recipe) -> Record | None:
+def done(folder: Path, number: int, recipe: Recipe) -> ShardRecord | None:
     """The record of a shard that was finished before."""
     width = int(recipe.vocabulary.dtype[-1])
     try:
-        found = read_typed(Record, record_of(folder, number), LARGEST)
+        found = read_typed(ShardRecord, record_of(folder, number), LARGEST)
         sizes = {folder / s.tokens_file: s.tokens * width for s in found.shards}
         sizes |= {folder / s.ends_file: s.documents * 8 for s in found.shards}
         sizes |= {folder / s.counted_file: s.tokens for s in found.shards if s.counted_sha256}
@@ -55,7 +56,7 @@ def done(folder: Path, number: int, recipe: Recipe) -> Record | None:
     return found if whole and all(s.number == number for s in found.shards) else None
 
 
-def make(folder: Path, number: int, parts: list[Part], recipe: Recipe, tokenizer: Tokenizer) -> Record:
+def make(folder: Path, number: int, parts: list[InputPart], recipe: Recipe, tokenizer: Tokenizer) -> ShardRecord:
     """Tokenise and write one shard, then its record."""
     sides: dict[Split, _Side] = {}
     empty = 0
@@ -63,24 +64,33 @@ def make(folder: Path, number: int, parts: list[Part], recipe: Recipe, tokenizer
         tokenizer.chat.markers = {}
     try:
         for batch in _tokenized(recipe, parts, tokenizer):
-            for text, ids, counted in batch:
-                if not len(ids):
-                    empty += 1
-                    continue
-                split = split_of(text, recipe.validation)
-                if split not in sides:
-                    sides[split] = _Side(folder, split, number, recipe)
-                sides[split].add(ids, counted)
-            for side in sides.values():
-                side.flush()
+            empty += _assign(batch, sides, folder, number, recipe)
+            del batch  # the last one is not held while its tokens are written
+        for side in sides.values():
+            side.flush()
         shards = tuple(sides[split].keep() for split in sorted(sides))
     finally:
         for side in sides.values():
             side.discard()
-    settle(folder)
-    record = Record(shards, empty, tokenizer.chat.markers if tokenizer.chat is not None else {})
+    with writing(folder):
+        flush_folder(folder)
+    record = ShardRecord(shards, empty, tokenizer.chat.markers if tokenizer.chat is not None else {})
     write_whole(record_of(folder, number), encode(asdict(record)))
     return record
+
+
+def _assign(batch: list[Document], sides: dict[Split, _Side], folder: Path, number: int, recipe: Recipe) -> int:
+    """Each document to its split; how many are empty."""
+    empty = 0
+    for text, ids, counted in batch:
+        if not len(ids):
+            empty += 1
+            continue
+        split = split_of(text, recipe.validation)
+        if split not in sides:
+            sides[split] = _Side(folder, split, number, recipe)
+        sides[split].add(ids, counted)
+    return empty
 
 
 def split_of(text: str, validation: float) -> Split:
@@ -92,7 +102,7 @@ def split_of(text: str, validation: float) -> Split:
 Document = tuple[str, Ids, Ids | None]  # its text, its tokens, and which of them count; None: all
 
 
-def _tokenized(recipe: Recipe, parts: list[Part], tokenizer: Tokenizer) -> Iterator[list[Document]]:
+def _tokenized(recipe: Recipe, parts: list[InputPart], tokenizer: Tokenizer) -> Iterator[list[Document]]:
     """Documents, some together."""
     if tokenizer.chat is None:
         for texts in _batches(recipe, parts, tokenizer):
@@ -113,13 +123,13 @@ def _tokenized(recipe: Recipe, parts: list[Part], tokenizer: Tokenizer) -> Itera
     yield held
 
 
-def _place(recipe: Recipe, part: Part, index: int) -> str:
+def _place(recipe: Recipe, part: InputPart, index: int) -> str:
     """The file of document `index` of a part, and its number there, counted by reading what is before it."""
     before = sum(1 for _ in read(recipe, replace(part, start=0, stop=part.start))) if part.start else 0
     return f"{recipe.inputs[part.input].path}, document {before + index + 1}"
 
 
-def _batches(recipe: Recipe, parts: list[Part], tokenizer: Tokenizer) -> Iterator[list[str]]:
+def _batches(recipe: Recipe, parts: list[InputPart], tokenizer: Tokenizer) -> Iterator[list[str]]:
     """Documents, some together, so that a tokenizer can work on many at once and memory stays bounded."""
     held, size = list[str](), 0
     refused = tokenizer.special if recipe.special_tokens == "refuse" else None
@@ -136,7 +146,7 @@ def _batches(recipe: Recipe, parts: list[Part], tokenizer: Tokenizer) -> Iterato
         yield held
 
 
-def _spells(recipe: Recipe, part: Part, index: int, found: Match[str]) -> DataError:
+def _spells(recipe: Recipe, part: InputPart, index: int, found: Match[str]) -> DataError:
     """The refusal of document `index` of a part."""
     around = found.string[max(0, found.start() - 20) : found.end() + 20]
     return DataError(
@@ -149,17 +159,32 @@ def _spells(recipe: Recipe, part: Part, index: int, found: Match[str]) -> DataEr
     )
 
 
+def _blocks(held: list[Ids]) -> Iterator[list[Ids]]:
+    """Arrays, some together and large ones in parts: what is written at once takes little memory."""
+    block, size = list[Ids](), 0
+    for ids in held:
+        for at in range(0, len(ids), TOGETHER):
+            block.append(ids[at : at + TOGETHER])
+            size += len(block[-1])
+            if size >= TOGETHER:
+                yield block
+                block, size = [], 0
+    if block:
+        yield block
+
+
 class _Side:
     """The documents of a shard that belong to one split."""
 
     def __init__(self, folder: Path, split: Split, number: int, recipe: Recipe) -> None:
-        self.split, self.number = split, number
+        self.folder, self.split, self.number = folder, split, number
         self.dtype = np.dtype(recipe.vocabulary.dtype)
         end = recipe.vocabulary.end_of_document
         self.end = np.array([] if end is None else [end], self.dtype)
         tokens, ends, counted = file_names(split, number)
-        self.tokens, self.ends = Writer(folder / tokens), Writer(folder / ends)
-        self.counted = Writer(folder / counted) if recipe.template else None
+        with writing(folder):
+            self.tokens, self.ends = AtomicFile(folder / tokens), AtomicFile(folder / ends)
+            self.counted = AtomicFile(folder / counted) if recipe.template else None
         self.held: list[Ids] = []
         self.held_counted: list[Ids] = []
         self.lengths: list[int] = []
@@ -171,18 +196,24 @@ class _Side:
         self.lengths.append(len(ids) + len(self.end))
 
     def flush(self) -> None:
-        if self.lengths:
+        if not self.lengths:
+            return
+        with writing(self.folder):
             ends = self.count + np.cumsum(self.lengths)
-            self.tokens.write(np.concatenate(self.held, dtype=self.dtype, casting="unsafe").tobytes())
+            for block in _blocks(self.held):
+                self.tokens.write(np.concatenate(block, dtype=self.dtype, casting="unsafe").tobytes())
             self.ends.write(ends.astype("<u8").tobytes())
             if self.counted is not None:
-                self.counted.write(np.concatenate(self.held_counted).tobytes())
+                for block in _blocks(self.held_counted):
+                    self.counted.write(np.concatenate(block).tobytes())
             self.count, self.documents = int(ends[-1]), self.documents + len(ends)
             self.held, self.held_counted, self.lengths = [], [], []
 
-    def keep(self) -> Shard:
-        counted = None if self.counted is None else self.counted.keep()
-        return Shard(self.split, self.number, self.count, self.documents, self.tokens.keep(), self.ends.keep(), counted)
+    def keep(self) -> TokenShard:
+        with writing(self.folder):
+            counted = None if self.counted is None else self.counted.commit()
+            hashes = self.tokens.commit(), self.ends.commit(), counted
+        return TokenShard(self.split, self.number, self.count, self.documents, *hashes)
 
     def discard(self) -> None:
         self.tokens.discard()

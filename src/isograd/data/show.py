@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from isograd.data.files import sha256
-from isograd.data.manifest import SPLITS, Manifest, read
+from isograd.data.manifest import SPLITS, TokenManifest, read
 from isograd.data.mixture import IGNORE, Mixture, Source
 from isograd.data.preferences import BUILT, PROMPTS, Preferences
 from isograd.data.tokenizer import load_tokenizer
@@ -91,7 +91,12 @@ def _refuse_options(folder: Path, split: str, packing: str | None) -> None:
 
 
 def _pairs(
-    folder: Path, manifest: Manifest, length: int | None, samples: int, seed: int, decode: Callable[[list[int]], str]
+    folder: Path,
+    manifest: TokenManifest,
+    length: int | None,
+    samples: int,
+    seed: int,
+    decode: Callable[[list[int]], str],
 ) -> Iterator[str]:
     """Samples of pairs: what of each row is read, and which of it are labels."""
     documents = sum(shard.documents for shard in manifest.of("train"))
@@ -126,7 +131,7 @@ def _printable(text: str) -> str:
     return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
 
 
-def verify(folder: str | Path, progress: Callable[[int, int], None] = lambda done, total: None) -> Manifest:
+def verify(folder: str | Path, progress: Callable[[int, int], None] = lambda done, total: None) -> TokenManifest:
     """Hash every file and compare with the manifest. All that differ are named."""
     home = Path(folder)
     manifest = read(home)
@@ -139,12 +144,6 @@ def verify(folder: str | Path, progress: Callable[[int, int], None] = lambda don
         passed += size
         progress(passed, total)
     if wrong:
-        raise DataError(
-            "IG903",
-            f"{len(wrong)} of {len(files)} files in {folder} hold other bytes than were built",
-            seen=f"another sha256: {', '.join(wrong[:10])}",
-            expected="the sha256 of the manifest",
-            fix="copy those files again, or build the folder again",
-        )
+        raise DataError("IG903", seen=f"{len(wrong)} of {len(files)} files: {', '.join(wrong[:10])}", path=folder)
     load_tokenizer(home, manifest.recipe.vocabulary)
     return manifest

@@ -6,37 +6,48 @@ shard_bytes, never on who reads: that is why the number of workers does not chan
     text       --documents file: the whole file, --documents line: each line, blank: what stands between blank lines
     .jsonl     each line an object, the text under --text-key (.ndjson and .json are read the same way)
     .parquet   each row, the text in the column of --text-key; ranges count row groups
+
+No document is larger than a limit, and no parquet file opens to more than RATIO times its size: both are refused before
+they are in memory. What is read is held about three times at most: as bytes, as text, and as the value in it.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import json
-from collections.abc import Iterator
+import os
+import resource
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
-from isograd.data import objects
-from isograd.data.manifest import Input, Recipe
+from isograd.data.manifest import InputFile, Recipe
 from isograd.errors import DataError
+from isograd.io.untrusted import parse_line
 
 JSON_LINES = (".jsonl", ".ndjson", ".json")
 PACKED = (".gz", ".bz2", ".xz", ".zst", ".zip", ".tar")
 ROWS = 256  # of parquet, read at once
+MIB = 1 << 20
+LARGEST = 256 * MIB  # bytes of a document, unless the caller says otherwise
+UNPACKED, RATIO = 64 * MIB, 1000  # a parquet file may open to this much, or to so many times its size
 
 
 @dataclass(frozen=True)
-class Part:
-    """A range of an input: bytes, or row groups of a parquet file. `weight`: its bytes in the file."""
+class InputPart:
+    """A range of an input: bytes, or row groups of a parquet file. `weight`: its bytes in the file. `largest`: bytes of
+    a document."""
 
     input: int
     start: int
     stop: int
     weight: int
+    largest: int = LARGEST
 
 
-def find_inputs(given: list[str], out: Path, chats: bool = False) -> tuple[Input, ...]:
+def find_inputs(given: list[str], out: Path, chats: bool = False) -> tuple[InputFile, ...]:
     """The files named, and all files in folders named, in the order of their names. None twice, none of the output.
     chats: only files that can hold conversations."""
     files: list[Path] = []
@@ -64,21 +75,32 @@ def find_inputs(given: list[str], out: Path, chats: bool = False) -> tuple[Input
         except OSError as error:
             raise _no_input(path, str(error)) from error
         if not state.st_size:
-            raise DataError("IG911", f"{path} is empty", seen="0 bytes", expected="text", fix="leave it out")
-        found.append(Input(str(path), state.st_size, state.st_mtime_ns))
+            raise DataError("IG911", seen="0 bytes", path=path)
+        found.append(InputFile(str(path), state.st_size, state.st_mtime_ns))
     return tuple(found)
 
 
-def _no_input(path: Path, seen: str, fix: str = "give text files, .jsonl, .parquet, or folders of them") -> DataError:
-    return DataError("IG910", f"{path} cannot be read as text", seen=seen, fix=fix)
+def _no_input(
+    path: Path, seen: str, fix: str = "give text files, .jsonl, .parquet, or folders of them",
+    expected: str | None = None,
+) -> DataError:  # fmt: skip
+    return DataError("IG910", seen=seen, expected=expected, fix=fix, path=path)
 
 
-def cut(recipe: Recipe) -> list[list[Part]]:
-    """What each shard is made of: neighbouring parts of about shard_bytes together."""
-    shards: list[list[Part]] = []
+def _too_large(path: Path, start: int, largest: int) -> DataError:
+    return _no_input(
+        path, f"a document, or a line, of more than {largest:,} bytes, from byte {start:,} on",
+        "cut it into documents (--documents line or blank); or isograd data build --largest-document MIB",
+        f"documents of at most {largest:,} bytes",
+    )  # fmt: skip
+
+
+def cut(recipe: Recipe, largest: int = LARGEST) -> list[list[InputPart]]:
+    """What each shard is made of: neighbouring parts of about shard_bytes together. largest: bytes of a document."""
+    shards: list[list[InputPart]] = []
     filled = recipe.shard_bytes
     for number, one in enumerate(recipe.inputs):
-        for part in _parts(number, one, recipe):
+        for part in _parts(number, one, recipe, largest):
             if filled + part.weight > recipe.shard_bytes:
                 shards.append([])
                 filled = 0
@@ -87,36 +109,46 @@ def cut(recipe: Recipe) -> list[list[Part]]:
     return shards
 
 
-def _parts(number: int, one: Input, recipe: Recipe) -> Iterator[Part]:
+def _parts(number: int, one: InputFile, recipe: Recipe, largest: int) -> Iterator[InputPart]:
     path = Path(one.path)
     if path.suffix == ".parquet":
         with _parquet(path) as file:
             for group in range(file.metadata.num_row_groups):
-                yield Part(number, group, group + 1, file.metadata.row_group(group).total_byte_size)
+                yield InputPart(number, group, group + 1, file.metadata.row_group(group).total_byte_size, largest)
     elif path.suffix not in JSON_LINES and recipe.documents == "file":
-        yield Part(number, 0, one.bytes, one.bytes)
+        if one.bytes > largest:
+            raise _too_large(path, 0, largest)
+        yield InputPart(number, 0, one.bytes, one.bytes, largest)
     else:
         blank = path.suffix not in JSON_LINES and recipe.documents == "blank"
         start = 0
         with _opened(path) as file:
             while start < one.bytes:
-                stop = min(one.bytes, _boundary(file, start + recipe.shard_bytes, blank))
-                yield Part(number, start, stop, stop - start)
+                stop = min(one.bytes, _boundary(path, file, start + recipe.shard_bytes, blank, largest))
+                yield InputPart(number, start, stop, stop - start, largest)
                 start = stop
 
 
-def _boundary(file: IO[bytes], place: int, blank: bool) -> int:
+def _boundary(path: Path, file: IO[bytes], place: int, blank: bool, largest: int) -> int:
     """The first place from `place` on where a line begins; with `blank`, one after a blank line."""
     file.seek(place - 1)
-    file.readline()
+    _line_of(path, file, largest)
     if blank:
-        for line in iter(file.readline, b""):
-            if not line.strip():
+        while line := _line_of(path, file, largest):
+            if line.isspace():
                 break
     return file.tell()
 
 
-def read(recipe: Recipe, part: Part) -> Iterator[str]:
+def _line_of(path: Path, file: IO[bytes], largest: int) -> bytes:
+    """The next line, with its newline; one that is too large is refused before all of it is in memory."""
+    line = file.readline(largest + 1)
+    if len(line) > largest:
+        raise _too_large(path, file.tell() - len(line), largest)
+    return line
+
+
+def read(recipe: Recipe, part: InputPart) -> Iterator[str]:
     """The documents of a part, as they stand; empty ones too."""
     one = recipe.inputs[part.input]
     path = Path(one.path)
@@ -126,22 +158,28 @@ def read(recipe: Recipe, part: Part) -> Iterator[str]:
         yield from _conversations(path, part) if recipe.template else _rows(path, part, recipe.text_key)
         return
     with _opened(path) as file:
-        lines = _lines(file, part)
-        if recipe.template:
-            for start, line in lines:
-                if line.strip():
-                    yield _utf8(path, start, line)
-        elif path.suffix in JSON_LINES:
-            for start, line in lines:
-                if line.strip():
-                    yield _field(path, start, line, recipe.text_key)
-        elif recipe.documents == "line":
-            for start, line in lines:
-                yield _utf8(path, start, line.rstrip(b"\r\n"))
-        elif recipe.documents == "blank":
-            yield from _paragraphs(path, lines)
-        else:
-            yield _utf8(path, 0, file.read())
+        if recipe.documents == "file" and path.suffix not in JSON_LINES:
+            whole = file.read(part.largest + 1)
+            if len(whole) > part.largest:
+                raise _too_large(path, 0, part.largest)
+            found = _utf8(path, 0, whole)
+            del whole
+            yield found
+            return
+        if recipe.documents == "blank" and path.suffix not in JSON_LINES:
+            yield from _paragraphs(path, _lines(path, file, part), part.largest)
+            return
+        for start, line in _lines(path, file, part):
+            if path.suffix not in JSON_LINES and not recipe.template:
+                text = _utf8(path, start, line.rstrip(b"\r\n"))
+            elif line.isspace():
+                continue
+            else:
+                text = _utf8(path, start, line)
+            del line  # of a large document nothing is held twice while its reader has it
+            if path.suffix in JSON_LINES and not recipe.template:
+                text = _field(path, start, text, recipe.text_key)
+            yield text
 
 
 def values(path: Path) -> Iterator[tuple[int, Any]]:
@@ -150,22 +188,26 @@ def values(path: Path) -> Iterator[tuple[int, Any]]:
         raise _no_input(path, f"a file {path.suffix!r}", "pairs stand in .jsonl or .parquet files")
     if path.suffix == ".parquet":
         with _parquet(path) as file:
-            rows = chain.from_iterable(batch.to_pylist() for batch in file.iter_batches(ROWS))
-            yield from enumerate(map(_filled, rows), 1)
+            yield from enumerate(map(_filled, _unpacked(path, file, None, None)), 1)
         return
     with _opened(path) as file:
         place = 0
-        for number, line in enumerate(iter(file.readline, b""), 1):
+        for number, line in enumerate(iter(lambda: _line_of(path, file, LARGEST), b""), 1):
             place += len(line)
-            if line.strip():
+            if not line.isspace():
                 text = _utf8(path, place - len(line), line)
+                del line
                 try:
-                    yield number, objects.loads(text)
+                    yield number, parse_line(text)
                 except (ValueError, RecursionError) as error:
                     raise DataError(
-                        "IG927", f"{path}: line {number} is no JSON", seen=str(error)[:200],
-                        expected="one JSON object in each line", fix="fix or remove the line",
-                    ) from error  # fmt: skip
+                        "IG927",
+                        seen=str(error)[:200],
+                        expected="one JSON object in each line",
+                        path=path,
+                        number=number,
+                        kind="JSON",
+                    ) from error
 
 
 def changed(path: str, folder: Path | None = None) -> DataError:
@@ -174,13 +216,7 @@ def changed(path: str, folder: Path | None = None) -> DataError:
     if folder is not None:
         again = f"restore the file; or remove {folder}, no more than that, and it is built again: a run that resumes "
         again += "refuses other samples"
-    return DataError(
-        "IG917",
-        f"{path} is not the file that this build began with",
-        seen="another size or date",
-        expected="inputs that stay as they were when their build began",
-        fix=again,
-    )
+    return DataError("IG917", seen="another size or date", fix=again, path=path)
 
 
 def _opened(path: Path) -> IO[bytes]:
@@ -190,22 +226,21 @@ def _opened(path: Path) -> IO[bytes]:
         raise _no_input(path, str(error)) from error
 
 
-def _lines(file: IO[bytes], part: Part) -> Iterator[tuple[int, bytes]]:
+def _lines(path: Path, file: IO[bytes], part: InputPart) -> Iterator[tuple[int, bytes]]:
     """(where it begins, the line with its newline)."""
     file.seek(part.start)
-    place = part.start
-    while place < part.stop:
-        line = file.readline()
-        yield place, line
-        place += len(line)
+    while (place := file.tell()) < part.stop:
+        yield place, _line_of(path, file, part.largest)
 
 
-def _paragraphs(path: Path, lines: Iterator[tuple[int, bytes]]) -> Iterator[str]:
+def _paragraphs(path: Path, lines: Iterator[tuple[int, bytes]], largest: int) -> Iterator[str]:
     begun, held = 0, list[bytes]()
     for start, line in chain(lines, ((0, b""),)):
         if line.strip():
             begun = begun if held else start
             held.append(line)
+            if start + len(line) - begun > largest:
+                raise _too_large(path, begun, largest)
         elif held:
             yield _utf8(path, begun, b"".join(held).rstrip(b"\r\n"))
             held.clear()
@@ -219,10 +254,9 @@ def _utf8(path: Path, start: int, text: bytes) -> str:
         place = start + error.start
         raise DataError(
             "IG912",
-            f"{path}, line {_line(path, place)}: not UTF-8 text",
             seen=f"byte 0x{text[error.start]:02x} at place {place} of the file",
-            expected="UTF-8",
-            fix="convert it, for example with iconv -t UTF-8",
+            path=path,
+            line=_line(path, place),
         ) from error
 
 
@@ -235,10 +269,9 @@ def _line(path: Path, place: int) -> int:
     return count
 
 
-def _field(path: Path, start: int, line: bytes, key: str) -> str:
-    text = _utf8(path, start, line)
+def _field(path: Path, start: int, text: str, key: str) -> str:
     try:
-        found = objects.loads(text)
+        found = parse_line(text)
     except (ValueError, RecursionError) as error:
         raise _no_field(path, start, f"no JSON: {error}", key) from error
     if not isinstance(found, dict):
@@ -266,10 +299,11 @@ def _string(value: Any, refusal: Any) -> str:
 def _no_field(path: Path, start: int, seen: str, key: str, fix: str | None = None) -> DataError:
     return DataError(
         "IG913",
-        f"{path}, line {_line(path, start)}: no text there",
         seen=seen,
-        expected=f"an object with the text under {key!r}",
         fix=fix or "fix or remove the line, or name the key: --text-key KEY",
+        path=path,
+        line=_line(path, start),
+        key=key,
     )
 
 
@@ -277,21 +311,21 @@ def _parquet(path: Path) -> Any:
     try:
         from pyarrow import parquet
     except ImportError as error:
-        raise DataError(
-            "IG919", f"{path} needs the pyarrow package", seen=error, fix="pip install 'isograd[data]'"
-        ) from error
+        raise DataError("IG919", seen=error, path=path) from error
     try:
-        return parquet.ParquetFile(path)
+        columns = parquet.read_schema(path)
+        texts = [field.name for field in columns if str(field.type) in ("string", "large_string", "binary")]
+        return parquet.ParquetFile(path, read_dictionary=texts)
     except Exception as error:  # pyarrow raises several kinds
         raise _no_parquet(path, str(error), "a parquet file") from error
 
 
-def _rows(path: Path, part: Part, key: str) -> Iterator[str]:
+def _rows(path: Path, part: InputPart, key: str) -> Iterator[str]:
     for row in _read_rows(path, part, key):
         yield _string(row[key], lambda seen: _no_parquet(path, seen, f"text in column {key!r}"))
 
 
-def _conversations(path: Path, part: Part) -> Iterator[str]:
+def _conversations(path: Path, part: InputPart) -> Iterator[str]:
     """Rows as JSON. Every row of a parquet file has the fields of all rows: those without a value are left out."""
     for row in _read_rows(path, part, "messages", "tools"):
         yield json.dumps(_filled(row), ensure_ascii=False, default=str)
@@ -303,20 +337,76 @@ def _filled(value: Any) -> Any:
     return [_filled(one) for one in value] if isinstance(value, list) else value
 
 
-def _read_rows(path: Path, part: Part, key: str, *more: str) -> Iterator[dict[str, Any]]:
+def _unpacked(path: Path, file: Any, groups: list[int] | None, names: list[str] | None) -> Iterator[dict[str, Any]]:
+    """The rows of some columns; what pyarrow finds wrong is one error."""
+    try:
+        yield from _rows_within(path, file, groups, names)
+    except DataError:
+        raise
+    except Exception as error:  # pyarrow raises several kinds
+        raise _no_parquet(path, str(error), "a parquet file") from error
+
+
+def _rows_within(path: Path, file: Any, groups: list[int] | None, names: list[str] | None) -> Iterator[dict[str, Any]]:
+    """The rows of some columns. A file that opens to far more than its size is refused: by what it says of itself, and
+    by what has come out of it. Texts that are stored once and used often are stretched row by row."""
+    most, metadata, found = max(UNPACKED, RATIO * path.stat().st_size), file.metadata, 0
+    chosen = list(range(metadata.num_row_groups)) if groups is None else groups
+    said, batch = 0, ROWS
+    _refuse_contradictions(path, metadata, chosen)
+    for group in chosen:
+        for number in range(metadata.num_columns):
+            column = metadata.row_group(group).column(number)
+            if names is None or column.path_in_schema.partition(".")[0] in names:
+                said += column.total_uncompressed_size
+                if column.has_dictionary_page and "." in column.path_in_schema:
+                    batch = min(batch, max(1, UNPACKED // max(1, column.total_uncompressed_size)))
+    if said > most:
+        raise _no_parquet(path, f"it says that it opens to {said:,} bytes", f"at most {most:,}")
+    for part in file.iter_batches(batch, chosen, names):
+        for row in range(part.num_rows):
+            value = {name: part.column(at)[row].as_py() for at, name in enumerate(part.schema.names)}
+            found += _weight(value)
+            if found > most:
+                raise _no_parquet(path, f"it opens to {found:,} bytes or more", f"at most {most:,}")
+            yield value
+
+
+def _refuse_contradictions(path: Path, metadata: Any, groups: Iterable[int]) -> None:
+    """pyarrow ends the whole process where the description of a column contradicts itself (its C++ throws where Python
+    expects no exception), so a child of this process looks at the descriptions first."""
+    child = os.fork()
+    if child == 0:
+        try:
+            faulthandler.disable()
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+            for group in groups:
+                for number in range(metadata.num_columns):
+                    metadata.row_group(group).column(number)
+            os._exit(0)
+        finally:
+            os._exit(1)
+    if os.waitpid(child, 0)[1] != 0:
+        raise _no_parquet(path, "the description of a column that contradicts itself", "a parquet file")
+
+
+def _weight(value: Any) -> int:
+    """About how many bytes a value takes."""
+    if isinstance(value, dict):
+        return 8 + sum(map(_weight, value.values()))
+    inside = sum(map(_weight, value)) if isinstance(value, list) else 0
+    return 8 + inside + (len(value) if isinstance(value, str | bytes) else 0)
+
+
+def _read_rows(path: Path, part: InputPart, key: str, *more: str) -> Iterator[dict[str, Any]]:
     with _parquet(path) as file:
         columns = file.schema_arrow.names
         if key not in columns:
             raise _no_parquet(path, f"columns: {', '.join(columns[:10])}", f"a column {key!r}")
         groups, wanted = list(range(part.start, part.stop)), [key, *(name for name in more if name in columns)]
-        try:
-            for batch in file.iter_batches(ROWS, groups, wanted):
-                yield from batch.to_pylist()
-        except Exception as error:  # pyarrow raises several kinds
-            raise _no_parquet(path, str(error), "a parquet file") from error
+        yield from _unpacked(path, file, groups, wanted)
 
 
 def _no_parquet(path: Path, seen: str, expected: str) -> DataError:
-    return DataError(
-        "IG920", f"{path} cannot be read", seen=seen, expected=expected, fix="--text-key names the column of the text"
-    )
+    return DataError("IG920", seen=seen, expected=expected, path=path)

@@ -11,22 +11,20 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from isograd.data.manifest import TOKENIZER, SpecialTokens, Vocabulary
 from isograd.errors import DataError
-from isograd.outside import FileError, read_json, read_text
+from isograd.io.untrusted import FileError, read_json, read_text
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Loaded
-
-    from isograd.data.chats import Chats
 
 BYTES = "bytes"
 BYTES_END = 256
@@ -35,6 +33,16 @@ CONFIGURED = 16 << 20  # bytes of a tokenizer_config.json
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")  # asked in this order
 
 Ids = NDArray[Any]
+
+
+class ChatEncoder(Protocol):
+    """A tokenizer of conversations (data/chats.py)."""
+
+    markers: dict[str, int]  # of the template that are text: how many tokens each of them is
+
+    def __call__(self, text: str) -> tuple[Ids, Ids]:
+        """(tokens, which of them count) of a conversation."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -46,24 +54,18 @@ class Tokenizer:
     encode: Callable[[list[str]], list[Ids]]
     decode: Callable[[Sequence[int]], str]
     special: re.Pattern[str] | None = None  # finds special tokens that a text spells; None: there are none
-    chat: Chats | None = None  # of conversations: tokens, and which of them count
+    chat: ChatEncoder | None = None
     folder: str = ""  # of the chat template
 
 
 def load_tokenizer(folder: Path, vocabulary: Vocabulary) -> Tokenizer:
     """The tokenizer that was kept with the tokens in a folder."""
     if vocabulary.sha256 is None:
-        return _of_bytes(vocabulary)
+        return of_bytes(vocabulary)
     path = folder / TOKENIZER
     text = _text(path)
     if sha256(text.encode()).hexdigest() != vocabulary.sha256:
-        raise DataError(
-            "IG903",
-            f"{path} is not the tokenizer that the tokens were made with",
-            seen="another sha256",
-            expected=vocabulary.sha256,
-            fix="copy the folder again, or build it again",
-        )
+        raise DataError("IG903", seen="another sha256", expected=vocabulary.sha256, path=path)
     return of_json(text, vocabulary)
 
 
@@ -71,7 +73,7 @@ def find_tokenizer(name: str, end_of_document: str = "auto", special_tokens: Spe
     """name: 'bytes', a tokenizer.json, or a folder that has one. end_of_document: 'auto', an id, or 'none'."""
     if name == BYTES:
         end = BYTES_END if end_of_document == "auto" else _end(end_of_document, BYTES_END + 1)
-        return _of_bytes(Vocabulary(BYTES, None, BYTES_END + 1, end))
+        return of_bytes(Vocabulary(BYTES, None, BYTES_END + 1, end))
     given = Path(name)
     path = given / TOKENIZER if given.is_dir() else given
     text = _text(path)
@@ -103,24 +105,6 @@ def of_json(text: str, vocabulary: Vocabulary, special_tokens: SpecialTokens = "
     return Tokenizer(vocabulary, text, encode, decode, special_pattern(loaded))
 
 
-def of_chats(folder: str | Path, special_tokens: SpecialTokens = "refuse") -> tuple[Tokenizer, str]:
-    """A folder's tokenizer for conversations, and the sha256 of its chat template."""
-    from isograd.data.chats import opened
-
-    chats = opened(str(folder), special_tokens)
-    size = max(chats.tokenizer.get_vocab(with_added_tokens=True).values(), default=0) + 1
-    vocabulary = Vocabulary(chats.folder.resolve().name, sha256(chats.json.encode()).hexdigest(), size, None)
-    made = replace(of_json(chats.json, vocabulary, "keep"), chat=chats, folder=str(folder))
-    return made, sha256(chats.template.encode()).hexdigest()
-
-
-def again(text: str | None, vocabulary: Vocabulary, special_tokens: SpecialTokens, folder: str) -> Tokenizer:
-    """The same tokenizer in another process."""
-    if folder:
-        return of_chats(folder, special_tokens)[0]
-    return _of_bytes(vocabulary) if text is None else of_json(text, vocabulary, special_tokens)
-
-
 def special_pattern(loaded: Loaded) -> re.Pattern[str] | None:
     """Finds the special tokens that a text spells."""
     spellings = {token.content for token in loaded.get_added_tokens_decoder().values() if token.special}
@@ -128,7 +112,9 @@ def special_pattern(loaded: Loaded) -> re.Pattern[str] | None:
     return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
 
 
-def _of_bytes(vocabulary: Vocabulary) -> Tokenizer:
+def of_bytes(vocabulary: Vocabulary) -> Tokenizer:
+    """The built-in tokenizer of bytes."""
+
     def encode(texts: list[str]) -> list[Ids]:
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
 
@@ -144,7 +130,10 @@ def load_json(text: str, path: Path) -> Loaded:
         from tokenizers import Tokenizer as Loaded
     except ImportError as error:
         raise DataError(
-            "IG914", f"{path} needs the tokenizers package", seen=error, fix="pip install 'isograd[hf]', or use bytes"
+            "IG914",
+            seen=f"it needs the tokenizers package: {error}",
+            fix="pip install tokenizers, or use bytes",
+            path=path,
         ) from error
     with _theirs(path):
         loaded = Loaded.from_str(text)
@@ -170,7 +159,7 @@ def _theirs(path: Path) -> Iterator[None]:
         yield
     except BaseException as error:
         if isinstance(error, Exception) or type(error).__name__ == "PanicException":
-            raise _no_tokenizer(path, str(error)[:500]) from error
+            raise DataError("IG914", seen=str(error)[:500], path=path) from error
         raise
 
 
@@ -178,7 +167,7 @@ def _text(path: Path) -> str:
     try:
         return read_text(path, LARGEST, follow=True)
     except FileError as error:
-        raise _no_tokenizer(path, error.brief) from error
+        raise DataError("IG914", seen=error.brief, path=path) from error
 
 
 def _configured(path: Path) -> list[str]:
@@ -189,7 +178,7 @@ def _configured(path: Path) -> list[str]:
     try:
         found = read_json(beside, CONFIGURED, nan=True, follow=True)
     except FileError as error:
-        raise _no_tokenizer(beside, error.brief) from error
+        raise DataError("IG914", seen=error.brief, path=beside) from error
     named = found.get("eos_token") if isinstance(found, dict) else None
     named = named.get("content") if isinstance(named, dict) else named
     return [named] if isinstance(named, str) else []
@@ -206,14 +195,4 @@ def _end(asked: str, size: int) -> int | None:
 def _no_end(what: str, seen: str, size: int) -> DataError:
     return DataError(
         "IG915", what, seen=seen, expected=f"an id from 0 to {size - 1}, or 'none'", fix="--end-of-document ID"
-    )
-
-
-def _no_tokenizer(path: Path, seen: str) -> DataError:
-    return DataError(
-        "IG914",
-        f"no tokenizer at {path}",
-        seen=seen,
-        expected="'bytes', a tokenizer.json, or a folder that holds one",
-        fix="other formats: load it with transformers; its save_pretrained writes a tokenizer.json",
     )

@@ -15,27 +15,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from isograd.data.files import Places, damaged
-from isograd.data.manifest import SPLITS, Manifest, read
+from isograd.data.files import FileReader
+from isograd.data.manifest import SPLITS, TokenManifest, read
 from isograd.errors import DataError
 
 Numbers = NDArray[np.int64]
 
 
-def check_sizes(folder: Path, manifest: Manifest, names: list[str]) -> None:
+def check_sizes(folder: Path, manifest: TokenManifest, names: list[str]) -> None:
     """Refuse a folder in which one of the files `names` is missing or has another size than the manifest says."""
     sizes = manifest.files()
     for name in names:
         path, expected = folder / name, sizes[name][0]
         size = path.stat().st_size if path.is_file() else None
         if size != expected:
-            raise DataError(
-                "IG902",
-                f"{path} is missing" if size is None else f"{path} has another size than its manifest says",
-                seen="no such file" if size is None else f"{size} bytes",
-                expected=f"{expected} bytes",
-                fix="copy the folder again, or build it again",
-            )
+            raise DataError("IG902", seen="no such file" if size is None else f"{size} bytes", path=path, size=expected)
 
 
 class Tokens:
@@ -52,7 +46,7 @@ class Tokens:
         self._ends_files = [str(self.folder / shard.ends_file) for shard in self.shards]
         self._dtype = np.dtype(self.manifest.recipe.vocabulary.dtype)
         self._starts = [0, *accumulate(shard.tokens for shard in self.shards)]  # of each shard in the stream
-        self._places = Places()
+        self._places = FileReader()
         if not self.shards:
             there = [s for s in SPLITS if self.manifest.of(s)]
             raise DataError(
@@ -87,7 +81,9 @@ class Tokens:
             at = self._starts[number] + a - start
             found[at : at + b - a] = np.frombuffer(raw, self._dtype)
         if len(found) and found.max() >= self.vocab:
-            raise damaged(self.folder, f"token {found.max()} between places {start} and {stop} of {self.split}")
+            raise DataError(
+                "IG928", seen=f"token {found.max()} between places {start} and {stop} of {self.split}", path=self.folder
+            )
         return found
 
     def counted(self, start: int, stop: int) -> NDArray[np.bool_]:
@@ -109,7 +105,7 @@ class Tokens:
             raw = self._places.read(path, first * 8, (last - first) * 8)
             inside = np.frombuffer(raw, "<u8").astype(np.int64)
             if len(inside) and not (a < inside[0] and inside[-1] <= b and (np.diff(inside) > 0).all()):
-                raise damaged(path, f"ends of documents that do not ascend from {a} to {b}")
+                raise DataError("IG928", seen=f"ends of documents that do not ascend from {a} to {b}", path=path)
             found.append(inside + self._starts[number])
         return np.concatenate(found)
 
@@ -125,7 +121,7 @@ class Tokens:
 class _Ends(Sequence[int]):
     """The document ends of a shard, each read when asked for: what bisect needs."""
 
-    def __init__(self, places: Places, path: str, count: int) -> None:
+    def __init__(self, places: FileReader, path: str, count: int) -> None:
         self._places, self._path, self._count = places, path, count
 
     def __len__(self) -> int:

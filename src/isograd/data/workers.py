@@ -15,18 +15,19 @@ from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
+from isograd.data.chats import tokenizer_in_worker
 from isograd.data.manifest import Recipe
-from isograd.data.shards import Record, make
-from isograd.data.texts import Part
-from isograd.data.tokenizer import Tokenizer, again
+from isograd.data.shards import ShardRecord, make
+from isograd.data.texts import InputPart
+from isograd.data.tokenizer import Tokenizer
 from isograd.errors import DataError
 
-Job = tuple[int, list[Part]]
+Job = tuple[int, list[InputPart]]
 
 
 def work(
     folder: Path, jobs: list[Job], recipe: Recipe, tokenizer: Tokenizer, workers: int
-) -> Generator[tuple[Job, Record]]:
+) -> Generator[tuple[Job, ShardRecord]]:
     """Records in the order in which their shards are done."""
     if min(workers, len(jobs)) <= 1:
         for job in jobs:
@@ -61,7 +62,7 @@ def work(
             process.join()
 
 
-def _answer(ready: Connection) -> Record:
+def _answer(ready: Connection) -> ShardRecord:
     try:
         answer = ready.recv()
     except (EOFError, ConnectionError) as error:
@@ -73,19 +74,19 @@ def _answer(ready: Connection) -> Record:
         ) from error
     if isinstance(answer, DataError):
         raise answer
-    assert isinstance(answer, Record)
+    assert isinstance(answer, ShardRecord)
     return answer
 
 
 def _serve(pipe: Connection, folder: Path, recipe: Recipe, tokenizer: str | None, chats: str) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a worker is one core; there are as many as were asked for
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal tells every process; the one that builds decides
-    tools = again(tokenizer, recipe.vocabulary, recipe.special_tokens, chats)
+    tools = tokenizer_in_worker(tokenizer, recipe.vocabulary, recipe.special_tokens, chats)
     with suppress(EOFError, ConnectionError):
         while True:
             number, parts = pipe.recv()
             try:
-                answer: Record | DataError = make(folder, number, parts, recipe, tools)
+                answer: ShardRecord | DataError = make(folder, number, parts, recipe, tools)
             except DataError as error:
                 answer = error
             except Exception as error:

@@ -3,26 +3,25 @@
 from isograd.engine.data_parallel import DataParallel
 from isograd.engine.engine import Engine
 from isograd.engine.evaluation import Evaluation
-from isograd.engine.first import empty_parameters
-from isograd.engine.joined import Joined
-from isograd.engine.muon import Muon
+from isograd.engine.muon import ChainedOptimizer, Muon
 from isograd.engine.precision import LossScale
-from isograd.engine.replay import Replay
-from isograd.engine.seal import Seal
-from isograd.engine.shares import Mean
+from isograd.engine.sdc.memory import MemoryChecksum
+from isograd.engine.sdc.replay import ReplayCheck
 from isograd.engine.stats import Stats
+from isograd.engine.term_weights import Mean
 from isograd.engine.zero import Shards
+from isograd.engine.zero3.deferred_init import empty_parameters
 
 __all__ = [
+    "ChainedOptimizer",
     "DataParallel",
     "Engine",
     "Evaluation",
-    "Joined",
     "LossScale",
     "Mean",
+    "MemoryChecksum",
     "Muon",
-    "Replay",
-    "Seal",
+    "ReplayCheck",
     "Shards",
     "Stats",
     "empty_parameters",

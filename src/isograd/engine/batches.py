@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as tree
 
 from isograd.comm.raw import even_sizes
-from isograd.engine.tree import total
+from isograd.core.loss_terms import Terms
+from isograd.engine.tree import tree_sum
 from isograd.errors import EngineError
-from isograd.terms import Terms
 
 
 def micro_batches(batch: Any, count: int | None) -> list[Any]:
@@ -73,7 +73,7 @@ def _sums(weights: Iterable[Mapping[str, Any]]) -> dict[str, Tensor]:
     for said in weights:
         for name, weight in said.items():
             found.setdefault(name, []).append(torch.as_tensor(weight, dtype=torch.float64))
-    return {name: total(each) for name, each in found.items()}
+    return {name: tree_sum(each) for name, each in found.items()}
 
 
 @contextmanager

@@ -12,14 +12,14 @@ mean over the rows of its batch (dim 0 of the first tensor that the model was ca
 and backwards add up. Backwards under `no_sync` and the one that reduces them are one batch: the result is their number
 times the mean over all their rows. Where all ranks have as many rows, that is DDP's gradient.
 
-It is a front of the engine's ledger (engine/ledger.py): rows go to their owners during backward, and come back at its
+It is a front of the engine's step state (engine/step.py): rows go to their owners during backward, and come back at its
 end, when weights and the use of parameters have crossed the wire in one small message. Parameters that no rank used
 keep `.grad` as it was, None at first. Buffers become those of the first rank. A backward that raises leaves nothing
 behind: this rank says so at its next call, and the backward in which the other ranks wait for it raises IG550.
 
 Ranks with different numbers of batches need no join context:
 
-    for batch in model.together(loader):        # goes on until no rank has a batch left; None where there is none
+    for batch in model.until_all_exhausted(loader):  # None where this rank has no batch left
         model(batch).mean().backward() if batch is not None else model.skip()
 """
 
@@ -28,6 +28,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -37,20 +38,19 @@ from torch.autograd import Variable
 from torch.utils import _pytree as tree
 
 from isograd.comm import raw
-from isograd.contract import contracts
-from isograd.engine import start, totals
-from isograd.engine.dropped import is_dropped, mark, mark_handled
-from isograd.engine.first import FirstValues
-from isograd.engine.fit import refuse_unfit
-from isograd.engine.ledger import Leave, Ledger
+from isograd.core.contract_table import contracts
+from isograd.core.loss_terms import Terms
+from isograd.core.mesh import Mesh
+from isograd.core.step_counters import StepCounters
+from isograd.engine import step_status, validation
 from isograd.engine.plan import Slot, make_plan
-from isograd.engine.totals import Status
-from isograd.engine.units import differentiable
+from isograd.engine.step import ReduceWhen, StepState
+from isograd.engine.step_status import Status
 from isograd.engine.window import Window
 from isograd.engine.zero import gather_gradients
+from isograd.engine.zero3.deferred_init import FirstValues
+from isograd.engine.zero3.module_hooks import differentiable
 from isograd.errors import EngineError
-from isograd.mesh import Mesh
-from isograd.terms import Terms
 
 Batch = TypeVar("Batch")
 
@@ -63,9 +63,23 @@ ONLY |= {"delay_all_reduce_named_params": None, "param_to_hook_all_reduce": None
 STEPS = "an optimizer raised in its step"
 
 
+@dataclass
+class _Backward:
+    """What hooks have seen of a backward."""
+
+    running: bool = False  # autograd will call `_end`
+    reached: bool = False  # a parameter
+    met_output: bool = False
+    rows: float = 1.0  # of the batch that it is of, once it has met the output; 1 where no tensor was given
+    early: list[tuple[Slot, Tensor | None]] = field(default_factory=list)  # gradients of a loss's own parameters
+    weight: float | None = None  # that `weigh` was given
+    factor: float = 1.0  # of it, that a half-precision loss could not be scaled with
+
+
 class DataParallel(nn.Module):
     """Takes the place of torch's DistributedDataParallel; `weigh` makes uneven ranks exact."""
 
+    @raw.abort_group_on_interrupt()
     def __init__(
         self,
         module: nn.Module,
@@ -79,39 +93,32 @@ class DataParallel(nn.Module):
         """`options`: those of DDP, as far as they change nothing; others are refused (IG533)."""
         super().__init__()
         self.mesh = mesh = Mesh(f"dp{raw.world()[1]}")
-        start.refuse_options({k: v for k, v in options.items() if k not in HARMLESS}, ONLY, mesh)
-        start.refuse_wrapped(module, mesh)
-        start.take_over(module)
+        validation.refuse_options({k: v for k, v in options.items() if k not in HARMLESS}, ONLY, mesh)
+        validation.refuse_wrapped(module, mesh)
+        validation.detach_previous_engine(module)
         self.module, self.broadcast_buffers = module, broadcast_buffers
         table = contracts(module, mesh)
-        start.refuse_cut(table, mesh)
-        start.refuse_counting(module, mesh)
-        refuse_unfit(module, table, mesh)
+        validation.refuse_cut(table, mesh)
+        if layers := len(StepCounters(module, mesh).members):  # which steps are taken is not seen here
+            raise EngineError("IG569", where=mesh.describe_rank(), layers=layers)
+        validation.check_supported_parameters(module, table, mesh)
         self._plan = make_plan(table, mesh, int((bucket_cap_mb or 16.0) * 2**20))
-        start.check_plan(self._plan, mesh)
+        validation.check_plan(self._plan, mesh)
         FirstValues(module, table, mesh, None).fill(table)
-        start.equal_replicas(module, table, mesh)
+        validation.equal_replicas(module, table, mesh)
         home = self._plan.slots[0].parameter.device
-        start.check_devices(device_ids, output_device, home, mesh)
+        validation.check_devices(device_ids, output_device, home, mesh)
         self._inputs_to = home if device_ids else None
         self._group = mesh.group("world")
-        self._ledger = Ledger(self._plan, mesh, keep_full=True, withholds=False)
-        self._watch = start.Watch(module, self._plan, moving=True)
-        self._window = Window(self._ledger)
+        self._step_state = StepState(self._plan, mesh, keep_full=True, withholds=False)
+        self._watch = validation.Watch(module, self._plan, moving=True)
+        self._window = Window(self._step_state)
         self.require_backward_grad_sync = True  # DDP's name; `no_sync` clears it
         self.require_forward_param_sync = True  # DDP's name, which accelerate sets; buffers are equal after a reduction
         self.reducer = _Reducer()
-        self._running = False  # whether autograd will call `_end`
-        self._reached = False  # whether the running backward has reached a parameter
-        self._rows: int | None = None  # of the batch that the running backward is of, once it has `_met_output`
-        self._met_output = False
-        self._early: list[
-            tuple[Slot, Tensor | None]
-        ] = []  # gradients that came before that: of a loss's own parameters
-        self._weight: float | None = None  # that the next backward was given
-        self._factor = 1.0  # of it, that a half-precision loss could not be scaled with
+        self._backward = _Backward()  # the running one
         for slot in self._plan.slots:
-            start.replace_hook(slot.parameter, partial(self._arrived, slot), self._entering)
+            validation.replace_hook(slot.parameter, partial(self._arrived, slot), self._entering)
         self.register_load_state_dict_pre_hook(_rename)  # type: ignore[no-untyped-call]
 
     # -- what users call
@@ -132,50 +139,33 @@ class DataParallel(nn.Module):
         return output
 
     def weigh(self, loss: Tensor, count: float | Tensor) -> Tensor:
-        """The loss, whose backward counts by `count`: the number of tokens (rows, ...) it is the mean of; 0 adds
-        nothing. The value is unchanged. It is the loss that is scaled, so it is right behind a gather of features."""
+        """The loss, whose backward counts by `count`: the number of tokens (rows, ...) it is the mean of. The value is
+        unchanged. Its gradient is scaled at the root, so gathers of features are right: a rank whose loss weighs 0
+        brings what others' losses make of its features. A mean over nothing, which is NaN, adds nothing."""
         if isinstance(loss, Terms):
-            raise EngineError(
-                "IG568",
-                "DataParallel takes a loss with one weight",
-                seen=f"weigh(Terms({', '.join(loss)}), ...)",
-                expected="one mean; `.grad` is divided by one weight after the backward",
-                fix="ig.Engine, whose backward takes ig.Terms; or add the losses if they are means of the same things",
-                where=self.mesh.where(),
-            )
+            raise EngineError("IG568", seen=f"weigh(Terms({', '.join(loss)}), ...)", where=self.mesh.describe_rank())
         if not isinstance(loss, Tensor) or not loss.requires_grad:
-            raise EngineError(
-                "IG536",
-                "weigh needs the loss that it weighs",
-                seen=f"weigh({type(loss).__name__}, ...)",
-                expected="loss = model.weigh(loss, count); loss.backward()",
-                where=self.mesh.where(),
-            )
-        start.check_weight(float(count), self.mesh)
+            raise EngineError("IG536", seen=f"weigh({type(loss).__name__}, ...)", where=self.mesh.describe_rank())
+        if not validation.is_weight(count, waits=True):
+            raise validation.bad_weight("the loss", count, self.mesh)
         weight = scale = float(count)
         if loss.dtype in (torch.float16, torch.bfloat16) and weight:  # 1,003 would become 1,000
             scale = 2.0 ** math.floor(math.log2(weight))
-        note = partial(self._note, weight, weight / scale if scale else 1.0)
+        adds_nothing = validation.adds_nothing(loss, weight, self.mesh)
+        note = partial(self._note, weight, 0.0 if adds_nothing else weight / scale if scale else 1.0)
         weighed: Tensor = _Weighed.apply(loss, scale, note)  # type: ignore[no-untyped-call]
         return weighed
 
     def _note(self, weight: float, factor: float) -> None:
         """A weighed loss goes backward."""
-        seen = f"weigh(..., {self._weight}) and weigh(..., {weight}) in the graph of one loss"
-        if self._early:  # a gradient that does not come through the weighed loss
-            seen = f"weigh(..., {weight}), and {self._early[0][0].name!r} has a gradient of what was added to it"
-        if self._weight is not None or self._early:
-            error = EngineError(
-                "IG538",
-                "one backward has two weights",
-                seen=seen,
-                expected="one call of weigh for each backward, of the whole loss",
-                fix="add the losses first and weigh their sum, or go backward from each",
-                where=self.mesh.where(),
-            )
-            self._weight, self._factor = None, 1.0
-            raise error
-        self._weight, self._factor = weight, factor
+        now = self._backward
+        seen = f"weigh(..., {now.weight}) and weigh(..., {weight}) in the graph of one loss"
+        if now.early:  # a gradient that does not come through the weighed loss
+            seen = f"weigh(..., {weight}), and {now.early[0][0].name!r} has a gradient of what was added to it"
+        if now.weight is not None or now.early:
+            now.weight, now.factor = None, 1.0
+            raise EngineError("IG538", seen=seen, where=self.mesh.describe_rank())
+        now.weight, now.factor = weight, factor
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -191,22 +181,22 @@ class DataParallel(nn.Module):
         self._recover()
         if self.require_backward_grad_sync:
             self._window.open()
-            with self._ledger.backward(Leave.EAGER):
+            with self._step_state.backward(ReduceWhen.GRAD_READY):
                 pass
             self._synchronize()
 
     def discard(self) -> None:
         """Drop what all backwards since the last `zero_grad` have gathered; every rank calls it. `.grad` is None."""
-        self._forget()
-        if not is_dropped(self._ledger):
-            self._meet(Status.DISCARDS)
-            mark_handled(self._ledger)
+        self._backward = _Backward()
+        if not self._step_state.already_discarded:
+            self._gather_step_status(Status.DISCARDS)
+            self._step_state.mark_discarded()
 
     def begins_step(self) -> None:
-        """Called before an optimizer of this model steps, as accelerate's door does. Until it `has_stepped`, backwards
+        """Called before an optimizer of this model steps, as the Accelerator does. Until it `has_stepped`, backwards
         that reduce are refused on all ranks (IG559): a step that raises may have changed half of this rank's copy."""
         self._window.stepping += 1  # an optimizer whose `step` calls that of its class says so twice
-        self._ledger.spoiled = self._ledger.spoiled or STEPS
+        self._step_state.mark_inconsistent(STEPS)
 
     def has_stepped(self) -> None:
         """Called behind it. Ranks whose optimizers have not stepped equally often are refused, too: one of them has
@@ -215,19 +205,19 @@ class DataParallel(nn.Module):
         if self._window.stepping:  # inside of another, or behind one that raised
             return
         self._window.steps += 1
-        if self._ledger.spoiled == STEPS:
-            self._ledger.spoiled = None
+        if self._step_state.optimizer_inconsistent == STEPS:
+            self._step_state.optimizer_inconsistent = None
 
     def is_restored(self) -> None:
         """Called when all ranks have loaded a checkpoint: copies are equal again."""
-        self._ledger.spoiled, self._window.steps, self._window.stepping = None, 0, 0
+        self._step_state.optimizer_inconsistent, self._window.steps, self._window.stepping = None, 0, 0
 
     @property
     def drops(self) -> int:
         """How many times what was gathered since `zero_grad` was dropped, on all ranks: refused or discarded."""
         return self._window.drops
 
-    def together(self, batches: Iterable[Batch]) -> Iterator[Batch | None]:
+    def until_all_exhausted(self, batches: Iterable[Batch]) -> Iterator[Batch | None]:
         """The batches, and then None as long as another rank has some."""
         own, end = iter(batches), object()
         while True:
@@ -245,119 +235,94 @@ class DataParallel(nn.Module):
 
     def _recover(self) -> None:
         """A backward that failed has not said that it ended: drop what it left, with the other ranks."""
-        if self._running:
-            self._ledger.fail("a backward raised, and the next batch began")
+        if self._backward.running:
+            self._step_state.fail("a backward raised, and the next batch began")
             self.discard()
 
     def _begin(self) -> None:
         """An output's gradient, or a parameter's, is there."""
-        if not self._running:
-            self._running = True
+        if not self._backward.running:
+            self._backward.running = True
             Variable._execution_engine.queue_callback(self._end)
 
     def _meets_output(self, rows: int | None, _: Tensor) -> None:
         """The gradient of an output of a batch of `rows` is there."""
         self._begin()
-        if not self._met_output:
-            self._met_output, self._rows = True, rows
+        if not self._backward.met_output:
+            self._backward.met_output, self._backward.rows = True, 1.0 if rows is None else float(rows)
 
     def _entering(self, _: Tensor) -> None:
         """Before a gradient is added to `.grad`."""
         self._begin()
-        if not self._reached:
+        if not self._backward.reached:
             self._window.open()
-            self._ledger.begin(Leave.EAGER if self.require_backward_grad_sync else Leave.AT_END)
-            self._reached = True
+            self._step_state.begin(ReduceWhen.GRAD_READY if self.require_backward_grad_sync else ReduceWhen.STEP)
+            self._backward.reached = True
 
     def _arrived(self, slot: Slot, parameter: Tensor) -> None:
         gradient, parameter.grad = parameter.grad, None
-        if self._weight is None and not self._met_output:
-            self._early.append((slot, gradient))
+        if self._backward.weight is None and not self._backward.met_output:
+            self._backward.early.append((slot, gradient))
         else:
             self._take(slot, gradient)
 
     def _take(self, slot: Slot, gradient: Tensor | None) -> None:
-        factor = self._own_rows if self._weight is None else self._factor
-        if gradient is not None and (factor == 0 or self._weight == 0):
+        now = self._backward
+        factor = now.rows if now.weight is None else now.factor
+        if gradient is not None and factor == 0:
             gradient = torch.zeros_like(gradient)  # not even NaN
         elif gradient is not None and factor != 1.0:
             gradient = gradient.to(slot.dtype).mul_(factor)
         if gradient is not None:
-            self._ledger.collect(slot, gradient)
+            self._step_state.collect(slot, gradient)
         if self.require_backward_grad_sync:
-            self._ledger.passed_by(slot)
-
-    @property
-    def _own_rows(self) -> float:
-        """Of the running backward's batch; 1 where the model was called with no tensor."""
-        return 1.0 if self._rows is None else float(self._rows)
+            self._step_state.on_grad_ready(slot)
 
     def _end(self) -> None:
-        reached, weight, rows, known = self._reached, self._weight, self._own_rows, self._met_output
-        if reached:  # not torch.autograd.grad, which is no parameter's business
-            for slot, gradient in self._early:
+        now = self._backward
+        if now.reached:
+            for slot, gradient in now.early:
                 self._take(slot, gradient)
-        self._forget()
-        if not reached:
+        self._backward = _Backward()
+        if not now.reached:  # torch.autograd.grad, which is no parameter's business
             return
-        self._ledger.end()
-        self._window.add(weight, rows, known)
+        self._step_state.end()
+        self._window.add(now.weight, now.rows, now.met_output)
         if self.require_backward_grad_sync:
             self._synchronize()
         else:
             self._window.show_own()
 
-    def _forget(self) -> None:
-        """No backward is running."""
-        self._running = self._reached = self._met_output = False
-        self._weight, self._factor, self._rows, self._early = None, 1.0, None, []
-
     # -- all ranks together
 
-    def _meet(self, status: Status) -> totals.Table:
-        """The gather of a reduction. Where any rank failed, all drop it; all but those that discard raise."""
+    def _gather_step_status(self, status: Status) -> step_status.StepStatus:
+        """The gather of a reduction (engine/step_status.py)."""
         wrong = self._watch.problem(self.mesh) or self._window.problem(self.mesh)
-        ledger = self._ledger
-        problem = ledger.spoiled or (ledger.failure if wrong is None else str(wrong).splitlines()[0])
-        if status is Status.FINE and problem is not None:
-            status = Status.SPOILED if ledger.spoiled else Status.FAILED
-        table = totals.gather(
-            ledger,
-            status,
-            torch.zeros((), dtype=torch.float64),
-            self._window.columns(),
-            len(self._plan.slots),
-            self.mesh.device,
-        )
-        quiet = status is Status.DISCARDS
-        try:
-            totals.refuse_parted(table, table.more[:, 3], ledger)
-            totals.refuse_failed(table, ledger, problem, quiet)
-            if not quiet:
-                totals.refuse_wrong(table, self.mesh)
-                start.check_weights(table.more[:, 1], table.more[:, 0], self.mesh)
-        except EngineError as refusal:
-            self._drop()
-            raise mark(wrong or refusal, self._ledger) from None
-        if quiet:
-            self._drop()
-        return table
+
+        def decide(table: step_status.StepStatus) -> None:
+            step_status.refuse_wrong(table, self.mesh)
+            validation.check_weights(table.more["plain"], table.more["weighed"], self.mesh)
+
+        columns = self._window.columns()
+        return step_status.gather_step_status(self._step_state, status, wrong, columns, decide, self._drop)
 
     def _drop(self) -> None:
         """All ranks together: nothing is left that was gathered since gradients were last cleared."""
-        self._ledger.abandon()
+        self._step_state.abandon()
         self._window.drop()
 
+    @raw.abort_group_on_interrupt()
     @torch.no_grad()
     def _synchronize(self) -> None:
         """The gradients of this window, of all ranks, into `.grad`."""
-        ledger, window = self._ledger, self._window
-        table = self._meet(Status.FINE)
-        ledger.settle(flush=bool(table.pending.any()))
+        step_state, window = self._step_state, self._window
+        table = self._gather_step_status(Status.FINE)
+        step_state.finish_reductions(flush=bool(table.pending.any()))
         weight = float(table.weight.sum())
-        scales = window.scales(weight, by_rows=bool(table.more[:, 1].any()), backwards=float(table.more[:, 2].max()))
-        gather_gradients(ledger, {slot: share for slot, (share, _) in scales.items()})
-        window.settle(table.used.any(0).tolist(), weight, scales)
+        by_rows, backwards = bool(table.more["plain"].any()), float(table.more["backwards"].max())
+        scales = window.scales(weight, by_rows=by_rows, backwards=backwards)
+        gather_gradients(step_state, {slot: share for slot, (share, _) in scales.items()})
+        window.finish(table.used.any(0).tolist(), weight, scales)
         if self.broadcast_buffers:
             self._equal_buffers()
 

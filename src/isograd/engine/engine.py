@@ -4,13 +4,13 @@
 to a running count. Gradients are sums from there on and nothing divides them until `step` multiplies once by 1 /
 (global weight). Uneven ranks, uneven micro-batches and ranks without data are exact by construction.
 
-A step is a transaction. Its state is one object, the ledger (engine/ledger.py, which follows a gradient from autograd
-to the optimizer). What every rank must know to decide alike crosses the wire once per step (engine/totals.py); then all
-ranks step, skip or refuse together, and what fails leaves nothing behind. engine/norm.py counts each element once,
-engine/zero.py steps. engine/naive.py is what all of this means, in twenty lines.
+A step is a transaction. Its state is one object, the step state (engine/step.py, which follows a gradient from autograd
+to the optimizer). What every rank must know to decide alike crosses the wire once per step (engine/step_status.py);
+then all ranks step, skip or refuse together, and what fails leaves nothing behind. engine/norm.py counts each element
+once, engine/zero.py steps. engine/naive.py is what all of this means, in twenty lines.
 
 `train_step` does a whole step under any layout. With a pipeline it is the only way: pipeline/run.py orders forwards and
-backwards, and hands each backward to the ledger.
+backwards, and hands each backward to the step state.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,37 +26,35 @@ import torch
 from torch import Tensor, nn
 
 from isograd.comm import raw
-from isograd.comm.notes import gather_notes
-from isograd.contract import contracts
-from isograd.engine import batches, evaluation, matrices, norm, start, totals
-from isograd.engine.across import Across
+from isograd.comm.consensus import all_gather_object
+from isograd.core.contract_table import contracts
+from isograd.core.input_checks import InputChecks
+from isograd.core.loss_terms import Terms
+from isograd.core.mesh import DATA, Mesh
+from isograd.core.step_counters import StepCounters
+from isograd.engine import batches, evaluation, muon, norm, step_status, validation
 from isograd.engine.batches import call
-from isograd.engine.blame import Blame, blame
 from isograd.engine.blocks import homes, repeated_blocks
-from isograd.engine.dropped import is_dropped, mark, mark_handled
 from isograd.engine.evaluation import Evaluation
-from isograd.engine.first import FirstValues
-from isograd.engine.fit import refuse_unfit
-from isograd.engine.ledger import Leave, Ledger, State
+from isograd.engine.nonfinite import NonFiniteReport, find_nonfinite
 from isograd.engine.plan import make_plan, slot_of
 from isograd.engine.precision import LossScale
 from isograd.engine.stats import Stats
-from isograd.engine.totals import Status, Table, Totals, used_anywhere
-from isograd.engine.tree import total
-from isograd.engine.units import Units
+from isograd.engine.step import ReduceWhen, State, StepState
+from isograd.engine.step_status import Status, StepStatus, StepTotals, used_anywhere
+from isograd.engine.tree import tree_sum
 from isograd.engine.whole import gradients as whole_gradients
-from isograd.engine.zero import Factory, Optimized
+from isograd.engine.zero import Factory, ShardedOptimizer
+from isograd.engine.zero3.deferred_init import FirstValues
+from isograd.engine.zero3.param_group import Zero3Hooks
 from isograd.errors import EngineError, IsogradError, headline
-from isograd.inputs import Inputs
-from isograd.mesh import DATA, Mesh
-from isograd.stored import Stored, Weights
-from isograd.tallies import Tallies
-from isograd.terms import Terms
+from isograd.io.safetensors_reader import Weights
 
 
 class Engine:
     """Trains a model under any layout with the gradient of one device; see the head of this file."""
 
+    @raw.abort_group_on_interrupt()
     def __init__(
         self,
         model: nn.Module,
@@ -73,6 +72,7 @@ class Engine:
         weights: Weights | str | Path | None = None,
         whole: Sequence[str] = (),
         accumulate: Literal["local", "sharded"] = "local",
+        elementwise: bool = False,
     ) -> None:
         """`optimizer` makes a torch optimizer from the row shards it is given.
 
@@ -87,73 +87,73 @@ class Engine:
         whole: patterns of names; each matrix among them has one owner, for optimizers that need matrices, like Muon.
         accumulate: what `train_step` does with gradients of all but its last micro-batch. "local": kept whole here, and
             reduced once, as in no_sync. "sharded": each reduced into its owners' rows, and freed.
+        elementwise: True says of an optimizer that is not torch's that it steps each element by itself (of what `whole`
+            names: each matrix), so that ranks may step parts of a parameter.
         """
-        start.refuse_wrapped(model, mesh)
-        start.take_over(model)
+        validation.refuse_wrapped(model, mesh)
+        validation.detach_previous_engine(model)
         self.model, self.mesh, self.clip, self.reproducible = model, mesh, clip, reproducible
-        self.pipeline = start.pipeline_of(model, mesh, reproducible)
+        self.pipeline = validation.pipeline_of(model, mesh, reproducible)
         self.table = contracts(model, mesh)
-        start.refuse_idle_stage(self.table, mesh)
-        refuse_unfit(model, self.table, mesh)
+        widest = validation.most_trained(self.table, mesh)
+        validation.check_supported_parameters(model, self.table, mesh)
         stage = mesh.layout.zero
         parts = (repeated_blocks(model) if blocks is None else list(blocks)) if stage == 3 else []
-        owners = matrices.owners(self.table, mesh, whole)
+        owners = muon.owners(self.table, mesh, whole)
         self.plan = make_plan(self.table, mesh, int(bucket_mb * 2**20), homes(parts), owners)
-        start.check_plan(self.plan, mesh)
-        start.check_offload(offload, mesh)
-        start.check_accumulation(accumulate, mesh, overlap=overlap, reproducible=reproducible)
-        first = FirstValues(model, self.table, mesh, Stored(weights) if isinstance(weights, str | Path) else weights)
+        validation.check_plan(self.plan, mesh)
+        validation.check_offload(offload, mesh)
+        validation.check_accumulation(accumulate, mesh, overlap=overlap, reproducible=reproducible)
+        first = FirstValues(model, self.table, mesh, weights)
         first.fill_buffers(model)
-        start.equal_replicas(model, self.table, mesh)
+        validation.equal_replicas(model, self.table, mesh)
         fp16 = any(slot.parameter.dtype == torch.float16 for slot in self.plan.slots)
         self.loss_scale = loss_scale or (LossScale() if fp16 else None)
         self._units = None
         if stage == 3:
             slots = {id(slot.parameter): slot for slot in self.plan.slots}
             every = [slots.get(id(record.parameter)) or slot_of(record, mesh) for record in self.table]
-            self._units = Units(model, every, mesh, first, blocks=parts, keep_gathered=keep_gathered, offload=offload)
+            self._units = Zero3Hooks(model, every, mesh, first, blocks=parts, keep=keep_gathered, offload=offload)
         else:
             first.fill(self.table)
-        self.ledger = Ledger(
+        self.step_state = StepState(
             self.plan,
             mesh,
             reproducible=reproducible,
             keep_full=stage == 0,
             units=self._units,
             loss_scale=self.loss_scale,
+            widest=widest,
         )
-        across = Across(self.plan.slots, mesh, owners, stage)
-        self._optimized = Optimized(self.plan, stage, optimizer, self._units, offload, across)
-        self.ledger.shows(self._optimized.masters)
+        cut = muon.TensorParallelMuon(self.plan.slots, mesh, owners, stage)
+        self._sharded_optimizer = ShardedOptimizer(self.plan, stage, optimizer, self._units, offload, cut, elementwise)
+        self.step_state.withhold_masters(self._sharded_optimizer.masters)
         self._counted = norm.counted(self.plan.slots, mesh)
-        self._overlap, self._keeps_local = overlap, accumulate == "local"
-        self._sync = True
-        self._widest = start.most_slots(self.plan, mesh)
-        self.blame: Blame | None = None  # of the last step, when it was skipped
-        self._inputs = Inputs(model, mesh)
-        self._tallies = Tallies(model, mesh)
-        self._counts_ahead = self._tallies.ahead()
-        self._watch = start.Watch(model, self.plan, moving=stage == 3)
+        self._overlap, self._keeps_local, self._sync = overlap, accumulate == "local", True
+        self.nonfinite: NonFiniteReport | None = None  # of the last step, when it was skipped
+        self._inputs = InputChecks(model, mesh)
+        self._tallies = StepCounters(model, mesh)
+        self._counts_ahead = self._tallies.needs_prepass()
+        self._watch = validation.Watch(model, self.plan, moving=stage == 3)
         for slot in self.plan.slots:
-            start.replace_hook(slot.parameter, self.ledger.hook(slot))
+            validation.replace_hook(slot.parameter, partial(self.step_state.arrived, slot))
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         """The torch optimizer: for learning-rate schedulers and for looking at its state."""
-        return self._optimized.optimizer
+        return self._sharded_optimizer.optimizer
 
     @property
-    def _leave(self) -> Leave:
+    def _reduce_when(self) -> ReduceWhen:
         """When the buckets of the next backward leave."""
-        if not (self._sync and self._overlap) or self.reproducible:
-            return Leave.AT_END
-        if self._units is not None and self.pipeline is not None:  # blocks are left once for every micro-batch
-            return Leave.AT_END
+        every_micro = self._units is not None and self.pipeline is not None  # blocks are left once for each of them
+        if not (self._sync and self._overlap) or self.reproducible or every_micro:
+            return ReduceWhen.STEP
         # Ranks of a cp or ep group reach parameters at different points of backward. On NCCL a bucket that one of them
         # launches early could take the place of an exchange that the other one waits for.
         exchanging = self.mesh.size("cp") > 1 or self.mesh.size("ep") > 1
-        unordered = exchanging and raw.native(self.mesh.group(DATA))
-        return Leave.BY_BLOCK if self._units is not None or unordered else Leave.EAGER
+        unordered = exchanging and raw.is_nccl(self.mesh.group(DATA))
+        return ReduceWhen.BLOCK_DONE if self._units is not None or unordered else ReduceWhen.GRAD_READY
 
     def backward(self, loss: Tensor | Terms, weight: float | Tensor = 1.0) -> None:
         """Add the gradient of loss * weight to the step. `weight`: how many tokens (rows, ...) it is the mean of.
@@ -161,13 +161,19 @@ class Engine:
         A loss that is a sum of means of different things is given as `ig.Terms`, whose weights over the whole step are
         announced by `begin`. Without that, the step has this one backward.
         """
-        start.refuse_alone(self.pipeline, self.mesh)
+        if self.pipeline is not None:  # the model lives on several ranks
+            raise EngineError(
+                "IG521", seen=f"backward under {str(self.mesh.layout)!r}", where=self.mesh.describe_rank()
+            )
         if isinstance(loss, Terms):
-            self._backward_of_terms(loss)
+            self.step_state.term_weights.check(loss)  # before the backward begins: nothing is left behind
+            self.begin_single_backward(**{name: term.weight for name, term in loss.items()})
+            with self.backward_context() as step_state:
+                step_state.backward_terms(loss)
             return
-        start.check_loss(loss, weight, self.mesh)  # before the backward begins: nothing is left behind
-        with self.together() as ledger:
-            ledger.of_loss(loss, weight)
+        validation.check_loss(loss, weight, self.mesh)  # before the backward begins: nothing is left behind
+        with self.backward_context() as step_state:
+            step_state.backward_loss(loss, weight)
 
     def begin(self, /, **weights: float | Tensor) -> None:
         """Announce a step of several terms (`ig.Terms`): this rank's weight of each, over all backwards of the step.
@@ -178,41 +184,35 @@ class Engine:
         self._begin(weights, exact=True)
 
     def _begin(self, weights: Mapping[str, float | Tensor], exact: bool) -> None:
-        ledger, shares = self.ledger, self.ledger.shares
-        wrong = shares.problem(weights)
-        if not ledger.empty and ledger.state is not State.FAILED:
-            wrong = shares.mixed() if ledger.told.losses and shares.announced is None else shares.begun_late()
+        step_state, term_weights = self.step_state, self.step_state.term_weights
+        wrong = term_weights.problem(weights)
+        if not step_state.empty and step_state.state is not State.FAILED:
+            has_losses = step_state.loss_sums.losses and term_weights.expected is None
+            wrong = term_weights.mixed() if has_losses else term_weights.begun_late()
         announces = {} if wrong else {name: float(weight) for name, weight in weights.items()}
-        if not exact and announces.keys() <= set(shares.names):  # the terms of the step before
-            announces = {name: announces.get(name, 0.0) for name in shares.names}
-        table = self._meet(Status.BEGINS, announces=announces, wrong=wrong)
+        if not exact and announces.keys() <= set(term_weights.names):  # the terms of the step before
+            announces = {name: announces.get(name, 0.0) for name in term_weights.names}
+        table = self._gather_step_status(Status.BEGINS, announces=announces, wrong=wrong)
         try:
-            shares.agree(table.loss, self._of_terms(table), announces, exact)
+            term_weights.agree(table.loss, table.more["terms"], announces, exact)
         except EngineError as error:
             self._drop()
-            mark(error, self.ledger)
+            step_state.mark_discarded(error)
             raise
-        ledger.flights.clear()  # a rank that waited long in this gather has raised the flag of the step before
+        step_state.reducer.clear()  # a rank that waited long in this gather has raised the flag of the step before
 
-    def begin_alone(self, /, **weights: float | Tensor) -> None:
+    def begin_single_backward(self, /, **weights: float | Tensor) -> None:
         """Before a backward of terms: unless the step was begun, its weights are the step's, which takes no other."""
-        shares = self.ledger.shares
-        if shares.alone:
-            raise shares.not_announced("a second backward of terms: the first one's weights were taken for the step's")
-        if shares.announced is None:
+        term_weights = self.step_state.term_weights
+        if term_weights.single_backward:
+            raise term_weights.not_announced("a second backward of terms: the first one's weights are the step's")
+        if term_weights.expected is None:
             self._begin(weights, exact=False)
-            shares.alone = True
-
-    def _backward_of_terms(self, terms: Terms) -> None:
-        shares = self.ledger.shares
-        shares.check(terms)  # before the backward begins: nothing is left behind
-        self.begin_alone(**{name: term.weight for name, term in terms.items()})
-        with self.together() as ledger:
-            ledger.of_terms(terms)
+            term_weights.single_backward = True
 
     def check_sums(self) -> None:
-        """Before a step, on all ranks: compare what its reductions send with what they add up (engine/sums.py)."""
-        self.ledger.flights.begin_sums()
+        """Before a step, on all ranks: compare what its reductions send with what they add up (engine/sdc)."""
+        self.step_state.reducer.begin_sums()
 
     def discard(self) -> None:
         """Drop all that this step has gathered, on every rank: after a backward that failed, or for a bad batch.
@@ -220,9 +220,9 @@ class Engine:
         Every rank calls it. A rank that calls `step` or `grads` instead raises IG558, and its step is dropped, too.
         While an exception is handled whose step is dropped already, `discard` returns at once.
         """
-        if not is_dropped(self.ledger):
-            self._meet(Status.DISCARDS)
-            mark_handled(self.ledger)
+        if not self.step_state.already_discarded:
+            self._gather_step_status(Status.DISCARDS)
+            self.step_state.mark_discarded()
 
     def train_step(self, batch: Any, micro_batches: int | None = None) -> Stats:
         """Forward, backward and step of a whole batch of this data rank, cut by rows; a list is taken as it is.
@@ -234,15 +234,19 @@ class Engine:
         self._refuse_failed()
         try:
             self.accumulate(batch, micro_batches)
-        except Exception as error:
-            # Ranks of dp all come to the gather of this step, or all have been in that of `begin`, which dropped it.
-            # Ranks of other axes may wait for this one inside a layer.
-            alone = self.mesh.size("dp") == self.mesh.layout.world_size and self.mesh.size("ep") == 1
-            if alone and not is_dropped(self.ledger):
-                self.ledger.fail(error)
+            return self.step()
+        except BaseException as error:
+            # Ranks of dp all come to the gather of this step, or all have been in the one that dropped it. Ranks of
+            # other axes may wait for this one inside a layer: the next call refuses the step with them.
+            connected = self.mesh.size("world") == 1 or self.step_state.status_group.handle is not None
+            if self.step_state.already_discarded or not connected:
+                raise
+            if isinstance(error, Exception) and not step_status.layers_wait(self.mesh):
+                self.step_state.fail(error)
                 self.discard()
+            elif not isinstance(error, IsogradError):
+                self.step_state.fail(error)
             raise
-        return self.step()
 
     def accumulate(self, batch: Any, micro_batches: int | None = None) -> None:
         """What `train_step` does before `step`: in between, `grads` shows what the step will use."""
@@ -250,13 +254,14 @@ class Engine:
         micros = batches.micro_batches(batch, micro_batches)
         if self._counts_ahead:
             self.count(micros)
-        weights = None if self.ledger.shares.announced is not None else batches.said_weights(self.model, micros)
+        begun = self.step_state.term_weights.expected is not None
+        weights = None if begun else batches.said_weights(self.model, micros)
         if weights is not None:
             self.begin(**weights)
         if self.pipeline is not None:
             self.pipeline.refuse(micros)
-            with self.together() as ledger:
-                self.pipeline.train(micros, ledger)
+            with self.backward_context() as step_state:
+                self.pipeline.train(micros, step_state)
             return
         for number, micro in enumerate(micros):
             keeps = self._keeps_local and number < len(micros) - 1
@@ -265,15 +270,15 @@ class Engine:
                 if not isinstance(result, Terms):
                     self.backward(*result)
                     continue
-                if self.ledger.shares.announced is None:
+                if self.step_state.term_weights.expected is None:
                     weights = batches.counted_weights(self.model, result, micros[1:], self.mesh.device)
                     self._begin(weights, exact=False)
                 self.backward(result)
 
     def _refuse_failed(self) -> None:
         """After a failed backward: refuse the step together with the other ranks, which meet this one at theirs."""
-        if self.ledger.state is State.FAILED:
-            self._meet(Status.FINE)
+        if self.step_state.state is State.FAILED:
+            self._gather_step_status(Status.FINE)
 
     def count(self, batch: Any, micro_batches: int | None = None) -> None:
         """Before the first forward of a step, on all ranks: what layers must count in the whole step before its first
@@ -284,9 +289,9 @@ class Engine:
                 self.pipeline.evaluate(micros)
             for micro in micros if self.pipeline is None else ():
                 call(self.model, micro)
-            self._meet_units("ends its count")
+            self._check_lockstep("ends its count")
 
-    def only_looking(self) -> AbstractContextManager[None]:
+    def untracked_forward(self) -> AbstractContextManager[None]:
         """Forwards in here are not the step's: what it was given is kept."""
         return self._inputs.evaluating()
 
@@ -300,20 +305,27 @@ class Engine:
             else:
                 results = self.pipeline.evaluate(micros)
             mine = torch.cat((evaluation.columns(results, self._device), self._inputs.columns().to(self._device)))
-            self._meet_units("ends its evaluation")
+            self._check_lockstep("ends its evaluation")
             table = torch.stack(raw.gather_list(mine, self.mesh.group("world"))).cpu()
             self._inputs.check(table[:, evaluation.COLUMNS :])
         weight, _, terms = table[:, : evaluation.COLUMNS].unbind(1)
         if not bool(terms.any()):
             return evaluation.of_losses(self._of_data(table)[:, :2])
         if bool(weight.any()):
-            raise self.ledger.shares.mixed()
-        notes = gather_notes(evaluation.sums_of_terms(results), self.mesh.group("world"), self.mesh.device)
+            raise self.step_state.term_weights.mixed()
+        notes = all_gather_object(evaluation.sums_of_terms(results), self.mesh)
         return evaluation.of_terms(notes[rank] for rank in self._with_own_things)
 
-    def together(self) -> AbstractContextManager[Ledger]:
-        """Several runs of autograd that count as one backward: `of_loss` and `run_backward` of what this yields."""
-        return self.ledger.backward(self._leave)
+    @contextmanager
+    def backward_context(self) -> Iterator[StepState]:
+        """Several runs of autograd that count as one backward: `backward_loss`, `run_backward` of what this yields."""
+        try:
+            with self.step_state.backward(self._reduce_when) as step_state:
+                yield step_state
+        except EngineError as error:
+            if error.code == "IG554":  # other ranks wait for this one at the gather of the step
+                self._gather_step_status(Status.FINE, wrong=error)
+            raise
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -326,40 +338,53 @@ class Engine:
             self._sync = before
 
     def step(self) -> Stats:
-        """Settle every gradient, clip, step the optimizer. All ranks step or none does."""
-        start.refuse_in_no_sync(self._sync, self.mesh)
-        with raw.undivided():
-            totals = self._settle(whole=True)
+        """Complete every gradient, clip, step the optimizer. All ranks step or none does."""
+        if not self._sync:
+            raise EngineError("IG511", seen="no_sync is still open", where=self.mesh.describe_rank())
+        with raw.abort_group_on_interrupt():
+            totals = self._finish_reductions(whole=True)
             scale = 1.0 / (totals.weight * totals.loss_scale)
             grad_norm = self._norm() * scale
-            ledger, skipped = self.ledger, not math.isfinite(grad_norm)
-            self.blame = blame(ledger.paid, totals.losses, ledger.flights.not_finite(), self.mesh) if skipped else None
+            step_state, skipped = self.step_state, not math.isfinite(grad_norm)
+            self.nonfinite = None
+            if skipped:
+                nonfinite_ranks = step_state.reducer.not_finite(step_state.final_shards)
+                self.nonfinite = find_nonfinite(step_state.final_shards, totals.losses, nonfinite_ranks, self.mesh)
             factor = min(1.0, self.clip / (grad_norm + 1e-6)) if self.clip is not None else 1.0
-        if not skipped:
+            raised = None
             try:
-                self._optimized.step(ledger, scale * factor, totals.unused)
-            except BaseException as error:
-                self._end(committed=False)
-                self.ledger.spoiled = headline(mark(error, self.ledger))
+                if not skipped:
+                    raised = self._sharded_optimizer.step(step_state, scale * factor, totals.unused)
+            except BaseException as error:  # between two messages: nothing says which parameters have changed
+                step_state.mark_inconsistent(headline(error))
                 raise
-        if self.loss_scale:
-            self.loss_scale.update(overflow=skipped)
-        self._end(committed=not skipped)
+            if self.loss_scale and raised is None:
+                self.loss_scale.update(overflow=skipped)
+            step_state.clear()
+            self._end(committed=not skipped and raised is None)
+        if raised is not None:
+            step_state.mark_inconsistent(headline(raised))
+            step_state.mark_discarded(raised)
+            raise raised
         return Stats(totals.loss, grad_norm, totals.weight, skipped, totals.loss_scale, totals.terms)
 
     def _end(self, committed: bool) -> None:
-        self.ledger.clear()
         self._tallies.end(committed=committed)
         self._inputs.clear()
 
-    def held(self, name: str) -> Tensor:
+    def local_shard(self, name: str) -> Tensor:
         """What this rank keeps of a parameter between steps: at ZeRO 3 its rows, else all that its contract says."""
         parameter = self.table.records[name].parameter
-        return parameter.data if self._units is None else self._units.kept[id(parameter)].rows
+        return parameter.data if self._units is None else self._units.params[id(parameter)].rows
 
     @contextmanager
     def full_parameters(self) -> Iterator[nn.Module]:
-        """The model with every parameter whole, at any stage: to look at, save or edit alike on all ranks."""
+        """The model with all of what ZeRO shards, at any stage: to look at, save or edit alike on all ranks.
+
+        What tp or ep cuts stays cut, and a pipeline rank has its own stages: under tp2 `embed.weight` has half of its
+        rows. `assemble(p.detach(), engine.table.records[name].contract, engine.mesh)` of isograd.core.contract,
+        called on all ranks, returns the tensor of all tp and ep ranks.
+        """
         if self._units is not None:
             self._units.gather_all()
         try:
@@ -367,13 +392,14 @@ class Engine:
         finally:
             if self._units is not None:
                 self._units.take_edits()
-            self._optimized.take_edits()
+            self._sharded_optimizer.take_edits()
 
     @torch.no_grad()
     def grads(self) -> Iterator[tuple[str, Tensor]]:
         """Full gradients of the mean loss by name, before clipping, on every rank, one at a time. All ranks iterate."""
-        totals = self._settle()
-        yield from whole_gradients(self.plan, self.ledger.paid, self.mesh, 1.0 / (totals.weight * totals.loss_scale))
+        totals = self._finish_reductions()
+        scale = 1.0 / (totals.weight * totals.loss_scale)
+        yield from whole_gradients(self.plan, self.step_state.final_shards, self.mesh, scale)
 
     def _of_data(self, table: Tensor) -> Tensor:
         """Of a row per rank, those of the data ranks whose losses are mine to know: on the last stage."""
@@ -391,110 +417,83 @@ class Engine:
         return self.plan.slots[0].parameter.device
 
     def _norm(self) -> float:
-        paid, world = self.ledger.paid, self.mesh.group("world")
-        rows = [paid[slot] for slot in self._counted if slot in paid and paid[slot].numel()]
-        if self.reproducible:
-            return norm.reproducible_norm(rows, world, self._device)
-        return norm.global_norm(self.ledger.flights.norms.of(rows), world, self._device)
+        final_shards, world = self.step_state.final_shards, self.mesh.group("world")
+        rows = [final_shards[slot] for slot in self._counted if slot in final_shards and final_shards[slot].numel()]
+        measure = norm.reproducible_norm if self.reproducible else norm.global_norm
+        return measure(rows, world, self._device)
 
-    def _settle(self, whole: bool = False) -> Totals:
-        """Learn what all ranks did in this step, and pay every debt. `whole`: all that was announced has come."""
-        totals = self._totals(whole)
-        if self.ledger.state is not State.SETTLED or totals.unsent:  # perhaps only another rank's are unsent
-            self.ledger.settle(flush=totals.unsent)
+    def _finish_reductions(self, whole: bool = False) -> StepTotals:
+        """Learn what all ranks did in this step, and complete every sum. `whole`: all that was announced has come."""
+        totals = self._step_totals(whole)
+        if self.step_state.state is not State.REDUCED or totals.unsent:  # perhaps only another rank's are unsent
+            self.step_state.finish_reductions(flush=totals.unsent)
         return totals
 
-    def _totals(self, whole: bool = False) -> Totals:
+    def _step_totals(self, whole: bool = False) -> StepTotals:
         """What the table of this step says."""
-        table, shares = self._meet(Status.FINE, whole=whole), self.ledger.shares
-        if shares.announced is None:
+        table, term_weights = self._gather_step_status(Status.FINE, whole=whole), self.step_state.term_weights
+        if term_weights.expected is None:
             weight, losses, terms = float(self._of_data(table.weight).sum()), self._of_data(table.loss), {}
         else:
-            weight, losses = shares.weight, table.loss[self._with_own_things]
-            terms = shares.means(self._of_terms(table)[self._with_own_things])
+            weight, losses = term_weights.weight, table.loss[self._with_own_things]
+            terms = term_weights.means(table.more["terms"][self._with_own_things])
         used = used_anywhere(table, self.plan, self.mesh)
         unused = {slot.name for slot, is_used in zip(self.plan.slots, used.tolist(), strict=True) if not is_used}
         scale = self.loss_scale.value if self.loss_scale else 1.0
-        loss = float(total(list(losses))) / weight
-        return Totals(loss, weight, bool(table.pending.any()), unused, scale, table.loss, terms)
+        loss = float(tree_sum(list(losses))) / weight
+        return StepTotals(loss, weight, bool(table.pending.any()), unused, scale, table.loss, terms)
 
-    @raw.undivided()
-    def _meet(
+    @raw.abort_group_on_interrupt()
+    def _gather_step_status(
         self,
         status: Status,
         *,
         whole: bool = False,
         announces: Mapping[str, float] | None = None,
         wrong: EngineError | None = None,
-    ) -> Table:
-        """The gather of this step. Where any rank failed, discards or was given wrong input, the step is dropped on all
-        ranks; all but those that discard raise. announces: what `begin` was given. wrong: found here already."""
-        ledger, shares = self.ledger, self.ledger.shares
-        ledger.must_be(State.OPEN, State.SETTLED, State.FAILED)
-        wrong = wrong or self._watch.problem(self.mesh) or self._optimized.problem(self.mesh)
-        problem = ledger.spoiled or (ledger.failure if wrong is None else str(wrong).splitlines()[0])
-        if status not in (Status.DISCARDS, Status.SAVES) and problem is not None:
-            status = Status.SPOILED if ledger.spoiled else Status.FAILED
-        self._meet_units("comes to engine.begin, step, grads or discard", again=status is Status.DISCARDS)
+    ) -> StepStatus:
+        """The gather of this step (engine/step_status.py). announces: what `begin` was given. wrong: found here."""
+        step_state, term_weights = self.step_state, self.step_state.term_weights
+        step_state.must_be(State.OPEN, State.REDUCED, State.FAILED)
+        grads = None if status is Status.DISCARDS else step_state.problem_in_grads()
+        wrong = wrong or self._watch.problem(self.mesh) or self._sharded_optimizer.problem(self.mesh) or grads
+        self._check_lockstep("comes to engine.begin, step, grads or discard", status)
         if announces is None:
-            losses = ledger.told.losses
-            own = total(losses) if losses else torch.zeros((), dtype=torch.float64)
-            columns = shares.columns()
+            losses = step_state.loss_sums.losses
+            own = tree_sum(losses) if losses else torch.zeros((), dtype=torch.float64)
+            columns = term_weights.columns()
         else:
-            own, columns = shares.message(announces)
-        given = self._inputs.columns()
-        more = torch.cat((given, columns.to(given.device)))
-        settings = self._optimized.settings()
-        table = totals.gather(ledger, status, own, more, self._widest, self._device, settings)
-        quiet = status is Status.DISCARDS
-        try:
-            totals.refuse_failed(table, ledger, problem, quiet)
-            if not quiet and status is not Status.SAVES:
-                self._inputs.check(table.more)
-                if status is Status.BEGINS:
-                    return table
-                totals.refuse_wrong(table, self.mesh)
+            own, columns = term_weights.message(announces)
+
+        def decide(table: StepStatus) -> None:
+            self._inputs.check(table.more["inputs"])
+            if status is not Status.BEGINS:
+                step_status.refuse_wrong(table, self.mesh)
                 if whole:
-                    shares.refuse_incomplete(self._of_terms(table))
-                self._refuse_no_weight(table)
-        except IsogradError as refusal:
-            self._drop()
-            raise mark(wrong or refusal, self.ledger) from None
-        if quiet:
-            self._drop()
-        return table
+                    term_weights.refuse_incomplete(table.more["terms"])
+                expected = term_weights.expected
+                weights = self._of_data(table.weight if expected is None else expected.sum(1))
+                if not float(weights.sum()) > 0:
+                    raise EngineError("IG512", where=self.mesh.describe_rank(), weights=weights.tolist())
 
-    def _of_terms(self, table: Table) -> Tensor:
-        """The columns of `Shares` in a table."""
-        return table.more[:, len(self._inputs.columns()) :]
+        more = {"inputs": self._inputs.columns(), "terms": columns}
+        settings = self._sharded_optimizer.settings()
+        return step_status.gather_step_status(step_state, status, wrong, more, decide, self._drop, own, settings)
 
-    def _meet_units(self, said: str, again: bool = False) -> None:
+    def _check_lockstep(self, said: str, status: Status = Status.FINE) -> None:
         """At ZeRO 3, before a collective of all ranks: a rank in another forward would wait there for this one.
-        `again`: ranks that were elsewhere hear of it, and are waited for: they come to the same collective next."""
+        Where this one discards, ranks that were elsewhere hear of it, and come to the same collective next."""
         while self._units is not None:
+            failed = self.step_state.state is State.FAILED
             try:
-                self._units.meet(said)
+                self._units.wait_for_all(said, step_status.gives_up(Status.FAILED if failed else status, self.mesh))
                 return
             except EngineError as error:  # told to the other ranks at the same time, where they were
-                self.ledger.fail(error)
-                if not again:
+                self.step_state.fail(error)
+                if status is not Status.DISCARDS:
                     raise
 
     def _drop(self) -> None:
         """All ranks together: nothing of this step is left."""
-        self.ledger.abandon()
-        self._tallies.end(committed=False)
-        self._inputs.clear()
-
-    def _refuse_no_weight(self, table: Table) -> None:
-        shares = self.ledger.shares
-        weights = self._of_data(table.weight if shares.announced is None else shares.announced.sum(1))
-        if not float(weights.sum()) > 0:
-            raise EngineError(
-                "IG512",
-                "the step has no weight: no rank contributed a token",
-                seen=f"weights per data rank: {weights.tolist()}",
-                expected="a positive sum of weights over the data ranks and backwards of a step",
-                fix="call engine.backward(loss, weight=count) at least once before engine.step()",
-                where=self.mesh.where(),
-            )
+        self.step_state.abandon()
+        self._end(committed=False)

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isograd.engine.shares import Mean, mean_of, weighted
-from isograd.terms import Terms
+from isograd.core.loss_terms import Terms
+from isograd.engine.term_weights import Mean, mean_of, weighted
 
 COLUMNS = 3  # of `columns`
 
@@ -66,7 +66,7 @@ def of_terms(notes: Iterable[Mapping[str, Sequence[float]]]) -> Evaluation:
     return Evaluation(sum(t.part for t in there) if there else math.nan, there[0].weight if there else 0.0, means)
 
 
-def together(found: Sequence[Evaluation]) -> Evaluation:
+def merge(found: Sequence[Evaluation]) -> Evaluation:
     """Several evaluations as one."""
     found = [one for one in found if one.weight]
     if any(one.terms for one in found):

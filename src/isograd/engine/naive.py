@@ -1,4 +1,4 @@
-"""What a step means: the definition that the engine's ledger, buckets, owners and stages are held to.
+"""What a step means: the definition that the engine's steps, buckets, owners and stages are held to.
 
 Every rank adds up the gradients of its weighted losses. At the step, every gradient is summed over all ranks that hold
 other data, and divided once by the weight of all of them. A loss of several terms is the sum of such means.
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from isograd.comm import raw
-from isograd.mesh import DATA, Mesh
+from isograd.core.mesh import DATA, Mesh
 
 
 def gradients(

@@ -1,74 +1,37 @@
 """The global gradient norm: each logical element counted once, the same number on every rank.
 
-Row shards over the data axes are disjoint; of replicas over tp only the first counts (Contract.counted_here). The sum
-over ranks is taken in rank order from gathered values, so all ranks compute the same clip factor from the same bits.
-
-On the CPU rows are looked at as they land, for NaN and infinity. Their norms show both, and `Norms` remembers them, so
-that the step does not read again what it has read.
+Row shards over the data axes are disjoint; of replicas over tp only the first counts (Contract.is_primary_replica).
+The sum over ranks is taken in rank order from gathered values, so all ranks compute the same clip factor from the
+same bits.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from weakref import ref
 
 import torch
 from torch import Tensor
 
 from isograd.comm import raw
 from isograd.comm.raw import Group
+from isograd.core.mesh import Mesh
 from isograd.engine.plan import Slot
-from isograd.mesh import Mesh
 
 FIXED_POINT_BITS = 46  # of the largest square; 2**16 such squares still fit an int64
 
 
 def counted(slots: Sequence[Slot], mesh: Mesh) -> list[Slot]:
     """The slots whose rows stand for their replicas on this rank."""
-    return [slot for slot in slots if slot.contract.counted_here(mesh)]
+    return [slot for slot in slots if slot.contract.is_primary_replica(mesh)]
 
 
-class Norms:
-    """2-norms of rows, remembered for as long as nothing is written to the rows."""
-
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[ref[Tensor], int, Tensor]] = {}  # by id: the rows, their version, their norm
-
-    def take(self, rows: Sequence[Tensor]) -> list[Tensor]:
-        """The norms of these rows, which are read now."""
-        norms = list(torch._foreach_norm(list(rows), 2)) if rows else []
-        for row, norm in zip(rows, norms, strict=True):
-            if not row.is_inference():  # those count no versions
-                self._known[id(row)] = ref(row), row._version, norm
-        return norms
-
-    def of(self, rows: Sequence[Tensor]) -> list[Tensor]:
-        """The norms of these rows; only those are read whose norm is not known."""
-        known = [self._find(row) for row in rows]
-        read = iter(self.take([row for row, norm in zip(rows, known, strict=True) if norm is None]))
-        return [next(read) if norm is None else norm for norm in known]
-
-    def _find(self, row: Tensor) -> Tensor | None:
-        if id(row) not in self._known:
-            return None
-        seen, version, norm = self._known[id(row)]
-        return norm if seen() is row and row._version == version else None
-
-    def clear(self) -> None:
-        """Nothing is known any more."""
-        self._known.clear()
-
-
-def global_norm(norms: list[Tensor], world: Group, device: torch.device) -> float:
-    """2-norm of the rows of all ranks, from the norms of mine; inf or nan if any element is."""
-    return math.sqrt(sum(torch.stack(raw.gather_list(_squares(norms, device), world)).tolist()))
-
-
-def _squares(norms: list[Tensor], device: torch.device) -> Tensor:
-    if not norms:
-        return torch.zeros((), dtype=torch.float64, device=device)
-    return torch.stack(norms).double().square().sum()
+def global_norm(rows: list[Tensor], world: Group, device: torch.device) -> float:
+    """2-norm of the rows of all ranks; inf or nan if any element is."""
+    squares = torch.zeros((), dtype=torch.float64, device=device)
+    if rows:
+        squares = torch.stack(list(torch._foreach_norm(rows, 2))).double().square().sum()
+    return math.sqrt(sum(torch.stack(raw.gather_list(squares, world)).tolist()))
 
 
 def reproducible_norm(rows: list[Tensor], world: Group, device: torch.device) -> float:

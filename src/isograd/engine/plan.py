@@ -3,7 +3,7 @@
 The owners of a parameter's rows are the ranks that hold copies of it: its contract's data axes. Where those of routed
 experts are other ranks than those of everything else, no bucket holds both.
 
-A row cut is a pure function of the parameter's name, its local shape and the number of owners. Members that must add
+A row cut is a pure function of the parameter's local shape and the number of owners. Members that must add
 shards to each other (tp replicas, ties between stages) therefore hold the same rows by construction; the plan's
 fingerprint, compared across each group at start, proves that names, shapes and cuts are indeed the same.
 
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,38 +24,34 @@ from torch import Tensor, nn
 
 from isograd.comm.fingerprint import ranks_unlike
 from isograd.comm.raw import Group
-from isograd.contract import Contract, Record, Table
-from isograd.engine.bundle import Bundle, cut_at
+from isograd.core.contract import Contract
+from isograd.core.contract_table import ContractRow, ContractTable
+from isograd.core.mesh import DATA, Mesh
 from isograd.errors import EngineError
-from isograd.mesh import DATA, Mesh
 
 ALIGN = 64  # elements
 
 
-def cut_rows(name: str, shape: Sequence[int], owners: int) -> tuple[int, ...]:
-    """Row boundaries, owners + 1 of them. Leftover units go to owners picked by the name, so that they spread."""
+def cut_rows(shape: Sequence[int], owners: int) -> tuple[int, ...]:
+    """Row boundaries, owners + 1 of them, as torch.chunk has them: equal parts, and less for the last owners. So the
+    parts of a parameter are views of one tensor [owners, rows of the first owner] (engine/packing.py)."""
     rows = shape[0] if shape else 1
     width = math.prod(shape[1:])
     unit = ALIGN // math.gcd(width, ALIGN) if width else 1
-    base, extra = divmod(-(-rows // unit), owners)
-    turn = zlib.crc32(name.encode()) % owners
-    cuts = [0]
-    for owner in range(owners):
-        units = base + ((owner - turn) % owners < extra)
-        cuts.append(min(rows, cuts[-1] + units * unit))
-    return tuple(cuts)
+    each = -(-rows // (unit * owners)) * unit
+    return tuple(min(rows, owner * each) for owner in range(owners + 1))
 
 
 @dataclass(frozen=True, eq=False)
 class Slot:
-    """One trainable parameter as the engine sees it: who owns which rows of it. What a step gathers is the ledger's."""
+    """One trainable parameter as the engine sees it: who owns which rows of it. What a step gathers is in StepState."""
 
     name: str
     parameter: nn.Parameter
     contract: Contract
     cuts: tuple[int, ...]
     owners: Group  # the ranks that hold copies of it
-    whole: bool = False  # no owner has a part of a matrix, because the optimizer works on matrices
+    uncut_matrix: bool = False  # no owner has a piece of it, because the optimizer works on matrices
 
     @property
     def owner(self) -> int:
@@ -66,7 +61,12 @@ class Slot:
     @property
     def cut_by_rows(self) -> bool:
         """Whether an owner has some of the rows only."""
-        return self.owners.size > 1 and not self.whole
+        return self.owners.size > 1 and not self.uncut_matrix
+
+    @property
+    def has_one_owner(self) -> bool:
+        """Whether one of several owners has all rows, for an optimizer that works on matrices."""
+        return self.uncut_matrix and self.cuts != cut_rows(self.parameter.shape, self.owners.size)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -78,10 +78,6 @@ class Slot:
         owner = self.owner if owner is None else owner
         tensor = tensor.view(1) if tensor.dim() == 0 else tensor
         return tensor[self.cuts[owner] : self.cuts[owner + 1]]
-
-    def cut(self, tensor: Tensor) -> Sequence[Tensor]:
-        """The rows of each owner, of a tensor shaped like the parameter."""
-        return cut_at(self.cuts, tensor.view(1) if tensor.dim() == 0 else tensor)
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,12 +91,6 @@ class Bucket:
     def owners(self) -> Group:
         """The ranks that hold copies of its parameters."""
         return self.slots[0].owners
-
-    @cached_property
-    def bundle(self) -> Bundle:
-        """How it travels: its small parameters as one tensor."""
-        first = self.slots[0]
-        return Bundle(self.slots, [s.parameter for s in self.slots], [s.cuts for s in self.slots], first.owner)
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,26 +109,26 @@ class Plan:
     def fingerprint(self, axes: str) -> str:
         """Of the parameters that owe `axes`; of DATA, of all: what owes other axes may have other shapes there."""
         chosen = sorted(
-            (s.name, tuple(s.parameter.shape), s.cuts, str(s.dtype), s.contract.owes)
+            (s.name, tuple(s.parameter.shape), s.cuts, str(s.dtype), s.contract.partial_over)
             for s in self.slots
-            if axes in (s.contract.data, *s.contract.owes)
+            if axes in (s.contract.data, *s.contract.partial_over)
         )
         others = sorted((s.name, s.contract) for s in self.slots if axes == DATA != s.contract.data)
         return hashlib.sha256(repr((chosen, others)).encode()).hexdigest()
 
 
-def slot_of(record: Record, mesh: Mesh, owner: int | None = None, *, whole: bool = False) -> Slot:
-    """`owner`: the one of the owners that has all rows; None cuts them. `whole`: no matrix is cut by that."""
+def slot_of(record: ContractRow, mesh: Mesh, owner: int | None = None, *, uncut_matrix: bool = False) -> Slot:
+    """`owner`: the one of the owners that has all rows; None cuts them, `uncut_matrix`: at matrices of a stack."""
     group, shape = mesh.group(record.contract.data), record.parameter.shape
     if owner is None:
-        cuts = cut_rows(record.name, shape, group.size)
+        cuts = cut_rows(shape, group.size)
     else:
         cuts = tuple(shape[0] if end > owner else 0 for end in range(group.size + 1))
-    return Slot(record.name, record.parameter, record.contract, cuts, group, whole or owner is not None)
+    return Slot(record.name, record.parameter, record.contract, cuts, group, uncut_matrix or owner is not None)
 
 
 def make_plan(
-    table: Table,
+    table: ContractTable,
     mesh: Mesh,
     bucket_bytes: int,
     homes: Mapping[int, nn.Module] | None = None,
@@ -147,15 +137,10 @@ def make_plan(
     """`homes`: parameters (ids) of different modules do not travel together. `owners`: of matrices that stay whole, and
     None for a stack of matrices, of which a row is one."""
     owners = owners or {}
-    slots = [slot_of(r, mesh, owners.get(r.name), whole=r.name in owners) for r in table if r.parameter.requires_grad]
+    trained = [record for record in table if record.parameter.requires_grad]
+    slots = [slot_of(r, mesh, owners.get(r.name), uncut_matrix=r.name in owners) for r in trained]
     if not slots:
-        raise EngineError(
-            "IG501",
-            "the model has no trainable parameter",
-            seen=f"{len(table)} parameters, all frozen",
-            expected="at least one with requires_grad=True",
-            where=mesh.where(),
-        )
+        raise EngineError("IG501", seen=f"{len(table)} parameters, all frozen", where=mesh.describe_rank())
     buckets = []
     for ranks in dict.fromkeys(slot.owners.ranks for slot in slots):
         theirs = [slot for slot in slots if slot.owners.ranks == ranks]
@@ -180,8 +165,8 @@ def _buckets(slots: list[Slot], limit: int, homes: Mapping[int, nn.Module]) -> l
     return buckets
 
 
-def _kind(slot: Slot, homes: Mapping[int, nn.Module]) -> tuple[torch.dtype, nn.Module | None]:
-    return slot.parameter.dtype, homes.get(id(slot.parameter))
+def _kind(slot: Slot, homes: Mapping[int, nn.Module]) -> tuple[torch.dtype, nn.Module | None, bool]:
+    return slot.parameter.dtype, homes.get(id(slot.parameter)), slot.has_one_owner
 
 
 def check_same(mesh: Mesh, axes: str, fingerprint: str, what: str) -> None:
@@ -192,11 +177,4 @@ def check_same(mesh: Mesh, axes: str, fingerprint: str, what: str) -> None:
     digest = torch.frombuffer(bytearray(bytes.fromhex(fingerprint)), dtype=torch.int64).to(mesh.device)
     different = ranks_unlike(digest, group)
     if different:
-        raise EngineError(
-            "IG502",
-            f"{what} differ between ranks that share the axes {axes!r}",
-            seen=f"ranks {different} disagree with this one",
-            expected="the same names, shapes, cuts, dtypes and trainable parameters on all of them",
-            fix="build the same model with the same config and freeze the same parameters on every rank",
-            where=mesh.where(),
-        )
+        raise EngineError("IG502", where=mesh.describe_rank(), differing=what, axes=axes, different=different)

@@ -6,7 +6,7 @@ per element    a tensor shaped like its parameter: the parameter itself ("model/
                half-precision one ("master/NAME"), an entry of the optimizer's state ("optimizer/exp_avg/NAME").
                It is cut into rows as its parameter is, and each row is written by the rank that owns it
                (`slot.cuts`, the same at every ZeRO stage), on the replica that stands for the others
-               (`contract.counted_here`). Persistent buffers ("buffer/NAME") are written by the first data rank.
+               (`contract.is_primary_replica`). Persistent buffers ("buffer/NAME") are written by the first data rank.
 per parameter  one number for a whole parameter, such as Adam's step count. The rank that owns the parameter's first
                element writes it. After a load every rank that owns rows of the parameter holds it, and no other rank
                does: a rank without rows never steps the parameter, so its number would stand still.
@@ -30,12 +30,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from isograd.comm.notes import gather_notes
-from isograd.contract import contracts
+from isograd.comm.consensus import all_gather_object
+from isograd.core.contract_table import contracts
+from isograd.core.mesh import DATA, Mesh
+from isograd.engine.muon import members
 from isograd.engine.plan import Slot, slot_of
-from isograd.engine.totals import Status
+from isograd.engine.step_status import Status
 from isograd.errors import EngineError
-from isograd.mesh import DATA, Mesh
 
 if TYPE_CHECKING:
     from isograd.engine.engine import Engine
@@ -79,11 +80,11 @@ def parts(engine: Engine, entries: Mapping[str, Iterable[str]] | None = None) ->
     found = []
     for record in engine.table:
         slot = slots.get(record.name) or slot_of(record, engine.mesh)
-        found.append(_part(f"model/{record.name}", slot, engine.held(record.name), engine.mesh))
-        master = engine._optimized.masters.get(record.name)
+        found.append(_part(f"model/{record.name}", slot, engine.local_shard(record.name), engine.mesh))
+        master = engine._sharded_optimizer.masters.get(record.name)
         if master is None:
             continue
-        part = _matrix if slot in engine._optimized.across else _part
+        part = _matrix if slot in engine._sharded_optimizer.across else _part
         if master.dtype != record.parameter.dtype:
             found.append(part(f"master/{record.name}", slot, master.data, engine.mesh))
         for entry in (entries or {}).get(record.name, ()):
@@ -111,7 +112,7 @@ def _part(key: str, slot: Slot, tensor: Tensor, mesh: Mesh) -> Part:
     if len(tensor) != last - first:
         whole[0] = (first + start, first + stop)
         start, stop = 0, stop - start
-    writes = (start, stop) if slot.contract.counted_here(mesh) else (0, 0)
+    writes = (start, stop) if slot.contract.is_primary_replica(mesh) else (0, 0)
     return Part(key, slot.contract.shape, tuple(whole), tensor, writes)
 
 
@@ -165,15 +166,9 @@ class Declared:
     run: dict[str, Any]  # what is kept per run, as JSON: "groups", "counters", "loss_scale"
 
 
-def members(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
-    """The optimizers that a joined one consists of, or the optimizer alone."""
-    inner = getattr(optimizer, "optimizers", None)
-    return [optimizer] if inner is None else [one for each in inner for one in members(each)]
-
-
 def _stepped(engine: Engine) -> Iterator[tuple[torch.optim.Optimizer, dict[str, Any], str, nn.Parameter]]:
     """(optimizer, group, name of the parameter, what is stepped of that parameter on this rank)."""
-    names = {id(master): name for name, master in engine._optimized.masters.items()}
+    names = {id(master): name for name, master in engine._sharded_optimizer.masters.items()}
     for member in members(engine.optimizer):
         for group in member.param_groups:
             for master in group["params"]:
@@ -199,15 +194,10 @@ def declare(engine: Engine) -> Declared:
     mesh = engine.mesh
     evidence: dict[str, dict[str, str]] = {}  # {entry: {kind: a parameter for which it is of that kind}}
     refused: list[str] = []
-    for member, _, name, master in _stepped(engine):
-        for entry, value in _state(member, master).items():
-            kind = _kind(entry, value, master)
-            if kind is None:
-                refused.append(f"{entry!r} of {name!r}: {_words(value)}")
-            else:
-                evidence.setdefault(_named(member, entry), {}).setdefault(kind, name)
+    for entry, name, kind in _entries(engine, refused):
+        evidence.setdefault(entry, {}).setdefault(kind, name)
     run = _per_run(engine, refused)
-    notes = gather_notes([evidence, refused[:SHOWN]], mesh.group("world"), mesh.device)
+    notes = all_gather_object([evidence, refused[:SHOWN]], mesh)
     refused = [line for _, lines in notes for line in lines]
     entries = {}
     for entry in sorted({entry for said, _ in notes for entry in said}):
@@ -218,19 +208,15 @@ def declare(engine: Engine) -> Declared:
         entries[entry] = (certain or sorted(kinds))[0].removesuffix("?")
     _refuse_kindless(refused)
     _refuse_unequal(run, mesh)
-    return Declared(entries, run | {"groups": _merged(gather_notes(run["groups"], mesh.group("pp"), mesh.device))})
+    return Declared(entries, run | {"groups": _merged(all_gather_object(run["groups"], mesh, "pp"))})
 
 
 def renew(engine: Engine, before: Declared) -> Declared:
     """What `declare` would say now, without a message: kinds as they were declared, and this stage's numbers per run.
     An entry that is new since then has the kind that this rank sees."""
     entries, refused = dict(before.entries), list[str]()
-    for member, _, name, master in _stepped(engine):
-        for entry, value in _state(member, master).items():
-            if _named(member, entry) not in entries:
-                kind = _kind(entry, value, master)
-                refused += [] if kind else [f"{entry!r} of {name!r}: {_words(value)}"]
-                entries[_named(member, entry)] = (kind or PARAMETER).removesuffix("?")
+    for entry, _, kind in _entries(engine, refused):
+        entries.setdefault(entry, kind.removesuffix("?"))
     run = _per_run(engine, refused)
     _refuse_kindless(refused)
     return Declared(entries, run)
@@ -251,6 +237,17 @@ def _refuse_kindless(refused: list[str]) -> None:
             expected="for a parameter, tensors of its shape and single numbers; for a group, numbers and words",
             fix="take an elementwise optimizer (AdamW, SGD, ...), or Muon for whole matrices: Engine(..., whole=[...])",
         )
+
+
+def _entries(engine: Engine, refused: list[str]) -> Iterator[tuple[str, str, str]]:
+    """(entry, parameter, kind) of each value of the optimizer's state; what has no kind goes to `refused`."""
+    for member, _, name, master in _stepped(engine):
+        for entry, value in _state(member, master).items():
+            kind = _kind(entry, value, master)
+            if kind is None:
+                refused.append(f"{entry!r} of {name!r}: {_words(value)}")
+            else:
+                yield _named(member, entry), name, kind
 
 
 def _kind(entry: str, value: object, master: Tensor) -> str | None:
@@ -281,7 +278,7 @@ def counts(engine: Engine, declared: Declared, *, every: bool = False) -> dict[s
     slots = {slot.name: slot for slot in engine.plan.slots}
     found: dict[str, dict[str, Any]] = {}
     for member, _, name, master in _stepped(engine):
-        slot, across = slots[name], engine._optimized.across
+        slot, across = slots[name], engine._sharded_optimizer.across
         owns = bool(_matrix("", slot, master, engine.mesh).writes[1]) if slot in across else None
         if not every and not (_owns_first_element(slot, engine.mesh) if owns is None else owns):
             continue
@@ -295,7 +292,9 @@ def counts(engine: Engine, declared: Declared, *, every: bool = False) -> dict[s
 def _owns_first_element(slot: Slot, mesh: Mesh) -> bool:
     """Whether this rank owns the element at (0, 0, ...), on the replica that stands for the others."""
     owns_row = slot.cuts[slot.owner] == 0 < slot.cuts[slot.owner + 1]
-    return owns_row and slot.contract.counted_here(mesh) and not any(start for start, _ in slot.contract.local(mesh))
+    return (
+        owns_row and slot.contract.is_primary_replica(mesh) and not any(start for start, _ in slot.contract.local(mesh))
+    )
 
 
 def make_room(engine: Engine, saved: Mapping[str, Mapping[str, torch.dtype]]) -> dict[str, list[str]]:
@@ -326,7 +325,7 @@ def take_numbers(engine: Engine, saved: Mapping[str, Any]) -> None:
                     value = torch.tensor(value, dtype=getattr(torch, dtype), device=device)
                 member.state[master][entry] = value
     options = {name: group["options"] for group in saved["groups"] for name in group["names"]}
-    names = {id(master): name for name, master in engine._optimized.masters.items()}
+    names = {id(master): name for name, master in engine._sharded_optimizer.masters.items()}
     for member in members(engine.optimizer):
         member.state.update(saved.get("counters", {}))
         for group in member.param_groups:
@@ -352,7 +351,7 @@ def _per_run(engine: Engine, refused: list[str]) -> dict[str, Any]:
     """Hyperparameters of the groups, counters of the optimizer, the loss scale; what is no number is refused."""
     groups: list[dict[str, Any]] = []
     counters: dict[str, Any] = {}
-    names = {id(master): name for name, master in engine._optimized.masters.items()}
+    names = {id(master): name for name, master in engine._sharded_optimizer.masters.items()}
     for member in members(engine.optimizer):
         kind = type(member).__name__
         for group in member.param_groups:
@@ -387,8 +386,8 @@ def _plain(value: Any) -> Any:
 
 def _refuse_unequal(run: dict[str, Any], mesh: Mesh) -> None:
     """All ranks of a pipeline stage keep the same numbers per run; the stages have groups of their own."""
-    stage, world = mesh.index("pp"), mesh.group("world")
-    said = gather_notes([stage, sha256(json.dumps(run, sort_keys=True).encode()).hexdigest()], world, mesh.device)
+    stage = mesh.index("pp")
+    said = all_gather_object([stage, sha256(json.dumps(run, sort_keys=True).encode()).hexdigest()], mesh)
     firsts: dict[int, int] = {}
     for rank, (its_stage, digest) in enumerate(said):
         first = firsts.setdefault(its_stage, rank)
@@ -396,7 +395,7 @@ def _refuse_unequal(run: dict[str, Any], mesh: Mesh) -> None:
             break
     else:
         return
-    runs = gather_notes(run, world, mesh.device)
+    runs = all_gather_object(run, mesh)
     raise EngineError(
         "IG540",
         "the optimizer keeps numbers that differ between ranks, and a checkpoint has one of each",
@@ -456,12 +455,12 @@ def take_generators(found: Iterable[Part], mesh: Mesh) -> None:
 
 def is_between_steps(engine: Engine) -> bool:
     """Whether nothing of a step is under way: a gradient is not part of what is kept."""
-    return engine.ledger.empty and engine.ledger.spoiled is None
+    return engine.step_state.empty and engine.step_state.optimizer_inconsistent is None
 
 
 def meet_to_save(engine: Engine) -> None:
     """Before a checkpoint all ranks meet. One that steps instead hears of it, and so do the others (IG555)."""
-    engine._meet(Status.SAVES)
+    engine._gather_step_status(Status.SAVES)
 
 
 def drop_step(engine: Engine) -> None:
@@ -470,15 +469,15 @@ def drop_step(engine: Engine) -> None:
 
 
 @torch.no_grad()
-def settle(engine: Engine) -> None:
+def refresh_masters(engine: Engine) -> None:
     """After tensors were read into parts: make equal again what this rank keeps twice."""
     for slot in engine.plan.slots:
-        if slot in engine._optimized.across:  # its parts are collected at each step
+        if slot in engine._sharded_optimizer.across:  # its parts are collected at each step
             continue
-        master, kept = engine._optimized.masters[slot.name], engine.held(slot.name)
+        master, kept = engine._sharded_optimizer.masters[slot.name], engine.local_shard(slot.name)
         rows = kept if kept.shape == master.shape else slot.rows(kept)
         if master.dtype == rows.dtype and master.device != rows.device:  # offloaded fp32
             master.copy_(rows)
     if engine._units is not None:
         engine._units.stepped()
-    engine.ledger.spoiled = None
+    engine.step_state.optimizer_inconsistent = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from isograd.engine.shares import Mean
+from isograd.engine.term_weights import Mean
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,16 @@
 """Reproducible sums: the gradients of micro-batches meet in one binary tree, like the carry in binary counting.
 
 The sum of 2**k micro-batches is the same bits however they are split into data ranks and accumulation steps (powers of
-two): a rank's own micro-batches form a subtree, and engine/transport.py adds the ranks' subtrees in the same tree.
+two): a rank's own micro-batches form a subtree, and engine/packing.py adds the ranks' subtrees in the same tree.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
-from isograd.engine.transport import Pieces, tree_sum
+Pieces = list[Tensor]
 
 
 class Tree:
@@ -24,7 +26,7 @@ class Tree:
         """Add the gradients of one more micro-batch."""
         height = 0
         while self._sums and self._sums[-1][0] == height:
-            gradients = tree_sum([self._sums.pop()[1], gradients])
+            gradients = _added(self._sums.pop()[1], gradients)
             height += 1
         self._sums.append((height, gradients))
 
@@ -32,13 +34,18 @@ class Tree:
         """The sum of everything; the tree is empty afterwards."""
         total = self._sums.pop()[1]
         while self._sums:
-            total = tree_sum([self._sums.pop()[1], total])
+            total = _added(self._sums.pop()[1], total)
         return total
 
 
-def total(values: list[Tensor]) -> Tensor:
-    """The sum in one binary tree: the same bits for any power-of-two split into ranks and micro-batches."""
-    if len(values) == 1:
-        return values[0]
-    half = 1 << ((len(values) - 1).bit_length() - 1)
-    return total(values[:half]) + total(values[half:])
+def _added(a: Pieces, b: Pieces) -> Pieces:
+    return [tree_sum(pair) for pair in zip(a, b, strict=True)]
+
+
+def tree_sum(values: Sequence[Tensor]) -> Tensor:
+    """((0 + 1) + (2 + 3)) + ...: the same bits for any power-of-two split into ranks and micro-batches."""
+    level = list(values)
+    while len(level) > 1:
+        pairs = [level[i] + level[i + 1] for i in range(0, len(level) - 1, 2)]
+        level = pairs + level[len(level) - len(level) % 2 :]
+    return level[0]

@@ -1,20 +1,20 @@
-"""What a ZeRO stage is: which tensors the optimizer sees, and what is gathered after the debts are settled.
+"""What a ZeRO stage is: which tensors the optimizer sees, and what is gathered after the reductions.
 
-The reduction is the same at every stage (engine/ledger.py): each owner has its rows of the settled gradient. Then
+The reduction is the same at every stage (engine/step.py): each owner has its rows of the reduced gradient. Then
 
     stage 0   gradients are gathered; every rank steps whole parameters
     stage 1   every rank steps its rows; parameters are gathered
     stage 2   the same moves as stage 1. Full gradients are freed as soon as they are sent at *both* stages (that costs
               nothing here), so the two differ only where a full gradient must be kept for a later backward
-    stage 3   every rank steps its rows, and they are all it keeps (engine/units.py gathers them for each block)
+    stage 3   every rank steps its rows, and they are all it keeps (engine/zero3 gathers them for each block)
 
-With fp32 parameters an optimizer's shard is `parameter.data[rows]` itself, and gathering moves those slices straight
-into the other ranks' parameters. bf16 and fp16 parameters have fp32 master rows; the optimizer steps those, and the
-gather moves half precision.
+With fp32 parameters an optimizer's shard is `parameter.data[rows]` itself. bf16 and fp16 parameters have fp32 master
+rows; the optimizer steps those, and the gather moves half precision.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
@@ -24,16 +24,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
-from isograd.engine import elementwise, matrices
-from isograd.engine.across import Across
-from isograd.engine.flights import zeros_of
-from isograd.engine.kept import on_host
-from isograd.engine.ledger import Ledger
+from isograd.comm.raw import Handle
+from isograd.core.mesh import Mesh
+from isograd.engine import muon
+from isograd.engine.elementwise import refuse as refuse_others
+from isograd.engine.muon import TensorParallelMuon
+from isograd.engine.packing import gather_rows
 from isograd.engine.plan import Bucket, Plan, Slot
-from isograd.engine.transport import gather_rows
-from isograd.engine.units import Units
+from isograd.engine.reducer import Reducer, zeros_of
+from isograd.engine.step import StepState
+from isograd.engine.zero3.param_group import Zero3Hooks
+from isograd.engine.zero3.sharded_param import on_host
 from isograd.errors import EngineError
-from isograd.mesh import Mesh
 
 
 class Shards(list[nn.Parameter]):
@@ -77,13 +79,7 @@ class Shards(list[nn.Parameter]):
                 found[home].append(shard)
         empty = [pattern for pattern, shards in found.items() if not shards]
         if lost or empty:
-            raise EngineError(
-                "IG505",
-                "parameter groups and parameters do not match",
-                seen=f"patterns that match nothing: {empty}; parameters that no pattern matches: {lost}",
-                expected="every pattern to match a parameter and every parameter to match a pattern",
-                fix=f"end with a '*' pattern; the names are {self.names}",
-            )
+            raise EngineError("IG505", empty=empty, lost=lost, names=self.names)
         return [{"params": found[pattern], **options} for pattern, options in patterns.items()]
 
 
@@ -108,28 +104,36 @@ def _take(rows: Tensor, master: nn.Parameter) -> None:
 
 
 Factory = Callable[[Shards], torch.optim.Optimizer]
+GATHERS_AT_ONCE = 3  # buckets whose rows are under way to all ranks
 DIVIDES = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)  # whose fused steps take `grad_scale`
 
 
-class Optimized:
+class ShardedOptimizer:
     """The optimizer, its shards, and the way of their results back into the model."""
 
     def __init__(
-        self, plan: Plan, stage: int, factory: Factory, units: Units | None, offload: bool, across: Across
+        self,
+        plan: Plan,
+        stage: int,
+        factory: Factory,
+        units: Zero3Hooks | None,
+        offload: bool,
+        across: TensorParallelMuon,
+        elementwise: bool,
     ) -> None:
-        """offload: masters and the optimizer's state lie, and step, in the host's memory. across: the matrices that tp
-        cuts and that are stepped whole."""
+        """offload: masters and the optimizer's state lie, and step, in the host's memory. across: the matrices that
+        tp cuts and that are stepped uncut. elementwise: the user says so of an optimizer that is not torch's."""
         self.plan, self.stage, self.units, self.offload, self.across = plan, stage, units, offload, across
         self.masters = {slot.name: self._master(slot) for slot in plan.slots}
         own = [slot for slot in plan.slots if slot not in across]
         self._apart = [slot for slot in own if _apart(self.masters[slot.name], self._target(slot))]
         self._collect_edits()
-        shards = Shards(self.masters.items(), {slot.name for slot in plan.slots if slot.whole})
+        shards = Shards(self.masters.items(), {slot.name for slot in plan.slots if slot.uncut_matrix})
         self.optimizer = factory(shards)
         self._check_owned(shards)
         slots = {id(self.masters[slot.name]): slot for slot in plan.slots}
-        matrices.refuse_pieces(self.optimizer, slots, by_rows=stage > 0)
-        elementwise.refuse(self.optimizer, slots, by_rows=stage > 0)
+        muon.refuse_pieces(self.optimizer, slots, by_rows=stage > 0)
+        refuse_others(self.optimizer, slots, by_rows=stage > 0, elementwise=elementwise)
         self._stepping = False
         self.writes = 0  # how often the optimizer has begun to write
         self._by_rows = stage > 0 and any(slot.cut_by_rows for slot in plan.slots)
@@ -146,24 +150,12 @@ class Optimized:
         """The error if a hook of the program's would take rows for whole gradients."""
         if not self._by_rows or all(len(one._optimizer_step_pre_hooks) == 1 for one in self._members):
             return None
-        return EngineError(
-            "IG546",
-            "a hook before the optimizer's step would be given rows of gradients",
-            seen="register_step_pre_hook on an optimizer whose gradients are row shards",
-            expected="whole gradients for what clips, normalises or looks at them",
-            fix="Engine(..., clip=...) clips; engine.grads() shows whole gradients; remove the hook, or use zero0",
-            where=mesh.where(),
-        )
+        return EngineError("IG546", where=mesh.describe_rank())
 
     def _refuse_by_hand(self, *_: object) -> None:
         """Gradients are the engine's until its step: called alone, the optimizer would step with none."""
         if not self._stepping:
-            raise EngineError(
-                "IG556",
-                "the optimizer of an Engine was stepped by hand",
-                seen="engine.optimizer.step()",
-                expected="engine.step(), which sums the gradients of all ranks, clips and steps",
-            )
+            raise EngineError("IG556", seen="engine.optimizer.step()")
 
     def _master(self, slot: Slot) -> nn.Parameter:
         if slot in self.across:  # NaN until it is collected: equal to nothing that could be in the parameter
@@ -179,7 +171,7 @@ class Optimized:
     def _target(self, slot: Slot) -> Tensor:
         """What a step changes, in the parameter's own dtype."""
         if self.units is not None:
-            return self.units.kept[id(slot.parameter)].rows
+            return self.units.params[id(slot.parameter)].rows
         return slot.parameter.data if self.stage == 0 else slot.rows(slot.parameter.data)
 
     def _check_owned(self, shards: Shards) -> None:
@@ -190,25 +182,20 @@ class Optimized:
         twice = [names[key] for key in set(owned) if owned.count(key) > 1 and key in names]
         foreign = sum(key not in names for key in owned)
         if missing or twice or foreign:
-            raise EngineError(
-                "IG504",
-                "the optimizer does not own exactly the trainable parameters",
-                seen=f"not owned: {missing}; owned twice: {twice}; tensors it was not given: {foreign}",
-                expected="each shard that the function was called with, once",
-                fix="build the optimizer from the function's argument: lambda ps: torch.optim.AdamW(ps, lr=3e-4); "
-                "freeze what should not train with requires_grad_(False) before making the Engine",
-            )
+            raise EngineError("IG504", missing=missing, twice=twice, foreign=foreign)
 
-    def step(self, ledger: Ledger, scale: float, unused: set[str]) -> None:
-        """Optimizer step on `paid * scale`; parameters that no rank used have no gradient, as on one device."""
+    def step(self, step_state: StepState, scale: float, unused: set[str]) -> BaseException | None:
+        """Optimizer step on `final_shards * scale`; parameters that no rank used have no gradient, as on one device.
+
+        Returns what the optimizer raised: the other ranks wait for this one's rows all the same."""
         if self.units is None:  # at stage 3 parameters are there to edit in `full_parameters` only, which takes edits
             self.take_edits()
         divides = self._divides(scale)
         if self.stage == 0:
-            gather_gradients(ledger, dict.fromkeys(self.plan.slots, None if divides else scale))
+            gather_gradients(step_state, dict.fromkeys(self.plan.slots, None if divides else scale))
         elif not divides:
-            torch._foreach_mul_(list(ledger.paid.values()), scale)
-        gradients: Mapping[Slot, Tensor] = ledger.full if self.stage == 0 else ledger.paid
+            torch._foreach_mul_(list(step_state.final_shards.values()), scale)
+        gradients: Mapping[Slot, Tensor] = step_state.full if self.stage == 0 else step_state.final_shards
         self._collect_edits()
         collected = self.across.collect({
             slot: gradients[slot] if slot in gradients else torch.zeros_like(self._target(slot), dtype=slot.dtype)
@@ -223,29 +210,27 @@ class Optimized:
         self._stepping = True
         self.writes += 1
         divisor = torch.full((), 1.0 / scale, device=next(iter(self.masters.values())).device) if divides else None
-        for one in self._leaves if divides else ():
+        for one in muon.members(self.optimizer) if divides else ():
             one.grad_scale = divisor  # type: ignore[attr-defined]
+        raised: BaseException | None = None
         try:
             self.optimizer.step()
-        finally:  # when it raises, too: the other ranks wait for this one's rows
-            self._stepping = False
-            for one in self._leaves if divides else ():
-                del one.grad_scale  # type: ignore[attr-defined]
-            for master in self.masters.values():
-                master.grad = None
-            self._write_back()
-
-    @property
-    def _leaves(self) -> Sequence[torch.optim.Optimizer]:
-        """The optimizers that step parameters."""
-        return getattr(self.optimizer, "optimizers", (self.optimizer,))
+        except BaseException as error:
+            raised = error
+        self._stepping = False
+        for one in muon.members(self.optimizer) if divides else ():
+            del one.grad_scale  # type: ignore[attr-defined]
+        for master in self.masters.values():
+            master.grad = None
+        self._write_back(step_state.reducer)
+        return raised
 
     def _divides(self, scale: float) -> bool:
         """Whether the optimizer can divide gradients in the pass that steps them, by the number that torch's own
         scaler of gradients gives it: a fused one, in fp32 (the number is of fp32), whose gradients nobody looks at
         before that."""
         usual = self._in_fp32 and 2.0**-100 < scale < 2.0**100
-        return usual and not _global_optimizer_pre_hooks and all(map(_divides, self._leaves))
+        return usual and not _global_optimizer_pre_hooks and all(map(_divides, muon.members(self.optimizer)))
 
     def settings(self) -> int:
         """A digest of the numbers that each parameter group is set to, which all ranks of a stage have in common."""
@@ -270,13 +255,14 @@ class Optimized:
             _take(edited, self.masters[slot.name])
 
     @torch.no_grad()
-    def _write_back(self) -> None:
+    def _write_back(self, reducer: Reducer) -> None:
         for slot in self._apart:
             self._target(slot).copy_(self.masters[slot.name])
         wholes = {slot: self.masters[slot.name].data for slot in self.across.slots if self.across.is_home(slot)}
         self.across.spread(wholes, {slot: self._target(slot) for slot in self.across.slots})
         if 0 < self.stage < 3:
-            _gather([(b, [s.parameter.data for s in b.slots]) for b in self.plan.buckets])
+            pairs = [(b, [(s.rows(s.parameter.data), s.parameter.data) for s in b.slots]) for b in self.plan.buckets]
+            _gather(reducer, pairs)
         if self.units is not None:
             self.units.stepped()
 
@@ -292,31 +278,36 @@ def _divides(one: torch.optim.Optimizer) -> bool:
 
 
 @torch.no_grad()
-def gather_gradients(ledger: Ledger, scales: Mapping[Slot, float | None]) -> None:
-    """My rows, scaled (None: as they are), into their place in the whole gradient; then everybody's."""
+def gather_gradients(step_state: StepState, scales: Mapping[Slot, float | None]) -> None:
+    """My rows, scaled (None: as they are), and everybody's, into the whole gradient."""
     work = []
-    for bucket in ledger.plan.buckets:
-        wholes = []
+    for bucket in step_state.plan.buckets:
+        pairs = []
         for slot in bucket.slots:
-            if slot not in ledger.full:
-                ledger.full[slot] = zeros_of(slot)
-            if slot in ledger.paid:
-                rows, scale = slot.rows(ledger.full[slot]), scales[slot]
-                if scale is not None:
-                    torch.mul(ledger.paid[slot], scale, out=rows)
-                elif rows.data_ptr() != ledger.paid[slot].data_ptr():
-                    rows.copy_(ledger.paid[slot])
-            wholes.append(ledger.full[slot])
-        work.append((bucket, wholes))
-    _gather(work)
+            if slot not in step_state.full:
+                step_state.full[slot] = zeros_of(slot)
+            whole, mine, scale = step_state.full[slot], step_state.final_shards.get(slot), scales.get(slot)
+            rows = slot.rows(whole)
+            if mine is not None and scale is not None:
+                torch.mul(mine, scale, out=rows)
+            elif mine is not None and bucket.owners.size > 1:
+                rows = mine  # the gather brings them to their place
+            elif mine is not None and rows.data_ptr() != mine.data_ptr():
+                rows.copy_(mine)
+            pairs.append((rows, whole))
+        work.append((bucket, pairs))
+    _gather(step_state.reducer, work)
 
 
-def _gather(work: Sequence[tuple[Bucket, Sequence[Tensor]]]) -> None:
-    """Whole tensors of each bucket's slots, in which each owner has put its rows: everybody gets all of them."""
-    under_way = []
-    for bucket, wholes in work:
-        packed = bucket.bundle.pack(wholes)
-        under_way.append((bucket.bundle, packed, wholes, gather_rows(bucket.bundle.slots, packed, bucket.owners)))
-    for bundle, packed, wholes, handle in under_way:
+def _gather(reducer: Reducer, work: Iterable[tuple[Bucket, Sequence[tuple[Tensor, Tensor]]]]) -> None:
+    """My rows of each bucket's slots, and everybody's, into whole tensors."""
+    under_way: deque[Handle] = deque()
+    for bucket, pairs in work:
+        if bucket.owners.size > 1:
+            if len(under_way) == GATHERS_AT_ONCE:
+                under_way.popleft().wait()
+            rows, wholes = zip(*pairs, strict=True)
+            packing, buffers = reducer.packings[bucket], reducer.buffers
+            under_way.append(gather_rows(packing, rows, wholes, bucket.owners, buffers=buffers))
+    for handle in under_way:
         handle.wait()
-        bundle.unpack(packed, wholes)

@@ -22,11 +22,7 @@ def same_shapes(**tensors: Tensor) -> None:
     }
     if len(set(shapes.values())) > 1 or not all(isinstance(shape, tuple) for shape in shapes.values()):
         raise EngineError(
-            "IG575",
-            f"{' and '.join(shapes)} are not tensors of one shape",
-            seen=", ".join(f"{name} {shape}" for name, shape in shapes.items()),
-            expected="one number in each for every token (or sequence)",
-            fix="cut all of them as the tokens are cut, by rows and by places; expand what is the same for many",
+            "IG575", seen=", ".join(f"{name} {shape}" for name, shape in shapes.items()), shapes=" and ".join(shapes)
         )
 
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from isograd.comm.first_order import once
 from isograd.comm.ops import uncompiled
-from isograd.once import once
 
 
 @uncompiled

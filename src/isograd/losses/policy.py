@@ -12,10 +12,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from isograd.core.mesh import Mesh
 from isograd.losses import given
 from isograd.losses.pointwise import pointwise
 from isograd.losses.sequences import sequence_means
-from isograd.mesh import Mesh
 
 
 def clip(

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from isograd.comm import ops
+from isograd.core.mesh import Mesh
 from isograd.losses import given
-from isograd.mesh import Mesh
 
 
 def sequence_sums(values: Tensor, mask: Tensor, sequences: Tensor, number: int, mesh: Mesh | None = None) -> Tensor:

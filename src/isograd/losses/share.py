@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from isograd.comm import raw
-from isograd.comm.agree import raise_alike, told
+from isograd.comm.consensus import all_gather_object, raise_on_all_ranks
+from isograd.core.mesh import Mesh
 from isograd.errors import EngineError, IsogradError
 from isograd.losses import given
-from isograd.mesh import Mesh
 
 
 class Share(NamedTuple):
@@ -99,13 +99,13 @@ def tokens_of_prompts(mask: Tensor, prompts: Tensor, number: int, mesh: Mesh) ->
         mine = torch.bincount(places, weights=mask.double().reshape(-1), minlength=number)
     except EngineError as error:
         wrong = error
-    numbers = told(number, mesh)
+    numbers = all_gather_object(number, mesh)
     if wrong is None and len(set(numbers)) > 1:
         wrong = EngineError(
             "IG576", "ranks count different numbers of prompts", seen=f"{numbers}, in the order of ranks",
-            expected="the number of prompts of the whole step on every rank", where=mesh.where(),
+            expected="the number of prompts of the whole step on every rank", where=mesh.describe_rank(),
         )  # fmt: skip
-    raise_alike(wrong, mesh, EngineError)
+    raise_on_all_ranks(wrong, mesh, EngineError)
     return raw.all_reduce(mine.to(mesh.device), mesh.group("dp"))
 
 

@@ -1,8 +1,4 @@
-"""TransformerConfig: every option of the one decoder, as data. Presets, and reading configs from files.
-
-A file is YAML or JSON of these fields, or a Hugging Face config.json (it has `model_type`). Unknown fields are errors
-with the nearest name, all at once.
-"""
+"""TransformerConfig: every option of the one decoder, as data; and presets. hf/configs.py reads configs from files."""
 
 from __future__ import annotations
 
@@ -10,20 +6,19 @@ import dataclasses
 import math
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 from isograd.errors import ConfigError, did_you_mean
 from isograd.nn.rotary import RotaryScaling
 from isograd.nn.routing import ExpertOptions
-from isograd.outside import CONFIG, FileError, parse_json, read_text
 
 LARGEST, MOST_LAYERS = 1 << 40, 1 << 16  # beyond any model; a file that says more is damaged or hostile
+MOST_IDS = 1 << 32  # a token's number is stored in four bytes at most
 _KINDS: dict[str, tuple[type, ...]] = {
     "int": (int,), "int | None": (int, type(None)), "float": (float, int), "str": (str,), "bool": (bool,),
     "float | None": (float, int, type(None)), "ExpertOptions | None": (ExpertOptions, type(None)),
     "RotaryScaling | None": (RotaryScaling, type(None)), "bool | None": (bool, type(None)),
-    "tuple[int, ...]": (int,), "tuple[float, ...]": (float, int),
+    "tuple[int, ...]": (int,),
 }  # fmt: skip
 
 
@@ -40,36 +35,26 @@ class TransformerConfig:
     head_dim: int | None = None  # None: hidden / heads
     norm: str = "rms"  # "rms" | "layer"
     norm_eps: float = 1e-6
-    norm_plus_one: bool = False  # norms multiply with 1 + weight
-    norms: str = "pre"  # "pre" | "post" | "both": of what attention and mlp read, of what they return
     activation: str = "silu"  # "silu" | "gelu" | "gelu_tanh" | "relu"
     gated: bool = True
     positions: str = "rotary"  # "rotary" | "learned"
     rope_theta: float = 10000.0
-    rope_theta_local: float | None = None  # in layers with the window, without scaling; None: as in all others
     rope_scaling: RotaryScaling | None = None
     rotary_fraction: float = 1.0  # of a head's features that turn
-    nope_layers: tuple[int, ...] = ()  # layers without positions, counted from 0
     max_positions: int = 2048
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
     parallel_residual: bool = False
-    qk_norm: bool = False
-    qk_norm_over: str = "head"  # "head" | "width": what one norm of queries or keys spans
+    qk_norm: bool = False  # of each head
     tied: bool = False
     pad_token: int | None = None  # a token whose lookup gives the embedding no gradient
-    embed_scale: float | None = None  # what embedded tokens are multiplied with, rounded to their dtype
     sliding_window: int | None = None  # how many tokens each sees, itself included
     full_layers: tuple[int, ...] = ()  # layers without the window, counted from 0
-    query_scalar: int | None = None  # attention divides scores by its root; None: by that of head_dim
-    attention_softcap: float | None = None  # scores become cap * tanh(scores / cap)
-    logit_softcap: float | None = None  # logits do
     dropout: float = 0.0
     attention_dropout: float = 0.0
     init_std: float = 0.02
     experts: ExpertOptions | None = None  # in place of the feed-forward layer; None: in no layer
-    fused: bool = False  # Hugging Face's files hold q, k, v as one tensor, gate and up as another (Phi 3)
 
     def __post_init__(self) -> None:
         mistyped = [
@@ -86,6 +71,8 @@ class TransformerConfig:
         sizes = {name: n for part, name in every if type(n := getattr(part, name)) is int}
         problems += [f"{name} {n} is beyond any model" for name, n in sizes.items() if not -1 <= n <= LARGEST]
         problems += [f"layers {self.layers} is beyond any model"] if MOST_LAYERS < self.layers <= LARGEST else []
+        if MOST_IDS < self.vocab <= LARGEST:
+            problems.append(f"vocab {self.vocab} is beyond any model: at most {MOST_IDS}, as ids have four bytes")
         problems += [
             f"{f.name} must be finite"
             for f in dataclasses.fields(self)
@@ -95,8 +82,6 @@ class TransformerConfig:
             problems.append(f"norm is 'rms' or 'layer', not {self.norm!r}")
         if self.positions not in ("rotary", "learned"):
             problems.append(f"positions are 'rotary' or 'learned', not {self.positions!r}")
-        if self.qk_norm_over not in ("head", "width"):
-            problems.append(f"qk_norm_over is 'head' or 'width', not {self.qk_norm_over!r}")
         if self.pad_token is not None and not 0 <= self.pad_token < self.vocab:
             problems.append(f"pad_token {self.pad_token} is no token of a vocabulary of {self.vocab}")
         if self.heads > 0 and self.head_dim is None and self.hidden % self.heads:
@@ -116,44 +101,22 @@ class TransformerConfig:
             raise ConfigError("IG601", "invalid model config: " + "; ".join(problems), fix="fix every point above")
 
     def _problems_of_layers(self) -> list[str]:
-        """What is wrong with norms, caps, windows and positions."""
-        found = []
-        if self.norms not in ("pre", "post", "both"):
-            found.append(f"norms are 'pre', 'post' or 'both', not {self.norms!r}")
-        if self.norms != "pre" and self.parallel_residual:
-            found.append(f"parallel_residual has norms 'pre' only, not {self.norms!r}")
-        if self.norm_plus_one and self.norm != "rms":
-            found.append(f"norm_plus_one needs norm 'rms', not {self.norm!r}")
-        if self.norm_plus_one and self.qk_norm and self.qk_norm_over == "width":
-            found.append("norm_plus_one is not built for norms of queries and keys over the width")
-        for name in ("attention_softcap", "logit_softcap", "embed_scale", "rope_theta_local", "rope_theta"):
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                found.append(f"{name} must be positive, not {value}")
-        for name in ("sliding_window", "query_scalar"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                found.append(f"{name} must be at least 1, not {value}")
-        return found + self._problems_of_positions()
-
-    def _problems_of_positions(self) -> list[str]:
-        """What is wrong with the numbers of layers and with rotary positions."""
-        found = []
-        for name in ("full_layers", "nope_layers"):
-            numbers = getattr(self, name)
-            if any(not 0 <= n < self.layers for n in numbers) or list(numbers) != sorted(set(numbers)):
-                found.append(f"{name} must be ascending numbers of layers from 0 to {self.layers - 1}, not {numbers}")
-        if self.full_layers and self.sliding_window is None:
+        """What is wrong with windows and positions."""
+        found, numbers = [], self.full_layers
+        if self.rope_theta <= 0:
+            found.append(f"rope_theta must be positive, not {self.rope_theta}")
+        if self.sliding_window is not None and self.sliding_window < 1:
+            found.append(f"sliding_window must be at least 1, not {self.sliding_window}")
+        if any(not 0 <= n < self.layers for n in numbers) or list(numbers) != sorted(set(numbers)):
+            found.append(f"full_layers must be ascending numbers of layers from 0 to {self.layers - 1}, not {numbers}")
+        if numbers and self.sliding_window is None:
             found.append("full_layers without a sliding_window: all layers see everything")
-        if self.rope_theta_local is not None and self.sliding_window is None:
-            found.append("rope_theta_local is of layers with a sliding_window, and there is none")
-        rotary = [n for n in ("rope_scaling", "rope_theta_local", "nope_layers") if getattr(self, n) not in (None, ())]
-        if rotary and self.positions != "rotary":
-            found.append(f"{', '.join(rotary)} without rotary positions")
-        if self.rope_scaling is not None and self.rope_scaling.kind == "yarn" and self.rope_theta == 1:
-            found.append("rope_theta 1 has no positions that yarn could scale")
-        if self.rope_scaling is not None and self.heads > 0:
-            found += self.rope_scaling.problems(self.rotary_dims)
+        if self.rope_scaling is not None:
+            if self.positions != "rotary":
+                found.append("rope_scaling without rotary positions")
+            if self.rope_scaling.kind == "yarn" and self.rope_theta == 1:
+                found.append("rope_theta 1 has no positions that yarn could scale")
+            found += self.rope_scaling.problems()
         return found
 
     @property
@@ -165,22 +128,13 @@ class TransformerConfig:
         """How many tokens a token sees in this layer; None: all before it."""
         return None if layer in self.full_layers else self.sliding_window
 
-    def rotary_of(self, layer: int) -> str | None:
-        """Which rotary positions this layer has: "global", "local", or (None) none."""
-        if self.positions != "rotary" or layer in self.nope_layers:
-            return None
-        return "local" if self.rope_theta_local is not None and self.window_of(layer) is not None else "global"
-
     def with_layers(self, layers: int) -> TransformerConfig:
         """The same with this many layers, which keep a layer of each kind where they are enough."""
-        kept: dict[str, tuple[int, ...]] = {}
-        for name in ("full_layers", "nope_layers"):
-            numbers = getattr(self, name)
-            below = tuple(n for n in numbers if n < layers)
-            kept[name] = below if below or not numbers else (layers - 1,)
-        if self.full_layers and len(kept["full_layers"]) == layers < self.layers and layers > 1:
-            kept["full_layers"] = tuple(range(1, layers))
-        return dataclasses.replace(self, layers=layers, **kept)  # type: ignore[arg-type]
+        full = tuple(n for n in self.full_layers if n < layers)
+        full = full if full or not self.full_layers else (layers - 1,)
+        if len(full) == layers < self.layers and layers > 1:
+            full = tuple(range(1, layers))
+        return dataclasses.replace(self, layers=layers, full_layers=full)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any], origin: str = "config") -> TransformerConfig:
@@ -257,55 +211,3 @@ def preset(name: str) -> TransformerConfig:
     if name not in PRESETS:
         raise ConfigError("IG603", f"no preset {name!r}{did_you_mean(name, PRESETS)}", expected=", ".join(PRESETS))
     return TransformerConfig(**PRESETS[name])
-
-
-def load_config(source: str) -> TransformerConfig:
-    """Read a config: a preset's name, a YAML or JSON file of fields, a Hugging Face config.json or its directory."""
-    path = Path(source)
-    path = path / "config.json" if path.is_dir() else path
-    if not path.exists():
-        if path.suffix or "/" in source:
-            raise ConfigError(
-                "IG604", f"no such config file: {source}", expected=f"a file, or a preset: {', '.join(PRESETS)}"
-            )
-        return preset(source)
-    values = _read(path, source)
-    if not isinstance(values, dict):
-        raise ConfigError("IG606", f"{source} does not hold a mapping", seen=type(values).__name__)
-    if "model_type" in values:
-        from isograd.models.hf_configs import from_hf_config
-
-        try:
-            return from_hf_config({**values, "model_type": str(values["model_type"])})
-        except KeyError as error:
-            raise ConfigError(
-                "IG602", f"{source}: {error} is missing", seen=f"keys {sorted(map(str, values))}"
-            ) from error
-    return TransformerConfig.from_dict(values, source)
-
-
-def _read(path: Path, source: str) -> Any:
-    """JSON as JSON: to a YAML 1.1 reader the 1e-06 that every Hugging Face config has is a word, not a number."""
-    import yaml
-
-    from isograd import yamls
-
-    try:
-        text = read_text(path, CONFIG, follow=True)
-    except FileError as error:
-        what = f"{source} is no config"
-        if error.code == "IG661":
-            raise ConfigError("IG605", what, seen=error.brief, expected="YAML or JSON") from error
-        raise ConfigError("IG606", what, seen=error.brief, expected="YAML or JSON") from error
-    opens = text.lstrip().startswith("{")  # as JSON does, and perhaps a mapping of YAML
-    try:
-        return parse_json(text, source, nan=True) if opens else yamls.parse(text)
-    except FileError as no_json:
-        try:
-            return yamls.parse(text)
-        except (yaml.YAMLError, RecursionError, ValueError):
-            seen = no_json.brief
-            raise ConfigError("IG606", f"{source} is neither YAML nor JSON", seen=seen) from no_json
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        seen = yamls.read_error(source, error)
-        raise ConfigError("IG606", f"{source} is neither YAML nor JSON", seen=seen) from error

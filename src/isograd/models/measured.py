@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from isograd.layout import Layout
-from isograd.mesh import Mesh
+from isograd.core.layout import Layout
+from isograd.core.mesh import Mesh
 from isograd.models.config import TransformerConfig
 from isograd.models.transformer import Transformer
 from isograd.pipeline.costs import measure

@@ -1,5 +1,4 @@
-"""One decoder whose options are data: GPT-2, GPT-NeoX, Llama, Mistral, Qwen 2 and 3, Gemma 2 and 3, Phi 3, OLMo 2 and
-SmolLM are configs of it.
+"""One decoder whose options are data: GPT-2, GPT-NeoX, Llama, Mistral, SmolLM, Qwen 2 and 3 are configs of it.
 
     model = Transformer(config, mesh)
     loss, count = model(tokens, labels)        # labels[i] is what position i should predict; -100: no target
@@ -30,9 +29,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
-from isograd import random
+from isograd.core import rng
+from isograd.core.loss_terms import Terms
+from isograd.core.mesh import Mesh
+from isograd.core.rng import Key
 from isograd.errors import ModelError
-from isograd.mesh import Mesh
 from isograd.models.config import TransformerConfig
 from isograd.nn import (
     MLP,
@@ -51,21 +52,19 @@ from isograd.nn.routing import Remembered
 from isograd.nn.stream import token_ids
 from isograd.pipeline.split import balanced, ranges
 from isograd.pipeline.stages import pieces
-from isograd.random import Key
-from isograd.sequence import Places, document_starts, gather_whole, places_for, refuse_unlike, text_lengths
-from isograd.terms import Terms
+from isograd.sequence import TokenLayout, document_starts, gather_whole, refuse_unlike, token_layout_for
 
 Angles = tuple[Tensor, Tensor] | None
 
 
 def norm_of(config: TransformerConfig) -> Callable[..., nn.Module]:
     """The class of a config's norms on the residual stream."""
-    return partial(RMSNorm, plus_one=config.norm_plus_one) if config.norm == "rms" else LayerNorm
+    return RMSNorm if config.norm == "rms" else LayerNorm
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then + mlp(norm(x)); or both on the same x (parallel residual). Norms may also, or only,
-    be of what attention and mlp return. In the layers that the config says, experts take the place of the mlp."""
+    """x + attention(norm(x)), then + mlp(norm(x)); or both on the same x (parallel residual). In the layers that the
+    config says, experts take the place of the mlp."""
 
     def __init__(
         self,
@@ -80,20 +79,13 @@ class Block(nn.Module):
         super().__init__()
         out_std = config.init_std / (2 * config.layers) ** 0.5  # the residual sum keeps its scale at any depth
         norm = partial(norm_of(config), config.hidden, mesh, eps=config.norm_eps, dtype=dtype, device=device)
-        before, after = config.norms != "post", config.norms != "pre"
         self.mesh, self.drop, self.parallel = mesh, config.dropout, config.parallel_residual
-        self.norm1 = norm() if before else None
-        self.post_norm1 = norm() if after else None
+        self.norm1 = norm()
         self.attention = Attention(
-            config.hidden, config.heads, mesh, key=key.fold("attention"), kv_heads=config.kv_heads,
-            head_dim=config.head_dim, bias=config.qkv_bias, out_bias=config.out_bias, rotary=rotary,
-            qk_norm=config.qk_norm_over if config.qk_norm else None, norm_eps=config.norm_eps,
-            norm_plus_one=config.norm_plus_one, query_scalar=config.query_scalar, window=config.window_of(number),
-            softcap=config.attention_softcap, dropout=config.attention_dropout, std=config.init_std, out_std=out_std,
+            config, mesh, key=key.fold("attention"), window=config.window_of(number), rotary=rotary, out_std=out_std,
             dtype=dtype, device=device,
         )  # fmt: skip
-        self.norm2 = norm() if before else None
-        self.post_norm2 = norm() if after else None
+        self.norm2 = norm()
         about: dict[str, Any] = {
             "activation": config.activation, "gated": config.gated, "std": config.init_std, "out_std": out_std,
             "dtype": dtype, "device": device,
@@ -107,25 +99,20 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, stream: Stream, angles: Angles) -> Tensor | tuple[Tensor, Tensor | None]:
         """The residual stream in and out; of a block with experts, also the sums of their losses (MoE.forward)."""
-        attended = _if(self.post_norm1, self.attention(_if(self.norm1, x), stream, angles))
+        attended = self.attention(self.norm1(x), stream, angles)
         attended = stream.dropout(attended, self.drop, self.mesh, "attention out")
         base = x if self.parallel else x + attended
-        normed, has_experts = _if(self.norm2, base), isinstance(self.mlp, MoE)
+        normed, has_experts = self.norm2(base), isinstance(self.mlp, MoE)
         fed, sums = self.mlp(normed, stream) if has_experts else (self.mlp(normed), None)
-        fed = stream.dropout(_if(self.post_norm2, fed), self.drop, self.mesh, "mlp out")
+        fed = stream.dropout(fed, self.drop, self.mesh, "mlp out")
         out = base + attended + fed if self.parallel else base + fed
         return (out, sums) if has_experts else out
-
-
-def _if(norm: nn.Module | None, x: Tensor) -> Tensor:
-    return x if norm is None else norm(x)
 
 
 class Transformer(nn.Module):
     """A decoder, whole or this rank's stages of it, under any layout."""
 
     cuts_batches = True  # each rank of a cp group is given the whole batch, of which the model takes its part
-    hands_out_products = True  # in a pipeline: see isograd/products.py
 
     def __init__(
         self,
@@ -155,14 +142,10 @@ class Transformer(nn.Module):
         self.loss_chunk = CHUNK
         self.ignore_index = ignore_index
         self._compared = False  # whether the ranks of a cp group have once compared the sequences they were given
-        key = random.key(seed, "transformer")
+        key = rng.key(seed, "transformer")
         made: dict[str, Any] = {"dtype": dtype, "device": device}
         learned = config.positions == "learned"
-        self.rotaries: dict[str, Rotary] = {}  # by the names that config.rotary_of gives
-        if not learned:
-            self.rotaries["global"] = Rotary(config.rotary_dims, config.rope_theta, config.rope_scaling)
-        if config.rope_theta_local is not None:
-            self.rotaries["local"] = Rotary(config.rotary_dims, config.rope_theta_local)
+        self.rotary = None if learned else Rotary(config.rotary_dims, config.rope_theta, config.rope_scaling)
         std = config.init_std
         self.embed = self.positions = self.norm = self.head = None
         if first or (last and config.tied):
@@ -173,7 +156,7 @@ class Transformer(nn.Module):
                 mesh,
                 key=key.fold("embed"),
                 std=std,
-                owes=tie,
+                partial_over=tie,
                 padding=config.pad_token,
                 **made,
             )
@@ -183,15 +166,14 @@ class Transformer(nn.Module):
             )
         self.blocks = nn.ModuleList()
         for number in (number for stage in mine for number in self.parts[stage]):
-            rotary = self.rotaries.get(config.rotary_of(number) or "")
-            block = Block(config, number, mesh, rotary, key.fold("block", number), dtype, device)
+            block = Block(config, number, mesh, self.rotary, key.fold("block", number), dtype, device)
             self.blocks.add_module(str(number), block)  # the number it has on one device
         if last:
             self.norm = norm_of(config)(config.hidden, mesh, eps=config.norm_eps, **made)
             tied = self.embed.weight if self.embed is not None and config.tied else None
             self.head = Head(
                 config.vocab, config.hidden, mesh, key=key.fold("head"), std=std, tied=tied, ignore_index=ignore_index,
-                softcap=config.logit_softcap, **made,
+                **made,
             )  # fmt: skip
 
     @property
@@ -222,7 +204,7 @@ class Transformer(nn.Module):
 
     def _no_such(self, option: str, seen: object, expected: str) -> ModelError:
         text = f"{option} of the transformer cannot be {seen!r}"
-        return ModelError("IG416", text, seen=repr(seen), expected=expected, where=self.mesh.where())
+        return ModelError("IG416", text, seen=repr(seen), expected=expected, where=self.mesh.describe_rank())
 
     @overload
     def forward(self, tokens: Tensor, labels: None = None, *, documents: Tensor | None = None) -> Tensor: ...
@@ -263,7 +245,7 @@ class Transformer(nn.Module):
                 "a model cut into pipeline stages is not called; its pieces run in the order of a schedule",
                 seen=f"a forward under {str(self.mesh.layout)!r}",
                 expected="engine.train_step(batch, micro_batches=k), or engine.evaluate",
-                where=self.mesh.where(),
+                where=self.mesh.describe_rank(),
             )
         result: Tensor | tuple[Tensor, Tensor]
         result = self._piece(stage or 0, passed, tokens, labels, key=key, samples=samples, documents=documents)
@@ -309,13 +291,11 @@ class Transformer(nn.Module):
     ) -> tuple[Tensor, Stream, dict[str, tuple[Tensor, float, float]]]:
         """Through the blocks of one stage, and of the last one its norm; where tokens lie, and the experts' terms."""
         self._check(tokens, labels, documents, key, samples)
-        places, part = places_for(tokens.shape[1], len(tokens), self.mesh), self.mesh.index("cp")
+        places, part = token_layout_for(tokens.shape[1], len(tokens), self.mesh), self.mesh.index("cp")
         stream = self._stream(places, tokens, key if self.training else None, samples, documents)
         if stage == 0:
             assert self.embed is not None
             x = self.embed(places.shard(tokens, part).reshape(-1))
-            if self.config.embed_scale is not None:  # rounded twice, as in Gemma
-                x = x * float(torch.tensor(self.config.embed_scale, dtype=torch.float32).to(x.dtype))
             x = x if self.positions is None else self.positions(x, stream)
             x = stream.dropout(x, self.config.dropout, self.mesh, "embed")
         assert x is not None
@@ -325,21 +305,15 @@ class Transformer(nn.Module):
             x = self.norm(x)
         return x, stream, self._expert_terms(sums, _tokens_of(places, len(tokens), part))
 
-    def _mine(self, labels: Tensor, places: Places) -> Tensor:
+    def _mine(self, labels: Tensor, places: TokenLayout) -> Tensor:
         """This cp rank's part of the labels, flattened."""
         return places.shard(labels, self.mesh.index("cp"), self.ignore_index).reshape(-1)
 
     def _body(self, x: Tensor, stream: Stream, numbers: range) -> tuple[Tensor, list[Tensor]]:
         """Through these blocks; and the sums of their experts' losses."""
-        used = {self.config.rotary_of(number) for number in numbers}
-        tables = {
-            name: rotary.table(stream.positions, x.dtype, stream.lengths)
-            for name, rotary in self.rotaries.items()
-            if name in used
-        }
+        angles = self.rotary.table(stream.positions, x.dtype) if self.rotary is not None and numbers else None
         found = []
         for number in numbers:
-            angles = tables.get(self.config.rotary_of(number) or "")
             block, here = self.blocks.get_submodule(str(number)), _for_block(stream, number)
             if self.recompute and torch.is_grad_enabled():
                 here = replace(here, remembered=Remembered())
@@ -386,7 +360,7 @@ class Transformer(nn.Module):
         """How many labels and routed tokens this rank has of a micro-batch; None: the loss has one term."""
         if labels is None or not self._has_terms:
             return None
-        places, part = places_for(tokens.shape[1], len(tokens), self.mesh), self.mesh.index("cp")
+        places, part = token_layout_for(tokens.shape[1], len(tokens), self.mesh), self.mesh.index("cp")
         routed = float(_tokens_of(places, len(tokens), part))
         options, mine = self.config.experts, self._mine(labels, places)
         found: dict[str, Tensor | float] = {"lm": (mine != self.ignore_index).sum()}
@@ -395,7 +369,7 @@ class Transformer(nn.Module):
         return found | ({"z": routed} if options.z_weight else {})
 
     def _stream(
-        self, places: Places, tokens: Tensor, key: Key | None, samples: Tensor | None, documents: Tensor | None
+        self, places: TokenLayout, tokens: Tensor, key: Key | None, samples: Tensor | None, documents: Tensor | None
     ) -> Stream:
         """Describe the tokens of this cp rank. Padding is at the end of sequences, where no other token sees it."""
         part, device = self.mesh.index("cp"), tokens.device
@@ -405,9 +379,6 @@ class Transformer(nn.Module):
             positions = positions - starts
         if self.config.positions == "learned":  # padding may lie beyond the last learned position
             positions = positions.clamp(max=self.config.max_positions - 1)
-        lengths = None
-        if any(rotary.by_length for rotary in self.rotaries.values()):
-            lengths = places.shard(text_lengths(starts, positions, places.length), part).reshape(-1)
         ids = None if samples is None else token_ids(samples, places.padded).view(len(tokens), -1)
         return Stream(
             len(tokens),
@@ -417,7 +388,6 @@ class Transformer(nn.Module):
             key,
             places,
             starts,
-            lengths,
         )
 
     def _check(
@@ -428,7 +398,7 @@ class Transformer(nn.Module):
         key: Key | None,
         samples: Tensor | None,
     ) -> None:
-        config, where = self.config, self.mesh.where()
+        config, where = self.config, self.mesh.describe_rank()
         given = {"tokens": tokens, "labels": labels, "documents": documents}
         shapes = {name: tuple(t.shape) for name, t in given.items() if t is not None}
         if tokens.dim() != 2 or len(set(shapes.values())) > 1:
@@ -455,12 +425,12 @@ class Transformer(nn.Module):
             raise ModelError(
                 "IG413", "dropout without key and samples would differ between layouts",
                 seen=f"dropout {config.dropout}, attention_dropout {config.attention_dropout}, key {key}",
-                expected="model(tokens, labels, key=isograd.random.key(seed, step), samples=ids)",
+                expected="model(tokens, labels, key=isograd.core.rng.key(seed, step), samples=ids)",
                 fix="pass both, or call model.eval()", where=where,
             )  # fmt: skip
 
 
-def _tokens_of(places: Places, rows: int, part: int) -> int:
+def _tokens_of(places: TokenLayout, rows: int, part: int) -> int:
     """The number of tokens, without padding, that a cp rank has of `rows` sequences."""
     return rows * sum(max(0, min(stop, places.length) - start) for start, stop in places.spans[part])
 
@@ -479,7 +449,7 @@ def _refuse_ep_alone(config: TransformerConfig, mesh: Mesh) -> None:
             f"ep{mesh.layout.ep} cuts experts, and this model has none",
             seen=str(mesh.layout),
             expected="a config with experts, or a layout without ep",
-            where=mesh.where(),
+            where=mesh.describe_rank(),
         )
 
 

@@ -2,6 +2,7 @@
 
 from isograd.nn.attention import Attention
 from isograd.nn.embedding import LearnedPositions, VocabEmbedding
+from isograd.nn.fp32_sums import use_fp32_sums
 from isograd.nn.linear import ColumnLinear, RowLinear
 from isograd.nn.loss import Head, cross_entropy
 from isograd.nn.mlp import MLP
@@ -10,7 +11,7 @@ from isograd.nn.norm import LayerNorm, RMSNorm
 from isograd.nn.parameter import Layer
 from isograd.nn.rotary import Rotary, RotaryScaling
 from isograd.nn.routing import ExpertOptions
-from isograd.nn.stream import Stream, enter, leave
+from isograd.nn.stream import Stream, gather_tokens, reduce_output
 
 __all__ = [
     "MLP",
@@ -29,6 +30,7 @@ __all__ = [
     "Stream",
     "VocabEmbedding",
     "cross_entropy",
-    "enter",
-    "leave",
+    "gather_tokens",
+    "reduce_output",
+    "use_fp32_sums",
 ]

@@ -21,36 +21,32 @@ The z-loss is the mean over tokens of the squared log-sum-exp of the logits.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from isograd.comm import ops, raw
 from isograd.comm.raw import even_sizes
+from isograd.core.mesh import Mesh
 from isograd.errors import ModelError
-from isograd.mesh import Mesh
-from isograd.nn.routing import Route
+from isograd.nn.routing import ExpertOptions, Route
 from isograd.nn.stream import Stream
-from isograd.sequence import Places
-
-if TYPE_CHECKING:
-    from isograd.nn.moe import MoE
+from isograd.sequence import TokenLayout
 
 
 @dataclass(frozen=True)
-class Rows:
+class RoutedRows:
     """The tokens that this rank routes: rows of its data rank's stream, cut over tp."""
 
     mesh: Mesh
-    places: Places
+    places: TokenLayout
     batch: int
     sizes: tuple[int, ...]  # rows of each tp rank
     sequence: Tensor  # int64 [T]: the sequence of each row
     real: Tensor  # bool [T]: False for padding
 
     @classmethod
-    def of(cls, stream: Stream, mesh: Mesh) -> Rows:
+    def of(cls, stream: Stream, mesh: Mesh) -> RoutedRows:
         """What `stream` says about this rank's rows."""
         assert stream.places is not None
         rows, device = stream.batch * stream.length, stream.positions.device
@@ -88,10 +84,14 @@ class Rows:
         return rows
 
 
-def sums(logits: Tensor, scores: Tensor, route: Route, here: Rows, layer: MoE) -> Tensor | None:
+def sums(
+    logits: Tensor, scores: Tensor, route: Route, here: RoutedRows, options: ExpertOptions, counts: Tensor | None
+) -> Tensor | None:
     """[2], equal on all tp ranks: T L_B summed over this data rank's scopes, and its tokens' squared log-sum-exps.
-    None: the layer has neither loss."""
-    options = layer.options
+    None: the layer has neither loss.
+
+    counts: int64 [experts], of the step before where the balance is "lagged", of this step where it is "batch".
+    """
     if options.balance == "none" and not options.z_weight:
         return None
     nothing = scores.new_zeros(())
@@ -99,31 +99,18 @@ def sums(logits: Tensor, scores: Tensor, route: Route, here: Rows, layer: MoE) -
     balance = nothing
     if options.balance != "none":
         shares = scores if options.scores == "softmax" else scores / scores.sum(-1, keepdim=True)
-        balance = (shares * _load(route, here, layer).to(shares.dtype)).sum(-1)[here.real].sum()
+        balance = (shares * _load(route, here, options, counts).to(shares.dtype)).sum(-1)[here.real].sum()
     return ops.all_reduce(torch.stack((balance, z)), here.mesh.group("tp"))
 
 
-def _load(route: Route, here: Rows, layer: MoE) -> Tensor:
+def _load(route: Route, here: RoutedRows, options: ExpertOptions, counts: Tensor | None) -> Tensor:
     """E N_i / (k T) of each row's scope, [T, experts] or [experts]: 1 for an expert with an even share."""
-    options = layer.options
     if options.balance == "sequence":
         assert route.counts is not None
         return relative(route.counts)[here.sequence]
-    if options.balance == "lagged":
-        assert layer.counts_before is not None
-        before = layer.counts_before
-        return torch.where(before.any(), relative(before), 1.0)
-    if layer.load.known is None:
-        raise ModelError(
-            "IG454",
-            "the balance loss of the whole batch needs the counts of all its micro-batches before the first backward",
-            seen="balance 'batch', and a backward by hand",
-            expected="engine.train_step(batch, micro_batches=k) or engine.accumulate, which count first",
-            fix="call engine.count(batch, micro_batches) before the step's first forward; or balance 'lagged', which "
-            "takes the counts of the step before, or 'sequence'",
-            where=here.mesh.where(),
-        )
-    return relative(layer.load.known)
+    if counts is None:
+        raise ModelError("IG454", seen="balance 'batch', and a backward by hand", where=here.mesh.describe_rank())
+    return torch.where(counts.any(), relative(counts), 1.0) if options.balance == "lagged" else relative(counts)
 
 
 def relative(counts: Tensor) -> Tensor:

@@ -20,12 +20,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from isograd.contract import Shard
-from isograd.mesh import EXPERT_DATA, Mesh
+from isograd.comm.first_order import once
+from isograd.core.contract import Shard
+from isograd.core.mesh import EXPERT_DATA, Mesh
+from isograd.core.rng import Key
 from isograd.nn.parameter import Layer, make
 from isograd.nn.routing import ExpertOptions
-from isograd.once import once
-from isograd.random import Key
 
 
 class Experts(Layer):

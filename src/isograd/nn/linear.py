@@ -8,18 +8,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from isograd import matmul
-from isograd.contract import Shard
-from isograd.mesh import Mesh
+from isograd.core.contract import Shard
+from isograd.core.mesh import Mesh
+from isograd.core.rng import Key
 from isograd.nn.parameter import Layer, make
-from isograd.nn.stream import leave, stream_owes
-from isograd.random import Key
+from isograd.nn.split_backward import linear
+from isograd.nn.stream import reduce_output, stream_partial_over
 
 
 class ColumnLinear(Layer):
     """A linear map whose output features are cut over tp. Its gradients owe no axis beyond the data axes.
 
-    It expects an x that has passed `enter`. `shard` replaces the even cut.
+    It expects an x that has passed `gather_tokens`. `shard` replaces the even cut.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class ColumnLinear(Layer):
         std: float = 0.02,
         bias: bool = False,
         shard: Shard | None = None,
-        owes: tuple[str, ...] = (),
+        partial_over: tuple[str, ...] = (),
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -42,24 +42,28 @@ class ColumnLinear(Layer):
             mesh,
             (outputs, inputs),
             shards=shards,
-            owes=owes,
+            partial_over=partial_over,
             key=key.fold("weight"),
             std=std,
             dtype=dtype,
             device=device,
         )
-        self.bias = make(mesh, (outputs,), shards=shards, owes=owes, dtype=dtype, device=device) if bias else None
+        self.bias = (
+            make(mesh, (outputs,), shards=shards, partial_over=partial_over, dtype=dtype, device=device)
+            if bias
+            else None
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """x [T, inputs] -> this rank's output features [T, outputs / tp]."""
-        return matmul.linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias)
 
 
 class RowLinear(Layer):
-    """A linear map whose input features are cut over tp; `leave` sums the partial outputs.
+    """A linear map whose input features are cut over tp; `reduce_output` sums the partial outputs.
 
-    The weight owes no axis beyond the data axes. The bias is added once, after the sum; under sp, where each rank adds
-    it to its own tokens, it owes tp.
+    The weight is partial over no axis beyond the data axes. The bias is added once, after the sum; under sp, where each
+    rank adds it to its own tokens, it is partial over tp.
     """
 
     def __init__(
@@ -80,9 +84,11 @@ class RowLinear(Layer):
         self.weight = make(
             mesh, (outputs, inputs), shards=shards, key=key.fold("weight"), std=std, dtype=dtype, device=device
         )
-        self.bias = make(mesh, (outputs,), owes=stream_owes(mesh), dtype=dtype, device=device) if bias else None
+        self.bias = (
+            make(mesh, (outputs,), partial_over=stream_partial_over(mesh), dtype=dtype, device=device) if bias else None
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """This rank's input features [T, inputs / tp] -> the residual stream [T, outputs], or a shard of it."""
-        y = leave(matmul.linear(x, self.weight), self.mesh)
+        y = reduce_output(linear(x, self.weight), self.mesh)
         return y if self.bias is None else y + self.bias

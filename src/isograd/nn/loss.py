@@ -1,13 +1,12 @@
 """The language-model head and its cross-entropy, cut over the vocabulary; full logits are never materialised.
 
-One device: F.cross_entropy(x @ weight.T, labels, ignore_index), and how many labels count. With a `softcap`, logits are
-softcap * tanh(x @ weight.T / softcap).
+One device: F.cross_entropy(x @ weight.T, labels, ignore_index), and how many labels count.
 
 Tokens are processed in chunks. For each chunk every tp rank computes its slice of the logits, and one gather of three
 numbers per token (largest logit, sum of exponentials, the label's logit) gives all ranks the same softmax denominator.
 The gradients of x and of the weight are computed in the same pass. Logits therefore exist for one chunk only and are
-computed once; running the head again in backward would cost one more matrix product. x has passed `enter`: its gradient
-here is this vocabulary slice's part of a sum, which the adjoint of `enter` completes.
+computed once; running the head again in backward would cost one more matrix product. x has passed `gather_tokens`: its
+gradient here is this vocabulary slice's part of a sum, which the adjoint of `gather_tokens` completes.
 
 Losses of whole answers need the log probability of each label (`log_probabilities`), and their gradients of these are
 known in backward only: there the logits of each chunk are computed again.
@@ -20,18 +19,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from isograd import matmul
 from isograd.comm import ops, raw
+from isograd.comm.first_order import once
 from isograd.comm.raw import Group
-from isograd.contract import Shard, contract_of
+from isograd.core.contract import Shard, contract_of
+from isograd.core.input_checks import IdCheck, outside
+from isograd.core.mesh import Mesh
+from isograd.core.rng import Key
 from isograd.errors import ContractError
-from isograd.inputs import WrongInputs, outside
-from isograd.mesh import Mesh
 from isograd.nn.parameter import Layer, make
-from isograd.nn.stream import enter
-from isograd.once import once
-from isograd.products import Factors, anchor, taker, wanted
-from isograd.random import Key
+from isograd.nn.split_backward import WeightGradHook, grad_anchor, weight_grad_hook, weight_grad_requested
+from isograd.nn.stream import gather_tokens
 
 IGNORE = -100
 CHUNK = 1024  # tokens: large enough for the matrix products, small beside a long sequence
@@ -50,14 +48,13 @@ class Head(Layer):
         std: float = 0.02,
         tied: nn.Parameter | None = None,
         ignore_index: int = IGNORE,
-        softcap: float | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         """`tied`: the embedding's weight, used here too. `ignore_index`: the label of positions without a target."""
         super().__init__()
-        self.mesh, self.ignore_index, self.softcap = mesh, ignore_index, softcap
-        self.wrong = WrongInputs("labels", vocab, ignore_index)
+        self.mesh, self.ignore_index = mesh, ignore_index
+        self.wrong = IdCheck("labels", vocab, ignore_index)
         self.shard = Shard.even("tp", 0, vocab, mesh.size("tp"))
         self.weight = (
             tied
@@ -73,24 +70,19 @@ class Head(Layer):
         Labels that are neither in the vocabulary nor `ignore_index` make the loss NaN, and an Engine refuses the step.
         """
         self.wrong.find(labels)
-        x = enter(x, self.mesh)
-        return cross_entropy(
-            x, self.weight, labels, self.mesh, ignore_index=self.ignore_index, chunk=chunk, softcap=self.softcap
-        )
+        x = gather_tokens(x, self.mesh)
+        return cross_entropy(x, self.weight, labels, self.mesh, ignore_index=self.ignore_index, chunk=chunk)
 
     def log_probabilities(self, x: Tensor, labels: Tensor, chunk: int | None = CHUNK) -> Tensor:
         """Of each label [T], 0 where `ignore_index` stands; wrong labels are treated as in `forward`."""
         self.wrong.find(labels)
-        x = enter(x, self.mesh)
-        return log_probabilities(
-            x, self.weight, labels, self.mesh, ignore_index=self.ignore_index, chunk=chunk, softcap=self.softcap
-        )
+        x = gather_tokens(x, self.mesh)
+        return log_probabilities(x, self.weight, labels, self.mesh, ignore_index=self.ignore_index, chunk=chunk)
 
     def logits(self, x: Tensor) -> Tensor:
         """Logits of the whole vocabulary [T, vocab], on every tp rank."""
         sizes = [stop - start for start, stop in self.shard.ranges]
-        part = enter(x, self.mesh) @ self.weight.t()
-        part = part if self.softcap is None else self.softcap * (part / self.softcap).tanh()
+        part = gather_tokens(x, self.mesh) @ self.weight.t()
         return ops.gather_for_identical_use(part, self.mesh.group("tp"), -1, sizes)
 
 
@@ -103,32 +95,30 @@ def cross_entropy(
     *,
     ignore_index: int = IGNORE,
     chunk: int | None = CHUNK,
-    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(mean loss, number of labels that count) of x [T, hidden], which has passed `enter`. The mean over no label is 0.
+    """(mean loss, number of labels that count) of x [T, hidden], which has passed `gather_tokens`.
 
+    The mean over no label is 0.
     `weight` holds this rank's rows of the vocabulary.
     A label that is neither in the vocabulary nor `ignore_index` makes the mean and its gradients NaN.
-    Logits exist for `chunk` tokens at a time; None: for all tokens at once. softcap: they are softcap * tanh(logits /
-    softcap).
+    Logits exist for `chunk` tokens at a time; None: for all tokens at once.
     """
     group = mesh.group("tp")
     first, vocab = _cut(weight, mesh)
     chunk = chunk or max(1, len(x))
-    # Where the weight's gradient is wanted as two factors, the gradient of the logits is kept if it is the smaller one.
-    factors = taker(x, weight) if 0 < len(x) <= min(chunk, x.shape[-1]) else None
+    # Where the weight's gradient is delayed, the gradient of the logits is kept if it is the smaller one.
+    hook = weight_grad_hook(x, weight) if 0 < len(x) <= min(chunk, x.shape[-1]) else None
     mean, count = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
-        None if factors is None else anchor(weight),
+        None if hook is None else grad_anchor(weight),
         x,
-        weight if factors is None else weight.detach(),
+        weight if hook is None else weight.detach(),
         labels,
         group,
         first,
         vocab,
         ignore_index,
         chunk,
-        softcap,
-        factors,
+        hook,
     )
     return mean, count
 
@@ -157,12 +147,11 @@ def log_probabilities(
     *,
     ignore_index: int = IGNORE,
     chunk: int | None = CHUNK,
-    softcap: float | None = None,
 ) -> Tensor:
     """The log probability [T] of each label, 0 of one that is `ignore_index`; in fp32 at least. See cross_entropy."""
     first, vocab = _cut(weight, mesh)
     found: Tensor = _LogProbabilities.apply(  # type: ignore[no-untyped-call]
-        x, weight, labels, mesh.group("tp"), first, vocab, ignore_index, chunk or max(1, len(x)), softcap
+        x, weight, labels, mesh.group("tp"), first, vocab, ignore_index, chunk or max(1, len(x))
     )
     return found
 
@@ -173,14 +162,7 @@ def _cut(weight: Tensor, mesh: Mesh) -> tuple[int, int]:
     if contract is not None and contract.shards:
         return contract.local(mesh)[0][0], contract.shape[0]
     if mesh.size("tp") > 1:
-        raise ContractError(
-            "IG303",
-            "it is unknown which tokens this slice of a vocabulary holds",
-            seen=f"a weight {tuple(weight.shape)} that is not declared as cut, under {str(mesh.layout)!r}",
-            expected="declare(weight, mesh, shape=(vocab, hidden), shards=(Shard.even('tp', 0, vocab, tp),))",
-            fix="declare it where it is made; a copy by .clone() or nn.Parameter(weight) has to be declared again",
-            where=mesh.where(),
-        )
+        raise ContractError("IG303", where=mesh.describe_rank(), shape=tuple(weight.shape), layout=str(mesh.layout))
     return 0, len(weight)
 
 
@@ -197,8 +179,7 @@ class _CrossEntropy(torch.autograd.Function):
         vocab: int,
         ignore: int,
         chunk: int,
-        softcap: float | None,
-        factors: Factors | None,
+        hook: WeightGradHook | None,
     ) -> tuple[Tensor, Tensor]:
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
         need_x, need_weight = ctx.needs_input_grad[1:3]
@@ -208,20 +189,20 @@ class _CrossEntropy(torch.autograd.Function):
         total = torch.zeros((), dtype=torch.float64, device=x.device)
         for start in range(0, len(x), chunk):
             part, target = x[start : start + chunk], labels[start : start + chunk]
-            logits, slope = _capped(matmul.multiply(part, weight.t()).to(wide), softcap)
+            logits = (part @ weight.t()).to(wide)
             losses, dlogits = _of_logits(logits, target, group, first, vocab, ignore, need_x or need_weight)
             total += losses.sum(dtype=torch.float64)
             if dlogits is not None:
-                dlogits = (dlogits if slope is None else dlogits.mul_(slope)).to(x.dtype)
+                dlogits = dlogits.to(x.dtype)
                 if dx is not None:
-                    matmul.into(dx[start : start + chunk], dlogits, weight)
+                    torch.mm(dlogits, weight, out=dx[start : start + chunk])
                 if need_weight:
                     dweight = _added(dweight, dlogits.t(), part, wide)
         if need_weight and dweight is None:  # no token
             dweight = torch.zeros_like(weight, dtype=wide)
         count = (labels != ignore).sum()
-        ctx.factors = factors
-        kept = (None, None) if factors is None else (x, dlogits)
+        ctx.hook = hook
+        kept = (None, None) if hook is None else (x, dlogits)
         ctx.save_for_backward(dx, dweight, count, *kept)
         ctx.mark_non_differentiable(count)
         return (total / count.clamp(min=1)).to(wide), count
@@ -237,10 +218,10 @@ class _CrossEntropy(torch.autograd.Function):
             dx = None if dx is None else dx * scale.to(dx.dtype)
             dweight = None if dweight is None else dweight * scale
             dlogits = None if dlogits is None else dlogits * scale.to(dlogits.dtype)
-        if dlogits is not None and wanted(ctx):
-            ctx.factors(x, dlogits)
+        if dlogits is not None and weight_grad_requested(ctx):
+            ctx.hook(x, dlogits)
         dweight = None if dweight is None else dweight.to(dtype)
-        return None, dx, dweight, None, None, None, None, None, None, None, None
+        return None, dx, dweight, None, None, None, None, None, None, None
 
 
 class _CrossEntropyOfLogits(torch.autograd.Function):
@@ -290,53 +271,43 @@ class _LogProbabilities(torch.autograd.Function):
         vocab: int,
         ignore: int,
         chunk: int,
-        softcap: float | None,
     ) -> Tensor:
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
         found, log_sums = x.new_empty(2, len(x), dtype=wide).unbind()
         for start in range(0, len(x), chunk):
             part, target = x[start : start + chunk], labels[start : start + chunk]
             counts, column, here = _columns(target, len(weight), first, ignore)
-            logits, _ = _capped(matmul.multiply(part, weight.t()).to(wide), softcap)
+            logits = (part @ weight.t()).to(wide)
             _, _, (top, denominator, label_logit) = _exponentials(logits, column, here, group)
             log_sum = denominator.log() + top
             log_sums[start : start + chunk] = log_sum
             wrong = outside(target, vocab, ignore)
             found[start : start + chunk] = torch.where(counts, label_logit - log_sum, 0).masked_fill(wrong, torch.nan)
         ctx.save_for_backward(x, weight, labels, log_sums)
-        ctx.cut = first, ignore, chunk, softcap
+        ctx.cut = first, ignore, chunk
         return found
 
     @staticmethod
     @once
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, labels, log_sums = ctx.saved_tensors
-        first, ignore, chunk, softcap = ctx.cut
+        first, ignore, chunk = ctx.cut
         need_x, need_weight = ctx.needs_input_grad[:2]
         dx = torch.empty_like(x) if need_x else None
         dweight = torch.zeros_like(weight, dtype=log_sums.dtype) if need_weight else None
         for start in range(0, len(x), chunk):
             part, seed = x[start : start + chunk], gradient[start : start + chunk]
             counts, column, here = _columns(labels[start : start + chunk], len(weight), first, ignore)
-            logits, slope = _capped(matmul.multiply(part, weight.t()).to(log_sums.dtype), softcap)
+            logits = (part @ weight.t()).to(log_sums.dtype)
             dlogits = logits.sub_(log_sums[start : start + chunk, None]).exp_()  # probabilities
             dlogits *= torch.where(counts, -seed, 0)[:, None]
             dlogits[torch.arange(len(part), device=x.device), column] += torch.where(here, seed, 0)
-            dlogits = (dlogits if slope is None else dlogits.mul_(slope)).to(x.dtype)
+            dlogits = dlogits.to(x.dtype)
             if dx is not None:
-                matmul.into(dx[start : start + chunk], dlogits, weight)
+                torch.mm(dlogits, weight, out=dx[start : start + chunk])
             if dweight is not None:
                 dweight = _added(dweight, dlogits.t(), part, log_sums.dtype)
-        return dx, None if dweight is None else dweight.to(weight.dtype), None, None, None, None, None, None, None
-
-
-def _capped(logits: Tensor, softcap: float | None) -> tuple[Tensor, Tensor | None]:
-    """softcap * tanh(logits / softcap), in the memory of `logits`; and its derivative by them. None: no cap."""
-    if softcap is None:
-        return logits, None
-    bent = logits.div_(softcap).tanh_()
-    slope = 1 - bent.square()
-    return bent.mul_(softcap), slope
+        return dx, None if dweight is None else dweight.to(weight.dtype), None, None, None, None, None, None
 
 
 def _columns(labels: Tensor, mine: int, first: int, ignore: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -347,10 +318,10 @@ def _columns(labels: Tensor, mine: int, first: int, ignore: int) -> tuple[Tensor
 
 
 def _added(total: Tensor | None, a: Tensor, b: Tensor, wide: torch.dtype) -> Tensor:
-    """total + a @ b, without memory for the product where there is a total of the same dtype."""
+    """total + a @ b; where there is a total of the same dtype, the product is added as it is made."""
     if total is None:
-        return matmul.gradient(a, b).to(wide)
-    return matmul.add(total, a, b) if a.dtype == wide else total.add_(a @ b)
+        return (a @ b).to(wide)
+    return total.addmm_(a, b) if a.dtype == wide else total.add_(a @ b)
 
 
 def _exponentials(

@@ -12,12 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from isograd.core.mesh import Mesh
+from isograd.core.rng import Key
 from isograd.errors import ModelError, did_you_mean
-from isograd.mesh import Mesh
-from isograd.nn import passes
 from isograd.nn.linear import ColumnLinear, RowLinear
-from isograd.nn.stream import enter
-from isograd.random import Key
+from isograd.nn.stream import gather_tokens
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -54,13 +53,7 @@ class MLP(nn.Module):
                 expected=", ".join(ACTIVATIONS),
             )
         if inner < mesh.size("tp"):
-            raise ModelError(
-                "IG404",
-                f"{inner} inner features cannot be cut over tp{mesh.size('tp')}",
-                seen=inner,
-                expected=f"at least {mesh.size('tp')}",
-                where=mesh.where(),
-            )
+            raise ModelError("IG404", seen=inner, where=mesh.describe_rank(), inner=inner, tp=mesh.size("tp"))
         self.mesh, self.activation = mesh, ACTIVATIONS[activation]
         self.up = ColumnLinear(hidden, inner, mesh, key=key.fold("up"), std=std, bias=bias, dtype=dtype, device=device)
         self.gate = (
@@ -74,9 +67,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The residual stream in and out: [T, hidden], or this rank's sequence shard."""
-        x = enter(x, self.mesh)
+        x = gather_tokens(x, self.mesh)
         if self.gate is None:
             return self.down(self.activation(self.up(x)))  # type: ignore[no-any-return]
-        gate, up = self.gate(x), self.up(x)
-        inner = passes.gated(gate, up) if self.activation is F.silu else self.activation(gate) * up
-        return self.down(inner)  # type: ignore[no-any-return]
+        return self.down(self.activation(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]

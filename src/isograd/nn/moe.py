@@ -21,32 +21,34 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from isograd.comm import ops, raw
-from isograd.inputs import WrongScores
-from isograd.mesh import Mesh
+from isograd.core.input_checks import ScoreCheck
+from isograd.core.mesh import Mesh
+from isograd.core.rng import Key
+from isograd.core.step_counters import StepCounter
 from isograd.nn import balance, routing
 from isograd.nn.experts import Experts, from_slots, reorder, to_slots
 from isograd.nn.mlp import ACTIVATIONS, MLP
 from isograd.nn.parameter import Layer, make
 from isograd.nn.routing import ExpertOptions, Route, Sent
-from isograd.nn.stream import Stream, stream_owes
-from isograd.random import Key
-from isograd.tallies import Tally
+from isograd.nn.split_backward import linear
+from isograd.nn.stream import Stream, stream_partial_over
 
 
 class Router(Layer):
     """One row of logits per token."""
 
-    def __init__(self, hidden: int, outputs: int, mesh: Mesh, *, key: Key, owes: tuple[str, ...], **made: Any) -> None:
+    def __init__(
+        self, hidden: int, outputs: int, mesh: Mesh, *, key: Key, partial_over: tuple[str, ...], **made: Any
+    ) -> None:
         super().__init__()
-        self.weight = make(mesh, (outputs, hidden), owes=owes, key=key, **made)
+        self.weight = make(mesh, (outputs, hidden), partial_over=partial_over, key=key, **made)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [T, hidden] -> [T, outputs]."""
-        return F.linear(x, self.weight)
+        return linear(x, self.weight)
 
 
 class MoE(nn.Module):
@@ -69,10 +71,10 @@ class MoE(nn.Module):
     ) -> None:
         """`name`: of this layer in the model, for messages."""
         super().__init__()
-        routing.refuse_cut(options, mesh.layout.ep, mesh.where())
+        routing.refuse_cut(options, mesh.layout.ep, mesh.describe_rank())
         self.mesh, self.options = mesh, options
         made: dict[str, Any] = {"std": std, "dtype": dtype, "device": device}
-        self.router = Router(hidden, options.number, mesh, key=key.fold("router"), owes=("tp",), **made)
+        self.router = Router(hidden, options.number, mesh, key=key.fold("router"), partial_over=("tp",), **made)
         self.experts = Experts(
             hidden, options, mesh, key=key.fold("experts"), activation=ACTIVATIONS[activation], gated=gated,
             out_std=out_std or std, **made,
@@ -84,11 +86,11 @@ class MoE(nn.Module):
                 out_std=out_std, **made,
             )  # fmt: skip
         if options.shared_gate:
-            owes = stream_owes(mesh)
-            self.shared_gate = Router(hidden, 1, mesh, key=key.fold("shared gate"), owes=owes, **made)
+            partial_over = stream_partial_over(mesh)
+            self.shared_gate = Router(hidden, 1, mesh, key=key.fold("shared gate"), partial_over=partial_over, **made)
         self.choose = routing.choose  # a rehearsal, which has no scores, states a load in its place
-        self.wrong = WrongScores(name)
-        self.load = Tally(options.number, ahead=options.balance == "batch", use=self._committed)
+        self.wrong = ScoreCheck(name)
+        self.load = StepCounter(options.number, needs_prepass=options.balance == "batch", use=self._committed)
         # Buffers have values from the start: only parameters may be without memory.
         place = mesh.device
         self.choice_bias: Tensor | None
@@ -119,7 +121,7 @@ class MoE(nn.Module):
 
     @ops.uncompiled
     def _routed(self, x: Tensor, stream: Stream) -> tuple[Tensor, Tensor | None]:
-        tp, sp, here = self.mesh.group("tp"), self.mesh.layout.sp, balance.Rows.of(stream, self.mesh)
+        tp, sp, here = self.mesh.group("tp"), self.mesh.layout.sp, balance.RoutedRows.of(stream, self.mesh)
         if not sp:
             x = ops.slice(x, tp, sizes=here.sizes)
         logits = self.router(x)
@@ -137,13 +139,16 @@ class MoE(nn.Module):
         if first:
             counts = route.indices[here.real].flatten().bincount(minlength=self.options.number)
             self.load.add(counts, self.training, y)
-        sums = balance.sums(logits, scores, route, here, self) if self.training and torch.is_grad_enabled() else None
+        sums = None
+        if self.training and torch.is_grad_enabled():
+            of_scope = self.counts_before if self.options.balance == "lagged" else self.load.step_total
+            sums = balance.sums(logits, scores, route, here, self.options, of_scope)
         if not sp:
             y = ops.gather_for_identical_use(y, tp, sizes=here.sizes)
         return y, sums
 
     @torch.no_grad()
-    def _route(self, scores: Tensor, here: balance.Rows) -> Route:
+    def _route(self, scores: Tensor, here: balance.RoutedRows) -> Route:
         """Choose, count, and tell the other ranks of the ep group how many slots come."""
         options, k = self.options, self.options.per_token
         indices = self.choose(scores, options, self.choice_bias)

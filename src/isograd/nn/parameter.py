@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from isograd.contract import Contract, Shard, declare, mark_as, marks_of, remember_start
-from isograd.mesh import DATA, Mesh
-from isograd.random import Key, init_
+from isograd.core.contract import Contract, Shard, declare, metadata_of, set_init_fn, set_metadata
+from isograd.core.mesh import DATA, Mesh
+from isograd.core.rng import Key, init_
 
 
 class Layer(nn.Module):
@@ -23,13 +23,13 @@ class Layer(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
-        return {**state, "_marks": [(name, marks_of(p)) for name, p in self.named_parameters(recurse=False)]}
+        return {**state, "_marks": [(name, metadata_of(p)) for name, p in self.named_parameters(recurse=False)]}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         marks = state.pop("_marks")
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         for name, found in marks:
-            mark_as(self.get_parameter(name), found)
+            set_metadata(self.get_parameter(name), found)
 
 
 def make(
@@ -37,7 +37,7 @@ def make(
     shape: tuple[int, ...],
     *,
     shards: tuple[Shard, ...] = (),
-    owes: tuple[str, ...] = (),
+    partial_over: tuple[str, ...] = (),
     data: str = DATA,
     key: Key | None = None,
     std: float = 0.0,
@@ -54,8 +54,8 @@ def make(
     place = torch.device(device or mesh.device)
     parameter = nn.Parameter(values(box, place))
     if parameter.is_meta:
-        remember_start(parameter, values)
-    return declare(parameter, mesh, shape=shape, shards=shards, owes=owes, data=data)
+        set_init_fn(parameter, values)
+    return declare(parameter, mesh, shape=shape, shards=shards, partial_over=partial_over, data=data)
 
 
 def _values(

@@ -5,11 +5,6 @@ A feature pair turns by position * frequency. A scaling changes the frequencies,
     linear      all frequencies are divided by `factor`
     llama3      low ones are divided by `factor`, high ones stay, those between are interpolated
     yarn        the same with a linear ramp over features; cos and sin are multiplied with an attention factor
-    longrope    each has a divisor of its own: `short`, or `long` for texts longer than those of pretraining; cos and
-                sin are multiplied with an attention factor
-
-Under longrope the length of each text decides, also where several are packed into one sequence: what one text is
-turned by does not depend on the others of its batch, nor on which rank has it.
 """
 
 from __future__ import annotations
@@ -21,19 +16,16 @@ import torch
 from torch import Tensor
 
 from isograd.errors import did_you_mean
-from isograd.nn import passes
 
 NEEDS = {
     "linear": ("factor",),
     "llama3": ("factor", "original_positions", "low_freq", "high_freq"),
     "yarn": ("factor", "original_positions"),
-    "longrope": ("factor", "original_positions", "short", "long"),
 }
 TAKES = {
     "linear": (),
     "llama3": (),
     "yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
-    "longrope": ("attention_factor",),
 }
 
 
@@ -41,7 +33,7 @@ TAKES = {
 class RotaryScaling:
     """How frequencies are scaled. Options that its kind does not have must be left out."""
 
-    kind: str  # "linear" | "llama3" | "yarn" | "longrope"
+    kind: str  # "linear" | "llama3" | "yarn"
     factor: float | None = None
     original_positions: int | None = None  # how many positions pretraining had
     low_freq: float | None = None
@@ -52,15 +44,13 @@ class RotaryScaling:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool | None = None  # None: True
-    short: tuple[float, ...] = ()
-    long: tuple[float, ...] = ()
 
-    def problems(self, dims: int) -> list[str]:
-        """What is wrong with these values for heads of which `dims` features turn."""
+    def problems(self) -> list[str]:
+        """What is wrong with these values."""
         if self.kind not in NEEDS:
             kinds = ", ".join(NEEDS)
             return [f"rope_scaling.kind is one of {kinds}, not {self.kind!r}{did_you_mean(self.kind, NEEDS)}"]
-        needs, given = NEEDS[self.kind], [n for n in self.__dataclass_fields__ if getattr(self, n) not in (None, ())]
+        needs, given = NEEDS[self.kind], [n for n in self.__dataclass_fields__ if getattr(self, n) is not None]
         found = [f"rope_scaling of kind {self.kind} needs {name}" for name in needs if name not in given]
         allowed = ("kind", *needs, *TAKES[self.kind])
         found += [f"rope_scaling of kind {self.kind} has no {name}" for name in given if name not in allowed]
@@ -79,14 +69,6 @@ class RotaryScaling:
                 found.append(f"rope_scaling.{name} must be positive and finite, not {value}")
         if self.low_freq is not None and self.low_freq == self.high_freq:
             found.append(f"rope_scaling.low_freq and high_freq are both {self.low_freq}")
-        if self.kind == "longrope" and self.original_positions == 1:
-            found.append("rope_scaling.original_positions must be more than 1")
-        for name in ("short", "long"):
-            values = getattr(self, name)
-            if values and len(values) != dims // 2:
-                found.append(f"rope_scaling.{name} has {len(values)} divisors, and {dims // 2} pairs of features turn")
-            if not all(value > 0 and math.isfinite(value) for value in values):
-                found.append(f"rope_scaling.{name} must be positive and finite")
         return found
 
 
@@ -98,40 +80,24 @@ class Rotary:
         self.factor = (scaling.factor if scaling is not None else None) or 1.0
         self.original = (scaling.original_positions if scaling is not None else None) or 1
 
-    @property
-    def by_length(self) -> bool:
-        """Whether the angles of a token depend on the length of its text."""
-        return self.scaling is not None and self.scaling.kind == "longrope"
-
-    def table(self, positions: Tensor, dtype: torch.dtype, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """(cos, sin), each [T, 1, dims]. Angles are computed in fp32 in any dtype, as in the published models.
-
-        lengths [T]: of each token's text; needed where angles depend on it.
-        """
-        frequencies = self.frequencies(positions.device)
-        if self.by_length:
-            assert lengths is not None
-            long = self.frequencies(positions.device, long=True)
-            frequencies = torch.where((lengths > self.original)[:, None], long, frequencies)
-        angles = positions.float()[:, None] * frequencies
+    def table(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """(cos, sin), each [T, 1, dims]. Angles are computed in fp32 in any dtype, as in the published models."""
+        angles = positions.float()[:, None] * self.frequencies(positions.device)
         cos, sin = ((half * self.attention_factor).to(dtype) for half in (angles.cos(), angles.sin()))
         return torch.cat((cos, cos), 1)[:, None, :], torch.cat((sin, sin), 1)[:, None, :]
 
     def turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotate x [T, heads, d] by the angles of its tokens' positions."""
         part = x[..., : self.dims]
-        turned = passes.turn(part, cos, sin)
+        turned = apply_rotary(part, cos, sin)
         return turned if self.dims == x.shape[-1] else torch.cat((turned, x[..., self.dims :]), -1)
 
-    def frequencies(self, device: torch.device, long: bool = False) -> Tensor:
-        """[dims / 2], by which a position is multiplied. `long`: of longrope, those of long texts."""
+    def frequencies(self, device: torch.device) -> Tensor:
+        """[dims / 2], by which a position is multiplied."""
         exponent = torch.arange(0, self.dims, 2, dtype=torch.int64, device=device).float() / self.dims
         plain = self.theta**exponent
         if self.scaling is None:
             return 1.0 / plain
-        if self.scaling.kind == "longrope":
-            divisors = self.scaling.long if long else self.scaling.short
-            return 1.0 / (torch.tensor(divisors, dtype=torch.float32, device=device) * plain)
         if self.scaling.kind == "linear":
             return 1.0 / plain / self.factor
         return self._llama3(1.0 / plain) if self.scaling.kind == "llama3" else self._yarn(plain)
@@ -144,8 +110,6 @@ class Rotary:
             return 1.0
         if scaling.attention_factor is not None:
             return scaling.attention_factor
-        if scaling.kind == "longrope":
-            return math.sqrt(1 + math.log(self.factor) / math.log(self.original)) if self.factor > 1 else 1.0
         if scaling.mscale and scaling.mscale_all_dim:
             return _mscale(self.factor, scaling.mscale) / _mscale(self.factor, scaling.mscale_all_dim)
         return _mscale(self.factor, 1.0)
@@ -175,6 +139,12 @@ class Rotary:
     def _feature(self, rotations: float) -> float:
         """The pair of features that turns so often within the positions of pretraining."""
         return self.dims * math.log(self.original / (rotations * 2 * math.pi)) / (2 * math.log(self.theta))
+
+
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the pairs (i, i + d/2) of x [..., d] by angles whose cos and sin are [..., d], both halves alike."""
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat((-second, first), -1) * sin
 
 
 def _mscale(factor: float, mscale: float) -> float:

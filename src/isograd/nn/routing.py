@@ -57,14 +57,7 @@ class ExpertOptions:
             raise ModelError("IG450", "invalid experts: " + "; ".join(problems), fix="fix every point above")
         self._refuse_idle_router()
         if self.capacity_scope != "sequence":
-            raise ModelError(
-                "IG452",
-                f"the capacity of experts per {self.capacity_scope} would change with the layout",
-                seen=f"capacity_scope {self.capacity_scope!r}: which tokens are together in one depends on dp, cp, tp "
-                "and on the micro-batches",
-                expected="'sequence': tokens are dropped among those of their own sequence",
-                fix="leave capacity_scope out; or leave capacity out, and no token is dropped",
-            )
+            raise ModelError("IG452", capacity_scope=self.capacity_scope)
 
     def _mistyped(self) -> list[str]:
         found = []

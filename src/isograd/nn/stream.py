@@ -1,11 +1,12 @@
 """The residual stream between layers, and how it enters and leaves a tensor-parallel region.
 
 Without sequence parallelism every tp rank holds all tokens of the data rank (type I). With it, each holds an equal
-block of rows of the flattened stream (type V). Layers call `enter` and `leave` either way, and the layout decides.
+block of rows of the flattened stream (type V). Layers call `gather_tokens` and `reduce_output` either way, and the
+layout decides.
 
-             without sp                       with sp
-    enter    copy_in     I -> R               all_gather      V -> R
-    leave    all_reduce  P -> I               reduce_scatter  P -> V
+                     without sp                       with sp
+    gather_tokens    copy_in     I -> R               all_gather      V -> R
+    reduce_output    all_reduce  P -> I               reduce_scatter  P -> V
 """
 
 from __future__ import annotations
@@ -15,27 +16,27 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from isograd import random
 from isograd.comm import ops
+from isograd.core import rng
+from isograd.core.mesh import Mesh
 from isograd.errors import ModelError
-from isograd.mesh import Mesh
 from isograd.nn.routing import Remembered
-from isograd.sequence import Places
+from isograd.sequence import TokenLayout
 
 
-def enter(x: Tensor, mesh: Mesh) -> Tensor:
+def gather_tokens(x: Tensor, mesh: Mesh) -> Tensor:
     """The residual stream at the start of a tensor-parallel region: all tokens, on every tp rank."""
     group = mesh.group("tp")
     return ops.all_gather(x, group) if mesh.layout.sp else ops.copy_in(x, group)
 
 
-def leave(x: Tensor, mesh: Mesh) -> Tensor:
+def reduce_output(x: Tensor, mesh: Mesh) -> Tensor:
     """The sum over tp of partial outputs at the end of a region: all tokens, or this rank's sequence shard."""
     group = mesh.group("tp")
     return ops.reduce_scatter(x, group) if mesh.layout.sp else ops.all_reduce(x, group)
 
 
-def stream_owes(mesh: Mesh) -> tuple[str, ...]:
+def stream_partial_over(mesh: Mesh) -> tuple[str, ...]:
     """The axes owed by a replicated parameter on the stream: under sp its gradient is a sum over sequence shards."""
     return ("tp",) if mesh.layout.sp else ()
 
@@ -48,10 +49,9 @@ class Stream:
     length: int
     positions: Tensor  # [batch * length], of all this data rank's tokens; anew in each document
     ids: Tensor | None = None  # [batch * length] global token ids
-    key: random.Key | None = None  # None: no dropout
-    places: Places | None = None  # where the sequences' other tokens are; None: all are here
+    key: rng.Key | None = None  # None: no dropout
+    places: TokenLayout | None = None  # where the sequences' other tokens are; None: all are here
     starts: Tensor | None = None  # [batch, whole length] where each token's document begins; None: one document
-    lengths: Tensor | None = None  # [batch * length] of each token's text; None: nothing depends on it
     remembered: Remembered | None = None  # of one block: what its forward does again when it is run again
 
     def whole_ids(self) -> Tensor | None:
@@ -72,13 +72,8 @@ class Stream:
         if p == 0.0 or self.key is None:
             return x
         if self.ids is None:
-            raise ModelError(
-                "IG401",
-                "dropout needs the global ids of its tokens",
-                seen="samples=None",
-                expected="model(tokens, labels, key=..., samples=ids of the sequences)",
-            )
-        return random.dropout(x, p, self.key.fold(site), self.mine(self.ids, mesh))
+            raise ModelError("IG401", seen="samples=None")
+        return rng.dropout(x, p, self.key.fold(site), self.mine(self.ids, mesh))
 
 
 def token_ids(samples: Tensor, length: int) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as tree
 
 from isograd.comm import raw
-from isograd.mesh import Mesh
+from isograd.core.mesh import Mesh
 
 
 def measure(modules: Sequence[nn.Module], inputs: Any, mesh: Mesh, *, repeats: int = 5) -> list[float]:

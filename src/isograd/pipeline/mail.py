@@ -12,16 +12,17 @@ to produce it has arrived there. So a rank keeps no more sent tensors than the s
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from isograd.comm import raw
 from isograd.comm.raw import Group, Handle
+from isograd.core.mesh import Mesh
 from isograd.errors import PipelineError
-from isograd.mesh import Mesh
 from isograd.pipeline.schedule import Action, Schedule
 
 HEADER = 64  # numbers
@@ -81,35 +82,42 @@ class _Line:
 
 
 @dataclass(frozen=True)
-class Ways:
-    """The connections of a pipeline. On NCCL messages between two ranks are queued one behind the other: two ranks that
-    first send and then receive would wait for each other, so each direction has connections of its own there."""
+class P2PGroups:
+    """The connections of a pipeline: for each pair of neighbours, a group of two ranks in each direction.
 
-    up: Group  # to a rank of a higher place
-    down: Group
+    NCCL runs the messages of a group one after the other, and a message occupies this queue until the other rank has
+    posted it, too. In a group of two ranks and one direction both post the same messages in the same order, so no
+    message waits for an unrelated one. gloo needs no such groups; it has the same ones, so that one path serves both.
+    """
+
+    pipeline: Group  # all ranks of the pipeline: peers are members of it
+    outgoing: Mapping[int, Group]  # by peer
+    incoming: Mapping[int, Group]
 
     @classmethod
-    def of_mesh(cls, mesh: Mesh) -> Ways:
-        """One group for both directions where messages are independent of each other (gloo), else one for each."""
-        both = mesh.group("pp")
-        return cls(mesh.group("pp", "up"), mesh.group("pp", "down")) if raw.native(both) else cls(both, both)
-
-    def of(self, sender: int, receiver: int) -> Group:
-        """What carries a message from one member to another."""
-        return self.up if receiver > sender else self.down
+    def of_mesh(cls, mesh: Mesh) -> P2PGroups:
+        """The groups of this rank. Making one blocks until both ranks make it. All ranks go through the pairs in one
+        order, so they never wait in a circle; the pairs that begin at even ranks are made at the same time."""
+        pipeline, stages = mesh.group("pp"), range(mesh.layout.pp * mesh.layout.vpp)
+        pairs = {tuple(sorted((a % pipeline.size, b % pipeline.size))) for a, b in pairwise(stages)}
+        outgoing, incoming = dict[int, Group](), dict[int, Group]()
+        for low, high in sorted(pairs, key=lambda pair: (pair[1] - pair[0], pair[0] % 2, pair[0])):
+            if pipeline.index in (low, high):
+                peer = low + high - pipeline.index
+                up, down = mesh.pair("pp", peer, "up"), mesh.pair("pp", peer, "down")
+                outgoing[peer], incoming[peer] = (up, down) if peer == high else (down, up)
+        return cls(pipeline, outgoing, incoming)
 
 
 class Mail:
     """The messages of one step."""
 
     def __init__(
-        self, schedule: Schedule, ways: Ways, device: torch.device, known: Known, shapes: Sequence[Hashable]
+        self, schedule: Schedule, groups: P2PGroups, device: torch.device, known: Known, shapes: Sequence[Hashable]
     ) -> None:
-        self.schedule, self.ways, self.device, self.known, self.shapes = schedule, ways, device, known, shapes
-        self.group = group = ways.up
-        self._lines = {
-            rank: _Line(deque(schedule.sent(rank, group.index))) for rank in range(group.size) if rank != group.index
-        }
+        self.schedule, self.groups, self.device, self.known, self.shapes = schedule, groups, device, known, shapes
+        self.group = groups.pipeline
+        self._lines = {peer: _Line(deque(schedule.sent(peer, self.group.index))) for peer in groups.incoming}
         self._returning: dict[tuple[int, int], Form] = {}  # (stage, micro) -> the gradients that will come back for it
         self._places = [{action: place for place, action in enumerate(order)} for order in schedule.orders]
 
@@ -125,7 +133,8 @@ class Mail:
 
     def _send(self, payload: list[Tensor], needing: Action, control: bool = False) -> None:
         peer = self.schedule.rank_of(needing.stage)
-        handle = raw.send_start(payload, self.ways.of(self.group.index, peer), peer, control=control)
+        group = self.groups.outgoing[peer]
+        handle = raw.send_start(payload, group, 1 - group.index, control=control)
         self._lines[peer].sending.append((self._places[peer][needing], handle))
 
     def _introduce(self, action: Action, form: Form, needing: Action) -> None:
@@ -196,15 +205,15 @@ class Mail:
 
     def _post(self, line: _Line) -> None:
         action = line.expected.popleft()
-        peer = self.schedule.rank_of(action.stage)
+        group = self.groups.incoming[self.schedule.rank_of(action.stage)]
         form = self._form(action)
         if form is None:
             header = torch.empty(HEADER, dtype=torch.int64, device=self.device)
-            raw.receive_start([header], self.ways.of(peer, self.group.index), peer, control=True).wait()
+            raw.receive_start([header], group, 1 - group.index, control=True).wait()
             form = Form.read(header.tolist())
             self.known[action.stage, self.shapes[action.micro]] = form
         tensors = form.empty(self.device)
-        handle = raw.receive_start(tensors, self.ways.of(peer, self.group.index), peer)
+        handle = raw.receive_start(tensors, group, 1 - group.index)
         if action.kind == "F":
             for tensor, (_, _, needs) in zip(tensors, form.tensors, strict=True):
                 tensor.requires_grad_(needs)

@@ -1,7 +1,7 @@
-"""Pictures of schedules: which rank does what, when. ASCII for the terminal, SVG for reports and docs.
+"""Pictures of schedules: which rank does what, when. ASCII for the terminal, a file for reports and docs.
 
     print(picture.ascii(build("zb", 4, 2, 8)))                  # as planned: F 1, B 2, I 1, W 1
-    picture.svg(schedule, rows)                                 # as measured: rows[rank] is Pipeline.timeline of each
+    picture.draw(schedule, Path("step.svg"), rows)              # as measured: rows[rank] is Pipeline.timeline of each
 
 A row is a rank of the pp axis. F is a forward, B a backward, I the backward of a stage's input, W that of its weights;
 the number is the micro-batch, and the letter after it, with vpp, the rank's chunk: a is its first stage. No torch here.
@@ -10,15 +10,20 @@ the number is the micro-batch, and the letter after it, with vpp, the rank's chu
 from __future__ import annotations
 
 from collections.abc import Sequence
+from io import BytesIO
+from pathlib import Path
 from statistics import median
 
+from isograd.io import plots
+from isograd.io.plots import Box
 from isograd.pipeline.schedule import COST, Action, Schedule, Timed, idle_share
 
 Rows = Sequence[Sequence[Timed]]
 WORDS = {"F": "forward", "B": "backward", "I": "backward of the input", "W": "backward of the weights"}
-COLORS = {"F": "#9ecae9", "B": "#f2b27e", "I": "#f7d08a", "W": "#a8d8a0"}
-INK = {"F": "#1f5f8b", "B": "#a5561a", "I": "#8a6a10", "W": "#2f7a2a"}  # borders, and later chunks
-LEFT, TOP, HIGH, GAP, WIDE = 48, 54, 30, 8, 1100
+COLORS = {  # of a rank's first chunk, its second, all later ones
+    "F": ("#9ecae9", "#6fa8d0", "#4a86b4"), "B": ("#f2b27e", "#d98d50", "#b96a2c"),
+    "I": ("#f7d08a", "#dcae55", "#b98a2e"), "W": ("#a8d8a0", "#7cb873", "#55964b"),
+}  # fmt: skip
 
 
 def ascii(schedule: Schedule, rows: Rows | None = None, *, width: int | None = None) -> str:
@@ -39,26 +44,28 @@ def ascii(schedule: Schedule, rows: Rows | None = None, *, width: int | None = N
     return "\n\n".join([heading, *parts, legend(schedule)])
 
 
+def draw(schedule: Schedule, to: Path | BytesIO, rows: Rows | None = None) -> bool:
+    """A file by matplotlib, False without it: a box per action, later chunks darker. Into a buffer: SVG."""
+    found = schedule.timed() if rows is None else rows
+    begin, scale = min(row[0].start for row in found), 1.0 if rows is None else 1e3
+    colors = {f"{kind}{n}": COLORS[kind][min(n, 2)] for kind in _kinds(schedule) for n in range(schedule.vpp)}
+    drawn = {
+        _name(rank): [
+            Box((t.start - begin) * scale, (t.end - begin) * scale, f"{t.action.kind}{t.action.stage // schedule.pp}",
+                label(schedule, t.action)) for t in row
+        ] for rank, row in enumerate(found)
+    }  # fmt: skip
+    names = {
+        key: WORDS[key[0]] + (f", chunk {chr(ord('a') + int(key[1:]))}" if schedule.vpp > 1 else "") for key in colors
+    }
+    unit = "forwards" if rows is None else "milliseconds"
+    return plots.timeline(drawn, to, title(schedule, rows), colors, names, unit)
+
+
 def svg(schedule: Schedule, rows: Rows | None = None) -> str:
-    """The text of an SVG file: a box per action, with its full name and time in a tooltip."""
-    drawn = schedule.timed() if rows is None else rows
-    begin, end = min(row[0].start for row in drawn), max(row[-1].end for row in drawn)
-    scale = WIDE / (end - begin)
-    width, height = LEFT + WIDE + 12, TOP + len(drawn) * (HIGH + GAP) + 34
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif">',
-        f'<rect width="{width}" height="{height}" fill="white"/>',
-        f'<text x="{LEFT}" y="20" font-size="15" font-weight="bold">{title(schedule, rows)}</text>',
-        f'<text x="{LEFT}" y="40" font-size="12" fill="#555">{legend(schedule)}</text>',
-    ]
-    for rank, row in enumerate(drawn):
-        y = TOP + rank * (HIGH + GAP)
-        parts.append(f'<text x="8" y="{y + HIGH / 2 + 5:g}" font-size="13">{_name(rank)}</text>')
-        parts.append(f'<rect x="{LEFT}" y="{y}" width="{WIDE}" height="{HIGH}" fill="#f1f1f1"/>')
-        parts += [_box(schedule, timed, LEFT + (timed.start - begin) * scale, y, scale, rows) for timed in row]
-    length = f"{(end - begin) * 1e3:.1f} ms" if rows is not None else f"{end - begin:g} forwards"
-    parts.append(f'<text x="{LEFT + WIDE}" y="{height - 12}" font-size="12" text-anchor="end">{length}</text>')
-    return "\n".join([*parts, "</svg>", ""])
+    """The picture as text; empty without matplotlib."""
+    buffer = BytesIO()
+    return buffer.getvalue().decode() if draw(schedule, buffer, rows) else ""
 
 
 def title(schedule: Schedule, rows: Rows | None = None) -> str:
@@ -101,20 +108,3 @@ def _line(schedule: Schedule, row: Sequence[Timed], begin: float, scale: float) 
         room = max(stop - len(line), 1)  # an action too short for a column is drawn as one column
         line += label(schedule, timed.action)[: max(room - 1, 1)].ljust(room - 1, "-").ljust(room)
     return line
-
-
-def _box(schedule: Schedule, timed: Timed, x: float, y: float, scale: float, rows: Rows | None) -> str:
-    action, wide = timed.action, (timed.end - timed.start) * scale
-    chunk, text = action.stage // schedule.pp, label(schedule, action)
-    took = f"{(timed.end - timed.start) * 1e3:.2f} ms" if rows is not None else f"{timed.end - timed.start:g}"
-    tip = f"{WORDS[action.kind]} of stage {action.stage}, micro-batch {action.micro}: {took}"
-    # Later chunks are darker: the border's colour shows through.
-    shade = f'<rect x="{x:.2f}" y="{y}" width="{wide:.2f}" height="{HIGH}" fill="{INK[action.kind]}"/>'
-    opacity = max(0.35, 1.0 - 0.3 * chunk)
-    face = (
-        f'<rect x="{x:.2f}" y="{y}" width="{wide:.2f}" height="{HIGH}" fill="{COLORS[action.kind]}" '
-        f'fill-opacity="{opacity:g}" stroke="{INK[action.kind]}" stroke-width="0.7"/>'
-    )
-    words = f'<text x="{x + wide / 2:.2f}" y="{y + HIGH / 2 + 4:g}" font-size="10" text-anchor="middle">{text}</text>'
-    fits = wide >= 6 * len(text) + 2
-    return f"<g><title>{tip}</title>{shade if chunk else ''}{face}{words if fits else ''}</g>"

@@ -13,17 +13,17 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as tree
 
 from isograd.comm import raw
 from isograd.comm.fingerprint import fingerprint, ranks_unlike
-from isograd.errors import PipelineError
-from isograd.mesh import Mesh
-from isograd.pipeline.mail import Known, Mail, Ways
+from isograd.core.loss_terms import Terms
+from isograd.core.mesh import Mesh
+from isograd.errors import CommError, PipelineError, headline
+from isograd.nn.split_backward import SplitBackward, split_linears
+from isograd.pipeline.mail import Known, Mail, P2PGroups
 from isograd.pipeline.schedule import Action, Schedule, Timed, build
-from isograd.products import Behind, Deferred, Products
-from isograd.terms import Terms
 
 T = TypeVar("T")
 Passed = Tensor | tuple[Tensor, ...]
@@ -34,33 +34,25 @@ Result = tuple[Tensor, Tensor | float] | Terms
 
 
 class Autograd(Protocol):
-    """The ledger of the step. `last`: no later run of this backward reaches the same parameters."""
+    """The state of the step. `last`: no later run of this backward reaches the same parameters."""
 
     def run_backward(self, roots: Sequence[Tensor], seeds: Sequence[Tensor], *, last: bool) -> None:
         """Backward from what a stage passed on, with the gradients of these roots."""
         ...
 
-    def takes_products(self, parameter: Tensor) -> bool:
-        """Whether a gradient of this parameter may come by one of the next two ways, past autograd."""
+    def accepts_split_grads(self, parameter: Tensor) -> bool:
+        """Whether a gradient of this parameter may come after its micro-batch's backward."""
         ...
 
-    def delays(self, parameter: Tensor) -> bool:
-        """Whether a gradient of this parameter may come by `of_product` after its micro-batch's backward."""
+    def accumulate_weight_grad(self, parameter: Tensor, gradient: Tensor, *, last: bool) -> None:
+        """That gradient."""
         ...
 
-    def of_product(self, parameter: Tensor, a: Tensor, b: Tensor, *, last: bool = False) -> None:
-        """The gradient a @ b of a weight."""
-        ...
-
-    def of_rows(self, parameter: Tensor, rows: Tensor, values: Tensor) -> None:
-        """What is to be added to these rows of the gradient of a lookup's weight."""
-        ...
-
-    def of_loss(self, loss: Tensor, weight: Tensor | float, *, last: bool) -> bool:
+    def backward_loss(self, loss: Tensor, weight: Tensor | float, *, last: bool) -> bool:
         """Backward from a micro-batch's loss on the last stage. False: nothing of it counts."""
         ...
 
-    def of_terms(self, terms: Terms, *, last: bool) -> bool:
+    def backward_terms(self, terms: Terms, *, last: bool) -> bool:
         """The same of the terms of its loss."""
         ...
 
@@ -77,14 +69,14 @@ class _Held:
     outputs: list[Tensor]
     loss: Result | None  # of the last stage
     terms: Terms | None  # of another stage, which seeds them: no value of a term is passed on
-    products: Products | None
+    split: SplitBackward | None
 
     def drop(self) -> None:
         """Gradients that its backward has made count for nothing, here and on earlier stages."""
         for tensor in self.inputs:
             tensor.grad = None
-        if isinstance(self.products, Deferred):
-            self.products.forget()
+        if self.split is not None:
+            self.split.discard()
 
 
 class Pipeline:
@@ -92,17 +84,16 @@ class Pipeline:
 
     def __init__(
         self,
+        model: nn.Module,
         chunks: Mapping[int, Chunk],
         mesh: Mesh,
         refuse: Callable[[Any], None] = lambda micro: None,
-        *,
-        products: bool = False,
     ) -> None:
-        """`refuse` raises for a micro-batch that some stage cannot run; all ranks of a column ask before any runs.
-        products: gradients of weights may be handed out as products (isograd/products.py)."""
-        self.products = products
+        """chunks: the stages of this rank, which are parts of `model`.
+        `refuse` raises for a micro-batch that some stage cannot run; all ranks of a column ask before any runs."""
+        self.model = model
         self.chunks, self.mesh, self.layout, self._refuse = chunks, mesh, mesh.layout, refuse
-        self.group, self.ways = mesh.group("pp"), Ways.of_mesh(mesh)
+        self.group, self.p2p = mesh.group("pp"), P2PGroups.of_mesh(mesh)
         self.last = self.layout.pp * self.layout.vpp - 1
         self.timeline: list[Timed] = []  # of the latest step, without the time spent waiting for others
         self._known: Known = {}
@@ -111,7 +102,8 @@ class Pipeline:
     def train(self, micros: Sequence[Any], autograd: Autograd) -> None:
         """Forward and backward of every micro-batch, which `refuse` has passed."""
         schedule = build(self.layout.schedule, self.layout.pp, self.layout.vpp, len(micros))
-        self._run(_Step(self, schedule, micros, self._known, autograd))
+        with split_linears(self.model) if schedule.name == "zb" else nullcontext():
+            self._run(_Step(self, schedule, micros, self._known, autograd))
 
     def evaluate(self, micros: Sequence[Any]) -> list[Result]:
         """Forwards only, under no_grad: the (loss, weight) or the terms that stages of this rank returned."""
@@ -127,10 +119,10 @@ class Pipeline:
     def _run(self, step: _Step) -> list[Result]:
         try:
             step.run()
-        except Exception:
+        except BaseException as error:
             # Neighbours wait for a message that will not come. Leaving closes the connections, which tells them.
             step.mail.drop()
-            raw.leave()
+            raw.leave(f"its pipeline failed: {headline(error)}")
             raise
         self.timeline = step.timeline
         return step.losses
@@ -147,14 +139,7 @@ class Pipeline:
             self._compared = True
         unlike = ranks_unlike(torch.cat((shapes, whole[None])), self.group)
         if unlike:
-            raise PipelineError(
-                "IG804",
-                "pipeline ranks were given different batches",
-                seen=f"{len(micros)} micro-batches here, unlike those of ranks {unlike} in number, shape or contents",
-                expected="the same micro-batches on every rank of the pp axis",
-                fix="index the data by mesh.index('dp'), not by the global rank",
-                where=self.mesh.where(),
-            )
+            raise PipelineError("IG804", where=self.mesh.describe_rank(), count=len(micros), unlike=unlike)
         for micro in micros:
             self._refuse(micro)
 
@@ -173,7 +158,7 @@ class _Step:
         self.pipeline, self.schedule, self.micros, self._autograd = pipeline, schedule, micros, autograd
         self.order = schedule.orders[pipeline.group.index]
         shapes = [shapes_of(micro) for micro in micros]
-        self.mail = Mail(schedule, pipeline.ways, pipeline.mesh.device, known, shapes)
+        self.mail = Mail(schedule, pipeline.p2p, pipeline.mesh.device, known, shapes)
         self.held: dict[tuple[int, int], _Held] = {}
         self.losses: list[Result] = []
         self.timeline: list[Timed] = []
@@ -200,50 +185,40 @@ class _Step:
 
     def _forward(self, action: Action, inputs: list[Tensor]) -> None:
         micro = self.micros[action.micro]
-        products = self._products(action)
-        with products or nullcontext():
+        split = self._split_backward()
+        with split or nullcontext():
             result = self.pipeline.chunks[action.stage](_unpacked(inputs), micro)
         if action.stage == self.pipeline.last:
             loss: Result = result if isinstance(result, Terms) else _pair(result)
             if self._autograd is None:
                 self.losses.append(loss)
             else:
-                self.held[action[1:]] = _Held(inputs, [], loss, None, products)
+                self.held[action[1:]] = _Held(inputs, [], loss, None, split)
             return
         result, terms = _without_terms(result)
         outputs = _checked(result, action.stage, self.pipeline.mesh)
         _in_doubt(lambda: self.mail.send(action, outputs), self.pipeline.mesh)
         if self._autograd is not None:
-            self.held[action[1:]] = _Held(inputs, outputs, None, terms, products)
+            self.held[action[1:]] = _Held(inputs, outputs, None, terms, split)
         elif terms is not None:
             self.losses.append(terms)
 
-    def _products(self, forward: Action) -> Products | None:
-        """How gradients of weights come past autograd. Those of a stage's last micro-batch come by autograd's hooks,
-        which know when the last use of a weight is over, so that buckets leave during that backward."""
-        ledger, zb = self._autograd, self.schedule.name == "zb"
-        if ledger is None:
+    def _split_backward(self) -> SplitBackward | None:
+        """What delays the weight gradients of a micro-batch, under the zero-bubble schedule."""
+        if self._autograd is None or self.schedule.name != "zb":
             return None
-        last = forward.micro == self.final["I" if zb else "B", forward.stage].micro
-        at_once = self.pipeline.products and not last
-        if zb:
-            return Deferred(ledger.delays, ledger.of_rows if at_once else None)
-        # On the CPU only: factors of a micro-batch take memory, and on a GPU a loss of weight 0 is not looked at before
-        # its gradients are made (Ledger.of_loss).
-        waited_for = forward.stage > 0 and self.pipeline.mesh.device.type == "cpu"
-        kind = Behind if waited_for else Products
-        return kind(ledger.of_product, ledger.of_rows, ledger.takes_products) if at_once else None
+        return SplitBackward(self.pipeline.model.parameters(), self._autograd.accepts_split_grads)
 
     def _backward(self, action: Action, gradients: list[Tensor]) -> None:
         assert self._autograd is not None
         held = self.held[action[1:]]
         last = self.final[action.kind, action.stage] is action
-        with held.products or nullcontext():
+        with held.split or nullcontext():
             if held.loss is not None:
                 if isinstance(held.loss, Terms):
-                    counts = self._autograd.of_terms(held.loss, last=last)
+                    counts = self._autograd.backward_terms(held.loss, last=last)
                 else:
-                    counts = self._autograd.of_loss(*held.loss, last=last)
+                    counts = self._autograd.backward_loss(*held.loss, last=last)
                 if not counts:  # it ran for the other ranks' sake, and may have made NaN
                     held.drop()
             else:
@@ -255,35 +230,25 @@ class _Step:
         if action.stage:
             back = [torch.zeros_like(t) if t.grad is None else t.grad for t in held.inputs if t.requires_grad]
             _in_doubt(lambda: self.mail.send(action, back), self.pipeline.mesh)
-        held.inputs, held.outputs = [], []  # products need what was noted, and no graph
+        held.inputs, held.outputs = [], []  # the weights' gradients need no graph
         held.loss = held.terms = None
         if action.kind == "B":
             del self.held[action[1:]]
-            self._add_products(held, last=last)
 
     def _weights(self, action: Action, _: list[Tensor]) -> None:
-        self._add_products(self.held.pop(action[1:]), last=self.final["W", action.stage] is action)
-
-    def _add_products(self, held: _Held, *, last: bool) -> None:
+        split, last = self.held.pop(action[1:]).split, self.final["W", action.stage] is action
+        assert split is not None
         assert self._autograd is not None
-        if isinstance(held.products, Deferred):
-            for weight, dy, x in held.products.products():
-                self._autograd.of_product(weight, dy, x, last=last)
+        for weight, gradient in split.weight_grads():
+            self._autograd.accumulate_weight_grad(weight, gradient, last=last)
 
 
 def _in_doubt(wait: Callable[[], T], mesh: Mesh) -> T:
-    """Waiting for others ends in a RuntimeError of the transport when one of them has gone."""
+    """Waiting for others ends in an error that names the one that has gone."""
     try:
         return wait()
-    except RuntimeError as error:
-        raise PipelineError(
-            "IG805",
-            "another stage of the pipeline ended in the middle of a step",
-            seen=str(error).splitlines()[0][:200],
-            expected="every stage to reach the end of the schedule",
-            fix="look at the first error among the ranks: this one only waited for it",
-            where=mesh.where(),
-        ) from error
+    except CommError as error:
+        raise PipelineError("IG805", seen=error.seen or headline(error), where=mesh.describe_rank()) from error
 
 
 def shapes_of(micro: Any) -> tuple[tuple[int, ...], ...]:
@@ -310,11 +275,5 @@ def _without_terms(result: Any) -> tuple[Any, Terms | None]:
 def _checked(result: Any, stage: int, mesh: Mesh) -> list[Tensor]:
     outputs = [result] if isinstance(result, Tensor) else list(result) if isinstance(result, tuple) else []
     if not outputs or not all(isinstance(t, Tensor) for t in outputs):
-        raise PipelineError(
-            "IG801",
-            f"stage {stage} must pass on a tensor or a tuple of tensors",
-            seen=type(result).__name__,
-            expected="what the next stage takes; only the last stage returns (loss, weight)",
-            where=mesh.where(),
-        )
+        raise PipelineError("IG801", seen=type(result).__name__, where=mesh.describe_rank(), stage=stage)
     return outputs

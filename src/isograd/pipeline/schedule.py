@@ -150,12 +150,7 @@ def check(schedule: Schedule) -> None:
         ]  # fmt: skip
         problems += [f"deadlock: {', '.join(stuck)}"] if stuck else []
     if problems:
-        raise PipelineError(
-            "IG800",
-            f"the schedule {schedule.name!r} cannot run",
-            seen="; ".join(problems[:4]),
-            expected="F, then B or I and W, once for each stage and micro-batch, in an order without a deadlock",
-        )
+        raise PipelineError("IG800", seen="; ".join(problems[:4]), name=schedule.name)
 
 
 @lru_cache(maxsize=64)

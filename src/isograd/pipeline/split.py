@@ -22,13 +22,7 @@ def balanced(
     """
     count = len(layers)
     if stages > count:
-        raise PipelineError(
-            "IG806",
-            f"{count} layers cannot be cut into {stages} pipeline stages",
-            seen=f"{stages} stages (pp x vpp), {count} layers",
-            expected="at least one layer for each stage",
-            fix=f"use a pp x vpp of at most {count}, or give split= with zeros for stages of embedding or head alone",
-        )
+        raise PipelineError("IG806", seen=f"{stages} stages (pp x vpp), {count} layers", count=count, stages=stages)
     before = [0.0]
     for cost in layers:
         before.append(before[-1] + cost)
@@ -75,10 +69,7 @@ def ranges(split: Sequence[int], stages: int, layers: int) -> tuple[range, ...]:
     inner = split[1:-1]
     if len(split) != stages or sum(split) != layers or min(split) < 0 or 0 in inner:
         raise PipelineError(
-            "IG807",
-            "this split does not fit the model and the layout",
-            seen=f"{tuple(split)}: {sum(split)} layers on {len(split)} stages",
-            expected=f"{layers} layers on {stages} stages (pp x vpp); only the first and the last stage may be empty",
+            "IG807", seen=f"{tuple(split)}: {sum(split)} layers on {len(split)} stages", layers=layers, stages=stages
         )
     starts = [sum(split[:i]) for i in range(stages + 1)]
     return tuple(range(a, b) for a, b in pairwise(starts))

@@ -20,11 +20,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from isograd.contract import declare
+from isograd.core.contract import declare
+from isograd.core.loss_terms import Terms
+from isograd.core.mesh import Mesh
 from isograd.errors import PipelineError
-from isograd.mesh import Mesh
 from isograd.pipeline.split import balanced, ranges
-from isograd.terms import Terms
 
 Make = Callable[[], nn.Module]
 Loss = Callable[[Any, Any], tuple[Tensor, Tensor | float] | Terms]
@@ -94,7 +94,7 @@ class Stages(nn.Module):
                 setattr(made[_number(use)].get_submodule(owner), leaf, parameter)
             if len(users) > 1:
                 debt = (f"pp:{'+'.join(map(str, users))}",)
-                declare(parameter, self.mesh, shape=tuple(parameter.shape), owes=debt)
+                declare(parameter, self.mesh, shape=tuple(parameter.shape), partial_over=debt)
             if rank_of[_number(name)] != place:
                 _hold(self.kept, name, parameter)
 
@@ -116,13 +116,8 @@ class Stages(nn.Module):
     def forward(self, *args: Any, stage: int | None = None, passed: Any = None, **kwargs: Any) -> Any:
         """The whole model on one rank, which returns (mean, weight); or one stage of it, when a pipeline calls it."""
         if stage is None and len(self.parts) > 1:
-            raise PipelineError(
-                "IG808",
-                "a model cut into stages cannot be called: its stages run in the order of a schedule",
-                seen=f"a forward under {str(self.mesh.layout)!r}",
-                expected="engine.train_step(batch, micro_batches=k), or engine.evaluate",
-                where=self.mesh.where(),
-            )
+            layout = str(self.mesh.layout)
+            raise PipelineError("IG808", where=self.mesh.describe_rank(), layout=layout, batch="batch")
         return self._piece(stage or 0, passed, kwargs or args)
 
 

@@ -1,1 +1,1 @@
-"""What a run will do, found by running its program on imagined ranks."""
+"""What a run will do, found by running its program on simulated ranks."""

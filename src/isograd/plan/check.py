@@ -1,10 +1,10 @@
 """Whether records of ranks fit together: every check is made from what was recorded, and compared with contracts.
 
-messages    what one rank sends to another is what that one receives from it, in the same order, in the same call
-waits       no ranks wait for each other in a circle, when each does what its record says in that order
-debts       every gradient goes to each owner of its rows once, and is summed once over each group that it owes
-norm        each element of a gradient is counted on the rank that stands for its replicas
-checkpoint  each element of what a checkpoint holds is written by one rank (plan/saved.py)
+messages    what one rank sends to another is what that one receives from it, in the same order, in the same call waits
+no ranks wait for each other in a circle, when each does what its record says in that order reductions  every gradient
+goes to each owner of its rows once, and is summed once over each group that its contract names norm        each element
+of a gradient is counted on the rank that stands for its replicas checkpoint  each element of what a checkpoint holds is
+written by one rank (plan/saved.py)
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from isograd.comm.record import Entry, Message
-from isograd.layout import Layout
-from isograd.plan.rehearse import Rank
+from isograd.core.layout import Layout
+from isograd.plan.rehearse import RehearsedRank
 from isograd.plan.saved import holes
 
 GRADIENTS = "gradients"  # the purpose of the connections on which gradients go to the owners of their rows
 
 
 @dataclass(frozen=True)
-class Finding:
+class Mismatch:
     """Something that does not fit, named."""
 
-    kind: str  # "messages", "waits", "debts", "norm" or "checkpoint"
+    kind: str  # "messages", "waits", "reductions", "norm" or "checkpoint"
     what: str
 
 
@@ -33,16 +33,16 @@ Stream = tuple[str, str, int, int, int]  # axes, purpose, tag; the sender and th
 Sent = tuple[Message, Entry, int]  # with the place of the entry
 
 
-def check(ranks: Sequence[Rank], layout: Layout) -> list[Finding]:
+def check(ranks: Sequence[RehearsedRank], layout: Layout) -> list[Mismatch]:
     """What does not fit together in the records of these ranks; the first finding of each pair of ranks."""
     sent, received = _streams(ranks)
-    found = [*_messages(sent, received), *(f for rank in ranks for f in (*_debts(rank), *_norm(rank)))]
-    found += [Finding("checkpoint", what) for what in holes({rank.rank: rank.saves for rank in ranks}, layout)]
+    found = [*_messages(sent, received), *(f for rank in ranks for f in (*_reductions(rank), *_norm(rank)))]
+    found += [Mismatch("checkpoint", what) for what in holes({rank.rank: rank.saves for rank in ranks}, layout)]
     return found or list(_waits(ranks, sent, received))
 
 
-def _streams(ranks: Sequence[Rank]) -> tuple[dict[Stream, list[Sent]], dict[Stream, list[Sent]]]:
-    """The messages between the ranks that were imagined, in the order in which each end asks for them."""
+def _streams(ranks: Sequence[RehearsedRank]) -> tuple[dict[Stream, list[Sent]], dict[Stream, list[Sent]]]:
+    """The messages between the ranks that were simulated, in the order in which each end asks for them."""
     sent: dict[Stream, list[Sent]] = {}
     received: dict[Stream, list[Sent]] = {}
     known = [rank.rank for rank in ranks]
@@ -62,7 +62,7 @@ def _streams(ranks: Sequence[Rank]) -> tuple[dict[Stream, list[Sent]], dict[Stre
     return sent, received
 
 
-def _messages(sent: dict[Stream, list[Sent]], received: dict[Stream, list[Sent]]) -> Iterator[Finding]:
+def _messages(sent: dict[Stream, list[Sent]], received: dict[Stream, list[Sent]]) -> Iterator[Mismatch]:
     told = set()
     for stream in dict.fromkeys([*sent, *received]):
         axes, _, _, source, target = stream
@@ -74,7 +74,7 @@ def _messages(sent: dict[Stream, list[Sent]], received: dict[Stream, list[Sent]]
             if (source, target) not in told:
                 told.add((source, target))
                 what = f"message {number} over {axes!r} from rank {source} to rank {target}: "
-                yield Finding("messages", what + f"sent is {_said(a)}; received is {_said(b)}")
+                yield Mismatch("messages", what + f"sent is {_said(a)}; received is {_said(b)}")
             break
 
 
@@ -91,9 +91,9 @@ def _said(one: Sent | None) -> str:
     return f"{numel} elements of {str(dtype)[6:]} by {entry.operation} in {entry.site}"
 
 
-def _debts(rank: Rank) -> Iterator[Finding]:
-    away: dict[str, Counter[int]] = {name: Counter() for name in rank.debts}  # elements, by the rank they go to
-    sums: dict[str, Counter[tuple[int, ...]]] = {name: Counter() for name in rank.debts}
+def _reductions(rank: RehearsedRank) -> Iterator[Mismatch]:
+    away: dict[str, Counter[int]] = {name: Counter() for name in rank.expected}  # elements, by the rank they go to
+    sums: dict[str, Counter[tuple[int, ...]]] = {name: Counter() for name in rank.expected}
     scattered: set[str] = set()  # by the first half of a large sum, whose second half sends what this rank has added up
     for entry in rank.entries:
         if entry.control:
@@ -112,17 +112,18 @@ def _debts(rank: Rank) -> Iterator[Finding]:
         scattered = here if entry.operation.endswith("reduce_scatter") else set()
         for name in here:
             sums[name][entry.ranks] += 1
-    for name, debt in rank.debts.items():
-        wrong = sorted(set(away[name]) - set(debt.data))
-        total, due = sum(away[name].values()), debt.elements - debt.own
+    for name, expected in rank.expected.items():
+        wrong = sorted(set(away[name]) - set(expected.data))
+        total, due = sum(away[name].values()), expected.elements - expected.own
         if wrong or total != due:
             what = f"goes to ranks {wrong[:8]}, which hold no copy" if wrong else _times(total, due)
-            yield Finding("debts", f"rank {rank.rank}: the gradient of {name!r} {what} over the data axes")
-        beyond = debt.beyond if debt.own else ()  # a rank that owns no row has nothing to sum
+            yield Mismatch("reductions", f"rank {rank.rank}: the gradient of {name!r} {what} over the data axes")
+        beyond = expected.beyond if expected.own else ()  # a rank that owns no row has nothing to sum
         if sums[name] != Counter(beyond):
             seen = ", ".join(f"{n} times over ranks {_short(g)}" for g, n in sums[name].items()) or "over no group"
-            owed = ", ".join(f"once over {_short(g)}" for g in beyond) or "over none"
-            yield Finding("debts", f"rank {rank.rank}: the gradient of {name!r} is summed {seen}; it owes {owed}")
+            right = ", ".join(f"once over {_short(g)}" for g in beyond) or "over none"
+            found = f"is summed {seen}; its contract says {right}"
+            yield Mismatch("reductions", f"rank {rank.rank}: the gradient of {name!r} {found}")
 
 
 def _times(total: int, due: int) -> str:
@@ -135,16 +136,16 @@ def _short(group: Sequence[int]) -> str:
     return str(list(group)) if len(group) <= 6 else f"[{group[0]}, {group[1]}, ... {group[-1]}]"
 
 
-def _norm(rank: Rank) -> Iterator[Finding]:
-    for name, debt in rank.debts.items():
-        due, seen = debt.own if debt.counted else 0, rank.normed.get(name, 0)
+def _norm(rank: RehearsedRank) -> Iterator[Mismatch]:
+    for name, expected in rank.expected.items():
+        due, seen = expected.own if expected.counted else 0, rank.normed.get(name, 0)
         if due != seen:
-            yield Finding("norm", f"rank {rank.rank}: of {name!r} {seen} elements are in the norm, {due} should be")
+            yield Mismatch("norm", f"rank {rank.rank}: of {name!r} {seen} elements are in the norm, {due} should be")
 
 
 def _waits(
-    ranks: Sequence[Rank], sent: dict[Stream, list[Sent]], received: dict[Stream, list[Sent]]
-) -> Iterator[Finding]:
+    ranks: Sequence[RehearsedRank], sent: dict[Stream, list[Sent]], received: dict[Stream, list[Sent]]
+) -> Iterator[Mismatch]:
     """Each rank does what its record says, in that order. A message is there when both ends have asked for it."""
     other: dict[tuple[int, int], set[tuple[int, int]]] = {}  # (rank, entry) -> entries of others it meets
     for stream, out in sent.items():
@@ -170,4 +171,4 @@ def _waits(
         if at[rank.rank] < len(rank.events):
             place = rank.events[at[rank.rank]][1]
             missing = sorted({r for r, _ in other[rank.rank, place] - started})
-            yield Finding("waits", f"rank {rank.rank} waits for ranks {missing} in {rank.entries[place]}, forever")
+            yield Mismatch("waits", f"rank {rank.rank} waits for ranks {missing} in {rank.entries[place]}, forever")

@@ -12,14 +12,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from isograd.layout import Layout
-from isograd.plan import moves
+from isograd.core.layout import Layout
+from isograd.plan import comm_volume
+from isograd.plan.comm_volume import Transfer
 from isograd.plan.kernels import BLOCK, attention_share, product_share
 from isograd.plan.machine import Machine
-from isograd.plan.moves import Move
-from isograd.plan.work import Kind, Work, held, of_block
+from isograd.plan.work import BlockKind, Work, of_block, params_on_rank
 from isograd.sequence import band
-from isograd.sequence.places import sights, spread
+from isograd.sequence.token_layout import block_masks, lay_out_tokens
 
 _PART = {"dp cp": "dp", "edp": "dp"}  # of a step: the others are called as their axis
 OPERATORS = (
@@ -29,9 +29,8 @@ ROUTING = 80  # in a block with experts, without their products
 SENDING = 3  # for each message: its parts are put together, sent, and awaited
 SCORES = {"F": 5, "B": 8}  # how often attention that is not fused reads or writes a matrix of scores
 # isograd's attention by blocks, where no kernel fits: how often it reads or writes a block's scores, which are wide,
-# and how many operators it starts for one; and both once more for a cap on scores.
+# and how many operators it starts for one.
 WIDE_SCORES, WIDE_STARTS = {"F": 10, "B": 18}, {"F": 25, "B": 30}
-CAP_SCORES, CAP_STARTS = {"F": 10, "B": 11}, {"F": 5, "B": 6}
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ class Costs:
         plain = self.work.dtype
         return (
             self.machine.peak(dtype) * rates.matmul[dtype],
-            self.machine.peak(plain) * rates.attention * self.work.habits.attention,
+            self.machine.peak(plain) * rates.attention * self.work.profile.attention,
             self.machine.memory_gb_s * 1e9 * rates.memory,
         )
 
@@ -86,9 +85,9 @@ class Costs:
 
     def elements(self, bytes: float, operators: int = 1) -> float:
         """Seconds of operations on elements that must read and write so many bytes."""
-        return bytes * self.work.habits.passes / self._peaks[2] + operators * self.machine.rates.operator_us * 1e-6
+        return bytes * self.work.profile.passes / self._peaks[2] + operators * self.machine.rates.operator_us * 1e-6
 
-    def block(self, kind: Kind) -> dict[str, float]:
+    def block(self, kind: BlockKind) -> dict[str, float]:
         """Compute of one block for one micro-batch: F, B, and the part of F that recomputing repeats, R."""
         work, layout, c = self.work, self.layout, self.work.model
         tokens, d, size = work.tokens(layout), work.head_dim, work.size
@@ -117,12 +116,11 @@ class Costs:
         matrices = sum(count * self.product(*sizes) for count, *sizes in products)
         attention = self._attention(tokens, heads, kind.window)
         around = 2 * tokens * (heads + kv) * d * size  # rotary positions, or the bias of queries and keys
-        norms = 4 if c.norms == "both" else 2
-        between = self.elements(2 * (norms + 3) * stream + around + inside, 16)  # norms read and write, sums read two
+        between = self.elements(2 * 5 * stream + around + inside, 16)  # norms read and write, sums read two
         backward = 2 * matrices + attention["B"] + 2 * between
         again = {"none": 0.0, "selective": attention["F"], "full": matrices + attention["F"] + between}
-        if work.recompute == "selective" and work.habits.fused_attention:
-            again["selective"] = work.habits.selective * matrices + between  # fused attention keeps no scores
+        if work.recompute == "selective" and work.profile.fused_attention:
+            again["selective"] = work.profile.selective * matrices + between  # fused attention keeps no scores
         return {"F": matrices + attention["F"] + between, "B": backward, "R": again[work.recompute]}
 
     def _attention(self, tokens: float, heads: float, window: int | None) -> dict[str, float]:
@@ -132,7 +130,7 @@ class Costs:
         keys = work.length
         flops = 4 * tokens * keys * heads * work.head_dim
         rate, start = self._peaks[1], self.machine.rates.operator_us * 1e-6
-        if work.habits.fused_attention:
+        if work.profile.fused_attention:
             if self._blocks_of(window):
                 return {way: self._by_blocks(tokens, heads, window, way) for way in ("F", "B")}
             share = 1.0 if work.masked else 0.5 / attention_share(keys / layout.ring)
@@ -153,8 +151,7 @@ class Costs:
         """How many blocks of queries and keys isograd's own attention computes one after the other, of a batch's row;
         0: a kernel does all of it. Rings on a CPU have a kernel for each of their blocks."""
         work, layout = self.work, self.layout
-        capped = work.model.attention_softcap is not None
-        if work.habits.fused_blocks or not (window is not None or capped or (layout.ring > 1 and self.machine.units)):
+        if work.profile.fused_blocks or not (window is not None or (layout.ring > 1 and self.machine.units)):
             return 0
         return blocks_and_pairs(work.length, layout.ulysses, layout.ring, window)[0]
 
@@ -164,21 +161,19 @@ class Costs:
         blocks, seen = blocks_and_pairs(work.length, layout.ulysses, layout.ring, window)
         pairs = tokens / (work.length / layout.cp) * heads / layout.ulysses * seen
         flops = 4 * pairs * work.head_dim * (1.0 if way == "F" else 2.5)
-        capped = work.model.attention_softcap is not None
         start = self.machine.rates.operator_us * 1e-6
-        if not self.machine.units and not capped:
+        if not self.machine.units:
             return flops / self._peaks[1] + 2 * blocks * start
         wide = "fp64" if work.dtype == "fp64" else "fp32"
         rate = self.machine.peak(wide) * self.machine.rates.matmul.get(wide, 1.0)
-        moved = pairs * work.wide * (WIDE_SCORES[way] + capped * CAP_SCORES[way])
-        return flops / rate + moved / self._peaks[2] + blocks * (WIDE_STARTS[way] + capped * CAP_STARTS[way]) * start
+        moved = pairs * work.sum_bytes * WIDE_SCORES[way]
+        return flops / rate + moved / self._peaks[2] + blocks * WIDE_STARTS[way] * start
 
     def head(self) -> float:
         """Logits, their loss and both gradients: all in the forward."""
         work, tokens = self.work, self.work.tokens(self.layout)
         vocab = -(-work.model.vocab // self.layout.tp)
-        capped = 6 if work.model.logit_softcap is not None else 0
-        logits = self.elements(tokens * vocab * work.wide * (3 + capped), 12 + capped)
+        logits = self.elements(tokens * vocab * work.sum_bytes * 3, 12)
         return 3 * self.product(tokens, vocab, work.model.hidden) + logits
 
     def embedding(self) -> float:
@@ -188,14 +183,14 @@ class Costs:
     def optimizer(self, index: int) -> float:
         """AdamW on this rank's rows: its moments, masters and gradients are read, all but the gradients written; the
         norm reads gradients before, and the scale reads and writes them."""
-        mine, data = held(self.work, self.layout, index), self.layout.dp * self.layout.cp
+        mine, data = params_on_rank(self.work, self.layout, index), self.layout.dp * self.layout.cp
         rows = mine.all if self.layout.zero == 0 else mine.dense / data + mine.routed / self.layout.edp
-        wide = self.work.wide
+        wide = self.work.sum_bytes
         return rows * (6 * wide + 4 * wide + self.work.size) / self._peaks[2]
 
     # -- messages
 
-    def move(self, one: Move) -> float:
+    def move(self, one: Transfer) -> float:
         """Seconds of one message or collective."""
         members, stride = self._group(one.axes)
         if one.axes == "pp":
@@ -230,13 +225,13 @@ class Costs:
         }  # fmt: skip
         return found[axes]
 
-    def messages(self, several: Iterable[Move]) -> dict[str, float]:
+    def messages(self, several: Iterable[Transfer]) -> dict[str, float]:
         """Seconds by parts of a step."""
         found: dict[str, float] = {}
         for one in several:
             axes = _PART.get(one.axes) or one.axes[:2]
             seconds = self.move(one)
-            hidden = self.work.habits.hides_tp if axes == "tp" else 0.0
+            hidden = self.work.profile.hides_tp if axes == "tp" else 0.0
             found[axes] = found.get(axes, 0.0) + self.exposed(seconds, hidden * seconds)
         return found
 
@@ -244,10 +239,10 @@ class Costs:
         """What messages cost beside compute of `cover` seconds: what lasts longer, and what they take from it."""
         return max(0.0, seconds - cover) + self.machine.rates.contention * min(seconds, cover)
 
-    def of_block(self, kind: Kind) -> dict[str, Cost]:
+    def of_block(self, kind: BlockKind) -> dict[str, Cost]:
         """F and B of one block, with its messages; what is run again is part of B."""
         compute = self.block(kind)
-        made = moves.block(self.work, self.layout, kind, self.layout.cp - 1)
+        made = comm_volume.block(self.work, self.layout, kind, self.layout.cp - 1)
         back = made["B"] + (made["R"] if self.work.recompute == "full" else [])
         forward, again = (self._started(compute[way], made[way], kind) for way in "FR")
         backward = self._started(compute["B"] + self._summed(kind.sparse), made["B"], kind, "B")
@@ -256,7 +251,7 @@ class Costs:
             "B": Cost(backward + (again if compute["R"] else 0.0), self.messages(back)),
         }
 
-    def _started(self, seconds: float, made: list[Move], kind: Kind, way: str = "F") -> float:
+    def _started(self, seconds: float, made: list[Transfer], kind: BlockKind, way: str = "F") -> float:
         """Seconds of a device that waits for the host, where the host starts operators more slowly than they run. A
         backward starts twice as many as its forward."""
         experts = self.work.model.experts
@@ -264,21 +259,21 @@ class Costs:
         if kind.sparse and experts is not None:
             operators = ROUTING + self.work.matrices * max(1, experts.number // self.layout.ep)
         operators *= 2 if way == "B" else 1
-        operators += self._blocks_of(kind.window) * WIDE_STARTS[way] if self.work.habits.fused_attention else 0
+        operators += self._blocks_of(kind.window) * WIDE_STARTS[way] if self.work.profile.fused_attention else 0
         started = (operators + SENDING * len(made)) * self.machine.rates.launch_us * 1e-6
         return seconds + max(0.0, started - seconds - sum(self.messages(made).values()))
 
     def _summed(self, sparse: bool) -> float:
         """Gradients of a micro-batch are read, their sums read and written."""
         work = self.work
-        if work.micro_batches == 1 or work.habits.fused_sums or not work.habits.keeps_gradients:
+        if work.micro_batches == 1 or work.profile.fused_sums or not work.profile.keeps_gradients:
             return 0.0
-        wide = max(work.habits.gradient_bytes, work.wide if work.dtype == "fp64" else 0)
+        wide = max(work.profile.gradient_bytes, work.sum_bytes if work.dtype == "fp64" else 0)
         return of_block(work, self.layout, sparse).all * (work.size + 2 * wide) / self._peaks[2]
 
     def of_ends(self, first: bool, last: bool) -> dict[str, Cost]:
         """F and B of embedding and head."""
-        made = moves.ends(self.work, self.layout, first, last)
+        made = comm_volume.ends(self.work, self.layout, first, last)
         compute = (self.embedding() if first else 0.0) + (self.head() if last else 0.0)
         back = self.embedding() if first else 0.0
         return {"F": Cost(compute, self.messages(made["F"])), "B": Cost(back, self.messages(made["B"]))}
@@ -292,8 +287,8 @@ def blocks_and_pairs(length: int, ulysses: int, ring: int, window: int | None) -
         starts = range(0, length, band.BLOCK)
         found = [p for start in starts for p in band.pieces(start, min(length, start + band.BLOCK), window)]
         return len(found), sum((p.stop - p.start) * (p.last - p.first) for p in found)
-    blocks = spread(length, ulysses=ulysses, ring=ring).blocks
-    seen = [[sight for theirs in blocks for sight in sights(mine, theirs, window)] for mine in blocks]
+    blocks = lay_out_tokens(length, ulysses=ulysses, ring=ring).blocks
+    seen = [[sight for theirs in blocks for sight in block_masks(mine, theirs, window)] for mine in blocks]
     return max(
         ((len(found), sum((s.stop - s.start) * s.keys for s in found)) for found in seen), key=lambda both: both[1]
     )

@@ -41,7 +41,8 @@ def goodput(failures_per_rank_hour: float, ranks: int, save_s: float, restart_s:
     wrong = [f"{name}: {value}" for name, value in given.items() if not LEAST < value < MOST]
     if wrong:
         expected = f"more than {LEAST:g}, less than {MOST:g}"
-        raise PlanError("IG277", "a goodput needs positive numbers", seen="; ".join(wrong), expected=expected)
+        what = "goodput is defined for positive numbers only"
+        raise PlanError("IG277", what, seen="; ".join(wrong), expected=expected)
     mean = 3600 / (failures_per_rank_hour * ranks)
     interval = best_interval(mean, save_s)
     return Goodput(mean, interval, share(interval, mean, save_s, restart_s))

@@ -17,9 +17,9 @@ from typing import Any, TypeGuard, TypeVar
 
 import yaml
 
-from isograd import yamls
 from isograd.errors import PlanError, did_you_mean
-from isograd.outside import CONFIG, FileError, read_text
+from isograd.io import yaml_reader
+from isograd.io.untrusted import CONFIG, FileError, read_text
 
 CAN_BE_0 = ("reserved_gb", "latency_us", "operator_us", "spread", "units", "launch_us", "contention", "jitter")
 
@@ -143,9 +143,9 @@ def load(source: str) -> Machine:
             fix="isograd machine measure FILE.yaml writes one for this computer",
         )  # fmt: skip
     try:
-        values = yamls.parse(text)
+        values = yaml_reader.parse(text)
     except (yaml.YAMLError, RecursionError, ValueError) as error:
-        raise _refused(source, yamls.why(error)) from error
+        raise _refused(source, yaml_reader.why(error)) from error
     return from_dict(values, source)
 
 

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 
 from isograd.comm import raw
 from isograd.comm.launch import World
-from isograd.mesh import Mesh
+from isograd.core.mesh import Mesh
 from isograd.plan.machine import Crowded, Link, Machine, Rates
 
 PRODUCT = {"fp32": 1024, "bf16": 256}  # rows of the matrices; 16 bits are slow on many CPUs
@@ -42,11 +42,11 @@ def measure(repeats: int = 5) -> Machine:
     """Run everything; takes about twenty seconds."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     ranks = max(2, min(cores, MOST))  # a single core has no neighbour to send to but a second rank
-    with World(ranks) as world:
+    with World(ranks, device="cpu") as world:
         found = _slowest(world.run(_rank, ranks, repeats))
     crowded = None
     if 2 * cores <= MOST:
-        with World(2 * cores) as world:
+        with World(2 * cores, device="cpu") as world:
             shared = _slowest(world.run(_rank, 2 * cores, repeats, True))
         slower = shared["fp32"] / found["fp32"] / (2 * cores / ranks)
         crowded = Crowded(slower=max(1.0, _short(slower)), link=_link(shared, 2 * cores))

@@ -4,17 +4,18 @@
     activations    what a forward keeps for its backward, times the micro-batches a pipeline has in flight; where ep
                    cuts experts, of a rank whose experts compute LOAD times an even share of the slots
 
-Activations are counted by the tensors that isograd's Transformer saves. tests/train/test_needs.py compares this with
-`train/needs.py`, which counts parameters on a model and is compared with autograd and with the peak of a process.
+`isograd plan`, `isograd train` and its dry run all use it. Activations are counted by the tensors that isograd's
+Transformer saves. tests/train/test_resources.py compares with autograd and with the peak of a process,
+tests/plan/test_plan.py with parameters counted on models.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from isograd.layout import Layout
+from isograd.core.layout import Layout
 from isograd.models.config import TransformerConfig
-from isograd.plan.work import Habits, Work, held, layers_of, of_block, of_ends
+from isograd.plan.work import FrameworkProfile, Work, layers_of, of_block, of_ends, params_on_rank
 from isograd.sequence import band
 
 LOAD = 1.5  # slots that the busiest rank of an ep group computes, over an even share
@@ -35,9 +36,14 @@ class Memory:
     activations: float
 
     @property
+    def states(self) -> float:
+        """What a rank keeps for the whole run, and the gradients of a step."""
+        return self.parameters + self.gradients + self.optimizer
+
+    @property
     def total(self) -> float:
         """Everything at once: a bound, as activations fall while gradients grow."""
-        return self.parameters + self.gradients + self.optimizer + self.activations
+        return self.states + self.activations
 
 
 def memory(work: Work, layout: Layout, *, scores: bool = False) -> Memory:
@@ -48,18 +54,18 @@ def memory(work: Work, layout: Layout, *, scores: bool = False) -> Memory:
 
 def of_stage(work: Work, layout: Layout, index: int) -> Memory:
     """Of the ranks of one pipeline index."""
-    mine, data = held(work, layout, index), layout.dp * layout.cp
+    mine, data = params_on_rank(work, layout, index), layout.dp * layout.cp
     owned = mine.dense / data + mine.routed / layout.edp
     largest = max(of_block(work, layout, sparse).all for sparse in {work.has_experts(n) for n in (0, -1)})
     gathered = of_ends(work, layout, index == 0, index == layout.pp - 1).all + 2 * largest
     muon = mine.matrices if work.muon else 0
     parameters, gradients, optimizer = states(layout, work.size, work.micro_batches, mine.all, owned, gathered, muon)
-    if work.habits != Habits():  # another program's sums of gradients
-        whole = layout.zero == 3 and layout.pp > 1 and work.habits.whole_in_pipeline
-        rows = mine.all if whole or work.habits.keeps_gradients else owned + largest
-        gradients = (work.habits.kept_bytes or work.habits.gradient_bytes) * rows
-        gradients += work.wide * owned if work.habits.fp32_rows else 0
-        gradients += work.wide * _largest(work, layout, index) if work.habits.widened else 0
+    if work.profile != FrameworkProfile():  # another program's sums of gradients
+        whole = layout.zero == 3 and layout.pp > 1 and work.profile.whole_in_pipeline
+        rows = mine.all if whole or work.profile.keeps_gradients else owned + largest
+        gradients = (work.profile.kept_bytes or work.profile.gradient_bytes) * rows
+        gradients += work.sum_bytes * owned if work.profile.fp32_rows else 0
+        gradients += work.sum_bytes * _largest(work, layout, index) if work.profile.widened else 0
         parameters = work.size * (mine.all + owned) if whole else parameters
     return Memory(parameters, gradients, optimizer, activations(work, layout, index))
 
@@ -68,13 +74,13 @@ def of_scores(work: Work, layout: Layout) -> float:
     """What isograd's attention holds in a backward on a GPU, beside what it saved, where it computes blocks without a
     kernel (sequence/block.py): scores, probabilities and gradients of both, wide, of its largest block."""
     c, window = work.model, work.model.sliding_window or work.length
-    if layout.ring == 1 and window >= work.length and c.attention_softcap is None:
+    if layout.ring == 1 and window >= work.length:
         return 0.0
     queries, keys = (
         (band.BLOCK, min(work.length, window + band.BLOCK)) if layout.ring == 1 else (work.length // layout.ring,) * 2
     )
     rows = -(-work.batch // layout.dp // work.micro_batches)
-    return 4.0 * work.wide * rows * queries * keys * c.heads / layout.tp / layout.ulysses
+    return 4.0 * work.sum_bytes * rows * queries * keys * c.heads / layout.tp / layout.ulysses
 
 
 def _largest(work: Work, layout: Layout, index: int) -> float:
@@ -111,17 +117,17 @@ def activations(work: Work, layout: Layout, index: int) -> float:
         block = max(dense if plain else 0.0, sparse if having else 0.0)
     else:
         block = (plain * dense + having * sparse) / max(1, plain + having)
-    block *= work.habits.saved
-    if not work.habits.fused_attention:  # scores, probabilities and the mask of their dropout
+    block *= work.profile.saved
+    if not work.profile.fused_attention:  # scores, probabilities and the mask of their dropout
         block += (2 * work.size + 1) * c.heads * work.length / layout.tp
     if work.recompute == "selective":
-        block *= 1 - work.habits.selective
-    logits = 3.0 * min(tokens, CHUNK) * work.wide  # with their probabilities and gradients
-    if not work.habits.chunks_logits:
-        logits = float(tokens * (work.size + work.wide))  # of all tokens, and wide once, in place
+        block *= 1 - work.profile.selective
+    logits = 3.0 * min(tokens, CHUNK) * work.sum_bytes  # with their probabilities and gradients
+    if not work.profile.chunks_logits:
+        logits = float(tokens * (work.size + work.sum_bytes))  # of all tokens, and wide once, in place
     masks = rows * work.length**2 * work.size if work.masked and layout.ring == 1 else 0.0
     last = index == layout.pp - 1
-    head = 3 * tokens * c.hidden * work.wide + logits * c.vocab / layout.tp if last else 0
+    head = 3 * tokens * c.hidden * work.sum_bytes + logits * c.vocab / layout.tp if last else 0
     layers = held_layers(work, layout, index)
     if not last or layout.vpp > 1:  # what a stage passes on stays until its gradient is back
         head += tokens * entry * max(1, most_in_flight(layout, work.micro_batches, index))
@@ -132,32 +138,31 @@ def activations(work: Work, layout: Layout, index: int) -> float:
 
 def of_a_block(work: Work, layout: Layout) -> tuple[float, float, float]:
     """Bytes per token that a block of the Transformer saves, without experts and with, and that its input takes."""
-    c, size, wide = work.model, work.size, work.wide
+    c, size, wide = work.model, work.size, work.sum_bytes
     inner = c.heads * work.head_dim / layout.tp
     keys = max(1, (c.kv_heads or c.heads) / layout.tp) * work.head_dim
     stream = c.hidden / (layout.tp if layout.sp else 1)  # the residual stream is cut over tp by sp
     kept = size * 2 * stream + size * 2 * c.hidden  # inputs of both norms; their outputs, which enter tp whole
-    passes = size >= 4  # nn/passes.py keeps inputs alone
-    kept += wide * 2 * stream if c.norm == "rms" and not passes else 0  # normalised, before the weight
+    # RMSNorm keeps what it has normalised, before the weight. LayerNorm keeps its input in fp32 at least, on CPUs.
+    kept += (wide if c.norm == "rms" else wide - size) * 2 * stream
     kept += size * (2 * inner + 2 * keys)  # queries and result, keys and values
     inside = 4 if c.gated else 2
-    of_mlp = inside - (passes and c.gated and c.activation == "silu")
-    dense = kept + size * of_mlp * c.mlp / layout.tp
-    sparse = kept + _of_experts(c, inside, of_mlp, work, layout)
+    dense = kept + size * inside * c.mlp / layout.tp
+    sparse = kept + _of_experts(c, inside, work, layout)
     return dense, sparse, size * stream
 
 
-def _of_experts(model: TransformerConfig, inside: int, of_mlp: int, work: Work, layout: Layout) -> float:
+def _of_experts(model: TransformerConfig, inside: int, work: Work, layout: Layout) -> float:
     """Bytes per token that a layer of experts saves. Slots are computed by the rank that has their expert, and come
     back; the rest is kept where the token is routed, on one of its tp ranks."""
-    c, size, wide = model.experts, work.size, work.wide
+    c, size, wide = model.experts, work.size, work.sum_bytes
     if c is None:
         return 0.0
     load = min(LOAD, layout.ep, c.number / c.per_token)
     places = 8 * (2 if layout.ep == 1 else 4)  # where a slot comes from and goes to
     slot = size * (load * (model.hidden + inside * c.width) + model.hidden) + places
     scored = wide * c.number * (1 + (c.balance == "sequence") + (c.z_weight > 0 and size < wide))
-    return (c.per_token * slot + scored) / layout.tp + size * of_mlp * c.shared / layout.tp
+    return (c.per_token * slot + scored) / layout.tp + size * inside * c.shared / layout.tp
 
 
 def held_layers(work: Work, layout: Layout, index: int) -> float:

@@ -2,7 +2,8 @@
 
 Every later step begins with the optimizer's state, which the first one makes at its end: it is counted from the start.
 Pieces are rounded up to 512 bytes, as allocators of GPUs do, or as the caller says. Not counted: memory that kernels
-take for themselves, pieces below held.LEAST, what the allocator cannot use between pieces, and the program itself.
+take for themselves, pieces below allocations.LEAST, what the allocator cannot use between pieces, and the program
+itself.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from isograd.plan.held import KINDS, OPTIMIZER, Held
+from isograd.plan.allocations import KINDS, OPTIMIZER, Allocations
 
 POINTS = 600  # of a picture
 OWNERS = 10
@@ -41,9 +42,9 @@ def of_gpu(size: int) -> int:
     return -(-size // 512) * 512
 
 
-def peak(held: Held, began: int, taken: Taken = of_gpu) -> Peak:
+def peak(allocations: Allocations, began: int, taken: Taken = of_gpu) -> Peak:
     """`began`: the moment at which the step began."""
-    pieces, end = held.pieces(), held.moment + 1
+    pieces, end = allocations.pieces(), allocations.moment + 1
     sizes = np.array([taken(piece.bytes) for piece in pieces], dtype=np.int64)
     born = np.array([0 if piece.kind == OPTIMIZER else piece.born for piece in pieces], dtype=np.int64)
     died = np.array([piece.died for piece in pieces], dtype=np.int64)
@@ -59,7 +60,7 @@ def peak(held: Held, began: int, taken: Taken = of_gpu) -> Peak:
     for number in there.nonzero()[0].tolist():
         piece = pieces[number]
         owners[f"{piece.kind}: {piece.owner}"] += int(sizes[number])
-    phases = _numbered(held.phases, began)
+    phases = _numbered(allocations.phases, began)
     here = [name for at, name in phases if at <= top][-1]
     chosen = [int(part[total[part].argmax()]) for part in np.array_split(np.arange(len(total)), POINTS) if len(part)]
     return Peak(
@@ -67,7 +68,7 @@ def peak(held: Held, began: int, taken: Taken = of_gpu) -> Peak:
         here,
         {kind: int(held_by[row, top]) for row, kind in enumerate(KINDS)},
         {kind: int(held_by[row].max()) for row, kind in enumerate(KINDS)},
-        {kind: int(sizes[(kinds == row) & (died == held.moment)].sum()) for row, kind in enumerate(KINDS)},
+        {kind: int(sizes[(kinds == row) & (died == allocations.moment)].sum()) for row, kind in enumerate(KINDS)},
         tuple(owners.most_common(OWNERS)),
         {kind: tuple(held_by[row, chosen].tolist()) for row, kind in enumerate(KINDS)},
         tuple((at / len(total), name) for at, name in phases),

@@ -1,10 +1,10 @@
-"""One whole step of a real program on imagined ranks: what each of them sends, owes and holds.
+"""One whole step of a real program on simulated ranks: what each of them sends, owes and holds.
 
     ranks = rehearse(build, layout)           # build(mesh) -> (engine, batch, micro_batches)
     found = check(ranks)                      # plan/check.py; empty: everything fits together
 
 Which ranks: those of the first column, which are all pipeline stages. Stages whose passes make the same calls are of
-one kind. Where a kind begins and where it ends, ranks beside the first column are imagined: along each other axis the
+one kind. Where a kind begins and where it ends, ranks beside the first column are simulated: along each other axis the
 second and the last one, and the rank that is last along all. Sizes may differ between ranks of a kind, because rows and
 heads do not always divide evenly.
 
@@ -24,17 +24,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from isograd.comm import imagined, raw
+from isograd.comm import fake, raw
 from isograd.comm.record import Entry, Record
-from isograd.contract import mark_as, marks_of, remember_start
+from isograd.core.contract import metadata_of, set_init_fn, set_metadata
+from isograd.core.layout import AXES, Layout
+from isograd.core.mesh import Mesh
 from isograd.engine import Engine
-from isograd.engine.kept import Kept
 from isograd.engine.plan import Slot
-from isograd.layout import AXES, Layout
-from isograd.mesh import Mesh
+from isograd.engine.zero3.sharded_param import ShardedParam
 from isograd.nn.moe import MoE
-from isograd.plan.held import GRADIENTS, OPTIMIZER, PARAMETERS, Held
-from isograd.plan.load import Choice
+from isograd.plan.allocations import GRADIENTS, OPTIMIZER, PARAMETERS, Allocations
+from isograd.plan.expert_load import StatedRouting
 from isograd.plan.peak import Peak, Taken, of_gpu, peak
 from isograd.plan.saved import Saves, saves
 from isograd.plan.shapes import LARGE, Shapes, bytes_of, mark, segments
@@ -43,7 +43,7 @@ Build = Callable[[Mesh], tuple[Engine, Any, int]]  # (engine, this rank's batch,
 
 
 @dataclass(frozen=True)
-class Debt:
+class ExpectedReduction:
     """What a parameter's contract says that this rank does with its gradient."""
 
     elements: int  # of this rank's part
@@ -54,15 +54,15 @@ class Debt:
 
 
 @dataclass(frozen=True)
-class Rank:
-    """What one imagined rank did in a step, and what it holds."""
+class RehearsedRank:
+    """What one simulated rank did in a step, and what it holds."""
 
     rank: int
     where: str
     entries: tuple[Entry, ...]
     start: int  # so many entries are of the engine's making, which happens once; the others are the step's
     events: tuple[tuple[str, int], ...]
-    debts: dict[str, Debt]
+    expected: dict[str, ExpectedReduction]
     normed: dict[str, int]  # elements of each gradient whose norm this rank took
     parameters: int  # bytes
     states: int  # bytes of the optimizer's state and of masters
@@ -86,7 +86,7 @@ class Rank:
         passes: Counter[int] = Counter()
         for pipeline, calls in groupby(self.entries, lambda entry: entry.axes.startswith("pp")):
             passes[0 if pipeline else hash(tuple(map(_call, calls)))] += 1
-        sizes = Counter(debt.elements for debt in self.debts.values())
+        sizes = Counter(each.elements for each in self.expected.values())
         del passes[0]
         return hash((frozenset(passes.items()), frozenset(sizes.items())))
 
@@ -103,29 +103,29 @@ def rehearse(
     load: str = "even",
     taken: Taken = of_gpu,
     tell: Callable[[int, int], None] = lambda done, total: None,
-) -> list[Rank]:
+) -> list[RehearsedRank]:
     """Run one step on each rank of the first column, and on those beside it, where a kind of stage begins and ends.
 
-    load: how often tokens choose each expert (plan/load.py).
+    load: how often tokens choose each expert (plan/expert_load.py).
     taken: the bytes that an allocator takes for a piece of memory.
     tell: hears how many ranks have run, of how many.
     """
-    world, mode = imagined.World(), Shapes(large)
+    world, mode = fake.FakeWorld(), Shapes(large)
     step = partial(_step, build, layout, world, load, taken)
 
-    def run(*ranks: int) -> list[Rank]:
+    def run(*ranks: int) -> list[RehearsedRank]:
         found = world.run({rank: partial(step, rank, mode.another()) for rank in ranks})
         return [found[rank] for rank in ranks]
 
     found = run(*layout.ranks("pp", 0))
-    others = beside(layout, found)
+    others = neighbours(layout, found)
     for rank in others:
         tell(len(found), layout.pp + len(others))
         found += run(rank)
     return found
 
 
-def beside(layout: Layout, column: list[Rank]) -> list[int]:
+def neighbours(layout: Layout, column: list[RehearsedRank]) -> list[int]:
     """The ranks to imagine beside the first column: along each of dp, cp and tp the second and the last one, and the
     rank that is last of all three. Of stages that are next to each other and of one kind: on the first and the last."""
     last = {axis: layout.size(axis) - 1 for axis in AXES[1:]}
@@ -136,55 +136,56 @@ def beside(layout: Layout, column: list[Rank]) -> list[int]:
     return [layout.rank({"pp": pp, **spot}) for pp in sorted(ends) for spot in spots if any(spot.values())]
 
 
-def _run(build: Build, mesh: Mesh, held: Held, record: Record, load: str, taken: Taken) -> tuple[Engine, Peak, int]:
+def _run(
+    build: Build, mesh: Mesh, allocations: Allocations, record: Record, load: str, taken: Taken
+) -> tuple[Engine, Peak, int]:
     engine, batch, micro_batches = build(mesh)
     start = len(record.entries)
     for module in engine.model.modules():
         if isinstance(module, MoE):
-            module.choose = Choice(load)
-    _name_states(engine, held)
-    ledger, collect, settle = engine.ledger, engine.ledger.collect, engine.ledger.settle
+            module.choose = StatedRouting(load)
+    _name_states(engine, allocations)
+    step_state, collect, finish = engine.step_state, engine.step_state.collect, engine.step_state.finish_reductions
 
     def marked(slot: Slot, gradient: Tensor) -> None:
         """Each gradient that autograd has finished is marked with its parameter's name."""
         mark(gradient, ((slot.name, gradient.numel()),))
         collect(slot, gradient)
-        held.name(ledger.local[slot], GRADIENTS, _pattern(slot.name))
+        allocations.name(step_state.local[slot], GRADIENTS, _pattern(slot.name))
 
     def settled(flush: bool) -> None:
-        settle(flush)
-        for slot, rows in ledger.paid.items():
-            held.name(rows, GRADIENTS, _pattern(slot.name))
+        finish(flush)
+        for slot, rows in step_state.final_shards.items():
+            allocations.name(rows, GRADIENTS, _pattern(slot.name))
 
-    ledger.collect, ledger.settle = marked, settled  # type: ignore[method-assign]
-    ledger.flights.looks_at_rows = False  # nobody knows their values; norms are then taken at the step alone
-    began = held.moment
+    step_state.collect, step_state.finish_reductions = marked, settled  # type: ignore[method-assign]
+    began = allocations.moment
     engine.train_step(batch, micro_batches)
     for state in engine.optimizer.state.values():
         for entry, value in state.items():
             if isinstance(value, Tensor):
-                held.name(value, OPTIMIZER, entry)
-    return engine, peak(held, began, taken), start
+                allocations.name(value, OPTIMIZER, entry)
+    return engine, peak(allocations, began, taken), start
 
 
-def _name_states(engine: Engine, held: Held) -> None:
+def _name_states(engine: Engine, allocations: Allocations) -> None:
     """Say which memory is that of parameters and masters. The whole parameters of ZeRO 3 come and go."""
     for slot in engine.plan.slots:
-        held.name(engine._optimized.masters[slot.name], OPTIMIZER, "masters")
+        allocations.name(engine._sharded_optimizer.masters[slot.name], OPTIMIZER, "masters")
     for record in engine.table:
-        held.name(engine.held(record.name), PARAMETERS, _pattern(record.name))
-    for kept in engine._units.kept.values() if engine._units is not None else ():
-        held.name(kept.whole, PARAMETERS, "gathered (ZeRO 3)")
-        held.resized(kept.whole)
-        for change in ("grow", "shrink"):
-            setattr(kept, change, _noticed(getattr(kept, change), kept, held))
+        allocations.name(engine.local_shard(record.name), PARAMETERS, _pattern(record.name))
+    for param in engine._units.params.values() if engine._units is not None else ():
+        allocations.name(param.full, PARAMETERS, "gathered (ZeRO 3)")
+        allocations.resized(param.full)
+        for change in ("alloc_full", "free_full"):
+            setattr(param, change, _noticed(getattr(param, change), param, allocations))
 
 
-def _noticed(change: Callable[..., None], kept: Kept, held: Held) -> Callable[..., None]:
+def _noticed(change: Callable[..., None], param: ShardedParam, allocations: Allocations) -> Callable[..., None]:
     def both(*args: Any, **named: Any) -> None:
         change(*args, **named)
-        held.name(kept.whole, PARAMETERS, "gathered (ZeRO 3)")
-        held.resized(kept.whole)
+        allocations.name(param.full, PARAMETERS, "gathered (ZeRO 3)")
+        allocations.resized(param.full)
 
     return both
 
@@ -200,33 +201,33 @@ def _pattern(name: str) -> str:
 
 
 def _step(
-    build: Build, layout: Layout, world: imagined.World, load: str, taken: Taken, rank: int, mode: Shapes
-) -> Rank:
+    build: Build, layout: Layout, world: fake.FakeWorld, load: str, taken: Taken, rank: int, mode: Shapes
+) -> RehearsedRank:
     mesh = Mesh.imagine(layout, rank, world)
-    mode.held = Held()
+    mode.allocations = Allocations()
     with mode, raw.recording(segments, _follow) as record:
-        engine, top, start = _run(build, mesh, mode.held, record, load, taken)
-    mode.held = None
+        engine, top, start = _run(build, mesh, mode.allocations, record, load, taken)
+    mode.allocations = None
     slots = engine.plan.slots
-    debts = {
-        slot.name: Debt(
+    expected = {
+        slot.name: ExpectedReduction(
             slot.parameter.numel(),
             slot.rows(slot.parameter.data).numel(),
             mesh.ranks(slot.contract.data),
-            tuple(mesh.ranks(axes) for axes in slot.contract.owes),
-            slot.contract.counted_here(mesh),
+            tuple(mesh.ranks(axes) for axes in slot.contract.partial_over),
+            slot.contract.is_primary_replica(mesh),
         )
         for slot in slots
     }
     counted: dict[str, int] = {}
     for name, size in (segment for found in mode.normed for segment in found):
         counted[name] = counted.get(name, 0) + size
-    parameters = [engine.held(record.name) for record in engine.table]
+    parameters = [engine.local_shard(record.name) for record in engine.table]
     states = [t for state in engine.optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
     masters = [m for g in engine.optimizer.param_groups for m in g["params"] if m.dtype == torch.float32]
     wide = all(p.dtype == torch.float32 for p in parameters)
-    return Rank(
-        *(rank, mesh.where(), tuple(record.entries), start, tuple(record.events), debts, counted),
+    return RehearsedRank(
+        *(rank, mesh.describe_rank(), tuple(record.entries), start, tuple(record.events), expected, counted),
         bytes_of(parameters),
         bytes_of(states) + (0 if wide else bytes_of(masters)),
         top,
@@ -239,7 +240,7 @@ def without_memory(model: nn.Module, *, later: bool = False) -> nn.Module:
     engine puts them there, this rank's rows alone, as `isograd train` does at ZeRO 3."""
     if later:
         for own in model.parameters():
-            remember_start(own, partial(_ones, dtype=own.dtype))
+            set_init_fn(own, partial(_ones, dtype=own.dtype))
         return model
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
@@ -250,7 +251,7 @@ def without_memory(model: nn.Module, *, later: bool = False) -> nn.Module:
             if new is None:
                 value = torch.ones(parameter.shape, dtype=parameter.dtype)
                 new = made[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
-                mark_as(new, marks_of(parameter))
+                set_metadata(new, metadata_of(parameter))
             module._parameters[leaf] = new
     return model
 
@@ -259,9 +260,9 @@ def _ones(box: Sequence[tuple[int, int]], device: torch.device, dtype: torch.dty
     return torch.ones([stop - start for start, stop in box], dtype=dtype, device=device)
 
 
-def kinds(ranks: list[Rank]) -> Iterator[list[Rank]]:
+def kinds(ranks: list[RehearsedRank]) -> Iterator[list[RehearsedRank]]:
     """Ranks with equal programs together."""
-    found: dict[int, list[Rank]] = {}
+    found: dict[int, list[RehearsedRank]] = {}
     for rank in ranks:
         found.setdefault(rank.program, []).append(rank)
     yield from found.values()

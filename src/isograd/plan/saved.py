@@ -1,7 +1,7 @@
 """Whether a checkpoint would hold every element of every tensor once: who writes what, of all ranks of a world.
 
-An imagined rank says what it writes itself (engine/state.py's parts, after a step). Of the ranks between them, the plan
-of the first rank of their stage says it: contracts and row cuts name the box of every rank.
+An simulated rank says what it writes itself (engine/state.py's parts, after a step). Of the ranks between them, the
+plan of the first rank of their stage says it: contracts and row cuts name the box of every rank.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from isograd.contract import Contract
+from isograd.core.contract import Contract
+from isograd.core.layout import Layout
+from isograd.core.mesh import Mesh
 from isograd.engine import Engine, state
 from isograd.engine.plan import cut_rows, slot_of
-from isograd.layout import Layout
-from isograd.mesh import Mesh
 
 Box = tuple[tuple[int, int], ...]
 Slotted = tuple[str, Contract, tuple[int, ...], bool]  # name, contract, cuts, whole
@@ -37,7 +37,7 @@ class Saves:
 
 def saves(engine: Engine) -> dict[str, Saves]:
     """What this rank writes into a checkpoint, and its plan."""
-    masters, held = engine._optimized.masters, engine.optimizer.state
+    masters, held = engine._sharded_optimizer.masters, engine.optimizer.state
     entries = {
         name: [e for e, v in held.get(master, {}).items() if isinstance(v, Tensor) and v.shape == master.shape != ()]
         for name, master in masters.items()
@@ -48,7 +48,7 @@ def saves(engine: Engine) -> dict[str, Saves]:
     for part in state.parts(engine, entries):
         box, tensor = part.written
         slot = None if part.key.startswith(BUFFER) else slots[_parameter(part.key)]
-        plan = None if slot is None else (slot.name, slot.contract, slot.cuts, slot.whole)
+        plan = None if slot is None else (slot.name, slot.contract, slot.cuts, slot.uncut_matrix)
         found[part.key] = Saves(part.shape or (1,), box if tensor.numel() else None, plan)
     return found
 
@@ -59,7 +59,7 @@ def _parameter(key: str) -> str:
 
 
 def holes(ranks: Mapping[int, Mapping[str, Saves]], layout: Layout) -> Iterator[str]:
-    """What would be written by no rank, or by several. `ranks`: what each imagined rank says, by number."""
+    """What would be written by no rank, or by several. `ranks`: what each simulated rank says, by number."""
     plans = _Plans(layout)
     stages: dict[int, list[int]] = {}
     for rank in sorted(ranks):
@@ -91,10 +91,10 @@ class _Said(NamedTuple):
 
     first: int
     planned: Mapping[int, Box]
-    said: tuple[tuple[int, Box | None], ...]  # by the ranks that were imagined
+    said: tuple[tuple[int, Box | None], ...]  # by the ranks that were simulated
 
     def boxes(self) -> Iterator[tuple[int, Box | None]]:
-        """What each rank of the world writes; what it says counts, where it was imagined."""
+        """What each rank of the world writes; what it says counts, where it was simulated."""
         return ((self.first + rank, box) for rank, box in {**self.planned, **dict(self.said)}.items())
 
 
@@ -120,7 +120,7 @@ class _Plans:
     def _boxes(self, slot: Slotted, first: int) -> Iterator[tuple[int, Box]]:
         name, contract, cuts, whole = slot
         parts: dict[int, tuple[Box, tuple[int, ...]] | None] = {}  # by place beside: its part, and its rows' ends
-        places = zip(self._along(contract.beside), self._along(contract.data), strict=True)
+        places = zip(self._along(contract.model_parallel_axis), self._along(contract.data), strict=True)
         for rank, (place, owner) in enumerate(places):
             if place not in parts:
                 parts[place] = _part(name, contract, cuts, whole, Mesh.unbound(self._layout, first + rank))
@@ -143,12 +143,12 @@ def _part(
     name: str, contract: Contract, cuts: tuple[int, ...], whole: bool, mesh: Mesh
 ) -> tuple[Box, tuple[int, ...]] | None:
     """A rank's part of a parameter, and where its owners' rows end; None: another rank's replica counts."""
-    if not contract.counted_here(mesh):
+    if not contract.is_primary_replica(mesh):
         return None
     box = contract.local(mesh) or ((0, 1),)
     sizes = [stop - start for start, stop in box]
     if sizes[0] != cuts[-1]:  # another size than the part that `cuts` are of
-        cuts = tuple(sizes[0] if cut else 0 for cut in cuts) if whole else cut_rows(name, sizes, len(cuts) - 1)
+        cuts = tuple(sizes[0] if cut else 0 for cut in cuts) if whole else cut_rows(sizes, len(cuts) - 1)
     return box, cuts
 
 

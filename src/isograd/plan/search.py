@@ -13,11 +13,11 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from isograd.core.layout import Layout
 from isograd.errors import LayoutError, PipelineError, PlanError
-from isograd.layout import Layout
 from isograd.plan.machine import Machine
 from isograd.plan.memory import Memory, memory
-from isograd.plan.step_time import Blocks, Step, predict
+from isograd.plan.step_time import Blocks, StepTime, predict
 from isograd.plan.work import Work
 
 SIMULATED = 24  # candidates whose pipeline is simulated
@@ -33,7 +33,7 @@ class Candidate:
     layout: Layout
     work: Work
     memory: Memory
-    step: Step
+    step: StepTime
 
 
 @dataclass
@@ -45,7 +45,7 @@ class Out:
 
 
 @dataclass
-class Found:
+class SearchResult:
     """What a search has found."""
 
     best: list[Candidate]
@@ -67,11 +67,11 @@ def search(
     shown: int = 10,
     recomputes: tuple[str, ...] = ("none", "full"),
     buildable: Callable[[Layout], str | None] = lambda layout: None,
-) -> Found:
+) -> SearchResult:
     """The best candidates. `buildable` says why a layout cannot be built after all; only the best are asked."""
     if devices < 1:
         raise PlanError("IG275", "a plan needs at least one device", seen=devices, expected="--gpus 1 or more")
-    found = Found([], 0, 0)
+    found = SearchResult([], 0, 0)
     fitting: list[Candidate] = []
     known: Blocks = {}
     room = (machine.memory_gb - machine.reserved_gb) * 1e9
@@ -114,7 +114,7 @@ def search(
     return found
 
 
-def layouts(work: Work, devices: int, machine: Machine, found: Found) -> Iterator[Layout]:
+def layouts(work: Work, devices: int, machine: Machine, found: SearchResult) -> Iterator[Layout]:
     """All layouts of so many devices that divide the model; what does not is counted."""
     c = work.model
     kv = c.kv_heads or c.heads
@@ -140,7 +140,7 @@ def layouts(work: Work, devices: int, machine: Machine, found: Found) -> Iterato
                     yield from _of(work, machine, {"dp": dp, "cp": cp, "tp": tp, "pp": pp}, found)
 
 
-def _of(work: Work, machine: Machine, sizes: dict[str, int], found: Found) -> Iterator[Layout]:
+def _of(work: Work, machine: Machine, sizes: dict[str, int], found: SearchResult) -> Iterator[Layout]:
     c, tp, cp, pp = work.model, sizes["tp"], sizes["cp"], sizes["pp"]
     data = sizes["dp"] * cp
     methods = ["ulysses"]
@@ -165,7 +165,7 @@ def _of(work: Work, machine: Machine, sizes: dict[str, int], found: Found) -> It
                             found.drop("a layout that contradicts itself", error.what)
 
 
-def _cut(work: Work, layout: Layout, found: Found) -> Iterator[Work]:
+def _cut(work: Work, layout: Layout, found: SearchResult) -> Iterator[Work]:
     """Each way to cut a data rank's sequences into micro-batches."""
     rows = work.batch // layout.dp
     sizes = [size for size in range(1, LARGEST_ROWS + 1) if rows % size == 0 and size & (size - 1) == 0]

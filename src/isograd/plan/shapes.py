@@ -1,12 +1,12 @@
 """Tensors that have shapes and no memory, so that one process can run the program of any rank of any model.
 
-Inside `shapes()` a tensor of more than LARGE elements is *hollow*: an ordinary tensor of the CPU, whose memory is a
+Inside `shapes()` a tensor of more than LARGE elements is *fake*: an ordinary tensor of the CPU, whose memory is a
 part of a large range of addresses to which nothing is ever written, and which therefore takes no memory. Views, slices
-and autograd work on it as on any other, at their usual speed. An operation that would compute with a hollow tensor is
+and autograd work on it as on any other, at their usual speed. An operation that would compute with a fake tensor is
 not run: the shapes of its results are found once, on the meta device, and kept for the next call with equal shapes.
 
 Small tensors are real, so whatever a program reads to decide (counts, weights, fingerprints, norms) is there to be
-read. A small tensor that is computed from hollow ones holds ones: nobody knows its values, and a loss or a norm of 1
+read. A small tensor that is computed from fake ones holds ones: nobody knows its values, and a loss or a norm of 1
 lets a step go on as usual.
 
 `segments` says whose gradients a tensor holds: marks are followed through the operations that move and sum.
@@ -26,7 +26,7 @@ from torch.utils import _pytree as tree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from isograd.errors import PlanError
-from isograd.plan.held import LEAST, Held
+from isograd.plan.allocations import LEAST, Allocations
 
 LARGE = 1 << 14  # elements
 EXACT = 1 << 24  # the same of whole numbers, masks and float64, in which programs count, choose and compare
@@ -51,7 +51,7 @@ def shapes(large: int = LARGE) -> Iterator[Shapes]:
 
 
 class _Range:
-    """The addresses of hollow tensors, given away one after the other."""
+    """The addresses of fake tensors, given away one after the other."""
 
     def __init__(self) -> None:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
@@ -66,7 +66,7 @@ class _Range:
         size = extent * dtype.itemsize
         if size > SPACE:
             raise PlanError(
-                "IG270", "a tensor that is larger than all addresses of a rehearsal",
+                "IG270", "a tensor is too large to rehearse",
                 seen=f"{tuple(shape)} of {str(dtype)[6:]}: {size:,} bytes", expected=f"at most {SPACE:,} bytes",
                 fix="a smaller model or batch, or a layout that cuts it further",
             )  # fmt: skip
@@ -110,7 +110,7 @@ _ELEMENTWISE = {
     "_foreach_copy",
 }  # fmt: skip
 _NORMS = {"_foreach_norm", "linalg_vector_norm"}
-_FOLLOWED = {"cat", "index", *_ELEMENTWISE, *_NORMS}
+_FOLLOWED = {"cat", "index", "constant_pad_nd", *_ELEMENTWISE, *_NORMS}
 
 
 class Shapes(TorchDispatchMode):
@@ -120,7 +120,7 @@ class Shapes(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.large = large
         self.normed: list[Segments] = []
-        self.held: Held | None = None  # is told of memory that is taken
+        self.allocations: Allocations | None = None  # is told of memory that is taken
         self._range = _Range()
         self._results: dict[Any, tuple[tuple[Form | None, ...], Any]] = {}
         self._abouts: dict[int, _About] = {}
@@ -151,20 +151,20 @@ class Shapes(TorchDispatchMode):
                 _mark_views(whole, args[0], result)
             return result
         given = _tensors((*args, *kwargs.values()) if kwargs else args)
-        hollow = any(map(self._is_hollow, given))
-        if hollow and func is _aten.index.Tensor:
+        fake = any(map(self._is_fake, given))
+        if fake and func is _aten.index.Tensor:
             args = args[0], self._places(args[1])
-        if hollow and func in _ANSWERS:
+        if fake and func in _ANSWERS:
             return _ANSWERS[func]
-        key = id(func), hollow, _key(args), _key(tuple(kwargs.items())) if kwargs else ()
+        key = id(func), fake, _key(args), _key(tuple(kwargs.items())) if kwargs else ()
         found = self._results.get(key)
         if found is None:
-            found = self._results[key] = self._result(func, args, kwargs, given, hollow)
+            found = self._results[key] = self._result(func, args, kwargs, given, fake)
         if found is _REAL or (func in _EMPTY and _size(found[0]) < RESIZABLE):
             result = self._run(func, args, kwargs)
         else:
             result = self._shaped(about, args, kwargs, *found)
-            if func is _aten.isnan.default and not self._is_hollow(result):
+            if func is _aten.isnan.default and not self._is_fake(result):
                 result.zero_()  # nobody knows the values; the program that is rehearsed goes well
         if about.follows:
             self._follow(about.follows, args, kwargs, result)
@@ -174,7 +174,7 @@ class Shapes(TorchDispatchMode):
 
     def _zero(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for tensor in [args[0]] if isinstance(args[0], Tensor) else args[0]:
-            if not self._is_hollow(tensor):
+            if not self._is_fake(tensor):
                 tensor.zero_()
         return args[0] if isinstance(args[0], Tensor) else None
 
@@ -187,7 +187,7 @@ class Shapes(TorchDispatchMode):
         if len(args) > 2 or kwargs:
             return NotImplemented
         for into, other in zip(*args, strict=True):
-            if into.shape != other.shape or not self._is_hollow(into):
+            if into.shape != other.shape or not self._is_fake(into):
                 return NotImplemented
         return self._follow("_foreach_add_", args, kwargs, None)
 
@@ -197,16 +197,16 @@ class Shapes(TorchDispatchMode):
         """Masks whose values are known as the places that they choose, on which the result's shape depends."""
         found: list[Tensor | None] = []
         for index in indices:
-            chooses = index is not None and index.dtype == torch.bool and not self._is_hollow(index)
+            chooses = index is not None and index.dtype == torch.bool and not self._is_fake(index)
             found += index.nonzero().unbind(1) if index is not None and chooses else [index]
         return found
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = func(*args, **kwargs)
-        if self.held is not None:
+        if self.allocations is not None:
             for tensor in _tensors((result,)):
                 if tensor.nbytes >= LEAST:
-                    self.held.take(tensor)
+                    self.allocations.take(tensor)
         return result
 
     def _stays_small(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor]) -> bool:
@@ -233,7 +233,7 @@ class Shapes(TorchDispatchMode):
     ) -> Any:
         written = [args[place] if place < len(args) else kwargs.get(name) for place, name in about.written]
         for real in _tensors(written):
-            if not self._is_hollow(real) and real.dtype != torch.bool:
+            if not self._is_fake(real) and real.dtype != torch.bool:
                 real.fill_(1)
         if about.returned and all(about.returned):
             return written[0] if len(about.returned) == 1 else tuple(written)
@@ -244,10 +244,10 @@ class Shapes(TorchDispatchMode):
         return tree.tree_unflatten(made, spec)
 
     def _result(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor], hollow: bool
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor], fake: bool
     ) -> tuple[tuple[Form | None, ...], Any]:
         """The forms of an operation's results, and how they are nested; _REAL if it is to be run."""
-        if not hollow and (self._stays_small(func, args, kwargs, given) or _on_meta(given, kwargs)):
+        if not fake and (self._stays_small(func, args, kwargs, given) or _on_meta(given, kwargs)):
             return _REAL
         shaped = tree.tree_map_only(Tensor, _on_meta_device, (args, kwargs))
         named = {name: None if name == "generator" else value for name, value in shaped[1].items()}
@@ -257,15 +257,15 @@ class Shapes(TorchDispatchMode):
             leaves, spec = tree.tree_flatten(func(*shaped[0], **named))
         except NotImplementedError as error:
             raise PlanError(
-                "IG270", "a program whose sizes depend on values that a rehearsal does not have",
+                "IG270", "tensor sizes depend on values, which a rehearsal does not compute",
                 seen=f"{func} of {', '.join(str(tuple(t.shape)) for t in given)}: {str(error).splitlines()[0]}",
                 expected="sizes that follow from shapes, from whole numbers, or from masks computed from those",
                 fix="fewer tokens in a micro-batch, so that what is compared is small enough to have values",
             ) from error  # fmt: skip
         forms = tuple(_form(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves)
-        return (forms, spec) if hollow or any(form and self._is_large(form) for form in forms) else _REAL
+        return (forms, spec) if fake or any(form and self._is_large(form) for form in forms) else _REAL
 
-    def _is_hollow(self, tensor: Tensor) -> bool:
+    def _is_fake(self, tensor: Tensor) -> bool:
         """Whether nothing may read or write a tensor's memory; it may also be a part of memory that is too large."""
         if self._range.first <= tensor.data_ptr() < self._range.end:
             return True
@@ -280,13 +280,13 @@ class Shapes(TorchDispatchMode):
         return max(self.large, EXACT) if dtype == torch.float64 or not dtype.is_floating_point else self.large
 
     def _new(self, form: Form) -> Tensor:
-        """A result: hollow, or small and of ones."""
+        """A result: fake, or small and of ones."""
         if self._is_large(form):
             tensor, memory = self._range.take(form)
         else:
             tensor, memory = torch.ones(form[0], dtype=form[2]).as_strided(form[0], form[1]), None
-        if self.held is not None:
-            self.held.take(tensor, memory)
+        if self.allocations is not None:
+            self.allocations.take(tensor, memory)
         return tensor
 
     # -- whose gradient
@@ -298,10 +298,15 @@ class Shapes(TorchDispatchMode):
         elif name == "cat":
             parts = [segments(t) for t in args[0]]
             if any(parts):
-                mark(result, _joined(s or (("", t.numel()),) for s, t in zip(parts, args[0], strict=True)))
+                known = [s or (("", t.numel()),) for s, t in zip(parts, args[0], strict=True)]
+                dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
+                mark(result, _joined(known) if dim == 0 else _side_by_side(known, args[0]))
+        elif name == "constant_pad_nd":
+            if found := segments(args[0]):
+                mark(result, (*found, ("", result.numel() - args[0].numel())))
         elif name == "index":
             whole = segments(args[0])
-            if whole and len(args[1]) == 1 and not self._is_hollow(args[1][0]):
+            if whole and len(args[1]) == 1 and not self._is_fake(args[1][0]):
                 mark(result, _permuted(whole, args[1][0]))
         else:
             targets = args[0] if isinstance(args[0], list | tuple) else [args[0]]
@@ -321,7 +326,7 @@ _OFTEN = {
 }  # fmt: skip
 _REAL: tuple[tuple[Form | None, ...], Any] = (), None
 
-# Answers about the values of hollow tensors: nothing was edited.
+# Answers about the values of fake tensors: nothing was edited.
 _ANSWERS = {_aten.equal.default: True}
 
 
@@ -342,6 +347,13 @@ def _mark_views(whole: Segments, base: Tensor, result: Any) -> None:
 
 def _joined(parts: Iterable[Segments]) -> Segments:
     return tuple(segment for part in parts for segment in part)
+
+
+def _side_by_side(known: Sequence[Segments], parts: Sequence[Tensor]) -> Segments:
+    """The segments of tensors [rows, ...] whose rows are put one behind the other."""
+    lengths = [t.numel() // len(t) for t in parts]
+    rows = range(len(parts[0]))
+    return _joined(_slice(s, row * n, n) for row in rows for s, n in zip(known, lengths, strict=True))
 
 
 def _slice(whole: Segments, start: int, length: int) -> Segments:

@@ -16,19 +16,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from isograd.layout import Layout
+from isograd.core.layout import Layout
 from isograd.pipeline.schedule import Action, Schedule, Timed, build
-from isograd.plan import moves
+from isograd.plan import comm_volume
 from isograd.plan.costs import Cost, Costs
 from isograd.plan.machine import Machine
-from isograd.plan.work import Kind, Work, held, kinds_of, of_block, of_ends
+from isograd.plan.work import BlockKind, Work, kinds_of, of_block, of_ends, params_on_rank
 
 ROUNDS = 3  # micro-batches that are simulated, in multiples of the pipeline's ranks
 PARTS = ("compute", "tp", "cp", "ep", "dp", "bubble", "optimizer")
 
 
 @dataclass(frozen=True)
-class Step:
+class StepTime:
     """A predicted step."""
 
     seconds: float
@@ -48,7 +48,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Rank:
+class StageTimes:
     """One pipeline rank: seconds of each of its stages, forward and backward, and of what follows."""
 
     stages: list[tuple[Cost, Cost]]
@@ -60,12 +60,12 @@ class Rank:
         return sum(forward.total + backward.total for forward, backward in self.stages)
 
 
-Blocks = dict[tuple[object, ...], dict[Kind, dict[str, Cost]]]
+Blocks = dict[tuple[object, ...], dict[BlockKind, dict[str, Cost]]]
 
 
 def predict(
     work: Work, layout: Layout, machine: Machine, *, simulated: bool = True, known: Blocks | None = None
-) -> Step:
+) -> StepTime:
     """The step's time. `simulated` False: the bubble of a pipeline by a formula, which is much faster. `known`: the
     costs of blocks, which layouts of one model and machine can share."""
     costs = Costs(work, layout, machine)
@@ -74,7 +74,7 @@ def predict(
     micro = work.micro_batches
     whole = micro * slowest.busy
     if layout.pp > 1:
-        send = costs.move(moves.passed(work, layout))
+        send = costs.move(comm_volume.passed(work, layout))
         whole = _pipeline(work, layout, ranks, send) if simulated else _bound(layout, ranks, micro, send)
     after = max((rank.after for rank in ranks), key=lambda found: sum(found.values()))
     parts = dict.fromkeys(PARTS, 0.0)
@@ -94,23 +94,23 @@ def predict(
         parts[part] += seconds
     seconds = whole + sum(after.values())
     peak = machine.peak(work.products or work.dtype) * layout.pp * layout.dp * layout.cp * layout.tp
-    return Step(seconds, machine.rates.spread, work.flops / seconds / peak, parts)
+    return StepTime(seconds, machine.rates.spread, work.flops / seconds / peak, parts)
 
 
-def timeline(work: Work, layout: Layout, machine: Machine) -> tuple[list[Rank], list[list[Timed]]]:
+def timeline(work: Work, layout: Layout, machine: Machine) -> tuple[list[StageTimes], list[list[Timed]]]:
     """Each pipeline rank, and when it does what: of all micro-batches, none of them estimated."""
     costs = Costs(work, layout, machine)
     ranks = _ranks(costs, {})
-    send = costs.move(moves.passed(work, layout)) if layout.pp > 1 else 0.0
+    send = costs.move(comm_volume.passed(work, layout)) if layout.pp > 1 else 0.0
     schedule = _schedule(layout.schedule, layout.pp, layout.vpp, work.micro_batches)
     return ranks, timed(schedule, _durations(work, layout, ranks, send), send)
 
 
-def _ranks(costs: Costs, known: Blocks) -> list[Rank]:
+def _ranks(costs: Costs, known: Blocks) -> list[StageTimes]:
     """Those of the pipeline, in order; ranks with as many layers are one."""
     work, layout = costs.work, costs.layout
     blocks = _blocks(costs, known)
-    found: dict[object, Rank] = {}
+    found: dict[object, StageTimes] = {}
     ranks = []
     for index in range(layout.pp):
         key = kinds_of(work, layout, index), index == 0, index == layout.pp - 1
@@ -120,7 +120,7 @@ def _ranks(costs: Costs, known: Blocks) -> list[Rank]:
     return ranks
 
 
-def _blocks(costs: Costs, known: Blocks) -> dict[Kind, dict[str, Cost]]:
+def _blocks(costs: Costs, known: Blocks) -> dict[BlockKind, dict[str, Cost]]:
     work, layout = costs.work, costs.layout
     sizes = layout.cp, layout.cp_method, layout.tp, layout.sp, layout.ep
     micro = work.micro_batches if work.products == "fp8" else work.micro_batches == 1
@@ -130,14 +130,16 @@ def _blocks(costs: Costs, known: Blocks) -> dict[Kind, dict[str, Cost]]:
     return known[key]
 
 
-def _rank(costs: Costs, blocks: dict[Kind, dict[str, Cost]], index: int) -> Rank:
+def _rank(costs: Costs, blocks: dict[BlockKind, dict[str, Cost]], index: int) -> StageTimes:
     work, layout = costs.work, costs.layout
     stages, last_backward, forwards = [], 0.0, 0.0
     pace = 1 + costs.machine.slowest_of(layout.world_size)  # all wait for the slowest device
-    numbers, whole_step = kinds_of(work, layout, index), work.habits.whole_in_pipeline and layout.pp > 1
+    numbers, whole_step = kinds_of(work, layout, index), work.profile.whole_in_pipeline and layout.pp > 1
     root: dict[str, float] = {}
     if not whole_step:  # gathered before each forward, and whole until a backward is over
-        root = costs.messages(moves.shards(work, layout, of_ends(work, layout, index == 0, index == layout.pp - 1)))
+        root = costs.messages(
+            comm_volume.shards(work, layout, of_ends(work, layout, index == 0, index == layout.pp - 1))
+        )
     for place, kinds in enumerate(numbers):
         ends = costs.of_ends(index == 0 and place == 0, index == layout.pp - 1 and place == len(numbers) - 1)
         both = []
@@ -153,23 +155,23 @@ def _rank(costs: Costs, blocks: dict[Kind, dict[str, Cost]], index: int) -> Rank
         stages.append((both[0], both[1]))
         last_backward += both[1].compute
         forwards += both[0].compute
-    mine = held(work, layout, index)
-    reduction = sum(costs.messages(moves.gradients(work, layout, mine)).values())
-    debts = sum(costs.messages(moves.debts(work, layout, mine, index)).values())
-    gather = sum(costs.messages(moves.updated(work, layout, mine)).values())
-    gather += sum(costs.messages(moves.shards(work, layout, mine)).values()) if whole_step else 0.0
+    mine = params_on_rank(work, layout, index)
+    reduction = sum(costs.messages(comm_volume.gradients(work, layout, mine)).values())
+    partial = sum(costs.messages(comm_volume.partial_sums(work, layout, mine, index)).values())
+    gather = sum(costs.messages(comm_volume.updated(work, layout, mine)).values())
+    gather += sum(costs.messages(comm_volume.shards(work, layout, mine)).values()) if whole_step else 0.0
     at_end = layout.zero == 3 and layout.pp > 1  # blocks are left once for every micro-batch
-    left = costs.exposed(reduction, 0.0 if at_end else work.habits.hides_gradients * last_backward)
-    left += costs.exposed(gather, work.habits.hides_parameters * forwards) + debts
-    return Rank(stages, {"dp": left, "optimizer": costs.optimizer(index)})
+    left = costs.exposed(reduction, 0.0 if at_end else work.profile.hides_gradients * last_backward)
+    left += costs.exposed(gather, work.profile.hides_parameters * forwards) + partial
+    return StageTimes(stages, {"dp": left, "optimizer": costs.optimizer(index)})
 
 
-def _late_shards(costs: Costs, block: Cost, kind: Kind, count: int, first: bool) -> float:
+def _late_shards(costs: Costs, block: Cost, kind: BlockKind, count: int, first: bool) -> float:
     """At ZeRO 3: what the gathers of some blocks' parameters take longer than the compute that hides them. Nothing
     hides that of the first block of a pass."""
     work, layout = costs.work, costs.layout
-    seconds = sum(costs.messages(moves.shards(work, layout, of_block(work, layout, kind.sparse))).values())
-    hidden = costs.exposed(seconds, work.habits.hides_shards * block.compute)
+    seconds = sum(costs.messages(comm_volume.shards(work, layout, of_block(work, layout, kind.sparse))).values())
+    hidden = costs.exposed(seconds, work.profile.hides_shards * block.compute)
     return (count - first) * hidden + first * seconds
 
 
@@ -177,7 +179,7 @@ def _sum(a: dict[str, float], b: dict[str, float]) -> dict[str, float]:
     return {axes: a.get(axes, 0.0) + b.get(axes, 0.0) for axes in {**a, **b}}
 
 
-def _bound(layout: Layout, ranks: list[Rank], micro: int, send: float) -> float:
+def _bound(layout: Layout, ranks: list[StageTimes], micro: int, send: float) -> float:
     """Filling and emptying a pipeline costs a micro-batch of each other rank; less, where ranks take turns in smaller
     pieces, or where backward is cut in two."""
     fill = {"1f1b": 1.0, "gpipe": 1.0, "zb": 0.4}[layout.schedule]
@@ -191,9 +193,9 @@ def _schedule(name: str, pp: int, vpp: int, micro: int) -> Schedule:
     return build(name, pp, vpp, micro)
 
 
-def _durations(work: Work, layout: Layout, ranks: list[Rank], send: float) -> Callable[[Action], float]:
+def _durations(work: Work, layout: Layout, ranks: list[StageTimes], send: float) -> Callable[[Action], float]:
     """How long a rank is busy with an action."""
-    waits = send if work.habits.waits_for_sends else 0.0
+    waits = send if work.profile.waits_for_sends else 0.0
 
     def seconds(action: Action) -> float:
         forward, backward = ranks[action.stage % layout.pp].stages[action.stage // layout.pp]
@@ -207,7 +209,7 @@ def _durations(work: Work, layout: Layout, ranks: list[Rank], send: float) -> Ca
     return seconds
 
 
-def _pipeline(work: Work, layout: Layout, ranks: list[Rank], send: float) -> float:
+def _pipeline(work: Work, layout: Layout, ranks: list[StageTimes], send: float) -> float:
     """Seconds from the first forward to the last backward."""
     pp, vpp, micro = layout.pp, layout.vpp, work.micro_batches
     seconds = _durations(work, layout, ranks, send)

@@ -1,8 +1,8 @@
 """What one step is to do: a model, a batch and how they are computed; and how many parameters a rank holds of it.
 
-Everything here and in moves.py, costs.py and memory.py is arithmetic on sizes: a layout is judged in well under a
-millisecond, so that a search can try thousands. tests/plan/test_moves.py compares it with contracts and with the
-records of imagined ranks.
+Everything here and in comm_volume.py, costs.py and memory.py is arithmetic on sizes: a layout is judged in well under a
+millisecond, so that a search can try thousands. tests/plan/test_comm_volume.py compares it with contracts and with the
+records of simulated ranks.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-from isograd.layout import Layout
+from isograd.core.layout import Layout
 from isograd.models.config import TransformerConfig
 from isograd.pipeline.split import balanced
 
@@ -20,7 +20,7 @@ SIZES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}  # bytes of an element
 
 
 @dataclass(frozen=True, kw_only=True)
-class Habits:
+class FrameworkProfile:
     """How a program computes. The defaults are isograd's own; published runs are of programs with others."""
 
     fused_attention: bool = True  # scores are never in memory
@@ -59,7 +59,7 @@ class Work:
     recompute: str = "none"  # "none", "selective" (attention alone) or "full"
     masked: bool = False  # packed documents: attention takes a mask, which is a whole matrix
     muon: bool = False
-    habits: Habits = Habits()
+    profile: FrameworkProfile = FrameworkProfile()
 
     @property
     def size(self) -> int:
@@ -67,7 +67,7 @@ class Work:
         return SIZES[self.dtype]
 
     @property
-    def wide(self) -> int:
+    def sum_bytes(self) -> int:
         """Bytes of a gradient sum, and of a master weight."""
         return max(4, self.size)
 
@@ -110,9 +110,9 @@ class Work:
         """How many layers each stage has, as the Transformer cuts itself."""
         stages = layout.pp * layout.vpp
         each, rest = divmod(self.model.layers + 2, stages)
-        if self.habits.ends_as_layers and stages > 1 and each > 1 and not rest:
+        if self.profile.ends_as_layers and stages > 1 and each > 1 and not rest:
             return (each - 1, *[each] * (stages - 2), each - 1)
-        return _split(self.model, stages, layout.pp, self.habits.even_layers)
+        return _split(self.model, stages, layout.pp, self.profile.even_layers)
 
 
 @lru_cache(maxsize=4096)
@@ -127,7 +127,7 @@ def _split(c: TransformerConfig, stages: int, ranks: int, even: bool) -> tuple[i
     return balanced(costs, stages, last=0.0 if even else float(c.hidden * c.vocab), ranks=ranks)
 
 
-class Held(NamedTuple):
+class ParamsOnRank(NamedTuple):
     """Elements of the parameters that a rank holds of something, by the ranks that hold copies."""
 
     dense: float = 0.0  # copies on the ranks of dp x cp
@@ -142,21 +142,19 @@ class Held(NamedTuple):
         return self.dense + self.routed
 
 
-def of_block(work: Work, layout: Layout, sparse: bool) -> Held:
+def of_block(work: Work, layout: Layout, sparse: bool) -> ParamsOnRank:
     """The parameters of one block on one rank."""
     return _of_block(work.model, layout.tp, layout.sp, layout.ep, sparse)
 
 
 @lru_cache(maxsize=4096)
-def _of_block(c: TransformerConfig, tp: int, sp: bool, ep: int, sparse: bool) -> Held:
+def _of_block(c: TransformerConfig, tp: int, sp: bool, ep: int, sparse: bool) -> ParamsOnRank:
     d, matrices = c.head_dim or c.hidden // c.heads, 3 if c.gated else 2
     heads, kv = c.heads / tp, max(1, (c.kv_heads or c.heads) / tp)
-    norms = (4 if c.norms == "both" else 2) * c.hidden * (1 if c.norm == "rms" else 2)
+    norms = 2 * c.hidden * (1 if c.norm == "rms" else 2)
     keys = 2 * c.hidden * kv * d + (2 * kv * d if c.qkv_bias else 0)
     attention = 2 * c.hidden * heads * d + keys + (heads * d if c.qkv_bias else 0)
-    over_heads = 0.0
-    if c.qk_norm:
-        over_heads = 2 * d if c.qk_norm_over == "head" else (heads + kv) * d
+    over_heads = 2.0 * d if c.qk_norm else 0.0
     replicas = float(norms + (c.hidden if c.out_bias else 0))
     routed = router = 0.0
     inner = float(c.mlp)
@@ -168,12 +166,12 @@ def _of_block(c: TransformerConfig, tp: int, sp: bool, ep: int, sparse: bool) ->
     replicas += biases[1]
     feed = matrices * c.hidden * inner / tp
     dense = attention + feed + biases[0] + replicas + over_heads + router
-    owed = (replicas if sp else 0) + (over_heads if c.qk_norm_over == "head" else 0) + router
+    owed = (replicas if sp else 0) + over_heads + router
     copies = keys if tp > (c.kv_heads or c.heads) else 0
-    return Held(dense, routed, owed if tp > 1 else 0, copies, attention + feed + router + routed)
+    return ParamsOnRank(dense, routed, owed if tp > 1 else 0, copies, attention + feed + router + routed)
 
 
-def of_ends(work: Work, layout: Layout, first: bool, last: bool) -> Held:
+def of_ends(work: Work, layout: Layout, first: bool, last: bool) -> ParamsOnRank:
     """Embedding and head, with the last norm, where a rank has them."""
     c = work.model
     found: float = 0
@@ -187,33 +185,33 @@ def of_ends(work: Work, layout: Layout, first: bool, last: bool) -> Held:
     if last:
         norm = c.hidden * (1 if c.norm == "rms" else 2)
         found, shared = found + norm + (0 if c.tied else table), shared + norm
-    return Held(dense=found, shared=shared if layout.sp else 0)
+    return ParamsOnRank(dense=found, shared=shared if layout.sp else 0)
 
 
-class Kind(NamedTuple):
+class BlockKind(NamedTuple):
     """What blocks differ in that cost differently."""
 
     sparse: bool = False  # with experts
     window: int | None = None  # tokens that each sees, where they are fewer than a sequence has
 
 
-def kinds_of(work: Work, layout: Layout, index: int) -> tuple[tuple[tuple[Kind, int], ...], ...]:
+def kinds_of(work: Work, layout: Layout, index: int) -> tuple[tuple[tuple[BlockKind, int], ...], ...]:
     """For each stage of a pipeline rank: how many of its layers are of which kind."""
     if work.model.sliding_window is None or work.model.sliding_window >= work.length:
         both = layers_of(work, layout, index)
-        return tuple(tuple((Kind(bool(i)), n) for i, n in enumerate(stage) if n) for stage in both)
+        return tuple(tuple((BlockKind(bool(i)), n) for i, n in enumerate(stage) if n) for stage in both)
     return _kinds_of(work.model, work.split(layout), layout.pp, index)
 
 
 @lru_cache(maxsize=4096)
 def _kinds_of(
     c: TransformerConfig, split: tuple[int, ...], pp: int, index: int
-) -> tuple[tuple[tuple[Kind, int], ...], ...]:
+) -> tuple[tuple[tuple[BlockKind, int], ...], ...]:
     found = []
     for stage in range(index, len(split), pp):
         start = sum(split[:stage])
         here = range(start, start + split[stage])
-        counts = Counter(Kind(c.experts is not None and c.experts.in_layer(n), c.window_of(n)) for n in here)
+        counts = Counter(BlockKind(c.experts is not None and c.experts.in_layer(n), c.window_of(n)) for n in here)
         found.append(tuple(counts.items()))
     return tuple(found)
 
@@ -235,10 +233,10 @@ def _layers_of(c: TransformerConfig, split: tuple[int, ...], pp: int, index: int
     return tuple(found)
 
 
-def held(work: Work, layout: Layout, index: int) -> Held:
+def params_on_rank(work: Work, layout: Layout, index: int) -> ParamsOnRank:
     """The parameters of a rank of this pipeline index (tp index 0, which has the largest part of the vocabulary)."""
     plain, sparse = of_block(work, layout, False), of_block(work, layout, True)
     ends = of_ends(work, layout, index == 0, index == layout.pp - 1)
     stages = layers_of(work, layout, index)
     without, having = sum(stage[0] for stage in stages), sum(stage[1] for stage in stages)
-    return Held(*(e + without * p + having * s for e, p, s in zip(ends, plain, sparse, strict=True)))
+    return ParamsOnRank(*(e + without * p + having * s for e, p, s in zip(ends, plain, sparse, strict=True)))

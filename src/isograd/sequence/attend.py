@@ -10,21 +10,23 @@ from __future__ import annotations
 from torch import Tensor
 
 from isograd.comm import ops
-from isograd.mesh import Mesh
+from isograd.core.mesh import Mesh
 from isograd.sequence import ring, ulysses
-from isograd.sequence.places import Places, spread
+from isograd.sequence.token_layout import TokenLayout, lay_out_tokens
 
 
-def places_for(length: int, rows: int, mesh: Mesh) -> Places:
+def token_layout_for(length: int, rows: int, mesh: Mesh) -> TokenLayout:
     """Which rank holds which tokens of `rows` sequences of `length`; under sp, tp divides the local tokens."""
     layout = mesh.layout
-    return spread(length, ulysses=layout.ulysses, ring=layout.ring, rows=rows, multiple=layout.tp if layout.sp else 1)
+    return lay_out_tokens(
+        length, ulysses=layout.ulysses, ring=layout.ring, rows=rows, multiple=layout.tp if layout.sp else 1
+    )
 
 
 def heads_here(heads: int, kv_heads: int, mesh: Mesh) -> tuple[int, int]:
     """(start, stop): which of the query heads that this rank projects it attends with."""
     group = mesh.group(f"cp/{mesh.layout.ulysses}")
-    return ulysses.deal(heads, kv_heads, group.size).queries[group.index]
+    return ulysses.assign_heads(heads, kv_heads, group.size).queries[group.index]
 
 
 @ops.uncompiled
@@ -34,7 +36,7 @@ def attend(
     k: Tensor,
     v: Tensor,
     mesh: Mesh,
-    places: Places,
+    places: TokenLayout,
     starts: Tensor | None = None,
     scale: float | None = None,
     window: int | None = None,

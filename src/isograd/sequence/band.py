@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from isograd.comm import ops
-from isograd.once import once
+from isograd.comm.first_order import once
 from isograd.sequence import block
 
 BLOCK = 128  # queries
 
 
 @dataclass(frozen=True)
-class Piece:
+class BandPiece:
     """Queries start..stop and keys first..last of a sequence. `kind`: every pair is seen, the causal ones, or a mask
     says which."""
 
@@ -35,16 +35,16 @@ class Piece:
     kind: str  # "all" | "causal" | "mask"
 
 
-def pieces(start: int, stop: int, window: int | None) -> Iterator[Piece]:
+def pieces(start: int, stop: int, window: int | None) -> Iterator[BandPiece]:
     """The keys that a block of queries sees, its own block first, so that each query has seen something after it."""
     own = "causal" if window is None or window >= stop - start else "mask"
-    yield Piece(start, stop, start, stop, own)
+    yield BandPiece(start, stop, start, stop, own)
     edge = 0 if window is None else min(start, max(0, stop - window))  # all queries see keys from here on
     if edge < start:
-        yield Piece(start, stop, edge, start, "all")
+        yield BandPiece(start, stop, edge, start, "all")
     first = 0 if window is None else max(0, start - window + 1)
     if first < edge:
-        yield Piece(start, stop, first, edge, "mask")
+        yield BandPiece(start, stop, first, edge, "mask")
 
 
 def attention(
@@ -71,7 +71,7 @@ def _attention(
     return result
 
 
-def _mask(piece: Piece, window: int | None, starts: Tensor | None, device: torch.device) -> Tensor | None:
+def _mask(piece: BandPiece, window: int | None, starts: Tensor | None, device: torch.device) -> Tensor | None:
     """[b or 1, queries, keys]: which pairs are seen. None where the piece's kind says it."""
     if piece.kind != "mask" and starts is None:
         return None

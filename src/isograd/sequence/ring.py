@@ -1,7 +1,7 @@
 """Ring attention: queries stay, and the keys and values of the other blocks arrive one block at a time.
 
-Who owns what: member i of the ring holds block i of the sequence (places.py: an early and a late chunk) of q, k, v and
-the output. In step t = 0 ... r - 1 member i attends from its queries to the keys of member j = i - t.
+Who owns what: member i of the ring holds block i of the sequence (token_layout.py: an early and a late chunk) of q, k,
+v and the output. In step t = 0 ... r - 1 member i attends from its queries to the keys of member j = i - t.
 
 Forward, in step t:
 1. The keys and values of step t + 1 are sent while phase 2 runs: member i sends to i + t + 1 and receives from
@@ -31,10 +31,10 @@ import torch
 from torch import Tensor
 
 from isograd.comm import ops, raw
+from isograd.comm.first_order import once
 from isograd.comm.raw import Group, Handle
-from isograd.once import once
 from isograd.sequence import block
-from isograd.sequence.places import Places, Sight, Spans, positions_of, reach, sights
+from isograd.sequence.token_layout import BlockMask, Spans, TokenLayout, block_masks, positions_of, visible_keys
 
 
 def attention(
@@ -42,7 +42,7 @@ def attention(
     k: Tensor,
     v: Tensor,
     group: Group,
-    places: Places,
+    places: TokenLayout,
     starts: Tensor | None = None,
     scale: float | None = None,
     window: int | None = None,
@@ -61,17 +61,19 @@ def _attention(
     q: Tensor, k: Tensor, v: Tensor, group: Group, blocks: tuple[Spans, ...], starts: Tensor | None, scale: float,
     window: int | None, softcap: float | None,
 ) -> Tensor:  # fmt: skip
-    trip = _Trip(group, blocks, _by_block(starts, blocks), window)
+    trip = _RingSchedule(group, blocks, _by_block(starts, blocks), window)
     return _Ring.apply(q, k, v, trip, scale, softcap)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, trip: _Trip, scale: float, softcap: float | None) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, trip: _RingSchedule, scale: float, softcap: float | None
+    ) -> Tensor:
         k, v = (t.permute(2, 0, 1, 3).contiguous() for t in (k, v))  # [n, b, kv_heads, d]: leading keys are one piece
         out = log_sum = None
-        for step, (keys, values) in enumerate(trip.visits(k, v)):
-            for sight in trip.sights(step):
+        for step, (keys, values) in enumerate(trip.iter_kv(k, v)):
+            for sight in trip.block_masks(step):
                 rows = slice(sight.start, sight.stop)
                 mask = trip.mask(step, sight, q.device)
                 if mask is not None and not mask.any():
@@ -96,10 +98,10 @@ class _Ring(torch.autograd.Function):
         trip, wide = ctx.trip, log_sum.dtype
         dq = torch.zeros(q.shape, dtype=wide, device=q.device)
         dk, dv = (torch.zeros(t.shape, dtype=wide, device=t.device) for t in (k, v))
-        homing = _Homing(trip, dk, dv)
-        for step, (keys, values) in enumerate(trip.visits(k, v)):
+        homing = _GradReturn(trip, dk, dv)
+        for step, (keys, values) in enumerate(trip.iter_kv(k, v)):
             here = (dk, dv) if step == 0 else homing.parcel(step)
-            for sight in trip.sights(step):
+            for sight in trip.block_masks(step):
                 rows = slice(sight.start, sight.stop)
                 mask = trip.mask(step, sight, q.device)
                 if mask is not None and not mask.any():
@@ -117,7 +119,7 @@ class _Ring(torch.autograd.Function):
         return dq.to(q.dtype), *(t.permute(1, 2, 0, 3).to(q.dtype) for t in (dk, dv)), None, None, None
 
 
-def _heads(t: Tensor, sight: Sight) -> Tensor:
+def _heads(t: Tensor, sight: BlockMask) -> Tensor:
     """[n, b, kv_heads, d] -> the keys of a sight as [b, kv_heads, keys, d], a view."""
     return t[: sight.keys].permute(1, 2, 0, 3)
 
@@ -128,7 +130,7 @@ def _by_block(starts: Tensor | None, blocks: tuple[Spans, ...]) -> list[Tensor] 
     return [torch.cat([starts[:, a:b] for a, b in spans], 1) for spans in blocks]
 
 
-class _Trip:
+class _RingSchedule:
     """The r steps of one member: whose keys arrive in which step, which of them are used, and what must be sent."""
 
     def __init__(
@@ -140,19 +142,19 @@ class _Trip:
         """The member whose keys arrive in this step."""
         return (self.group.index - step) % self.group.size
 
-    def sights(self, step: int) -> tuple[Sight, ...]:
+    def block_masks(self, step: int) -> tuple[BlockMask, ...]:
         """Which of my queries attend to which of the keys of this step."""
-        return sights(self.blocks[self.group.index], self.blocks[self.member(step)], self.window)
+        return block_masks(self.blocks[self.group.index], self.blocks[self.member(step)], self.window)
 
     def keys_in(self, step: int) -> int:
         """How many keys I receive in this step."""
-        return reach(self.blocks[self.group.index], self.blocks[self.member(step)], self.window)
+        return visible_keys(self.blocks[self.group.index], self.blocks[self.member(step)], self.window)
 
     def keys_out(self, step: int) -> int:
         """How many of my keys member index + step receives."""
-        return reach(self.blocks[self.member(-step)], self.blocks[self.group.index], self.window)
+        return visible_keys(self.blocks[self.member(-step)], self.blocks[self.group.index], self.window)
 
-    def mask(self, step: int, sight: Sight, device: torch.device) -> Tensor | None:
+    def mask(self, step: int, sight: BlockMask, device: torch.device) -> Tensor | None:
         """[b or 1, rows, keys]: which pairs are in one document and in the window, and causal if the sight is. None
         where neither documents nor the window leave out a pair."""
         me, other = self.group.index, self.member(step)
@@ -165,20 +167,22 @@ class _Trip:
             seen = same if seen is None else seen & same
         return seen.tril() if seen is not None and sight.causal else seen
 
-    def visits(self, k: Tensor, v: Tensor) -> Any:
+    def iter_kv(self, k: Tensor, v: Tensor) -> Any:
         """Keys and values [n, b, kv_heads, d] of each step; the next ones travel while the caller computes."""
         held, size = (k, v), self.group.size
         for step in range(size):
             coming = (
                 tuple(t.new_empty((self.keys_in(step + 1), *t.shape[1:])) for t in (k, v)) if step + 1 < size else ()
             )
-            flight = self.swap([t[: self.keys_out(step + 1)] for t in (k, v)], coming, step + 1) if coming else None
+            flight = (
+                self.send_recv([t[: self.keys_out(step + 1)] for t in (k, v)], coming, step + 1) if coming else None
+            )
             yield held
             if flight is not None:
                 flight.wait()
                 held = coming  # type: ignore[assignment]
 
-    def swap(self, out: Any, into: Any, step: int) -> Handle:
+    def send_recv(self, out: Any, into: Any, step: int) -> Handle:
         """Start sending `out` to member index + step and receiving `into` from index - step (step < 0: back)."""
         members = range(self.group.size)
         to, source = self.member(-step), self.member(step)
@@ -189,10 +193,10 @@ class _Trip:
         )
 
 
-class _Homing:
+class _GradReturn:
     """Sends the gradients of other members' keys and values to their owners, and adds up those of mine."""
 
-    def __init__(self, trip: _Trip, dk: Tensor, dv: Tensor) -> None:
+    def __init__(self, trip: _RingSchedule, dk: Tensor, dv: Tensor) -> None:
         self.trip, self.mine = trip, (dk, dv)
         self.leaving: tuple[Tensor, ...] = ()
         self.arriving: tuple[Tensor, ...] = ()
@@ -207,7 +211,7 @@ class _Homing:
         """Start sending this step's gradients to their owner; first add what arrived for the last step."""
         self.land()
         self.arriving = tuple(t.new_empty((self.trip.keys_out(step), *t.shape[1:])) for t in self.mine)
-        self.flight = self.trip.swap(self.leaving, self.arriving, -step)
+        self.flight = self.trip.send_recv(self.leaving, self.arriving, -step)
 
     def land(self) -> None:
         """Wait for the gradients on their way to me, and add them to mine."""

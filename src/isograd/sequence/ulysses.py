@@ -33,7 +33,7 @@ LAYOUTS = ("bshd", "sbhd", "bhsd")
 
 
 @dataclass(frozen=True)
-class Deal:
+class HeadAssignment:
     """Which heads each rank attends with: (start, stop) of the query heads, and of the key/value heads they need."""
 
     queries: tuple[tuple[int, int], ...]
@@ -57,23 +57,17 @@ class Deal:
         return None if not odd and wanted == [i // run for i in range(last - first)] else wanted
 
 
-def deal(heads: int, kv_heads: int, ranks: int) -> Deal:
+def assign_heads(heads: int, kv_heads: int, ranks: int) -> HeadAssignment:
     """Distribute query heads as evenly as possible, neighbours together."""
     if heads < ranks:
-        raise ModelError(
-            "IG407",
-            f"Ulysses over {ranks} ranks needs at least one query head per rank",
-            seen=f"{heads} query heads (of one tp rank)",
-            expected=f"at least {ranks}",
-            fix=f"'cpN ring', or both methods: 'cpN ulyssesM' with blocks of M, at most {heads}",
-        )
+        raise ModelError("IG407", seen=f"{heads} query heads (of one tp rank)", ranks=ranks, heads=heads)
     share, at = heads // kv_heads, 0
     queries, keys = [], []
     for size in even_sizes(heads, ranks):
         queries.append((at, at + size))
         keys.append((at // share, -(-(at + size) // share)))
         at += size
-    return Deal(tuple(queries), tuple(keys), share)
+    return HeadAssignment(tuple(queries), tuple(keys), share)
 
 
 def attention(attend: Attend, q: Tensor, k: Tensor, v: Tensor, group: Group, layout: str = "bshd") -> Tensor:
@@ -84,7 +78,7 @@ def attention(attend: Attend, q: Tensor, k: Tensor, v: Tensor, group: Group, lay
         return attend(q, k, v)
     inward = [layout.index(name) for name in "hbsd"]
     outward = ["hbsd".index(name) for name in layout]
-    dealt = deal(q.shape[inward[0]], k.shape[inward[0]], group.size)
+    dealt = assign_heads(q.shape[inward[0]], k.shape[inward[0]], group.size)
     q, k, v = (t.permute(inward) for t in (q, k, v))
     wire = pack(q, k, v, dealt)
     mine = ops.all_to_all(wire, group, 0, 2, split_sizes=dealt.sizes())  # [my heads, b, whole sequence, d]
@@ -102,7 +96,7 @@ def attention(attend: Attend, q: Tensor, k: Tensor, v: Tensor, group: Group, lay
     return ops.all_to_all(y, group, 2, 0, cat_sizes=heads).permute(outward)
 
 
-def pack(q: Tensor, k: Tensor, v: Tensor, dealt: Deal) -> Tensor:
+def pack(q: Tensor, k: Tensor, v: Tensor, dealt: HeadAssignment) -> Tensor:
     """[heads, b, s, d] each -> [packed heads, b, s, d], in the order of destinations."""
     counts = [high - low for low, high in dealt.keys]
     if dealt.replicated:
@@ -112,7 +106,7 @@ def pack(q: Tensor, k: Tensor, v: Tensor, dealt: Deal) -> Tensor:
     return torch.cat([t for three in zip(queries, k.split(counts), v.split(counts), strict=True) for t in three])
 
 
-def unpack(mine: Tensor, dealt: Deal, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+def unpack(mine: Tensor, dealt: HeadAssignment, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     """What arrived, [packed heads of this rank, b, whole sequence, d], as q, k, v with heads in equal runs."""
     (first, last), (low, high) = dealt.queries[rank], dealt.keys[rank]
     q, k, v = mine.split([last - first, high - low, high - low])

@@ -18,14 +18,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from isograd import inside, screen
 from isograd.comm import wire
 from isograd.comm.launch import World
+from isograd.core.layout import Layout
 from isograd.errors import ConfigError, TrainError
-from isograd.layout import Layout
-from isograd.train import curves, journal
+from isograd.io import atomic, plots, terminal
+from isograd.train import journal
 from isograd.train.config import Config
-from isograd.train.loop import Orders, Outcome, run
+from isograd.train.loop import RunOptions, RunOutcome, run
 from isograd.train.reading import load
 
 PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>
@@ -39,7 +39,7 @@ img {{ max-width: 100%; }} .soft {{ color: #59636e; }} .scroll {{ overflow: auto
 
 
 @dataclass(frozen=True)
-class Row:
+class ComparedRun:
     """One layout's run."""
 
     layout: str
@@ -57,7 +57,7 @@ def compare(configs: Mapping[str, Config], out: str | None) -> int:
     first = next(iter(configs.values()))
     folder = Path(out) if out else first.folder / "compare"
     runs: dict[str, Path] = {}
-    results: dict[str, tuple[Outcome, float | None]] = {}
+    results: dict[str, tuple[RunOutcome, float | None]] = {}
     for layout, config in configs.items():
         here = folder / layout.replace(" ", "_")
         if here.exists() and any(here.iterdir()):
@@ -68,7 +68,7 @@ def compare(configs: Mapping[str, Config], out: str | None) -> int:
         print(f"{layout}: {Layout.parse(layout).world_size} ranks, {config.steps} steps", flush=True)
         quiet = config.log.model_copy(update={"every": 1, "sample": 0})
         alone = config.model_copy(update={"run": str(here), "log": quiet})
-        with World(Layout.parse(layout).world_size, threads=config.threads) as world:
+        with World(Layout.parse(layout).world_size, threads=config.threads, device=config.device) as world:
             results[layout] = _slowest(world.run(_measured, alone))
         runs[layout] = here / "metrics.jsonl"
     rows = _rows(runs, results)
@@ -77,7 +77,7 @@ def compare(configs: Mapping[str, Config], out: str | None) -> int:
         "the largest difference is that of any step's loss to the first layout's, relative"
     )
     _write(rows, runs, folder, f"{first.folder.name} under {len(rows)} layouts", about)
-    print(table(rows, screen.width()), flush=True)
+    print(table(rows, terminal.width()), flush=True)
     failed = [layout for layout, (outcome, _) in results.items() if outcome.code]
     return 1 if failed else 0
 
@@ -85,7 +85,7 @@ def compare(configs: Mapping[str, Config], out: str | None) -> int:
 def compare_runs(folders: Sequence[Path], out: str | None) -> int:
     """What runs have written into their folders; numbers, picture, page and table; return the exit code."""
     runs = {str(folder): folder / "metrics.jsonl" for folder in folders}
-    losses = {name: dict(curves.losses(file)[0]) for name, file in runs.items()}
+    losses = {name: dict(journal.curve(file).training) for name, file in runs.items()}
     common = sorted(set.intersection(*(set(points) for points in losses.values())))
     if not common or len(runs) < 2:
         raise ConfigError(
@@ -102,26 +102,26 @@ def compare_runs(folders: Sequence[Path], out: str | None) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     about = f"{len(common)} logged steps; the largest difference is that of one of their losses to the first run's"
     _write(rows, runs, folder, f"{len(rows)} runs", about)
-    print(table(rows, screen.width()), flush=True)
+    print(table(rows, terminal.width()), flush=True)
     return 0
 
 
-def _measured(config: Config) -> tuple[Outcome, float | None]:
+def _measured(config: Config) -> tuple[RunOutcome, float | None]:
     """On a rank: the run, and the bytes that it sent in a step: without the start, evaluations and saves."""
     try:
         wire.sent_by_me()
     except OSError:
-        return run(config, Orders(resume="never", show="none", signals=())), None
-    outcome = run(config, Orders(resume="never", show="none", signals=(), sent=wire.sent_by_me))
+        return run(config, RunOptions(resume="never", show="none", signals=())), None
+    outcome = run(config, RunOptions(resume="never", show="none", signals=(), sent=wire.sent_by_me))
     return outcome, outcome.sent / max(1, outcome.step)
 
 
-def _slowest(found: list[tuple[Outcome, float | None]]) -> tuple[Outcome, float | None]:
+def _slowest(found: list[tuple[RunOutcome, float | None]]) -> tuple[RunOutcome, float | None]:
     sent = [bytes_ for _, bytes_ in found if bytes_ is not None]
     return found[0][0], max(sent) if sent else None
 
 
-def _rows(runs: Mapping[str, Path], results: Mapping[str, tuple[Outcome, float | None]]) -> list[Row]:
+def _rows(runs: Mapping[str, Path], results: Mapping[str, tuple[RunOutcome, float | None]]) -> list[ComparedRun]:
     losses = {layout: dict(enumerate(outcome.losses, 1)) for layout, (outcome, _) in results.items()}
     first = next(iter(losses.values()))
     return [_row(each, each, first, losses[each], runs[each], sent) for each, (_, sent) in results.items()]
@@ -129,12 +129,12 @@ def _rows(runs: Mapping[str, Path], results: Mapping[str, tuple[Outcome, float |
 
 def _row(
     name: str, layout: str, first: Mapping[int, float], losses: Mapping[int, float], journaled: Path, sent: float | None
-) -> Row:
+) -> ComparedRun:
     """One run beside the first one, whose losses, by step, are `first`. `sent`: bytes, per step and rank."""
     lines = [line for line in journal.read(journaled) if "event" not in line and "per_s" in line]
-    held_out = curves.losses(journaled)[1]
+    held_out = journal.curve(journaled).held_out
     common = first.keys() & losses.keys()
-    return Row(
+    return ComparedRun(
         name,
         Layout.parse(layout).world_size,
         losses[max(losses)],
@@ -158,7 +158,7 @@ TITLES = (
 )
 
 
-def _words(row: Row) -> tuple[str, ...]:
+def _words(row: ComparedRun) -> tuple[str, ...]:
     return (
         row.layout,
         str(row.ranks),
@@ -171,7 +171,7 @@ def _words(row: Row) -> tuple[str, ...]:
     )
 
 
-def table(rows: list[Row], columns: int = 120) -> str:
+def table(rows: list[ComparedRun], columns: int = 120) -> str:
     """The comparison as text of at most `columns`: titles in two lines, long layouts in several."""
     heads = [title.rpartition(" ")[::2] for title in TITLES]  # ("largest", "difference"), ("", "ranks")
     words = [_words(row) for row in rows]
@@ -190,10 +190,10 @@ def _line(words: Sequence[str], widths: list[int]) -> str:
     return "  ".join(word.rjust(wide) if i else word.ljust(wide) for i, (word, wide) in enumerate(cells))
 
 
-def _write(rows: list[Row], runs: Mapping[str, Path], folder: Path, title: str, about: str) -> None:
-    inside.write_text(folder / "compare.json", json.dumps([asdict(row) for row in rows], indent=2))
+def _write(rows: list[ComparedRun], runs: Mapping[str, Path], folder: Path, title: str, about: str) -> None:
+    atomic.replace_text(folder / "compare.json", json.dumps([asdict(row) for row in rows], indent=2))
     picture = folder / "compare.png"
-    drawn = curves.draw(runs, picture, title)
+    drawn = plots.curves({name: journal.curve(file) for name, file in runs.items()}, picture, title)
     bytes_ = base64.b64encode(picture.read_bytes()).decode() if drawn else ""
     image = f'<img alt="loss curves" src="data:image/png;base64,{bytes_}">'
     cells: list[Any] = [f"<tr>{''.join(f'<th>{title}</th>' for title in TITLES)}</tr>"]
@@ -201,10 +201,10 @@ def _write(rows: list[Row], runs: Mapping[str, Path], folder: Path, title: str, 
     page = PAGE.format(
         title=html.escape(title), about=html.escape(about), rows="\n".join(cells), picture=image if drawn else ""
     )
-    inside.write_text(folder / "compare.html", page)
+    atomic.replace_text(folder / "compare.html", page)
     made = (
         "compare.json, compare.png, compare.html"
         if drawn
-        else "compare.json, compare.html (no picture: pip install 'isograd[plot]')"
+        else "compare.json, compare.html (no picture: pip install matplotlib)"
     )
     print(f"{folder}: {made}", flush=True)

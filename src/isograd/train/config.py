@@ -9,11 +9,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 if TYPE_CHECKING:
-    from isograd.layout import Layout
+    from isograd.core.layout import Layout
 
 VERSION: Literal[1] = 1  # of the schema; reading.py migrates older ones
 
@@ -21,9 +21,10 @@ Positive = Annotated[int, Field(gt=0, le=1 << 40)]
 Rate = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 Seed = Annotated[int, Field(ge=0, lt=1 << 63)]
+LISTED = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)  # a pair, in YAML a list
 
 
-class Part(BaseModel):
+class Section(BaseModel):
     """A mapping of a config: unknown keys, numbers that are not finite and wrong types are mistakes."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=())
@@ -37,7 +38,7 @@ class Part(BaseModel):
         return value
 
 
-class Model(Part):
+class Model(Section):
     """`model`: which model is trained, from which weights, in which dtype."""
 
     preset: str | None = Field(default=None, description="a model by name, for example quickstart or tiny-llama")
@@ -72,7 +73,7 @@ class Model(Part):
         return self
 
 
-class Adapter(Part):
+class Adapter(Section):
     """`adapter`: LoRA. Small matrices beside linear layers are trained, and the model of `model.path` is frozen."""
 
     rank: Positive = Field(default=8, description="of the matrices")
@@ -91,7 +92,7 @@ class Adapter(Part):
         return value
 
 
-class Text(Part):
+class Text(Section):
     """One of `data.sources`: a folder of token shards, or a built-in text."""
 
     path: str | None = Field(
@@ -113,7 +114,7 @@ class Text(Part):
         return self
 
 
-class Data(Part):
+class Data(Section):
     """`data`: tokens for a language model."""
 
     sources: list[Text] = Field(min_length=1, description="where tokens come from, blended by weight")
@@ -131,11 +132,11 @@ class Data(Part):
     seed: Seed = Field(default=0, description="of the order, which is a function of seed and step alone")
 
 
-class PairsOf(Part):
+class PairsOf(Section):
     """`pairs`: pairs of texts for an encoder."""
 
     path: str = Field(description="JSON lines, one pair of texts in each")
-    keys: tuple[str, str] = Field(description="under which the two texts of a line stand")
+    keys: Annotated[tuple[str, str], LISTED] = Field(description="under which the two texts of a line stand")
     length: Positive = Field(default=64, description="tokens of a text at most")
     chunk: Positive = Field(default=64, description="texts encoded at once: memory, not results, depends on it")
     keep_mb: float = Field(
@@ -150,13 +151,8 @@ class PairsOf(Part):
     evaluate: Positive = Field(default=2000, description="held-out pairs of an evaluation at most")
     seed: Seed = Field(default=0, description="of the order, which is a function of seed and step alone")
 
-    @field_validator("keys", mode="before")
-    @classmethod
-    def _pair(cls, value: Any) -> Any:
-        return tuple(value) if isinstance(value, list) else value
 
-
-class Preference(Part):
+class Preference(Section):
     """`preference`: which loss of pairs of answers task preference minimises."""
 
     loss: Literal["dpo", "ipo", "simpo", "orpo", "kto"] = Field(
@@ -169,15 +165,12 @@ class Preference(Part):
         default=0.0, description="of dpo: the share of pairs that are taken to be the wrong way round"
     )
     margin: float = Field(default=1.0, description="of simpo: by how much the chosen answer should be ahead")
-    weights: tuple[Rate, Rate] = Field(default=(1.0, 1.0), description="of kto: of chosen and of rejected answers")
+    weights: Annotated[tuple[Rate, Rate], LISTED] = Field(
+        default=(1.0, 1.0), description="of kto: of chosen and of rejected answers"
+    )
     answers: Annotated[float, Field(ge=0)] | None = Field(
         default=None, description="weight of the chosen answers' own loss per token; null: 1 of orpo, else 0"
     )
-
-    @field_validator("weights", mode="before")
-    @classmethod
-    def _pair(cls, value: Any) -> Any:
-        return tuple(value) if isinstance(value, list) else value
 
     @model_validator(mode="after")
     def _belongs(self) -> Preference:
@@ -196,7 +189,7 @@ class Preference(Part):
         return self.beta or (2.0 if self.loss == "simpo" else 0.1)
 
 
-class Optimizer(Part):
+class Optimizer(Section):
     """`optimizer`: the optimizer, and the learning rate over the run."""
 
     name: Literal["adamw", "muon"] = Field(
@@ -205,8 +198,13 @@ class Optimizer(Part):
     lr: Rate = Field(description="the highest learning rate")
     min_lr: Annotated[float, Field(ge=0)] = Field(default=0.0, description="what the learning rate falls to at the end")
     warmup: Annotated[int, Field(ge=0)] = Field(default=0, description="steps of linear rise to lr")
-    schedule: Literal["constant", "linear", "cosine"] = Field(default="cosine", description="the way from lr to min_lr")
-    betas: tuple[Share, Share] = Field(default=(0.9, 0.95), description="AdamW's decay rates")
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = Field(
+        default="cosine", description="the way from lr to min_lr; wsd: lr is constant, then falls linearly over `decay`"
+    )
+    decay: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=0.2, description="of schedule wsd: the last share of the run, in which the learning rate falls"
+    )
+    betas: Annotated[tuple[Share, Share], LISTED] = Field(default=(0.9, 0.95), description="AdamW's decay rates")
     eps: Rate = Field(default=1e-8, description="AdamW's epsilon")
     weight_decay: Annotated[float, Field(ge=0)] = Field(
         default=0.1, description="of matrices; norms and biases have none"
@@ -214,13 +212,8 @@ class Optimizer(Part):
     clip: Rate | None = Field(default=1.0, description="the largest norm of a gradient; null: no clipping")
     muon_lr: Rate | None = Field(default=None, description="the learning rate of Muon's matrices; null: lr")
 
-    @field_validator("betas", mode="before")
-    @classmethod
-    def _pair(cls, value: Any) -> Any:
-        return tuple(value) if isinstance(value, list) else value
 
-
-class Saving(Part):
+class Saving(Section):
     """`checkpoint`: when checkpoints are written, and which are kept."""
 
     every: Positive | None = Field(default=None, description="steps between checkpoints; null: at the end only")
@@ -228,19 +221,27 @@ class Saving(Part):
     keep_every: Positive | None = Field(
         default=None, description="checkpoints at multiples of this step are kept for good"
     )
+    on_error: Literal["retry", "go_on", "stop"] = Field(
+        default="retry",
+        description="what a checkpoint does that cannot be written: retry: its state is written again, and the third "
+        "failure ends the run; go_on: it is left out, unless it is the last; stop: the run ends",
+    )
 
 
-class Evaluating(Part):
+class Evaluating(Section):
     """`evaluate`: when held-out data is evaluated, and how much of it."""
 
     every: Positive | None = Field(default=None, description="steps between evaluations; null: at the end only")
     first: bool = Field(default=False, description="also before the first step")
+    patience: Positive | None = Field(
+        default=None, description="the run ends after so many evaluations without a lower held-out loss; null: never"
+    )
     batches: Positive = Field(
         default=4, description="batches of held-out text in one evaluation; all of it, once, where there is less"
     )
 
 
-class Logging(Part):
+class Logging(Section):
     """`log`: what is printed, and which trackers get the numbers."""
 
     every: Positive = Field(default=1, description="steps between progress lines")
@@ -256,7 +257,7 @@ class Logging(Part):
     )
 
 
-class Safety(Part):
+class Safety(Section):
     """`safety`: what a run does about NaN, silent ranks and flipped bits."""
 
     not_finite: Literal["stop", "skip"] = Field(
@@ -281,7 +282,7 @@ class Safety(Part):
     )
 
 
-class Resilience(Part):
+class Resilience(Section):
     """`resilience`: what a run does when ranks or machines are lost."""
 
     after_death: Literal["end", "replace", "shrink"] = Field(
@@ -306,7 +307,7 @@ def _contradiction(text: str, *fields: str) -> PydanticCustomError:
     return PydanticCustomError("contradiction", text, {"fields": fields})
 
 
-class Config(Part):
+class Config(Section):
     """A whole run."""
 
     version: Literal[1] = Field(default=VERSION, description="of this schema")
@@ -333,6 +334,9 @@ class Config(Part):
     resilience: Resilience = Resilience()
     reproducible: bool = Field(default=False, description="the same bits for every ZeRO stage and split; slower")
     threads: Positive = Field(default=1, description="of each local rank, on CPUs")
+    device: Literal["cpu"] | None = Field(
+        default=None, description="cpu: on the CPU on purpose; null: each rank on a GPU of its own, if there are any"
+    )
 
     @field_validator("run")
     @classmethod
@@ -350,8 +354,8 @@ class Config(Part):
     @field_validator("layout")
     @classmethod
     def _layout(cls, text: str) -> str:
+        from isograd.core.layout import Layout
         from isograd.errors import LayoutError
-        from isograd.layout import Layout
 
         if not text.strip():
             raise ValueError("give a layout; that of one rank is dp1")
@@ -362,7 +366,7 @@ class Config(Part):
 
     @model_validator(mode="after")
     def _fits(self) -> Config:
-        from isograd.layout import Layout
+        from isograd.core.layout import Layout
 
         if (self.data is None) == (self.pairs is None):
             raise _contradiction("give data or pairs, one of them", "data", "pairs")
@@ -382,6 +386,8 @@ class Config(Part):
                 f"to be cut into {self.micro_batches} micro-batches: make batch a multiple of dp that is large enough",
                 "batch", "layout", "micro_batches",
             )  # fmt: skip
+        if self.evaluate.patience is not None and self.evaluate.every is None:
+            raise _contradiction("evaluate.patience needs evaluate.every", "evaluate.patience", "evaluate.every")
         self._survives(layout)
         if self.optimizer.min_lr > self.optimizer.lr:
             raise _contradiction(
@@ -420,7 +426,7 @@ class Config(Part):
         """What transformers' own code does not have belongs to isograd's decoder."""
         if not self.by_transformers:
             return
-        from isograd.layout import Layout
+        from isograd.core.layout import Layout
 
         model, layout = self.model, Layout.parse(self.layout)
         named = "adapter" if self.adapter is not None else "model.code transformers"
@@ -441,8 +447,8 @@ class Config(Part):
 
     def _survives(self, layout: Layout) -> None:
         """What `resilience` says must have an effect."""
+        from isograd.core.layout import Layout
         from isograd.errors import LayoutError
-        from isograd.layout import Layout
 
         after = self.resilience
         if after.copies == "partner" and after.after_death == "end":

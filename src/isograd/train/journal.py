@@ -16,15 +16,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from isograd import inside, outside, screen
-from isograd.errors import TrainError
+from isograd.io import atomic, no_follow, plots, terminal, untrusted
+from isograd.io.plots import Curve, Points
+from isograd.train.run_folder import writing
 
 if TYPE_CHECKING:
     from isograd.engine import Mean
 
 MAX_LINE = 1 << 16
-WRITTEN = "# Written by isograd: the complete config of this run"  # the first line of config.yaml
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 WIDE = 10_000  # columns where nothing limits a line: a file, a pipe
 
 
@@ -32,11 +31,11 @@ def read(file: Path) -> Iterator[dict[str, Any]]:
     """The lines of a journal. What is no line of a journal, as the last one after a kill, is left out."""
     if not os.path.lexists(file):
         return
-    with outside.opened(file) as opened:
+    with untrusted.open_to_read(file) as opened:
         while line := opened.readline(MAX_LINE):
             try:
-                found = outside.parse_json(line, file)
-            except outside.FileError:
+                found = untrusted.parse_json(line, file)
+            except untrusted.FileError:
                 continue
             if isinstance(found, dict) and _is_entry(found):
                 yield found
@@ -54,62 +53,25 @@ def _is_entry(line: dict[str, Any]) -> bool:
     )
 
 
-@contextmanager
-def _writing() -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise _not_writable(error) from error
+def curve(file: Path) -> Curve:
+    """Losses and what evaluations measured, of a run's journal."""
+    known = ("step", "event", "loss", "weight", "unit")
+    training, held_out, measures = Points(), Points(), dict[str, Points]()
+    for line in read(file):
+        evaluation, loss = line.get("event") == "evaluation", line.get("loss")
+        if loss is not None and (evaluation or "event" not in line):
+            (held_out if evaluation else training).append((line["step"], loss))
+        for name, value in line.items() if evaluation else ():
+            if name not in known and isinstance(value, int | float):
+                measures.setdefault(name, []).append((line["step"], value))
+    return Curve(training, held_out, measures)
 
 
-def _not_writable(error: OSError) -> TrainError:
-    return TrainError(
-        "IG981", f"the run's folder cannot be written: {error}", expected="a folder with room",
-        fix="make room, or give another folder with --run FOLDER; the same command then resumes from the newest "
-        "checkpoint",
-    )  # fmt: skip
-
-
-def make_folder(folder: Path) -> None:
-    """The run's folder, made if need be; one with links in it is refused, as a run would write through them. The
-    folder in which wandb keeps links is spared: a run writes nothing into it."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        if error.errno in FULL:
-            raise _not_writable(error) from error
-        raise TrainError(
-            "IG988", f"the run's folder cannot be made: {error.strerror}", seen=str(folder),
-            expected="the path of a folder that exists, or that can be made", fix="--run FOLDER",
-        ) from error  # fmt: skip
-    inside.no_links(folder, spared="wandb")
-    refuse_other_config(folder)
-
-
-def refuse_other_config(folder: Path) -> None:
-    """Refuse a folder whose config.yaml no run has written: a run would overwrite it."""
-    file = folder / "config.yaml"
-    if not file.exists() or (folder / "metrics.jsonl").exists():  # older versions wrote no first line
-        return
-    try:
-        found = outside.read_text(file, outside.CONFIG)
-    except outside.FileError as error:
-        found = error.brief
-    if not found.startswith(WRITTEN):
-        raise TrainError(
-            "IG989", "the run's folder holds a config.yaml that no run has written; a run would overwrite it",
-            seen=str(file), expected=f"a folder of its own for a run, or a config.yaml that begins with {WRITTEN!r}",
-            fix="--run FOLDER, or give that file another name",
-        )  # fmt: skip
-
-
-def leave_code(folder: Path, code: int | None) -> None:
-    """How the run ended, as a file: a launcher such as torchrun has exit codes of its own. None: it is under way."""
-    if code is None:
-        (folder / "exit-code").unlink(missing_ok=True)
-    else:
-        with _writing():
-            inside.write_text(folder / "exit-code", f"{code}\n")
+def draw_experts(file: Path, to: Path) -> bool:
+    """A heat map of the load of each layer's experts over the steps; False without experts or matplotlib."""
+    rows = [(line["step"], line["load"]) for line in read(file) if line.get("load")]
+    layers = {name: [load[name] for _, load in rows] for name in (rows[-1][1] if rows else ())}
+    return plots.heat_map([step for step, _ in rows], layers, to)
 
 
 class Journal:
@@ -117,16 +79,14 @@ class Journal:
 
     def __init__(self, file: Path, resumed_at: int, sinks: list[Callable[[dict[str, Any]], None]]) -> None:
         kept = [line for line in read(file) if line.get("step", 0) <= resumed_at and resumed_at > 0]
-        partial = file.with_suffix(".partial")
-        with _writing():
-            inside.write_text(partial, "".join(json.dumps(line) + "\n" for line in kept))
-            os.replace(partial, file)
-            self._file = inside.opened(file, "a", encoding="utf-8", buffering=1)
+        with writing():
+            atomic.replace_text(file, "".join(json.dumps(line) + "\n" for line in kept))
+            self._file = no_follow.open_to_write(file, "a", encoding="utf-8", buffering=1)
         self._sinks = sinks
 
     def write(self, **entry: Any) -> None:
         """Append an entry to metrics.jsonl and show it."""
-        with _writing():
+        with writing():
             self._file.write(json.dumps({k: _number(v) for k, v in entry.items()}, allow_nan=False) + "\n")
         for sink in self._sinks:
             sink(entry)
@@ -170,7 +130,7 @@ def sentence(entry: dict[str, Any], columns: int = WIDE) -> str:
         about = f"over {human(entry['weight'])} {entry['unit']}"
         return f"step {entry['step']:>5}  held-out loss {entry['loss']:.4f} {about}{more}"
     if "event" in entry:
-        return f"step {entry['step']:>5}  {entry['text']}"
+        return f"step {entry['step']:>5}  {terminal.plain(entry['text'])}"
     whole = f"{human(entry['per_s'])} {entry['unit']}/s"
     parts = {
         "step": f"step {entry['step']:>5}/{entry['steps']}",
@@ -221,7 +181,7 @@ def closed_terminal() -> Iterator[None]:
 @closed_terminal()
 def plain(entry: dict[str, Any]) -> None:
     """Print an entry as a line of words."""
-    print(sentence(entry, screen.width(WIDE)), flush=True)
+    print(sentence(entry, terminal.width(WIDE)), flush=True)
 
 
 @closed_terminal()
@@ -253,7 +213,9 @@ class Live:
         share = entry["step"] / entry["steps"]
         bar = "█" * int(40 * share) + "·" * (40 - int(40 * share))
         self._display.update(
-            Text(f"{bar} {share:.0%}\n{curve(self._losses)}\n{sentence(entry, self._console.width)}", overflow="fold")
+            Text(
+                f"{bar} {share:.0%}\n{sparkline(self._losses)}\n{sentence(entry, self._console.width)}", overflow="fold"
+            )
         )
 
     @closed_terminal()
@@ -262,7 +224,7 @@ class Live:
         self._display.stop()
 
 
-def curve(values: list[float], width: int = 60) -> str:
+def sparkline(values: list[float], width: int = 60) -> str:
     """A line of blocks: high where the value is."""
     shown = [v for v in values if math.isfinite(v)]
     if not shown:

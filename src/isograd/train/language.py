@@ -13,19 +13,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from isograd import random
+from isograd.core import rng
+from isograd.core.mesh import Mesh
 from isograd.data import Mixture, read_tokenizer
 from isograd.data.preferences import Preferences
-from isograd.engine.evaluation import together
+from isograd.engine.evaluation import merge
 from isograd.errors import ConfigError
-from isograd.mesh import Mesh
-from isograd.models import Transformer, TransformerConfig, load_config, preset
-from isograd.models.families import HuggingFace
+from isograd.generate.sampling import Sampling, draw
+from isograd.hf.configs import load_config
+from isograd.hf.families import HuggingFace
+from isograd.models import Transformer, TransformerConfig, preset
 from isograd.nn.experts import Experts
 from isograd.nn.loss import IGNORE
 from isograd.train import texts
 from isograd.train.config import Config
-from isograd.train.job import DTYPES, Beat, Evaluated, engine_of, rows_of
+from isograd.train.task import DTYPES, Evaluated, ProgressCallback, engine_of, rows_of
 
 
 def model_config(config: Config) -> TransformerConfig:
@@ -33,7 +35,7 @@ def model_config(config: Config) -> TransformerConfig:
     model = config.model
     if config.by_transformers:
         raise ConfigError(
-            "IG643", "this is for isograd's own decoder", seen="a model that transformers' code runs",
+            "IG643", "this command needs isograd's own decoder", seen="a model that transformers' code runs",
             expected="a family that isograd's decoder knows, without adapter",
             fix="--model.code isograd, without adapter; `isograd train --dry-run` tries a run of any model",
         )  # fmt: skip
@@ -70,7 +72,7 @@ def flops_of_run(config: Config, length: int) -> float:
     return flops_per_token(model_config(config), length)
 
 
-def opened(config: Config, mesh: Mesh, make: Callable[..., Transformer]) -> tuple[Any, HuggingFace | None]:
+def build_model(config: Config, mesh: Mesh, make: Callable[..., Transformer]) -> tuple[Any, HuggingFace | None]:
     """The model of a config on this mesh, and what an Engine reads its first values from. `make`: isograd's decoder."""
     if config.by_transformers:
         from isograd.train import library
@@ -86,7 +88,7 @@ def opened(config: Config, mesh: Mesh, make: Callable[..., Transformer]) -> tupl
     return model, weights
 
 
-class Language:
+class LanguageTask:
     """The job of a language model: token shards in, one optimizer step out."""
 
     starts_from = ""
@@ -99,21 +101,21 @@ class Language:
         data = texts.mixture(config, "train")
         assert data is not None
         self.data, self.held_out = data, texts.mixture(config, "validation")
-        lacks = [said for said in (data.left_out, data.as_text) if said]
+        notice = [said for said in (data.left_out, data.as_text) if said]
         if self.held_out is None and texts.wants_evaluation(config):
             more = "--data.held_out" if config.task == "chat" else "--validation"
-            lacks.append("no evaluation, and no held-out loss: no document of the data was assigned to validation; "
+            notice.append("no evaluation, and no held-out loss: no document of the data was assigned to validation; "
                          f"build it with a larger {more}, or from more documents")  # fmt: skip
-        self.lacks = "; ".join(lacks)
+        self.notice = "; ".join(notice)
         self.decode = read_tokenizer(data) if config.log.sample else None  # its package may be missing: said here
         refuse_vocabulary(data, vocabulary(config))
         self.fingerprint, self.flops = self.data.fingerprint, flops_of_run(config, self.length)
-        self.model, weights = opened(config, mesh, Transformer)
+        self.model, weights = build_model(config, mesh, Transformer)
         self.engine = engine_of(config, self.model, mesh, weights)
 
     def batch(self, step: int) -> dict[str, Any]:
         """This data rank's rows of a step."""
-        return {**self._rows(self.data, step), "key": random.key(self.seed, "dropout", step)}
+        return {**self._rows(self.data, step), "key": rng.key(self.seed, "dropout", step)}
 
     def _rows(self, mixture: Mixture, step: int) -> dict[str, Tensor]:
         rows = mixture.rows(step, rows_of(self.config, self.mesh))
@@ -123,7 +125,7 @@ class Language:
         """Forward and backward of a step, in micro-batches."""
         self.engine.accumulate(batch, self.config.micro_batches)
 
-    def evaluate(self, beat: Beat) -> Evaluated | None:
+    def evaluate(self, beat: ProgressCallback) -> Evaluated | None:
         """The mean loss of the first batches of held-out text, the same ones every time and under every layout.
 
         A text counts once, also where there are fewer than `evaluate.batches` ask for.
@@ -136,7 +138,7 @@ class Language:
             beat(f"evaluating, batch {step + 1}")
             found.append(self.engine.evaluate(self._rows(self.held_out, step), self.config.micro_batches))
         self.model.train()
-        every = together(found)
+        every = merge(found)
         return Evaluated(every.loss, every.weight, {f"loss/{name}": term.mean for name, term in every.terms.items()})
 
     def finish(self, sample: int) -> str | None:
@@ -157,10 +159,10 @@ class Language:
         chat = self.config.task == "chat"
         start, stop = first_answer(row["labels"][0]) if chat else (32, IGNORE)
         assert self.decode is not None
-        return shown(self.model, self.mesh, row["tokens"][:, :start], stop, tokens, self.length, self.decode)
+        return sample_text(self.model, self.mesh, row["tokens"][:, :start], stop, tokens, self.length, self.decode)
 
 
-def shown(
+def sample_text(
     model: nn.Module,
     mesh: Mesh,
     prompt: Tensor,
@@ -170,7 +172,7 @@ def shown(
     decode: Callable[[Sequence[int]], str],
 ) -> str:
     """A prompt [1, n], and at most so many tokens that the model writes after it, until it writes `stop`."""
-    from isograd.hugging.rows import logits_of
+    from isograd.hf.training_rows import logits_of
 
     prompt = prompt.to(mesh.device)
     logits = model if isinstance(model, Transformer) else partial(logits_of, model, mesh)
@@ -210,9 +212,6 @@ def generate(model: Callable[[Tensor], Tensor], prompt: Tensor, count: int, wind
     """Tokens drawn at temperature 0.8, the same on all ranks because each draw is a function of its place."""
     text = prompt
     for place in range(count):
-        logits = model(text[:, -window:])[0, -1].double()
-        weights = torch.softmax(logits / 0.8, -1).cumsum(-1)
-        draw = random.uniform(random.key(0, "sample"), torch.tensor([place], device=text.device))
-        token = torch.searchsorted(weights, draw * weights[-1]).clamp(max=len(weights) - 1)
-        text = torch.cat([text, token.view(1, 1)], 1)
+        token = draw(model(text[:, -window:])[0, -1], rng.key(0, "sample"), place, Sampling())
+        text = torch.cat([text, text.new_tensor([[token]])], 1)
     return [int(token) for token in text[0, prompt.shape[1] :]]

@@ -1,7 +1,7 @@
 """A Hugging Face folder that `isograd train` runs by transformers' own code, and LoRA in it, under any layout.
 
 isograd's own decoder knows some families. With `model.code: transformers`, or with `adapter`, the folder's class itself
-is cut, proven and trained (`ig.hugging`): every causal language model of transformers. Adapters are peft's; the model
+is cut, proven and trained (`ig.hf`): every causal language model of transformers. Adapters are peft's; the model
 that they are put into is frozen, and is what DPO and its kin compare with.
 """
 
@@ -16,33 +16,41 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from isograd import hugging
-from isograd.comm.agree import all_or_none
+from isograd import hf
+from isograd.comm.consensus import run_or_raise_on_all_ranks
+from isograd.core.mesh import Mesh
+from isograd.core.rng import Key
 from isograd.errors import ConfigError, ModelError
-from isograd.hugging.adapters import insert, need_peft
-from isograd.hugging.loading import config_of, empty, not_loaded
-from isograd.hugging.losses import shard
-from isograd.hugging.parts import text_of
-from isograd.hugging.rows import Rows, library_rows, refuse_other_losses, refuse_packing, running, takes_rows
-from isograd.hugging.stages import cost_of_token
-from isograd.mesh import Mesh
-from isograd.random import Key
+from isograd.hf.adapters import insert, need_peft
+from isograd.hf.build import empty
+from isograd.hf.loading import config_of, not_loaded
+from isograd.hf.losses import shard
+from isograd.hf.stages import cost_of_token
+from isograd.hf.sub_configs import text_of
+from isograd.hf.training_rows import (
+    TrainingRows,
+    library_rows,
+    refuse_other_losses,
+    refuse_packing,
+    running,
+    takes_rows,
+)
 from isograd.train.config import Config, Preference
-from isograd.train.job import DTYPES
-from isograd.train.preferring import PreferenceLoss
+from isograd.train.preference_model import PreferenceLoss
+from isograd.train.task import DTYPES
 
 
 def opened(config: Config, mesh: Mesh) -> Any:
     """The model on this mesh, proven, with its adapters, and taking the rows of the run; all ranks call it."""
-    library = all_or_none(lambda: _checked(config, mesh), mesh, ModelError, not_loaded)
+    library = run_or_raise_on_all_ranks(lambda: _checked(config, mesh), mesh, ModelError, not_loaded)
     model, prefers = config.model, config.task == "preference"
-    made: Any = hugging.load(
+    made: Any = hf.load(
         model.path if model.weights else library, mesh, adapter=_lora(config), dtype=DTYPES[model.dtype],
         seed=model.seed, logits=prefers,
     )  # fmt: skip
     if model.recompute:
         made.gradient_checkpointing_enable({"use_reentrant": False})
-    takes_rows(made, mesh, PreferringRows if prefers else Rows)
+    takes_rows(made, mesh, PreferenceRows if prefers else TrainingRows)
     if prefers:
         made.pair_loss = PreferenceLoss(config.preference or Preference(), mesh)
     return made
@@ -143,7 +151,7 @@ def identity(config: Config) -> str:
     return sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()
 
 
-class PreferringRows(Rows):
+class PreferenceRows(TrainingRows):
     """In front of a class of transformers: the loss of pairs, from whole logits."""
 
     pair_loss: PreferenceLoss

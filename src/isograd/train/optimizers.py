@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from isograd.engine import Joined, Muon, Shards
+from isograd.engine import ChainedOptimizer, Muon, Shards
 from isograd.engine.zero import Factory
 from isograd.train.config import Optimizer
 
@@ -25,7 +25,7 @@ def factory(config: Optimizer) -> Factory:
 
     def muon(shards: Shards) -> torch.optim.Optimizer:
         rate = config.muon_lr or config.lr
-        return Joined(Muon(shards.whole, lr=rate, weight_decay=config.weight_decay), adamw(shards.rest))
+        return ChainedOptimizer(Muon(shards.whole, lr=rate, weight_decay=config.weight_decay), adamw(shards.rest))
 
     return muon if config.name == "muon" else adamw
 
@@ -46,12 +46,14 @@ def rate(config: Optimizer, step: int, steps: int) -> float:
     way = min(1.0, (step - config.warmup) / max(1, steps - config.warmup))  # 1 after the last step: none is wasted
     if config.schedule == "constant":
         return 1.0
-    if config.schedule == "linear":
+    if config.schedule == "wsd":  # warmup, stable, decay
+        way = min(1.0, max(0.0, 1 - (steps - step) / (config.decay * steps)))
+    if config.schedule in ("linear", "wsd"):
         return 1 - (1 - low) * way
     return low + (1 - low) * 0.5 * (1 + math.cos(math.pi * way))
 
 
-class Schedule:
+class LearningRateSchedule:
     """Sets every group's rate as a function of the step alone, so that there is nothing to save."""
 
     def __init__(self, config: Optimizer, optimizer: torch.optim.Optimizer, steps: int) -> None:

@@ -15,14 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from isograd.comm import raw
-from isograd.contrastive import GradCache, InfoNCE
+from isograd.core.layout import Layout
+from isograd.core.mesh import DATA, Mesh
 from isograd.data.pairs import Pairs
 from isograd.errors import ConfigError
-from isograd.layout import Layout
-from isograd.mesh import DATA, Mesh
+from isograd.losses.contrastive import GradCache, InfoNCE
 from isograd.train import config as configs
 from isograd.train import texts
-from isograd.train.job import DTYPES, Beat, Evaluated, engine_of, rows_of
+from isograd.train.task import DTYPES, Evaluated, ProgressCallback, engine_of, rows_of
 
 
 class Encoder(nn.Module):
@@ -41,7 +41,7 @@ class Encoder(nn.Module):
         return (states * weights[..., None]).sum(1) / weights.sum(1, keepdim=True).clamp(min=1)
 
 
-class PairsJob:
+class PairsTask:
     """The job of an encoder: pairs of texts in, one optimizer step out."""
 
     starts_from = ""
@@ -55,7 +55,7 @@ class PairsJob:
         self.data = Pairs(pairs.path, keys=pairs.keys, batch=config.batch, seed=pairs.seed, held_out=pairs.held_out)
         self.fingerprint = self.data.fingerprint
         unheld = not self.data.held_out and texts.wants_evaluation(config)
-        self.lacks = "no evaluation: no pair is held out (pairs.held_out)" if unheld else ""
+        self.notice = "no evaluation: no pair is held out (pairs.held_out)" if unheld else ""
         self.per_step = config.batch
         self.tokenizer, body = _open(config)
         self.loss = loss = InfoNCE(mesh, pairs.scale, learn_scale=pairs.learn_scale, both=pairs.both)
@@ -81,7 +81,7 @@ class PairsJob:
         self.cache.backward(*batch)
 
     @torch.no_grad()
-    def evaluate(self, beat: Beat) -> Evaluated | None:
+    def evaluate(self, beat: ProgressCallback) -> Evaluated | None:
         """Loss over held-out pairs, and how often a text's nearest is the one it belongs to, both ways."""
         count = min(self.data.held_out, self.options.evaluate)
         if not count:
@@ -108,7 +108,7 @@ class PairsJob:
             },
         )
 
-    def _vectors(self, texts: tuple[str, ...], most: int, beat: Beat) -> Tensor:
+    def _vectors(self, texts: tuple[str, ...], most: int, beat: ProgressCallback) -> Tensor:
         """Normalised, in fp64. All ranks go through as many chunks: at ZeRO 3 a forward is a collective."""
         parts = []
         for start in range(0, most, self.options.chunk):

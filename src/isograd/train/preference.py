@@ -1,70 +1,89 @@
 """Pairs of answers in training: a language model learns to prefer one answer to another, under every layout.
 
 DPO, IPO and KTO compare the model with what it was before the first step. The log probabilities of all answers by that
-model are computed once, by the run's own ranks, and kept in the run's folder (references.py), so no second model is in
-memory. KTO also compares with how far the model has moved: the mean, over the whole step, of the log probability of
-strangers (the answer to the next pair's prompt) above the reference, which is at least 0 and has no gradient.
+model are computed once, by the run's own ranks, and written to the run's folder, so no second model is in memory. KTO
+also compares with how far the model has moved: the mean, over the whole step, of the log probability of strangers (the
+answer to the next pair's prompt) above the reference, which is at least 0 and has no gradient.
 
 One device: the loss of losses/naive.py over the whole batch.
+
+The file of these references is one line of JSON and then numbers (float64, little-endian). The line says what they
+belong to: a hash of the model as it was, of the pairs, and of the length behind which pairs are left out. A file of
+another model, of other pairs, or a damaged one is made again. Pairs that are left out have NaN.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
 from functools import partial
+from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from isograd import random
 from isograd.comm import raw
-from isograd.data import read_tokenizer
+from isograd.comm.consensus import all_gather_object, run_or_raise_on_all_ranks
+from isograd.core import rng
+from isograd.core.mesh import Mesh
+from isograd.data import files, read_tokenizer
 from isograd.data.preferences import NOBODY
-from isograd.engine.evaluation import together
-from isograd.errors import ModelError
-from isograd.hugging.adapters import without_adapters
-from isograd.mesh import Mesh
+from isograd.engine.evaluation import merge
+from isograd.errors import DataError, ModelError, headline
+from isograd.hf.adapters import without_adapters
+from isograd.io.untrusted import FileError, read_bytes
 from isograd.train import config as configs
-from isograd.train import references, texts
-from isograd.train.job import Beat, Evaluated, engine_of, rows_of
-from isograd.train.language import first_answer, flops_of_run, opened, refuse_vocabulary, shown, vocabulary
-from isograd.train.preferring import Preferring
+from isograd.train import texts
+from isograd.train.language import (
+    build_model,
+    first_answer,
+    flops_of_run,
+    model_config,
+    refuse_vocabulary,
+    sample_text,
+    vocabulary,
+)
+from isograd.train.preference_model import PreferenceTransformer
+from isograd.train.task import Evaluated, ProgressCallback, engine_of, rows_of
 
+LINE = 1024  # bytes of the first line at most
 BOTH, STRANGER = range(2), range(2, 3)  # the answers of a pair
 
 
-class PreferenceJob:
+class PreferenceTask:
     """The job of a language model that learns from pairs of answers."""
 
     unit = "pairs"
 
-    def __init__(self, config: configs.Config, mesh: Mesh, beat: Beat) -> None:
+    def __init__(self, config: configs.Config, mesh: Mesh, beat: ProgressCallback) -> None:
         assert config.data is not None
         self.config, self.mesh, self.seed = config, mesh, config.data.seed
         self.options = config.preference or configs.Preference()
         self.data = texts.pairs(config)
-        lacks = [said for said in (self.data.left_out, self.data.as_text) if said]
+        notice = [said for said in (self.data.left_out, self.data.as_text) if said]
         if not self.data.held and texts.wants_evaluation(config):
-            lacks.append("no evaluation: no pair is held out (data.held_out)")
-        self.lacks, self.per_step = "; ".join(lacks), config.batch
+            notice.append("no evaluation: no pair is held out (data.held_out)")
+        self.notice, self.per_step = "; ".join(notice), config.batch
         self.decode = read_tokenizer(self.data) if config.log.sample else None
         refuse_vocabulary(self.data, vocabulary(config))
         self.fingerprint, self.starts_from = self.data.fingerprint, ""
         self.flops = 2 * self.data.mean_length * flops_of_run(config, round(self.data.mean_length))
-        self.model, weights = opened(config, mesh, partial(Preferring, options=self.options))
+        self.model, weights = build_model(config, mesh, partial(PreferenceTransformer, options=self.options))
         self.engine = engine_of(config, self.model, mesh, weights)
         self.reference: Tensor | None = None  # [pairs, answers], of the pairs by number; NaN for those left out
         if self.options.loss in ("dpo", "ipo", "kto"):
-            self.starts_from, self.reference = references.kept_or_made(
+            self.starts_from, self.reference = read_or_compute(
                 config.folder / "references",
-                lambda: references.key_of(config, self.data.contents),
+                lambda: key_of(config, self.data.contents),
                 (self.data.number, self.data.answers),
                 mesh,
                 lambda: self._made(beat),
             )
 
-    def _made(self, beat: Beat) -> Tensor:
+    def _made(self, beat: ProgressCallback) -> Tensor:
         """The log probabilities of all pairs that fit, by the model as it is, without its adapters."""
         found = torch.full((self.data.number, self.data.answers), torch.nan, dtype=torch.float64)
         batches = self.data.batches(self.data.train + self.data.held)
@@ -94,7 +113,7 @@ class PreferenceJob:
         mine = rows_of(self.config, self.mesh)
         samples = torch.arange(step * self.config.batch + mine.start, step * self.config.batch + mine.stop)
         rows = self._rows(self.data.numbers(step)) | {"samples": samples.to(self.mesh.device)}
-        return {**rows, "key": random.key(self.seed, "dropout", step)}
+        return {**rows, "key": rng.key(self.seed, "dropout", step)}
 
     def _rows(self, pairs: Sequence[int]) -> dict[str, Tensor]:
         mine = rows_of(self.config, self.mesh)
@@ -113,10 +132,10 @@ class PreferenceJob:
         if found.isnan().any():
             number = pairs[int(found.isnan().any(1).nonzero()[0])]
             raise ModelError(
-                "IG425", "the model that the run starts from has no log probability for an answer",
+                "IG425", "an answer has no log probability under the model that the run starts from",
                 seen=f"NaN for pair {number} (the first is 0)", expected="a number for each answer of a pair that fits",
                 fix="weights (model.path) whose logits are finite",
-                where=self.mesh.where(),
+                where=self.mesh.describe_rank(),
             )  # fmt: skip
         return found
 
@@ -134,7 +153,7 @@ class PreferenceJob:
             batch["baseline"] = self._baseline(self.data.numbers(step))
         self.engine.accumulate(batch, self.config.micro_batches)
 
-    def evaluate(self, beat: Beat) -> Evaluated | None:
+    def evaluate(self, beat: ProgressCallback) -> Evaluated | None:
         """The loss of the first batches of held-out pairs, and how often the chosen answer is ahead."""
         if not self.data.held:
             return None
@@ -147,7 +166,7 @@ class PreferenceJob:
             self.model.eval()
             found.append(self.engine.evaluate(rows, self.config.micro_batches))
             self.model.train()
-        every = together(found)
+        every = merge(found)
         return Evaluated(every.loss, every.weight, {name: term.mean for name, term in every.terms.items()})
 
     def finish(self, sample: int) -> str | None:
@@ -161,7 +180,68 @@ class PreferenceJob:
         row = self.data.rows((self.data.held or self.data.train)[:1], range(1), BOTH)
         start, stop = first_answer(row["labels"][0, 0])
         self.model.eval()
-        text = shown(
+        text = sample_text(
             self.model, self.mesh, row["tokens"][0, :1, :start], stop, sample, self.config.data.length, self.decode
         )
         return f"a sample of what the model answers (▮ is where it begins):\n{text}"
+
+
+def key_of(config: configs.Config, pairs: str) -> str:
+    """A hash of the model that a run starts from, of its pairs, and of which of them fit."""
+    assert config.data is not None
+    model = config.model
+    if config.by_transformers:
+        from isograd.train.library import identity
+
+        described = identity(config)
+    else:
+        described = str(model_config(config))
+    weights: object = model.seed
+    if model.path and model.weights:
+        weights = [files.sha256(file) for file in sorted(Path(model.path).glob("*.safetensors"))]
+    return sha256(json.dumps([pairs, config.data.length, weights, model.dtype, described]).encode()).hexdigest()
+
+
+def read_or_compute(
+    file: Path, key: Callable[[], str], shape: tuple[int, int], mesh: Mesh, make: Callable[[], Tensor]
+) -> tuple[str, Tensor]:
+    """(key, the numbers of the file) on every rank; where the file is not there, `make` runs on all ranks and the first
+    writes it."""
+    world, first = mesh.group("world"), mesh.rank == 0
+    mine = run_or_raise_on_all_ranks(lambda: key() if first else "", mesh, DataError, _unwritten)
+    name: str = all_gather_object(mine, mesh)[0]
+    kept = _read(file, name, shape) if first else None
+    if raw.all_max(torch.tensor([float(kept is not None)], device=mesh.device), world).item():
+        found = torch.zeros(shape, dtype=torch.float64) if kept is None else kept
+        return name, raw.all_reduce(found.to(mesh.device), world).cpu()
+    made = make()
+
+    def write() -> None:
+        if first:
+            data = made.numpy().astype("<f8").tobytes()
+            line = json.dumps({"key": name, "shape": shape, "sha256": sha256(data).hexdigest()})
+            files.write_whole(file, line.encode() + b"\n" + data)
+
+    run_or_raise_on_all_ranks(write, mesh, DataError, _unwritten)
+    return name, made
+
+
+def _read(file: Path, key: str, shape: tuple[int, int]) -> Tensor | None:
+    try:
+        line, _, data = read_bytes(file, LINE + 8 * shape[0] * shape[1]).partition(b"\n")
+        about = json.loads(line)
+    except (FileError, ValueError, RecursionError):
+        return None
+    if (
+        about != {"key": key, "shape": list(shape), "sha256": sha256(data).hexdigest()}
+        or len(data) != 8 * shape[0] * shape[1]
+    ):
+        return None
+    return torch.from_numpy(np.frombuffer(data, "<f8").astype(np.float64).reshape(shape))
+
+
+def _unwritten(error: Exception) -> DataError:
+    return DataError(
+        "IG918", "references could not be written", seen=headline(error), expected="a run's folder with enough space",
+        fix="make room or fix permissions; the same command then computes them again",
+    )  # fmt: skip

@@ -8,25 +8,26 @@ A value's origin is a line of the file, the command line, or the default: `isogr
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from isograd import yamls
 from isograd.errors import ConfigError, did_you_mean
-from isograd.outside import CONFIG, FileError, read_text
+from isograd.io import yaml_reader
+from isograd.io.untrusted import CONFIG, FileError, read_text
+from isograd.io.yaml_reader import Place
 from isograd.train.config import VERSION, Config
-from isograd.yamls import Place
 
 COMMAND_LINE = "command line"  # the origin of a value that an option sets
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedConfig:
     """A config, and which line of the file or which option each value comes from."""
 
     config: Config
@@ -37,13 +38,13 @@ class Loaded:
         return self.origins.get(place, "default")
 
 
-def load(path: str | Path, options: Sequence[str] = (), others: Sequence[str] = ()) -> Loaded:
+def load(path: str | Path, options: Sequence[str] = (), others: Sequence[str] = ()) -> LoadedConfig:
     """The config in a file, with what the command line sets over it, as `--a.b 1`, `--a.b=1` or `a.b=1`; `others`:
     further options a user may mean."""
     values, origins = _read(Path(path))
     typed: dict[str, str] = {}
     problems = _put(values, origins, options, typed)
-    return Loaded(checked(migrated(values, str(path)), str(path), origins, problems, others, typed), origins)
+    return LoadedConfig(checked(migrated(values, str(path)), str(path), origins, problems, others, typed), origins)
 
 
 def checked(
@@ -74,17 +75,20 @@ def checked(
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[Place, str]]:
     if not os.path.exists(path):  # False for a name that is too long, where Path.exists raises
+        name = path.name.removesuffix(".yaml")
+        recipe = any(file.name == f"{name}.yaml" for file in (files("isograd") / "recipes").iterdir())
         raise ConfigError(
-            "IG631", f"no config file {path}", expected="a YAML file; 'isograd recipes' lists some to start from",
-            fix="isograd new quickstart",
+            "IG631", f"no config file {path}", seen="the name of a recipe" if recipe else None,
+            expected="a YAML file; 'isograd recipes' lists some to start from",
+            fix=f"isograd new {name if recipe else 'quickstart'}",
         )  # fmt: skip
     try:
-        values, lines = yamls.parse_with_lines(read_text(path, CONFIG, follow=True))
+        values, lines = yaml_reader.parse_with_lines(read_text(path, CONFIG, follow=True))
     except FileError as error:
-        raise ConfigError("IG632", f"{path} is no config", seen=error.brief, expected="a file of YAML") from error
+        raise ConfigError("IG632", f"{path} is not a config", seen=error.brief, expected="a file of YAML") from error
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise ConfigError(
-            "IG632", f"{path} cannot be read as YAML", seen=yamls.read_error(path, error),
+            "IG632", f"{path} cannot be read as YAML", seen=yaml_reader.read_error(path, error),
             expected="a mapping of fields", fix="change that line",
         ) from error  # fmt: skip
     origins: dict[Place, str] = {}
@@ -109,7 +113,7 @@ def _put(values: dict[str, Any], origins: dict[Place, str], options: Sequence[st
         word = words.pop(0)
         name, equals, text = word.partition("=")
         if not (name.startswith("--") or equals) or (not equals and not words):
-            problems.append(f"command line: {word!r} is no option with a value, such as --optimizer.lr 1e-3")
+            problems.append(f"command line: {word!r} is not an option with a value, such as --optimizer.lr 1e-3")
             continue
         text = text if equals else words.pop(0)
         try:
@@ -119,10 +123,10 @@ def _put(values: dict[str, Any], origins: dict[Place, str], options: Sequence[st
             if any(origins.get(known) == COMMAND_LINE for known in (*_above(place), *inside)):
                 problems.append(f"{COMMAND_LINE}: {_spelled(name)[:80]} is given twice")
                 continue
-            value = yamls.parse(text)
+            value = yaml_reader.parse(text)
             _set(values, place, text if value is None and text != "null" else value)
         except (yaml.YAMLError, RecursionError, ValueError, TypeError, IndexError) as error:
-            problems.append(f"command line: {word[:80]!r} cannot be set: {yamls.why(error)}")
+            problems.append(f"command line: {word[:80]!r} cannot be set: {yaml_reader.why(error)}")
             continue
         typed[dotted(place)] = _spelled(name)
         for known in inside:  # what the file has there is gone
@@ -198,6 +202,10 @@ def _spell(found: Any, origins: dict[Place, str], path: str, others: Sequence[st
         fields = names_at(place[:-1]) + list(others if option and len(place) == 1 else ())
         meant = _elsewhere(str(place[-1])) if len(place) == 1 else ""
         return f"{where}: unknown key {dotted(place)!r}{meant or did_you_mean(str(place[-1]), fields)}"
+    if found["type"] == "missing" and isinstance(place[-1], int):
+        return (
+            f"{where}: {dotted(place[:-1])}: a value is missing, {len(found['input'])} given: {description(place[:-1])}"
+        )
     if found["type"] == "missing":
         return f"{where}: {dotted(place)!r} is missing: {description(place)}"
     text = str(found["msg"]).removeprefix("Value error, ")
@@ -298,3 +306,26 @@ def _flat(value: Any, place: Place) -> Iterator[tuple[Place, Any]]:
 def written(config: BaseModel) -> str:
     """The config as YAML that reads back to itself."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def changed(before: object, now: Config) -> list[str]:
+    """Which options decide a run's samples, and differ from those of the run that was saved."""
+    if not isinstance(before, dict):
+        return []
+    found = differing(before, now, ("data", "pairs", "preference", "batch"))
+    return found or ["the options are the same: what the files hold has changed"]
+
+
+def differing(before: object, now: Config, names: Iterable[str]) -> list[str]:
+    """Which of these parts of a config differ from those of the run that was saved, option by option."""
+    ours, found = now.model_dump(mode="json"), list[str]()
+    if not isinstance(before, dict):
+        return found
+    for name in names:
+        old, new = before.get(name), ours[name]
+        if isinstance(old, dict) and isinstance(new, dict):
+            keys = [key for key in new if old.get(key) != new[key]]
+            found += [f"{name}.{key} was {old.get(key)!r} and is {new[key]!r}" for key in keys]
+        elif old != new:
+            found.append(f"{name} was {old!r} and is {new!r}")
+    return found

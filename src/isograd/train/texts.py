@@ -11,7 +11,7 @@ import sysconfig
 from pathlib import Path
 from typing import Literal
 
-from isograd.data import Mixture, Source, build, docstrings, manifest, preferences, sums
+from isograd.data import Mixture, Source, build, builtin_chats, manifest, preferences
 from isograd.data.preferences import Preferences
 from isograd.errors import ConfigError
 from isograd.train.config import Config, Text
@@ -50,9 +50,8 @@ def prepare(config: Config) -> None:
 
 def _made(config: Config, text: Text, what: Literal["conversations", "pairs"]) -> Path:
     """The file of a built-in source."""
-    maker = docstrings if text.builtin == "docstrings" else sums
-    made: Path = getattr(maker, what)(config.folder / f"{text.builtin}.jsonl")
-    return made
+    make = builtin_chats.conversations if what == "conversations" else builtin_chats.pairs
+    return make(config.folder / f"{text.builtin}.jsonl", str(text.builtin))
 
 
 def tokenizer(config: Config) -> Path:
@@ -60,7 +59,7 @@ def tokenizer(config: Config) -> Path:
     assert config.data is not None
     named = config.data.tokenizer or config.model.path
     if named is None and any(text.builtin for text in config.data.sources):
-        return sums.tokenizer(config.folder / "tokenizer")
+        return builtin_chats.tokenizer(config.folder / "tokenizer")
     if named is None:
         raise ConfigError(
             "IG642", "conversations need a tokenizer with a chat template", expected="a Hugging Face folder",

@@ -38,8 +38,8 @@ def trackers(config: Config, folder: Path, stack: ExitStack) -> list[Sink]:
             except ImportError as error:
                 raise TrainError(
                     "IG982", f"the config asks for log.{name}, and the package is not installed", seen=str(error),
-                    expected=f"the extra {name!r} of isograd",
-                    fix=f"pip install 'isograd[{name}]', or take {name} out of 'log'",
+                    expected=f"the package {name}",
+                    fix=f"pip install {name}, or take {name} out of 'log'",
                 ) from error  # fmt: skip
     return found
 

@@ -1,0 +1,254 @@
+"""isograd ckpt: the command line. Nothing but argparse is imported before a command needs it.
+
+isograd ckpt inspect run/checkpoints                   what a checkpoint holds
+isograd ckpt verify run/checkpoints                    read everything, check every hash
+isograd ckpt diff A B                                  which tensors and rows differ, and by how much
+isograd ckpt convert run/checkpoints out/              a Hugging Face folder, without ranks; --adapters: LoRA's alone
+isograd ckpt import DCP out/ --config models/llama     the same from torchtitan's, Megatron-Core's or FSDP2's folder
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from isograd.cli.subcommands import Parser, Verb, run
+from isograd.io import terminal
+
+if TYPE_CHECKING:
+    from isograd.checkpoint.manifest import Saved
+    from isograd.checkpoint.read import Reader
+
+EXAMPLES = """examples:
+  isograd ckpt inspect run/checkpoints                          the newest of a run
+  isograd ckpt inspect run/checkpoints/step-00000100 --tensors '*embed*'
+  isograd ckpt verify run/checkpoints
+  isograd ckpt diff run/checkpoints/step-00000100 other/checkpoints/step-00000100
+  isograd ckpt convert run/checkpoints out/ --tokenizer my_model/ --dtype bf16
+  isograd ckpt import outputs/checkpoint/step-100 out/ --config my_model/
+
+exit codes: 0 well, 2 wrong usage, 3 damaged (verify) or different (diff)"""
+DTYPES = ("fp32", "bf16", "fp16", "fp64")
+PLACE = "a checkpoint, or the newest of a run or of a folder of checkpoints"
+
+ABOUT = "Checkpoints: what is in them, whether they are whole, how two differ, to Hugging Face, and from others."
+
+
+def main(words: list[str], kind: Parser) -> int:
+    """`isograd ckpt`: run one of its commands; the exit code."""
+    return run(words, kind, "ckpt", ABOUT, EXAMPLES, VERBS)
+
+
+# -- inspect ---------------------------------------------------------------------------------------------------------
+
+
+def _inspect_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("place", metavar="PLACE", help=PLACE)
+    parser.add_argument("--tensors", nargs="?", const="*", metavar="PATTERN", help="list tensors, such as '*embed*'")
+    parser.add_argument("--json", action="store_true", help="print it as JSON")
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    from isograd.checkpoint.read import open_whole
+
+    reader = open_whole(Path(options.place))
+    facts = _facts(reader)
+    if options.json:
+        print(json.dumps(facts | {"tensors": _tensors(reader, options.tensors)}, indent=1))
+        return 0
+    columns = terminal.width(10_000)
+    for name, value in facts.items():
+        print(terminal.fold(f"{name:<10} {terminal.plain(value if isinstance(value, str) else _flat(value))}", columns))
+    rows = [row | {"name": terminal.plain(row["name"])} for row in _tensors(reader, options.tensors)]
+    wide = max((len(row["name"]) for row in rows), default=0)
+    wide = max(20, min(wide, columns - 34))
+    for row in rows:
+        shape = "x".join(map(str, row["shape"])) or "1"
+        print(terminal.fold(f"  {row['name']:<{wide}}  {row['dtype']:<4}  {shape:<16}  {row['pieces']}", columns))
+    return 0
+
+
+def _facts(reader: Reader) -> dict[str, Any]:
+    from isograd.checkpoint.files import TORCH
+
+    manifest = reader.manifest
+    kinds: dict[str, list[Saved]] = {}
+    for key, saved in manifest.tensors.items():
+        kinds.setdefault(key.partition("/")[0], []).append(saved)
+    sums = {}
+    for kind, of_kind in kinds.items():
+        elements = [math.prod(saved.shape) for saved in of_kind]
+        size = sum(n * TORCH[saved.dtype].itemsize for n, saved in zip(elements, of_kind, strict=True))
+        dtypes = " ".join(sorted({saved.dtype for saved in of_kind}))
+        sums[kind] = f"{len(of_kind)} tensors, {sum(elements):,} elements of {dtypes}, {_size(size)}"
+    groups = manifest.numbers["groups"]
+    return {
+        "place": str(reader.folder),
+        "step": manifest.step,
+        "layout": manifest.layout,
+        "written by": ", ".join(f"{name} {version}" for name, version in manifest.written_by.items()),
+        "files": f"{len(manifest.files)}, {_size(sum(manifest.files.values()))}",
+        **sums,
+        "stepped by": [{"kind": g["kind"], "parameters": len(g["names"]), **g["options"]} for g in groups],
+        "config": (manifest.model or {}).get("config", "of a model that is not known"),
+        "extra": manifest.extra,
+    }
+
+
+def _tensors(reader: Reader, pattern: str | None) -> list[dict[str, Any]]:
+    return [
+        {"name": key, "dtype": saved.dtype, "shape": saved.shape, "pieces": len(saved.files)}
+        for key, saved in reader.manifest.tensors.items()
+        if pattern is not None and fnmatchcase(key, pattern)
+    ]
+
+
+def _flat(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_flat(inner)}" for name, inner in value.items()) or "-"
+    return "; ".join(map(_flat, value)) if isinstance(value, list) else str(value)
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.4g} TB"
+
+
+# -- verify, diff, convert -------------------------------------------------------------------------------------------
+
+
+def _verify_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("place", metavar="PLACE", help=PLACE)
+
+
+def _verify(options: argparse.Namespace) -> int:
+    from isograd.checkpoint.compare import damages
+    from isograd.checkpoint.read import open_whole
+
+    reader = open_whole(Path(options.place))
+    wrong, pieces = [], 0
+    total = sum(len(saved.files) for saved in reader.manifest.tensors.values())
+    for key, damage in damages(reader):
+        pieces += 1
+        if sys.stderr.isatty():
+            doing = f"\rckpt: {pieces} of {total} pieces, {terminal.plain(key):<60.60}"
+            print(doing, end="", file=sys.stderr, flush=True)
+        if damage:
+            wrong.append(damage)
+    if sys.stderr.isatty():
+        print("\r" + " " * 100, end="\r", file=sys.stderr)
+    for damage in wrong:
+        print(terminal.plain(damage))
+    verdict = f"{len(wrong)} of {pieces} pieces are damaged" if wrong else f"whole: {pieces} pieces have their hashes"
+    print(f"{reader.folder}: {verdict}")
+    return 3 if wrong else 0
+
+
+def _diff_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("first", metavar="A", help=PLACE)
+    parser.add_argument("second", metavar="B", help="another one")
+
+
+def _diff(options: argparse.Namespace) -> int:
+    from isograd.checkpoint.compare import differences
+    from isograd.checkpoint.read import open_whole
+
+    one, other = open_whole(Path(options.first)), open_whole(Path(options.second))
+    found = 0
+    for difference in differences(one, other):
+        found += 1
+        print(terminal.plain(str(difference)))
+    same = len(one.manifest.tensors.keys() & other.manifest.tensors.keys())
+    print(f"{found} differences" if found else f"equal bit for bit: {same} tensors")
+    return 3 if found else 0
+
+
+def _convert_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("place", metavar="PLACE", help=PLACE)
+    parser.add_argument("--adapters", action="store_true", help="write the adapters (LoRA) alone, as a folder of peft")
+    _hugging_options(parser)
+
+
+def _hugging_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("out", metavar="OUT", help="a new folder")
+    parser.add_argument("--tokenizer", metavar="DIR", help="copy tokenizer files, and special tokens, from here")
+    parser.add_argument("--max-shard-gb", type=_gigabytes, default=5.0, help="of one safetensors file (default 5)")
+    parser.add_argument("--dtype", choices=DTYPES, help="of the weights (default: as they were trained)")
+
+
+def _import_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("place", metavar="DCP", help="a folder with .metadata and *.distcp")
+    parser.add_argument("--config", metavar="DIR", required=True, help="a folder with the model's config.json")
+    parser.add_argument("--prefix", metavar="TEXT", help="what stands before the names of the weights, as 'model.'")
+    _hugging_options(parser)
+
+
+def _gigabytes(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size in gigabytes")
+    return value
+
+
+def _convert(options: argparse.Namespace) -> int:
+    from isograd.checkpoint.folder import one_of
+    from isograd.errors import ConfigError
+    from isograd.hf.adapter_files import convert_adapters
+    from isograd.hf.export import convert
+
+    place = one_of(Path(options.place))
+    if options.adapters:
+        if options.tokenizer or options.dtype:
+            raise ConfigError(
+                "IG600", "--adapters writes adapters alone, as they were trained", seen="--tokenizer or --dtype",
+                fix="leave it out; without --adapters the whole model is written",
+            )  # fmt: skip
+        return _written(place, convert_adapters(place, options.out))
+    out = convert(
+        place, options.out, tokenizer=options.tokenizer, max_shard_gb=options.max_shard_gb, dtype=_dtype(options.dtype)
+    )
+    return _written(place, out)
+
+
+def _import(options: argparse.Namespace) -> int:
+    from isograd.integrations.checkpoints.foreign import import_dcp
+
+    read = import_dcp(
+        options.place, options.out, config=options.config, prefix=options.prefix, tokenizer=options.tokenizer,
+        max_shard_gb=options.max_shard_gb, dtype=_dtype(options.dtype),
+    )  # fmt: skip
+    print(f"read: names of {read.kind}" + (f" behind {read.prefix!r}" if read.prefix else ""))
+    return _written(options.place, Path(options.out))
+
+
+def _dtype(name: str | None) -> Any:
+    import torch
+
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+    return dtypes[name] if name else None
+
+
+def _written(place: object, out: Path) -> int:
+    size = sum(path.stat().st_size for path in out.iterdir())
+    print(f"{place} -> {out}: {_size(size)}, read again and compared")
+    return 0
+
+
+VERBS: dict[str, Verb] = {
+    "inspect": ("show what a checkpoint holds", _inspect_options, _inspect),
+    "verify": ("read everything and check every hash", _verify_options, _verify),
+    "diff": ("name the tensors and rows in which two differ", _diff_options, _diff),
+    "convert": ("write a Hugging Face folder, without ranks", _convert_options, _convert),
+    "import": ("write one from a folder of torch.distributed.checkpoint", _import_options, _import),
+}

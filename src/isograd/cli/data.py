@@ -1,0 +1,195 @@
+"""isograd data: the command line. Nothing but argparse is imported before a command needs it.
+
+isograd data build tokens/ books/ web.jsonl --tokenizer my_model/ --workers 8
+isograd data inspect tokens/
+isograd data verify tokens/
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from isograd.cli.subcommands import Parser, Verb, run
+
+EXAMPLES = """examples:
+  isograd data build tokens/ books/                                 each file a document, tokens are bytes
+  isograd data build tokens/ web.jsonl --tokenizer my_model/        a tokenizer.json; the text under "text"
+  isograd data build tokens/ bible.txt --documents blank --validation 0.05
+  isograd data build tokens/ chats.jsonl --tokenizer my_model/ --chat      {"messages": [...]}, by its chat template
+  isograd data inspect tokens/ --length 64
+  isograd data inspect runs/chat/data/0                             of a run: chats in data/0, pairs of answers in data
+  isograd data verify tokens/
+
+A build that was stopped or killed resumes where it was when the same command is given again."""
+
+
+def main(words: list[str], kind: Parser) -> int:
+    """`isograd data`: run one of its commands; the exit code."""
+    try:
+        return run(words, kind, "data", "Text as token shards that are read by number.", EXAMPLES, VERBS)
+    except KeyboardInterrupt:
+        print("data: stopped; the same command resumes where it was", file=sys.stderr)
+        return 130
+
+
+def _build_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("out", metavar="OUT", help="a new folder, or one whose build was stopped")
+    add("inputs", metavar="INPUT", nargs="+", help="text files, .jsonl, .parquet, or folders of them")
+    add("--tokenizer", default="bytes", help="'bytes' (default), a tokenizer.json, or a folder with one")
+    add(
+        "--documents",
+        default="file",
+        choices=("file", "line", "blank"),
+        help="a document in text is a file (default), a line, or what stands between blank lines",
+    )
+    add("--text-key", default="text", metavar="KEY", help="of JSON lines and parquet (default text)")
+    add(
+        "--validation",
+        type=float,
+        default=0.01,
+        metavar="SHARE",
+        help="share of documents that are held out, chosen by a hash of their text (default 0.01)",
+    )
+    add("--end-of-document", default="auto", metavar="ID", help="a token id, 'none', or 'auto' (default)")
+    add(
+        "--special-tokens",
+        default="refuse",
+        choices=("refuse", "keep", "text"),
+        help="text that spells a special token of the tokenizer: refuse it (default), keep it as the token's id "
+        "(chats that a template has rendered), or encode it as ordinary text; of --chat 'text' says that what the "
+        "template spells like a special token, and the tokenizer splits, is text",
+    )
+    add(
+        "--chat",
+        action="store_true",
+        help='inputs are conversations, {"messages": [...], "tools": [...]}; the chat template in the folder '
+        "--tokenizer renders them, and the assistant's tokens are the labels",
+    )
+    add(
+        "--shard-bytes",
+        type=_count,
+        metavar="N",
+        help="bytes of text in a shard (default 16 MiB; more where that would give over 4096 shards)",
+    )
+    add(
+        "--largest-document",
+        type=_count,
+        default=256,
+        metavar="MIB",
+        help="MiB of a document at most (default 256); reading one takes three times its size, and a tokenizer more",
+    )
+    add(
+        "--workers",
+        type=_count,
+        default=os.cpu_count() or 1,
+        metavar="N",
+        help="processes (default: one for each core); they do not change the result",
+    )
+
+
+def _inspect_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", metavar="FOLDER")
+    parser.add_argument(
+        "--length", type=_count, metavar="N",
+        help="tokens of a sample (default 128; of conversations the longest, at most 2048)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--packing", choices=("documents", "whole", "stream"),
+        help="as data.packing of a run (default: whole for conversations, else documents)",
+    )  # fmt: skip
+    parser.add_argument("--samples", type=_count, default=3, metavar="N", help="how many (default 3)")
+    parser.add_argument("--seed", type=int, default=0, help="of their order (default 0)")
+    parser.add_argument("--split", default="train", choices=("train", "validation"))
+
+
+def _verify_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", metavar="FOLDER")
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text[:18]) <= 1 << 40:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def _build(options: argparse.Namespace) -> int:
+    from isograd.data.building import build
+    from isograd.data.manifest import SPLITS
+
+    with _bar("build") as show:
+        manifest = build(
+            options.out, options.inputs, tokenizer=options.tokenizer, documents=options.documents,
+            text_key=options.text_key, validation=options.validation, end_of_document=options.end_of_document,
+            special_tokens=options.special_tokens, chat=options.chat, shard_bytes=options.shard_bytes,
+            workers=options.workers, largest_document=options.largest_document << 20,
+            progress=lambda done, total, tokens: show(done, total, f"{tokens:,} tokens"),
+        )  # fmt: skip
+    counts = {split: sum(shard.tokens for shard in manifest.of(split)) for split in SPLITS}
+    print(f"{options.out}: {counts['train']:,} tokens to train on, {counts['validation']:,} for validation")
+    if manifest.empty:
+        print(f"left out: {manifest.empty:,} documents without text")
+    if manifest.as_text:
+        print(manifest.as_text)
+    if not counts["validation"] and options.validation:
+        print(
+            "data: no document was assigned to validation: a larger --validation, or smaller documents", file=sys.stderr
+        )
+    return 0
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    from isograd.data.show import inspect
+
+    print(inspect(options.folder, options.length, options.samples, options.seed, options.split, options.packing))
+    return 0
+
+
+def _verify(options: argparse.Namespace) -> int:
+    from isograd.data.show import verify
+
+    with _bar("verify") as show:
+        manifest = verify(options.folder, lambda done, total: show(done, total, ""))
+    print(f"{options.folder}: {len(manifest.files())} files, all as they were built")
+    return 0
+
+
+@contextmanager
+def _bar(what: str) -> Iterator[Callable[[int, int, str], None]]:
+    """Progress: a bar on a terminal, elsewhere a line now and then."""
+    if not sys.stderr.isatty():
+        yield _Lines(what)
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(),
+               TextColumn("{task.description}"))  # fmt: skip
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task("", total=None)
+        yield lambda done, total, text: progress.update(task, completed=done, total=total, description=text)
+
+
+class _Lines:
+    def __init__(self, what: str) -> None:
+        self.what, self.last = what, time.monotonic()
+
+    def __call__(self, done: int, total: int, text: str) -> None:
+        now = time.monotonic()
+        if now - self.last >= 10 or done == total:
+            self.last = now
+            print(
+                f"data {self.what}: {done / max(1, total):.0%} of {total:,} bytes  {text}", file=sys.stderr, flush=True
+            )
+
+
+VERBS: dict[str, Verb] = {
+    "build": ("make token shards of text, JSON lines and parquet", _build_options, _build),
+    "inspect": ("print counts, and samples as training sees them", _inspect_options, _inspect),
+    "verify": ("hash every file of a folder and compare", _verify_options, _verify),
+}

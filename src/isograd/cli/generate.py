@@ -1,0 +1,159 @@
+"""isograd generate and isograd chat: the command line.
+
+isograd generate runs/quickstart "def main("            what the model writes after a text
+isograd generate out/ --prompts prompts.jsonl --json    a line of JSON for each prompt
+isograd chat out/                                       a conversation in the terminal
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from isograd.cli.subcommands import Parser
+from isograd.io import terminal
+
+if TYPE_CHECKING:
+    from isograd.generate import Sampling, Writer
+
+PLACE = "a run, a checkpoint, or a Hugging Face folder"
+
+
+def generate(words: list[str], kind: Parser) -> int:
+    """`isograd generate`: the exit code."""
+    parser = kind(prog="isograd generate", description="What a model writes after a prompt.", allow_abbrev=False)
+    parser.add_argument("place", metavar="PLACE", help=PLACE)
+    parser.add_argument("prompt", nargs="?", help="a text; '-' reads it from the input")
+    parser.add_argument("--prompts", metavar="FILE", help='lines of JSON: {"prompt": "..."} or {"messages": [...]}')
+    parser.add_argument("--json", action="store_true", help="write a line of JSON for each sample")
+    parser.add_argument("--samples", type=_positive, default=1, help="of each prompt (default 1)")
+    _shared_options(parser)
+    options = _parsed(parser, words)
+    if (options.prompt is None) == (options.prompts is None):
+        parser.error("give a prompt, or --prompts FILE")
+    writer, how = _opened(options)
+    for number, given in enumerate(_prompts(options)):
+        for sample in range(options.samples):
+            said = given["messages" if "messages" in given else "prompt"]
+            pieces = writer.write(said, how, number * options.samples + sample)
+            if options.json:
+                print(json.dumps({**given, "sample": sample, "text": "".join(pieces)}), flush=True)
+                continue
+            for piece in pieces:
+                print(terminal.plain(piece), end="", flush=True)
+            print()
+    return 0
+
+
+def chat(words: list[str], kind: Parser) -> int:
+    """`isograd chat`: the exit code."""
+    parser = kind(
+        prog="isograd chat", allow_abbrev=False,
+        description="A conversation with a model. Ctrl-C ends an answer, Ctrl-D the conversation.",
+    )  # fmt: skip
+    parser.add_argument("place", metavar="PLACE", help=PLACE)
+    parser.add_argument("--system", metavar="TEXT", help="the system's message")
+    _shared_options(parser)
+    options = _parsed(parser, words)
+    writer, how = _opened(options)
+    if writer.chat is None:
+        from isograd.errors import ConfigError
+
+        raise ConfigError("IG647", seen=f"the tokenizer of {options.place}")
+    messages: list[dict[str, str]] = [{"role": "system", "content": options.system}] if options.system else []
+    while True:
+        try:
+            said = input("> ")
+        except (EOFError, KeyboardInterrupt):
+            print()
+            return 0
+        if not said.strip():
+            continue
+        messages.append({"role": "user", "content": said})
+        answer = ""
+        try:
+            for piece in writer.write(messages, how, len(messages)):
+                answer += piece
+                print(terminal.plain(piece), end="", flush=True)
+        except KeyboardInterrupt:
+            pass
+        print()
+        messages.append({"role": "assistant", "content": answer})
+
+
+def _shared_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--max-new-tokens", type=_positive, default=256, help="of an answer (default 256)")
+    parser.add_argument("--temperature", type=_number(0, 100), default=0.8, help="0: the most likely (default 0.8)")
+    parser.add_argument("--top-k", type=_positive, default=0, help="of so many tokens only")
+    parser.add_argument("--top-p", type=_number(0, 1), default=1.0, help="of tokens that have this share together")
+    parser.add_argument("--seed", type=int, default=0, help="the same seed, the same text (default 0)")
+    parser.add_argument("--tokenizer", metavar="DIR", help="with a tokenizer.json; or 'bytes' (default: the run's)")
+    parser.add_argument("--device", help="such as cuda:1 (default: a card if there is one)")
+
+
+def _parsed(parser: argparse.ArgumentParser, words: list[str]) -> argparse.Namespace:
+    options, extra = parser.parse_known_args(words)
+    if extra:
+        parser.refuse(extra)  # type: ignore[attr-defined]
+    return options
+
+
+def _opened(options: argparse.Namespace) -> tuple[Writer, Sampling]:
+    from transformers.utils import logging
+
+    from isograd.generate import Sampling, open_writer
+
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    how = Sampling(options.max_new_tokens, options.temperature, options.top_k, options.top_p, options.seed)
+    return open_writer(options.place, tokenizer=options.tokenizer, device=options.device), how
+
+
+def _prompts(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    if options.prompts is None:
+        yield {"prompt": sys.stdin.read() if options.prompt == "-" else options.prompt}
+        return
+    from isograd.io.untrusted import CONFIG, read_text
+
+    lines = [line for line in enumerate(read_text(options.prompts, CONFIG).splitlines(), 1) if line[1].strip()]
+    yield from [_prompt(line, options.prompts, number) for number, line in lines]  # all are read before one is answered
+
+
+def _prompt(line: str, path: str, number: int) -> dict[str, Any]:
+    from isograd.errors import ConfigError
+    from isograd.io.untrusted import parse_line
+
+    try:
+        given = parse_line(line)
+        prompt, messages = given.get("prompt"), given.get("messages")
+        as_messages = isinstance(messages, list) and messages and all(map(_is_message, messages))
+    except (ValueError, AttributeError):
+        prompt, messages, as_messages = None, None, False
+    if not (isinstance(prompt, str) and messages is None) and not (as_messages and prompt is None):
+        raise ConfigError("IG649", seen=terminal.plain(line[:80]), path=path, line=number)
+    return dict(given)
+
+
+def _is_message(message: Any) -> bool:
+    return isinstance(message, dict) and all(isinstance(message.get(name), str) for name in ("role", "content"))
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or not 0 < int(text[:10]) < 10**9:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return int(text)
+
+
+def _number(least: float, most: float) -> Any:
+    def number(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = least - 1
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number from {least:g} to {most:g}")
+        return value
+
+    return number

@@ -1,0 +1,110 @@
+"""isograd check network: before a run, on all of its machines.
+
+isograd check network --nproc 4                                       ranks of this machine alone
+isograd check network --nnodes 2 --nproc 8 --node-rank 0 --master-addr node1 run.yaml my_code/
+torchrun --nnodes 2 --nproc-per-node 8 ... --no-python -- isograd check network run.yaml my_code/
+
+torchrun waits for the torchrun of every other machine before it starts anything, for minutes and without a word. The
+second form starts its ranks at once, so that a machine which never comes is named after --wait seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from isograd.cli.subcommands import Parser, run
+from isograd.errors import NetworkError
+
+FOUND = 1  # exit code
+EXAMPLES = """on every machine, with its own number behind --node-rank:
+  isograd check network --nnodes 2 --nproc 8 --node-rank 0 --master-addr node1
+    --master-port 29500 run.yaml
+
+or by the launcher of the run itself (torchrun waits for all machines first):
+  torchrun --nnodes 2 --nproc-per-node 8 --node-rank 0 --master-addr node1
+    --master-port 29500 --no-python -- isograd check network run.yaml
+
+exit codes: 0 nothing is wrong, 1 something is, 2 wrong usage"""
+
+
+def check(words: list[str], kind: Parser) -> int:
+    """`isograd check`; the exit code."""
+    about = "Look at the machines of a run before it starts."
+    verbs = {"network": ("connections and bandwidth of all pairs of ranks; versions and code", _options, _network)}
+    return run(words, kind, "check", about, EXAMPLES, verbs)
+
+
+def _options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("paths", nargs="*", type=Path, help="code and configs that must be the same on every machine")
+    parser.add_argument("--nproc", type=int, default=2, help="ranks to start here, outside of torchrun (default 2)")
+    parser.add_argument("--nnodes", type=int, default=1, help="machines on which this command is started (default 1)")
+    parser.add_argument("--node-rank", type=int, default=0, metavar="N", help="which of them this is, from 0")
+    parser.add_argument("--master-addr", metavar="HOST", help="name or address of machine 0, where ranks meet")
+    parser.add_argument("--master-port", type=int, default=29500, metavar="PORT", help="a free port of it (29500)")
+    parser.add_argument("--wait", type=float, default=20.0, metavar="S", help="seconds to wait for a rank (default 20)")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+
+
+def _network(options: argparse.Namespace) -> int:
+    if "RANK" not in os.environ:
+        return _start(options)
+    from isograd.elastic.preflight import analyze, preflight, render, to_json
+
+    try:
+        found, rank, store = preflight(options.paths, options.wait)
+    except NetworkError as error:
+        if error.code == "IG291" and os.environ.get("LOCAL_RANK", "0") != "0":  # the first rank here says it
+            return _end(FOUND)
+        raise
+    if found is None:
+        code = store.get("code", 6 * options.wait)
+        store.put(f"left/{rank}", True)
+        return _end(FOUND if code is None else int(code))
+    errors = analyze(found)
+    print(json.dumps(to_json(found, errors), indent=1) if options.json else render(found, errors), flush=True)
+    code = FOUND if errors else 0
+    store.put("code", code)
+    for other in range(1, len(found.facts)):  # the store may lie in this process
+        store.get(f"left/{other}", options.wait)
+    return _end(code)
+
+
+def _end(code: int) -> int:
+    """Leave, although a thread may still wait for a world that does not come about."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _start(options: argparse.Namespace) -> int:
+    """This machine's ranks; the code of the first that fails."""
+    nodes, number, each = options.nnodes, options.node_rank, options.nproc
+    if nodes > 1 and not (options.master_addr and 0 <= number < nodes):
+        raise NetworkError(
+            "IG298", "several machines need --master-addr and --node-rank",
+            seen=f"--nnodes {nodes} --node-rank {number} --master-addr {options.master_addr}",
+            expected=f"--master-addr, and a --node-rank from 0 to {nodes - 1}",
+            fix="the same command on every machine, but for --node-rank",
+        )  # fmt: skip
+    place = {"MASTER_ADDR": options.master_addr or "", "MASTER_PORT": str(options.master_port)}
+    if nodes == 1:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+        place["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+    place["TORCH_CPP_LOG_LEVEL"] = os.environ.get("TORCH_CPP_LOG_LEVEL", "FATAL")  # not torch's stacks beside an error
+    place |= {"WORLD_SIZE": str(nodes * each), "LOCAL_WORLD_SIZE": str(each), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "isograd", *sys.argv[1:]]
+    running = [
+        subprocess.Popen(
+            command, env={**os.environ, **place, "RANK": str(number * each + here), "LOCAL_RANK": str(here)}
+        )
+        for here in range(each)
+    ]
+    return next((code for code in [one.wait() for one in running] if code), 0)

@@ -1,0 +1,435 @@
+"""`isograd plan CONFIG`: which layout a run should have on so many devices, before anybody pays for them.
+
+isograd plan llama-70b.yaml --gpus 1024 --machine h100
+isograd plan llama-70b.yaml --gpus 512 --layout "dp16 tp8 sp pp4 vpp4 zero1" --failures-per-rank-hour 2e-5
+isograd machine                     the machines that are known
+isograd machine measure here.yaml   this computer, for --machine here.yaml
+
+Nothing is read but the config. See docs/plan.md for what stands behind the numbers, and how far off they are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from isograd.core.layout import Layout
+from isograd.errors import ConfigError, IsogradError, PlanError
+from isograd.io import plots, terminal
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from isograd.plan.machine import Machine
+    from isograd.plan.search import Candidate, SearchResult
+    from isograd.plan.work import Work
+    from isograd.train.config import Config
+
+Parser = type[argparse.ArgumentParser]
+MOST_DEVICES, MOST_SEQUENCES = 1 << 20, 1 << 40  # beyond any run
+MOST_LAYERS = 4096  # of which a search cuts stages, and a rehearsal runs all
+DRAWN = 200_000  # passes of a picture
+
+
+def plan(words: list[str], kind: Parser) -> int:
+    """`isograd plan`: the best layouts, why others fell out, and what to run; the exit code."""
+    parser = kind(
+        prog="isograd plan", allow_abbrev=False,
+        description="Search the layouts of a config on many devices: memory and time of the best, why others fell out, "
+        "and the command that runs the best one. With --layout: the time of that one, and where it goes.",
+    )  # fmt: skip
+    parser.add_argument("config", help="a config of 'isograd train'")
+    parser.add_argument("--gpus", type=int, metavar="N", help="devices (default: as many as the config's layout has)")
+    parser.add_argument("--machine", default="h100", help="one of 'isograd machine', or a YAML file (default h100)")
+    parser.add_argument("--layout", help="predict this one alone")
+    parser.add_argument("--brief", action="store_true", help="one line for the config's own layout: memory and time")
+    parser.add_argument("--measured", metavar="RUN", help="with --brief: the folder of a run, to say what it had")
+    parser.add_argument("--batch", type=int, metavar="N", help="sequences of a step, in place of the config's")
+    parser.add_argument("--top", type=int, default=10, metavar="N", help="how many layouts to show (default 10)")
+    parser.add_argument(
+        "--picture", metavar="FILE", help="draw the first layout's step, stage by stage (.svg, .png or .pdf)"
+    )
+    parser.add_argument("--write", metavar="FILE", help="write the config with the best layout to a new file")
+    group = parser.add_argument_group("checkpoints of a long run")
+    group.add_argument(
+        "--failures-per-rank-hour", type=float, metavar="X",
+        help="how often a device ends a run: 2e-5 for 419 stops of 16,384 devices in 54 days",
+    )  # fmt: skip
+    group.add_argument("--save-seconds", type=float, default=30.0, metavar="S", help="of one checkpoint (default 30)")
+    group.add_argument("--restart-seconds", type=float, default=600.0, metavar="S", help="of a restart (default 600)")
+    options, extra = parser.parse_known_args(words)
+    if extra:
+        parser.refuse(extra)  # type: ignore[attr-defined]
+    if sys.stderr.isatty():  # before torch is imported, which takes seconds
+        print(f"planning {options.config} ...", file=sys.stderr, flush=True)
+    from isograd.plan import machine as machines
+    from isograd.plan.costs import left_out
+
+    config, work, count = _read(options)
+    device = machines.load(options.machine).shared(count)
+    if options.brief:
+        print(_brief(config, device, options.measured))
+        return 0
+    began = time.monotonic()
+    found = _one(work, options.layout, device, config) if options.layout else _search(work, count, device, options.top)
+    wide = terminal.width(140)
+    print(heading(work, count, device))
+    print(table(found.best))
+    if crowded := tight(found.best, device):
+        print(terminal.fold(crowded, wide))
+    if missing := left_out(work):
+        print(terminal.fold(f"at the least: nothing is counted for {', '.join(missing)}", wide))
+    if not options.layout:
+        print()
+        print(terminal.fold(why(found), wide))
+        print(f"searched in {time.monotonic() - began:.1f} s")
+    fits = found.fitting > 0
+    run = f"to run {'it' if options.layout else 'the first'}:\n  {command(options.config, found.best[0])}"
+    print("\n" + (run if fits else terminal.fold(does_not_fit(found.best[0], device), wide)))
+    if options.picture:
+        _draw(options.picture, found.best[0], device)
+    if options.write and fits:
+        _write(options.write, config, found.best[0])
+    if options.failures_per_rank_hour is not None:
+        print("\n" + terminal.fold(long_run(options, count, found.best[0]), wide))
+    return 0 if fits else 1
+
+
+def machine(words: list[str], kind: Parser) -> int:
+    """`isograd machine`: list machines, show one, or measure this computer; the exit code."""
+    parser = kind(
+        prog="isograd machine", allow_abbrev=False,
+        description="The machines that 'isograd plan' knows. 'show NAME' prints one, 'measure FILE' writes a "
+        "description of this computer's CPU.",
+    )  # fmt: skip
+    parser.add_argument("verb", nargs="?", choices=("list", "show", "measure"), default="list")
+    parser.add_argument("name", nargs="?", help="of a machine, or the file to write")
+    options, extra = parser.parse_known_args(words)
+    if extra:
+        parser.refuse(extra)  # type: ignore[attr-defined]
+    if options.verb != "list" and not options.name:
+        raise ConfigError("IG600", f"'isograd machine {options.verb}' needs a name", fix="see 'isograd machine --help'")
+    from isograd.plan import machine as machines
+
+    if options.verb == "list":
+        for name in machines.names():
+            print(f"{name:<8} {machines.load(name).about}")
+        return 0
+    if options.verb == "show":
+        print(machines.text(machines.load(options.name)), end="")
+        return 0
+    from isograd.plan.measure import measure
+
+    _refuse_file(options.name, "measure")
+    made = machines.text(measure())
+    _new_file(options.name, made)
+    print(made, end="")
+    return 0
+
+
+def _read(options: argparse.Namespace) -> tuple[Config, Work, int]:
+    from isograd.train.reading import load
+    from isograd.train.resources import work_of
+
+    config = load(options.config).config
+    if config.data is None:
+        raise PlanError("IG275", "pairs cannot be planned", seen="`pairs` in the config", expected="`data`")
+    if options.layout is not None and not options.layout.strip():
+        raise ConfigError("IG600", "--layout is empty", seen=repr(options.layout), fix="leave it out to search")
+    layout = Layout.parse(options.layout) if options.layout else Layout.parse(config.layout)
+    count = options.gpus if options.gpus is not None else layout.world_size
+    if options.layout and options.gpus not in (None, layout.world_size):
+        raise PlanError(
+            "IG275", f"layout {str(layout)!r} needs {layout.world_size} devices", seen=f"--gpus {options.gpus}",
+            expected=f"--gpus {layout.world_size}, or no --gpus",
+        )  # fmt: skip
+    numbers = {
+        "--gpus": (count, MOST_DEVICES),
+        "--top": (options.top, 1000),
+        "--batch": (options.batch, MOST_SEQUENCES),
+    }
+    for name, (number, most) in numbers.items():
+        if number is not None and not 1 <= number <= most:
+            raise ConfigError("IG600", f"{name} {number} is out of range", expected=f"1 to {most:,}")
+    for name, file in (("--picture", options.picture), ("--write", options.write)):
+        if file is not None:
+            _refuse_file(file, name, ", ".join(plots.FORMATS) if name == "--picture" else "")
+    work = work_of(config)
+    if work.model.layers > MOST_LAYERS:
+        raise PlanError(
+            "IG275", "the model has too many layers to plan", seen=f"{work.model.layers:,} layers",
+            expected=f"at most {MOST_LAYERS:,}",
+        )  # fmt: skip
+    return config, dataclasses.replace(work, batch=options.batch or work.batch), count
+
+
+def _brief(config: Config, device: Machine, folder: str | None) -> str:
+    """Memory and time of the config's own layout in one line. `folder`: of a run with this config, to say what it had.
+
+    Memory is what `isograd train` says before it starts: of the rank that needs most, a bound, with Python and torch.
+    Ranks that share the devices of a machine get a part of one each.
+    """
+    from isograd.plan.step_time import predict
+    from isograd.train.resources import forecast, work_of
+
+    layout = Layout.parse(config.layout)
+    step = predict(work_of(config), layout, device.shared(layout.world_size))
+    between = f"{_short_time(step.low)} to {_short_time(step.high)}"
+    expected = f"{forecast(config).rank_bytes / 1e9:.2f} GB a rank, {_short_time(step.seconds)} a step ({between})"
+    line = f"plan: {layout} on {device.name}: {expected}"
+    if folder is None:
+        return line
+    memory, seconds = _measured(folder)
+    return f"{line}; measured: {memory / 1e9:.2f} GB, {_short_time(seconds)}"
+
+
+def _measured(folder: str) -> tuple[float, float]:
+    """(bytes of the rank that had most, median seconds of a step) of a run, without the first line of its journal."""
+    from isograd.train import journal
+
+    file = Path(folder) / "metrics.jsonl"
+    lines = [line for line in journal.read(file) if "seconds_per_step" in line] if file.exists() else []
+    if not lines:
+        raise PlanError(
+            "IG275", f"{folder} has no measured step", seen="no metrics.jsonl, or no step in it",
+            expected="the folder of a run of 'isograd train'",
+        )  # fmt: skip
+    seconds = median(line["seconds_per_step"] for line in lines[1:] or lines)
+    return max(line["memory_gb"] for line in lines) * 2**30, seconds
+
+
+def _short_time(value: float) -> str:
+    return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.0f} ms"
+
+
+def _search(work: Work, count: int, device: Machine, top: int) -> SearchResult:
+    from isograd.plan.search import search
+
+    return search(work, count, device, shown=top, buildable=lambda layout: _refusal(work, layout))
+
+
+def _one(work: Work, text: str, device: Machine, config: Config) -> SearchResult:
+    from isograd.plan.memory import memory
+    from isograd.plan.search import Candidate, SearchResult
+    from isograd.plan.step_time import predict
+
+    layout = Layout.parse(text)
+    rows, rest = divmod(work.batch, layout.dp)
+    if rest or rows < work.micro_batches:
+        raise PlanError(
+            "IG275", f"batch {work.batch} over dp{layout.dp} cannot be cut into {work.micro_batches} micro-batches",
+            seen=f"{work.batch / layout.dp:g} sequences for each data rank, and {work.micro_batches} micro-batches",
+            expected=f"a multiple of dp{layout.dp}, at least dp x micro-batches = {layout.dp * work.micro_batches}",
+            fix=f"--batch {layout.dp * work.micro_batches}, or `batch` or `micro_batches` in the config",
+        )  # fmt: skip
+    problem = _refusal(work, layout)
+    if problem is not None:
+        raise PlanError("IG275", "the model cannot be built under this layout", seen=problem, expected="another layout")
+    needed = memory(work, layout, scores=device.units > 0)
+    one = Candidate(layout, work, needed, predict(work, layout, device))
+    return SearchResult([one], 1 if one.memory.total <= _room(device) else 0, 1)
+
+
+def _room(device: Machine) -> float:
+    """Bytes of a device that a program may have."""
+    return (device.memory_gb - device.reserved_gb) * 1e9
+
+
+def does_not_fit(one: Candidate, device: Machine) -> str:
+    """That a candidate does not fit, and the smallest changes of it that do."""
+    from isograd.plan.memory import memory
+
+    work, layout = one.work, one.layout
+    said = f"does not fit: needs {one.memory.total / 1e9:.0f} GB, and a device has {_room(device) / 1e9:.0f} GB for it"
+    fits: list[str] = []
+    for words, changed, spread in _changes(work, layout):
+        needed = memory(changed, spread, scores=device.units > 0).total
+        if needed <= _room(device) and spread.tp <= device.devices and _refusal(changed, spread) is None:
+            fits.append(f"  {needed / 1e9:>5.1f} GB with {words}")
+    if not fits:
+        return f"{said}\nnor with recompute, ZeRO 3 or twice to eight times the devices: isograd plan --gpus N searches"
+    return "\n".join([f"{said}; it would fit", *fits[:6]])
+
+
+def _changes(work: Work, layout: Layout) -> Iterator[tuple[str, Work, Layout]]:
+    """Of a plan that does not fit: (in words, the work, the layout), the smallest changes first."""
+    recomputed = [("", work)]
+    if work.recompute != "full":
+        recomputed.append(("model.recompute: true", dataclasses.replace(work, recompute="full")))
+    stages = [zero for zero in (layout.zero, 1, 3) if zero >= layout.zero and layout.dp * layout.cp > 1] or [
+        layout.zero
+    ]
+    wider = [layout]
+    for factor in (2, 4, 8):
+        for axis in ("dp", "tp", "pp"):
+            more: dict[str, Any] = {axis: factor * layout.size(axis)} | ({"sp": True} if axis == "tp" else {})
+            with contextlib.suppress(IsogradError):
+                wider.append(dataclasses.replace(layout, **more))
+    for spread in wider:
+        for zero in dict.fromkeys(stages):
+            for words, changed in recomputed:
+                rows, rest = divmod(work.batch, spread.dp)
+                if rest or rows < work.micro_batches or work.micro_batches < spread.pp:
+                    continue
+                with contextlib.suppress(IsogradError):
+                    other = dataclasses.replace(spread, zero=zero)
+                    changed.split(other)
+                    named = f'--layout "{other}"' if other != layout else ""
+                    if named or words:
+                        yield " and ".join(filter(None, (named, words))), changed, other
+
+
+def _refusal(work: Work, layout: Layout) -> str | None:
+    """Why the model cannot be built under a layout: what its own layers say."""
+    from isograd.core.mesh import Mesh
+    from isograd.models import Transformer
+
+    try:
+        Transformer(work.model.with_layers(layout.pp * layout.vpp), Mesh.unbound(layout), device="meta")
+    except IsogradError as error:
+        return error.what
+    return None
+
+
+def heading(work: Work, count: int, device: Machine) -> str:
+    """What is planned, on what."""
+    from isograd.core.layout import Layout
+    from isograd.plan.work import params_on_rank
+    from isograd.train.journal import human
+
+    size = params_on_rank(dataclasses.replace(work, recompute="none"), Layout(), 0).all
+    tokens = f"{work.batch:,} sequences x {work.length:,} tokens a step"
+    return f"{human(int(size))} parameters in {work.dtype}, {tokens}, on {count:,} x {device.name}: {device.about}\n"
+
+
+def table(best: list[Candidate]) -> str:
+    """A line for each layout: memory of the rank that needs most, time, and where it goes."""
+    wide = max(len(str(one.layout)) for one in best) + 2
+    names = [name for name in best[0].step.parts if any(one.step.parts[name] > 0.0005 for one in best)]
+    lines = [
+        f"    {'layout':<{wide}}{'micro':>6} {'recompute':>9} {'GB':>6} {'step s':>8}  {'90 of 100':<15} {'MFU':>5}"
+        + "".join(f"{name:>10}" for name in names)
+    ]
+    for number, one in enumerate(best, 1):
+        step = one.step
+        between = f"{_seconds(step.low)} to {_seconds(step.high)}"
+        lines.append(
+            f"{number:>3} {one.layout!s:<{wide}}{one.work.micro_batches:>6} {one.work.recompute:>9} "
+            f"{one.memory.total / 1e9:>6.1f} {_seconds(step.seconds):>8}  {between:<15} {step.mfu:>5.1%}"
+            + "".join(f"{step.parts[name]:>10.2f}" for name in names)
+        )
+    return "\n".join(lines)
+
+
+def tight(best: list[Candidate], device: Machine) -> str:
+    """Which layouts nearly fill a device's memory; nothing where none does."""
+    from isograd.plan.memory import TIGHT
+
+    room = (device.memory_gb - device.reserved_gb) * 1e9
+    found = [str(number) for number, one in enumerate(best, 1) if TIGHT * room < one.memory.total <= room]
+    if not found:
+        return ""
+    return (
+        f"memory is tight: {', '.join(found)} would take more than {TIGHT:.0%} of the {room / 1e9:.0f} GB that a "
+        "program has there; what an allocator cannot use between pieces may end such a run"
+    )
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.2f}" if value >= 0.1 else f"{value:.2g}"
+
+
+def why(found: SearchResult) -> str:
+    """Why candidates fell out, with an example of each reason."""
+    rest = "; the others:" if found.out else ""
+    lines = [f"{found.tried:,} candidates, of which {found.fitting:,} fit{rest}"]
+    lines += [f"  {out.count:>7,}  {reason}: {out.example}" for reason, out in found.out.items()]
+    return "\n".join(lines)
+
+
+def command(path: str, one: Candidate) -> str:
+    """The command that trains with a candidate's choices."""
+    recompute = "true" if one.work.recompute == "full" else "false"
+    return (
+        f'isograd train {path} --layout "{one.layout}" --batch {one.work.batch} '
+        f"--micro_batches {one.work.micro_batches} --model.recompute {recompute} --emit slurm"
+    )
+
+
+def _draw(file: str, first: Candidate, device: Machine) -> None:
+    from isograd.plan import picture
+
+    passes = 2 * first.work.micro_batches * first.layout.pp * first.layout.vpp
+    if passes > DRAWN:
+        raise PlanError(
+            "IG275", "the step has too many passes to draw", seen=f"{passes:,} passes of all stages",
+            expected=f"at most {DRAWN:,}", fix="--batch with fewer sequences, and --layout",
+        )  # fmt: skip
+    if not picture.step(first.work, first.layout, device, Path(file)):
+        raise no_matplotlib()
+    print(f"{file} written")
+
+
+def no_matplotlib() -> ConfigError:
+    """--picture without its package."""
+    return ConfigError("IG600", "--picture needs matplotlib, which is not installed", fix="pip install matplotlib")
+
+
+def _write(file: str, config: Config, one: Candidate) -> None:
+    import yaml
+
+    values = config.model_dump(mode="json", exclude_unset=True)
+    values |= {"layout": str(one.layout), "batch": one.work.batch, "micro_batches": one.work.micro_batches}
+    values["model"]["recompute"] = one.work.recompute == "full"
+    _new_file(file, yaml.safe_dump(values, sort_keys=False))
+    print(f"{file} written")
+
+
+def _refuse_file(file: str, name: str, formats: str = "") -> None:
+    """Before anything is computed: a file that could not be written."""
+    path = Path(file)
+    if formats and path.suffix not in formats.split(", "):
+        raise PlanError("IG274", f"{name}: {file!r} has no known format", expected=f"a name ending in {formats}")
+    try:
+        seen = "it exists" if path.exists() else "" if path.parent.is_dir() else f"no folder {path.parent}"
+    except OSError as error:
+        seen = str(error.strerror)
+    if seen:
+        raise PlanError(
+            "IG274", f"{name}: {file!r} cannot be written", seen=seen, expected="a new file in a folder that exists"
+        )
+
+
+def _new_file(file: str, text: str) -> None:
+    try:
+        with Path(file).open("x", encoding="utf-8") as opened:
+            opened.write(text)
+    except OSError as error:
+        raise PlanError(
+            "IG274", f"{file} cannot be written: {error.strerror}", expected="a new file in a folder that exists"
+        ) from error
+
+
+def long_run(options: argparse.Namespace, count: int, one: Candidate) -> str:
+    """How often to save, and what share of the time makes progress."""
+    from isograd.plan.goodput import goodput
+
+    found = goodput(options.failures_per_rank_hour, count, options.save_seconds, options.restart_seconds)
+    if found.share < 0.001:
+        return (
+            f"long run: a failure every {found.between_failures_s:.3g} s on {count:,} ranks: "
+            "nothing is trained and saved between two of them"
+        )
+    steps = max(1, round(found.interval_s / one.step.seconds))
+    return (
+        f"long run: a failure every {found.between_failures_s / 3600:.3g} hours on {count:,} ranks; saving takes "
+        f"{options.save_seconds:g} s, a restart {options.restart_seconds:g} s\n"
+        f"  best: a checkpoint every {found.interval_s / 60:.3g} minutes (--checkpoint.every {steps}); "
+        f"{found.share:.1%} of the time makes progress that is kept"
+    )

@@ -1,0 +1,248 @@
+"""`isograd rehearse CONFIG`: one step of a run's program on simulated ranks, before anybody spends a cluster on it.
+
+isograd rehearse llama-70b.yaml --layout "dp128 tp8 sp pp16 zero1"
+
+Nothing is read but the config: tokens are zeros, and values have no memory. See docs/rehearse.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from isograd.core.layout import Layout
+from isograd.errors import ConfigError, PlanError
+from isograd.io import plots
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from isograd.comm.record import Entry
+    from isograd.core.mesh import Mesh
+    from isograd.engine import Engine
+    from isograd.plan.rehearse import Build, RehearsedRank
+    from isograd.train.config import Config
+
+SHOWN = 12  # findings
+MOST = 10_000  # micro-batches: more would take days
+PATIENCE = 15.0  # seconds between two words about how far it is
+
+
+def rehearse(words: list[str], kind: type[argparse.ArgumentParser]) -> int:
+    """`isograd rehearse`: run the program of each kind of rank, and check what they send; the exit code."""
+    parser = kind(
+        prog="isograd rehearse", allow_abbrev=False,
+        description="Run one step of a run's program on simulated ranks, without their memory, and check that every "
+        "message has its other end, that no ranks wait in a circle, and that every gradient is summed once over its "
+        "ranks.",
+    )  # fmt: skip
+    parser.add_argument("config", help="a config of 'isograd train'")
+    parser.add_argument("--layout", help="in place of the config's, for example 'dp128 tp8 sp pp16 zero1'")
+    parser.add_argument("--world", type=int, metavar="N", help="the number of ranks, to check the layout against")
+    parser.add_argument(
+        "--micro-batches", type=int, metavar="N", help="a shorter step: so many micro-batches of the config's size"
+    )
+    parser.add_argument(
+        "--load", choices=("even", "zipf"), default="even",
+        help="how often tokens choose each expert: evenly (the default), or by Zipf's law, a skew",
+    )  # fmt: skip
+    parser.add_argument(
+        "--picture", metavar="FILE", help="draw a step's memory of each kind of rank (.png, .svg or .pdf)"
+    )
+    options = parser.parse_args(words)
+    config, layout = _read(options)
+    from isograd.plan.check import check
+    from isograd.plan.rehearse import rehearse as run
+
+    began = time.monotonic()
+    build = _build(config, layout, options.micro_batches or config.micro_batches)
+    ranks = run(build, layout, load=options.load, tell=_Progress())
+    print(table(ranks, layout))
+    if said := _load(config, layout, options.load):
+        print(f"\n{said}")
+    if options.picture is not None:
+        _draw(ranks, layout, options.picture)
+    findings = check(ranks, layout)
+    took = f"{time.monotonic() - began:.0f} s"
+    if not findings:
+        print(f"\nall messages match: {len(ranks)} of {layout.world_size} ranks were simulated, in {took}")
+        return 0
+    lines = [f"{finding.kind}: {finding.what}" for finding in findings[:SHOWN]]
+    more = len(findings) - SHOWN
+    raise PlanError(
+        "IG271", "the programs of the ranks do not match",
+        seen="\n            ".join(lines + ([f"and {more} more"] if more > 0 else [])),
+        expected="both ends of every message, no circle of waits, every gradient reduced once over its ranks, every "
+        "element once in the norm and in a checkpoint",
+    )  # fmt: skip
+
+
+class _Progress:
+    """Says now and then how far a long rehearsal has come."""
+
+    def __init__(self) -> None:
+        self._said = self._began = time.monotonic()
+
+    def __call__(self, done: int, total: int) -> None:
+        now = time.monotonic()
+        if now - self._said > PATIENCE:
+            self._said = now
+            print(f"{done} of {total} ranks, {now - self._began:.0f} s", file=sys.stderr)
+
+
+def _read(options: argparse.Namespace) -> tuple[Config, Layout]:
+    from isograd.cli.plan import MOST_LAYERS
+    from isograd.train.language import model_config
+    from isograd.train.reading import load
+
+    if options.layout is not None and not options.layout.strip():
+        raise ConfigError("IG600", "--layout is empty", seen=repr(options.layout), fix="leave it out")
+    dotted = ["--layout", options.layout] if options.layout else []
+    layout = Layout.parse(options.layout) if options.layout else None
+    if layout is not None:  # a batch that does not divide is the config's mistake, not this layout's
+        dotted += _batch(options.config, layout)
+    config = load(options.config, dotted).config
+    layout = layout or Layout.parse(config.layout)
+    if options.world is not None and options.world != layout.world_size:
+        fits = "; ".join(str(fit) for fit in layout.fits(options.world))
+        raise ConfigError(
+            "IG600", f"layout {str(layout)!r} needs {layout.world_size} ranks", seen=f"--world {options.world}",
+            expected=f"--world {layout.world_size}", fix=f"one of these fits {options.world}: {fits}" if fits else None,
+        )  # fmt: skip
+    if options.picture is not None:
+        file = Path(options.picture)
+        if not file.parent.is_dir() or file.is_dir() or file.suffix not in plots.FORMATS:
+            raise PlanError(
+                "IG274", f"--picture: {options.picture!r} cannot be written",
+                expected="a file in a folder that exists, its name ending in .png, .svg or .pdf",
+            )  # fmt: skip
+    if options.micro_batches is not None and not 1 <= options.micro_batches <= MOST:
+        raise ConfigError(
+            "IG600", "--micro-batches must be at least 1", seen=options.micro_batches, expected=f"1 to {MOST:,}"
+        )
+    if config.data is None:
+        raise PlanError(
+            "IG270", "pairs cannot be rehearsed", seen="`pairs` in the config", expected="a language model: `data`"
+        )
+    if (layers := model_config(config).layers) > MOST_LAYERS:
+        raise PlanError(
+            "IG270", "the model has too many layers to rehearse", seen=f"{layers:,} layers",
+            expected=f"at most {MOST_LAYERS:,}",
+        )  # fmt: skip
+    return config, layout
+
+
+def _batch(path: str, layout: Layout) -> list[str]:
+    """--batch, where the config's batch is too small for this many data ranks: one sequence for each micro-batch."""
+    from isograd.train.reading import load
+
+    config = load(path).config
+    rows, rest = divmod(config.batch, layout.dp)
+    if not rest and rows >= config.micro_batches:
+        return []
+    batch = layout.dp * config.micro_batches
+    print(f"batch {config.batch} does not fit {str(layout)!r}: rehearsed with batch {batch}", file=sys.stderr)
+    return ["--batch", str(batch)]
+
+
+def _build(config: Config, layout: Layout, micro_batches: int) -> Build:
+    import torch
+
+    from isograd.core import rng
+    from isograd.models import Transformer
+    from isograd.plan.rehearse import without_memory
+    from isograd.train.language import model_config
+    from isograd.train.task import DTYPES, engine_of
+
+    assert config.data is not None
+    described, length, rows = model_config(config), config.data.length, config.batch // layout.dp
+    if micro_batches != config.micro_batches:
+        rows = micro_batches * -(-rows // config.micro_batches)
+
+    def build(mesh: Mesh) -> tuple[Engine, Any, int]:
+        model = Transformer(described, mesh, dtype=DTYPES[config.model.dtype], device="meta")
+        model.recompute = config.model.recompute
+        engine = engine_of(config, without_memory(model, later=layout.zero == 3), mesh)
+        tokens = torch.zeros(rows, length, dtype=torch.int64)
+        batch = {"tokens": tokens, "labels": tokens, "samples": torch.arange(rows), "key": rng.key(0, "dropout", 0)}
+        return engine, batch, micro_batches
+
+    return build
+
+
+def _load(config: Config, layout: Layout, load: str) -> str:
+    """What is assumed of experts; nothing where there are none."""
+    from isograd.plan.expert_load import busiest
+    from isograd.train.language import model_config
+
+    experts = model_config(config).experts
+    if experts is None:
+        return ""
+    share = busiest(load, experts.number, experts.per_token, layout.ep)
+    named = {"even": "even", "zipf": "by Zipf's law, in one order on all ranks and layers"}[load]
+    return (
+        f"experts: how often they are chosen is not known before the run. Stated: {named}; the busiest rank of an ep "
+        f"group computes {share:.2f} times an even share"
+    )
+
+
+def _draw(ranks: list[RehearsedRank], layout: Layout, path: str) -> None:
+    from isograd.cli.plan import no_matplotlib
+    from isograd.plan import picture
+    from isograd.plan.rehearse import kinds
+
+    top = [max(kind, key=lambda rank: rank.peak.bytes) for kind in kinds(ranks)]
+    if not picture.memory([(rank.where, rank.peak) for rank in top], Path(path), f"{layout!s}: memory over a step"):
+        raise no_matplotlib()
+    print(f"\npicture: {path}")
+
+
+def table(ranks: list[RehearsedRank], layout: Layout) -> str:
+    """Per kind of rank: messages, bytes by axes, and what a rank holds."""
+    from isograd.plan.allocations import FLIGHTS, GRADIENTS
+    from isograd.plan.rehearse import kinds
+
+    lines = [f"{layout!s}: {layout.world_size} ranks"]
+    for number, kind in enumerate(kinds(ranks), 1):
+        one = max(kind, key=lambda rank: sum(entry.bytes for entry in rank.step))
+        first = max(kind, key=lambda rank: sum(entry.bytes for entry in rank.entries[: rank.start]))
+        most, left = one.peak.most, one.peak.left[GRADIENTS]
+        lines += [
+            f"\nkind {number}: {kind[0].where}" + (f" and {len(kind) - 1} more" if len(kind) > 1 else ""),
+            f"  holds     between steps: parameters {_size(one.parameters)}, gradients {_size(left)}, "
+            f"states {_size(one.states)}",
+            f"            in a step at most: gradients {_size(most[GRADIENTS])}, on their way {_size(most[FLIGHTS])}",
+            f"  sends     in a step: {_sent(one.step)}",
+            f"            once, at the start: {_sent(first.entries[: first.start])} ({first.where})",
+            *_peak(max(kind, key=lambda rank: rank.peak.bytes)),
+        ]
+    return "\n".join(lines)
+
+
+def _sent(entries: Sequence[Entry]) -> str:
+    """How many messages, and their bytes by axes."""
+    sent: dict[str, int] = {}
+    for entry in entries:
+        sent[entry.axes] = sent.get(entry.axes, 0) + entry.bytes
+    messages = sum(len(pieces) for entry in entries for pieces in entry.sent)
+    moved = ", ".join(f"{axes} {_size(count)}" for axes, count in sorted(sent.items()) if count)
+    return f"{messages} messages" + (f": {moved}" if moved else "")
+
+
+def _peak(rank: RehearsedRank) -> list[str]:
+    """The peak of a rank's memory, what is held there, and whose it is."""
+    peak = rank.peak
+    parts = ", ".join(f"{kind} {_size(count)}" for kind, count in peak.kinds.items() if count * 1000 > peak.bytes)
+    owners = [f"            {_size(count):>8}  {owner}" for owner, count in peak.owners]
+    return [f"  peak      {_size(peak.bytes)} in {peak.when} ({rank.where}): {parts}", *owners]
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "KB", "MB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} GB"

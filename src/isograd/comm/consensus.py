@@ -1,0 +1,69 @@
+"""Small JSON values from every member of a group, and with them: all ranks continue, or all raise.
+
+For names, findings and errors, at starts, saves and refusals; a step that goes well has none of these.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from isograd.comm import raw
+from isograd.comm.raw import Group
+from isograd.errors import IsogradError
+
+_PARTS = ("code", "what", "seen", "expected", "fix", "where")
+T = TypeVar("T")
+
+
+class Ranks(Protocol):
+    """A mesh, as far as this file needs one."""
+
+    device: torch.device
+
+    def group(self, axes: str) -> Group:
+        """The ranks along some axes; "world" for all."""
+        ...
+
+
+def all_gather_object(value: Any, ranks: Ranks, axes: str = "world") -> list[Any]:
+    """The JSON value of every rank of a group, in rank order; all of them call it."""
+    group, device = ranks.group(axes), ranks.device
+    if group.size == 1:
+        return [value]
+    text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
+    longest = int(torch.stack(raw.gather_list(torch.tensor(len(text), device=device), group)).max())
+    padded = torch.cat((text, text.new_full((longest - len(text),), ord(" "))))
+    return [json.loads(bytes(other)) for other in torch.stack(raw.gather_list(padded, group)).cpu().numpy()]
+
+
+def raise_on_all_ranks(mine: IsogradError | None, ranks: Ranks, kind: type[IsogradError]) -> None:
+    """Raise the error of the first rank that has one, on all ranks; elsewhere as a `kind`."""
+    parts = [getattr(mine, part) for part in _PARTS] if mine is not None else []
+    spelled = [None if value is None else str(value) for value in parts]
+    first = next((said for said in all_gather_object(spelled, ranks) if said), None)
+    if mine is not None and first == spelled:
+        raise mine  # with its own traceback
+    if first is not None:
+        code, what, seen, expected, fix, where = first
+        raise kind(code, what, seen=seen, expected=expected, fix=fix, where=where)
+
+
+def run_or_raise_on_all_ranks(
+    run: Callable[[], T], ranks: Ranks, kind: type[IsogradError], spelled: Callable[[Exception], IsogradError]
+) -> T:
+    """The result of `run`, which does not communicate. Where it fails on any rank, all raise that rank's error;
+    `spelled` makes one of isograd's of any other exception."""
+    result, error = [], None
+    try:
+        result.append(run())
+    except IsogradError as caught:
+        error = caught
+    except Exception as caught:
+        error = spelled(caught)
+        error.__cause__ = caught
+    raise_on_all_ranks(error, ranks, kind)
+    return result[0]

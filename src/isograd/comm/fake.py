@@ -1,0 +1,242 @@
+"""A fake world: one rank's program runs, and the other ranks are simulated.
+
+Messages go nowhere. What this rank would receive is answered here:
+
+    data      zeros. Only their shapes matter to a program that does not decide by them.
+    control   (raw.py marks it: notes, counts, fingerprints, totals) what this rank says to the sender, as in a world in
+              which all ranks agree. Of a sender of another pipeline stage: what it says, if it runs here, too;
+              else what another rank of its stage has said; else what this rank says.
+
+Ranks of a pipeline say different things (how many parameters they hold, what they pass on). `FakeWorld.run` therefore
+runs a rank of each stage, one at a time: a rank that needs a value of another lets the others run until it is there.
+
+raw.py treats a `FakeTransport` as it treats a process group of torch. Nothing outside of comm and mesh.py knows of it.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import groupby
+from typing import Any, TypeVar
+
+import torch
+
+from isograd.comm import record
+from isograd.comm.group import RankContext
+from isograd.comm.transport import Tensors, Transport
+from isograd.errors import CommError
+
+T = TypeVar("T")
+# The sender (a rank, or ~ a stage), the receiver's stage, axes, purpose, tag, how many words went this way before.
+Key = tuple[int, int, str, str, int, int]
+
+
+class FakeWorld:
+    """What simulated ranks of one layout have sent, and the ranks that run now."""
+
+    def __init__(self) -> None:
+        self.said: dict[Key, torch.Tensor] = {}
+        self.senders: set[int] = set()  # ranks that have said something
+        self._turns: dict[int, _Turn] = {}  # of the ranks that run
+
+    def put(self, rank: int, stage: int, way: tuple[int, str, str, int, int], words: torch.Tensor) -> None:
+        """Remember words of a rank, and in place of those of another rank of the same stage."""
+        self.said[rank, *way] = self.said[~stage, *way] = words
+        self.senders.add(rank)
+
+    def run(self, programs: Mapping[int, Callable[[], T]]) -> dict[int, T]:
+        """Run the programs of several ranks, and return what each returns.
+
+        One at a time: a rank that waits for the word of another one lets the others run until it is said, or until none
+        of them can continue without such a word. The first error of any rank is raised when all have ended.
+        """
+        results: dict[int, T] = {}
+        errors: list[BaseException] = []
+
+        def program(rank: int) -> None:
+            try:
+                results[rank] = programs[rank]()
+            except BaseException as error:
+                errors.append(error)
+
+        self._turns = {rank: _Turn(program, rank) for rank in programs}
+        while self._turns:
+            able = [turn for turn in self._turns.values() if turn.awaited is None or turn.awaited in self.said]
+            for turn in able or list(self._turns.values()):  # all wait: each is answered as if that rank did not run
+                turn.take()
+            self._turns = {rank: turn for rank, turn in self._turns.items() if turn.is_alive()}
+        if errors:
+            raise errors[0]
+        return results
+
+    def wait_for_values(self, me: int, keys: Iterable[Key]) -> None:
+        """Let the ranks run that have yet to say these words."""
+        for key in keys if me in self._turns else ():
+            if key not in self.said and key[0] in self._turns:
+                self._turns[me].give_back(key)
+
+
+class _Turn(threading.Thread):
+    """The program of one rank, which runs only inside `take`."""
+
+    def __init__(self, program: Callable[[int], None], rank: int) -> None:
+        super().__init__(name=f"simulated rank {rank}", daemon=True)
+        self.awaited: Key | None = None  # the word without which the program does not continue
+        self._ended = False
+        self._program, self._rank, self._record = program, rank, record.running
+        self._taken, self._back = threading.Semaphore(0), threading.Semaphore(0)
+        self.start()
+
+    def run(self) -> None:
+        """What the thread does."""
+        self._taken.acquire()
+        self._program(self._rank)
+        self._ended = True
+        self._back.release()
+
+    def take(self) -> None:
+        """Let the program run until it waits for a word, or ends. It has a record of its own."""
+        record.running, before = self._record, record.running
+        self._taken.release()
+        self._back.acquire()
+        record.running, self._record = before, record.running
+        if self._ended:
+            self.join()
+
+    def give_back(self, awaited: Key) -> None:
+        """In the program: wait for a word."""
+        self.awaited = awaited
+        self._back.release()
+        self._taken.acquire()
+        self.awaited = None
+
+
+class FakeRank(RankContext):
+    """One simulated rank."""
+
+    def __init__(self, world: FakeWorld, rank: int, ranks_of_stage: int) -> None:
+        super().__init__()
+        self.world, self.rank, self._of_stage = world, rank, ranks_of_stage
+        self._counts: Counter[tuple[str, int, str, str, int]] = Counter()
+        self._gathers: Counter[tuple[str, str, int]] = Counter()
+
+    def stage(self, rank: int) -> int:
+        """The pipeline stage of a rank."""
+        return rank // self._of_stage
+
+    def number(self, way: str, peer: int, axes: str, purpose: str, tag: int) -> int:
+        """How many control messages went this way between this rank and a peer before."""
+        key = way, peer, axes, purpose, tag
+        self._counts[key] += 1
+        return self._counts[key] - 1 + self._gathers[axes, purpose, tag]
+
+    def gathers(self, way: str, peer: int, axes: str, purpose: str) -> int:
+        """The same of a message that every member of a group sends to every other; `gathered` counts it."""
+        return self._counts[way, peer, axes, purpose, 0] + self._gathers[axes, purpose, 0]
+
+    def gathered(self, axes: str, purpose: str) -> None:
+        """Every member of a group has sent one control message to every other."""
+        self._gathers[axes, purpose, 0] += 1
+
+
+class FakeTransport(Transport):
+    """The transport of a simulated rank: nothing is sent, and nothing is waited for."""
+
+    simulated = True
+
+    def __init__(self, member: FakeRank, axes: str, ranks: tuple[int, ...], purpose: str) -> None:
+        super().__init__(None, ranks, ranks.index(member.rank))
+        self.member, self.axes, self.purpose = member, axes, purpose
+        self._stages: dict[int, list[int]] | None = None  # the members of each stage
+
+    def exchange(self, handle: Any, out: Tensors, into: Tensors, tag: int, control: bool) -> None:
+        """Zeros for data, of every other member by one call; for control as `send` and `receive`."""
+        if control:
+            super().exchange(handle, out, into, tag, control)
+        elif targets := [tensor for member, pieces in enumerate(into) if member != self.index for tensor in pieces]:
+            torch._foreach_zero_(targets)
+
+    def send(self, handle: Any, tensors: Sequence[torch.Tensor], peer: int, tag: int, control: bool) -> None:
+        """Keep what this rank says; forget data."""
+        if control and tensors:
+            me, rank = self.member, self.ranks[peer]
+            (tensor,) = tensors
+            count = me.number("to", rank, self.axes, self.purpose, tag)
+            way = me.stage(rank), self.axes, self.purpose, tag, count
+            me.world.put(me.rank, me.stage(me.rank), way, tensor.detach())
+
+    def receive(self, handle: Any, tensors: Sequence[torch.Tensor], peer: int, tag: int, control: bool) -> None:
+        """Zeros for data; for control a promise, because this rank may still have to say what is mirrored."""
+        if not control or not tensors:
+            for tensor in tensors:
+                tensor.zero_()
+            return
+        me, rank = self.member, self.ranks[peer]
+        here, there = me.stage(me.rank), me.stage(rank)
+        count = me.number("from", rank, self.axes, self.purpose, tag)
+        (tensor,) = tensors
+        names = self.axes, self.purpose, tag, count
+        mine = (me.rank, there, *names)
+        keys = (mine,) if here == there else ((rank, here, *names), (~there, here, *names), mine)
+        handle.add(_Promised(tensor, keys, self, rank), peer)
+
+    def gather_control(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """By `gather`: no message for each rank of a large world."""
+        return self.gather(x.contiguous())
+
+    def broadcast(self, x: torch.Tensor, source: int) -> None:
+        """Every rank has what this rank has."""
+
+    def barrier(self) -> None:
+        """Nobody is waited for."""
+
+    def gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
+        """A control value of every member; `mine` for each of this stage."""
+        me, said, found = self.member, self.member.world.said, list[torch.Tensor]()
+        here = me.stage(me.rank)
+        if self._stages is None:  # in the order of ranks, in which pp is outermost
+            self._stages = {stage: list(of_it) for stage, of_it in groupby(self.ranks, me.stage)}
+        names: dict[str, dict[int, tuple[str, str, int, int]]] = {
+            way: {
+                stage: (self.axes, self.purpose, 0, me.gathers(way, ranks[0], self.axes, self.purpose))
+                for stage, ranks in self._stages.items()
+            }
+            for way in ("to", "from")
+        }
+        for stage in self._stages:
+            me.world.put(me.rank, here, (stage, *names["to"][stage]), mine.detach())
+        for stage, ranks in self._stages.items():
+            if stage == here:
+                found += [mine] * len(ranks)
+                continue
+            me.world.wait_for_values(me.rank, ((rank, here, *names["from"][stage]) for rank in ranks))
+            words = said.get((~stage, here, *names["from"][stage]))
+            words = mine if words is None or words.numel() != mine.numel() else words
+            found += [words.view(mine.shape)] * len(ranks)
+            for rank in me.world.senders.intersection(ranks):
+                words = said.get((rank, here, *names["from"][stage]))
+                if words is not None and words.numel() == mine.numel():
+                    found[len(found) - len(ranks) + bisect_left(ranks, rank)] = words.view(mine.shape)
+        me.gathered(self.axes, self.purpose)
+        return found
+
+
+class _Promised:
+    """A control message, which arrives when it is waited for. `keys`: whose words, the best first."""
+
+    def __init__(self, into: torch.Tensor, keys: tuple[Key, ...], line: FakeTransport, sender: int) -> None:
+        self._into, self._keys, self._line, self._sender = into, keys, line, sender
+
+    def wait(self) -> None:
+        """Fill the memory with what the sender, its stage or else this rank has sent."""
+        me = self._line.member
+        me.world.wait_for_values(me.rank, self._keys[:1])
+        for key in self._keys:
+            words = me.world.said.get(key)
+            if words is not None and words.numel() == self._into.numel():
+                self._into.copy_(words.view(self._into.shape))
+                return
+        raise CommError("IG206", rank=me.rank, sender=self._sender, axes=self._line.axes)

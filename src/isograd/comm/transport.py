@@ -1,0 +1,130 @@
+"""How the messages of one group travel. raw.py builds every collective on these few calls, which are the same for
+gloo, for NCCL, for threads of one process (threads.py) and for ranks that are simulated (fake.py).
+
+    exchange            lists of tensors to and from every other member, all at once
+    send, receive       to and from one member
+    reduce_scatter, all_gather, all_reduce, all_max, all_to_all     only where `native` (NCCL)
+    broadcast, barrier
+
+Each adds what it has started to a handle (handle.py), message by message: an exception in between leaves none that
+nobody knows of. Tensors are contiguous; empty ones are not sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+# torch 2.13 renamed both and warns at the old names.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+Tensors = Sequence[Sequence[Tensor]]  # for each member of a group
+
+
+class Transport:
+    """What raw.py asks of every way to move messages; this one, of torch's gloo."""
+
+    native = False  # whether it has reductions of its own, and orders messages by their launch alone
+    simulated = False  # whether the other members are not there
+
+    def __init__(self, process_group: Any, ranks: tuple[int, ...], index: int) -> None:
+        self.process_group, self.ranks, self.index = process_group, ranks, index
+
+    @property
+    def size(self) -> int:
+        """The number of members."""
+        return len(self.ranks)
+
+    def exchange(self, handle: Any, out: Tensors, into: Tensors, tag: int, control: bool) -> None:
+        """Messages with different tags never meet; those with one tag are received in the order in which they were
+        sent. `control`: values by which ranks decide something; only a simulation looks at it."""
+        # Receives are posted first so that nothing that arrives waits in a kernel buffer.
+        for way, messages, start in ((-1, into, self.receive), (1, out, self.send)):
+            for step in range(1, self.size):
+                peer = (self.index + way * step) % self.size
+                start(handle, messages[peer], peer, tag, control)
+
+    def send(self, handle: Any, tensors: Sequence[Tensor], peer: int, tag: int, control: bool) -> None:
+        """To member `peer`."""
+        for tensor in tensors:
+            if tensor.numel():
+                handle.add(self.process_group.send([tensor], peer, tag), peer)
+
+    def receive(self, handle: Any, tensors: Sequence[Tensor], peer: int, tag: int, control: bool) -> None:
+        """From member `peer`."""
+        for tensor in tensors:
+            if tensor.numel():
+                handle.add(self.process_group.recv([tensor], peer, tag), peer)
+
+    def gather_control(self, x: Tensor) -> list[Tensor] | None:
+        """Every member's control value, where this takes no message; None where it takes an `exchange`."""
+        return None
+
+    def broadcast(self, x: Tensor, source: int) -> None:
+        """Overwrite x with that of member `source`."""
+        dist.broadcast(x, self.ranks[source], group=self.process_group)
+
+    def barrier(self) -> None:
+        """Wait until every member has come here."""
+        dist.barrier(group=self.process_group)
+
+
+class Nccl(Transport):
+    """NCCL's collectives run on the device, on a stream of their own: `wait` makes the current stream wait."""
+
+    native = True
+
+    def exchange(self, handle: Any, out: Tensors, into: Tensors, tag: int, control: bool) -> None:
+        """All messages as one group call."""
+        ops = []
+        for peer in range(self.size):
+            if peer != self.index:
+                ops += self._ops(dist.isend, out[peer], peer) + self._ops(dist.irecv, into[peer], peer)
+        self._batch(handle, ops)
+
+    def send(self, handle: Any, tensors: Sequence[Tensor], peer: int, tag: int, control: bool) -> None:
+        """In a batch, which uses the communicator of the group. Outside of a batch torch may make one for two ranks,
+        and block until both have come to their first message."""
+        self._batch(handle, self._ops(dist.isend, tensors, peer))
+
+    def receive(self, handle: Any, tensors: Sequence[Tensor], peer: int, tag: int, control: bool) -> None:
+        """In a batch, as `send`."""
+        self._batch(handle, self._ops(dist.irecv, tensors, peer))
+
+    def _ops(self, operation: Any, tensors: Sequence[Tensor], peer: int) -> list[Any]:
+        return [dist.P2POp(operation, t, self.ranks[peer], self.process_group) for t in tensors if t.numel()]
+
+    def _batch(self, handle: Any, ops: list[Any]) -> None:
+        for work in dist.batch_isend_irecv(ops) if ops else ():
+            handle.add(work)
+
+    def reduce_scatter(self, mine: Tensor, flat: Tensor) -> Any:
+        """The sum of equal chunks of flat tensors: mine."""
+        return _reduce_scatter(mine, flat, group=self.process_group, async_op=True)
+
+    def all_gather(self, flat: Tensor, mine: Tensor) -> Any:
+        """Equal chunks of every member in one flat tensor."""
+        return _all_gather(flat, mine, group=self.process_group, async_op=True)
+
+    def all_reduce(self, x: Tensor, op: Any = dist.ReduceOp.SUM) -> None:
+        """In place, and waited for by the current stream."""
+        dist.all_reduce(x, op=op, group=self.process_group)
+
+    def all_max(self, x: Tensor) -> None:
+        """The elementwise maximum, in place."""
+        self.all_reduce(x, dist.ReduceOp.MAX)
+
+
+def of_torch(process_group: Any, ranks: tuple[int, ...], index: int) -> Transport:
+    """The transport of one of torch's process groups, by its backend."""
+    kind = Nccl if "nccl" in dist.get_backend(process_group) else Transport
+    return kind(process_group, ranks, index)
+
+
+def memory_store() -> Any:
+    """A store of names and values for ranks that are threads."""
+    return dist.HashStore()  # type: ignore[attr-defined]

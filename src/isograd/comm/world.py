@@ -1,0 +1,259 @@
+"""Who is here: the world of this process, the groups that were made in it, and how a rank leaves.
+
+Only this file and comm/transport.py call torch.distributed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+import torch.distributed.nn.functional  # its defaults hold the world that is there when it is first imported: none
+from torch.distributed import distributed_c10d
+
+from isograd.comm import restarts
+from isograd.comm.device import Asked, agree, forget, refuse_late
+from isograd.comm.device import device as device  # noqa: PLC0414
+from isograd.comm.fake import FakeRank, FakeTransport
+from isograd.comm.group import Group, RankContext
+from isograd.comm.threads import ThreadTransport
+from isograd.comm.threads import member as thread_member
+from isograd.comm.transport import of_torch
+from isograd.errors import CommError, IsogradError
+
+_timeout = timedelta(minutes=30)  # for which a collective waits for a silent rank
+
+
+def set_collective_timeout(seconds: float) -> None:
+    """Before a world is joined: let its collectives wait this long, longer than a watchdog that names silent ranks."""
+    global _timeout  # noqa: PLW0603  (one per process, like the world itself)
+    _timeout = max(_timeout, timedelta(seconds=seconds))
+
+
+def join(rank: int, world_size: int, store_dir: str, interface: str | None = "lo", asked: Asked = None) -> None:
+    """Join a world of local ranks that meet in a directory: no port is opened, and gloo binds to `interface`."""
+    if interface is not None:
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
+    store = dist.FileStore(os.path.join(store_dir, "store"), world_size)  # type: ignore[attr-defined]
+    _make_world(store, rank, world_size, asked)
+
+
+def _make_world(store: Any, rank: int, size: int, asked: Asked) -> None:
+    backend = agree(store, rank, size, asked, _timeout.total_seconds())
+    place: dict[str, Any] = {"rank": rank, "world_size": size, "device_id": _card(backend)}
+    dist.init_process_group(backend, store=store, timeout=_timeout, **place)
+
+
+def world(asked: Asked = None) -> tuple[int, int]:
+    """(rank, world size) of the running world: one already joined, else torchrun's, else a world of one.
+
+    asked: "cpu" computes on the CPU on purpose; None: on cards, where the machines have any."""
+    rank, size = rank_and_size()
+    if thread_member() is not None:
+        return rank, size
+    if dist.is_initialized():
+        refuse_late(asked, dist.get_backend())
+    elif size > 1:
+        met = meet(seconds := _timeout.total_seconds())[0]
+        name = restarts.name(met, rank, size, seconds) if restarts.possible() else "default_pg"
+        _make_world(dist.PrefixStore(name, met), rank, size, asked)  # type: ignore[attr-defined]
+    return rank, size
+
+
+def rank_and_size() -> tuple[int, int]:
+    """(rank, world size) that this process has or will have, without joining the others."""
+    if (here := thread_member()) is not None:
+        return here.rank, here.world.size
+    if dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    return (int(os.environ["RANK"]), size) if size > 1 and "RANK" in os.environ else (0, 1)
+
+
+def world_process_group() -> Any:
+    """torch's own group of all ranks, for a library whose loop asks for one; None where no world was joined."""
+    return dist.group.WORLD if dist.is_initialized() else None
+
+
+def meet(seconds: float) -> tuple[Any, int, int]:
+    """(store, rank, how many) of the ranks that torchrun or variables like its have started; no world is joined."""
+    return next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=seconds))))  # type: ignore
+
+
+# -- groups
+
+
+class Process(RankContext):
+    """The process, when it is a rank. `made`: its process groups, which cost sockets and threads: meshes share them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: dict[tuple[str, tuple[int, ...]], Any] = {}
+        self.unfinished: WeakSet[Any] = WeakSet()  # Handles
+
+    def leave(self, why: str) -> None:
+        """As a new process: a rank may join another world."""
+        forget()
+        for handle in list(self.unfinished):  # messages that will not arrive keep connections open
+            handle.forget()
+        for transport in self.made.values():  # frames of an error may hold it
+            transport.process_group = None
+        for counted in (self.made, self.tags, self.serials):
+            counted.clear()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+process = Process()
+
+
+def new_group(axes: str, ranks: tuple[int, ...], rank: int, purpose: str = "", member: FakeRank | None = None) -> Group:
+    """The group of `ranks`. Only its members call this, in the same order on each of them.
+
+    Groups of the same ranks and the same purpose share their connections. Messages of different purposes never meet:
+    ranks may send and wait for them in different orders. `member`: of an imagined world.
+    """
+    here = thread_member()
+    group = Group(axes, ranks, ranks.index(rank), purpose=purpose, context=member or here or process)
+    if len(ranks) == 1:
+        return group
+    if member is not None:
+        group.handle = FakeTransport(member, axes, ranks, purpose)
+    elif here is not None:
+        group.handle = ThreadTransport(here, ranks, purpose)
+    else:
+        key = purpose, ranks
+        if key not in process.made:
+            everyone = not purpose and len(ranks) == dist.get_world_size()
+            process_group = dist.group.WORLD if everyone else _new_process_group(purpose, ranks, group.index)
+            process.made[key] = of_torch(process_group, ranks, group.index)
+        group.handle = process.made[key]
+    group.context.groups.add(group)
+    return group
+
+
+def _new_process_group(purpose: str, ranks: tuple[int, ...], index: int) -> Any:
+    """dist.new_group names a group by its members *and by how many the rank has*: stages with ties would wait for each
+    other. Here members and purpose name it. And torch splits groups off a world that is bound to devices, in a
+    collective that needs all ranks of the world."""
+    world: Any = dist.group.WORLD
+    backend, store = distributed_c10d._world.pg_map[world]
+    name: Any = " ".join(["isograd", purpose, *map(str, ranks)])
+    bound, world.bound_device_id = world.bound_device_id, None
+    try:
+        made, _ = distributed_c10d._new_process_group_helper(
+            len(ranks), index, list(ranks), dist.Backend(backend), store, name, timeout=_timeout,
+            device_id=_card(backend), group_desc=name,
+        )  # fmt: skip
+    finally:
+        world.bound_device_id = bound
+    distributed_c10d._world.pg_group_ranks[made] = {rank: place for place, rank in enumerate(ranks)}
+    return made
+
+
+def _card(backend: str) -> torch.device | None:
+    """The device for which NCCL makes a group's communicator at once, by all members, rather than by first messages."""
+    return device() if "nccl" in backend else None
+
+
+TAGS = 1 << 20  # of one range
+
+
+def reserve_tags(group: Group) -> int:
+    """The first of TAGS tags that nothing else uses on this group. Its members reserve them in the same order."""
+    group.context.tags[group.ranks] += 1
+    return int((1 << 30) + group.context.tags[group.ranks] % 1023 * TAGS)
+
+
+def serial(group: Group) -> int:
+    """How often this was asked for the group's ranks: a name for something that they all make in the same order."""
+    group.context.serials[group.ranks] += 1
+    return group.context.serials[group.ranks]
+
+
+# -- the store: names that every rank can see, without a message that another rank would have to wait for
+
+
+def _store(line: Any) -> Any:
+    if (here := thread_member()) is not None:
+        return here.world.store
+    return line or (distributed_c10d._get_default_store() if dist.is_initialized() else None)
+
+
+def store_set(name: str, note: str = "1", line: Any = None) -> None:
+    """Let every rank see this name. line: of a thread, from `clone_store`."""
+    if (store := _store(line)) is not None:
+        store.set(f"isograd/{name}", note)
+
+
+def store_check(name: str, line: Any = None) -> bool:
+    """Whether any rank has raised it."""
+    store = _store(line)
+    return store is not None and bool(store.check([f"isograd/{name}"]))
+
+
+def store_get(name: str, line: Any = None) -> str:
+    """What was noted with a flag; empty when none was raised, or when the store has ended with its rank."""
+    with suppress(RuntimeError):
+        if store_check(name, line):
+            return bytes(_store(line).get(f"isograd/{name}")).decode()
+    return ""
+
+
+def clone_store(flags: bool = False) -> Any:
+    """For a thread: a connection of its own to the store, or to its flags; None: the ranks met in a file."""
+    line: Any = distributed_c10d._get_default_store() if dist.is_initialized() else None
+    store = getattr(line, "_underlying_non_prefix_store", line)
+    line = line if flags else store
+    return line.clone() if isinstance(store, dist.TCPStore) else None  # type: ignore[attr-defined]
+
+
+# -- leaving
+
+ABORTED = "aborted"  # the name of what the first rank that closed its connections said
+
+
+def leave(why: str = "a stage of a pipeline failed", tell: bool = True) -> None:
+    """Close the connections, which ends the waits of other ranks. `tell`: they read why in the store."""
+    place = thread_member() or process
+    if tell and any(group.handle is not None for group in place.groups):
+        with suppress(RuntimeError):  # the store may have ended with its rank
+            if not store_check(ABORTED):
+                store_set(ABORTED, f"rank {rank_and_size()[0]}: {why}")
+    for group in place.groups:
+        group.handle, group.closed = None, group.closed or why
+    place.leave(why)
+
+
+def abort(error: BaseException) -> BaseException:
+    """This rank communicated with others when an exception came. Messages that it has started, or not started, would
+    be taken for later ones: its connections are closed, which tells the others, and its next collective is refused.
+    Errors of isograd are raised on all ranks alike, and close nothing. Returns what to raise: where another rank had
+    closed its connections before, an error that names it."""
+    if isinstance(error, IsogradError):
+        return error
+    first = store_get(ABORTED)
+    if isinstance(error, RuntimeError) and first:
+        leave(first, tell=False)
+        return CommError("IG213", seen=first)
+    text = (str(error).splitlines() or [""])[0][:200]
+    leave(f"{type(error).__name__} came while it communicated with other ranks ({text})")
+    return error
+
+
+@contextmanager
+def abort_group_on_interrupt() -> Iterator[None]:
+    """Around a stretch of messages of which this rank must leave none out."""
+    try:
+        yield
+    except BaseException as error:
+        found = abort(error)
+        if found is error:
+            raise
+        raise found from error

@@ -1,0 +1,220 @@
+"""What a model was given in the running step, as this rank saw it: wrong ids, and a digest of the inputs' contents.
+
+Three mistakes would train silently, or with a NaN that names nobody, and only one rank may have made them:
+
+- A label or token id outside the vocabulary. Layers count them (`WrongInputs.find`) and make the loss NaN.
+- Scores of experts that are NaN, in which no choice means anything. Layers count the tokens (`WrongScores.find`).
+- Ranks of one tp group given different batches (data indexed by `mesh.rank`), or ranks of one cp group, where the model
+  takes its part of the batch itself (`cuts_batches`). There, every call of the model adds the contents of its
+  arguments (tensors, numbers, the key of dropout) and whether it is training to a digest, in order; the digests of a
+  group must be equal at the step.
+
+All stay on the device, and nothing waits for it: `columns` travel in the step's one gather, and `check` is given what
+all ranks sent. So all ranks refuse together, and the error names the ranks that had the wrong input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+from zlib import crc32
+
+import torch
+from torch import Tensor, nn
+
+from isograd.comm.consensus import all_gather_object
+from isograd.comm.fingerprint import fingerprint
+from isograd.comm.ops import uncompiled
+from isograd.core.mesh import Mesh
+from isograd.core.rng import Key
+from isograd.errors import EngineError, ModelError
+
+_EXACT = (1 << 52) - 1  # the bits of a digest that a float64 carries exactly
+_NEXT = 6364136223846793005  # odd: each call of the model moves what the calls before it left in the digest
+
+
+class IdCheck:
+    """Counts the ids that one layer cannot look up. They are kept on the device until a step or evaluation reads them.
+
+    A forward under no_grad belongs to no step and counts nothing, except in `Engine.evaluate`.
+    """
+
+    def __init__(self, kind: str, vocab: int, ignored: int | None = None) -> None:
+        """`kind`: what the ids are, in the plural, for messages. `ignored`: an id that is right wherever it lies."""
+        self.kind, self.vocab, self.ignored = kind, vocab, ignored
+        self.evaluating = False
+        self.seen: Tensor | None = None  # int64 [how many, the lowest, the highest]
+
+    def find(self, ids: Tensor) -> Tensor:
+        """A mask of the wrong ids, which are counted."""
+        wrong = outside(ids, self.vocab, self.ignored)
+        if ids.numel() and (self.evaluating or torch.is_grad_enabled()):
+            self._count(ids, wrong)
+        return wrong
+
+    @uncompiled
+    def _count(self, ids: Tensor, wrong: Tensor) -> None:
+        low, high = torch.where(wrong, ids, 0).long().aminmax()
+        many = wrong.sum()
+        if self.seen is not None:
+            before = self.seen
+            many, low, high = many + before[0], torch.minimum(low, before[1]), torch.maximum(high, before[2])
+        self.seen = torch.stack((many, low, high))
+
+    def describe(self) -> str | None:
+        """'3 labels between -1 and 60 (vocabulary 50, ignore_index -100)', or None. Waits for the device."""
+        many, low, high = (0, 0, 0) if self.seen is None else map(int, self.seen.tolist())
+        if not many:
+            return None
+        ends = f"between {low} and {high}" if low < 0 and high >= self.vocab else f"such as {low if low < 0 else high}"
+        right = f"vocabulary {self.vocab}" + ("" if self.ignored is None else f", ignore_index {self.ignored}")
+        return f"{many} {self.kind} {ends} ({right})"
+
+
+class ScoreCheck:
+    """Counts the tokens whose scores for the experts of one layer are NaN, as WrongInputs counts ids."""
+
+    def __init__(self, layer: str) -> None:
+        self.layer = layer
+        self.evaluating = False
+        self.seen: Tensor | None = None  # int64 [how many]
+
+    @uncompiled
+    def find(self, scores: Tensor) -> None:
+        """scores [T, experts]."""
+        if scores.numel() and (self.evaluating or torch.is_grad_enabled()):
+            many = scores.detach().isnan().any(-1).sum()[None]
+            self.seen = many if self.seen is None else self.seen + many
+
+    def describe(self) -> str | None:
+        """'3 tokens in blocks.2.mlp', or None. Waits for the device."""
+        many = 0 if self.seen is None else int(self.seen)
+        return f"{many} tokens in {self.layer}" if many else None
+
+
+def outside(ids: Tensor, vocab: int, ignored: int | None = None) -> Tensor:
+    """Which ids are neither in the vocabulary nor the ignored one."""
+    wrong = (ids < 0) | (ids >= vocab)
+    return wrong if ignored is None else wrong & (ids != ignored)
+
+
+class InputChecks:
+    """What a model was given since the last `clear`, to be compared with the other ranks of the mesh."""
+
+    def __init__(self, model: nn.Module, mesh: Mesh) -> None:
+        self.mesh = mesh
+        kinds = IdCheck | ScoreCheck
+        self._layers = [w for module in model.modules() for w in vars(module).values() if isinstance(w, kinds)]
+        self._evaluating = False
+        self._digest: Tensor | None = None
+        self._take_over(model)
+        # The ranks that must be given equal tensors.
+        self._peers = "cp tp" if getattr(model, "cuts_batches", False) else "tp"
+        if mesh.size(self._peers) > 1:
+            model.register_forward_pre_hook(self._called, with_kwargs=True)
+        self.clear()
+
+    def _take_over(self, model: nn.Module) -> None:
+        """Remove the hook of an Inputs of the same model (or of the model that it is a copy of)."""
+        for number, hook in list(model._forward_pre_hooks.items()):
+            if isinstance(getattr(hook, "__self__", None), InputChecks):
+                del model._forward_pre_hooks[number]
+                model._forward_pre_hooks_with_kwargs.pop(number, None)
+
+    @uncompiled
+    @torch.no_grad()
+    def _add(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """What a stage of a pipeline was passed by another stage is no input: under sp it differs between tp ranks."""
+        given = {name: value for name, value in kwargs.items() if "stage" not in kwargs or name != "passed"}
+        for place, value in enumerate(_leaves((args, given, model.training))):
+            content = fingerprint(value) if isinstance(value, Tensor) else torch.tensor(crc32(repr(value).encode()))
+            content = content.to(self.mesh.device) + place
+            self._digest = content if self._digest is None else self._digest * _NEXT + content
+
+    def _called(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._evaluating or torch.is_grad_enabled():
+            self._add(model, args, kwargs)
+
+    def clear(self) -> None:
+        """A new step begins."""
+        self._digest = None
+        for layer in self._layers:
+            layer.seen = None
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Forwards in here, under no_grad, are counted by themselves; what the running step was given is kept."""
+        before = self._digest, [layer.seen for layer in self._layers]
+        self.clear()
+        self._set_evaluating(True)
+        try:
+            yield
+        finally:
+            self._set_evaluating(False)
+            self._digest = before[0]
+            for layer, seen in zip(self._layers, before[1], strict=True):
+                layer.seen = seen
+
+    def _set_evaluating(self, evaluating: bool) -> None:
+        self._evaluating = evaluating
+        for layer in self._layers:
+            layer.evaluating = evaluating
+
+    def columns(self) -> Tensor:
+        """float64 [2] on the mesh's device: the digest, and how many ids and scores were wrong. Exact."""
+        zero = torch.zeros((), dtype=torch.int64, device=self.mesh.device)
+        digest = zero if self._digest is None else self._digest & _EXACT
+        wrong = [layer.seen[0].to(zero.device) for layer in self._layers if layer.seen is not None]
+        return torch.stack((digest, sum(wrong, zero))).double()
+
+    def check(self, table: Tensor) -> None:
+        """`table`: row i holds the columns of rank i; on the CPU, and equal on all ranks, which all raise or none."""
+        if bool(table[:, 1].any()):
+            self._refuse_wrong()
+        groups = self.mesh.all_groups(self._peers)
+        digests = table[groups, 0]
+        apart = groups[(digests != digests[:, :1]).any(1)].tolist()
+        if apart:
+            raise EngineError(
+                "IG516",
+                seen=f"ranks {apart[0]}: unlike arguments of the model, or unlike modes (train, eval)",
+                where=self.mesh.describe_rank(),
+                axes=self._peers.replace(" ", " and "),
+                things="batches",
+            )
+
+    def _refuse_wrong(self) -> None:
+        mine: tuple[list[str], list[str]] = ([], [])
+        for layer in self._layers:
+            words = layer.describe()
+            mine[isinstance(layer, ScoreCheck)].extend([words] if words else [])
+        notes = all_gather_object([self.mesh.describe_rank(), *mine], self.mesh)
+        found = [f"{where} was given {' and '.join(ids)}" for where, ids, _ in notes if ids]
+        if not found:
+            self._refuse_scores([(where, scores) for where, _, scores in notes if scores])
+        raise ModelError(
+            "IG417",
+            seen="; ".join(found[:4]) + (f"; and {len(found) - 4} more ranks" if len(found) > 4 else ""),
+            where=self.mesh.describe_rank(),
+        )
+
+    def _refuse_scores(self, found: list[tuple[str, list[str]]]) -> None:
+        shown = [f"{where}: {', '.join(scores[:4])}" for where, scores in found]
+        raise ModelError(
+            "IG455",
+            seen="; ".join(shown[:4]) + (f"; and {len(shown) - 4} more ranks" if len(shown) > 4 else ""),
+            where=self.mesh.describe_rank(),
+        )
+
+
+def _leaves(value: Any) -> Iterator[Tensor | Key | float | str]:
+    """All tensors, numbers, words and random keys in nested arguments, in one order."""
+    if isinstance(value, Tensor | Key | int | float | str):
+        yield value
+    elif isinstance(value, Mapping):
+        for name in value:
+            yield from _leaves(value[name])
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _leaves(item)

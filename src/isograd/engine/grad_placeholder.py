@@ -1,0 +1,52 @@
+"""What `.grad` of an engine's parameter holds between a step's first backward and its end: a stand-in that says why.
+
+Gradients of a step belong to its state (engine/step.py). If `.grad` were None in the meantime, clipping by hand
+would return 0, `zero_grad` would drop nothing, and a stray `loss.backward()` would add to the step, all without a word.
+The stand-in has the parameter's shape and no memory. Everything that reads it, adds to it or clears it in place raises
+IG551; `zero_grad`, which replaces it by None, is noticed by the step.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from isograd.errors import EngineError
+
+OWN_SUM = "_isograd_own_sum"  # marks a `.grad` of ig.DataParallel that is one rank's own, not reduced
+
+
+class GradPlaceholder(Tensor):
+    """A gradient without values. `slot_name`: the parameter's name."""
+
+    slot_name: str
+
+    @staticmethod
+    def __new__(cls, like: Tensor, slot_name: str) -> GradPlaceholder:
+        made = Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=like.device)
+        made.slot_name = slot_name
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        found = _first(args)
+        raise EngineError("IG551", found=found, func=func)
+
+    def __repr__(self, *_: Any, **__: Any) -> str:  # type: ignore[override]
+        return f"Withheld({self.slot_name!r}: engine.grads() shows gradients)"
+
+
+def _first(args: Any) -> str:
+    """The name of the first stand-in among nested arguments."""
+    for arg in args if isinstance(args, list | tuple) else [args]:
+        if isinstance(arg, GradPlaceholder):
+            return arg.slot_name
+        if isinstance(arg, list | tuple) and (found := _first(arg)):
+            return found
+    return ""
+
+
+def changed_by_hand(whose: str, where: str, seen: str = "zero_grad(), or an assignment to .grad") -> EngineError:
+    """IG553."""
+    return EngineError("IG553", seen=seen, where=where, whose=whose)

@@ -1,0 +1,179 @@
+"""Buckets of gradients on their way to the owners of their rows: launch and wait, and no policy.
+
+A bucket is packed (engine/packing.py) and leaves as one reduce-scatter; its owner gets the sum over the data ranks of
+its rows, in fp32 (fp64 in fp64 models), added in rank order, or in one binary tree where the step is reproducible. On
+NCCL the sum is made by NCCL. Buckets travel on connections that carry nothing else.
+
+`launch` is called inside an autograd hook, so it waits for nothing: under cp, tp or ep another rank may need this
+rank's next message of a layer first, which comes after the hook. It adds up what has arrived. `sent` is the order in
+which buckets have left; it is the same on all owners. After a failure `send_missing` launches zeros for what a rank has
+not sent, so that everybody's reductions can end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from isograd.comm import raw
+from isograd.comm.consensus import all_gather_object
+from isograd.comm.raw import Group
+from isograd.core.mesh import Mesh
+from isograd.engine.packing import Buffers, Reduction, packing_of, reduce_rows
+from isograd.engine.plan import Bucket, Plan, Slot
+from isograd.engine.sdc.reductions import ReductionSums
+from isograd.errors import EngineError
+
+PATIENCE = 1.0  # seconds after which a rank that waits at a step says so, and one that waits for a bucket asks
+AT_ONCE = 2  # buckets that stay under way before `launch` asks whether they have arrived
+
+
+class Reducer:
+    """The buckets of a step that have left this rank."""
+
+    def __init__(self, plan: Plan, mesh: Mesh, *, tree: bool) -> None:
+        """`tree`: add in one binary tree."""
+        self.plan, self.tree, self._rank, self._where = plan, tree, mesh.rank, mesh.describe_rank()
+        self._context = mesh.group("world").context
+        self._groups = {group.ranks: mesh.group(group.axes, "gradients") for group in plan.owners}
+        self.packings = {bucket: packing_of(bucket.slots) for bucket in plan.buckets}  # planned once, for gathers too
+        self.buffers = Buffers()  # for gathers too
+        self._serials, self._step = {ranks: raw.serial(group) for ranks, group in self._groups.items()}, 0
+        self.sent: list[Bucket] = []  # the buckets that left since the step began, in order
+        self.reduced: dict[Slot, Tensor] = {}  # my rows, summed over the data axes
+        self.sums: ReductionSums | None = None  # of a step whose reductions are checked
+        # Under way, each with the memory that it has been packed into; None where that is a gradient's own.
+        self._pending: deque[tuple[Bucket, Reduction, Tensor | None]] = deque()
+        self._in_pass = 0  # launched in the running pass, or in the last one
+        self._with_block = 0  # launched since the last call of `next_block`
+        # The sum of all that has left: not finite if any gradient is not. The host does not look at it before a step
+        # is skipped.
+        self._total = torch.zeros((), dtype=torch.float64, device=plan.slots[0].parameter.device)
+
+    # -- launch
+
+    @raw.abort_group_on_interrupt()
+    def launch(self, bucket: Bucket, gradients: Sequence[Tensor]) -> None:
+        """Send a bucket's gradients to the owners of their rows."""
+        while len(self._pending) >= AT_ONCE and self._pending[0][1].arrived_within(0.0):
+            self._finish()
+        self.sent.append(bucket)
+        self._in_pass += 1
+        self._with_block += 1
+        group, packing = self._groups[bucket.owners.ranks], self.packings[bucket]
+        if group.size == 1:
+            self._add(bucket, [g.view(1) if g.dim() == 0 else g for g in gradients])
+            return
+        flat = packing.pack(gradients, self.buffers)
+        self._total += flat.sum()
+        if self.sums is not None:
+            self.sums.sending(bucket, packing, flat)
+        reduction = reduce_rows(packing, flat, group, tree=self.tree, number=bucket.number)
+        self._pending.append((bucket, reduction, None if len(bucket.slots) == 1 else flat))
+
+    def begin_pass(self) -> None:
+        """Before a backward that launches: finish what left earlier than in the last such backward."""
+        while len(self._pending) > self._in_pass:
+            self._finish_or_refuse()
+        self._in_pass = 0
+
+    def next_block(self) -> None:
+        """ZeRO 3: backward has left a block. Finish what left earlier than with the block before.
+
+        That cannot block: this rank has read the others' note of a gather that they posted when they had left two
+        blocks before, or were leaving it, which ends with a launch (engine/zero3/gather_check.py).
+        """
+        while len(self._pending) > self._with_block:
+            self._finish()
+        self._with_block = 0
+
+    # -- wait
+
+    def finish_all(self) -> None:
+        """Wait for every reduction under way, and add its rows to `reduced`."""
+        while self._pending:
+            self._finish()
+
+    @raw.abort_group_on_interrupt()
+    def _finish(self) -> None:
+        bucket, reduction, packed = self._pending[0]
+        rows = reduction.wait() if self.sums is None else self.sums.wait(bucket, reduction)
+        self._pending.popleft()
+        if packed is not None:
+            self.buffers.give_back(packed)
+        self._add(bucket, rows)
+
+    def _add(self, bucket: Bucket, rows: Sequence[Tensor]) -> None:
+        for slot, piece in zip(bucket.slots, rows, strict=True):
+            before = self.reduced.get(slot)
+            self.reduced[slot] = piece if before is None else before.add_(piece)
+
+    def _finish_or_refuse(self) -> None:
+        """Finish the oldest reduction, unless a rank that it waits for has gone to the step instead."""
+        bucket, reduction, _ = self._pending[0]
+        while not raw.is_nccl(self._groups[bucket.owners.ranks]) and not reduction.arrived_within(PATIENCE):
+            if raw.store_check(self._flag(bucket.owners)):
+                seen = f"a backward here, and one of ranks {list(bucket.owners.ranks)} at its step"
+                raise EngineError("IG554", seen=seen, where=self._where)
+        self._finish()
+
+    @property
+    def flags(self) -> list[str]:
+        """Raised by a rank that has waited at the gather of this step: it launches nothing more."""
+        return [self._flag(group) for group in self.plan.owners]
+
+    def _flag(self, owners: Group) -> str:
+        return f"step/{'-'.join(map(str, owners.ranks))}/{self._serials[owners.ranks]}/{self._step}"
+
+    # -- checks
+
+    def not_finite(self, reduced: Mapping[Slot, Tensor]) -> set[int]:
+        """This rank, if its own gradients of this step were not finite. `reduced`: my rows; where this rank has no
+        other owner beside it, they are its own gradients. The host waits."""
+        alone = [rows for slot, rows in reduced.items() if slot.owners.size == 1]
+        return {self._rank} if not all(map(math.isfinite, [self._total, *(rows.sum() for rows in alone)])) else set()
+
+    def begin_sums(self) -> None:
+        """Check the reductions and the messages of the step that begins."""
+        self.sums = ReductionSums()
+        self._context.message_sums = self.sums.messages
+
+    def check_sums(self, mesh: Mesh) -> None:
+        """All ranks together, when all is finished: refuse the step if what was sent is not what came or was added."""
+        sums = self.sums
+        self.end_sums()
+        if sums is not None:
+            sums.check([self._groups[group.ranks] for group in self.plan.owners], mesh)
+
+    def end_sums(self) -> None:
+        """From here on nothing is checked. The messages of another engine's step may still be."""
+        if self.sums is not None and self._context.message_sums is self.sums.messages:
+            self._context.message_sums = None
+        self.sums = None
+
+    # -- the end of a step
+
+    def send_missing(self, mesh: Mesh) -> None:
+        """After a failure, on all ranks: launch zeros until every owner of a bucket has launched it equally often."""
+        for group in self.plan.owners:
+            theirs = [bucket for bucket in self.plan.buckets if bucket.owners.ranks == group.ranks]
+            sent = [theirs.index(bucket) for bucket in self.sent if bucket in theirs]
+            longest = max(all_gather_object(sent, mesh, group.axes), key=len)
+            for place in longest[len(sent) :]:
+                self.launch(theirs[place], [zeros_of(slot) for slot in theirs[place].slots])
+
+    def clear(self) -> None:
+        """A new step begins. Nothing may be under way."""
+        assert not self._pending, "reductions of the step before have not ended"
+        self.sent, self.reduced, self._in_pass, self._with_block = [], {}, 0, 0
+        self._total.zero_()
+        self._step += 1
+
+
+def zeros_of(slot: Slot) -> Tensor:
+    """A gradient of zeros."""
+    return torch.zeros_like(slot.parameter, dtype=slot.dtype, memory_format=torch.contiguous_format)

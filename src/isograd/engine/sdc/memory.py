@@ -1,0 +1,134 @@
+"""A fingerprint of every tensor that a rank keeps from one step to the next, by which a changed bit is found.
+
+Between the end of a step and the optimizer of the next one nothing may change parameters, their fp32 rows, or the
+optimizer's state: rows that one rank alone holds are no exception, and no other rank is needed to see it.
+
+    seal = MemoryChecksum(engine)
+    seal.set()                 # after a step: the fingerprints of this rank's tensors
+    engine.accumulate(batch)   # the next one
+    seal.check()               # on all ranks: IG583 names what has changed, and where
+    engine.step()
+
+    engine.discard()           # after IG583, on all ranks
+    seal.restore(copies)       # from ranks that hold the same tensor, or from a copy; what remains changed
+    engine.accumulate(batch)   # and the step again
+
+What is restored has the fingerprint of before, or it counts as lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from isograd.comm import raw
+from isograd.comm.consensus import all_gather_object
+from isograd.comm.fingerprint import fingerprint
+from isograd.engine.engine import Engine
+from isograd.engine.plan import slot_of
+from isograd.engine.state import _saved_buffers, _state, _stepped
+from isograd.errors import EngineError
+
+SHOWN = 6
+
+
+class MemoryChecksum:
+    """Of one engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.mesh = engine, engine.mesh
+        self._prints: dict[str, int] = {}
+        self._changed: list[list[str]] = []  # by rank, what the last check found
+
+    def set(self) -> None:
+        """What this rank holds now is what the next check expects. No message."""
+        self._prints = _fingerprints(tensors(self.engine))
+
+    def check(self) -> None:
+        """Before the optimizer, on all ranks, which have all called `set`: raise when something has changed on any."""
+        mine = self._broken(self._prints)
+        world = self.mesh.group("world")
+        anywhere = raw.all_max(torch.tensor([float(bool(mine))], device=self.mesh.device), world)
+        if not bool(anywhere):
+            return
+        self._changed = all_gather_object(mine, self.mesh)
+        raise EngineError("IG583", seen=_spelled(self._changed), where=self.mesh.describe_rank())
+
+    @torch.no_grad()
+    def restore(self, from_copy: Callable[[Iterable[str]], None] | None = None) -> str:
+        """On all ranks, after `check` has raised: bring back what has changed. Returns what could not be; "": nothing.
+
+        from_copy: brings back rows of these tensors that this rank alone holds, from a copy of its own.
+        """
+        rank = self.mesh.rank
+        if from_copy is not None:
+            from_copy(self._changed[rank])
+        held = tensors(self.engine)
+        for to, keys in enumerate(self._changed):
+            for key in keys:
+                self._from_replica(key, to, held)
+        left = self._broken(self._changed[rank])
+        return _spelled(all_gather_object(left, self.mesh))
+
+    def _from_replica(self, key: str, to: int, held: dict[str, Tensor]) -> None:
+        """Send a tensor to a rank from the first one that holds all of it, too, and has it unchanged."""
+        zero = self.mesh.layout.zero
+        record = self.engine.table.records.get(parameter_of(key))
+        if record is None or zero == 3 or (zero > 0 and not key.startswith("model/")):
+            return
+        group = slot_of(record, self.mesh).owners
+        healthy = [rank for rank in group.ranks if key not in self._changed[rank]]
+        if to not in group.ranks or not healthy or key not in held or self.mesh.rank not in (to, healthy[0]):
+            return
+        if self.mesh.rank == to:
+            arrived = torch.empty_like(held[key], memory_format=torch.contiguous_format)
+            raw.receive_start([arrived], group, group.ranks.index(healthy[0])).wait()
+            held[key].copy_(arrived)
+        else:
+            raw.send_start([held[key].contiguous()], group, group.ranks.index(to)).wait()
+
+    def _broken(self, keys: Iterable[str]) -> list[str]:
+        held = tensors(self.engine)
+        now = _fingerprints({key: held[key] for key in keys if key in held})
+        return [key for key in keys if now.get(key) != self._prints[key]]
+
+
+def _fingerprints(tensors: dict[str, Tensor]) -> dict[str, int]:
+    """One wait for each device, not for each tensor."""
+    found: dict[str, int] = {}
+    for device in {tensor.device for tensor in tensors.values()}:
+        here = {key: fingerprint(tensor) for key, tensor in tensors.items() if tensor.device == device}
+        found |= dict(zip(here, torch.stack(list(here.values())).tolist(), strict=True))
+    return found
+
+
+def _spelled(changed: list[list[str]]) -> str:
+    words = [f"{key} on rank {rank}" for rank, keys in enumerate(changed) for key in keys]
+    return "; ".join(words[:SHOWN]) + (f"; {len(words) - SHOWN} more" if len(words) > SHOWN else "")
+
+
+def tensors(engine: Engine) -> dict[str, Tensor]:
+    """{key: all that this rank holds of it}: what only a step may change. Memory that two keys share has the first."""
+    found = {f"model/{record.name}": engine.local_shard(record.name) for record in engine.table}
+    for member, _, name, master in _stepped(engine):
+        if master.untyped_storage().data_ptr() != found[f"model/{name}"].untyped_storage().data_ptr():
+            found[f"master/{name}"] = master.data
+        for entry, value in _state(member, master).items():
+            if isinstance(value, Tensor):
+                found[f"optimizer/{entry}/{name}"] = value
+    return {key: tensor for key, tensor in found.items() if tensor.numel()}
+
+
+def parameter_of(key: str) -> str:
+    """The name of the parameter that a key of `tensors` or `parts` belongs to."""
+    return key.split("/", 2 if key.startswith("optimizer/") else 1)[-1]
+
+
+def places(engine: Engine) -> tuple[int, ...]:
+    """Where the tensors lie that `parts` lists: as long as these are the same, so are the parts."""
+    kept = [engine.local_shard(record.name) for record in engine.table] + [b for _, b in _saved_buffers(engine.model)]
+    for member, _, _, master in _stepped(engine):
+        kept += [master, *(value for value in _state(member, master).values() if isinstance(value, Tensor))]
+    return tuple(tensor.data_ptr() for tensor in kept)

@@ -1,0 +1,484 @@
+"""The state of a step: what it has gathered so far, and the only way in. One gradient, from autograd to the optimizer:
+
+1. `backward(reduce_when)` opens the state BACKWARD. Inside it `backward_loss` seeds a loss with its weight,
+   `backward_terms` several ones with their shares of the step (engine/term_weights.py), and `run_backward` runs
+   autograd. A gradient is a pending sum from here on, and nothing divides it.
+2. `arrived`: autograd has finished a parameter's gradient. It moves from `.grad` into `local`, this rank's own sum
+   over the backwards of the step, in fp32 (fp64 in fp64 models). `.grad` then holds a stand-in that refuses to be used.
+3. A bucket of gradients leaves `local` for the owners of its rows. `ReduceWhen` says when: with its last gradient
+   (GRAD_READY), when backward has left its block (BLOCK_DONE), or at the step (STEP). An autograd hook waits for
+   nothing that another rank may not have sent.
+4. `finish_reductions`, at the step: what is still here leaves. My rows arrive summed over the data axes. They are
+   summed over the other partial axes of the contract (tp, ties), which makes them `final_shards`. The state is REDUCED.
+5. `clear` opens the next step.
+
+    OPEN -> BACKWARD -> OPEN -> ... -> REDUCED -> OPEN      FAILED from anywhere; `abandon` leads from it to OPEN
+
+An exception inside `backward` enters FAILED. A failed step takes no further backward. Ranks learn of it in the gather
+of the step (engine/step_status.py), refuse the step together, and `abandon` what it has gathered: reductions under way
+are finished, zeros take the place of what ranks have not sent that stopped half way, and all of it is dropped.
+
+Each move empties its source and adds to its target, so backwards that leave at once and backwards that stay may be
+mixed in any order, and a gradient that comes late leaves with the next flush.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from enum import Enum
+
+import torch
+from torch import Tensor, nn
+
+from isograd.comm import raw
+from isograd.core.loss_terms import Terms
+from isograd.core.mesh import Mesh
+from isograd.engine import validation
+from isograd.engine.grad_placeholder import GradPlaceholder, changed_by_hand
+from isograd.engine.plan import Bucket, Plan, Slot
+from isograd.engine.precision import LossScale
+from isograd.engine.reducer import Reducer, zeros_of
+from isograd.engine.term_weights import TermWeights, weighted
+from isograd.engine.tree import Tree
+from isograd.engine.zero3.param_group import Zero3Hooks
+from isograd.errors import EngineError, headline
+
+_DISCARDED = "_isograd_discarded"  # of an exception: the step that was dropped with it
+
+
+class State(Enum):
+    """Where a step stands. Each method of StepState asserts the states that it may be called in."""
+
+    OPEN = "open"  # between backwards
+    BACKWARD = "in a backward"
+    REDUCED = "reduced"  # every sum is complete; a further backward opens it again
+    FAILED = "failed"  # takes nothing more; all ranks refuse the step
+
+
+class ReduceWhen(Enum):
+    """When the buckets of a backward leave for their owners. The same on all data ranks."""
+
+    GRAD_READY = "with their last gradient, in the order of the plan"
+    BLOCK_DONE = "when backward has left their block, and at its end"
+    STEP = "at the step, or with the next backward that lets them"
+
+
+@dataclass
+class LossSums:
+    """The losses of a step on this rank."""
+
+    weight: Tensor | float = 0.0
+    losses: list[Tensor] = field(default_factory=list)  # weighted, one per backward
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One run of autograd."""
+
+    reduces: bool  # no later run of this backward reaches the same parameters: their buckets may leave
+    discard: bool  # for the other ranks only, which gather parameters with this one
+    factor: Tensor | None = None  # that a half-precision loss could not be seeded with
+    no_loss: Tensor | None = None  # on a GPU: whether the loss is a mean over nothing
+
+
+class _Outgoing:
+    """What the running backward has not sent."""
+
+    def __init__(self, when: ReduceWhen, buckets: Sequence[Bucket]) -> None:
+        self.when, self.buckets = when, list(buckets)  # in the order in which they leave
+        self.missing = {bucket: set(bucket.slots) for bucket in buckets}  # gradients that it has not finished
+
+
+class StepState:
+    """What a step has gathered, in one of four states."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        mesh: Mesh,
+        *,
+        reproducible: bool = False,
+        keep_full: bool = False,
+        units: Zero3Hooks | None = None,
+        loss_scale: LossScale | None = None,
+        withholds: bool = True,
+        widest: int = 0,
+    ) -> None:
+        """keep_full: the memory of gradients that have left is kept, for whole gradients to be gathered into.
+        widest: how many parameters the stage has that has most; 0: all have as many.
+        withholds: False leaves `.grad` between backwards to the caller."""
+        self.plan, self.mesh, self.reproducible, self.units = plan, mesh, reproducible, units
+        self.keep_full, self.loss_scale = keep_full, loss_scale
+        self.widest = widest or len(plan.slots)
+        self.state = State.OPEN
+        self.failure: str | None = None  # why the state is FAILED
+        self.optimizer_inconsistent: str | None = None  # why no step can be right until a checkpoint is loaded
+        self.loss_sums = LossSums()
+        self.term_weights = TermWeights(mesh)  # of the terms of a step that has several
+        self.ended = 0  # steps that were taken or dropped
+        self.synced_backwards = 0  # backwards of this step whose buckets left, which every owner must run equally often
+        self.local: dict[Slot, Tensor] = {}  # my own gradients, not reduced
+        self.final_shards: dict[Slot, Tensor] = {}  # my rows, every sum complete
+        self.full: dict[Slot, Tensor] = {}  # memory of a whole gradient
+        self.used: set[Slot] = set()  # reached by a backward of this step on this rank
+        self.reducer = Reducer(plan, mesh, tree=reproducible)
+        self.status_group = mesh.group("world", "step")  # of the gather of a step; no layer's message travels on it
+        self.watcher: Callable[[Slot, Tensor], None] | None = None  # sees each gradient as autograd has made it
+        self._tree = Tree()
+        self._run: _Run | None = None  # under way
+        self._outgoing = _Outgoing(ReduceWhen.STEP, [])
+        self._slots = {id(slot.parameter): slot for slot in plan.slots}
+        self._home = {slot: bucket for bucket in plan.buckets for slot in bucket.slots}
+        # Whose `.grad` is withheld, and by what: the parameter's, and that of what the optimizer steps in its place.
+        self._placeholders: dict[Slot, list[tuple[nn.Parameter, GradPlaceholder]]] = {
+            slot: [(slot.parameter, GradPlaceholder(slot.parameter, slot.name))] for slot in plan.slots if withholds
+        }
+        self._withheld: set[Slot] = set()  # whose `.grad` is a stand-in
+
+    def withhold_masters(self, masters: dict[str, nn.Parameter]) -> None:
+        """Tensors that the optimizer steps in place of parameters: their `.grad` is withheld, too."""
+        for slot, seen in self._placeholders.items():
+            if masters[slot.name] is not slot.parameter:
+                seen.append((masters[slot.name], GradPlaceholder(masters[slot.name], slot.name)))
+
+    # -- 1. the only way in
+
+    @contextmanager
+    def backward(self, reduce_when: ReduceWhen) -> Iterator[StepState]:
+        """One backward or several that count as one: of each gradient one reduction."""
+        try:
+            self.begin(reduce_when)
+            yield self
+            self.end()
+        except BaseException as error:
+            self.fail(error)
+            raise
+
+    def mark_inconsistent(self, why: str) -> None:
+        """Copies of parameters may differ: no step is right until a checkpoint is loaded."""
+        self.optimizer_inconsistent = self.optimizer_inconsistent or why
+
+    def fail(self, reason: BaseException | str) -> None:
+        """The step cannot be finished; ranks are told at its gather."""
+        if isinstance(reason, BaseException):
+            reason = headline(reason)
+        self.state, self.failure = State.FAILED, self.failure or reason
+
+    def backward_loss(self, loss: Tensor, weight: Tensor | float, *, last: bool = True) -> bool:
+        """Backward from a loss: gradients of loss * weight. `last`: they may leave. False: they count for nothing."""
+        self.must_be(State.BACKWARD)
+        if self.term_weights.expected is not None:
+            raise self.term_weights.mixed()
+        validation.check_loss(loss, weight, self.mesh)
+        count = torch.as_tensor(weight, dtype=torch.float64, device=loss.device).detach().reshape(())
+        nothing = validation.adds_nothing(loss, weight, self.mesh)
+        if not nothing or self.units is not None:  # at ZeRO 3 the other ranks gather parameters with this one
+            self._seeded(loss, count, last=last, discard=nothing)
+        self.loss_sums.weight = self.loss_sums.weight + count
+        self.loss_sums.losses.append(weighted(loss.detach().double().reshape(()), count))
+        return not nothing
+
+    def backward_discarded(self, loss: Tensor, weight: Tensor | float) -> None:
+        """Backward from a loss as `backward_loss` does it; the step gathers nothing of it. For `watcher`."""
+        self.must_be(State.BACKWARD)
+        count = torch.as_tensor(weight, dtype=torch.float64, device=loss.device).detach().reshape(())
+        self._seeded(loss, count, last=False, discard=True)
+
+    def backward_terms(self, terms: Terms, *, last: bool = True) -> bool:
+        """Backward from the terms of a loss, in one run of autograd; each is seeded with its share of the step."""
+        self.must_be(State.BACKWARD)
+        roots, seeds, left_out = self._shares_of(terms)
+        if self.units is not None and left_out and roots:  # other ranks gather parameters with this backward
+            raise validation.needed_elsewhere(left_out[0], self.mesh)
+        if self.units is not None and left_out:
+            self.run_backward(left_out, [torch.zeros_like(root) for root in left_out], last=last, discard=True)
+        elif len(roots) == 1:
+            self._seeded(roots[0], seeds[0], last=last, discard=False)
+        else:
+            self.run_backward(roots, self._as_gradients(roots, seeds), last=last)
+        return bool(roots)
+
+    def seeds_of(self, terms: Terms) -> tuple[list[Tensor], list[Tensor]]:
+        """Terms as (roots, their gradients), which `run_backward` takes together with others."""
+        self.term_weights.refuse_half(terms)
+        roots, seeds, _ = self._shares_of(terms)
+        return roots, self._as_gradients(roots, seeds)
+
+    def _shares_of(self, terms: Terms) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        roots, seeds, left_out, loss = self.term_weights.seeds(terms)
+        if left_out and validation.others_need(self.mesh):
+            raise validation.needed_elsewhere(left_out[0], self.mesh)
+        self.loss_sums.losses.append(loss)
+        return roots, seeds, left_out
+
+    def _as_gradients(self, roots: Sequence[Tensor], seeds: Sequence[Tensor]) -> list[Tensor]:
+        scale = self.loss_scale.value if self.loss_scale else 1.0
+        return [(seed * scale).to(root.dtype).expand_as(root) for root, seed in zip(roots, seeds, strict=True)]
+
+    def _seeded(self, loss: Tensor, count: Tensor, *, last: bool, discard: bool) -> None:
+        seed, factor = count * (self.loss_scale.value if self.loss_scale else 1.0), None
+        if loss.dtype in (torch.float16, torch.bfloat16):  # 1,003 would become 1,000: seed with a power of two
+            validation.refuse_half_loss(loss, self.mesh, in_one_run=last or discard)
+            largest = 15.0 if loss.dtype == torch.float16 else 100.0
+            power = torch.exp2(torch.log2(seed.clamp(min=1e-30)).floor().clamp(max=largest))
+            seed, factor = power, (seed / power).to(torch.float32)
+        # A weight on a GPU is not looked at, which would make the GPU wait.
+        no_loss = (count == 0) & ~loss.detach().isfinite() if count.device.type != "cpu" else None
+        seeds = [seed.to(loss.dtype).expand_as(loss)]
+        self.run_backward([loss], seeds, last=last, discard=discard, factor=factor, no_loss=no_loss)
+
+    def run_backward(
+        self,
+        roots: Sequence[Tensor],
+        seeds: Sequence[Tensor],
+        *,
+        last: bool = True,
+        discard: bool = False,
+        **of_half: Tensor | None,
+    ) -> None:
+        """Autograd from these roots. `last`: no later run of this backward reaches the same parameters, so that their
+        buckets may leave. `discard`: for the other ranks only, which gather parameters with this one (ZeRO 3)."""
+        self.must_be(State.BACKWARD)
+        if not roots:
+            return
+        run = _Run(last and self._outgoing.when is not ReduceWhen.STEP, discard, **of_half)
+        if self.units is not None:
+            self.units.begin_backward(self._on_block_done if run.reduces else None)
+        try:
+            self._run = run
+            torch.autograd.backward(roots, seeds)
+        finally:
+            self._run = None
+            if self.units is not None:  # it tells the other ranks when an exception is on its way
+                self.units.end_backward()
+
+    def accepts_split_grads(self, parameter: Tensor) -> bool:
+        """Whether a gradient of this parameter may come later than autograd's: it is ours, without others' hooks."""
+        slot = self._slots.get(id(parameter))
+        return slot is not None and not validation.is_watched(slot.parameter)
+
+    @torch.no_grad()
+    def accumulate_weight_grad(self, parameter: Tensor, gradient: Tensor, *, last: bool) -> None:
+        """A gradient of such a parameter that came later (nn/split_backward.py). `last`: as in `run_backward`."""
+        self.must_be(State.BACKWARD)
+        slot = self._slots[id(parameter)]
+        self._taken_in(slot, gradient)
+        if last and self._outgoing.when is ReduceWhen.GRAD_READY:
+            self.on_grad_ready(slot)
+
+    def _taken_in(self, slot: Slot, gradient: Tensor) -> None:
+        if self.watcher is not None:
+            self.watcher(slot, gradient)
+        if self._run is None or not self._run.discard:
+            self.collect(slot, gradient)
+
+    def begin(self, reduce_when: ReduceWhen) -> None:
+        """For a front whose backward is run by others; else `backward`."""
+        self.must_be(State.OPEN, State.REDUCED)
+        error = self.problem_in_grads()
+        if error is not None:
+            self.fail(error)
+            if self.units is not None:  # the others may have begun theirs, and wait for this rank
+                self.units.abort(headline(error))
+            raise error
+        for slot in self._withheld:
+            slot.parameter.grad = None
+        synced = reduce_when is not ReduceWhen.STEP
+        self.state, self._withheld = State.BACKWARD, set()
+        self._outgoing = _Outgoing(reduce_when, self.plan.buckets if synced else [])
+        if synced:
+            self.synced_backwards += 1
+            self.reducer.begin_pass()
+
+    def must_be(self, *states: State) -> None:
+        """Refuse what the state of the step does not allow."""
+        if self.state in states:
+            return
+        if self.state is State.FAILED:
+            if self.units is not None:  # the others may have begun theirs, and wait for this rank
+                self.units.abort("refused a backward: an earlier one had failed")
+            raise EngineError(
+                "IG550",
+                "a backward of this step failed; the step takes no further one",
+                seen=self.failure,
+                expected="the failed step to be dropped before the next one begins",
+                fix="call engine.discard() on every rank (engine.step() refuses the step on every rank), then go on",
+                where=self.mesh.describe_rank(),
+            )
+        allowed = " or ".join(state.value for state in states)
+        raise EngineError("IG552", where=self.mesh.describe_rank(), state=self.state.value, allowed=allowed)
+
+    def problem_in_grads(self) -> EngineError | None:
+        """The one question wherever a step is entered or left: is what the user sees in `.grad` what will be applied?
+        Gradients are here, and some have left: zero_grad would drop nothing, and a tensor put there would be added."""
+        changed = sorted(
+            slot.name
+            for slot, shown in self._placeholders.items()
+            if any(p.grad is not (stand_in if slot in self._withheld else None) for p, stand_in in shown)
+        )
+        if not changed or self.state is State.FAILED:
+            return None
+        return changed_by_hand(f"gradients of {changed[:6]}", self.mesh.describe_rank())
+
+    # -- 2. autograd has finished a gradient
+
+    def arrived(self, slot: Slot, _: Tensor) -> None:
+        """Called when a gradient has been accumulated into `slot.parameter.grad`."""
+        gradient, slot.parameter.grad = slot.parameter.grad, None
+        if self._run is None:
+            raise EngineError("IG510", where=self.mesh.describe_rank(), name=slot.name)
+        if gradient is not None:
+            self._taken_in(slot, gradient)
+        if self._run.reduces and self._outgoing.when is ReduceWhen.GRAD_READY:
+            self.on_grad_ready(slot)
+
+    def collect(self, slot: Slot, gradient: Tensor) -> None:
+        """Add to this rank's own sum."""
+        self.used.add(slot)
+        before = self.local.get(slot)
+        gradient = gradient.to(slot.dtype)
+        if self._run is not None and self._run.factor is not None:
+            gradient = gradient * self._run.factor.to(gradient)
+        if self._run is not None and self._run.no_loss is not None:
+            gradient = torch.where(self._run.no_loss, torch.zeros_like(gradient), gradient)
+        self.local[slot] = gradient if before is None else before.add_(gradient)
+
+    # -- 3. a bucket leaves
+
+    def on_grad_ready(self, slot: Slot) -> None:
+        """GRAD_READY: this backward has finished the slot's gradient. Buckets leave in the plan's order."""
+        outgoing = self._outgoing
+        outgoing.missing[self._home[slot]].discard(slot)
+        while outgoing.buckets and not outgoing.missing[outgoing.buckets[0]]:
+            self._launch(outgoing.buckets[0])
+
+    def _on_block_done(self, parameters: set[int]) -> None:
+        """BLOCK_DONE: backward has left these parameters (ids) behind, on every data rank at the same point: all their
+        buckets leave, whether this rank has used them or not."""
+        self.reducer.next_block()
+        for bucket in list(self._outgoing.buckets):
+            if all(id(slot.parameter) in parameters for slot in bucket.slots):
+                self._launch(bucket)
+
+    @torch.no_grad()
+    def end(self) -> None:
+        """The backward is over: what it has not sent leaves, or stays."""
+        if self.reproducible:
+            self._tree.grow([self._taken(slot) for slot in self.plan.slots])
+        elif self._outgoing.when is not ReduceWhen.STEP:
+            self._flush()
+        if self.units is not None:
+            self.units.all_ended()
+        self._withheld = self.used & self._placeholders.keys()
+        for parameter, stand_in in (pair for slot in self._withheld for pair in self._placeholders[slot]):
+            parameter.grad = stand_in
+        self.state = State.OPEN
+
+    def _flush(self) -> None:
+        if self._outgoing.buckets and self.units is not None:
+            self.units.all_ended()  # and so they launch the same buckets
+        while self._outgoing.buckets:
+            self._launch(self._outgoing.buckets[0])
+
+    def _launch(self, bucket: Bucket) -> None:
+        self._outgoing.buckets.remove(bucket)
+        gradients = [self._taken(slot) for slot in bucket.slots]
+        self.reducer.launch(bucket, gradients)
+        if self.keep_full:
+            self.full.update(zip(bucket.slots, gradients, strict=True))
+
+    def _taken(self, slot: Slot) -> Tensor:
+        """A gradient out of `local`; zeros for a parameter that this rank did not use."""
+        gradient = self.local.pop(slot, None)
+        return zeros_of(slot) if gradient is None else gradient.contiguous()
+
+    # -- 4. the step
+
+    def pending(self) -> bool:
+        """Whether this rank holds gradients that have not left."""
+        return bool(self.local) or bool(self._tree)
+
+    @torch.no_grad()
+    def finish_reductions(self, flush: bool) -> None:
+        """Complete every sum. `flush`, the same on all ranks: some rank holds gradients that have not left."""
+        self.must_be(State.OPEN, State.REDUCED)
+        if flush:
+            if self._tree:
+                self.local = dict(zip(self.plan.slots, self._tree.cut(), strict=True))
+            self._outgoing = _Outgoing(ReduceWhen.STEP, self.plan.buckets)
+            self._flush()
+        self.reducer.finish_all()
+        self.reducer.check_sums(self.mesh)
+        reduced, self.reducer.reduced = self.reducer.reduced, {}
+        # Sorted, because the two stages of a tie hold it at different places among their parameters.
+        for axes in sorted({axes for slot in reduced for axes in slot.contract.partial_over}, reverse=True):
+            owing = sorted((slot for slot in reduced if axes in slot.contract.partial_over), key=lambda slot: slot.name)
+            self._all_reduce_partials(axes, owing, reduced)
+        for slot, rows in reduced.items():
+            before = self.final_shards.get(slot)
+            self.final_shards[slot] = rows if before is None else before.add_(rows)
+        self.state = State.REDUCED
+
+    def _all_reduce_partials(self, axes: str, slots: Sequence[Slot], reduced: dict[Slot, Tensor]) -> None:
+        """Sum the rows of these slots over `axes`, in as few messages as there are dtypes."""
+        by_dtype: dict[torch.dtype, list[Slot]] = {}
+        for slot in slots:
+            by_dtype.setdefault(slot.dtype, []).append(slot)
+        for owing in by_dtype.values():
+            rows = [reduced[slot] for slot in owing]
+            total = raw.all_reduce(torch.cat([r.reshape(-1) for r in rows]), self.mesh.group(axes))
+            for slot, row, part in zip(owing, rows, total.split([r.numel() for r in rows]), strict=True):
+                reduced[slot] = part.view(row.shape)
+
+    # -- 5. the next step
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing of a step is under way."""
+        begun = self.term_weights.expected is not None or self.loss_sums.losses or self.synced_backwards
+        return self.state is State.OPEN and not (begun or self.pending())
+
+    def clear(self) -> None:
+        """Everything of this step is dropped, and the next one is open. Nothing may be on its way."""
+        for shown in self._placeholders.values():
+            for parameter, _ in shown:
+                parameter.grad = None
+        self.reducer.clear()
+        self.reducer.end_sums()
+        self.local, self.final_shards, self.full, self.loss_sums, self.synced_backwards = {}, {}, {}, LossSums(), 0
+        self.term_weights.clear()
+        self.used, self._withheld, self._outgoing = set(), set(), _Outgoing(ReduceWhen.STEP, [])
+        self._tree = Tree()
+        self.state, self.failure, self.ended = State.OPEN, None, self.ended + 1
+
+    def abandon(self) -> None:
+        """All ranks together: drop the step. What is on its way lands first, and nothing of it is kept."""
+        self.reducer.send_missing(self.mesh)
+        self.reducer.finish_all()
+        if self.units is not None:
+            self.units.abort()
+        self.clear()
+
+    # -- a step that was dropped already
+
+    def mark_discarded(self, error: BaseException | None = None) -> None:
+        """All ranks have just dropped a step, in their one gather: the rank that failed called `discard` there, and the
+        others `step`, which was refused. Where all call `discard` in the handler of their exception, a second gather
+        would drop the next step of the first one. So the exception (left out: the one that is handled) carries the
+        number of the step that was dropped with it. Numbers only: it must not hold a model, and may be pickled."""
+        error = error or sys.exception()
+        with suppress(AttributeError):  # no exception, or one of a class with __slots__
+            setattr(error, _DISCARDED, (id(self), self.ended))
+
+    @property
+    def already_discarded(self) -> bool:
+        """Whether the program handles the refusal of a step after which nothing has happened here. Nothing is there to
+        drop, either, when no step is taken any more, which all ranks know or learn at their next step."""
+        error, found = sys.exception(), self.optimizer_inconsistent is not None
+        while error is not None and not found:
+            found = getattr(error, _DISCARDED, None) == (id(self), self.ended)
+            error = error.__context__
+        return found and self.empty

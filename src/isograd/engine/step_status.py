@@ -1,0 +1,259 @@
+"""The one gather of a step: what every rank must know to decide as all others do.
+
+Each rank sends a few numbers (its weight, its loss, what is wrong with it, how many backwards sent their gradients,
+what its layers found wrong in their input) and one bit per parameter: whether a backward reached it. Every decision of
+the step is taken from this table, which is the same on all ranks, so ranks refuse, skip or step together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from isograd.comm import raw
+from isograd.comm.consensus import all_gather_object
+from isograd.core.mesh import STAGE, Mesh
+from isograd.engine.grad_placeholder import changed_by_hand
+from isograd.engine.plan import Plan
+from isograd.engine.step import StepState
+from isograd.engine.term_weights import Mean
+from isograd.errors import EngineError, IsogradError
+
+
+class Status(IntEnum):
+    """How the step stands on one rank."""
+
+    FINE = 0
+    FAILED = 1  # a backward failed, or something that only this rank can see is wrong
+    DISCARDS = 2  # this rank drops the step
+    BEGINS = 3  # not at its end: it announces the weights of its terms
+    INCONSISTENT = 4  # the optimizer raised in an earlier step: no step is right until a checkpoint is loaded
+    SAVES = 5  # between two steps: a checkpoint is saved
+
+
+@dataclass(frozen=True)
+class StepTotals:
+    """Equal on all ranks, but for `unused`."""
+
+    loss: float
+    weight: float
+    unsent: bool  # some rank holds gradients that have not left
+    unused: set[str]  # parameters of this rank that no rank used
+    loss_scale: float
+    losses: Tensor  # weighted, one per rank
+    terms: dict[str, Mean]
+
+
+@dataclass(frozen=True)
+class StepStatus:
+    """How the step stands, a row per rank of the world. Equal on all ranks; what they decide is a function of it."""
+
+    weight: Tensor
+    loss: Tensor
+    pending: Tensor
+    status: Tensor
+    synced_backwards: Tensor
+    settings: Tensor  # a digest of what the optimizer's groups are set to
+    more: Mapping[str, Tensor]  # [ranks, columns] of what the caller sent under this name
+    used: Tensor  # bool [ranks, parameters]; stages of a pipeline have different ones
+
+    def ranks(self, status: Status) -> list[int]:
+        """Those with this status."""
+        found: list[int] = (self.status == status).nonzero().flatten().tolist()
+        return found
+
+
+LAYER_S = 5.0  # seconds after which a rank that gives up a step closes its connections, where layers wait for it
+SAME_LOSS = 1e-3  # relative: ranks of a tp group compute one loss from the same numbers; devices of two kinds may round
+BITS = 48
+
+
+def gather_step_status(
+    step_state: StepState,
+    status: Status,
+    wrong: EngineError | None,
+    more: Mapping[str, Tensor],
+    decide: Callable[[StepStatus], None],
+    drop: Callable[[], None],
+    loss: Tensor | float = 0.0,
+    settings: int = 0,
+) -> StepStatus:
+    """The gather of a step, and what all ranks do about it. Where any rank failed, discards or was given wrong input,
+    the step is dropped on all ranks; all but those that discard raise.
+
+    wrong: found on this rank alone. decide: refuses, alike on all ranks, what else is wrong with a step that no rank
+    has failed in.
+    """
+    problem = step_state.optimizer_inconsistent or (step_state.failure if wrong is None else str(wrong).splitlines()[0])
+    if problem is not None and status not in (Status.DISCARDS, Status.SAVES):
+        status = Status.INCONSISTENT if step_state.optimizer_inconsistent else Status.FAILED
+    table = gather(step_state, status, loss, settings, more)
+    try:
+        refuse_parted(table, step_state)
+        refuse_failed(table, step_state, problem, status is Status.DISCARDS)
+        if status not in (Status.DISCARDS, Status.SAVES):
+            decide(table)
+    except IsogradError as refusal:
+        drop()
+        error = wrong or refusal
+        step_state.mark_discarded(error)
+        raise error from None
+    if status is Status.DISCARDS:
+        drop()
+    return table
+
+
+def gather(
+    step_state: StepState, status: Status, loss: Tensor | float, settings: int, more: Mapping[str, Tensor]
+) -> StepStatus:
+    """A row of every rank: one message of a few numbers and bits, on connections of its own."""
+    device = step_state.mesh.device
+    weight = step_state.loss_sums.weight
+    sums = [torch.as_tensor(n, dtype=torch.float64, device=device).reshape(1) for n in (weight, loss)]
+    known = [float(step_state.pending()), float(status), float(step_state.synced_backwards), float(settings)]
+    numbers = torch.cat((*sums, torch.tensor(known, dtype=torch.float64, device=device)))
+    used = packed([slot in step_state.used for slot in step_state.plan.slots], step_state.widest).to(device)
+    sent = [numbers, used, *(columns.to(device, torch.float64) for columns in more.values())]
+    limit, flags = gives_up(status, step_state.mesh), step_state.reducer.flags  # a further backward waits for this rank
+    rows = torch.stack(raw.gather_list(torch.cat(sent), step_state.status_group, limit=limit, flags=flags)).cpu()
+    numbers, used, *columns = rows.split([len(part) for part in sent], dim=1)
+    weights, losses, pending, states, synced_backwards, digests = numbers.T
+    return StepStatus(
+        weights, losses, pending, states, synced_backwards, digests,
+        dict(zip(more, columns, strict=True)), unpacked(used, step_state.widest),
+    )  # fmt: skip
+
+
+def gives_up(status: Status, mesh: Mesh) -> float | None:
+    """How many seconds a rank that drops its step waits for the others; None: as long as it takes. They may wait for
+    this one inside a layer, for ever."""
+    return LAYER_S if layers_wait(mesh) and status in (Status.FAILED, Status.DISCARDS) else None
+
+
+def layers_wait(mesh: Mesh) -> bool:
+    """Whether layers of one rank wait for others (tp, cp, ep, pp)."""
+    return mesh.layout.dp < mesh.layout.world_size or mesh.size("ep") > 1
+
+
+def packed(flags: Sequence[bool], width: int) -> Tensor:
+    """Flags as whole numbers of BITS bits, which float64 holds exactly. `width`: flags that are not there are False."""
+    bits = np.zeros(-(-width // BITS) * BITS, dtype=np.int64)
+    bits[: len(flags)] = flags
+    return torch.from_numpy((bits.reshape(-1, BITS) << np.arange(BITS)).sum(1)).double()
+
+
+def unpacked(numbers: Tensor, width: int) -> Tensor:
+    """[ranks, numbers] -> bool [ranks, width]."""
+    bits = numbers.long().numpy()[:, :, None] >> np.arange(BITS) & 1
+    return torch.from_numpy(bits.reshape(len(numbers), -1)[:, :width].astype(bool))
+
+
+def refuse_failed(table: StepStatus, step_state: StepState, problem: str | None, this_rank_discards: bool) -> None:
+    """All ranks together: when one of them failed or drops the step, all do. `this_rank_discards`: it asked."""
+    mesh, ranks = step_state.mesh, len(table.status)
+    begins, saves = table.ranks(Status.BEGINS), table.ranks(Status.SAVES)
+    if saves:
+        if len(saves) < ranks:
+            raise EngineError("IG555", where=mesh.describe_rank(), saves=saves)
+        return
+    if len(begins) + len(table.ranks(Status.FINE)) == ranks:
+        if begins and len(begins) < ranks:
+            seen = f"engine.begin, or a first backward of terms, on ranks {begins}; step() or grads() on the others"
+            raise EngineError("IG566", seen=seen, where=mesh.describe_rank())
+        return
+    reasons = all_gather_object(problem or step_state.failure, mesh)
+    failed = {rank: reason for rank, reason in enumerate(reasons) if reason is not None}
+    if this_rank_discards:
+        return
+    inconsistent = table.ranks(Status.INCONSISTENT)
+    if inconsistent:
+        step_state.mark_inconsistent(f"learned of it from rank {inconsistent[0]}")
+        raise EngineError(
+            "IG559",
+            "an optimizer raised in an earlier step",
+            seen="; ".join(f"rank {rank}: {failed[rank]}" for rank in inconsistent),
+            expected="optimizers that step on every rank, or on none: parameters may have changed in part",
+            fix="load parameters and optimizer on all ranks, by CheckpointManager.load or load_state; or end",
+            where=mesh.describe_rank(),
+        )
+    if failed:
+        ranks_failed = f"rank {', '.join(map(str, failed))}"
+        seen = "; ".join(f"rank {rank}: {reason}" for rank, reason in failed.items())
+        if all(reason.removeprefix("EngineError: ").startswith("IG553") for reason in failed.values()):
+            raise changed_by_hand(f"gradients of {ranks_failed}", mesh.describe_rank(), seen)
+        raise EngineError(
+            "IG550",
+            f"the step is refused on all ranks: {ranks_failed} failed in it",
+            seen=seen,
+            expected="every backward of a step to end well on every rank",
+            fix="nothing of the step is left, on any rank: continue with the next batch, or stop",
+            where=mesh.describe_rank(),
+        )
+    raise EngineError("IG558", where=mesh.describe_rank(), ranks=table.ranks(Status.DISCARDS))
+
+
+def refuse_parted(table: StepStatus, step_state: StepState) -> None:
+    """All ranks together: optimizers that step each rank's own copy ("steps" counts them) have stepped equally often,
+    or one has raised."""
+    steps = table.more["steps"][:, 0] if "steps" in table.more else torch.zeros(1)
+    if bool((steps != steps[0]).any()) and not table.ranks(Status.INCONSISTENT):
+        counted = ", ".join(f"rank {rank}: {int(count)}" for rank, count in enumerate(steps))
+        step_state.mark_inconsistent(f"optimizers have stepped unequally often ({counted})")
+        raise EngineError(
+            "IG559",
+            "an optimizer has stepped on some ranks only: copies of the parameters differ",
+            seen=f"steps of {counted}",
+            expected="a step on every rank, or on none: an exception between backward and step ends it on one alone",
+            fix="load a checkpoint on all ranks (accelerator.load_state), or end; catch an exception where it arises",
+            where=step_state.mesh.describe_rank(),
+        )
+
+
+def refuse_wrong(table: StepStatus, mesh: Mesh) -> None:
+    """Raised alike on all ranks, from the same table."""
+    bad = (~(table.weight >= 0)).nonzero().flatten().tolist()
+    if bad:
+        seen, name = f"sums of weights {[float(table.weight[rank]) for rank in bad]}", f"a loss on ranks {bad}"
+        raise EngineError("IG515", seen=seen, where=mesh.describe_rank(), name=name)
+    groups = mesh.all_groups("tp")
+    weights, losses = table.weight[groups], table.loss[groups]
+    peers = _first(groups, weights != weights[:, :1])
+    if peers:
+        seen = f"weights {table.weight[peers].tolist()} on ranks {peers}"
+        raise EngineError("IG516", seen=seen, where=mesh.describe_rank(), axes="tp", things="batches")
+    peers = _first(groups, (losses - losses[:, :1]).abs() > SAME_LOSS * losses.abs().amax(1, keepdim=True))
+    if peers:
+        raise EngineError("IG547", where=mesh.describe_rank(), losses=table.loss[peers].tolist(), peers=peers)
+    groups = mesh.all_groups(STAGE)
+    settings, synced_backwards = table.settings[groups], table.synced_backwards[groups]
+    stage = _first(groups, settings != settings[:, :1])
+    if stage:
+        unlike = [rank for rank in stage if table.settings[rank] != table.settings[stage[0]]]
+        raise EngineError("IG548", where=mesh.describe_rank(), unlike=unlike, first=stage[0])
+    stage = _first(groups, synced_backwards != synced_backwards[:, :1])
+    if stage:
+        seen = ", ".join(f"rank {rank}: {int(table.synced_backwards[rank])}" for rank in stage)
+        raise EngineError("IG554", seen=seen, where=mesh.describe_rank())
+
+
+def _first(groups: Tensor, apart: Tensor) -> list[int]:
+    """The first group of which a member is apart from the first member; none if all agree."""
+    found: list[list[int]] = groups[apart.any(1)].tolist()
+    return found[0] if found else []
+
+
+def used_anywhere(table: StepStatus, plan: Plan, mesh: Mesh) -> Tensor:
+    """Bool per parameter of this rank: whether any part of it was used by a rank of its stage, or by a stage that it is
+    tied to. (An expert that got no token is stepped as one device steps it, which has all experts in one tensor.)"""
+    mine = table.used[list(mesh.layout.ranks(STAGE, mesh.rank)), : len(plan.slots)].any(0)
+    for axes in sorted({axes for slot in plan.slots for axes in slot.contract.ties}):
+        tied = sorted((s.name, i) for i, s in enumerate(plan.slots) if axes in s.contract.ties)
+        places = [i for _, i in tied]
+        counts = raw.all_reduce(mine[places].to(mesh.device, torch.float64), mesh.group(axes), control=True)
+        mine[places] = counts.cpu() > 0
+    return mine

@@ -1,0 +1,330 @@
+"""What the engine refuses, at start where it can and at the call that goes wrong where it cannot.
+
+Each refusal names a state in which gradients would be silently wrong.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from isograd.comm import raw
+from isograd.comm.consensus import all_gather_object
+from isograd.comm.fingerprint import first_unlike
+from isograd.core.contract_table import ContractRow, ContractTable
+from isograd.core.mesh import DATA, Mesh
+from isograd.engine.grad_placeholder import OWN_SUM, GradPlaceholder
+from isograd.engine.plan import Plan, check_same
+from isograd.engine.zero3.module_hooks import Handles, owner_of
+from isograd.errors import EngineError
+from isograd.nn.fp32_sums import needing_fp32_sums
+from isograd.pipeline import Pipeline
+
+_OURS = "_isograd_hook"  # marks functions of isograd, which change no gradient: an engine's, the verifier's
+WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel", "DeepSpeedEngine")
+
+
+def refuse_wrapped(model: nn.Module, mesh: Mesh) -> None:
+    """Another library that reduces gradients as well would count them twice."""
+    for name, module in model.named_modules():
+        kinds = [kind for kind in type(module).__mro__ if kind.__name__ in WRAPPERS]
+        if kinds:
+            seen = f"{kinds[0].__module__}.{kinds[0].__qualname__}" + (f" at {name!r}" if name else "")
+            raise EngineError("IG557", seen=seen, where=mesh.describe_rank())
+
+
+def check_supported_parameters(model: nn.Module, table: ContractTable, mesh: Mesh) -> None:
+    """The engine trains real gradients, one value for each element. On all ranks alike: stages hold different
+    parameters."""
+    _warn_of_half_sums(model, mesh)
+    complex_ones = [r.name for r in table if r.parameter.requires_grad and r.parameter.is_complex()]
+    sparse = [
+        f"{name}.weight"
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad
+    ]
+    hooked = [r.name for r in table if hooks_of(r.parameter)]
+    notes = all_gather_object([complex_ones, sparse, hooked], mesh)
+    complex_ones, sparse, hooked = (list(dict.fromkeys(n for note in notes for n in note[kind])) for kind in range(3))
+    if hooked:
+        raise EngineError("IG545", where=mesh.describe_rank(), names=hooked[:8])
+    if complex_ones:
+        raise EngineError("IG541", seen=f"complex: {complex_ones[:8]}", where=mesh.describe_rank())
+    if sparse:
+        raise EngineError("IG544", seen=f"sparse=True: {sparse[:8]}", where=mesh.describe_rank())
+
+
+def _warn_of_half_sums(model: nn.Module, mesh: Mesh) -> None:
+    """torch adds gradients of embeddings and norms in the dtype of the weight, on CPUs."""
+    if mesh.rank or mesh.device.type != "cpu":
+        return
+    trained = {
+        name: any(p.requires_grad and p.dtype.itemsize < 4 for p in model.get_submodule(name).parameters(recurse=False))
+        for name in needing_fp32_sums(model)
+    }
+    if found := [name for name, is_trained in trained.items() if is_trained]:
+        warnings.warn(
+            f"on CPUs torch adds up the half-precision gradients of {', '.join(found[:4])} in half precision, and "
+            "loses most of long sums: call isograd.nn.use_fp32_sums(model) before the Engine is made",
+            stacklevel=4,
+        )
+
+
+def pipeline_of(model: nn.Module, mesh: Mesh, reproducible: bool) -> Pipeline | None:
+    """The stages of this rank, for a layout with a pipeline."""
+    if mesh.size("pp") == 1:
+        return None
+    found = getattr(model, "chunks", None)
+    if not isinstance(found, dict):
+        raise EngineError("IG519", seen=type(model).__name__, where=mesh.describe_rank(), layout=str(mesh.layout))
+    if reproducible:
+        raise EngineError("IG520", seen=f"reproducible=True under {str(mesh.layout)!r}", where=mesh.describe_rank())
+    refuse: Callable[[Any], None] = getattr(model, "refuse_micro", None) or (lambda micro: None)
+    return Pipeline(model, found, mesh, refuse)
+
+
+def most_trained(table: ContractTable, mesh: Mesh) -> int:
+    """The number of trainable parameters of the stage that has most. Each rank's optimizer needs something to step;
+    said on all stages, which would wait for the one that has nothing."""
+    trainable = torch.tensor(sum(r.parameter.requires_grad for r in table), device=mesh.device)
+    counts = [int(n) for n in raw.gather_list(trainable, mesh.group("pp"))]
+    if len(counts) > 1 and 0 in counts:
+        raise EngineError("IG523", seen=f"trainable parameters of the pp ranks: {counts}", where=mesh.describe_rank())
+    return max(counts)
+
+
+def detach_previous_engine(model: nn.Module) -> None:
+    """A step that the holder before has left in the middle is dropped: what it shows in `.grad` is a stand-in, or one
+    rank's own sum. An engine of stage 3 keeps shards only: the next one of the model starts from whole parameters."""
+    for parameter in model.parameters():
+        if isinstance(parameter.grad, GradPlaceholder) or getattr(parameter.grad, OWN_SUM, False):
+            parameter.grad = None
+    before = owner_of(model)
+    if before is not None:
+        before.dissolve()
+
+
+def check_offload(offload: bool, mesh: Mesh) -> None:
+    """Where there is only one memory, or whole parameters are stepped, there is nothing to move."""
+    if offload and mesh.layout.zero == 0:
+        raise EngineError("IG527", seen=f"offload=True under {str(mesh.layout)!r}", where=mesh.describe_rank())
+    if offload and mesh.device.type == "cpu" and mesh.rank == 0:
+        warnings.warn("offload=True has no effect on the CPU: it has no second memory", stacklevel=3)
+
+
+def check_accumulation(mode: str, mesh: Mesh, *, overlap: bool, reproducible: bool) -> None:
+    """Refuse a way to accumulate that is unknown, or that another option contradicts."""
+    asked = {"overlap=False": not overlap, "reproducible=True": reproducible, "a pipeline": mesh.size("pp") > 1}
+    against = [what for what, given in asked.items() if given]
+    what, expected = "no such way to accumulate", "'local' or 'sharded'"
+    if mode == "sharded" and against:
+        what = f"gradients cannot be reduced after each micro-batch with {' and '.join(against)}"
+        expected = "accumulate='local': these reduce once in a step"
+    elif mode in ("local", "sharded"):
+        return
+    raise EngineError("IG532", what, seen=f"accumulate={mode!r}", expected=expected, where=mesh.describe_rank())
+
+
+def check_plan(plan: Plan, mesh: Mesh) -> None:
+    """Members that will add shards hold the same names, shapes and rows; storage is what shards can be views of."""
+    for axes in sorted(
+        {DATA, *(axes for slot in plan.slots for axes in (slot.contract.data, *slot.contract.partial_over))}
+    ):
+        what = "the trainable parameters" if axes == DATA else f"the parameters that owe {axes!r}"
+        check_same(mesh, axes, plan.fingerprint(axes), what)
+    for slot in plan.slots:
+        if slot.parameter.grad is not None:
+            raise EngineError("IG507", where=mesh.describe_rank(), name=slot.name)
+        slot.parameter.data = slot.parameter.data.contiguous()
+
+
+@torch.no_grad()
+def equal_replicas(model: nn.Module, table: ContractTable, mesh: Mesh) -> None:
+    """Data replicas start equal because the first one is broadcast; replicas over tp must already be equal."""
+    made = [record for record in table if not record.parameter.is_meta]  # others are functions of names, or stored
+    for record in made:
+        raw.broadcast_(record.parameter.data, mesh.group(record.contract.data))
+    for buffer in model.buffers():
+        raw.broadcast_(buffer, mesh.group(DATA))
+    for beside in sorted({record.contract.model_parallel_axis for record in made}):
+        _refuse_unequal(
+            [r for r in made if r.contract.model_parallel_axis == beside and not r.contract.cut], beside, mesh
+        )
+    for axes in sorted({axes for record in made for axes in record.contract.ties}):
+        _refuse_unequal(sorted((r for r in made if axes in r.contract.ties), key=lambda r: r.name), axes, mesh)
+
+
+def _refuse_unequal(replicated: list[ContractRow], axes: str, mesh: Mesh) -> None:
+    group = mesh.group(axes)
+    if group.size == 1 or not replicated:
+        return
+    if found := first_unlike({record.name: record.parameter for record in replicated}, group):
+        rank, unlike = found
+        seen = f"unlike rank {rank}: {unlike[:8]}{' ...' if len(unlike) > 8 else ''}"
+        raise EngineError("IG506", seen=seen, where=mesh.describe_rank(), axes=axes)
+
+
+def check_loss(loss: Tensor, weight: float | Tensor, mesh: Mesh) -> None:
+    """Refuse a loss that backward cannot start from, and a weight that is not one number."""
+    if not isinstance(loss, Tensor):
+        raise EngineError(
+            "IG513",
+            "backward of what is no loss",
+            seen=type(loss).__name__,
+            expected="one tensor, or ig.Terms",
+            where=mesh.describe_rank(),
+        )
+    check_mean("the loss", loss, weight, mesh)
+
+
+def check_mean(name: str, value: Any, weight: Any, mesh: Mesh, *, trains: bool = True) -> None:
+    """The same of the loss or of one of its terms. `trains`: its gradient is asked for."""
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        seen = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise EngineError("IG514", seen=seen, where=mesh.describe_rank(), name=name)
+    if not is_weight(weight):
+        raise bad_weight(name, weight, mesh)
+    if trains and not value.requires_grad:
+        raise EngineError(
+            "IG513",
+            f"{name} does not need a gradient",
+            seen="requires_grad is False: detached, computed under no_grad, or independent of every parameter",
+            expected="a value computed by the model with gradients enabled",
+            fix="a term of which a rank has nothing has a weight of 0; one that is only shown has a coefficient of 0",
+            where=mesh.describe_rank(),
+        )
+
+
+def is_weight(weight: object, waits: bool = False) -> bool:
+    """`waits`: a number on a GPU is looked at, too; it is found at the step otherwise."""
+    if isinstance(weight, Tensor):
+        looks = waits or weight.device.type == "cpu"
+        return weight.numel() == 1 and (not looks or 0 <= float(weight) < math.inf)
+    return isinstance(weight, Real) and 0 <= float(weight) < math.inf
+
+
+def bad_weight(name: str, seen: object, mesh: Mesh) -> EngineError:
+    """IG515."""
+    shown = seen if isinstance(seen, str) else repr(seen)
+    return EngineError("IG515", seen=shown, where=mesh.describe_rank(), name=name)
+
+
+def adds_nothing(loss: Tensor, weight: float | Tensor, mesh: Mesh) -> bool:
+    """A mean over no token is NaN in torch, and so is its gradient, whatever it is multiplied with: leave it out.
+
+    A weight on a GPU is not looked at, which would make the GPU wait; isograd's own losses are 0 over no token.
+    """
+    if isinstance(weight, Tensor) and weight.device.type != "cpu":
+        return False
+    nothing = float(weight) == 0 and not bool(loss.isfinite())
+    if nothing and others_need(mesh):
+        raise needed_elsewhere(loss, mesh)
+    return nothing
+
+
+def others_need(mesh: Mesh) -> bool:
+    """Whether layers exchange with other ranks in backward."""
+    return mesh.size("cp") > 1 or mesh.size("ep") > 1
+
+
+def needed_elsewhere(loss: Tensor, mesh: Mesh) -> EngineError:
+    """The gradient of a loss over nothing is NaN, and other ranks need the messages of its backward."""
+    return EngineError("IG524", where=mesh.describe_rank(), loss=float(loss.detach()), layout=str(mesh.layout))
+
+
+def refuse_half_loss(loss: Tensor, mesh: Mesh, *, in_one_run: bool) -> None:
+    """A step seeds it with a power of two and multiplies this rank's gradients by the rest of the weight. It can do
+    that only to gradients that this run of autograd makes here."""
+    elsewhere = [f"{axis}{mesh.size(axis)}" for axis in ("pp", "cp", "ep") if mesh.size(axis) > 1]
+    if not elsewhere and in_one_run:
+        return
+    there = f"the backward of other ranks ({' '.join(elsewhere)})" if elsewhere else "further runs of autograd"
+    value = f"a loss whose gradient enters {there}"
+    raise EngineError("IG567", seen=str(loss.dtype), where=mesh.describe_rank(), value=value)
+
+
+def hooks_of(parameter: nn.Parameter) -> int:
+    """How many functions of the program are called when a gradient has been accumulated into `.grad`."""
+    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    return sum(not hasattr(hook, _OURS) for hook in hooks.values())
+
+
+def is_watched(parameter: nn.Parameter) -> bool:
+    """Whether others than an Engine have hooks on this parameter's gradient."""
+    theirs = len(getattr(parameter, "_backward_hooks", None) or ()) + len(
+        getattr(parameter, "_post_accumulate_grad_hooks", None) or ()
+    )
+    return theirs > len(getattr(parameter, "_isograd_hooks", ()))
+
+
+def replace_hook(
+    parameter: nn.Parameter,
+    arrived: Callable[[Tensor], None],
+    entering: Callable[[Tensor], Tensor | None] | None = None,
+) -> None:
+    """One engine holds a parameter: a new one takes it over from the one before. `entering` is called with a gradient
+    before it is added to `.grad`, `arrived` after that."""
+    for handle in getattr(parameter, "_isograd_hooks", ()):
+        handle.remove()
+    setattr(arrived, _OURS, True)
+    handles = [parameter.register_post_accumulate_grad_hook(arrived)]
+    handles += [parameter.register_hook(entering)] if entering is not None else []
+    parameter._isograd_hooks = Handles(handles)  # type: ignore[attr-defined]
+
+
+def refuse_options(given: Mapping[str, object], only: Mapping[str, object], mesh: Mesh) -> None:
+    """Of torch's DistributedDataParallel: what would ask for something else than is done."""
+    wrong = {name: value for name, value in given.items() if name not in only or value != only[name]}
+    if wrong:
+        raise EngineError("IG533", seen=wrong, where=mesh.describe_rank(), options=dict(only))
+
+
+def refuse_cut(table: ContractTable, mesh: Mesh) -> None:
+    """DataParallel adds up whole parameters: of experts or tp parts it would add those of different ranks."""
+    cut = [f"{record.name} over {shard.axis}" for record in table for shard in record.contract.shards]
+    if cut:
+        raise EngineError("IG539", seen=f"cut: {cut[:4]}{' ...' if len(cut) > 4 else ''}", where=mesh.describe_rank())
+
+
+def check_devices(devices: Sequence[Any] | None, output: Any, home: torch.device, mesh: Mesh) -> None:
+    """One rank, one device: the module's."""
+    asked = [*(devices or ()), *([] if output is None else [output])]
+    # A number is a GPU's.
+    wrong = [d for d in asked if (torch.device("cuda", d) if isinstance(d, int) else torch.device(d)) != home]
+    if wrong or len(devices or ()) > 1:
+        raise EngineError("IG534", where=mesh.describe_rank(), devices=devices, output=output, home=home)
+
+
+def check_weights(plain: Tensor, weighed: Tensor, mesh: Mesh) -> None:
+    """For each rank, whether some of its backwards were not weighed, and whether some were."""
+    if plain.any() and weighed.any():
+        without, given = plain.nonzero().flatten().tolist(), weighed.nonzero().flatten().tolist()
+        seen = f"ranks without model.weigh: {without}; with it: {given}"
+        raise EngineError("IG535", seen=seen, where=mesh.describe_rank())
+
+
+class Watch:
+    """Notices that the model is no longer the one the engine was made with."""
+
+    def __init__(self, model: nn.Module, plan: Plan, moving: bool) -> None:
+        """`moving`: parameters are not in one place (ZeRO 3)."""
+        self._model, self._moving = model, moving
+        self._known = {slot.name: self._look(slot.parameter) for slot in plan.slots}
+
+    def _look(self, parameter: nn.Parameter) -> tuple[object, ...]:
+        place = 0 if self._moving else parameter.data_ptr()
+        return id(parameter), place, parameter.requires_grad, parameter.dtype, hooks_of(parameter)
+
+    def problem(self, mesh: Mesh) -> EngineError | None:
+        """The error if the model is no longer the one the Engine was made for; None if it is."""
+        now = {name: self._look(p) for name, p in self._model.named_parameters() if p.requires_grad}
+        if now != self._known:
+            changed = sorted(n for n in now.keys() | self._known.keys() if now.get(n) != self._known.get(n))
+            return EngineError("IG517", where=mesh.describe_rank(), names=changed[:8])
+        return None

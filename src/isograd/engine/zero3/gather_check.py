@@ -1,0 +1,171 @@
+"""Data ranks announce which block they gather, so that rows of different blocks never meet.
+
+At ZeRO 3 every call of a block is a collective. Ranks that call different blocks (LayerDrop with a different coin on
+each rank), different numbers of forwards, or a rank whose forward raised, would add up or wait for unlike rows. So
+each gather has a note of 128 bytes: the epoch, the number of the group, and the sentence that an error shows.
+
+1. `announce` sends my note to every member. The rows travel at the same time, with a tag made of the note.
+2. `confirm`, before the rows are used, reads one note of each member. When one is unlike mine, every member sees it at
+   the same note, and all raise the same error, with what each of them said.
+3. `abort` says that an exception ended what this rank was doing. The others read it instead of the note that they wait
+   for, and raise an error that names this rank.
+
+After 2 or 3 a new epoch begins on every rank. Notes of an earlier epoch that arrive late are skipped. Rows of it arrive
+if the other member had sent the same note; otherwise they never will.
+
+On NCCL there are no tags, and reading a note would make the host wait for the GPU: nothing is checked there.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from isograd.comm import raw
+from isograd.comm.raw import Group, Handle
+from isograd.errors import EngineError
+
+NOTE = 128  # bytes
+HEAD = struct.Struct("<qq")  # epoch, number
+MEETING, FAILED = -1, -2  # numbers of notes that announce no gather
+
+
+class Note(NamedTuple):
+    """What a rank does next."""
+
+    epoch: int
+    number: int  # of what is gathered
+    said: str  # a sentence without its subject
+
+    def encode(self) -> bytes:
+        """NOTE bytes."""
+        return (HEAD.pack(*self[:2]) + self.said.encode()).ljust(NOTE, b"\0")[:NOTE]
+
+    @staticmethod
+    def decode(data: bytes) -> Note:
+        """The reverse; a long sentence has lost its end."""
+        epoch, number = HEAD.unpack_from(data)
+        return Note(epoch, number, data[HEAD.size :].rstrip(b"\0").decode(errors="ignore"))
+
+
+@dataclass(eq=False)
+class Announcement:
+    """A note that this rank has sent, and the rows that travel with it."""
+
+    note: Note
+    unread: set[int]  # members whose note of the same place has not been read
+    rows: list[tuple[Group, Handle]] = field(default_factory=list)
+
+    def wait_for(self, rank: int) -> None:
+        """Until the rows of one rank are here."""
+        for group, handle in self.rows:
+            if rank in group.ranks:
+                handle.wait_for(group.ranks.index(rank))
+
+
+class GatherOrderCheck:
+    """The notes that ranks send each other with each ZeRO 3 gather."""
+
+    def __init__(self, group: Group, rows: Sequence[Group], where: str) -> None:
+        """`rows`: the groups over which rows are gathered, all within `group`."""
+        self.group, self.where, self.epoch = group, where, 0
+        self.is_active = group.size > 1 and not raw.is_nccl(group)
+        self._tag = raw.reserve_tags(group) if self.is_active else 0
+        self._rows_tags = {of.ranks: raw.reserve_tags(of) for of in rows} if self.is_active else {}
+        self._others = [member for member in range(group.size) if member != group.index]
+        self._announced: deque[Announcement] = deque()  # of this epoch, not confirmed yet
+        self._old: list[Announcement] = []  # of earlier epochs, whose rows may still be on their way
+        self._inbox: dict[int, deque[tuple[Tensor, Handle]]] = {member: deque() for member in self._others}
+        self._sent: deque[Handle] = deque()  # may not have arrived yet
+
+    @raw.abort_group_on_interrupt()
+    def announce(self, number: int, said: str) -> Announcement:
+        """Tell the others what I do next."""
+        note = Note.decode(Note(self.epoch, number, said).encode())
+        announcement = Announcement(note, set(self._others))
+        if self.is_active:
+            for member in self._others:
+                self._expect(member)
+            self._send(note)
+            self._announced.append(announcement)
+        return announcement
+
+    def tag(self, announcement: Announcement, rows: Group) -> int:
+        """For the rows of this group: another note has another tag."""
+        return self._rows_tags[rows.ranks] + zlib.crc32(announcement.note.encode()) % raw.TAGS if self.is_active else 0
+
+    def abort(self, said: str) -> None:
+        """An exception has ended what I was doing in this epoch. Waits for nobody."""
+        if self.is_active:
+            with suppress(RuntimeError):  # the exception may be that the connection to one of them is lost
+                self._send(Note(self.epoch, FAILED, said))
+            self._next_epoch(self.epoch + 1)
+
+    def confirm(self, announcement: Announcement, limit: float | None = None) -> None:
+        """Wait for the notes of the others, in the order of mine; raise when one of them is unlike mine."""
+        while announcement in self._announced:
+            mine = self._announced.popleft()
+            notes = {member: self._read(member, limit) for member in self._others}
+            unlike = [note for note in notes.values() if note != mine.note]
+            if not unlike:
+                # A member that sent this note has asked for all of mine before it.
+                while len(self._sent) > len(self._others) * (1 + len(self._announced)):
+                    self._sent.popleft().wait()
+                continue
+            for member, note in notes.items():
+                if note == mine.note:  # its rows are on their way into memory that will be freed
+                    mine.wait_for(self.group.ranks[member])
+            self._next_epoch(max(self.epoch + 1, *(note.epoch for note in unlike)))
+            raise self._error({**notes, self.group.index: mine.note})
+
+    def _read(self, member: int, limit: float | None) -> Note:
+        """The next note of a member, of this epoch or of a later one; a later one stays to be read in its own."""
+        inbox = self._inbox[member]
+        while True:
+            if not inbox:
+                self._expect(member)
+            message, handle = inbox[0]
+            raw.wait_at_most(handle, limit)
+            note = Note.decode(bytes(message.numpy()))
+            if note.epoch <= self.epoch:
+                inbox.popleft()
+            for old in [old for old in self._old if member in old.unread and old.note.epoch <= note.epoch]:
+                old.unread.discard(member)
+                if old.note == note:  # its rows still arrive
+                    old.wait_for(self.group.ranks[member])
+                if old.note.epoch == note.epoch:
+                    break
+            self._old = [old for old in self._old if old.unread]
+            if note.epoch >= self.epoch:
+                return note
+
+    def _next_epoch(self, number: int) -> None:
+        self._old += self._announced
+        self._announced.clear()
+        self.epoch = number
+
+    def _expect(self, member: int) -> None:
+        memory = torch.empty(NOTE, dtype=torch.uint8)
+        handle = raw.receive_start([memory], self.group, member, self._tag, control=True)
+        self._inbox[member].append((memory, handle))
+
+    def _send(self, note: Note) -> None:
+        message = torch.frombuffer(bytearray(note.encode()), dtype=torch.uint8)
+        for member in self._others:
+            self._sent.append(raw.send_start([message], self.group, member, self._tag, control=True))
+
+    def _error(self, notes: dict[int, Note]) -> EngineError:
+        ranks = self.group.ranks
+        failed = [ranks[member] for member, note in sorted(notes.items()) if note.number == FAILED]
+        seen = "; ".join(f"rank {ranks[member]} {note.said}" for member, note in sorted(notes.items()))
+        if failed:
+            return EngineError("IG571", seen=seen, where=self.where, ranks=", ".join(map(str, failed)))
+        return EngineError("IG572", seen=seen, where=self.where)

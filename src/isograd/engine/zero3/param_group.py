@@ -1,0 +1,486 @@
+"""ZeRO stage 3: parameters are row shards, and full only while a block computes with them.
+
+A `ParamGroup` is what is gathered together: the parameters of a repeated block, or those of no block (the root).
+
+A block is unsharded when its forward begins, and resharded when it ends; unsharded again when the gradient of its
+output arrives or when it is recomputed, and resharded when the gradient of the next block's output arrives: autograd
+runs operations in the reverse order of the forward, so nothing that this block saved is read after that. While one
+group computes, the rows of the next one are on their way, in the order of the step before. Reductions, optimizer and
+bits are those of stages 1 and 2.
+
+A parameter that is not full keeps its shape and reads as NaN: code that computes with it outside of the model's forward
+gets NaN at once, and needs `engine.full_parameters()`.
+
+All data ranks must call the same groups in the same order: each call is a collective. gather_check.py compares what
+they call, and when an exception ends a forward or a backward of one rank, it tells the others. `abort` then brings a
+rank back to the state between two steps.
+"""
+
+from __future__ import annotations
+
+import sys
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from isograd.comm import raw
+from isograd.core.mesh import DATA, STAGE, Mesh
+from isograd.engine.blocks import homes
+from isograd.engine.packing import Packing, gather_rows, packing_of
+from isograd.engine.plan import Slot
+from isograd.engine.zero3.deferred_init import FirstValues
+from isograd.engine.zero3.gather_check import MEETING, Announcement, GatherOrderCheck
+from isograd.engine.zero3.module_hooks import Hook, differentiable
+from isograd.engine.zero3.sharded_param import ShardedParam, shard
+from isograd.errors import EngineError, headline
+
+Gathers = tuple[int, list[tuple[Packing, list[ShardedParam]]]]  # a number for what they bring, the same on all ranks
+READERS = -1  # a user of parameters that is no group: `full_parameters`
+RETURNED = "_isograd_returned"  # of a tensor that a block has returned: how many calls had begun, and its version
+LATE_READ = """ZeRO 3: a backward read a parameter after its block was given back. The gradient of a block
+must come back through what its forward returns, once; see 'Limits' in docs/zero.md."""
+
+
+class GroupState(Enum):
+    """Who has the parameters of a group, and how long."""
+
+    SHARDED = 0  # each rank has its rows
+    UNSHARDED = 1  # full for a forward or a backward, until the next block's begins
+    RECOMPUTED = 2  # full for a forward that is recomputed, until its own backward begins
+    KEPT = 3  # full from a forward to its backward: `keep`, the root, the last block without a pipeline
+
+
+@dataclass(eq=False)
+class ParamGroup:
+    """What is gathered together: a block of the model, or the root."""
+
+    name: str  # for errors
+    number: int  # the same on all ranks; 0: the root
+    module: nn.Module
+    params: list[ShardedParam]
+    own: set[int] = field(default_factory=set)  # parameters (ids) that no other group has
+    state: GroupState = GroupState.SHARDED
+    open_forwards: int = 0  # whose gradient has not come back yet
+    _gathers: dict[tuple[int, ...], Gathers] = field(default_factory=dict)
+
+    def gathers(self, missing: list[ShardedParam]) -> Gathers:
+        """Planned once for what is missing, which is everything where no other group has a part of it."""
+        key = tuple(id(param) for param in missing)
+        if key not in self._gathers:
+            alike: dict[Any, list[ShardedParam]] = {}  # of the same owners and dtype, all cut by rows or none
+            for param in missing:
+                slot = param.slot
+                alike.setdefault((slot.owners.ranks, slot.parameter.dtype, slot.has_one_owner), []).append(param)
+            names = ",".join(param.slot.name for param in missing)
+            number = zlib.crc32(names.encode()) if len(missing) < len(self.params) else self.number
+            self._gathers[key] = number, [(packing_of([p.slot for p in these]), these) for these in alike.values()]
+        return self._gathers[key]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A forward or a backward of the model; `phase` says which ("": none)."""
+
+    phase: str = ""
+    outer: BaseException | None = None  # being handled when it began
+    order: list[ParamGroup] = field(default_factory=list)  # of a forward
+    on_block_done: Callable[[set[int]], None] | None = None  # for parameters (ids) that a backward has left behind
+
+    @property
+    def words(self) -> str:
+        """For notes: ranks of which one reduces gradients and one does not are refused before they wait."""
+        if self.phase == "backward":
+            return "backward, which reduces" if self.on_block_done else "backward, which does not reduce"
+        return self.phase or "a call of its own"
+
+    def error(self) -> BaseException | None:
+        """The exception that ends it: that passes through the function that asks, and was not there before."""
+        now = sys.exception()
+        if now is self.outer or now is None:
+            return None
+        if "modified by an inplace operation" in str(now):
+            now.add_note(LATE_READ)
+        return now
+
+
+IDLE = Run()
+
+
+class Zero3Hooks:
+    """Unshards groups when the model uses them, and reshards them."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        slots: Sequence[Slot],
+        mesh: Mesh,
+        first: FirstValues,
+        *,
+        blocks: Sequence[nn.Module],
+        keep: bool,
+        offload: bool,
+    ) -> None:
+        """`slots`: of every parameter, frozen ones too. keep: full from a forward to its backward."""
+        self._keep, self._where = keep, mesh.describe_rank()
+        owners = {slot.owners.ranks: slot.owners for slot in slots}
+        within = all(set(ranks) <= set(mesh.ranks(DATA)) for ranks in owners)  # not where experts are folded over tp
+        self._check = GatherOrderCheck(mesh.group(DATA if within else STAGE), list(owners.values()), self._where)
+        self._one_stage = mesh.layout.pp == 1  # a step's backward follows its forward, and begins with the last block
+        self._chunks = mesh.layout.vpp > 1  # forwards take turns between blocks that are not the same ones
+        self._run = IDLE
+        self._epoch: int | None = None  # of the check, in which a forward or a backward began that is not over
+        self._readers = 0
+        self._calls = 0  # of blocks, that have begun
+        self._pending: list[tuple[Announcement, list[ShardedParam]]] = []  # gathers
+        self._announced: Announcement | None = None  # when backward last left a block without a gather, or ended
+        self._next: dict[int, ParamGroup] = {}  # which group follows which (number), as the last forward had it
+        self._previous: dict[int, ParamGroup] = {}
+        self._unsharded: dict[int, ParamGroup] = {}  # by number
+        self.params = shard(slots, first, mesh, torch.device("cpu") if offload else mesh.device)
+        self.groups = _groups(model, blocks, self.params)
+        self.root = self.groups[0]
+        self._current = self.root  # whose backward began last
+        self.named: Callable[[BaseException], BaseException | None] = lambda _: None  # an integration names lost ranks
+        self._handles = self._hook_into(model)
+
+    def _hook_into(self, model: nn.Module) -> list[Any]:
+        handles: list[Any] = [
+            model.register_forward_pre_hook(Hook(self._forward_begins, self), prepend=True),
+            model.register_forward_hook(Hook(self._forward_ends, self), always_call=True),
+        ]
+        for group in self.groups:
+            for module in [group.module] if group is not self.root else _holders_of_root(self.groups):
+                begun: list[int] = []  # numbers of the calls of this module that are not over
+                entering, leaving = Hook(self._entering(group, begun), self), Hook(self._leaving(group, begun), self)
+                handles.append(module.register_forward_pre_hook(entering, prepend=True))
+                handles.append(module.register_forward_hook(leaving, always_call=True))
+        reading = Hook(lambda *_: self.refuse_absent("state_dict()"), self)
+        loading = Hook(lambda *_: self.refuse_absent("load_state_dict()"), self)
+        for module in (m for m in model.modules() if m is model or _has_parameters(m)):
+            handles.append(module.register_state_dict_pre_hook(reading))
+            handles.append(module.register_load_state_dict_pre_hook(loading))
+        return handles
+
+    # -- forward
+
+    def _forward_begins(self, _: nn.Module, __: Any) -> None:
+        if self._run.phase == "backward":  # a recomputed forward
+            return
+        if self._run.phase:  # what torch does not tell hooks about: KeyboardInterrupt, for one
+            self.abort("its forward was interrupted")
+        self._begin(Run("forward", sys.exception(), [self.root]))
+        self.unshard(self._next.get(0))
+
+    def _begin(self, run: Run) -> None:
+        self._run, self._current, self._epoch = run, self.root, self._check.epoch
+        self._need(self.root)
+
+    def _forward_ends(self, _: nn.Module, __: Any, output: Any) -> None:
+        run = self._run
+        if run.phase != "forward":
+            return
+        error = run.error()
+        if error is not None:
+            self.abort(f"failed in forward: {headline(error)}")
+            return
+        self._run = IDLE
+        if differentiable(output):
+            self.root.state = GroupState.KEPT
+            self._reshard_unused()
+        else:  # an evaluation: no backward will come, whose notes are unlike those of a forward
+            self._epoch = None
+            self._reshard_unused(kept=True)
+            self._confirm(self._announce("ends its forward"))
+        self._remember(run.order)
+
+    def _entering(self, group: ParamGroup, begun: list[int]) -> Callable[..., None]:
+        def enter(_: nn.Module, __: Any) -> None:
+            self._calls += 1
+            begun.append(self._calls)
+            if self._run.phase != "forward" or group is not self.root:
+                self._need(group)
+            if self._run.phase == "backward" and group.state is GroupState.UNSHARDED:
+                group.state = GroupState.RECOMPUTED
+            if self._run.phase == "forward" and group is not self.root:
+                self._run.order.append(group)
+                self.unshard(self._next.get(group.number))
+
+        return enter
+
+    def _leaving(self, group: ParamGroup, begun: list[int]) -> Callable[..., None]:
+        def leave(_: nn.Module, __: Any, output: Any) -> None:
+            since, phase = begun.pop() if begun else self._calls, self._run.phase
+            if group is self.root and phase:
+                return
+            # What an earlier block returned and this one passes on comes back through that block: freed for this one's
+            # sake, it would compute its gradients with what is not there.
+            graph = [tensor for tensor in differentiable(output) if not _passed_on(tensor, since)]
+            awaited = [True] * bool(graph and phase != "backward")
+            for tensor in graph:
+                setattr(tensor, RETURNED, (self._calls, tensor._version))
+                tensor.register_hook(lambda _: self._pre_backward(group, awaited))
+            if phase == "backward":
+                return
+            group.open_forwards += bool(graph)
+            if graph and (self._keep or (self._one_stage and group is self._previous.get(0))):
+                group.state = GroupState.KEPT
+            else:
+                self.reshard(group)
+
+        return leave
+
+    def _remember(self, order: list[ParamGroup]) -> None:
+        """What the next forward, and its backward, are expected to follow. Of chunks of a pipeline nobody knows which
+        one comes next: each has its own order, and no first block."""
+        pairs = list(pairwise(order))
+        following = {a.number: b for a, b in reversed(pairs)}
+        preceding = {b.number: a for a, b in pairs if a is not self.root}
+        if self._chunks:
+            following.pop(0, None)
+            self._next, self._previous = self._next | following, self._previous | preceding
+        else:
+            self._next, self._previous = following, {**preceding, 0: order[-1]}
+
+    # -- backward
+
+    def begin_backward(self, on_block_done: Callable[[set[int]], None] | None) -> None:
+        """`on_block_done` may send what backward has left behind: at the same points on all ranks."""
+        self._announced = None
+        self._begin(Run("backward", sys.exception(), on_block_done=on_block_done))
+        self.unshard(self._previous.get(0))
+
+    def _pre_backward(self, group: ParamGroup, awaited: list[bool]) -> None:
+        """The gradient of an output has come back; of several outputs of one call, the first one counts."""
+        if awaited:
+            awaited.clear()
+            group.open_forwards -= 1
+        if group.state is GroupState.RECOMPUTED:
+            group.state = GroupState.UNSHARDED
+        if group is self._current:
+            return
+        last, self._current = self._current, group
+        is_over = last is not self.root and not last.open_forwards
+        if is_over and last.state is GroupState.KEPT:
+            last.state = GroupState.UNSHARDED
+        self._reshard_unused(self.root, group)
+        self.unshard(group)
+        gathers = bool(self._pending)
+        self.wait_for_unshard()
+        done = self._run.on_block_done if is_over else None
+        if done and not gathers:  # read when the next block is left: ranks may be one block apart
+            before, self._announced = self._announced, self._announce(f"has left {last.name} in backward")
+            self._confirm(before)
+        self.unshard(self._previous.get(group.number))  # its rows travel while `done` waits and sends
+        # After a note of the other ranks, which proves that they have come as far: `done` may wait for them.
+        if done:
+            done(last.own)
+
+    def end_backward(self) -> None:
+        """Reshard everything. In an `except` or a `finally`, the same as `abort`."""
+        error = self._run.error()
+        if error is not None:
+            self.abort(f"failed in backward: {headline(error)}")
+            return
+        said, self._run = f"ends its {self._run.words}", IDLE
+        self._reshard_unused(kept=True)
+        self._announced, self._epoch = self._announce(said), None
+
+    def all_ended(self) -> None:
+        """Wait until all data ranks have ended the last backward. Raises where an exception has ended one."""
+        self._confirm(self._announced)
+
+    # -- together with the other ranks
+
+    def wait_for_all(self, said: str, limit: float | None = None) -> None:
+        """All data ranks come here now, or all raise: before a collective of the step. `limit`: of raw.wait_at_most."""
+        self.wait_for_unshard()
+        self._confirm(self._announce(said), limit)
+
+    def abort(self, said: str = "gave up a forward or a backward") -> None:
+        """Back to the state between two steps, after an exception. Waits for no other rank; tells those that wait."""
+        if self._epoch == self._check.epoch and not self._readers:
+            self._check.abort(said)
+        self._clear()
+
+    def _announce(self, said: str) -> Announcement | None:
+        """Nothing while everything is full: a rank may call the model by itself."""
+        return None if self._readers else self._check.announce(MEETING, said)
+
+    def _confirm(self, announcement: Announcement | None, limit: float | None = None) -> None:
+        try:
+            if announcement is not None:
+                self._check.confirm(announcement, limit)
+        except EngineError:
+            self._clear()
+            raise
+
+    def _clear(self) -> None:
+        """Nothing is full but for readers, nothing is under way, and no order of blocks is expected any more."""
+        self._run, self._current, self._epoch, self._announced = IDLE, self.root, None, None
+        self._next, self._previous, self._pending = {}, {}, []
+        self._forget_groups()
+        for param in self.params.values():
+            if param.is_filling or (param.users and READERS not in param.users):
+                param.free_full(lent=param.is_filling)  # rows of others may still arrive in that memory
+                param.users.clear()
+            param.users &= {READERS}
+
+    def _forget_groups(self) -> None:
+        self._unsharded.clear()
+        for group in self.groups:
+            group.state, group.open_forwards = GroupState.SHARDED, 0
+
+    # -- gathering and freeing
+
+    def _need(self, group: ParamGroup) -> None:
+        """Full before anyone computes with it."""
+        self.unshard(group)
+        self.wait_for_unshard()
+
+    @raw.abort_group_on_interrupt()
+    def unshard(self, group: ParamGroup | None) -> None:
+        """Start gathering what is not there, or on its way, of a group."""
+        if group is None:
+            return
+        self._unsharded[group.number] = group
+        if group.state is GroupState.SHARDED:
+            group.state = GroupState.UNSHARDED
+        missing = [param for param in group.params if not param.users]
+        for param in group.params:
+            param.users.add(group.number)
+        if not missing:
+            return
+        number, gathers = group.gathers(missing)
+        announcement = self._check.announce(number, f"gathers {group.name} in {self._run.words}")
+        self._pending.append((announcement, missing))
+        for param in missing:
+            param.alloc_full()
+        for packing, params in gathers:
+            tag = self._check.tag(announcement, packing.owners)
+            handle = gather_rows(packing, [p.rows for p in params], [p.full for p in params], packing.owners, tag)
+            announcement.rows.append((packing.owners, handle))
+
+    @raw.abort_group_on_interrupt()
+    def wait_for_unshard(self) -> None:
+        """Wait until all that was started is full."""
+        while self._pending:
+            announcement, params = self._pending[0]
+            self._confirm(announcement)
+            for _, handle in announcement.rows:
+                handle.wait()
+            for param in params:
+                param.filled()
+            del self._pending[0]
+
+    def reshard(self, group: ParamGroup) -> None:
+        """Free a group's parameters, but for those that another one uses."""
+        self._unsharded.pop(group.number, None)
+        group.state = GroupState.SHARDED
+        for param in group.params:
+            if param.users == {group.number}:
+                if param.is_filling:
+                    self.wait_for_unshard()
+                param.free_full()
+            param.users.discard(group.number)
+
+    def _reshard_unused(self, *but: ParamGroup, kept: bool = False) -> None:
+        for group in list(self._unsharded.values()):
+            if group not in but and (kept or group.state is GroupState.UNSHARDED):
+                self.reshard(group)
+
+    # -- everything full
+
+    def gather_all(self) -> None:
+        """Every parameter full, until `take_edits`."""
+        self._gather_for_readers()
+        self._readers += 1
+
+    def _gather_for_readers(self) -> None:
+        for group in self.groups:
+            self.unshard(group)
+            for param in group.params:
+                param.users.add(READERS)
+        self.wait_for_unshard()
+
+    @torch.no_grad()
+    def take_edits(self) -> None:
+        """Keep my rows of what was edited while everything was full, and free the rest."""
+        for param in self.params.values():
+            param.rows.copy_(param.slot.rows(param.full))
+        self._readers -= 1
+        if not self._readers:
+            for param in self.params.values():
+                param.users.clear()
+                param.free_full(lent=True)
+
+    def stepped(self) -> None:
+        """The optimizer has changed rows: what is still full is out of date."""
+        self.wait_for_unshard()
+        self._forget_groups()
+        for param in self.params.values():
+            if param.users:
+                param.users.clear()
+                param.free_full()
+        if self._readers:
+            self._gather_for_readers()
+
+    def dissolve(self) -> None:
+        """Leave the model full and without hooks: another engine takes it over."""
+        self.gather_all()
+        for handle in self._handles:
+            handle.remove()
+
+    def refuse_absent(self, what: str) -> None:
+        """Raise while parameters are not full."""
+        if not self._readers:
+            raise EngineError("IG574", where=self._where, use=what)
+
+
+def _passed_on(tensor: Tensor, since: int) -> bool:
+    """Whether a block that was called as number `since` returns what others made: the stage before, or a block whose
+    call was over by then, of a tensor that was not changed in place."""
+    calls, version = getattr(tensor, RETURNED, (since, None))
+    return tensor.is_leaf or (calls < since and version == tensor._version)
+
+
+def _groups(model: nn.Module, blocks: Sequence[nn.Module], params: dict[int, ShardedParam]) -> list[ParamGroup]:
+    """The root first, with what no block holds; a parameter that several hold belongs to each of them."""
+    names = {id(module): name for name, module in model.named_modules()}
+    inner = [block for block in dict.fromkeys(blocks) if block is not model]
+    outside = (p for m in _outside(model, inner) for p in m.parameters(recurse=False))
+    members = [(model, outside), *((block, block.parameters()) for block in inner)]
+    own = homes(blocks)
+    return [
+        ParamGroup(
+            f"block {names[id(module)]!r}" if number else "what is outside of all blocks",
+            number,
+            module,
+            [params[key] for key in dict.fromkeys(id(p) for p in parameters)],
+            {key for key, home in own.items() if home is module},
+        )
+        for number, (module, parameters) in enumerate(members)
+    ]
+
+
+def _holders_of_root(groups: list[ParamGroup]) -> list[nn.Module]:
+    """The modules that hold the root's parameters: called without the whole model, each gathers them."""
+    model, *blocks = (group.module for group in groups)
+    return [m for m in dict.fromkeys(_outside(model, blocks)) if m is not model and _has_parameters(m)]
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters(recurse=False))
+
+
+def _outside(module: nn.Module, blocks: Sequence[nn.Module]) -> Iterator[nn.Module]:
+    """A module and its children, but for blocks."""
+    yield module
+    for child in module.children():
+        if not any(child is block for block in blocks):
+            yield from _outside(child, blocks)

@@ -1,0 +1,98 @@
+"""One parameter of ZeRO 3: this rank's rows always, the full parameter while a block computes with it.
+
+A parameter that is not full keeps its shape and reads as NaN. Memory that autograd has saved is freed, too: the
+storage is emptied, and its version moves on, so that a backward that reads the parameter at the wrong time raises
+("modified by an inplace operation") instead of reading memory that is gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from isograd.core.mesh import Mesh
+from isograd.engine.plan import Slot
+from isograd.engine.zero3.deferred_init import FirstValues, become
+from isograd.errors import EngineError
+
+
+@dataclass(eq=False)
+class ShardedParam:
+    """A parameter and its memory: `alloc_full`, then `filled` when all rows have arrived, then `free_full`."""
+
+    slot: Slot
+    rows: Tensor  # mine, in the parameter's dtype
+    full: Tensor  # its storage is empty while nobody needs it
+    absent: Tensor  # what the parameter is then: one NaN of the full shape
+    users: set[int] = field(default_factory=set)  # the groups (numbers) that need it now
+    is_filling: bool = False  # rows of it are on their way
+
+    def alloc_full(self) -> None:
+        """Give the full parameter memory, into which all rows come, mine as well."""
+        self.full.untyped_storage().resize_(self.full.numel() * self.full.itemsize)
+        self.slot.parameter.data = self.full
+        self.is_filling = True
+
+    def filled(self) -> None:
+        """All rows have arrived: a backward may read what it saved."""
+        self.is_filling = False
+        self._move_version(-1)
+
+    def free_full(self, lent: bool = False) -> None:
+        """Free the full parameter. `lent`: others may still read or write this memory; they keep it."""
+        self.slot.parameter.data = self.absent
+        if not self.is_filling:
+            self._move_version(1)
+        self.is_filling = False
+        if lent or not self.full.untyped_storage().resizable():
+            with torch.inference_mode(False):
+                self.full = torch.empty_like(self.full)
+        self.full.untyped_storage().resize_(0)
+
+    def _move_version(self, by: int) -> None:
+        """A full parameter has the version that it had when it was full before; otherwise it has another one."""
+        parameter = self.slot.parameter
+        torch._C._autograd._unsafe_set_version_counter((parameter,), (parameter._version + by,))
+
+
+def shard(slots: Sequence[Slot], first: FirstValues, mesh: Mesh, home: torch.device) -> dict[int, ShardedParam]:
+    """Of each parameter (by id), my rows at `home`; the parameters lose their memory."""
+    _refuse_shared_memory(slots, mesh)
+    found = {}
+    for slot in slots:
+        parameter = slot.parameter
+        rows = first.rows(slot, slot.cuts[slot.owner : slot.owner + 2])
+        value = torch.nan if parameter.is_floating_point() else 0
+        device = mesh.device if parameter.is_meta else parameter.device
+        absent = torch.full((), value, dtype=parameter.dtype, device=device).expand(parameter.shape)
+        if parameter.is_meta:
+            become(parameter, absent)
+        elif rows is None:
+            rows = slot.rows(parameter.data).clone()
+        assert rows is not None, "FirstValues refuses parameters on the meta device without values"
+        # Memory of its own: the parameter's may belong to others, too, such as another parameter or a buffer.
+        full = torch.empty_like(absent, memory_format=torch.contiguous_format)
+        found[id(parameter)] = ShardedParam(slot, on_host(rows) if home.type == "cpu" else rows, full, absent)
+        found[id(parameter)].free_full()
+    return found
+
+
+def _refuse_shared_memory(slots: Sequence[Slot], mesh: Mesh) -> None:
+    """Two parameters that overlap would be two copies from the first gather on."""
+    spans = sorted(
+        (p.data_ptr(), p.data_ptr() + p.numel() * p.itemsize, slot.name)
+        for slot in slots
+        if not (p := slot.parameter).is_meta and p.numel()
+    )
+    for (_, end, name), (start, _, other) in pairwise(spans):
+        if start < end:
+            raise EngineError("IG573", seen=f"{name!r} and {other!r}", where=mesh.describe_rank())
+
+
+def on_host(rows: Tensor) -> Tensor:
+    """In the host's memory; pinned where a GPU will fetch it."""
+    return rows.cpu().pin_memory() if rows.is_cuda else rows

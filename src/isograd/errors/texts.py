@@ -1,0 +1,248 @@
+"""The texts of errors, those of comm and engine apart (texts_of_engine.py)."""
+
+TEXTS = """
+IG101: invalid layout: {problems}
+  expected: axes with their sizes, as in {example!r}
+  fix:      fix every point above; 'isograd explain LAYOUT' draws what a layout means
+IG102: no such axes: {axes}
+  expected: 'pp', 'dp', 'cp', 'tp', several of them ('dp cp'), a block ('tp/2'), a stride ('cp%2'), some members of
+            which this rank is one ('pp:0+3'), 'ep' or 'edp', or 'world'
+IG103: layout {layout!r} has no such rank
+IG104: blocks of {length} do not divide axis {axis} of {size} ranks
+  expected: a divisor of {size}
+IG110: layout {layout!r} needs {needed} ranks, this world has {size}
+  expected: world of {needed}
+IG111: a mesh of a running world cannot be pickled, nor a model that holds one
+  expected: torch.save(model.state_dict(), ...), or isograd.checkpoint.CheckpointManager, which saves any layout
+  fix:      build the model again from its config on the mesh of the world that loads it, then load its state
+IG301: parameter {leaf!r} of an isograd layer has no contract
+  expected: declare(parameter, mesh, shape=..., shards=..., partial_over=...) where it is made
+IG302: a parameter's local shape contradicts its contract
+  expected: {local} of global {shape}
+IG303: it is unknown which tokens this slice of a vocabulary holds
+  seen:     a weight {shape} that is not declared as cut, under {layout!r}
+  expected: declare(weight, mesh, shape=(vocab, hidden), shards=(Shard.even('tp', 0, vocab, tp),))
+  fix:      declare it where it is made; a copy by .clone() or nn.Parameter(weight) has to be declared again
+IG304: the axes of a contract contradict each other
+  expected: data axes 'dp cp' with cuts over tp; or data axes 'edp' with cuts over ep and ties alone, as edp and
+            ep are all ranks of a stage
+  fix:      declare(..., shards=(Shard.even('ep', 0, experts, mesh.size('ep')),), data='edp') for routed experts
+IG401: dropout needs the global ids of its tokens
+  expected: model(tokens, labels, key=..., samples=ids of the sequences)
+IG402: a vocabulary of {vocab} cannot be cut over tp{tp}
+  expected: at least {tp} tokens
+IG404: {inner} inner features cannot be cut over tp{tp}
+  expected: at least {tp}
+IG405: query heads must be a multiple of key/value heads
+  expected: heads % kv_heads == 0
+IG407: Ulysses over {ranks} ranks needs at least one query head per rank
+  expected: at least {ranks}
+  fix:      'cpN ring', or both methods: 'cpN ulyssesM' with blocks of M, at most {heads}
+IG408: dropout of attention probabilities is not built for ring attention
+  seen:     attention dropout {dropout} under {layout!r}
+  expected: attention dropout 0, or a cp of Ulysses alone
+  fix:      set attention_dropout=0.0 in the config, or use 'cpN ulysses'; other dropout works with both
+IG409: a gradient of a gradient was asked for, of an operation whose backward has no derivative
+  seen:     create_graph=True in a backward through {operation}
+  expected: first derivatives
+  fix:      of a Transformer: F.cross_entropy(model(tokens), labels) on one device, with attention by
+            torch.nn.attention.sdpa_kernel(SDPBackend.MATH), can be differentiated twice; else leave create_graph out
+IG414: ranks of one cp group were given different sequences
+  seen:     tokens, labels or documents that differ from those of ranks {unlike}
+  expected: the same whole sequences on every rank of a cp group: the model takes its own part of each
+  fix:      index the data by mesh.index('dp'), not by mesh.index('dp cp') or the global rank
+IG417: the model was given token ids or labels outside its vocabulary
+  expected: ids from 0 to vocabulary - 1; as a label also the ignore index, where there is no target
+  fix:      tokenise with the model's own vocabulary; if another label marks positions without a target, such as -1,
+            give it to the model: Transformer(..., ignore_index=-1)
+IG421: no safetensors in {place}
+  expected: *.safetensors
+  fix:      pickled weights (.bin, .pt) can run code and are not read; convert them with transformers:
+            model.save_pretrained(dir, safe_serialization=True)
+IG422: the stored {name!r} has another shape
+  expected: {shape}, as the model has it
+  fix:      build the model with the config that the weights were made with
+IG424: shards of {place} are missing
+  expected: every file that model.safetensors.index.json names
+  fix:      copy the folder again
+IG430: unknown order {order!r} of sequence blocks
+IG452: the capacity of experts per {capacity_scope} would change with the layout
+  seen:     capacity_scope {capacity_scope!r}: which tokens are together in one depends on dp, cp, tp and on the
+            micro-batches
+  expected: 'sequence': tokens are dropped among those of their own sequence
+  fix:      leave capacity_scope out; or leave capacity out, and no token is dropped
+IG454: the balance loss of the whole batch needs the counts of all its micro-batches before the first backward
+  expected: engine.train_step(batch, micro_batches=k) or engine.accumulate, which count first
+  fix:      call engine.count(batch, micro_batches) before the step's first forward; or balance 'lagged', which takes
+            the counts of the step before, or 'sequence'
+IG455: the scores of experts are NaN: no choice of experts means anything
+  expected: scores that are numbers
+  fix:      the first of these layers is the place to look: its router's weight, or what came before it, is not
+            finite; no rank has stepped, so a checkpoint of the step before is good
+IG645: {place} is neither a run, nor a checkpoint, nor a Hugging Face folder
+  expected: a folder with checkpoints, with manifest.json, or with config.json and *.safetensors
+IG646: the tokenizer of a model was not found
+  expected: a folder with a tokenizer.json
+  fix:      --tokenizer DIR; --tokenizer bytes for a model that was trained on bytes
+IG647: the tokenizer has no chat template, so messages cannot be given to the model
+  expected: a chat_template.jinja beside the tokenizer, or a template in tokenizer_config.json
+  fix:      isograd generate PLACE "a text", which needs none; or --tokenizer DIR
+IG648: a prompt that leaves the model no room
+  expected: at least 1 token, and fewer than {room}, which the model has positions for
+IG649: line {line} of {path} is no prompt
+  expected: {{"prompt": "a text"}} or {{"messages": [{{"role": "user", "content": "a text"}}]}}
+IG666: {path} is in a folder that isograd writes into, and is no plain file of its own
+  expected: regular files and folders: nothing outside of the folder is written through it
+  fix:      remove it; to keep a run on another disk, link the run's whole folder, or give that disk with --run
+IG800: the schedule {name!r} cannot run
+  expected: F, then B or I and W, once for each stage and micro-batch, in an order without a deadlock
+IG801: stage {stage} must pass on a tensor or a tuple of tensors
+  expected: what the next stage takes; only the last stage returns (loss, weight)
+IG804: pipeline ranks were given different batches
+  seen:     {count} micro-batches here, unlike those of ranks {unlike} in number, shape or contents
+  expected: the same micro-batches on every rank of the pp axis
+  fix:      index the data by mesh.index('dp'), not by the global rank
+IG805: another stage of the pipeline ended in the middle of a step
+  expected: every stage to reach the end of the schedule
+  fix:      look at the first error among the ranks: this one only waited for it
+IG806: {count} layers cannot be cut into {stages} pipeline stages
+  expected: at least one layer for each stage
+  fix:      use a pp x vpp of at most {count}, or give split= with zeros for stages of embedding or head alone
+IG807: this split does not fit the model and the layout
+  expected: {layers} layers on {stages} stages (pp x vpp); only the first and the last stage may be empty
+IG808: a model cut into stages cannot be called: its stages run in the order of a schedule
+  seen:     a forward under {layout!r}
+  expected: engine.train_step({batch}, micro_batches=k), or engine.evaluate
+IG867: {name} has no optimizer's state of isograd beside it
+  expected: a checkpoint that was saved with this strategy, with its folder
+IG900: {folder} holds no tokens
+  expected: a folder with manifest.json, as isograd data build makes it
+IG901: {path} is not a manifest that this version reads
+  expected: format {format!r}, version {version}
+  fix:      build the folder again, or use the version of isograd that made it
+IG902: {path} is missing, or has another size than its manifest says
+  expected: {size} bytes
+  fix:      copy the folder again, or build it again
+IG903: {path} holds other bytes than were built
+  expected: the sha256 of the manifest
+  fix:      copy the files again, or build the folder again
+IG904: {path} could not be read
+  expected: the file as it was when its folder was opened
+  fix:      isograd data verify names the damaged files of the folder
+IG907: weights whose blend repeats only after {period} samples
+  expected: at most {longest}
+  fix:      round them, for example to {rounded}
+IG908: sources that were made by different tokenizers
+  expected: one tokenizer for all sources of a mixture
+  fix:      build them with the same --tokenizer
+IG909: more files than one folder's manifest can list
+  expected: at most {shards} shards, and names of inputs of {largest} bytes together
+  fix:      larger --shard-bytes; many small files together as .jsonl; or several folders, blended in training
+IG910: {path} cannot be read as text
+IG911: {path} is empty
+  expected: text
+  fix:      leave it out
+IG912: {path}, line {line}: not UTF-8 text
+  expected: UTF-8
+  fix:      convert it, for example with iconv -t UTF-8
+IG913: {path}, line {line}: no text there
+  expected: an object with the text under {key!r}
+IG914: {path} gives no tokenizer
+  expected: 'bytes', a tokenizer.json, or a folder that holds one
+  fix:      other formats: load it with transformers; its save_pretrained writes a tokenizer.json
+IG916: {folder} holds something else
+  expected: a new folder, or this build
+IG917: {path} is not the file that this build began with
+  expected: inputs that stay as they were when their build began
+IG919: {path} needs the pyarrow package
+  fix:      pip install pyarrow
+IG920: {path} cannot be read
+  fix:      --text-key names the column of the text
+IG922: another build is at work in {folder}
+  expected: one build in a folder at a time
+  fix:      wait for it, or choose another folder
+IG923: there is nothing to train on
+  expected: documents with text
+IG924: a build that cannot be made
+  expected: inputs; documents 'file', 'line' or 'blank'; validation of at least 0 and below 1; special_tokens
+            'refuse', 'keep' or 'text'; shard_bytes, workers and largest_document of at least 1
+IG925: these options do not describe a file of pairs
+  expected: two keys, a batch of at least 1, held_out from 0 to below 1
+IG926: {path} has no pair to train on
+IG927: {path}: line {number} is no {kind}
+  fix:      fix or remove the line
+IG928: {path} holds numbers that no build writes
+  expected: ids of the vocabulary; ends of documents in ascending order
+  fix:      isograd data verify names the damaged files; copy them again, or build the folder again
+IG930: {doing} failed
+  expected: a folder that can be written, with enough space
+  fix:      free space or fix permissions; earlier checkpoints are unchanged
+IG931: another job writes its checkpoints into {folder}
+  expected: one job in a folder
+  fix:      stop that job, or give this run another folder
+IG932: the folder {folder} is not the one that rank 0 sees
+  expected: job {job!r}, as rank 0 has written it
+  fix:      name a folder on a file system that all machines share
+IG933: the ranks are not between the same two steps
+  expected: keeper.save(step) of one step on all ranks, after engine.step() and before the next backward
+IG934: `extra` is not JSON
+  expected: numbers, strings, lists and dicts with string keys
+IG935: no checkpoint at {path}
+  expected: a folder named like step-00000100, or one that holds such folders
+IG936: {place} is damaged
+  expected: files with the sizes and hashes that manifest.json lists, and finite values in them
+  fix:      'isograd ckpt verify' lists every damaged tensor; take another checkpoint, or start anew elsewhere
+IG937: {place} is a checkpoint of another model
+  expected: the same options, and the same names, global shapes and dtypes
+  fix:      build the model with the config that was saved: 'isograd ckpt inspect' shows what it is of
+IG938: {name} has the state of another optimizer
+  expected: the optimizer that saved it, for the same trainable parameters
+  fix:      use that optimizer again; or take the weights alone: weights=ig.checkpoint.SavedWeights(path), or 'isograd
+            ckpt convert' and model.path in a config
+IG939: {name} was written by a newer isograd
+  expected: at most version {version}
+  fix:      read it with the isograd that wrote it, or a later one
+IG940: the ranks together did not write every element once
+  expected: every row of every tensor from one rank
+  fix:      is the optimizer's state the same on all ranks? Otherwise please report this
+IG945: what was written is not what is read back: {path}
+  expected: the same bytes
+  fix:      look at the disk and the memory of this machine; nothing got its name, and nothing was removed
+IG946: the state after step {step} is not finite, and was not saved
+  expected: finite parameters and optimizer state; the checkpoints before this one are as they were
+  fix:      resume from the last checkpoint; if it happens again, lower the learning rate or clip gradients
+IG960: representations that do not pair up
+  expected: queries [n, d], documents [n, d] whose row i belongs to query i, then hard negatives [any, d]
+IG961: the inputs of a tower have no common number of rows
+  expected: a tensor, or a dict or tuple of tensors, with rows in dim 0; a rank without rows gives 0 of them
+IG964: ranks of one cp group were given different rows
+  seen:     {rows} rows of each tower on rank {rank}, {first} on another
+  expected: the same rows on every rank of a cp group: only dp ranks see different ones
+  fix:      index the data by mesh.index('dp'), not by the global rank
+IG965: the replay of a chunk gave representations that differ from the first pass
+  expected: equal bits: the same weights and inputs, and random numbers from torch's own generators only
+IG966: the loss has trainable parameters that the engine does not know: {names}
+  seen:     {name}, which is not a submodule of the engine's model
+  expected: a loss that is a submodule of the model given to Engine
+  fix:      model.loss = InfoNCE(learn_scale=True), then Engine(model, ...) and GradCache(engine, model.loss)
+IG967: GradCache does not support this chunk size or layout
+  seen:     chunk={chunk} under {layout!r}
+  expected: a chunk of at least one row, and a layout of dp, cp, tp, sp and zero
+IG968: batch norm would normalise over one chunk instead of the batch: {names}
+  expected: an encoder whose vectors do not depend on which rows share a chunk
+  fix:      use layer, group or RMS norm, or put these modules into eval mode
+IG972: an encoder changed a tensor that its backward needs, or its inputs, in place
+  expected: what autograd has saved to be as it was
+  fix:      do not change inputs in place, nor activations after they were used; chunks are views of one tensor, and
+            share its version
+IG990: no conversation to learn from
+  expected: {{"messages": [{{"role": "user", "content": "..."}}, {{"role": "assistant", "content": "..."}}]}}, and
+            perhaps "tools"
+  fix:      fix or remove the line
+IG991: {folder} has no tokenizer with a chat template
+  expected: a folder with tokenizer.json, tokenizer_config.json and a chat template
+  fix:      name it: --data.tokenizer FOLDER (isograd data build: --tokenizer FOLDER)
+IG992: it is not certain which tokens the assistant writes
+  expected: a template whose text of an answer can be told from the text before and behind it
+  fix:      add {{% generation %}} and {{% endgeneration %}} around the assistant's words in the chat template
+"""

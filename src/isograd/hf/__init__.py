@@ -1,0 +1,47 @@
+"""Models of transformers, their classes as they are, under every layout that their own tensor plan allows.
+
+model = ig.hf.load("folder", mesh)                   # or a config: random weights, equal under every layout
+engine = ig.Engine(model, mesh, ...)
+part = ig.hf.shard(batch, mesh)
+engine.backward(model(**part.inputs).loss, weight=part.weight)
+
+A model that is already built is attached: ig.hf.attach(model, mesh). Names are loaded when first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from isograd.hf.adapter_files import export_adapters as export_adapters
+    from isograd.hf.configs import load_config as load_config
+    from isograd.hf.export import export_hf as export_hf
+    from isograd.hf.families import HuggingFace as HuggingFace
+    from isograd.hf.loading import attach as attach
+    from isograd.hf.loading import load as load
+    from isograd.hf.losses import BatchPart as BatchPart
+    from isograd.hf.losses import shard as shard
+    from isograd.hf.proof import Proof as Proof
+    from isograd.hf.proof import prove as prove
+
+_HOMES = {
+    "HuggingFace": "families",
+    "BatchPart": "losses",
+    "Proof": "proof",
+    "attach": "loading",
+    "export_adapters": "adapter_files",
+    "export_hf": "export",
+    "load": "loading",
+    "load_config": "configs",
+    "prove": "proof",
+    "shard": "losses",
+}
+
+__all__ = ["BatchPart", "HuggingFace", "Proof", "attach", "load", "prove", "shard"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(f"isograd.hf.{_HOMES[name]}"), name)
+    raise AttributeError(f"module 'isograd.hf' has no attribute {name!r}")

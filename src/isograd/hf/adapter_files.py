@@ -1,0 +1,94 @@
+"""The adapters of a model alone, as peft has them: adapter_config.json and adapter_model.safetensors.
+
+    export_adapters(engine, "out")                    # any layout and stage; all ranks call it
+    isograd ckpt convert run/checkpoints out --adapters        # from a checkpoint, without ranks
+    peft.PeftModel.from_pretrained(model, "out")      # on one device, with or without isograd
+
+`export_hf` writes the whole model instead, with its adapters merged.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from isograd.checkpoint.agree import all_or_none, as_ours
+from isograd.checkpoint.files import TensorEntry, in_order, write_tensors
+from isograd.checkpoint.gather import Gathered
+from isograd.checkpoint.manifest import Damage, describe_model
+from isograd.checkpoint.read import damaged, open_whole
+from isograd.engine import Engine, state
+from isograd.errors import CheckpointError
+from isograd.hf.export import adapter_keys, damaged_if_unlike, draft_of, give_name, open_new, written_by_first
+from isograd.io.atomic import write_bytes
+
+
+def export_adapters(engine: Engine, folder: str | Path) -> None:
+    """Write the adapters of the engine's model as a folder of peft; all ranks call it."""
+    mesh, target = engine.mesh, Path(folder)
+    adapters = _described(describe_model(engine.model), type(engine.model).__name__)
+    gathered = Gathered([part for part in state.parts(engine) if ".lora_" in part.key], mesh)
+    named = _names(adapters)
+    ordered = _entries(named, gathered.entries)
+    all_or_none(lambda: open_new(target, None) if mesh.rank == 0 else None, f"opening {target}", mesh)
+    whole: Iterator[Tensor] = gathered.whole([named[entry.name] for entry in ordered])
+
+    written_by_first(target, whole, mesh, lambda: _write(target, ordered, whole, adapters))
+
+
+def convert_adapters(place: Path, folder: str | Path) -> Path:
+    """The same from a checkpoint on the disk: in one process, whatever layout wrote it."""
+    reader, target = open_whole(place), Path(folder)
+    adapters = _described(reader.manifest.model, "the model of this checkpoint")
+    named = _names(adapters)
+    with damaged_if_unlike(place):
+        ordered = _entries(named, reader.manifest.tensors)
+    with as_ours(f"writing {target}", ""):
+        open_new(target, None)
+        try:
+            _write(target, ordered, (reader.read(named[entry.name]) for entry in ordered), adapters)
+        except Damage as damage:
+            raise damaged(place, damage) from damage
+        finally:
+            shutil.rmtree(draft_of(target), ignore_errors=True)
+    return target
+
+
+def _described(found: Mapping[str, Any] | None, kind: str) -> Mapping[str, Any]:
+    """What must be known of the adapters of a model."""
+    adapters: Mapping[str, Any] | None = (found or {}).get("adapters")
+    if adapters is None:
+        raise CheckpointError(
+            "IG947",
+            "this model has no adapters",
+            seen=kind,
+            expected="a model of ig.hf.load(..., adapter=peft.LoraConfig())",
+            fix="ig.hf.export_hf and `isograd ckpt convert` write whole models",
+        )
+    return adapters
+
+
+def _names(adapters: Mapping[str, Any]) -> dict[str, str]:
+    """{the name in a file of peft: our key}."""
+    return {_name(key): key for layer in adapters["scales"] for key in adapter_keys(layer)}
+
+
+def _entries(named: Mapping[str, str], ours: Mapping[str, Any]) -> list[TensorEntry]:
+    return in_order([TensorEntry(name, ours[key].dtype, ours[key].shape) for name, key in named.items()])
+
+
+def _write(target: Path, ordered: list[TensorEntry], whole: Iterator[Tensor], adapters: Mapping[str, Any]) -> None:
+    draft = draft_of(target)
+    write_tensors(draft / "adapter_model.safetensors", ordered, whole, {"format": "pt"})
+    write_bytes(draft / "adapter_config.json", (json.dumps(adapters["config"], indent=2) + "\n").encode())
+    give_name(target)
+
+
+def _name(key: str) -> str:
+    """'model/x.q_proj.lora_A.default.weight' -> the name that peft gives it in a file."""
+    return "base_model.model." + key.partition("/")[2].replace(".default.weight", ".weight")

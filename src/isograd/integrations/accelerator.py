@@ -1,0 +1,381 @@
+"""accelerate's Accelerator, with `ig.DataParallel` where it wraps a model in DDP, and weights.
+
+    accelerator = ig.integrations.Accelerator(gradient_accumulation_steps=4)
+    ...
+    accelerator.backward(loss, weight=labels)       # how many labels the loss is the mean of
+
+With a weight, `.grad` is the weighted mean over all ranks and all backwards since gradients were last cleared: nothing
+is divided by accumulation steps, and a last window with fewer micro-batches is right. Without one a loss is taken for
+the mean over the rows of its batch and is divided as accelerate divides it: its own gradients where all ranks have as
+many rows, and the mean over all rows where they have not. Everything else is accelerate's: loaders, precision,
+clipping, trackers, and the files of `save_state`, which have the module's own names.
+
+Under cp and tp (`Accelerator(layout="dp2 cp2 ulysses")`, or `parallelism_config=ParallelismConfig(sp_size=2)`) the
+ranks of a group get the same rows, `model(**batch)` computes this rank's part of them, and its loss weighs this part's
+labels. Under cp the model is attached (`ig.hf.attach`); under tp it is one of `ig.hf.load`.
+
+Under a ZeRO stage or tp, `prepare(model, optimizer)` makes an `ig.Engine` of the two, as rows of a gradient are no
+`.grad`: nothing is divided, and a loss that a model of transformers has made of `labels` weighs these.
+`clip_grad_norm_` clips in the step that follows, which fills the norm it has returned. `save_state` writes the
+optimizers' state for any layout, into the folder `isograd`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import Tensor, nn
+
+from isograd.checkpoint import CheckpointManager
+from isograd.engine import DataParallel, Engine
+from isograd.errors import IntegrationError
+from isograd.hf import attach
+from isograd.integrations.optimizer import EngineOptimizer, TrainedModule, engine_optimizer
+from isograd.integrations.shared_rows import RowParts, prepare_data_loader, refuse_whole_model
+from isograd.integrations.weights import LabelCounter
+from isograd.integrations.world import layout_of_parallelism, layout_option, mesh_for, name_failed_rank, refuse
+
+
+class Prepared(DataParallel):
+    """With the attributes of the module, which accelerate leaves bare in one process: `model.config`."""
+
+    _is_accelerate_prepared: bool
+    parts: RowParts | None = None  # where sequences are cut
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own; of this rank's part, where sequences are cut."""
+        return (self.parts or super().forward)(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+
+class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
+    """Takes the place of accelerate's; see the head of this file. The arguments are the same."""
+
+    step: int  # accelerate's count of micro-batches
+    _optimizers: list[Any]
+
+    def __init__(self, *args: Any, layout: str | None = None, elementwise: bool = False, **kwargs: Any) -> None:
+        """layout: dp, cp, tp and a ZeRO stage; dp, without it; `--isograd LAYOUT` on the command line comes first. A
+        ParallelismConfig is a layout, too. elementwise: as ig.Engine takes it."""
+        layout, parallelism = layout_option(layout), kwargs.pop("parallelism_config", None)
+        super().__init__(*args, **kwargs)
+        mesh = mesh_for(layout if parallelism is None else layout_of_parallelism(parallelism, layout), "dp cp tp")
+        self._mesh = mesh
+        self._elementwise = elementwise
+        self._by_engine = mesh.layout.zero > 0 or mesh.size("tp") > 1
+        self._shares_rows = mesh.size("cp") > 1 or mesh.size("tp") > 1
+        self._parts: list[RowParts] = []  # of the models whose rows are shared
+        self._trained: list[TrainedModule] = []  # the models that engines train
+        self._folder = ""  # of the state that is saved or loaded
+        self.register_save_state_pre_hook(lambda models, weights, folder: self._note_folder(folder))
+        self.register_load_state_pre_hook(lambda models, folder: self._note_folder(folder, loads=True))
+        self._replicated: list[DataParallel] = []  # the models that this accelerator has wrapped
+        self._rows_said = False
+        self._drops = 0  # of all models, when the window under way began
+        hook = getattr(getattr(self.ddp_handler, "comm_hook", None), "value", "no")
+        kind = self.distributed_type.value
+        refuse(
+            {
+                f"distributed type {kind}": kind in ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA", "TP"),
+                "parallelism_config of the environment": self.parallelism_config is not None,
+                "cp or tp with dispatch_batches: set it to False": self._shares_rows and self.dispatch_batches,
+                f"comm_hook={hook!r}": hook != "no",
+                "a loss scale (mixed_precision='bf16' has none)": self._by_engine and self.scaler is not None,
+            },
+            "this Accelerator reduces gradients by itself",
+            "leave it out; a ZeRO stage stands in the layout: Accelerator(layout='zero3')",
+            mesh,
+        )
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """accelerate's, with `ig.DataParallel` around a model that trains, in one process too."""
+        if isinstance(model, DataParallel):  # prepared twice, or by another accelerator
+            if not any(model is one for one in self._replicated):
+                self._replicated.append(model)
+                super().prepare_model(model.module, device_placement, evaluation_mode=True)
+            return model
+        if any(model is one.module for one in self._trained):  # prepared twice
+            return model
+        if isinstance(model.forward, RowParts):  # by another accelerator
+            model.forward = model.forward.whole_rows
+        vars(model).pop("_is_accelerate_prepared", None)  # bare: by another accelerator, or for evaluation
+        if any(parameter.is_meta for parameter in model.parameters()):  # of ig.hf.load at ZeRO 3, where rows are kept
+            device_placement = False
+        model = super().prepare_model(model, device_placement, evaluation_mode=True)
+        if evaluation_mode or not any(parameter.requires_grad for parameter in model.parameters()):
+            return model
+        refuse_whole_model(model, self._mesh)
+        if self._mesh.size("cp") > 1:
+            attach(model, self._mesh)
+        if self._by_engine:
+            if self._shares_rows:
+                self._parts.append(RowParts(model.forward, self._mesh))
+                model.forward = self._parts[-1]
+            self._trained.append(TrainedModule(model, LabelCounter(model, "accelerator.backward", self._mesh)))
+            return model
+        options = self.ddp_handler.to_kwargs() if self.ddp_handler is not None else {}
+        wrapped = Prepared(model, **options)
+        wrapped._is_accelerate_prepared = True
+        if self._shares_rows:
+            self._parts.append(RowParts(super(Prepared, wrapped).forward, self._mesh))
+            wrapped.parts = self._parts[-1]
+        self._replicated.append(wrapped)
+        return wrapped
+
+    def backward(self, loss: Tensor, weight: float | Tensor | None = None, **kwargs: Any) -> None:
+        """weight: how many labels (rows, ...) the loss is the mean of; then nothing divides it. Without one: rows."""
+        if self._shares_rows:
+            made = [part for part in self._parts if part.loss is loss]
+            if weight is not None or len(made) != 1:
+                raise IntegrationError(
+                    "IG861",
+                    "under cp or tp, a backward of something else than the loss of a prepared model",
+                    seen=f"weight={weight}" if made else "a loss that no prepared model has returned last",
+                    expected="the mean over the labels of this rank's part, undivided, which it weighs by itself",
+                    fix="accelerator.backward(model(**batch).loss)",
+                    where=self._mesh.describe_rank(),
+                )
+            weight, made[0].loss = made[0].weight, None
+        if self._by_engine:
+            one = self._one([one for one in self._trained if one.label_counter.made(loss)] or self._trained)
+            assert one.engine is not None
+            if kwargs:
+                raise self._unlike_engine(f"backward(..., {', '.join(kwargs)}=...)", "accelerator.backward(loss)")
+            with name_failed_rank(self._mesh):
+                one.engine.backward(loss, one.label_counter.weight_of(loss, weight, one.engine))
+            return
+        if weight is None:
+            if not self._rows_said and self.is_main_process:
+                print("isograd: accelerator.backward without weight=: losses weigh their rows", file=sys.stderr)
+            self._rows_said = True
+            with name_failed_rank(self._mesh):
+                super().backward(loss, **kwargs)
+            return
+        if len(self._replicated) != 1:
+            raise IntegrationError(
+                "IG861",
+                "accelerator.backward was given a weight, and not one model to which it belongs",
+                seen=f"{len(self._replicated)} models that this accelerator has prepared for training",
+                expected="one",
+                fix="loss = model.weigh(loss, weight), times accelerator.gradient_accumulation_steps, which divide it",
+                where=self._mesh.describe_rank(),
+            )
+        steps = self.gradient_accumulation_steps
+        weighed = self._replicated[0].weigh(loss, weight)
+        with name_failed_rank(self._mesh):
+            super().backward(weighed * steps if steps > 1 else weighed, **kwargs)  # which divides by them
+
+    # -- models that engines train
+
+    def _unlike_engine(self, seen: str, expected: str) -> IntegrationError:
+        return IntegrationError(
+            "IG866",
+            "accelerate asks for what one engine for each model cannot do",
+            seen=f"{seen} under {str(self._mesh.layout)!r}",
+            expected=expected,
+            where=self._mesh.describe_rank(),
+        )
+
+    def _one(self, found: Sequence[TrainedModule]) -> TrainedModule:
+        if len(found) != 1 or found[0].engine is None:
+            raise self._unlike_engine(
+                f"{len(found)} models that could be meant" if len(found) != 1 else "a model without its optimizer",
+                "model, optimizer = accelerator.prepare(model, optimizer), of one model or a loss that it has returned",
+            )
+        return found[0]
+
+    @property
+    def engine(self) -> Engine:
+        """The engine, of an accelerator that has prepared one model with its optimizer under a ZeRO stage or tp."""
+        engine = self._one(self._trained).engine
+        assert engine is not None
+        return engine
+
+    def _engine_of(self, optimizer: torch.optim.Optimizer) -> Any:
+        """An engine of the model whose parameters the optimizer has, where accelerate expects the optimizer."""
+        found = engine_optimizer(optimizer, self._trained, self._mesh, self._elementwise)
+        if found is None:
+            raise self._unlike_engine(
+                "an optimizer of several models, of none that was prepared, or a second one of a model",
+                "accelerator.prepare(model, optimizer), in this order: one optimizer for each model",
+            )
+        made = AcceleratedOptimizer(found, device_placement=False)
+        made._is_accelerate_prepared = True
+        self._optimizers.append(made)
+        return made
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+        """accelerate's. By an engine: the next step clips, and fills the tensor returned, which is NaN until then."""
+        if not self._by_engine:
+            return super().clip_grad_norm_(parameters, max_norm, norm_type)
+        if norm_type != 2 or not max_norm > 0:
+            raise self._unlike_engine(f"clip_grad_norm_({max_norm}, norm_type={norm_type})", "a positive 2-norm")
+        given = {id(p) for p in ([parameters] if isinstance(parameters, Tensor) else parameters)}
+        return self._one([o for o in self._trained if given & {id(p) for p in o.module.parameters()}]).clips(max_norm)
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """accelerate's; refused where an engine has the gradients."""
+        if self._by_engine:
+            raise self._unlike_engine("clip_grad_value_", "accelerator.clip_grad_norm_(model.parameters(), max_norm)")
+        super().clip_grad_value_(parameters, clip_value)
+
+    @contextmanager
+    def _full_parameters(self, model: nn.Module | None = None) -> Iterator[None]:
+        """The parameters of this model, or of all, are whole in here."""
+        with ExitStack() as stack:
+            for one in self._trained:
+                if one.engine is not None and model in (None, one.module):
+                    stack.enter_context(one.engine.full_parameters())
+            yield
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
+        """accelerate's, of whole parameters at every stage; all ranks come here."""
+        with self._full_parameters(model):
+            state = super().get_state_dict(model, unwrap)
+            return {n: v.clone() for n, v in state.items()} if self._mesh.layout.zero == 3 else state
+
+    def _note_folder(self, folder: str, loads: bool = False) -> None:
+        self._folder = folder
+        if loads and self._trained and not Path(folder, "isograd").is_dir():
+            raise IntegrationError(
+                "IG867",
+                name=Path(folder).name,
+                seen="no folder isograd in it",
+                fix="load the weights before accelerator.prepare(model, optimizer)",
+                where=self._mesh.describe_rank(),
+            )
+
+    @contextmanager
+    def _without_engines(self) -> Iterator[None]:
+        """Around accelerate's saving and loading: models are whole, and it does not see the optimizers of engines."""
+        every = self._optimizers
+        self._optimizers = [one for one in every if not isinstance(getattr(one, "optimizer", one), EngineOptimizer)]
+        try:
+            with self._full_parameters():
+                yield
+        finally:
+            self._optimizers = every
+
+    def _keepers(self) -> Iterator[CheckpointManager]:
+        for number, one in enumerate(self._trained):
+            if one.engine is not None:
+                with CheckpointManager(Path(self._folder, "isograd", str(number)), one.engine, keep_last=1) as keeper:
+                    yield keeper
+
+    # -- accelerate's own
+
+    def prepare_data_loader(self, loader: Any, device_placement: bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """accelerate's; the ranks of a cp or tp group get the same rows."""
+        if self._shares_rows:
+            return prepare_data_loader(self, loader, self._mesh, device_placement)
+        return super().prepare_data_loader(loader, device_placement, *args, **kwargs)
+
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
+        """accelerate's. Behind a step that has raised on some rank, backwards are refused on all: copies may differ."""
+        if self._by_engine:
+            given = getattr(optimizer, "optimizer", optimizer)
+            return optimizer if isinstance(given, EngineOptimizer) else self._engine_of(optimizer)
+        made = super().prepare_optimizer(optimizer, device_placement)
+        inside = getattr(made, "optimizer", made)
+        for handle in getattr(inside, "_isograd_counted", ()):  # by another accelerator, or prepared twice
+            handle.remove()
+        before, behind = inside.register_step_pre_hook(self._steps), inside.register_step_post_hook(self._has_stepped)
+        inside._isograd_counted = (before, behind)
+        return made
+
+    def _steps(self, *_: Any) -> None:
+        for model in self._replicated:
+            model.begins_step()
+
+    def _has_stepped(self, *_: Any) -> None:
+        for model in self._replicated:
+            model.has_stepped()
+
+    @contextmanager
+    def accumulate(self, *models: nn.Module) -> Iterator[None]:
+        """accelerate's. Behind a window that was dropped on all ranks, on each after other micro-batches, all of them
+        begin a new one."""
+        drops = sum(model.drops for model in self._replicated) + sum(one.drops for one in self._trained)
+        if drops != self._drops:
+            self._drops, self.step = drops, self.step + -self.step % self.gradient_accumulation_steps
+        with super().accumulate(*models):
+            yield
+
+    def save_state(self, *args: Any, **kwargs: Any) -> Any:
+        """accelerate's, and the engines' state."""
+        with self._without_engines():
+            result = super().save_state(*args, **kwargs)
+        for keeper in self._keepers():
+            keeper.save(1)
+        return result
+
+    def load_state(self, *args: Any, **kwargs: Any) -> Any:
+        """accelerate's, and the engines' state; what an optimizer has spoiled is well again."""
+        with self._without_engines():
+            result = super().load_state(*args, **kwargs)
+        for keeper in self._keepers():
+            keeper.load("auto")
+        for model in self._replicated:
+            model.is_restored()
+        return result
+
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Backwards in here add up on this rank; the next one outside reduces all of them once."""
+        engine = next((one.engine for one in self._trained if one.module is model), model)
+        with getattr(engine, "no_sync", nullcontext)():
+            yield
+
+    @staticmethod
+    @contextmanager
+    def trigger_sync_in_backward(model: nn.Module) -> Iterator[None]:
+        """Backwards in here reduce, though their forwards ran under `no_sync`."""
+        if not isinstance(model, DataParallel):
+            yield
+            return
+        before, model.require_backward_grad_sync = model.require_backward_grad_sync, True
+        try:
+            yield
+        finally:
+            model.require_backward_grad_sync = before
+
+    @contextmanager
+    def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Iterator[None]:
+        """Nothing where batches are even; else refused, as no rank would wait for the others."""
+        if self.num_processes > 1 and not (self.even_batches and even_batches in (None, True)):
+            raise IntegrationError(
+                "IG862",
+                "join_uneven_inputs is torch's Join, which knows DDP",
+                seen=f"even_batches={even_batches} of an accelerator with even_batches={self.even_batches}",
+                expected="ranks that run as many backwards, each with its weight",
+                fix="for batch in model.until_all_exhausted(loader): None calls model.skip()",
+                where=self._mesh.describe_rank(),
+            )
+        yield
+
+    def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        """The user's own module."""
+        inside = model.module if isinstance(model, DataParallel) else model
+        return super().unwrap_model(inside, *args, **kwargs)  # type: ignore[no-any-return]
+
+    def free_memory(self, *objects: Any) -> Any:
+        """accelerate's; the models that were prepared are forgotten."""
+        self._replicated.clear()
+        self._trained.clear()
+        self._parts.clear()
+        self._drops = 0
+        return super().free_memory(*objects)

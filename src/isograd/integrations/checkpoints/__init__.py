@@ -1,0 +1,1 @@
+"""Checkpoints of other trainers, read without unpickling code."""

@@ -1,0 +1,336 @@
+"""Checkpoints of other trainers, under the names that transformers has: what hf/families.py reads.
+
+    isograd ckpt import outputs/checkpoint/step-100 out/ --config models/llama      # a Hugging Face folder
+
+    transformers   FSDP2 and DTensors around models of transformers: the names are there already, behind a prefix
+    torchtitan     Llama 3: wq, w1, ...; queries and keys have the two halves of each rotation beside each other
+    Megatron-Core  torch_dist: linear_qkv by groups of heads, linear_fc1 gate above up, layers stacked or one by one,
+                   vocabularies padded; Llama, Mistral and Qwen 3 without experts
+
+A tensor is put together when it is asked for, one at a time. Which names are there, and their shapes, is checked
+against the config before anything is read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from isograd.checkpoint.agree import as_ours
+from isograd.checkpoint.files import DTYPES, TensorEntry
+from isograd.core.contract_table import contracts
+from isograd.core.mesh import Mesh
+from isograd.errors import CheckpointError, ModelError
+from isograd.hf import export
+from isograd.hf.configs import load_config, model_type_of
+from isograd.hf.families import NOT_WEIGHTS, HuggingFace
+from isograd.integrations.checkpoints.dcp import DcpFolder
+from isograd.models import Transformer, TransformerConfig
+
+Make = Callable[[], Tensor]
+ANCHORS = {
+    "torchtitan": ("tok_embeddings.weight",),
+    "Megatron-Core": ("embedding.word_embeddings.weight",),
+    "transformers": ("model.embed_tokens.weight", "transformer.wte.weight", "gpt_neox.embed_in.weight"),
+}
+HEADS = ("output.weight", "output_layer.weight", "lm_head.weight", "embed_out.weight")
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # what a weight may be; others are quantised
+PADDING = 128 * 128  # rows of a vocabulary that may be padding: Megatron-Core fills up to a multiple of 128 x tp
+OF_MODEL = {
+    "torchtitan": ("tok_embeddings.", "layers.", "norm.", "output."),
+    "Megatron-Core": ("embedding.", "decoder.", "output_layer."),
+}
+BESIDE = ("_extra_state", "rotary_emb.inv_freq", "freqs_cis")  # stored beside weights, and no weights
+STACKED = "decoder.layers."
+
+
+@dataclass(frozen=True)
+class SourceTensor:
+    """A tensor under transformers' name."""
+
+    shape: tuple[int, ...]
+    make: Make
+    dtype: torch.dtype
+
+
+class ForeignCheckpoint:
+    """A folder of torch.distributed.checkpoint as the tensors of a model of transformers, for HuggingFace(...)."""
+
+    def __init__(self, folder: DcpFolder, config: TransformerConfig, prefix: str | None = None) -> None:
+        """prefix: what stands before the names of the model's weights; needed where a folder holds several models."""
+        self.folder = folder
+        self.kind, self.prefix, anchor, others = _kind(folder, prefix)
+        inner = tuple(other for other in others if other.startswith(self.prefix))  # models below the prefix of this one
+        self.names = {
+            name.removeprefix(self.prefix): name
+            for name in folder.tensors
+            if name.startswith(self.prefix) and not name.endswith(BESIDE) and not name.startswith(inner)
+        }
+        self._used = set[str]()
+        found = {"torchtitan": _torchtitan, "Megatron-Core": _megatron, "transformers": _transformers}[self.kind]
+        self.tensors = dict(found(self, config))
+        self.shapes = {name: theirs.shape for name, theirs in self.tensors.items()}
+        if config.tied:
+            self._refuse_another_head(anchor, config.vocab)
+        self._refuse_unused()
+
+    def _refuse_unused(self) -> None:
+        """What the config has no place for would be missing in what is written: more layers, biases."""
+        left = [n for n in self.names if n.startswith(OF_MODEL.get(self.kind, ())) and n not in self._used]
+        if left:
+            raise ModelError(
+                "IG420", f"{self.folder.place} has weights that the config has no place for",
+                seen=f"{len(left)}: {sorted(left)[:8]}", expected="the tensors of the model that the config describes",
+                fix="the config of this checkpoint",
+            )  # fmt: skip
+
+    def _refuse_another_head(self, embedding: str, vocab: int) -> None:
+        """A tied model has no head of its own: one that is stored must be the embedding."""
+        for head in HEADS:
+            if head in self.names:
+                alike = all(len(shape) == 2 for shape in map(self.shape, (embedding, head)))
+                one, other = (
+                    (self.folder.whole(self.names[name])[:vocab] for name in (embedding, head))
+                    if alike
+                    else (None, None)
+                )
+                if one is None or other is None or one.shape != other.shape or not bool((one == other).all()):
+                    raise ModelError(
+                        "IG420", f"{self.folder.place} has a head of its own, which a tied model does not have",
+                        seen=f"{self.names[head]!r} differs from {self.names[embedding]!r}",
+                        expected="equal tensors, as the config has tie_word_embeddings",
+                        fix='the config of this checkpoint, or "tie_word_embeddings": false in its config.json',
+                    )  # fmt: skip
+
+    def look(self, name: str, take: Callable[[Tensor], Tensor]) -> Tensor:
+        """A copy of what `take` picks from a tensor."""
+        return take(self.tensors[name].make()).clone(memory_format=torch.contiguous_format)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a tensor by its name in the folder, without the prefix; one that is missing is an error."""
+        if name not in self.names:
+            raise ModelError(
+                "IG420", f"{self.folder.place} has no tensor {name!r}", seen=f"{self.kind}: {sorted(self.names)[:8]}",
+                expected="the tensors of the model that the config describes", fix="the config of this checkpoint",
+            )  # fmt: skip
+        self._used.add(name)
+        return self.folder.shapes[self.names[name]]
+
+    def one(self, name: str, change: Callable[[Tensor], Tensor] = lambda t: t) -> SourceTensor:
+        """A tensor by its name in the folder, changed."""
+        shape, dtype = self.shape(name), self.folder.tensors[self.names[name]].dtype
+        try:
+            made = change(torch.empty(shape, device="meta"))
+        except (RuntimeError, IndexError, TypeError) as error:  # it cannot be viewed by heads, layers or halves
+            raise ModelError(
+                "IG420", f"{self.folder.place}: {self.names[name]!r} has a shape that does not belong to the config",
+                seen=list(shape), expected="a shape that is cut by the heads, layers and widths of the config",
+                fix="the config of this checkpoint",
+            ) from error  # fmt: skip
+        if dtype not in FLOATS and not name.endswith(NOT_WEIGHTS):
+            raise ModelError(
+                "IG420", f"{self.folder.place}: {self.names[name]!r} is no floating-point weight", seen=str(dtype),
+                expected=", ".join(map(str, FLOATS)),
+                fix="a checkpoint of the weights alone, before they were quantised",
+            )  # fmt: skip
+        return SourceTensor(tuple(made.shape), lambda: change(self.folder.whole(self.names[name])), dtype)
+
+
+def _kind(folder: DcpFolder, wanted: str | None) -> tuple[str, str, str, list[str]]:
+    """(who wrote it, what stands before each name of a weight, the embedding's name behind that, the prefixes of other
+    models): by the name of the embedding. Optimizers' states have longer names, or stand below `optim...`."""
+    found = [
+        (name.removesuffix(anchor), kind, anchor)
+        for kind, anchors in ANCHORS.items()
+        for anchor in anchors
+        for name in folder.tensors
+        if name.endswith(anchor) and ".optim" not in f".{name}"
+    ]
+    taken = [each for each in found if wanted is None or each[0] == wanted]
+    if not taken:
+        known = "; ".join(f"{kind}: {', '.join(anchors)}" for kind, anchors in ANCHORS.items())
+        behind = "" if wanted is None else f" behind {wanted!r}"
+        raise ModelError(
+            "IG420", f"{folder.place} holds no model of a known family{behind}",
+            seen=_listed(found) if found else f"{sorted(folder.tensors)[:8]}",
+            expected=f"the embedding of one of them ({known})", fix="the folder that holds the model's weights",
+        )  # fmt: skip
+    if len(taken) > 1:
+        raise ModelError(
+            "IG420", f"{folder.place} holds {len(taken)} models", seen=_listed(taken),
+            expected="one of them",
+            fix="--prefix (or prefix=) with what stands before the names of the one to read",
+        )  # fmt: skip
+    ((prefix, kind, anchor),) = taken
+    return kind, prefix, anchor, [other for other, _, _ in found if other != prefix]
+
+
+def _listed(found: list[tuple[str, str, str]]) -> str:
+    return "; ".join(f"--prefix {prefix!r} ({kind})" for prefix, kind, _ in sorted(found)[:20])
+
+
+def _transformers(source: ForeignCheckpoint, _: TransformerConfig) -> Iterator[tuple[str, SourceTensor]]:
+    for name in source.names:
+        if not name.startswith(("optim", "state.")):
+            yield name, source.one(name)
+
+
+def _torchtitan(source: ForeignCheckpoint, config: TransformerConfig) -> Iterator[tuple[str, SourceTensor]]:
+    _refuse_family(source, config, ("llama",))
+    yield "model.embed_tokens.weight", source.one("tok_embeddings.weight")
+    yield "model.norm.weight", source.one("norm.weight")
+    if not config.tied:
+        yield "lm_head.weight", source.one("output.weight")
+    kv_heads = config.kv_heads or config.heads
+    for i in range(config.layers):
+        us, them = f"model.layers.{i}.", f"layers.{i}."
+        yield us + "self_attn.q_proj.weight", source.one(them + "attention.wq.weight", partial(_halves, config.heads))
+        yield us + "self_attn.k_proj.weight", source.one(them + "attention.wk.weight", partial(_halves, kv_heads))
+        for ours, theirs in (
+            ("self_attn.v_proj", "attention.wv"), ("self_attn.o_proj", "attention.wo"),
+            ("input_layernorm", "attention_norm"), ("post_attention_layernorm", "ffn_norm"),
+            ("mlp.gate_proj", "feed_forward.w1"), ("mlp.down_proj", "feed_forward.w2"),
+            ("mlp.up_proj", "feed_forward.w3"),
+        ):  # fmt: skip
+            yield f"{us}{ours}.weight", source.one(f"{them}{theirs}.weight")
+
+
+def _halves(heads: int, weight: Tensor) -> Tensor:
+    """Rows of each head from (first of pair 0, second of pair 0, first of pair 1, ...) to all firsts, all seconds."""
+    return weight.view(heads, -1, 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
+
+
+def _megatron(source: ForeignCheckpoint, config: TransformerConfig) -> Iterator[tuple[str, SourceTensor]]:
+    _refuse_family(source, config, ("llama", "mistral", "qwen3"))
+    vocab = config.vocab
+    yield "model.embed_tokens.weight", source.one("embedding.word_embeddings.weight", partial(_unpadded, vocab))
+    yield "model.norm.weight", source.one("decoder.final_layernorm.weight")
+    if not config.tied:
+        yield "lm_head.weight", source.one("output_layer.weight", partial(_unpadded, vocab))
+    for i in range(config.layers):
+        us, of = f"model.layers.{i}.", partial(_layer, source, i, config.layers)
+        qkv = "self_attention.linear_qkv."
+        for leaf in ("weight", "bias") if config.qkv_bias else ("weight",):
+            for number, name in enumerate("qkv"):
+                yield f"{us}self_attn.{name}_proj.{leaf}", of(qkv + leaf, partial(_of_groups, config, number))
+        yield us + "self_attn.o_proj.weight", of("self_attention.linear_proj.weight")
+        if config.out_bias:
+            yield us + "self_attn.o_proj.bias", of("self_attention.linear_proj.bias")
+        if config.qk_norm:
+            yield us + "self_attn.q_norm.weight", of("self_attention.q_layernorm.weight")
+            yield us + "self_attn.k_norm.weight", of("self_attention.k_layernorm.weight")
+        yield us + "input_layernorm.weight", of((qkv + "layer_norm_weight", "input_layernorm.weight"))
+        norm = ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight")
+        yield us + "post_attention_layernorm.weight", of(norm)
+        for number, name in enumerate(("gate", "up")):
+            alone = f"mlp.linear_fc1.weight_{'wv'[number]}"  # how newer ones store the two halves
+            there = any(one in source.names for one in (f"{STACKED}{alone}", f"{STACKED}{i}.{alone}"))
+            half = of(alone) if there else of("mlp.linear_fc1.weight", partial(_half, number))
+            yield f"{us}mlp.{name}_proj.weight", half
+        yield us + "mlp.down_proj.weight", of("mlp.linear_fc2.weight")
+
+
+def _unpadded(vocab: int, weight: Tensor) -> Tensor:
+    """A vocabulary's rows without those that fill it up."""
+    if len(weight) - vocab >= PADDING:
+        raise IndexError("more rows than padding explains: another vocabulary")
+    return weight[:vocab]
+
+
+def _layer(
+    source: ForeignCheckpoint,
+    number: int,
+    layers: int,
+    names: str | tuple[str, str],
+    change: Callable[[Tensor], Tensor] = lambda t: t,
+) -> SourceTensor:
+    """A tensor of a layer, under the first of its names that is there: by itself, or a row of all layers' tensor."""
+    each = (names,) if isinstance(names, str) else names
+    alone = [f"{STACKED}{number}.{name}" for name in each]
+    stacked = [f"{STACKED}{name}" for name in each]
+    for name in alone:
+        if name in source.names:
+            return source.one(name, change)
+    found = next((name for name in stacked if name in source.names), stacked[0])
+    if source.shape(found)[:1] != (layers,):
+        raise ModelError(
+            "IG420", f"{source.folder.place} has another number of layers than the config",
+            seen=f"{found!r} of the shape {list(source.shape(found))}", expected=f"{layers} layers, stacked",
+            fix="the config of this checkpoint",
+        )  # fmt: skip
+    return source.one(found, lambda t: change(t[number]))
+
+
+def _of_groups(config: TransformerConfig, number: int, weight: Tensor) -> Tensor:
+    """q, k or v of linear_qkv, whose rows are, for each head of keys: its queries, its key, its value."""
+    groups = config.kv_heads or config.heads
+    queries = config.heads // groups
+    by_group = weight.view(groups, queries + 2, -1, *weight.shape[1:])
+    part = by_group[:, :queries] if number == 0 else by_group[:, queries + number - 1]
+    return part.reshape(-1, *weight.shape[1:])
+
+
+def _half(number: int, weight: Tensor) -> Tensor:
+    return weight.chunk(2)[number]
+
+
+def _refuse_family(source: ForeignCheckpoint, config: TransformerConfig, known: tuple[str, ...]) -> None:
+    family = model_type_of(config)
+    if family not in known:
+        raise CheckpointError(
+            "IG942", f"the names that {source.kind} gives to a {family} are not known", seen=family,
+            expected=", ".join(known), fix="save it under transformers' names, with the trainer's own converter",
+        )  # fmt: skip
+
+
+def import_dcp(
+    place: str | Path,
+    folder: str | Path,
+    *,
+    config: str | Path,
+    prefix: str | None = None,
+    tokenizer: str | Path | None = None,
+    max_shard_gb: float = export.SHARD_GB,
+    dtype: torch.dtype | None = None,
+) -> ForeignCheckpoint:
+    """Write a Hugging Face folder from a folder of torch.distributed.checkpoint, whose model `config` describes: a
+    folder with a config.json. In one process; one tensor is in memory at a time, or an embedding and its head. Returns
+    what was read."""
+    described, target = load_config(str(config)), Path(folder)
+    foreign = ForeignCheckpoint(DcpFolder(place), described, prefix)
+    weights = HuggingFace(foreign, described)
+    one = Mesh.unbound("1")
+    shapes = {r.name: r.contract.shape for r in contracts(Transformer(described, one, device="meta"), one)}
+    widest = _dtype(foreign)
+    kept = DTYPES[widest]
+    ours = {f"model/{name}": TensorEntry(f"model/{name}", kept, shape) for name, shape in shapes.items()}
+    about = {"kind": "isograd", "config": dataclasses.asdict(described)}
+    with as_ours(f"writing {target}", ""):
+        shards = export.plan(about, ours, max_shard_gb, dtype)
+        export.open_new(target, tokenizer)
+        try:
+            keys = export.keys_of(shards)
+            read = (_read(weights, key, shapes).to(widest) for key in dict.fromkeys(keys))
+            export.write(target, shards, export.repeated(keys, read), about, tokenizer)
+        finally:
+            shutil.rmtree(export.draft_of(target), ignore_errors=True)
+    return foreign
+
+
+def _read(weights: HuggingFace, key: str, shapes: Mapping[str, tuple[int, ...]]) -> Tensor:
+    name = key.removeprefix("model/")
+    return weights.read(name, shapes[name], [(0, size) for size in shapes[name]])
+
+
+def _dtype(foreign: ForeignCheckpoint) -> torch.dtype:
+    """One that holds the values of all weights."""
+    dtypes = [theirs.dtype for name, theirs in foreign.tensors.items() if not name.endswith(NOT_WEIGHTS)]
+    return functools.reduce(torch.promote_types, dtypes)

@@ -1,0 +1,32 @@
+"""The group of all ranks, for front ends whose callers have no mesh."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from isograd.comm import raw
+from isograd.comm.raw import Group
+from isograd.losses.contrastive.losses import NegativesScope, pairing_error
+
+
+def world_group() -> Group:
+    """The group of all ranks of the running world; a group of one without torch.distributed."""
+    rank, size = raw.world()
+    return raw.new_group("world", tuple(range(size)), rank)
+
+
+def count_pairs(towers: list[Tensor], group: Group) -> NegativesScope:
+    """How many rows of each tower every rank has. Towers that do not pair up on any rank are refused on all (IG960).
+
+    Vectors of different lengths on two ranks are refused, too: their gather would never end.
+    """
+    mine = [*(len(t) for t in towers), towers[0].shape[-1]]
+    table = torch.stack(raw.gather_list(torch.tensor(mine, device=towers[0].device), group)).tolist()
+    here = f"rank {group.ranks[group.index]}"
+    for rank, (*rows, width) in zip(group.ranks, table, strict=True):
+        if len(rows) < 2 or len({*rows}) > 1:
+            raise pairing_error(f"{len(rows)} tower(s) of {rows} rows on rank {rank}", here)
+        if width != table[0][-1]:
+            raise pairing_error(f"vectors [{table[0][-1]}] on rank {group.ranks[0]}, [{width}] on rank {rank}", here)
+    return NegativesScope(group, tuple(zip(*(rows[:-1] for rows in table), strict=True)))

@@ -1,0 +1,211 @@
+"""`isograd config from-deepspeed ds_config.json`: a DeepSpeed config as a run's config, with the fate of every key.
+
+    isograd config from-deepspeed ds_config.json run.yaml --ranks 8
+
+A key is *taken*, and the field that it sets is named; *meaningless*, because it tunes what isograd does otherwise with
+the same gradients; *open*, when its value is "auto"; or *refused*, because leaving it out would train otherwise. When
+one is refused nothing is written. The defaults are DeepSpeed's, so that what the file leaves out stays as it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from isograd.core.layout import Layout
+from isograd.errors import IntegrationError
+from isograd.integrations.deepspeed.keys import READ, KeyOutcome, Keys, opened
+from isograd.io.atomic import write_new
+from isograd.io.untrusted import CONFIG, read_json
+
+HEAD = """# Written from {source} by 'isograd config from-deepspeed'. Set model, data and steps, which it does not have.
+# AdamW decays matrices only here: norms and biases have no weight decay.
+"""
+
+
+def convert(values: object, ranks: int | None) -> tuple[dict[str, Any], list[KeyOutcome]]:
+    """The fields of a run's config, and every key of the file with its fate. ranks: that the run will have."""
+    keys, zero, stage = opened(values)
+    zero.rest()
+    cut = keys.inside("tensor_parallel")
+    tp = cut.whole("autotp_size", "layout", 1)
+    cut.rest()
+    cp = keys.whole("sequence_parallel_size", "layout: cp ulysses", 1)
+    batch, micro, ranks = batch_of(keys, ranks, tp * cp)
+    cuts = (f" cp{cp} ulysses" if cp > 1 else "") + (f" tp{tp}" if tp > 1 else "")
+    layout = Layout.parse(f"dp{ranks // (tp * cp)}{cuts} zero{stage}")
+    dtype = dtype_of(keys)
+    optimizer, steps = _optimizer(keys)
+    clip = keys.number("gradient_clipping", "optimizer.clip", 0.0)
+    log = {"every": keys.whole("steps_per_print", "log.every", 10)}
+    board = keys.inside("tensorboard")
+    if board.flag("enabled", "log.tensorboard"):
+        log["tensorboard"] = True
+    board.rest()
+    wandb = keys.inside("wandb")
+    if wandb.flag("enabled", "log.wandb"):
+        log["wandb"] = wandb.take("project", "text", lambda v: isinstance(v, str) and bool(v), "deepspeed", "log.wandb")
+    wandb.values.pop("project", None)
+    wandb.rest()
+    keys.rest(READ)
+    return {
+        "version": 1,
+        "run": "runs/deepspeed",
+        "layout": str(layout),
+        "model": {"path": "models/base", "dtype": dtype},
+        "data": {"sources": [{"path": "data/mine"}], "length": 1024},
+        "optimizer": optimizer | {"clip": float(clip) or None},
+        "steps": steps or max(1000, optimizer["warmup"]),
+        "batch": batch,
+        "micro_batches": micro,
+        "log": log,
+    }, keys.rows
+
+
+def batch_of(keys: Keys, ranks: int | None, tp: int) -> tuple[int, int, int]:
+    """(rows of a step, micro-batches, ranks): DeepSpeed's three numbers, of which any may be left out. tp: how many
+    ranks share their rows."""
+    whole = keys.whole("train_batch_size", "batch")
+    each = keys.whole("train_micro_batch_size_per_gpu", "batch, micro_batches")
+    steps = keys.whole("gradient_accumulation_steps", "micro_batches")
+    if ranks is None and whole and each and whole % (each * (steps or 1)) == 0:
+        ranks = whole // (each * (steps or 1)) * tp
+    ranks = ranks or tp
+    data = max(1, ranks // tp)
+    if whole and each and steps is None and whole % (each * data) == 0:
+        steps = whole // (each * data)
+    steps = steps or 1
+    whole = whole or (each or 1) * steps * data
+    if ranks % tp or whole % (data * steps) or (each and whole != each * steps * data):
+        raise IntegrationError(
+            "IG864",
+            "the numbers of a DeepSpeed config do not fit together",
+            seen=f"train_batch_size {whole}, train_micro_batch_size_per_gpu {each}, "
+            f"gradient_accumulation_steps {steps}, {ranks} ranks, {tp} of which share their rows",
+            expected="train_batch_size = micro-batch * accumulation steps * data ranks",
+            fix="give the number of ranks with --ranks, or change the file",
+        )
+    return whole, steps, ranks
+
+
+def dtype_of(keys: Keys) -> str:
+    """ "bf16" or "fp32"; fp16 is refused."""
+    dtype = "fp32"
+    if "bf16" in keys.values and "bfloat16" in keys.values:  # DeepSpeed reads the first of its two spellings
+        keys.row("bfloat16", keys.values.pop("bfloat16"), "meaningless", "bf16 is said")
+    for name in ("bf16", "bfloat16"):
+        bf16 = keys.inside(name)
+        if bf16.flag("enabled", "model.dtype"):
+            dtype = "bf16"
+        bf16.rest()
+    fp16 = keys.inside("fp16")
+    if fp16.values.get("enabled") in (False, None):
+        reason = ("meaningless", "is off")
+    elif fp16.values["enabled"] == "auto":
+        reason = ("open", "bf16 is supported: model.dtype")
+    else:
+        reason = ("refused", "a run has no loss scale: bf16 is supported")
+    for name, value in fp16.values.items():
+        fp16.row(name, value, *reason)
+    kinds = keys.inside("data_types")
+    kinds.word("grad_accum_dtype", "nothing: sums are fp32", ("fp32",))
+    kinds.rest()
+    return dtype
+
+
+def _optimizer(keys: Keys) -> tuple[dict[str, Any], int | None]:
+    """`optimizer` of a run, and its steps, if the schedule says them."""
+    if "optimizer" not in keys.values:
+        keys.row("optimizer", None, "open", "set optimizer, which the program has made")
+    given = keys.inside("optimizer")
+    given.word("type", "optimizer.name: adamw", ("Adam", "AdamW"))
+    params = given.inside("params")
+    lr = params.number("lr", "optimizer.lr", 1e-3)
+    eps = params.number("eps", "optimizer.eps", 1e-8)
+    decay = params.number("weight_decay", "optimizer.weight_decay", 0.0)
+
+    def pair(value: Any) -> bool:
+        return (
+            isinstance(value, list) and len(value) == 2 and all(type(v) in (int, float) and 0 <= v < 1 for v in value)
+        )
+
+    betas = params.take("betas", "two numbers from 0 to 1", pair, [0.9, 0.999], "optimizer.betas")
+    for name, why in (("adam_w_mode", "Adam with L2 decay"), ("bias_correction", "Adam without bias correction")):
+        if name in params.values:
+            value = params.values.pop(name)
+            on = value is True or (name == "adam_w_mode" and value is False and not decay)
+            params.row(name, value, "taken" if on else "refused", "AdamW" if on else why)
+    params.rest()
+    given.rest()
+    plan = keys.inside("scheduler")
+    kinds = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+    kind = plan.word("type", "optimizer.schedule", tuple(kinds))
+    rest = plan.inside("params")
+    warmup, steps, low = 0, None, 0.0
+    if kind is not None:
+        steps = rest.whole("total_num_steps", "steps")
+        warmup = rest.whole("warmup_num_steps", "optimizer.warmup", 1000)
+        shape = rest.values.pop("warmup_type", "log")
+        fate = ("taken", "optimizer.warmup") if shape == "linear" else ("refused", "a warmup here is linear: say so")
+        rest.row("warmup_type", shape, *fate)
+        for name in ("warmup_min_lr", "warmup_min_ratio"):
+            rest.take(name, "0, where a warmup begins here", lambda v: v == 0, 0, "optimizer.warmup")
+        if kind == "WarmupCosineLR":
+            low = lr * rest.number("cos_min_ratio", "optimizer.min_lr", 1e-4)
+        else:
+            own = kind == "WarmupLR" or rest.values.get("warmup_max_lr") == "auto"
+            lr = rest.number("warmup_max_lr", "optimizer.lr", lr if own else 1e-3)
+    rest.rest()
+    plan.rest()
+    made = {"name": "adamw", "lr": float(lr), "min_lr": float(low), "warmup": warmup}
+    made |= {"schedule": kinds.get(kind, "constant"), "betas": [float(beta) for beta in betas], "eps": float(eps)}
+    return made | {"weight_decay": float(decay)}, steps
+
+
+def main(words: list[str], kind: type[argparse.ArgumentParser], check: Callable[[dict[str, Any], str], object]) -> int:
+    """`isograd config from-deepspeed`; the exit code. check: refuses what is no config of a run."""
+    parser = kind(
+        prog="isograd config from-deepspeed", allow_abbrev=False,
+        description="Write a run's config from a DeepSpeed config, and say of every key what became of it.",
+    )  # fmt: skip
+    parser.add_argument("source", help="a DeepSpeed config: JSON")
+    parser.add_argument("file", nargs="?", default="run.yaml", help="where to write it (default: run.yaml)")
+    parser.add_argument("--ranks", type=_ranks, metavar="N", help="that the run has (default: as the batch sizes say)")
+    options = parser.parse_args(words)
+    config, rows = convert(read_json(options.source, CONFIG, follow=True), options.ranks)
+    print(table(rows))
+    refused = [row for row in rows if row.fate == "refused"]
+    if refused:
+        raise IntegrationError(
+            "IG865",
+            f"{len(refused)} of {len(rows)} keys would train otherwise here than there; nothing was written",
+            seen="; ".join(f"{row.key} {row.why}" for row in refused[:8]),
+            fix="change or remove them in the file",
+        )
+    import yaml
+
+    check(config, options.source)  # such as a warmup that is longer than the run
+    text = HEAD.format(source=Path(options.source).name) + yaml.safe_dump(config, sort_keys=False)
+    file = write_new(Path(options.file), text, f"isograd config from-deepspeed {options.source} ANOTHER-NAME.yaml")
+    print(f"\n{file} written. Set model, data and steps; then: isograd train {file} --dry-run")
+    return 0
+
+
+def table(rows: list[KeyOutcome]) -> str:
+    """A line for each key: its fate, its name, its value and where it went, or why not."""
+    order = ("refused", "open", "taken", "meaningless")
+    wide = max((len(row.key) for row in rows), default=0)
+    lines = []
+    for row in sorted(rows, key=lambda row: order.index(row.fate)):
+        shown = repr(row.value) if len(repr(row.value)) <= 24 else f"{repr(row.value)[:21]}..."
+        arrow = "->" if row.fate == "taken" else "  "
+        lines.append(f"{row.fate:<12}{row.key:<{wide}}  {shown:<24} {arrow} {row.why}")
+    return "\n".join(lines)
+
+
+def _ranks(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text[:9]) <= 1 << 20:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of ranks")
+    return int(text)

@@ -1,0 +1,412 @@
+"""A loop that was written for DeepSpeed's engine, on isograd's.
+
+    from isograd.integrations import deepspeed
+    engine, optimizer, loader, scheduler = deepspeed.initialize(model=model, config="ds_config.json", ...)
+    for batch in loader:
+        loss = engine(batch)
+        engine.backward(loss, weight=labels)     # how many labels the loss is the mean of
+        engine.step()                            # steps at the boundary of an accumulation
+
+A step's gradient is the mean over all that was weighed, on all ranks and in all its micro-batches: nothing is divided
+by gradient_accumulation_steps or ranks. Without a weight a loss that a model of transformers has made of `labels`
+weighs these; any other loss weighs its rows, which is said once. At stages 2 and 3 each micro-batch's gradients are
+reduced at once, into their owners' rows; at 0 and 1 those of a whole step are reduced once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from isograd.checkpoint import CheckpointManager, SavedWeights
+from isograd.comm.consensus import all_gather_object
+from isograd.core.mesh import Mesh
+from isograd.engine import Engine, Stats
+from isograd.errors import IntegrationError
+from isograd.hf import attach, shard
+from isograd.integrations.deepspeed.settings import Settings, read
+from isograd.integrations.optimizer import EngineOptimizer, on_shards
+from isograd.integrations.weights import LabelCounter
+from isograd.integrations.world import mesh_for, name_failed_rank, name_failed_rank_in_forward
+from isograd.io.atomic import replace_text
+from isograd.io.untrusted import CONFIG, read_json, read_text
+
+FOLDER, LATEST = "isograd", "latest"  # of a checkpoint's folder: the engine's state; and of all: the newest one's name
+
+
+def init_distributed(*_: Any, **__: Any) -> None:
+    """Joins the world that torchrun has started, as `initialize` does; the arguments are DeepSpeed's."""
+    mesh_for(None)
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """DeepSpeed's options of a command line: --deepspeed, --deepspeed_config FILE."""
+    group = parser.add_argument_group("DeepSpeed", "with isograd.integrations.deepspeed")
+    group.add_argument("--deepspeed", action="store_true", help="taken, and of no effect")
+    group.add_argument("--deepspeed_config", type=str, default=None, help="DeepSpeed's JSON file")
+    return parser
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None,
+    model_parameters: Any = None,
+    training_data: Dataset[Any] | None = None,
+    lr_scheduler: Any = None,
+    distributed_port: int | None = None,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[..., Any] | None = None,
+    config: str | Path | Mapping[str, Any] | None = None,
+    mesh_param: Any = None,
+    config_params: str | Path | Mapping[str, Any] | None = None,
+) -> tuple[LoopEngine, EngineOptimizer, DataLoader[Any] | None, Any]:
+    """(engine, optimizer, loader, scheduler), as deepspeed.initialize; the arguments are the same.
+
+    The config's ZeRO stage is the layout, over all ranks that torchrun has started. What cannot be kept is refused.
+    """
+    mesh = mesh_for(None)
+    given = next(
+        (one for one in (config, config_params, getattr(args, "deepspeed_config", None)) if one is not None), None
+    )
+    if given is None:
+        _refuse("no config", "config=..., a file or a dict; or args.deepspeed_config", mesh)
+    if not isinstance(given, str | Path | Mapping):
+        _refuse(f"a {type(given).__name__} as config", "a file, or a dict", mesh)
+    if not isinstance(model, nn.Module) or hasattr(model, "mpu"):
+        _refuse(f"a {type(model).__name__} as model", "an nn.Module; pipelines: ig.hf.load under pp", mesh)
+    values = dict(given) if isinstance(given, Mapping) else read_json(given, CONFIG, follow=True)
+    settings = read(values, mesh.layout.world_size, _sequence_parallel_size(mpu, mesh_param, mesh))
+    mesh = mesh_for(f"cp{settings.cp} zero{settings.stage}", "dp cp")
+    if mpu is not None and mpu.get_sequence_parallel_rank() != mesh.index("cp"):
+        _refuse("mpu with other sequence groups", "neighbours: rank % sequence_parallel_size", mesh)
+    engine = LoopEngine(model, settings, mesh, optimizer, model_parameters, lr_scheduler)
+    loader = None if training_data is None else engine.deepspeed_io(training_data, collate_fn=collate_fn)
+    engine.training_dataloader = loader
+    return engine, engine.optimizer, loader, engine.lr_scheduler
+
+
+def _sequence_parallel_size(mpu: Any, mesh_param: Any, mesh: Mesh) -> int:
+    """Of DeepSpeed's two arguments beside the config: an mpu with sequence groups, or (data, sequence) sizes."""
+    if mpu is None:
+        return 1 if mesh_param is None else int(mesh_param[1])
+    tensor = getattr(mpu, "get_tensor_model_parallel_world_size", getattr(mpu, "get_model_parallel_world_size", None))
+    if not hasattr(mpu, "get_sequence_parallel_world_size") or (tensor is not None and tensor() > 1):
+        _refuse("an mpu without sequence groups, or with tp", "get_sequence_parallel_world_size() and no tp", mesh)
+    return int(mpu.get_sequence_parallel_world_size())
+
+
+def _refuse(seen: str, expected: str, mesh: Mesh) -> NoReturn:
+    raise IntegrationError(
+        "IG868",
+        "this cannot be asked of DeepSpeed's loop on isograd's engine",
+        seen=seen,
+        expected=expected,
+        fix="docs/integrations.md lists what the integration has",
+        where=mesh.describe_rank(),
+    )
+
+
+class LoopEngine(nn.Module):
+    """What `initialize` returns first. `engine` is isograd's; what this has not is looked for in the module."""
+
+    def __init__(
+        self, model: nn.Module, settings: Settings, mesh: Mesh, optimizer: Any, parameters: Any, scheduler: Any
+    ) -> None:
+        super().__init__()
+        self.settings, self.mesh = settings, mesh
+        model.to(mesh.device, torch.bfloat16 if settings.bf16 else None)
+        if mesh.size("cp") > 1:
+            attach(model, mesh)
+        self.module = model
+        trained = [p for p in model.parameters() if p.requires_grad] if parameters is None else parameters
+        make = optimizer if optimizer is not None else settings.optimizer
+        if make is None:
+            _refuse("no optimizer", "optimizer=..., or one in the config", mesh)
+        try:
+            made = make if isinstance(make, torch.optim.Optimizer) else make(trained)
+        except (TypeError, ValueError) as error:
+            _refuse(f"an optimizer whose options torch refuses: {error}", "options of the right kinds", mesh)
+        moved = on_shards(made, model, mesh)
+        options: Any = {"clip": settings.clip or None, "offload": settings.offload, "elementwise": settings.elementwise}
+        self.engine = Engine(model, mesh, moved, **options)
+        name_failed_rank_in_forward(self.engine)
+        self.optimizer = EngineOptimizer(self.engine, self._stepped, self._refuse_to_drop)
+        plan = scheduler if scheduler is not None else settings.schedule
+        self.lr_scheduler: Any = plan(self.engine.optimizer) if callable(plan) else plan
+        self.training_dataloader: DataLoader[Any] | None = None
+        self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = 0
+        self._of_step = (0, 0)  # the step under way, by the engine's count, and how many of its micro-batches are over
+        self._boundary: bool | None = None  # as the loop has said; None: counted
+        self._label_counter = LabelCounter(model, "engine.backward", mesh)
+        self._syncing = True
+        if settings.unused and mesh.rank == 0:
+            print(f"isograd: of the DeepSpeed config nothing writes to {', '.join(settings.unused)}", file=sys.stderr)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            if name in NOT_HERE:
+                _refuse(f"engine.{name}", "engine(...), engine.backward(loss, weight=...) and engine.step()", self.mesh)
+            if name in OF_CONFIG:
+                return partial(OF_CONFIG[name], self.settings)
+            return getattr(self.module, name)
+
+    # -- a micro-batch
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's. With a sequence_parallel_size it is given whole rows, the same on the ranks of a sequence
+        group, and computes this rank's part of them: the loss is the mean over this part's labels."""
+        if self.mesh.size("cp") == 1:
+            return self.module(*args, **kwargs)
+        if args:
+            _refuse("positional arguments", "engine(input_ids=..., labels=..., attention_mask=...)", self.mesh)
+        batch = {name: value.to(self.device) for name, value in kwargs.items() if isinstance(value, Tensor)}
+        return self.module(**shard(batch, self.mesh).inputs)
+
+    def backward(
+        self,
+        loss: Tensor,
+        retain_graph: bool = False,
+        scale_wrt_gas: bool = True,
+        *,
+        weight: float | Tensor | None = None,
+    ) -> Tensor:
+        """weight: how many labels (rows, ...) the loss is the mean of. Nothing divides it."""
+        if retain_graph or not scale_wrt_gas:
+            _refuse(
+                f"backward(retain_graph={retain_graph}, scale_wrt_gas={scale_wrt_gas})",
+                "the mean loss of a micro-batch, undivided, once", self.mesh,
+            )  # fmt: skip
+        if self.mesh.size("cp") > 1 and not (weight is None and self._label_counter.made(loss)):
+            _refuse(
+                "a weight, or a loss that is not the model's own" if weight is None else f"weight={weight}",
+                "engine.backward(output.loss): undivided, the mean over the labels of this rank's part",
+                self.mesh,
+            )
+        reduces = self._syncing and (self.is_gradient_accumulation_boundary() or self.settings.stage > 1)
+        with name_failed_rank(self.mesh), nullcontext() if reduces else self.engine.no_sync():
+            self.engine.backward(loss, self._label_counter.weight_of(loss, weight, self.engine))
+        return loss
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards in here add up on this rank; `step` is refused in here."""
+        before, self._syncing = self._syncing, False
+        try:
+            yield
+        finally:
+            self._syncing = before
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether `step` will step the optimizer."""
+        return self._micros_over() + 1 >= self.settings.steps if self._boundary is None else self._boundary
+
+    def _micros_over(self) -> int:
+        """Of the step under way. A step that was dropped on all ranks has ended, on each after other micro-batches."""
+        step, over = self._of_step
+        return over if step == self.engine.step_state.ended else 0
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """From now on the loop says where a step ends."""
+        self._boundary = is_boundary
+
+    # -- a step
+
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
+        """At the boundary of an accumulation the engine's step, on all ranks; else only a count."""
+        if not self._syncing:
+            _refuse("step inside no_sync", "step after the with block", self.mesh)
+        over = self._micros_over() + 1
+        if not self.is_gradient_accumulation_boundary():
+            self._of_step = self.engine.step_state.ended, over
+        else:
+            self.optimizer.step()
+            if self.lr_scheduler is not None and not self.optimizer.step_was_skipped:
+                self.lr_scheduler.step(**(lr_kwargs or {}))
+        self.micro_steps += 1
+
+    def _stepped(self, stats: Stats) -> None:
+        self.global_steps += 1
+        self.global_samples += self.settings.batch
+        self.skipped_steps += stats.skipped
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Nothing: after a step nothing is left. In the middle of one it is refused."""
+        self.optimizer.zero_grad(set_to_none)
+
+    def _refuse_to_drop(self) -> None:
+        """DeepSpeed's own drops gradients at stage 0, keeps them at others, and counts micro-batches on at all."""
+        if self._micros_over() or not self.engine.step_state.empty:
+            _refuse(
+                "zero_grad in the middle of a step",
+                "none, as a step leaves no gradients; or engine.engine.discard(), which drops the step on all ranks",
+                self.mesh,
+            )
+
+    def was_step_applied(self) -> bool:
+        """Whether the last step was not skipped."""
+        return self.optimizer.stats is not None and not self.optimizer.step_was_skipped
+
+    def get_global_grad_norm(self) -> float | None:
+        """Of the last step's mean gradient, before clipping."""
+        return None if self.optimizer.stats is None else self.optimizer.stats.grad_norm
+
+    def get_lr(self) -> list[float]:
+        """Of each group."""
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    def get_mom(self) -> list[Any]:
+        """Betas, or momentum, of each group."""
+        return [group.get("betas", group.get("momentum")) for group in self.optimizer.param_groups]
+
+    def destroy(self) -> None:
+        """Nothing: the engine goes with its last reference."""
+
+    # -- about the world
+
+    @property
+    def device(self) -> torch.device:
+        """This rank's."""
+        return self.mesh.device
+
+    @property
+    def global_rank(self) -> int:
+        """Of the world."""
+        return self.mesh.rank
+
+    @property
+    def local_rank(self) -> int:
+        """On this machine."""
+        return int(os.environ.get("LOCAL_RANK", self.mesh.rank))
+
+    @property
+    def world_size(self) -> int:
+        """Ranks."""
+        return self.mesh.layout.world_size
+
+    @property
+    def dp_world_size(self) -> int:
+        """Ranks, or sequence groups of them, that have rows of their own."""
+        return self.mesh.size("dp")
+
+    def deepspeed_io(
+        self, dataset: Dataset[Any], batch_size: int | None = None, data_sampler: Any = None,
+        collate_fn: Callable[..., Any] | None = None, num_local_io_workers: int = 0, **_: Any,
+    ) -> DataLoader[Any]:  # fmt: skip
+        """A loader of this rank's rows; `loader.sampler.set_epoch` shuffles anew, as DeepSpeed's does."""
+        sampler = data_sampler or DistributedSampler(dataset, self.dp_world_size, self.mesh.index("dp"))
+        return DataLoader(
+            dataset, batch_size or self.settings.micro, sampler=sampler, collate_fn=collate_fn,
+            drop_last=self.settings.drop_last, num_workers=num_local_io_workers,
+        )  # fmt: skip
+
+    # -- files
+
+    def module_state_dict(self, *_: Any, **__: Any) -> dict[str, Tensor]:
+        """Whole parameters at every stage, under the module's own names; all ranks call it."""
+        with self.engine.full_parameters():
+            state = self.module.state_dict()
+            return {name: value.clone() for name, value in state.items()} if self.settings.stage == 3 else dict(state)
+
+    def save_checkpoint(
+        self, save_dir: str | Path, tag: str | None = None, client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True, exclude_frozen_parameters: bool = False,
+    ) -> bool:  # fmt: skip
+        """Into save_dir/tag, which every layout loads; between two steps, on all ranks. client_state is JSON."""
+        tag = self._name_of(tag or f"global_step{self.global_steps}")
+        counts = {name: getattr(self, name) for name in COUNTS}
+        plan = None if self.lr_scheduler is None else self.lr_scheduler.state_dict()
+        with CheckpointManager(Path(save_dir) / tag / FOLDER, self.engine, keep_last=1) as keeper:
+            keeper.save(max(1, self.global_steps), {"loop": counts, "scheduler": plan, "client": client_state or {}})
+        if save_latest and self.mesh.rank == 0:
+            replace_text(Path(save_dir) / LATEST, tag)
+        return True
+
+    def load_checkpoint(
+        self, load_dir: str | Path, tag: str | None = None, load_module_strict: bool = True,
+        load_optimizer_states: bool = True, load_lr_scheduler_states: bool = True, load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:  # fmt: skip
+        """(the path, client_state) of what `save_checkpoint` has saved, under any layout; (None, None): nothing there.
+
+        Without the optimizer's state only weights are loaded, and no count.
+        """
+        if custom_load_fn is not None:
+            _refuse("custom_load_fn", "weights as they were saved", self.mesh)
+        place = Path(load_dir)
+        latest = place / LATEST
+        tag = tag or all_gather_object(read_text(latest, 4096).strip() if latest.is_file() else None, self.mesh)[0]
+        if tag is None:
+            warnings.warn(
+                f"isograd: {place} has no file 'latest', and no tag was given: nothing is loaded", stacklevel=2
+            )
+            return None, None
+        place = place / self._name_of(tag)
+        self._refuse_foreign(place)
+        if load_module_only or not load_optimizer_states:
+            self._load_weights(place / FOLDER)
+            return str(place), {}
+        with CheckpointManager(place / FOLDER, self.engine, keep_last=1) as keeper:
+            found = keeper.load("auto")
+        if found is None:
+            return None, None
+        for name in COUNTS:
+            setattr(self, name, int(found.extra["loop"][name]))
+        if load_lr_scheduler_states and self.lr_scheduler is not None and found.extra["scheduler"] is not None:
+            self.lr_scheduler.load_state_dict(found.extra["scheduler"])
+        return str(place), dict(found.extra["client"])
+
+    def _load_weights(self, place: Path) -> None:
+        saved = SavedWeights(place)
+        with self.engine.full_parameters() as module, torch.no_grad():
+            for name, value in (*module.named_parameters(), *module.named_buffers()):
+                if saved.has(name, tuple(value.shape)):
+                    value.copy_(saved.read(name, tuple(value.shape), [(0, size) for size in value.shape]))
+
+    def _name_of(self, tag: object) -> str:
+        """A tag is the name of a folder."""
+        if not isinstance(tag, str) or tag in ("", ".", "..") or Path(tag).name != tag:
+            _refuse(f"the tag {tag!r} of a checkpoint", "the name of a folder, without a path", self.mesh)
+        return tag
+
+    def _refuse_foreign(self, place: Path) -> None:
+        there, foreign = all_gather_object([(place / FOLDER).is_dir(), any(place.glob("*_states.pt"))], self.mesh)[0]
+        if not there:
+            raise IntegrationError(
+                "IG860",
+                f"{place.name} is no checkpoint of this integration",
+                seen="DeepSpeed's files, which are pickles" if foreign else f"no folder {FOLDER!r} in it",
+                expected="a checkpoint that engine.save_checkpoint has saved with this integration",
+                fix="start a new run from its weights, exported to safetensors",
+                where=self.mesh.describe_rank(),
+            )
+
+
+NOT_HERE = {"train_batch", "eval_batch", "save_16bit_model", "save_fp16_model", "allreduce_gradients"}
+COUNTS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
+OF_CONFIG: dict[str, Callable[[Settings], Any]] = {  # methods of DeepSpeed's engine that say what its config says
+    "train_batch_size": lambda settings: settings.batch,
+    "train_micro_batch_size_per_gpu": lambda settings: settings.micro,
+    "gradient_accumulation_steps": lambda settings: settings.steps,
+    "gradient_clipping": lambda settings: settings.clip,
+    "zero_optimization_stage": lambda settings: settings.stage,
+    "zero_optimization": lambda settings: settings.stage > 0,
+    "bfloat16_enabled": lambda settings: settings.bf16,
+    "fp16_enabled": lambda settings: False,
+}

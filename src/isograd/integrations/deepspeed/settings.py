@@ -1,0 +1,161 @@
+"""A DeepSpeed config as the settings of a loop that keeps its own model, data and steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+
+from isograd.errors import IntegrationError
+from isograd.integrations.deepspeed.config import batch_of, dtype_of
+from isograd.integrations.deepspeed.keys import KeyOutcome, Keys, opened
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "AdamW": torch.optim.AdamW,
+    "Adam": torch.optim.AdamW,  # as DeepSpeed's, unless adam_w_mode is false
+    "SGD": torch.optim.SGD,
+    "Adagrad": torch.optim.Adagrad,
+    "RMSprop": torch.optim.RMSprop,
+}
+MONITORS = ("tensorboard", "wandb", "csv_monitor", "comet")
+OFFLOADED = ("pin_memory", "buffer_count", "buffer_size", "fast_init", "max_in_cpu", "ratio", "nvme_path",
+             "pipeline_read", "pipeline_write")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a DeepSpeed config says to a loop."""
+
+    batch: int  # rows of a step, over all ranks
+    micro: int  # rows of a micro-batch of one rank
+    steps: int  # micro-batches of a step
+    stage: int
+    cp: int  # sequence_parallel_size
+    offload: bool
+    bf16: bool
+    clip: float
+    optimizer: Callable[[Any], torch.optim.Optimizer] | None  # made of parameters
+    schedule: Callable[[torch.optim.Optimizer], LambdaLR] | None
+    drop_last: bool
+    elementwise: bool  # as the user says of an optimizer that is not torch's
+    unused: tuple[str, ...]  # monitors that nothing writes to
+
+
+def read(values: object, ranks: int, cp: int = 1) -> Settings:
+    """The settings, or IG863, IG864, or IG865 with all keys that would train otherwise. cp: of mpu or mesh_param."""
+    keys, zero, stage = opened(values)
+    offload = [_offloads(zero.inside(name)) for name in ("offload_optimizer", "offload_param")]
+    zero.rest()
+    bf16 = dtype_of(keys) == "bf16"
+    clip = float(keys.number("gradient_clipping", "clip", 0.0))
+    keys.number("steps_per_print", "nothing", 10)
+    drop_last = keys.flag("dataloader_drop_last", "the loader")
+    untested = keys.flag("zero_allow_untested_optimizer", "Engine(elementwise=True)")
+    unused = tuple(name for name in MONITORS if _enabled(keys.values.pop(name, None)))
+    optimizer, schedule = _optimizer(keys.inside("optimizer")), _schedule(keys.inside("scheduler"))
+    size = keys.whole("sequence_parallel_size", "layout", cp)
+    if cp not in (1, size):
+        keys.row("sequence_parallel_size", size, "refused", f"is not the {cp} of mpu or mesh_param")
+    batch, steps, _ = batch_of(keys, ranks, size)
+    keys.rest()
+    wrong = [row for row in keys.rows if row.fate in ("refused", "open")]
+    if any(offload) and not stage:
+        wrong.append(KeyOutcome("zero_optimization.offload_optimizer", "cpu", "refused", "needs stage 1, 2 or 3"))
+    if wrong:
+        raise IntegrationError(
+            "IG865",
+            f"{len(wrong)} keys of the DeepSpeed config cannot be kept",
+            seen="; ".join(f"{row.key} {row.why}" for row in wrong[:8]),
+            expected="keys that isograd keeps, or that have no meaning here; no 'auto'",
+            fix="change or remove them: 'isograd config from-deepspeed FILE' lists every key",
+        )
+    micro = batch // (ranks // size * steps)
+    own = optimizer, schedule, drop_last, untested, unused
+    return Settings(batch, micro, steps, stage, size, any(offload), bf16, clip, *own)
+
+
+def _enabled(value: object) -> bool:
+    return isinstance(value, dict) and bool(value.get("enabled"))
+
+
+def _offloads(keys: Keys) -> bool:
+    """offload_optimizer or offload_param: to the host's memory, or not at all."""
+    device = keys.word("device", "Engine(offload=True)", ("none", "cpu"), "none")
+    for name in OFFLOADED:
+        keys.values.pop(name, None)
+    keys.rest()
+    return bool(device == "cpu")
+
+
+def _optimizer(keys: Keys) -> Callable[[Any], torch.optim.Optimizer] | None:
+    if not keys.values:
+        return None
+    name = keys.word("type", "optimizer", tuple(OPTIMIZERS))
+    params = keys.inside("params")
+    options = {"lr": params.number("lr", "optimizer", 1e-3)}
+    kind = OPTIMIZERS.get(name, torch.optim.AdamW)
+    if name in ("Adam", "AdamW"):
+        decays = params.flag("adam_w_mode", "optimizer", True)
+        kind = torch.optim.Adam if name == "Adam" and not decays else torch.optim.AdamW
+        params.take("bias_correction", "true: Adam has it", lambda v: v is True, True, "optimizer")
+        options |= {"weight_decay": 0.0}
+    known = ("betas", "eps", "weight_decay", "momentum", "nesterov", "alpha", "lr_decay", "centered", "dampening")
+    for option in known:
+        if option in params.values and option in torch_defaults(kind):
+            options[option] = params.values.pop(option)
+    params.rest(known)
+    keys.rest()
+    if isinstance(options.get("betas"), list):
+        options["betas"] = tuple(options["betas"])
+    return lambda parameters: kind(parameters, **options)
+
+
+def torch_defaults(kind: Callable[..., torch.optim.Optimizer]) -> set[str]:
+    """The options that an optimizer of torch has."""
+    return set(kind([torch.nn.Parameter(torch.zeros(1))]).defaults)
+
+
+def _schedule(keys: Keys) -> Callable[[torch.optim.Optimizer], LambdaLR] | None:
+    """DeepSpeed's three schedules with a warmup, step for step as DeepSpeed 0.19 has them: its count begins behind the
+    first optimizer step, so the first two steps are at the least rate."""
+    if not keys.values:
+        return None
+    name = keys.word("type", "the schedule", ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR"))
+    params, cosine = keys.inside("params"), name == "WarmupCosineLR"
+    warmup = max(2, params.whole("warmup_num_steps", "the schedule", 1000))
+    rises_by_log = params.word("warmup_type", "the schedule", ("log", "linear"), "log") == "log"
+    params.values.pop("last_batch_iteration", None)
+    low = params.number("warmup_min_ratio" if cosine else "warmup_min_lr", "the schedule", 0.0)
+    end = params.number("cos_min_ratio", "the schedule", 1e-4) if cosine else 1.0
+    high = None if cosine else params.number("warmup_max_lr", "the schedule", None if name == "WarmupLR" else 1e-3)
+    if name != "WarmupLR" and "total_num_steps" not in params.values:
+        params.row("total_num_steps", None, "refused", "is not there")
+    total = 0 if name == "WarmupLR" else params.whole("total_num_steps", "the schedule", 1)
+    params.rest()
+    keys.rest()
+
+    def factor(least: float, epoch: int) -> float:
+        step = epoch - 1
+        if step < 0:
+            return 0.0 if cosine else least
+        if step < warmup:
+            share = math.log(step + 1) / math.log(warmup) if rises_by_log else step / warmup
+        elif cosine:
+            done = min(1.0, (step - warmup + 1) / max(1, total - warmup))
+            return float(max(0.0, end + (1 - end) * (1 + math.cos(math.pi * done)) / 2))
+        else:
+            share = max(0.0, (total - step) / max(1, total - warmup)) if total else 1.0
+        return least + (1 - least) * share
+
+    def made(optimizer: torch.optim.Optimizer) -> LambdaLR:
+        for group in optimizer.param_groups:
+            group["lr"] = group["initial_lr"] = group["lr"] if high is None else high
+        least = [low if cosine or not group["lr"] else low / group["lr"] for group in optimizer.param_groups]
+        return LambdaLR(optimizer, [partial(factor, low) for low in least])
+
+    return made

@@ -1,0 +1,94 @@
+"""TRL's GRPOTrainer on the engine: `GRPOTrainer = ig.integrations.trainer(GRPOTrainer)`.
+
+Its own loss divides by counts of a micro-batch and by accumulation steps, or by the tokens of a whole generation. Here
+it is asked, micro-batch by micro-batch, for the mean over that one's own tokens or completions, which is its weight;
+the engine divides once. So a step's gradient is the one that GRPOTrainer has on one device where one micro-batch is the
+whole step, however completions fall onto ranks and micro-batches.
+
+Completions are generated with whole parameters, by vLLM too: at ZeRO 3 all ranks gather the model for it, and shard it
+again. A run resumes between two generations, since a checkpoint has no completions, with the order of prompts that the
+epoch would have had: TRL's own resume takes the first epoch's again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from math import lcm
+from typing import Any
+
+from torch import Tensor
+
+from isograd.integrations.trainers import EngineTrainerMixin
+
+OF_TOKENS = ("bnpo", "dapo", "cispo", "vespo")  # the mean over all completions' tokens
+OF_COMPLETIONS = ("grpo", "sapo", "dr_grpo", "luspo")  # of a mean or a sum of each completion
+
+
+def has_grpo_loss(kind: type) -> bool:
+    """Whether the loss of a Trainer class is the one of TRL's GRPOTrainer, and no subclass changes it."""
+    classes = [one for one in kind.__mro__ if one is not EngineGRPOTrainerMixin]
+    own = [next((one for one in classes if name in vars(one)), object) for name in ("_compute_loss", "compute_loss")]
+    return all((one.__module__, one.__name__) == ("trl.trainer.grpo_trainer", "GRPOTrainer") for one in own)
+
+
+class EngineGRPOTrainerMixin(EngineTrainerMixin):
+    """What `trainer` puts before GRPOTrainer."""
+
+    model_axes = "dp"
+    divides_by_step = False  # its division by counts of the whole step is taken out below
+    _sampler: Iterable[int] = ()  # of prompts
+
+    def _reasons(self) -> dict[str, Any]:
+        args, kind = self.args, self.loss_type
+        return super()._reasons() | {
+            f"loss_type={kind!r}, whose mean is not known here": kind not in OF_TOKENS + OF_COMPLETIONS,
+            "top_entropy_quantile: a threshold of each micro-batch": args.top_entropy_quantile < 1.0,
+            "use_adaptive_entropy": args.use_adaptive_entropy,
+            f"entropy_coef with loss_type={kind!r}: two means in one loss": args.entropy_coef and kind not in OF_TOKENS,
+            "router_aux_loss_coef: the mean of micro-batches' balance losses": self.aux_loss_enabled,
+            "a compute_loss of its own": not has_grpo_loss(type(self)),
+        }
+
+    def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        self._step, self._buffered_inputs = 0, None  # completions of an earlier train() are not of this one
+        epochs, micros = super()._init_training_state(*args, **kwargs)
+        for _ in range(epochs):  # TRL's sampler draws one order of prompts after the other
+            next(iter(self._sampler), None)
+        return epochs, micros
+
+    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Iterable[int]:
+        self._sampler = super()._get_train_sampler(*args, **kwargs)
+        return self._sampler
+
+    def _not_saved(self, micros: int) -> dict[str, str]:
+        generation, step = self.args.steps_per_generation * self.num_iterations, self.args.gradient_accumulation_steps
+        if micros % generation == 0:
+            return super()._not_saved(micros)
+        steps = lcm(generation, step) // step
+        fix = f"resume from a checkpoint between two generations: save_steps={steps}, or a multiple of it"
+        return {f"training goes on with the completions of a generation, which feeds {steps} steps": fix}
+
+    def loss_weight(self, inputs: Mapping[str, Any]) -> float | Tensor:
+        """How many tokens that count, or completions, the loss of a micro-batch is the mean of."""
+        if not isinstance(inputs, Mapping):
+            return 0  # rows of a generation, not of a micro-batch yet
+        return counted(inputs).sum() if self.loss_type in OF_TOKENS else len(inputs["completion_mask"])
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """TRL's, of this micro-batch alone."""
+        if self._weighs:
+            self._weight = self.loss_weight(inputs)
+            # TRL multiplies this count by steps of accumulation (1 here) and divides it by ranks and these steps.
+            times = self.accelerator.num_processes * self.args.steps_per_generation
+            inputs = {**inputs, "num_items_in_batch": counted(inputs).sum() * times}
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        with self._whole():
+            return super()._generate_and_score_completions(inputs)
+
+
+def counted(inputs: Mapping[str, Any]) -> Tensor:
+    """The tokens of completions that count."""
+    mask: Tensor = inputs["completion_mask"]
+    return mask * inputs["tool_mask"] if "tool_mask" in inputs else mask

@@ -1,0 +1,276 @@
+"""Lightning on the engine: `Trainer(strategy=ig.integrations.LightningStrategy("dp4 zero3"))`, or strategy="isograd".
+
+A training_step says what its loss is the mean of: `return {"loss": loss, "weight": labels}`; without a weight it is the
+mean over the rows of its batch. Nothing is divided by accumulate_grad_batches or ranks. The engine is made when fit
+sets up, from the one optimizer of configure_optimizers; it clips to gradient_clip_val. Checkpoints are Lightning's, but
+for the optimizer's state, which is in a folder beside the file, NAME.isograd, and loads under any layout.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import Tensor
+
+from isograd.checkpoint import CheckpointManager
+from isograd.engine import Engine
+from isograd.errors import IntegrationError
+from isograd.integrations.optimizer import EngineOptimizer, on_shards
+from isograd.integrations.weights import WeightKind, rows_in
+from isograd.integrations.world import FailureReport, failed_rank_error, mesh_for, name_failed_rank_in_forward, refuse
+
+if "pytorch_lightning" in sys.modules and "lightning" not in sys.modules:
+    import pytorch_lightning as lightning
+    from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
+    from pytorch_lightning.trainer import call
+else:
+    import lightning.pytorch as lightning
+    from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+    from lightning.pytorch.trainer import call
+
+NAME = "isograd"
+
+
+class LightningStrategy(DDPStrategy):  # type: ignore[misc]
+    """Takes the place of "ddp", "fsdp" and "deepspeed" in a Lightning Trainer; see the head of this file."""
+
+    strategy_name = NAME
+    optimizers: list[Any]
+
+    def __init__(self, layout: str | None = None, *, elementwise: bool = False, **kwargs: Any) -> None:
+        """layout: "dp4 zero3" and the like; left out, dp over all ranks. kwargs: those of Lightning's DDPStrategy that
+        say where ranks run, such as process_group_backend and timeout. elementwise: as ig.Engine takes it."""
+        super().__init__(**kwargs)
+        self.layout, self._elementwise = layout, elementwise
+        self._weight: float | Tensor | None = None  # of the batch under way, as training_step has said
+        self._rows: int | None = None  # of that batch
+        self._syncing, self._rows_said = True, False
+        self._loaded_from: Path | None = None
+        self._loop: FailureReport | None = None  # the fit under way
+
+    @property
+    def engine(self) -> Engine | None:
+        """The engine, from the moment that fit has set up."""
+        own = [one for one in self.optimizers if isinstance(one, EngineOptimizer)]
+        return own[0].engine if own else None
+
+    # -- setting up
+
+    def configure_ddp(self) -> None:
+        """Nothing is wrapped."""
+
+    def connect(self, model: Any) -> None:
+        """Lightning's, before it meets the other ranks: they may still be in the step in which a fit ended here."""
+        left = _left.pop(model, None)
+        if left is not None:
+            left.discard()
+        super().connect(model)
+
+    def setup(self, trainer: Any) -> None:
+        """Lightning's. Behind a fit at ZeRO 3 a module that is looked at or validated is whole for it."""
+        with nullcontext() if trainer.training else self._whole():
+            super().setup(trainer)
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        """Lightning's, and an engine of the one optimizer."""
+        super().setup_optimizers(trainer)
+        mesh, module = mesh_for(self.layout), self.lightning_module
+        algorithm = getattr(trainer.gradient_clip_algorithm, "value", trainer.gradient_clip_algorithm)
+        plain = lightning.LightningModule.configure_gradient_clipping
+        refuse(
+            {
+                f"{len(self.optimizers)} optimizers": len(self.optimizers) != 1,
+                f"options of DDP: {self._ddp_kwargs}": self._ddp_kwargs,
+                "a communication hook": self._ddp_comm_hook or self._model_averaging_period,
+                "a precision with a loss scale ('bf16-mixed' has none)": getattr(self.precision_plugin, "scaler", None),
+                f"gradient_clip_algorithm={algorithm!r}": trainer.gradient_clip_val and algorithm not in (None, "norm"),
+                "BaseFinetuning: it trains other parameters from epoch to epoch": _has(trainer, "BaseFinetuning"),
+                "averages of weights at zero3": mesh.layout.zero == 3
+                and _has(trainer, "WeightAveraging", "StochasticWeightAveraging"),
+                "configure_gradient_clipping": type(module).configure_gradient_clipping is not plain,
+            },
+            "this fit reduces, scales or clips gradients by itself",
+            "one optimizer of what trains in the whole fit; gradient_clip_val=... clips by the norm; averages: zero2",
+            mesh,
+        )
+        optimizer = on_shards(self.optimizers[0], module, mesh)
+        engine = Engine(module, mesh, optimizer, clip=trainer.gradient_clip_val or None, elementwise=self._elementwise)
+        name_failed_rank_in_forward(engine)
+        self._kinds = WeightKind(mesh)
+        self.optimizers = [EngineOptimizer(engine)]
+        self._loop = FailureReport(mesh)
+        self._loop.begin()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Lightning's, of any exception that ends the fit. One of a lost connection names the rank that has ended."""
+        super().on_exception(exception)
+        engine = self.engine
+        if engine is not None and not engine.step_state.already_discarded and not _is_over(self.lightning_module):
+            engine.step_state.fail(exception)
+            _left[self.lightning_module] = engine
+        if self._loop is not None:
+            found = failed_rank_error(exception, self._loop.mesh)
+            if found is not None:
+                raise found from exception
+            self._loop.fail(exception)
+
+    def teardown(self) -> None:
+        """Lightning's, when the fit is over."""
+        if self._loop is not None:
+            self._loop.end()
+        super().teardown()
+
+    # -- a batch
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Lightning's; notes the weight of the loss."""
+        self._weight, self._rows = None, rows_in((args, kwargs))
+        output = super().training_step(*args, **kwargs)
+        self._weight = output.get("weight") if isinstance(output, Mapping) else None
+        return output
+
+    def _weight_of(self, given: float | Tensor | None, engine: Engine) -> float | Tensor:
+        """given: by manual_backward, which comes before training_step returns."""
+        weight = self._weight if given is None else given
+        self._kinds.note(engine, weight is not None)
+        if weight is None:
+            if not self._rows_said and self.is_global_zero:
+                print("isograd: training_step returns no 'weight': losses weigh their rows", file=sys.stderr)
+            self._rows_said = True
+        return (self._rows or 0) if weight is None else weight
+
+    def backward(
+        self,
+        closure_loss: Tensor,
+        optimizer: Any,
+        *args: Any,
+        weight: float | Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Lightning's hooks around the engine's backward. weight: of `self.manual_backward(loss, weight=...)`."""
+        module, precision = self.lightning_module, self.precision_plugin
+        closure_loss = precision.pre_backward(closure_loss, module)
+        divided = module.trainer.accumulate_grad_batches if module.automatic_optimization else 1
+        engine = self._engine_of("backward")
+        with nullcontext() if self._syncing else engine.no_sync():
+            loss = closure_loss * divided if divided > 1 else closure_loss
+            engine.backward(loss, self._weight_of(weight, engine))
+        return precision.post_backward(closure_loss, module)  # type: ignore[no-any-return]
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Backwards in here add up on this rank."""
+        before, self._syncing = self._syncing, False
+        try:
+            yield
+        finally:
+            self._syncing = before
+
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        """The closure (forward and backward), Lightning's hooks, and the engine's step, which clips."""
+        result = closure()
+        trainer = self.lightning_module.trainer
+        call._call_callback_hooks(trainer, "on_before_optimizer_step", optimizer)
+        call._call_lightning_module_hook(trainer, "on_before_optimizer_step", optimizer)
+        optimizer.step(**kwargs)
+        return result
+
+    def _engine_of(self, asked: str) -> Engine:
+        if self.engine is None:
+            raise IntegrationError(
+                "IG866",
+                f"LightningStrategy.{asked} before fit has set up",
+                seen="no engine",
+                expected="trainer.fit(module)",
+                fix="Fabric has a strategy of its own: ig.integrations.FabricStrategy",
+            )
+        return self.engine
+
+    # -- files
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        with nullcontext() if self.engine is None else self.engine.full_parameters():
+            yield
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Whole parameters, at every stage; all ranks come here."""
+        with self._whole():
+            state = super().lightning_module_state_dict()
+            moves = self.engine is not None and self.engine.mesh.layout.zero == 3
+            return {n: v.clone() if moves and isinstance(v, Tensor) else v for n, v in state.items()}
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Lightning's, at every stage."""
+        with self._whole():
+            super().load_model_state_dict(checkpoint, strict)
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Nothing: the state is saved by all ranks, beside the file."""
+        return {}
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Lightning's file; and beside it, unless only weights are wanted, the engine's state."""
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+        if "optimizer_states" in checkpoint and self.engine is not None:
+            keeper = CheckpointManager(beside(filepath), self.engine, keep_last=1)
+            keeper.save(max(1, checkpoint["global_step"]))
+            keeper.close()
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Lightning's."""
+        self._loaded_from = Path(checkpoint_path)
+        return super().load_checkpoint(checkpoint_path, weights_only)  # type: ignore[no-any-return]
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """From the folder beside the file, under any layout."""
+        engine = self._engine_of("load_optimizer_state_dict")
+        assert self._loaded_from is not None
+        place = beside(self._loaded_from)
+        if not place.is_dir():
+            raise IntegrationError(
+                "IG867",
+                name=self._loaded_from.name,
+                seen=f"no folder {place.name}",
+                fix="start a new fit from its weights: load_from_checkpoint, and fit without ckpt_path",
+                where=engine.mesh.describe_rank(),
+            )
+        with_state = CheckpointManager(place, engine, keep_last=1)
+        with_state.load("auto")
+        with_state.close()
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Lightning's, and the folder beside the file."""
+        super().remove_checkpoint(filepath)
+        if self.is_global_zero:
+            shutil.rmtree(beside(filepath), ignore_errors=True)
+
+
+_left: WeakKeyDictionary[Any, Engine] = WeakKeyDictionary()  # by module: of a fit that an exception ended in a step
+
+
+def _is_over(module: Any) -> bool:
+    """Whether the fit that an exception ends has taken its last step, so that no rank waits in one."""
+    return bool(module.trainer.fit_loop.done)
+
+
+def _has(trainer: Any, *names: str) -> bool:
+    """Whether a callback of one of these classes takes part."""
+    return any(kind.__name__ in names for one in trainer.callbacks for kind in type(one).__mro__)
+
+
+def beside(filepath: Any) -> Path:
+    """The folder of the engine's state, of a checkpoint's file."""
+    return Path(f"{filepath}.isograd")
+
+
+if NAME not in StrategyRegistry:
+    StrategyRegistry.register(
+        NAME, LightningStrategy, description="isograd: the gradient of one device, zero0 to zero3"
+    )

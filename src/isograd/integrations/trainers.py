@@ -1,0 +1,464 @@
+"""transformers' Trainer on the engine: `Trainer = ig.integrations.trainer(Trainer)`, and nothing else changes.
+
+The subclass keeps the Trainer's loop, data, callbacks, schedules, evaluation and files. What is the engine's:
+
+1. `create_optimizer` makes the optimizer as ever, and gives it to an Engine (integrations/optimizer.py). The
+   model is not wrapped: it takes the Trainer's path for models that reduce their own gradients, without its average of
+   parameters.
+2. `training_step` asks for the loss of a micro-batch as the mean over its own labels, whatever the step's other
+   micro-batches have, and goes backward with their number as its weight. Nothing divides by steps or ranks.
+3. The balance loss of a model with experts is a term of its own (`ig.Terms`), the mean over the tokens it is of.
+4. `optimizer.step` settles, clips to `max_grad_norm` and steps, on all ranks or on none.
+5. Checkpoints have the engine's state in a folder `isograd`, which any layout loads.
+6. The ranks of a cp or tp group get the same rows (`ig.hf.shard`). Under cp the model is attached (`ig.hf.attach`);
+   under tp it is one of `ig.hf.load`.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from copy import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from isograd.checkpoint import CheckpointManager
+from isograd.comm.consensus import all_gather_object
+from isograd.core.loss_terms import Terms
+from isograd.core.mesh import Mesh
+from isograd.engine import Engine, Stats
+from isograd.errors import EngineError, IntegrationError
+from isograd.hf import attach, shard
+from isograd.hf.export import export_hf
+from isograd.integrations.optimizer import EngineOptimizer, on_shards
+from isograd.integrations.shared_rows import (
+    evaluated,
+    prepare_data_loader,
+    reasons_of_shared_rows,
+    refuse_whole_model,
+)
+from isograd.integrations.weights import labels_in, routed_in, rows_in, shifts_labels
+from isograd.integrations.world import layout_of_parallelism, mesh_for, refuse, reports_failures, store_failure
+
+FOLDER = "isograd"  # of the engine's state, inside the Trainer's folder of a checkpoint
+STEPS_IN_BACKWARD = ("lomo", "adalomo", "layerwise")
+
+
+_Base: Any = object
+
+
+class EngineTrainerMixin(_Base):  # type: ignore[misc]
+    """What `trainer` puts before a Trainer class."""
+
+    isograd_layout: str | None = None
+    model_axes = "dp cp tp"  # of a layout
+    args: Any
+    optimizer: Any
+    loss_is_scaled_for_ga = True  # "do not divide by accumulation steps"
+    divides_by_step = True  # whether a loss that says this of itself divides by counts of the whole step
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        given: Any = kwargs.get("args", args[1] if len(args) > 1 else None)
+        layout, parallelism = self.isograd_layout, getattr(given, "parallelism_config", None)
+        if parallelism is not None:
+            layout = layout_of_parallelism(parallelism, layout)
+            without = copy(given)
+            without.parallelism_config = None  # accelerate would wrap the model by it
+            args, kwargs = (args[0], without, *args[2:]) if len(args) > 1 else args, dict(kwargs)
+            kwargs |= {"args": without} if "args" in kwargs else {}
+        super().__init__(*args, **kwargs)
+        self.mesh: Mesh = mesh_for(layout, self.model_axes)
+        self.args = copy(self.args)  # the script's own may be another Trainer's, too
+        self.args.average_tokens_across_devices = False  # no factor of ranks in a loss: the engine divides, once
+        self.loss_is_scaled_for_ga = True
+        self._refuse_arguments()
+        refuse_whole_model(self.model, self.mesh)
+        self.accelerator.backward = self._backward
+        if self._shares_rows:
+            self.accelerator.prepare_data_loader = self._prepare_data_loader
+        if self.mesh.size("cp") > 1 and not hasattr(self.model, "_isograd_attached"):  # ig.hf.load has attached its own
+            attach(self.model, self.mesh)
+        self._micros: list[Any] = []  # of the step under way
+        self._weight: float | Tensor = 0.0  # of the micro-batch under way
+        self._routed_tokens: float | Tensor = 0.0
+        self._router_losses: list[Mapping[str, Any]] = []  # what its forwards said beside the loss
+        self._forward_hook: Any = None
+        self._loss_before: Tensor | None = None  # the Trainer's sum of losses when the step began
+        self._rows_said = False
+        self._computes_loss = any(
+            "compute_loss" in vars(kind) and kind.__module__.partition(".")[0] not in ("transformers", "trl", "isograd")
+            for kind in type(self).__mro__
+        )  # in the script, perhaps without the count that it is given
+        self._weighs = False  # while a training_step of this integration runs
+
+    @property
+    def _shares_rows(self) -> bool:
+        """Whether several ranks work on the same rows: those of a cp or a tp group."""
+        return self.mesh.size("cp") * self.mesh.size("tp") > 1
+
+    @property
+    def engine(self) -> Engine:
+        """The engine of this Trainer, made when training begins."""
+        assert isinstance(self.optimizer, EngineOptimizer), "no training has begun"
+        return self.optimizer.engine
+
+    def _refuse_arguments(self) -> None:
+        refuse(
+            self._reasons(),
+            "this Trainer reduces, steps or divides by itself",
+            "leave it out: --isograd 'zero3' takes the place of fsdp and deepspeed, and ig.losses in your own loop "
+            "that of a loss that divides by itself",
+            self.mesh,
+        )
+
+    def _reasons(self) -> dict[str, Any]:
+        """What is refused, and whether it is so."""
+        args, others = self.args, [kind for kind in type(self).__mro__ if kind is not EngineTrainerMixin]
+        says = next((kind for kind in others if "loss_is_scaled_for_ga" in vars(kind)), object)
+        of_step = self.divides_by_step and vars(says).get("loss_is_scaled_for_ga") is True
+        optim = str(getattr(args.optim, "value", args.optim))
+        return {
+            **(reasons_of_shared_rows(self, others) if self._shares_rows else {}),
+            "fsdp": args.fsdp,
+            "deepspeed": self.is_deepspeed_enabled,
+            "a model loaded with DistributedConfig": self.is_distributed_loading_by_transformers,
+            "several GPUs in one process": args.n_gpu > 1,
+            "a model over several devices": self.is_model_parallel,
+            "fp16 (bf16 works)": args.mixed_precision == "fp16",
+            "auto_find_batch_size": args.auto_find_batch_size,
+            f"optim={optim!r}, which steps inside backward": any(w in optim for w in STEPS_IN_BACKWARD),
+            f"{says.__name__}, whose loss is divided by counts of the whole step": of_step,
+            "sync_ref_model with zero3, which has no whole weights to mix in": self._syncs_reference
+            and self.mesh.layout.zero == 3,
+        }
+
+    @property
+    def _syncs_reference(self) -> bool:
+        """Whether TRL mixes the weights into its reference model from time to time."""
+        return bool(getattr(self.args, "sync_ref_model", False))
+
+    # -- the engine in the place of DDP
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        """The Trainer's own, on the engine's row shards."""
+        if isinstance(self.optimizer, EngineOptimizer):
+            return self.optimizer
+        super().create_optimizer(model)
+        optimizer = on_shards(self.optimizer, self.model, self.mesh)
+        try:
+            engine = Engine(self.model, self.mesh, optimizer, clip=self.args.max_grad_norm or None)
+        except EngineError as error:
+            raise self._of_optimizer(error) if error.code == "IG542" else error from None
+        self.optimizer = EngineOptimizer(engine, self._stepped)
+        self.model._isograd_trained_by = id(engine)
+        if self._forward_hook is not None:
+            self._forward_hook.remove()
+        self._forward_hook = self.model.register_forward_hook(self._record_forward)
+        return self.optimizer
+
+    def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
+        """The Trainer's."""
+        schedule = super().create_scheduler(*args, **kwargs)
+        kind = type(schedule)
+        if kind.__name__ == "AdafactorSchedule" and kind.get_lr is not _rates_of_adafactor:
+            # Its class, not an attribute: a checkpoint has all attributes of a schedule.
+            schedule.__class__ = type(kind.__name__, (kind,), {"get_lr": _rates_of_adafactor})
+        return schedule
+
+    def _of_optimizer(self, error: EngineError) -> EngineError:
+        """The error of an optimizer that cannot step rows, in the words of a script."""
+        optim = str(getattr(self.args.optim, "value", self.args.optim))
+        return EngineError(
+            "IG542",
+            error.what,
+            seen=f"optim={optim!r} under {str(self.mesh.layout)!r}; {error.seen}",
+            expected="an elementwise optimizer, such as optim='adamw_torch' or 'sgd'; or whole parameters",
+            fix="--isograd zero0 steps whole parameters with any optimizer; or another optim",
+            where=self.mesh.describe_rank(),
+        )
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """The Trainer's."""
+        with reports_failures(self.mesh):
+            return super().train(*args, **kwargs)
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        self._loss_before = None
+        if isinstance(self.optimizer, EngineOptimizer):  # a further train()
+            self._refuse_taken_over()
+            self.engine.discard()
+        self.is_distributed_loading_by_transformers = True  # the path of models that reduce by themselves
+        try:
+            return super()._prepare_for_training(*args, **kwargs)
+        finally:
+            self.is_distributed_loading_by_transformers = False
+
+    def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        """The Trainer's. A checkpoint from which a run would go on otherwise than without the cut is refused."""
+        epochs, micros = super()._init_training_state(*args, **kwargs)
+        for what, fix in self._not_saved(micros).items() if self.state.global_step else ():
+            raise IntegrationError(
+                "IG873",
+                f"{what}, and a checkpoint does not have it",
+                seen=f"a checkpoint of step {self.state.global_step}",
+                expected="a run that goes on as it would have without the cut",
+                fix=fix,
+                where=self.mesh.describe_rank(),
+            )
+        return epochs, micros
+
+    def _not_saved(self, micros: int) -> dict[str, str]:
+        """What a run goes on with behind so many micro-batches of an epoch that no checkpoint has, and what to do."""
+        start = "begin a new run from the checkpoint's weights"
+        return {"training goes on with the mixed reference of sync_ref_model": start} if self._syncs_reference else {}
+
+    def _sync_replicated_trainable_parameters(self, model: nn.Module) -> None:
+        """Nothing: the engine made the copies equal, and sums their gradients."""
+
+    def _refuse_taken_over(self) -> None:
+        if getattr(self.model, "_isograd_trained_by", None) != id(self.engine):
+            raise IntegrationError(
+                "IG858",
+                "another Trainer has trained this model since, and holds its gradients now",
+                seen="a further train() of the first one",
+                expected="one Trainer that trains a model at a time",
+                fix="make a new Trainer for the model",
+                where=self.mesh.describe_rank(),
+            )
+
+    # -- sequences that are cut
+
+    def get_cp_size(self) -> int:
+        """How many ranks share their rows: the Trainer counts a step's rows by it."""
+        return self.mesh.size("cp")
+
+    def get_tp_size(self) -> int:
+        """The same, of tp."""
+        return self.mesh.size("tp")
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """The Trainer's. At zero3 the engine fills a model of `ig.hf.load`, which has no values before."""
+        if not any(parameter.is_meta for parameter in model.parameters()):
+            super()._move_model_to_device(model, device)
+
+    def _prepare_data_loader(self, loader: Any, device_placement: bool | None = None, **_: Any) -> Any:
+        """accelerate's, which deals batches to ranks; here to groups that share them."""
+        return prepare_data_loader(self.accelerator, loader, self.mesh, device_placement)
+
+    def prediction_step(self, model: nn.Module, inputs: Any, prediction_loss_only: bool, *args: Any, **kw: Any) -> Any:
+        """The Trainer's. Of cut sequences: the loss is the mean over the labels of all parts, and logits are of all."""
+        if not self._shares_rows:
+            return super().prediction_step(model, inputs, prediction_loss_only, *args, **kw)
+        inputs = self._prepare_inputs(inputs)
+        with self.compute_loss_context_manager():
+            loss, logits = evaluated(model, inputs, self.mesh, logits=not prediction_loss_only)
+        return loss, logits, None if prediction_loss_only else inputs.get("labels")
+
+    # -- a micro-batch
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """The Trainer's: all micro-batches of a step."""
+        self._micros, count = super().get_batch_samples(*args, **kwargs)
+        return self._micros, count
+
+    def loss_weight(self, inputs: Mapping[str, Any]) -> float | Tensor:
+        """How many things the loss of a micro-batch is the mean of: its labels, without any its rows. Override this
+        for a loss that is the mean of something else."""
+        labels = labels_in(inputs, shifted=shifts_labels(self.model))
+        if labels is not None:
+            return labels
+        if not self._rows_said and self.mesh.rank == 0:
+            print("isograd: batches have no 'labels': losses are weighed by their rows", file=sys.stderr)
+        self._rows_said = True
+        return rows_in(inputs) or 0
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """Forward and backward of a micro-batch; the loss returned is the mean over its own labels."""
+        if self._loss_before is None:
+            self._loss_before = self._tr_loss.clone()
+        self._router_losses = []
+        self._routed_tokens = routed_in(inputs) if isinstance(inputs, Mapping) else 0
+        cuts = self._shares_rows
+        if cuts:
+            part = shard(self._prepare_inputs(inputs), self.mesh)
+            inputs, self._weight = part.inputs, part.weight
+            num_items_in_batch = None if num_items_in_batch is None else part.weight.clamp(min=1)
+        else:
+            self._weight = self.loss_weight(inputs)
+        if num_items_in_batch is not None and not cuts:
+            # Of GPT-2 and others the Trainer counts each row's first label, too, and divides by that count.
+            own = None if self._computes_loss else self._get_num_items_in_batch([inputs], self.args.device)
+            self._weight = num_items_in_batch = self._weight if own is None else own
+        self.current_gradient_accumulation_steps = 1  # TRL divides its balance loss by it
+        self._weighs = True
+        try:
+            loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
+        except Exception as error:
+            self._report_failure(error)
+            raise
+        finally:
+            self._router_losses, self._weighs = [], False
+        return loss
+
+    def _report_failure(self, error: Exception) -> None:
+        """Tell the other ranks, which wait at their step, that this one failed. (A loss that communicates may have them
+        wait elsewhere: then the error alone ends this rank.)"""
+        from transformers.trainer import Trainer
+
+        plain = all(
+            "compute_loss" not in vars(kind)
+            for kind in type(self).__mro__
+            if issubclass(kind, Trainer) and kind is not Trainer
+        )
+        step_state = self.engine.step_state
+        if plain and not step_state.already_discarded:
+            store_failure(self.mesh.rank, error)  # at ZeRO 3 the others meet this rank before their step
+            step_state.fail(error)
+            self.engine.discard()
+
+    def _backward(self, loss: Tensor, **_: Any) -> None:
+        """In the place of accelerate's: no division, and a weight."""
+        engine = self.engine
+        if not self._weighs:
+            raise IntegrationError(
+                "IG871",
+                "a training_step goes backward by itself, and nothing says what its loss is the mean of",
+                seen=f"{type(self).__name__}.training_step without super().training_step",
+                expected="super().training_step(model, inputs, num_items_in_batch)",
+                fix="override compute_loss, or loss_weight, instead",
+                where=self.mesh.describe_rank(),
+            )
+        last = self.accelerator.sync_gradients
+        with nullcontext() if last else engine.no_sync():
+            engine.backward(self._with_balance(loss), self._weight)
+
+    # -- a model with experts
+
+    def _record_forward(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
+        """What a forward of a training step says beside its loss."""
+        if self.model.training and torch.is_grad_enabled() and isinstance(output, Mapping):
+            said = {n: v for n, v in output.items() if n.endswith(("aux_loss", "z_loss")) and isinstance(v, Tensor)}
+            self._router_losses += [said] if any(value.requires_grad for value in said.values()) else []
+
+    def _with_balance(self, loss: Tensor) -> Tensor | Terms:
+        """The loss in two terms, where a balance loss is in it: that one is a mean over routed tokens, not labels."""
+        named = [(name, value) for said in self._router_losses for name, value in said.items() if value.requires_grad]
+        shares = torch.autograd.grad(loss, [v for _, v in named], retain_graph=True, allow_unused=True) if named else []
+        parts = [(n, v, float(share)) for (n, v), share in zip(named, shares, strict=True) if share is not None]
+        parts = [part for part in parts if part[2]]
+        if not parts:
+            return loss
+        if [name for name, _, _ in parts] != ["aux_loss"] or self._shares_rows:
+            raise IntegrationError(
+                "IG859",
+                "the loss has further losses of the experts in it than one balance loss",
+                seen=", ".join(f"{share:g} * {name}" for name, _, share in parts),
+                expected="aux_loss, once in a micro-batch: a mean over routed tokens; under cp and tp none",
+                fix="set their coefficients in the model's config to 0",
+                where=self.mesh.describe_rank(),
+            )
+        (_, balance, share) = parts[0]
+        if self.engine.step_state.term_weights.expected is None:
+            rest = self._micros or []
+            self.engine.begin(
+                lm=sum(float(self.loss_weight(micro)) for micro in rest),
+                balance=sum(float(routed_in(micro)) for micro in rest),
+            )
+        return Terms(lm=(loss - share * balance, self._weight), balance=(balance, self._routed_tokens, share))
+
+    # -- a step
+
+    def _clip_grad_norm(self, model: nn.Module) -> None:
+        """The engine's step clips."""
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> None:
+        """Known when the engine has stepped."""
+
+    def _stepped(self, stats: Stats) -> None:
+        """The sum that the Trainer logs from gets the loss of the step, as it is on one device."""
+        before, self._loss_before = self._loss_before, None
+        if before is not None:
+            steps = 1 + self.state.global_step - self._globalstep_last_logged
+            shown = (
+                stats.loss
+                if math.isfinite(stats.loss) or not self.args.logging_nan_inf_filter
+                else float(before) / steps
+            )
+            self._tr_loss.copy_(before + shown)
+
+    def _maybe_log_save_evaluate(self, tr_loss: Tensor, grad_norm: Any, *args: Any, **kwargs: Any) -> None:
+        stats = self.optimizer.stats
+        super()._maybe_log_save_evaluate(tr_loss, None if stats is None else stats.grad_norm, *args, **kwargs)
+
+    # -- files
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """Every parameter whole on this rank; at ZeRO 3 all ranks come here together."""
+        if isinstance(self.optimizer, EngineOptimizer):
+            with self.engine.full_parameters():
+                yield
+        else:
+            yield
+
+    def save_model(self, *args: Any, **kwargs: Any) -> None:
+        """The Trainer's; of a model that tp cuts, `ig.checkpoint.export_hf` into the folder."""
+        if self.mesh.size("tp") > 1:
+            export_hf(self.engine, args[0] if args else kwargs.get("output_dir") or self.args.output_dir)
+            return
+        with self._whole():
+            super().save_model(*args, **kwargs)
+
+    def _load_best_model(self) -> None:
+        with self._whole():
+            super()._load_best_model()
+
+    def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        if self.mesh.size("tp") > 1:
+            return  # the engine's state has all weights
+        with self._whole():
+            super()._load_from_checkpoint(*args, **kwargs)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        keeper = CheckpointManager(Path(output_dir) / FOLDER, self.engine, keep_last=1)
+        keeper.save(self.state.global_step, {"scheduler": self.lr_scheduler.state_dict()})
+        keeper.close()
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        place = Path(checkpoint) / FOLDER
+        there, foreign = all_gather_object([place.is_dir(), (Path(checkpoint) / "optimizer.pt").exists()], self.mesh)[0]
+        if not there and foreign:
+            raise IntegrationError(
+                "IG860",
+                f"{Path(checkpoint).name} has the optimizer of a Trainer without isograd",
+                seen="optimizer.pt, which is a pickle, and no folder 'isograd'",
+                expected="a checkpoint that was saved by this integration",
+                fix="start a new run from its weights: from_pretrained(checkpoint), and train() without resuming",
+                where=self.mesh.describe_rank(),
+            )
+        if not there:
+            warnings.warn(f"isograd: {Path(checkpoint).name} has weights only: the optimizer starts anew", stacklevel=2)
+            return
+        keeper = CheckpointManager(place, self.engine, keep_last=1)
+        found = keeper.load("auto")
+        keeper.close()
+        assert found is not None, "a folder of a checkpoint without one"
+        self.lr_scheduler.load_state_dict(found.extra["scheduler"])
+
+
+def _rates_of_adafactor(schedule: Any) -> list[Any]:
+    """Those by which Adafactor steps, for the log. transformers' schedule takes a gradient for the sign of a step; the
+    engine has dropped gradients by then, and the optimizer's state says it."""
+    adafactor, first = schedule.optimizer, [group["params"][0] for group in schedule.optimizer.param_groups]
+    groups = zip(adafactor.param_groups, first, strict=True)
+    return [float(adafactor._get_lr(group, adafactor.state[p])) for group, p in groups if p in adafactor.state] or list(
+        schedule.base_lrs
+    )

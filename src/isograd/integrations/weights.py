@@ -1,0 +1,114 @@
+"""What a loss of another library is a mean of: labels, where a batch has some; else its rows."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from isograd.core.mesh import Mesh
+from isograd.engine import Engine
+from isograd.errors import EngineError
+
+IGNORED = -100  # the label that losses of torch and transformers leave out
+
+
+def labels_in(batch: Mapping[str, Any], *, shifted: bool) -> Tensor | None:
+    """How many labels count; None where the batch has no labels. shifted: the loss leaves out each row's first one."""
+    labels = batch.get("shift_labels")
+    if labels is None:
+        labels = batch.get("labels")
+        if isinstance(labels, Tensor) and shifted and labels.dim() > 1:
+            labels = labels[..., 1:]
+    return labels.ne(IGNORED).sum() if isinstance(labels, Tensor) else None
+
+
+def shifts_labels(model: object) -> bool:
+    """Whether a model of transformers leaves out each row's first label. GPT-2 and others say no kind of loss, and are
+    known by their names."""
+    from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+
+    name, kind = type(model).__name__, getattr(model, "loss_type", None)
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return False
+    return LOSS_MAPPING.get(str(kind)) is ForCausalLMLoss or (kind is None and ("LMHead" in name or "CausalLM" in name))
+
+
+def labels_of_loss(model: object, batch: Mapping[str, Any]) -> Tensor | None:
+    """How many labels the loss is the mean of that a model of transformers makes of this batch by itself. None: there
+    are no labels, or it is not known which of them count."""
+    if not hasattr(model, "loss_function"):
+        return None
+    from transformers.loss.loss_utils import LOSS_MAPPING
+
+    shifts = shifts_labels(model)
+    known = shifts or str(getattr(model, "loss_type", None)) in LOSS_MAPPING
+    return labels_in(batch, shifted=shifts) if known else None
+
+
+class WeightKind:
+    """Of the losses of a step: some with a weight, or all by their rows. The two are no counts of the same things."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh, self._step, self._weighed = mesh, -1, False
+
+    def note(self, engine: Engine, weighed: bool) -> None:
+        """A loss of the step that `engine` has under way."""
+        step = engine.step_state.ended
+        if step == self._step and weighed != self._weighed:
+            seen = "a loss with a weight, and one without, in one step"
+            raise EngineError("IG535", seen=seen, where=self._mesh.describe_rank())
+        self._step, self._weighed = step, weighed
+
+
+class LabelCounter:
+    """Listens to a model's forwards: a loss that the model has made of labels weighs these, any other one its rows."""
+
+    def __init__(self, model: nn.Module, call: str, mesh: Mesh) -> None:
+        """call: what was called without weight=, for the line by which rank 0 says so once."""
+        self._call, self._speaks = call, mesh.rank == 0
+        self._kinds = WeightKind(mesh)
+        self._rows = 0
+        self._loss: Tensor | None = None  # made by the model's last forward
+        self._labels: Tensor | None = None
+        model.register_forward_hook(self._record_forward, with_kwargs=True)
+
+    def _record_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if torch.is_grad_enabled():
+            self._rows = rows_in((args, kwargs)) or 0
+            self._loss = output.get("loss") if isinstance(output, Mapping) else None
+            self._labels = None if self._loss is None else labels_of_loss(model, kwargs)
+
+    def made(self, loss: Tensor) -> bool:
+        """Whether the model made this loss of labels in its last forward."""
+        return self._labels is not None and loss is self._loss
+
+    def weight_of(self, loss: Tensor, given: float | Tensor | None, engine: Engine) -> float | Tensor:
+        """What a loss of the last forward is the mean of: what was given; else what is known of it."""
+        if given is None and self.made(loss):
+            given = self._labels
+        self._kinds.note(engine, given is not None)
+        if given is not None:
+            return given
+        if self._speaks:
+            print(f"isograd: {self._call} without weight=: losses weigh their rows", file=sys.stderr)
+        self._speaks = False
+        return self._rows
+
+
+def rows_in(batch: object) -> int | None:
+    """The length of the first tensor in a batch; None where it has none."""
+    leaves = torch.utils._pytree.tree_leaves(batch)
+    return next((len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), None)
+
+
+def routed_in(batch: Mapping[str, Any]) -> Tensor | int:
+    """The tokens that a model of experts routes: those that its balance loss is taken over."""
+    mask = batch.get("attention_mask")
+    if isinstance(mask, Tensor):
+        return mask.ne(0).sum()
+    inputs = batch.get("input_ids")
+    return inputs.numel() if isinstance(inputs, Tensor) else rows_in(batch) or 0

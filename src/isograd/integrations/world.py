@@ -1,0 +1,265 @@
+"""The mesh of a script that another library started: from a layout given in code, or by `--isograd` beside its options.
+
+A model that another library has built is whole. Every integration has dp and the ZeRO stages; those that cut the batch
+of a model of transformers have cp, too.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from functools import cache, partial
+from importlib.util import find_spec
+from typing import Any
+
+from isograd.comm import raw
+from isograd.core.layout import Layout
+from isograd.core.mesh import Mesh
+from isograd.engine import Engine
+from isograd.errors import IntegrationError, IsogradError
+
+OPTION = "--isograd"
+
+
+def require_packages(packages: Iterable[str], integration: str) -> None:
+    """Raise IG850 when a package that an integration stands on is not installed."""
+    missing = [package for package in packages if find_spec(package) is None]
+    if missing:
+        raise IntegrationError(
+            "IG850",
+            f"{integration} needs {' and '.join(missing)}",
+            seen="no such package in this environment",
+            fix=f"pip install {' '.join(missing)}",
+        )
+
+
+def layout_option(given: str | None) -> str | None:
+    """The layout of `--isograd LAYOUT` or `--isograd=LAYOUT` on this process's command line; else the one given.
+
+    The option is taken out of sys.argv, which the script reads; sys.orig_argv keeps it for further Trainers.
+    """
+    found = _option_in(sys.argv)
+    if found is not None:
+        place, count, layout = found
+        words = sys.argv[place : place + count]
+        del sys.argv[place : place + count]
+        if _option_in(sys.orig_argv) is None:  # a process whose sys.argv was set by the one that started it
+            sys.orig_argv += words
+        return layout
+    found = _option_in(sys.orig_argv)
+    return given if found is None else found[2]
+
+
+def _option_in(words: list[str]) -> tuple[int, int, str] | None:
+    """(place, how many words, layout) of the option."""
+    for place, word in enumerate(words[1:], 1):
+        name, equals, value = word.partition("=")
+        if name == OPTION and equals:
+            return place, 1, value
+        if name == OPTION and place + 1 < len(words):
+            return place, 2, words[place + 1]
+        if name == OPTION:
+            raise IntegrationError("IG854", f"{OPTION} stands without a layout", expected=f"{OPTION} 'dp2 zero1'")
+    return None
+
+
+def mesh_for(layout: str | None, axes: str = "dp") -> Mesh:
+    """The mesh of the running world. A layout without dp gives dp the ranks that its other axes leave. axes: those that
+    the integration has."""
+    ranks = raw.world()[1]
+    words = layout or ""
+    if not re.search(r"\bdp\d", words):
+        words = f"dp{max(1, ranks // Layout.parse(words).world_size)} {words}"
+    mesh = Mesh(Layout.parse(words))
+    report_uncaught_exception(mesh.rank, ranks)
+    others = [f"{axis}{mesh.size(axis)}" for axis in ("cp", "tp", "pp", "ep") if mesh.size(axis) > 1]
+    missing = [axis for axis in others if axis[:2] not in axes.split()]
+    if missing:
+        raise IntegrationError(
+            "IG855",
+            f"this integration does not cut a model over {', '.join(missing)}",
+            seen=str(mesh.layout),
+            expected=f"{' and '.join(axes.split())} with zero0 to zero3",
+            fix="cp: Trainer = ig.integrations.trainer(Trainer, 'dp2 cp2 ulysses zero1'), or "
+            '"sequence_parallel_size": 2 in DeepSpeed\'s config. tp, pp, ep: model = ig.hf.load(folder, mesh); '
+            "engine = ig.Engine(model, mesh, optimizer); part = ig.hf.shard(batch, mesh); "
+            "engine.backward(model(**part.inputs).loss, weight=part.weight)",
+            where=mesh.describe_rank(),
+        )
+    return mesh
+
+
+def layout_of_parallelism(config: Any, layout: str | None) -> str:
+    """accelerate's ParallelismConfig in the words of a layout. FSDP2 shards over dp_shard_size and cp_size: zero3,
+    unless `layout`, which may name nothing else, has another stage."""
+    stage = Layout.parse(layout or "")
+    replicas, shards, rings = config.dp_replicate_size, config.dp_shard_size, config.cp_size
+    if stage.world_size > 1 or (replicas > 1 and shards > 1):
+        raise IntegrationError(
+            "IG855",
+            "a ParallelismConfig that is no layout",
+            seen=f"dp_replicate_size={replicas}, dp_shard_size={shards}, layout={layout!r}",
+            expected="dp_replicate_size or dp_shard_size, and a layout that names a ZeRO stage only, if any",
+            fix="leave parallelism_config out: ig.integrations.trainer(Trainer, 'dp4 cp2 ring zero3')",
+        )
+    words = [f"dp{replicas * shards}"] if replicas * shards > 1 else []  # left out: the ranks that the others leave
+    words += [f"cp{rings} ring"] if rings > 1 else [f"cp{config.sp_size} ulysses"] if config.sp_size > 1 else []
+    words += [f"tp{config.tp_size}"] if config.tp_size > 1 else []
+    named = layout is not None and "zero" in layout
+    return " ".join([*words, f"zero{stage.zero if named else 3 if shards > 1 or rings > 1 else 0}"])
+
+
+def refuse(reasons: dict[str, Any], what: str, fix: str, mesh: Mesh) -> None:
+    """Raise IG856 for each of these that is set."""
+    found = [name for name, is_set in reasons.items() if is_set]
+    if found:
+        raise IntegrationError(
+            "IG856", what, seen=", ".join(found), expected="none of these", fix=fix, where=mesh.describe_rank()
+        )  # fmt: skip
+
+
+class FailureReport:
+    """A foreign loop of all ranks, between `begin` and `end`, or an exception (`fail`).
+
+    The rank that fails notes its error in the store where the ranks met; the others, which lose their connection to
+    it, read it there (`name_failed_rank`). Without torchrun's agent the store is rank 0's and ends with it: so while a
+    loop runs, a thread of each other rank asks for rank 0's note twice a second, and rank 0 ends when all have it.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self._over = threading.Event()
+
+    def begin(self) -> None:
+        """Nothing has failed."""
+        raw.store_set(f"{ENDED}{self.mesh.rank}", "")
+        _rank_0_failure.clear()
+        line = _line_to_rank_0() if self.mesh.rank else None
+        if line is not None:
+            threading.Thread(target=_listen, args=(line, self.mesh.rank, self._over), daemon=True).start()
+
+    def end(self) -> None:
+        """The loop is over."""
+        self._over.set()
+
+    def fail(self, error: BaseException) -> None:
+        """Note the error with which this rank leaves the loop."""
+        store_failure(self.mesh.rank, error)
+        _failed.append(self)
+
+
+@contextmanager
+def reports_failures(mesh: Mesh) -> Iterator[None]:
+    """A foreign loop of all ranks. When an exception ends it on one of them, and others lose their connection to that
+    one, they raise IG870, which names the rank and its error, in the place of the backend's own."""
+    loop = FailureReport(mesh)
+    loop.begin()
+    try:
+        with name_failed_rank(mesh):
+            yield
+    except Exception as error:
+        loop.fail(error)
+        raise
+    finally:
+        loop.end()
+
+
+ENDED, HEARD = "ended/", "heard/"  # and a rank: the error with which it has left a loop; that of rank 0 that it knows
+OF_OTHERS = ("IG550", "IG572", "IG870")  # the errors of a rank that is well
+PATIENCE = 3.0  # seconds that rank 0 waits for the others to know its error
+_failed: list[FailureReport] = []  # of this process
+_rank_0_failure: list[str] = []  # of rank 0, whose store may have ended with it
+
+
+def _line_to_rank_0() -> Any:
+    """A connection to the store that ends with rank 0; None where a file or torchrun's agent keeps it."""
+    return None if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else raw.clone_store(flags=True)
+
+
+def _listen(line: Any, rank: int, over: threading.Event) -> None:
+    with suppress(RuntimeError):  # rank 0 has ended without a word
+        while not over.wait(0.5):
+            said = raw.store_get(f"{ENDED}0", line)
+            if said and said not in _rank_0_failure:
+                _rank_0_failure[:] = [said]
+                raw.store_set(f"{HEARD}{rank}", said, line)
+
+
+@cache  # once in a process
+def report_uncaught_exception(rank: int, ranks: int) -> None:
+    """Where an exception that nobody catches ends this process, the others can read which (`name_failed_rank`)."""
+    atexit.register(_report_at_exit, rank, ranks)
+
+
+def _report_at_exit(rank: int, ranks: int) -> None:
+    error = getattr(sys, "last_value", None)  # the interpreter leaves it here behind its traceback
+    if error is None:
+        return
+    store_failure(rank, error)
+    if _failed and rank == 0 and _line_to_rank_0() is not None:
+        notes = [f"{HEARD}{other}" for other in range(1, ranks)]
+        said, until = raw.store_get(f"{ENDED}0"), time.monotonic() + PATIENCE
+        while said and time.monotonic() < until and any(raw.store_get(note) != said for note in notes):
+            time.sleep(0.05)
+
+
+def store_failure(rank: int, error: BaseException) -> None:
+    """Let the others know the error with which this rank leaves a loop, unless one of theirs is why."""
+    if _of_connection(error) or (isinstance(error, IsogradError) and error.code in OF_OTHERS):
+        return
+    with suppress(RuntimeError):  # the rank that kept the store has ended
+        raw.store_set(f"{ENDED}{rank}", f"{type(error).__name__}: {error}"[:500])
+
+
+@contextmanager
+def name_failed_rank(mesh: Mesh) -> Iterator[None]:
+    """Around a call in which this rank waits for others: where one of them has ended, IG870 names it and its error."""
+    try:
+        yield
+    except (RuntimeError, IsogradError) as error:
+        found = failed_rank_error(error, mesh)
+        if found is None:
+            raise
+        raise found from error
+
+
+def name_failed_rank_in_forward(engine: Engine) -> None:
+    """The same, where a forward of ZeRO 3 waits for blocks of other ranks."""
+    if engine._units is not None:
+        engine._units.named = partial(failed_rank_error, mesh=engine.mesh)
+
+
+def failed_rank_error(error: BaseException, mesh: Mesh) -> IntegrationError | None:
+    """IG870, of a backend's error of a connection that is lost; and of IG572, at ZeRO 3, where this rank has met one
+    that has failed at another place. None of any other error."""
+    elsewhere = isinstance(error, IsogradError) and error.code == "IG572"
+    if not elsewhere and not _of_connection(error):
+        return None
+    said = "; ".join(f"rank 0: {words}" for words in _rank_0_failure)
+    for rank in () if said else range(mesh.layout.world_size):
+        note = raw.store_get(f"{ENDED}{rank}")
+        said = said or (f"rank {rank}: {note}" if note else "")
+    if elsewhere and not said:
+        return None
+    return IntegrationError(
+        "IG870",
+        "another rank has left the loop",
+        seen=said or "no word of the rank that ended",
+        expected="all ranks in one loop until its end",
+        fix="this rank is well: see that one's error",
+        where=mesh.describe_rank(),
+    )
+
+
+def _of_connection(error: BaseException) -> bool:
+    """Whether a backend says that it has lost another rank."""
+    return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in LOST)
+
+
+LOST = ("closed by peer", "reset by peer", "broken pipe", "connection closed", "connection refused")

@@ -1,0 +1,151 @@
+"""Chunks of a tower's rows for GradCache: cutting the inputs, encoding a chunk twice with the same random draws, and
+keeping the graphs of as many chunks as fit into a budget of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as tree
+
+from isograd.engine.batches import call
+from isograd.errors import ContrastiveError
+
+Encode = Callable[..., Any]
+RandomState = tuple[Tensor, Tensor | None]
+
+_PARTS = {  # of the layouts whose tensors have no storage of their own
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+    torch.jagged: ("offsets", "values"),
+}
+
+
+def rows_of(inputs: Any) -> int:
+    """The number of rows of a tensor, or of the tensors in a dict, tuple or list, which must agree."""
+    rows = {len(t) for t in tree.tree_leaves(inputs) if isinstance(t, Tensor) and t.dim()}
+    if len(rows) != 1:
+        raise row_count_error(sorted(rows))
+    return rows.pop()
+
+
+def row_count_error(seen: object, where: str | None = None) -> ContrastiveError:
+    """IG961, to be raised."""
+    return ContrastiveError("IG961", seen=seen, where=where)
+
+
+def cut(inputs: Any, first: int, rows: int) -> Any:
+    """Rows `first` to `first + rows` of every tensor in `inputs`. Scalars and other values are passed on unchanged."""
+    return tree.tree_map(lambda t: t[first : first + rows] if isinstance(t, Tensor) and t.dim() else t, inputs)
+
+
+def encode_chunk(encode: Encode, inputs: Any) -> Tensor:
+    """The encoder's vectors [rows, d] of a chunk. An empty chunk is encoded as one row of ones whose vector is dropped:
+    few models accept an empty batch."""
+    rows = rows_of(inputs)
+    vectors = call(encode, inputs if rows else tree.tree_map(_ones, inputs))
+    if not isinstance(vectors, Tensor) or vectors.dim() != 2 or len(vectors) != max(1, rows):
+        shape = tuple(vectors.shape) if isinstance(vectors, Tensor) else type(vectors).__name__
+        raise ContrastiveError(
+            "IG962",
+            "an encoder that does not return one vector per row",
+            seen=f"{shape} for {max(1, rows)} rows",
+            expected="a tensor [rows, d]",
+            fix="give encode=lambda **inputs: pool(model(**inputs)), a function of a chunk",
+        )
+    return vectors[:rows]
+
+
+def place_rows(whole: Tensor, first: int, vectors: Tensor) -> None:
+    """Write a chunk's vectors into the tower's, from row `first` on."""
+    if vectors.shape[1] != whole.shape[1]:
+        raise ContrastiveError(
+            "IG962",
+            "an encoder whose vectors have another length for another chunk",
+            seen=f"{vectors.shape[1]} numbers for a row, and {whole.shape[1]} in the tower's first chunk",
+            expected="tensors [rows, d] of one d for all rows of a tower",
+        )
+    whole[first : first + len(vectors)] = vectors
+
+
+class Budget:
+    """Bytes that the graphs of chunks may hold until their backward, beside what is in memory anyway: parameters,
+    buffers and the towers' inputs. Several chunks may hold the same storage; it is counted with the first of them."""
+
+    def __init__(self, megabytes: float, model: nn.Module, inputs: Any) -> None:
+        self.left = megabytes * 2**20
+        self._free: set[Hashable] = set()
+        if self.left:
+            present = [*model.parameters(), *model.buffers(), *tree.tree_leaves(inputs)]
+            self._free.update(key for x in present if isinstance(x, Tensor) for key in _storages(x))
+
+    def encode_kept(self, encode: Encode, inputs: Any) -> tuple[Tensor, bool]:
+        """The encoder's vectors of a chunk, with its graph, and whether that fits. When one does not, none is kept
+        after it: the next one would need the memory that this one needed in vain."""
+        held: dict[Hashable, int] = {}
+
+        def pack(tensor: Tensor) -> tuple[Tensor, int]:
+            held.update((key, size) for key, size in _storages(tensor).items() if key not in self._free)
+            return tensor, tensor._version
+
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
+            vectors = encode_chunk(encode, inputs)
+        fits = sum(held.values()) <= self.left
+        self.left = self.left - sum(held.values()) if fits else 0.0
+        self._free.update(held)
+        return vectors, fits
+
+
+@torch.no_grad()
+def _storages(tensor: Tensor) -> dict[Hashable, int]:
+    """The storages that hold a tensor's numbers, and their bytes. A weak reference stays different from those of all
+    later storages, while the address of a storage is used again as soon as it is freed."""
+    if tensor.is_mkldnn:  # it shows no storage
+        return {object(): tensor.numel() * tensor.element_size()}
+    parts = [getattr(tensor, name)() for name in _PARTS[tensor.layout]] if tensor.layout in _PARTS else [tensor]
+    return {StorageWeakRef(x.untyped_storage()): x.untyped_storage().nbytes() for x in parts}
+
+
+def _unpack(packed: tuple[Tensor, int]) -> Tensor:
+    """Autograd checks this only of what passes through no hooks."""
+    tensor, version = packed
+    if tensor._version != version:
+        raise ContrastiveError(
+            "IG972", seen=f"a tensor of {tuple(tensor.shape)} at version {tensor._version}, kept at version {version}"
+        )
+    return tensor
+
+
+def _ones(x: Any) -> Any:
+    return x.new_ones((1, *x.shape[1:])) if isinstance(x, Tensor) and x.dim() else x
+
+
+def random_state(device: torch.device) -> RandomState:
+    """The states of the CPU's generator and of this rank's device's generator."""
+    other = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+    return torch.get_rng_state(), other
+
+
+def set_random_state(state: RandomState, device: torch.device) -> None:
+    """Restore what `random_state` returned."""
+    torch.set_rng_state(state[0])
+    if state[1] is not None:
+        torch.get_device_module(device).set_rng_state(state[1], device)
+
+
+@contextmanager
+def one_kernel() -> Iterator[None]:
+    """Turn off the fast path of nn.TransformerEncoderLayer: without a graph, it uses kernels that round otherwise."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)

@@ -1,0 +1,421 @@
+"""GradCache: contrastive training at any batch size, in the memory of one chunk, with the full batch's gradient.
+
+    cache = ig.contrastive.GradCache(engine, loss, encode=model.encode, chunk=64)
+    cache.backward(queries, documents, negatives)      # this rank's rows: dicts, tuples or tensors, any number of them
+    stats = engine.step()
+
+A step's backward has four parts (Gao et al. 2021, arXiv 2101.06983):
+
+1. Every tower's rows are encoded chunk by chunk without a graph. The vectors are kept and, for each chunk, the state
+   of the random generators and a fingerprint of its vectors.
+2. The loss is computed from the vectors of all data ranks; its backward gives the gradient of each of my vectors.
+   Under cp, the ranks that share rows each take a part of them into the loss, and the gradients are gathered over cp.
+3. Chunk by chunk, the last one first, the encoder runs again from the same random state, now with a graph, and goes
+   backward from its vectors' gradients. IG965 is raised when the vectors do not have the bits of the first pass.
+4. The engine sees one backward: each gradient is reduced once, for any number of chunks and towers, at any ZeRO stage.
+
+The very last chunk of part 1 keeps its graph and has no second forward: it is the first of part 3, so its activations
+are gone before another chunk's are made. With `keep_mb`, the first chunks keep theirs, too, as many as that much memory
+holds. Gradients have the same bits with any budget: chunks go backward in the same order.
+
+All data ranks call `backward` together. A rank may have no rows (inputs of length 0): its encoder then runs once, and
+its result is not used. At ZeRO 3, and where experts are cut over ep, a forward is a collective, so ranks with fewer
+chunks run such extra forwards until all ranks are done. Layers of experts do not count them.
+
+Messages of a step, beside those of the encoder's own layers and of the engine's one reduction: one gather of counts;
+one in which each rank says whether its first pass failed, so that no other rank waits for it in the loss (not where a
+forward is a collective: there others have met its absence before);
+those of the loss (for each direction a gather of columns, one of their ids and one of their guides, if given, and a
+reduce-scatter of gradients; around a ring W - 1 and 2 W - 1 shifts); under cp one gather per tower; with a second loss
+the gather of engine.begin.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from isograd.comm import raw
+from isograd.comm.fingerprint import fingerprint
+from isograd.comm.raw import even_sizes
+from isograd.core.loss_terms import Terms
+from isograd.core.mesh import DATA
+from isograd.core.step_counters import StepCounters
+from isograd.engine import Engine
+from isograd.engine.step import StepState
+from isograd.errors import ContrastiveError
+from isograd.losses.contrastive.chunks import (
+    Budget,
+    Encode,
+    RandomState,
+    cut,
+    encode_chunk,
+    one_kernel,
+    place_rows,
+    random_state,
+    row_count_error,
+    rows_of,
+    set_random_state,
+)
+from isograd.losses.contrastive.first_pass import join_first_pass
+from isograd.losses.contrastive.losses import NegativesScope, PairLoss, pairing_error
+from isograd.losses.contrastive.module_trace import Trace, first_difference, traced
+from isograd.nn import MoE
+
+
+@dataclass(frozen=True)
+class AuxiliaryLoss:
+    """Another loss beside the contrastive one: share * (its mean over all ranks' tokens, or rows).
+
+    parts: for each of this rank's micro-batches, a function that computes the mean loss, and the number of tokens or
+        rows that it is the mean of.
+    """
+
+    parts: Sequence[tuple[Callable[[], Tensor], float | Tensor]]
+    share: float = 1.0
+
+    @property
+    def weight(self) -> float:
+        """Of all parts on this rank."""
+        return sum(float(weight) for _, weight in self.parts)
+
+
+@dataclass
+class _Tower:
+    encode: Encode
+    inputs: Any
+    rows: int
+    chunks: int = 0
+    first_replayed: int = 0  # the chunk that is the first to be encoded twice, if no budget keeps its graph
+    states: list[RandomState] = field(default_factory=list)
+    prints: list[int] = field(default_factory=list)
+    traces: dict[int, Trace] = field(default_factory=dict)
+    vectors: Tensor = field(default_factory=lambda: torch.empty(0))
+    gradient: Tensor = field(default_factory=lambda: torch.empty(0))  # of vectors
+    kept: dict[int, Tensor] = field(default_factory=dict)  # vectors of chunks, with their graphs
+
+
+class GradCache:
+    """The contrastive gradient of all data ranks' rows in the memory of one chunk; see the head of this file."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        loss: nn.Module,
+        *,
+        encode: Encode | Sequence[Encode] | None = None,
+        chunk: int = 64,
+        keep_mb: float = 0.0,
+        record_modules: bool = False,
+    ) -> None:
+        """loss: InfoNCE, SigLIP, FullBatchLoss, or a module with their interface; a part of the engine's model.
+        encode: a function from a chunk to vectors [rows, d]: one for all towers, or a list with one for each. Default:
+            the engine's model.
+        chunk: the number of rows that are encoded at once.
+        keep_mb: MiB of activations that chunks may keep between their two passes, so that they need no second forward.
+            Not at ZeRO 3 and under ep, where a forward is a collective.
+        record_modules: record every module of every chunk, so that IG965 names the module whose random draws differ
+            in the replay. By default only the first step's first replay of each tower is recorded.
+        """
+        self.engine, self.loss, self.record_modules = engine, loss, record_modules
+        self.encode: Encode | list[Encode] = engine.model if encode is None else encode  # type: ignore[assignment]
+        if not callable(self.encode):
+            self.encode = list(self.encode)
+        self.chunk, self.keep_mb = chunk, keep_mb
+        self._first = True
+        self._alike = engine.mesh.layout.zero == 3 or engine.mesh.layout.ep > 1  # a forward is a collective there
+        self._tallies = StepCounters(engine.model, engine.mesh)
+        self._refuse()
+
+    def backward(
+        self,
+        *towers: Any,
+        ids: Sequence[Tensor] | None = None,
+        guides: Sequence[Tensor] | None = None,
+        second: AuxiliaryLoss | None = None,
+    ) -> Tensor:
+        """Add the gradient of the contrastive loss of all data ranks' rows to the step; returns my rows' mean loss.
+
+        towers: this rank's rows of queries, documents, negatives, ...
+        ids, guides: for the masks of the loss, one tensor per tower with one entry per row (losses.py).
+        second: a second loss beside the contrastive one. The step then has two terms, "contrastive" and "second": call
+            `engine.begin(contrastive=rows, second=tokens)` before a step of several such backwards.
+        """
+        engine, mesh = self.engine, self.engine.mesh
+        _refuse_batch_norm(engine.model)
+        work, problem = self._work(towers)
+        counted, most = self._count(work, problem)
+        with one_kernel():
+            # The first pass and the loss come before the step's backward begins: what they raise leaves the step as it
+            # was, while an exception inside `together` makes the whole step unusable.
+            budget = Budget(self.keep_mb, engine.model, towers)
+            try:
+                for tower, chunks in zip(work, most, strict=True):
+                    tower.chunks = chunks
+                    self._represent(tower, budget, keeps_last=tower is work[-1] and not self._alike)
+            except Exception as error:
+                if not self._alike:
+                    join_first_pass(error, mesh)
+                raise
+            if not self._alike:
+                join_first_pass(None, mesh)
+            self._keep_alike(work)
+            loss, leaves = self._loss(work, counted, ids, guides)
+            if second is not None:
+                engine.begin_single_backward(contrastive=_my_rows(counted), second=second.weight)
+            with engine.backward_context() as step_state:
+                self._loss_gradients(step_state, loss, leaves, work, counted)
+                after = random_state(mesh.device)
+                torch.clear_autocast_cache()  # it holds weights that were cast without a graph
+                for tower in reversed(work):
+                    self._replay(step_state, tower, last=tower is work[0] and second is None)
+                set_random_state(after, mesh.device)
+                if second is not None:
+                    self._second(step_state, second)
+        self._first = False
+        return loss.detach()
+
+    def _work(self, towers: Sequence[Any]) -> tuple[list[_Tower], ContrastiveError | None]:
+        """The towers; where one has no number of rows, -1 and the error, which waits until the other ranks know."""
+        work, problem = [], None
+        for encode, inputs in self._pairs(towers):
+            try:
+                rows = rows_of(inputs)
+            except ContrastiveError as error:
+                rows, problem, error.where = -1, error, self.engine.mesh.describe_rank()
+            work.append(_Tower(encode, inputs, rows))
+        return work, problem
+
+    def _pairs(self, towers: Sequence[Any]) -> list[tuple[Encode, Any]]:
+        encoders = self.encode if isinstance(self.encode, list) else [self.encode] * len(towers)
+        if len(encoders) != len(towers) or not towers:
+            raise ContrastiveError(
+                "IG963",
+                "the number of encoders differs from the number of towers",
+                seen=f"{len(encoders)} encoders for {len(towers)} towers",
+                expected="encode=f, used for every tower, or one for each",
+                where=self.engine.mesh.describe_rank(),
+            )
+        return list(zip(encoders, towers, strict=True))
+
+    def _count(self, work: Sequence[_Tower], problem: ContrastiveError | None) -> tuple[NegativesScope, list[int]]:
+        """How many rows each rank has, and how many chunks each tower has here. The only gather of counts.
+
+        Rows that do not pair up on any rank are refused on all of them."""
+        mesh = self.engine.mesh
+        group = mesh.group(DATA)
+        mine = torch.tensor([t.rows for t in work], device=mesh.device)
+        table = torch.stack(raw.gather_list(mine, group)).tolist()
+        for rank, counts in zip(group.ranks, table, strict=True):
+            if min(counts) < 0:
+                raise problem or row_count_error(f"tower {counts.index(-1)} of rank {rank}", mesh.describe_rank())
+            if isinstance(self.loss, PairLoss) and (len(counts) < 2 or counts[0] != counts[1]):
+                raise pairing_error(f"{len(counts)} tower(s) of {counts} rows on rank {rank}", mesh.describe_rank())
+        spots = [mesh.layout.coordinates(rank) for rank in group.ranks]
+        by_dp: dict[int, list[int]] = {}
+        for rank, spot, rows in zip(group.ranks, spots, table, strict=True):
+            if by_dp.setdefault(spot["dp"], rows) != rows:
+                raise ContrastiveError(
+                    "IG964", where=mesh.describe_rank(), rows=rows, rank=rank, first=by_dp[spot["dp"]]
+                )
+        shares = [
+            [even_sizes(n, mesh.size("cp"))[spot["cp"]] for n in rows] for spot, rows in zip(spots, table, strict=True)
+        ]
+        chunks = [
+            max(1, -(-(max(rows[i] for rows in table) if self._alike else t.rows) // self.chunk))
+            for i, t in enumerate(work)
+        ]
+        return NegativesScope(group, tuple(zip(*shares, strict=True))), chunks
+
+    def _parts(self, tower: _Tower) -> Iterable[tuple[int, Any]]:
+        """(number of a chunk, its inputs)"""
+        return ((i, cut(tower.inputs, i * self.chunk, self.chunk)) for i in range(tower.chunks))
+
+    def _tracing(self, tower: _Tower, number: int) -> tuple[Trace, Any]:
+        trace: Trace = []
+        watched = self.record_modules or (self._first and number == tower.first_replayed)
+        return trace, traced(self.engine.model, trace) if watched else nullcontext()
+
+    # -- the parts of a step
+
+    @torch.no_grad()
+    def _represent(self, tower: _Tower, budget: Budget, keeps_last: bool) -> None:
+        """The first pass over a tower. `keeps_last`: its last chunk keeps its graph, whatever the budget."""
+        device = self.engine.mesh.device
+        last = -(-tower.rows // self.chunk) - 1  # the number of the last chunk with rows
+        tower.first_replayed = last - 1 if keeps_last else last
+        for number, inputs in self._parts(tower):
+            tower.states.append(random_state(device))
+            tower.traces[number], tracing = self._tracing(tower, number)
+            with tracing:
+                if keeps_last and number == last:
+                    torch.clear_autocast_cache()  # it holds weights that were cast without a graph
+                    with torch.enable_grad():
+                        vectors = tower.kept[number] = encode_chunk(tower.encode, inputs)
+                elif budget.left and rows_of(inputs):
+                    vectors, fits = budget.encode_kept(tower.encode, inputs)
+                    if fits:
+                        tower.kept[number] = vectors
+                    else:
+                        torch.clear_autocast_cache()  # it holds weights that were cast with a graph
+                else:
+                    vectors = encode_chunk(tower.encode, inputs)
+            vectors = vectors.detach()
+            tower.prints.append(int(fingerprint(vectors)))
+            if number == 0:  # joined at the end, they would be there twice
+                tower.vectors = vectors.new_empty((tower.rows, vectors.shape[1]))
+            place_rows(tower.vectors, number * self.chunk, vectors)
+
+    def _keep_alike(self, work: Sequence[_Tower]) -> None:
+        """Ranks that encode rows together keep the same chunks: those that fit on all of them."""
+        group = self.engine.mesh.group("cp tp")
+        if self.keep_mb and group.size > 1:
+            # Fitting chunks are the first ones. The very last chunk, kept on every rank, is at most one more.
+            mine = torch.tensor([_first_missing(tower) for tower in work], device=self.engine.mesh.device)
+            for tower, most in zip(work, torch.stack(raw.gather_list(mine, group)).amin(0).tolist(), strict=True):
+                very_last = tower.chunks - 1 if tower is work[-1] else None
+                tower.kept = {n: vectors for n, vectors in tower.kept.items() if n < most or n == very_last}
+
+    def _loss(
+        self,
+        work: Sequence[_Tower],
+        across: NegativesScope,
+        ids: Sequence[Tensor] | None,
+        guides: Sequence[Tensor] | None,
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The loss, and the vectors that it is a function of. Under cp they are this cp rank's part of the rows."""
+
+        def share(per_tower: Sequence[Tensor]) -> list[Tensor]:
+            index = self.engine.mesh.group("cp").index
+            starts = [sum(sizes[:index]) for sizes in self._cp_sizes(work)]
+            return [
+                x[a : a + sizes[index]] for x, a, sizes in zip(per_tower, starts, self._cp_sizes(work), strict=True)
+            ]
+
+        leaves = [_wide(x).detach().requires_grad_() for x in share([t.vectors for t in work])]
+        more: dict[str, Any] = {}
+        if ids is not None:
+            more["ids"] = share(ids)
+        if guides is not None:
+            more["guides"] = [_wide(g) for g in share(guides)]
+        for tower in work:  # the loss decides how long their memory is needed
+            tower.vectors = torch.empty(0)
+        with torch.autocast(self.engine.mesh.device.type, enabled=False):
+            return self.loss(leaves, across, **more), leaves
+
+    def _loss_gradients(
+        self, step_state: StepState, loss: Tensor, leaves: list[Tensor], work: Sequence[_Tower], across: NegativesScope
+    ) -> None:
+        """Go backward from the loss to the vectors, and put their gradients in the towers."""
+        with torch.autocast(self.engine.mesh.device.type, enabled=False):
+            if step_state.term_weights.expected is None:
+                step_state.backward_loss(loss, _my_rows(across), last=False)
+            else:
+                step_state.backward_terms(Terms(contrastive=(loss, _my_rows(across))), last=False)
+        for tower, leaf, sizes in zip(work, leaves, self._cp_sizes(work), strict=True):
+            gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+            leaf.grad = None
+            tower.gradient = raw.all_gather(gradient, self.engine.mesh.group("cp"), sizes)
+
+    def _cp_sizes(self, work: Sequence[_Tower]) -> list[list[int]]:
+        """For each tower, how many of its rows each cp rank takes into the loss."""
+        return [list(even_sizes(tower.rows, self.engine.mesh.size("cp"))) for tower in work]
+
+    def _replay(self, step_state: StepState, tower: _Tower, last: bool) -> None:
+        """Encode again with a graph and go backward, chunk by chunk, the last one first. The last backward of a step
+        may communicate."""
+        device, learns = self.engine.mesh.device, True
+        for number, inputs in reversed(list(self._parts(tower))):
+            here = slice(number * self.chunk, min((number + 1) * self.chunk, tower.rows))
+            if number in tower.kept:
+                vectors = tower.kept.pop(number)
+            else:
+                set_random_state(tower.states[number], device)
+                trace, tracing = self._tracing(tower, number)
+                with tracing, nullcontext() if rows_of(inputs) else self._tallies.ignoring():
+                    vectors = encode_chunk(tower.encode, inputs)
+                if int(fingerprint(vectors)) != tower.prints[number]:
+                    raise self._drew_differently(first_difference(tower.traces[number], trace), bool(trace), number)
+            learns = vectors.requires_grad  # a frozen tower ends here
+            if learns:
+                gradient = tower.gradient[here].to(vectors.dtype)
+                step_state.run_backward([vectors], [gradient], last=last and number == 0)
+
+    def _second(self, step_state: StepState, second: AuxiliaryLoss) -> None:
+        for number, (run, weight) in enumerate(second.parts):
+            step_state.backward_terms(Terms(second=(run(), weight, second.share)), last=number == len(second.parts) - 1)
+
+    # -- refusals
+
+    def _refuse(self) -> None:
+        known = {id(record.parameter) for record in self.engine.table}
+        strange = [n for n, p in self.loss.named_parameters() if p.requires_grad and id(p) not in known]
+        if strange:
+            raise ContrastiveError(
+                "IG966", where=self.engine.mesh.describe_rank(), names=", ".join(strange), name=type(self.loss).__name__
+            )
+        if self.chunk < 1 or self.engine.mesh.size("pp") > 1:
+            raise ContrastiveError(
+                "IG967", where=self.engine.mesh.describe_rank(), chunk=self.chunk, layout=str(self.engine.mesh.layout)
+            )
+        amount = isinstance(self.keep_mb, Real) and 0 <= self.keep_mb < math.inf
+        if not amount or (self.keep_mb and self._alike):
+            raise ContrastiveError(
+                "IG973",
+                "GradCache cannot keep graphs of chunks in this amount of memory or under this layout",
+                seen=f"keep_mb={self.keep_mb!r} under {str(self.engine.mesh.layout)!r}",
+                expected="a number of MiB, 0 or more; 0 at ZeRO 3 and under ep, where each forward is a collective",
+                where=self.engine.mesh.describe_rank(),
+            )
+        _refuse_batch_norm(self.engine.model)
+        _refuse_balance(self.engine)
+
+    def _drew_differently(self, module: str | None, watched: bool, number: int) -> ContrastiveError:
+        who = f"module {module!r} drew other random numbers" if module else "the difference is in no single module"
+        seen = f"chunk {number}: {who if watched else 'its modules were not recorded'}"
+        fix = None if watched else "GradCache(..., record_modules=True) names the module"
+        return ContrastiveError("IG965", seen=seen, fix=fix, where=self.engine.mesh.describe_rank())
+
+
+def _first_missing(tower: _Tower) -> int:
+    """The number of the first chunk without a kept graph."""
+    return next(number for number in range(tower.chunks + 1) if number not in tower.kept)
+
+
+def _my_rows(across: NegativesScope) -> int:
+    return across.counts[0][across.group.index]
+
+
+def _wide(x: Tensor) -> Tensor:
+    """Losses are computed in fp32, or in fp64 for fp64 vectors."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _refuse_batch_norm(model: nn.Module) -> None:
+    kinds = (nn.modules.batchnorm._BatchNorm,)
+    found = [n for n, m in model.named_modules() if isinstance(m, kinds) and (m.training or not m.track_running_stats)]
+    if found:
+        raise ContrastiveError(
+            "IG968", seen=f"{len(found)} batch norm module(s) in training mode", names=", ".join(found[:6])
+        )
+
+
+def _refuse_balance(engine: Engine) -> None:
+    layers = [(name, module.options) for name, module in engine.model.named_modules() if isinstance(module, MoE)]
+    losing = [name for name, options in layers if options.balance != "none" or options.z_weight]
+    if losing:
+        raise ContrastiveError(
+            "IG971",
+            f"GradCache would leave out the balance loss of experts: {', '.join(losing[:6])}",
+            seen=f"{len(losing)} layers of experts with a balance loss or a z-loss",
+            expected="experts whose load a loss does not even: the encoder of a chunk returns vectors alone",
+            fix="balance 'none' and z_weight 0; choice_bias evens the load without a loss",
+            where=engine.mesh.describe_rank(),
+        )

@@ -1,0 +1,109 @@
+"""Pictures of a plan: a predicted step, rank by rank of a pipeline, and what ranks hold over a rehearsed step.
+
+step(work, layout, machine, Path("step.svg"))
+memory([("rank 0", peak)], Path("memory.png"), "dp8 zero1: memory over a step")
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from isograd.core.layout import Layout
+from isograd.io import plots
+from isograd.io.plots import Area, Box
+from isograd.plan.allocations import KINDS
+from isograd.plan.machine import Machine
+from isograd.plan.peak import Peak
+from isograd.plan.step_time import PARTS, StageTimes, timeline
+from isograd.plan.work import Work
+
+COLORS = {
+    "forward": "#9ecae9", "backward": "#f2b27e", "tp": "#d6455d", "cp": "#8c5fb8", "ep": "#3f9b52", "pp": "#7a7a7a",
+    "dp": "#2b5c9e", "optimizer": "#222222",
+}  # fmt: skip
+WORDS = {"dp": "dp: reduction, gather", "pp": "pp: waits for its sends"}
+OF_MEMORY = dict(zip(KINDS, ("#4c78a8", "#72b7b2", "#54a24b", "#eeca3b", "#f58518", "#e45756", "#bab0ac"), strict=True))
+SHADES = {"forward": "#ffffff", "backward": "#f3f3f3", "": "#e4e9f2"}
+MOST = 8  # plots of memory
+
+
+def spans(work: Work, layout: Layout, machine: Machine) -> list[list[Box]]:
+    """Of each pipeline rank, in order, without the bubble. A pass is its compute, then the messages that nothing
+    hides, by axis (in a run they stand between its layers)."""
+    ranks, rows = timeline(work, layout, machine)
+    last = max(row[-1].end for row in rows)
+    found = []
+    for rank, row in zip(ranks, rows, strict=True):
+        drawn: list[Box] = []
+        for action, start, end in row:
+            parts = dict(_parts(rank, action.kind, action.stage // layout.pp))
+            parts["pp"] = end - start - sum(parts.values())
+            drawn += _laid(parts, start, f"{action.kind}{action.micro}")
+        drawn += _laid(rank.after, last)
+        found.append(drawn)
+    return found
+
+
+def _parts(rank: StageTimes, kind: str, place: int) -> Iterator[tuple[str, float]]:
+    forward, backward = rank.stages[place]
+    if kind == "F":
+        yield "forward", forward.compute
+        yield from forward.messages.items()
+        return
+    yield "backward", backward.compute / (1 if kind == "B" else 2)
+    if kind in "BI":
+        yield from backward.messages.items()
+
+
+def _laid(parts: dict[str, float], start: float, label: str = "") -> Iterator[Box]:
+    for part, seconds in parts.items():
+        if seconds > 1e-9:
+            yield Box(start, start + seconds, part, label if part in ("forward", "backward") else "")
+            start += seconds
+
+
+def shares(row: list[Box], end: float) -> dict[str, float]:
+    """Of a stage's step, by PARTS; they add up to 1."""
+    found = dict.fromkeys([*PARTS, "pp"], 0.0)
+    for span in row:
+        found["compute" if span.kind in ("forward", "backward") else span.kind] += span.end - span.start
+    found["bubble"] = end - sum(found.values())
+    return {part: seconds / end for part, seconds in found.items()}
+
+
+def step(work: Work, layout: Layout, machine: Machine, to: Path) -> bool:
+    """A row for each rank of the pp axis; white is the bubble, and the row's name says where its time goes. False
+    without matplotlib."""
+    rows = spans(work, layout, machine)
+    end = max(row[-1].end for row in rows)
+    title = (
+        f"{layout} on {layout.world_size:,} x {machine.name}: {_time(end)} a step, {work.micro_batches} micro-batches"
+    )
+    if machine.per_device > 1:
+        title += f"; as if each rank always had its part of a device, which {machine.per_device:g} share"
+    unit, scale = ("seconds", 1.0) if end >= 1 else ("milliseconds", 1e3)
+    named = {
+        f"pp{number}  {_in_words(row, end)}": [b._replace(start=b.start * scale, end=b.end * scale) for b in row]
+        for number, row in enumerate(rows)
+    }
+    return plots.timeline(named, to, title, COLORS, WORDS, unit)
+
+
+def _in_words(row: list[Box], end: float) -> str:
+    return ", ".join(f"{part} {share:.0%}" for part, share in shares(row, end).items() if share > 0.005)
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
+def memory(ranks: Sequence[tuple[str, Peak]], to: Path, title: str) -> bool:
+    """Stacked areas, one plot for each (name, peak). Along the step stand the moments at which memory is allocated or
+    freed, not time. False without matplotlib."""
+    drawn = []
+    for name, peak in ranks[:MOST]:
+        unit, size = next(((u, s) for u, s in (("GB", 1e9), ("MB", 1e6)) if peak.bytes >= s), ("KB", 1e3))
+        heading = f"{name}: {peak.bytes / size:.3g} {unit} in {peak.when}"
+        drawn.append(Area(heading, peak.areas, peak.phases, peak.bytes))
+    return plots.areas(drawn, to, title, OF_MEMORY, SHADES)

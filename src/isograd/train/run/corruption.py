@@ -1,0 +1,76 @@
+"""Checks for silent corruption in a run: which steps are checked, and a step that is refused is done again.
+
+In engine/sdc, reductions.py checks what a reduction adds up, replay.py what a rank computes, memory.py what a rank
+keeps between two steps. docs/corruption.md says what each of them finds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from isograd.engine import Engine, MemoryChecksum, ReplayCheck, Stats
+from isograd.engine.batches import micro_batches
+from isograd.errors import EngineError
+from isograd.train.config import Config
+
+CHANGED = "IG583"
+FOUND = ("IG580", "IG581", CHANGED)
+TRIES = 2  # a fault that comes again is no accident
+
+
+class CorruptionChecks:
+    """Of one run on this rank."""
+
+    def __init__(self, config: Config, engine: Engine, tell: Callable[[str, int], None]) -> None:
+        """`tell(text, step)`: where a step that was refused goes into the log."""
+        self._safety, self._micro_batches, self._engine, self._tell = config.safety, config.micro_batches, engine, tell
+        self._replay = ReplayCheck(engine) if config.safety.replay_every else None
+        self._seal, self._sealed = MemoryChecksum(engine), False
+        self.from_copy: Callable[[Iterable[str]], None] | None = None  # brings back rows of this rank from a copy
+
+    def step(self, step: int, batch: Any, gather: Callable[[], None]) -> Stats:
+        """Step number `step`: `gather` runs its backwards. Done again when a check refuses it; the second time it is
+        refused it raises, on all ranks."""
+        sums = _is_due(step, self._safety.sums_every)
+        replay = self._replay if _is_due(step, self._safety.replay_every) else None
+        if not self._sealed and _is_due(step, self._safety.state_every):  # the first one
+            self._set()
+        for tries in range(1, TRIES + 1):
+            try:
+                if sums:
+                    self._engine.check_sums()
+                if replay is not None:
+                    replay.begin()
+                gather()
+                if replay is not None:
+                    replay.compare(micro_batches(batch, self._micro_batches)[0])
+                stats = self._engine.step()
+            except EngineError as error:
+                if error.code not in FOUND or tries == TRIES:
+                    raise
+                self._engine.discard()
+                lost = self._seal.restore(self.from_copy) if error.code == CHANGED else ""
+                done = f"no copy brings back {lost}" if lost else "the step is done again"
+                self._tell(f"{error.what} ({error.seen}); {done}", step)
+                if lost:
+                    raise
+            else:
+                self._sealed = False
+                if _is_due(step + 1, self._safety.state_every):
+                    self._set()
+                return stats
+        raise AssertionError("the last try returns or raises")
+
+    def check_seal(self) -> None:
+        """When all gradients of a step are there: what this rank keeps is what the step before has left."""
+        if self._sealed:
+            self._seal.check()
+
+    def _set(self) -> None:
+        self._seal.set()
+        self._sealed = True
+
+
+def _is_due(step: int, every: int) -> bool:
+    return bool(every) and step % every == 0

@@ -1,0 +1,106 @@
+"""A run's folder: made, or refused when it belongs to something else; how a run ended, and how it goes on.
+
+The command that starts ranks may be killed by signal 9, without a message. Its ranks notice within milliseconds, as the
+pipe to it has closed (comm/worker.py), and exit at once: the same command, given again, must not meet them in its
+folder. The first of them says how the run goes on.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from isograd.checkpoint.folder import checkpoints
+from isograd.errors import LaunchError, TrainError
+from isograd.io import atomic, no_follow, untrusted
+
+WRITTEN = "# Written by isograd: the complete config of this run"  # the first line of config.yaml
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+
+
+@contextmanager
+def writing() -> Iterator[None]:
+    """A file of the run's folder is written: what the disk refuses is an error that says how to go on."""
+    try:
+        yield
+    except OSError as error:
+        raise _not_writable(error) from error
+
+
+def _not_writable(error: OSError) -> TrainError:
+    return TrainError(
+        "IG981", f"the run's folder cannot be written: {error}", expected="a folder with room",
+        fix="make room, or give another folder with --run FOLDER; the same command then resumes from the newest "
+        "checkpoint",
+    )  # fmt: skip
+
+
+def make_folder(folder: Path) -> None:
+    """The run's folder, made if need be; one with links in it is refused, as a run would write through them. The
+    folder in which wandb keeps links is spared: a run writes nothing into it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        if error.errno in FULL:
+            raise _not_writable(error) from error
+        raise TrainError(
+            "IG988", f"the run's folder cannot be made: {error.strerror}", seen=str(folder),
+            expected="the path of a folder that exists, or that can be made", fix="--run FOLDER",
+        ) from error  # fmt: skip
+    no_follow.no_links(folder, spared="wandb", closed="checkpoints")
+    refuse_other_config(folder)
+
+
+def refuse_other_config(folder: Path) -> None:
+    """Refuse a folder whose config.yaml no run has written: a run would overwrite it."""
+    file = folder / "config.yaml"
+    if not file.exists() or (folder / "metrics.jsonl").exists():  # older versions wrote no first line
+        return
+    try:
+        found = untrusted.read_text(file, untrusted.CONFIG)
+    except untrusted.FileError as error:
+        found = error.brief
+    if not found.startswith(WRITTEN):
+        raise TrainError(
+            "IG989", "the run's folder holds a config.yaml that no run has written; a run would overwrite it",
+            seen=str(file), expected=f"a folder of its own for a run, or a config.yaml that begins with {WRITTEN!r}",
+            fix="--run FOLDER, or give that file another name",
+        )  # fmt: skip
+
+
+def write_exit_code(folder: Path, code: int | None) -> None:
+    """How the run ended, as a file: a launcher such as torchrun has exit codes of its own. None: it is under way."""
+    if code is None:
+        (folder / "exit-code").unlink(missing_ok=True)
+    else:
+        with writing():
+            atomic.replace_text(folder / "exit-code", f"{code}\n")
+
+
+def refuse_earlier_run(folder: Path) -> None:
+    """Refuse `--resume never` in a folder with checkpoints, which would stand beside those of the new run."""
+    found = checkpoints(folder / "checkpoints")
+    if found:
+        raise TrainError(
+            "IG985", "this run's folder holds checkpoints of an earlier run", seen=str(found[-1][1]),
+            expected="--resume auto to resume it, or another folder",
+            fix="--run FOLDER, or delete the folder",
+        )  # fmt: skip
+
+
+def how_to_resume(folder: Path) -> str:
+    """What the same command does, given again."""
+    saved = [step for step, _ in checkpoints(folder / "checkpoints")]
+    return f"the same command resumes from {f'the checkpoint of step {saved[-1]}' if saved else 'the first step'}"
+
+
+def launcher_killed(folder: Path, phase: Callable[[], str]) -> str:
+    """phase: what this rank is doing."""
+    error = LaunchError(
+        "IG260", "the command that started the ranks was killed, and its ranks exit",
+        seen=phase(), expected="a command that lives as long as its ranks; Ctrl-C, SIGTERM and STOP end both",
+        fix=how_to_resume(folder), where="rank 0",
+    )  # fmt: skip
+    return str(error)

@@ -1,0 +1,237 @@
+"""What `isograd train` says before it starts: what is trained, where, and the memory needed and the memory there is.
+
+    isograd 0.1.0 trains runs/quickstart
+      model    quickstart, 792k parameters in fp32
+      layout   dp2 tp2 sp zero1: 4 ranks  [0 1] [2 3]
+      devices  4 ranks on 2 CPU cores, 23.5 GB
+      batch    16 sequences x 128 tokens = 2.05k tokens a step, 60 steps
+      data     Python's standard library
+      memory   0.32 GB a rank: states 0.01, activations 0.01, program 0.30; 1.28 GB in all
+      folder   runs/quickstart, new
+
+It also refuses, unless `--force` is given, what would make a machine unusable: more ranks than it has devices for, or
+more memory than it has; and mistakes that every rank would find. All of this happens in one process, before any rank is
+started. `--dry-run` then takes one real step in a folder that is thrown away.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from isograd import __version__
+from isograd.checkpoint.folder import checkpoints
+from isograd.checkpoint.read import open_whole
+from isograd.comm.launch import World
+from isograd.core.layout import Layout
+from isograd.data import read_tokenizer
+from isograd.errors import ConfigError
+from isograd.io import tempdir, terminal
+from isograd.plan.memory import LOAD
+from isograd.train import language, run_folder, texts
+from isograd.train.config import Config
+from isograd.train.journal import human
+from isograd.train.loop import RunOptions, RunOutcome, run
+from isograd.train.resources import PER_CORE, PROGRAM, Forecast, LocalMachine, forecast
+from isograd.train.tasks import prepare
+
+SHOWN = 8  # groups of tp neighbours drawn; more are counted
+
+
+@dataclass(frozen=True)
+class StartupSummary:
+    """A run and the machine it would start on."""
+
+    config: Config
+    machine: LocalMachine
+    needs: Forecast
+
+    @property
+    def layout(self) -> Layout:
+        """The layout of the config."""
+        return Layout.parse(self.config.layout)
+
+    def lines(self, resume: str = "auto") -> list[tuple[str, str]]:
+        """(label, text) of each fact."""
+        config, layout = self.config, self.layout
+        biggest, needs = self.needs.largest, self.needs
+        parts = f"states {_gb(biggest.states)}, activations {_gb(biggest.activations)}, program {_gb(PROGRAM)}"
+        memory = f"{_gb(needs.rank_bytes)} GB a rank: {parts}; {_gb(needs.all_bytes(layout.world_size))} GB in all"
+        if layout.ep > 1:
+            memory += f"; a rank's experts compute at most {LOAD:g} times an even share"
+        ranks = f"{layout.world_size} rank{'' if layout.world_size == 1 else 's'}"
+        return [
+            ("model", f"{_model(config)}, {_parameters(needs)} in {config.model.dtype}"),
+            ("layout", f"{layout}: {ranks}  {drawn(layout)}"),
+            ("devices", f"{ranks} on {self.machine.describe()}"),
+            ("batch", _batch(config)),
+            ("data", _data(config)),
+            ("memory", memory),
+            ("folder", _folder(config, resume)),
+        ]
+
+    def text(self, columns: int, resume: str = "auto") -> str:
+        """The opening as a person reads it, at most `columns` wide."""
+        found = [f"isograd {__version__} trains {self.config.run}"]
+        found += [terminal.fold(f"  {label:<9}{text}", columns) for label, text in self.lines(resume)]
+        return "\n".join(found)
+
+    def problem(self) -> ConfigError | None:
+        """Why this machine should not start the run."""
+        ranks, most = self.layout.world_size, self.machine.most_ranks
+        if ranks > most:
+            few = "one rank for each GPU" if self.machine.gpu else f"at most {PER_CORE} ranks for each CPU core"
+            return ConfigError(
+                "IG652", f"layout {self.config.layout!r} needs {ranks} ranks, and this machine can run {most}",
+                seen=self.machine.describe(), expected=few,
+                fix="another --layout; or --emit torchrun|slurm|k8s for machines that have them; or --force",
+            )  # fmt: skip
+        wanted = self.needs.rank_bytes if self.machine.gpu else self.needs.all_bytes(ranks)
+        if wanted > self.machine.memory:
+            whose = f"each of {ranks} ranks" if self.machine.gpu else f"{ranks} ranks together"
+            return ConfigError(
+                "IG653", f"{whose} would need {_gb(wanted)} GB of memory, and there are {_gb(self.machine.memory)} GB",
+                seen=dict(self.lines())["memory"], expected="a run that fits the memory of this machine",
+                fix="smaller --batch, more --micro_batches, --model.recompute true, a higher zero stage; or --force",
+            )  # fmt: skip
+        return None
+
+
+def summarize(config: Config, machine: LocalMachine) -> StartupSummary:
+    """Count everything, which also finds what no rank could build: a layout that does not fit the model."""
+    if config.pairs is not None:
+        from isograd.train.pairs import refuse_unbuildable
+
+        refuse_unbuildable(config, Layout.parse(config.layout))
+    return StartupSummary(config, machine, forecast(config))
+
+
+def refuse_data(config: Config) -> None:
+    """Raise what the ranks would raise later: token shards that are missing, or have ids that the model lacks."""
+    if config.data is None or not texts.is_ready(config):
+        return  # the rest is built when the run starts
+    language.refuse_vocabulary(texts.trained(config), language.vocabulary(config))
+
+
+def refuse_early(config: Config, resume: str) -> None:
+    """Raise what the ranks would raise: about the folder, the place to resume from, and the tokenizer."""
+    run_folder.make_folder(config.folder)
+    if resume == "never":
+        run_folder.refuse_earlier_run(config.folder)
+    elif resume != "auto":
+        open_whole(Path(resume))
+    if config.data is not None and config.log.sample and texts.is_ready(config):
+        read_tokenizer(texts.trained(config))  # whose package may be missing: said now, not after the last step
+
+
+def dry_run(summary: StartupSummary, *, force: bool = False) -> int:
+    """Check a run, take its first step where this machine can, keep nothing; the exit code."""
+    config = summary.config
+    problem = summary.problem()
+    refuse_data(config)
+    run_folder.refuse_other_config(config.folder)
+    if problem is not None and not force:
+        print(memory_table(summary))
+        print("by formula, a bound; `isograd rehearse` finds the peak of the run's own program, without its memory")
+        print("config, data, model and layout fit each other; no step was taken", flush=True)
+        print(f"dry run not passed on this machine. {problem}", flush=True)
+        return problem.exit_code
+    with tempfile.TemporaryDirectory(prefix="dry-", dir=tempdir.home()) as folder:
+        one = _one_step(config, folder)
+        prepare(one)
+        if config.data is not None:
+            print(f"data: {texts.trained(one).describe()}")
+        with World(summary.layout.world_size, threads=config.threads, device=config.device) as world:
+            outcome: RunOutcome = world.run(run, one, RunOptions(resume="never", show="lines", signals=()))[0]
+    if outcome.code:
+        print(f"step: {outcome.why}")
+        return outcome.code
+    print(f"step: taken, loss {outcome.losses[0]:.4f}, saved, evaluated")
+    print("dry run passed; nothing was kept")
+    return 0
+
+
+def memory_table(summary: StartupSummary) -> str:
+    """What a rank of each pipeline stage needs, in GB."""
+    names = ("parameters", "gradients", "optimizer", "activations", "total")
+    lines = ["memory of a rank, GB" + "".join(f"{name:>13}" for name in names)]
+    for number, stage in enumerate(summary.needs.stages):
+        parts = [getattr(stage, name) for name in names[:-1]]
+        values = "".join(f"{value / 1e9:13.2f}" for value in (*parts, stage.total + PROGRAM))
+        lines.append(f"  {f'pipeline stage {number}':<18}" + values)
+    return "\n".join(lines)
+
+
+def _one_step(config: Config, folder: str) -> Config:
+    """The same run for one step, in a folder of its own, with nothing sent elsewhere."""
+    quiet = {"sample": 0, "tensorboard": False, "trackio": None, "wandb": None, "mlflow": None}
+    return config.model_copy(
+        update={
+            "run": folder,
+            "steps": 1,
+            "optimizer": config.optimizer.model_copy(update={"warmup": 0}),
+            "log": config.log.model_copy(update=quiet),
+            "evaluate": config.evaluate.model_copy(update={"batches": 1}),
+        }
+    )
+
+
+def drawn(layout: Layout) -> str:
+    """The ranks in one line, brackets around tp neighbours, '|' between stages: '[0 1] [2 3] | [4 5] [6 7]'."""
+    per_stage = layout.dp * layout.cp
+    if layout.pp * per_stage > SHOWN:
+        tp = "[0]" if layout.tp == 1 else f"[0-{layout.tp - 1}]"
+        return f"{tp} x {per_stage}" + (f" x {layout.pp} stages" if layout.pp > 1 else "")
+    groups = [
+        "[" + " ".join(str(first + i) for i in range(layout.tp)) + "]"
+        for first in range(0, layout.world_size, layout.tp)
+    ]
+    return " | ".join(" ".join(groups[i : i + per_stage]) for i in range(0, len(groups), per_stage))
+
+
+def _gb(count: float) -> str:
+    return f"{count / 1e9:.2f}" if count < 1e11 else f"{count / 1e9:,.0f}"
+
+
+def _model(config: Config) -> str:
+    model = config.model
+    return model.preset or model.path or f"a Transformer of {model.options.get('layers', '?')} layers"
+
+
+def _parameters(needs: Forecast) -> str:
+    adapters = f" ({human(needs.trained)} of them in adapters, which are trained)"
+    return f"{human(needs.parameters)} parameters{adapters if needs.trained < needs.parameters else ''}"
+
+
+def _batch(config: Config) -> str:
+    if config.data is None:
+        return f"{config.batch} pairs a step, {config.steps} steps"
+    if config.task == "preference":
+        most = config.data.length
+        return f"{config.batch} pairs of answers of at most {most} tokens a step, {config.steps} steps"
+    tokens = human(config.batch * config.data.length)
+    cut = f" in {config.micro_batches} micro-batches" if config.micro_batches > 1 else ""
+    return f"{config.batch} sequences x {config.data.length} tokens = {tokens} tokens a step{cut}, {config.steps} steps"
+
+
+def _data(config: Config) -> str:
+    if config.pairs is not None:
+        return config.pairs.path
+    assert config.data is not None
+    names = {
+        "stdlib": "Python's standard library", "sums": "built-in sums", "docstrings": "Python's docstrings", None: "",
+    }  # fmt: skip
+    found = ", ".join(source.path or names[source.builtin] for source in config.data.sources)
+    kind = {"chat": "conversations: ", "preference": "pairs of answers: ", "language": ""}[config.task]
+    return kind + found
+
+
+def _folder(config: Config, resume: str) -> str:
+    """The run's folder, and whether the run starts or resumes there."""
+    if resume not in ("auto", "never"):
+        return f"{config.run}, resumes from {resume}"
+    found = checkpoints(config.folder / "checkpoints")
+    if found and resume == "auto":
+        return f"{config.run}, resumes from checkpoints/{found[-1][1].name}"
+    return f"{config.run}, " + ("exists" if Path(config.run).exists() else "new")

@@ -1,0 +1,85 @@
+"""What the loop asks of a task. language.py trains on tokens, preference.py on pairs of answers, pairs.py
+on texts that belong together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from isograd.core.mesh import Mesh
+from isograd.engine import Engine
+from isograd.io.safetensors_reader import Weights
+from isograd.train.config import Config
+from isograd.train.optimizers import MATRICES, factory
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """On what was held out; equal on all ranks."""
+
+    loss: float
+    weight: float
+    more: dict[str, float] = field(default_factory=dict)  # accuracies and such, by name
+
+
+ProgressCallback = Callable[[str], None]  # tells the watchdog that this rank makes progress, and what it does
+
+
+class TrainingTask(Protocol):
+    """A task: a model in an engine, its batches, and how it is evaluated."""
+
+    mesh: Mesh
+    engine: Engine
+    fingerprint: str  # of all that decides which samples come when
+    starts_from: str  # a hash of the first model, where the loss compares with it; empty: it does not
+    unit: str  # what is counted: "tokens", "pairs"
+    per_step: int  # of those, over all ranks
+    flops: float  # of one of them, forward and backward
+    notice: str  # what a reader of the log should know is missing, such as text for evaluations; empty: nothing
+
+    @property
+    def model(self) -> nn.Module:
+        """The model that is trained."""
+        ...
+
+    def batch(self, step: int) -> Any:
+        """This rank's rows of a step. Called in a thread, so it calls no collective."""
+        ...
+
+    def accumulate(self, batch: Any) -> None:
+        """Forward and backward of a step; the loop then calls `engine.step`."""
+        ...
+
+    def evaluate(self, beat: ProgressCallback) -> Evaluated | None:
+        """The loss on held-out data; None when nothing is held out."""
+        ...
+
+    def finish(self, sample: int) -> str | None:
+        """What to show of the trained model at the end."""
+        ...
+
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+
+
+def engine_of(config: Config, model: nn.Module, mesh: Mesh, weights: Weights | None = None) -> Engine:
+    """The engine that a config asks for."""
+    return Engine(
+        model,
+        mesh,
+        factory(config.optimizer),
+        clip=config.optimizer.clip,
+        reproducible=config.reproducible,
+        weights=weights,
+        whole=MATRICES if config.optimizer.name == "muon" else (),
+    )
+
+
+def rows_of(config: Config, mesh: Mesh) -> range:
+    """This data rank's rows of a step."""
+    share = config.batch // mesh.size("dp")
+    return range(mesh.index("dp") * share, (mesh.index("dp") + 1) * share)

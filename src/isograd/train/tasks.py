@@ -1,0 +1,29 @@
+"""Which task a config asks for, and what one process makes for it before the ranks read it."""
+
+from __future__ import annotations
+
+from isograd.core.mesh import Mesh
+from isograd.train import texts
+from isograd.train.config import Config
+from isograd.train.task import ProgressCallback, TrainingTask
+
+
+def make_task(config: Config, mesh: Mesh, beat: ProgressCallback) -> TrainingTask:
+    """The task that a config asks for: token sequences (of texts or conversations), pairs of answers, or of texts."""
+    if config.pairs is not None:
+        from isograd.train.pairs import PairsTask
+
+        return PairsTask(config, mesh)
+    if config.task == "preference":
+        from isograd.train.preference import PreferenceTask
+
+        return PreferenceTask(config, mesh, beat)
+    from isograd.train.language import LanguageTask
+
+    return LanguageTask(config, mesh)
+
+
+def prepare(config: Config) -> None:
+    """Build the data that is not built yet. One process calls it."""
+    if config.data is not None:
+        texts.prepare(config)

@@ -1,0 +1,124 @@
+"""What docs/resilience.md tells a user to type: the same commands, and `kill -9` from outside."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+
+from isograd.train import journal
+from tests import faults
+from tests.train.test_loop import losses
+
+ROOT = Path(__file__).parents[2]
+ISOGRAD = [sys.executable, "-m", "isograd"]
+LIMIT = 600.0  # seconds
+
+pytestmark = pytest.mark.timeout(1800)  # whole programs, one after the other, also on a busy machine
+
+
+def pids(of: int) -> dict[int, int]:
+    """By rank: processes that a command has started, which are called after their ranks."""
+    below = [process for process in psutil.Process(of).children(recursive=True) if process.is_running()]
+    names = {process.name(): process.pid for process in below}
+    return {rank: names[f"isograd r{rank}"] for rank in range(8) if f"isograd r{rank}" in names}
+
+
+def until(step: int, folder: Path, process: subprocess.Popen[str]) -> None:
+    """Until a run has logged a step."""
+    end = time.monotonic() + LIMIT
+    while not any(number >= step for number, _ in journal.curve(folder / "metrics.jsonl").training):
+        assert process.poll() is None and time.monotonic() < end, "the run has ended before"
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_the_quickstart_survives_kill_9_of_two_of_four_ranks_and_compare_draws_both_runs_on_each_other(
+    tmp_path: Path,
+) -> None:
+    quick = [*ISOGRAD, "train", str(ROOT / "recipes" / "quickstart.yaml"), "--steps", "8", "--log.every", "1"]
+    options = ["--resilience.after_death", "replace", "--resilience.copies", "partner"]
+    subprocess.run([*quick, "--run", "undisturbed"], cwd=tmp_path, check=True, timeout=LIMIT, stdout=subprocess.DEVNULL)
+    with subprocess.Popen(
+        [*quick, "--run", "killed", *options], cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        until(3, tmp_path / "killed", process)
+        ranks = pids(process.pid)
+        assert set(ranks) == {0, 1, 2, 3}
+        for rank in (1, 2):
+            os.kill(ranks[rank], signal.SIGKILL)
+        said, _ = process.communicate(timeout=LIMIT)
+    assert process.returncode == 0
+    said = " ".join(said.split())
+    assert "rank 1 (dp0 tp1) was killed by signal 9 (SIGKILL)" in said
+    assert "rank 2 (dp1 tp0) was killed by signal 9 (SIGKILL)" in said
+    assert "was held by those that are left" in said and "recovered in " in said
+    assert losses(tmp_path / "killed") == losses(tmp_path / "undisturbed")
+    compared = subprocess.run(
+        [*ISOGRAD, "compare", "undisturbed", "killed", "--out", "both"], cwd=tmp_path, check=True, text=True,
+        stdout=subprocess.PIPE, timeout=LIMIT,
+    ).stdout  # fmt: skip
+    assert "both: compare.json, compare.png, compare.html" in compared
+    rows = json.loads((tmp_path / "both" / "compare.json").read_text())
+    assert [(row["layout"], row["difference"]) for row in rows] == [("undisturbed", 0.0), ("killed", 0.0)]
+    assert (tmp_path / "both" / "compare.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("meeting", ["c10d", "static"])
+def test_torchrun_of_two_machines_starts_all_ranks_anew_and_they_resume_with_the_same_bits(
+    meeting: str, tmp_path: Path
+) -> None:
+    """The slow path: a rank dies, torchrun ends and starts all of them, which load the last checkpoint."""
+    text = faults.tokens(tmp_path / "text")
+    expected = faults.undisturbed(tmp_path / "whole", text, "dp2 zero1", steps=60)
+    config = faults.config(tmp_path / "run", text, "dp2 zero1", steps=60, checkpoint={"every": 5})
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nnodes",
+        "2",
+        "--nproc-per-node",
+        "1",
+        "--max-restarts",
+        "3",
+    ]
+    where = {
+        "c10d": ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "run"],
+        "static": ["--master-addr", "127.0.0.1", "--master-port", str(port)],
+    }[meeting]
+    program = ["--no-python", "--", *ISOGRAD, "train", str(tmp_path / "run.yaml")]
+    env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    nodes = []
+    for node in range(2):
+        number = ["--node-rank", str(node)] if meeting == "static" else []
+        out = (tmp_path / f"node-{node}.txt").open("w")
+        nodes.append(
+            subprocess.Popen([*torchrun, *where, *number, *program], env=env, stdout=out, stderr=out, text=True)
+        )
+    try:
+        until(12, tmp_path / "run", nodes[0])
+        psutil.Process(nodes[1].pid).children()[0].kill()
+        assert [node.wait(LIMIT) for node in nodes] == [0, 0]
+    finally:
+        for node in nodes:
+            node.kill()
+    assert losses(tmp_path / "run") == expected
+    resumed = [
+        line["step"] for line in journal.read(tmp_path / "run" / "metrics.jsonl") if line.get("event") == "resumed"
+    ]
+    assert resumed and resumed[0] % 5 == 0

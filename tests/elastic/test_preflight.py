@@ -1,0 +1,144 @@
+"""isograd check network says what is wrong with machines, and with which ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+
+from isograd.elastic.preflight import (
+    MANY,
+    LinkListener,
+    Preflight,
+    RankFacts,
+    RankLink,
+    analyze,
+    hashes,
+    measure,
+    ranks_that_measure,
+    render,
+    rounds,
+    to_json,
+)
+
+VERSIONS = {"python": "3.11.7", "torch": "2.13.0", "isograd": "0.1.0"}
+
+
+def fact(rank: int) -> RankFacts:
+    """Two ranks on each machine."""
+    host = rank // 2
+    return RankFacts(
+        rank, f"host{host}", "gloo", "", "eth0", f"10.0.0.{host + 1}", 4000 + rank, VERSIONS, {"a.py": "1"}
+    )
+
+
+def links(ranks: int) -> list[RankLink]:
+    pairs = [(a, b) for a in range(ranks) for b in range(ranks) if a != b]
+    return [RankLink(a, b, None, (1e9 if (a, b) == (0, 2) else 2e9) if a < b else None) for a, b in pairs]
+
+
+def good(ranks: int = 4) -> Preflight:
+    return Preflight([fact(rank) for rank in range(ranks)], links(ranks), {})
+
+
+def changed(rank: int, **parts: object) -> Preflight:
+    whole = good()
+    whole.facts[rank] = replace(whole.facts[rank], **parts)  # type: ignore[arg-type]
+    return whole
+
+
+def test_healthy_machines_have_a_table_and_no_findings() -> None:
+    assert analyze(good()) == []
+    said = render(good(), []).splitlines()
+    assert said[1].split() == ["host0", "0,1", "eth0", "10.0.0.1", "3.11.7", "2.13.0", "0.1.0"]
+    assert said[-4].split() == ["host0", "host1", "4", "16.00", "8.00"]
+    assert said[-1] == "nothing is wrong"
+    assert [len(to_json(good(), [])[name]) for name in ("ranks", "links", "findings")] == [4, 12, 0]
+
+
+@pytest.mark.parametrize(
+    ("found", "code", "words"),
+    [
+        (changed(3, address="127.0.0.1"), "IG293", "the loopback address on rank 3 (host1) (no variable set"),
+        (changed(2, address="", variable="GLOO_SOCKET_IFNAME=ib0"), "IG293", "GLOO_SOCKET_IFNAME=ib0: no address"),
+        (changed(1, versions=VERSIONS | {"torch": "2.12.1"}), "IG295", "torch 2.12.1 on rank 1 (host0), 2.13.0 on"),
+        (changed(2, code={"a.py": "2", "b.py": "3"}), "IG296", "a.py 2 on rank 2 (host1), 1 on the others; b.py 3 on"),
+        (Preflight(good().facts, good().links, {3: "a sum of 3"}), "IG297", "rank 3: a sum of 3"),
+        (
+            Preflight(good().facts, [*links(4)[:-1], RankLink(3, 2, "TimeoutError: timed out")], {}),
+            "IG292",
+            "rank 3 on host1 to rank 2 on host1 (10.0.0.2:4002): TimeoutError: timed out",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) and value.startswith("IG") else "",
+)
+def test_what_is_wrong_is_named_with_its_ranks(found: Preflight, code: str, words: str) -> None:
+    [error] = analyze(found)
+    assert (error.code, error.exit_code) == (code, 1)
+    assert words in str(error.seen)
+    assert render(found, [error]).endswith(str(error))
+
+
+def test_every_pair_measures_once_and_nobody_has_two_partners_at_a_time() -> None:
+    for ranks in (1, 2, 5, 8):
+        every = list(rounds(range(ranks)))
+        assert sorted(pair for pairs in every for pair in pairs) == list(combinations(range(ranks), 2))
+        assert all(len({rank for pair in pairs for rank in pair}) == 2 * len(pairs) for pairs in every)
+    assert ranks_that_measure([fact(rank) for rank in range(2 * MANY)]) == list(
+        range(0, 2 * MANY, 2)
+    )  # one of each machine
+
+
+def test_a_link_is_measured_and_a_closed_port_is_said() -> None:
+    listener = LinkListener("127.0.0.1")
+    link = measure(0, 1, "127.0.0.1", listener.port, 5.0, speed=True)
+    assert link.error is None
+    assert link.bytes_per_s is not None
+    assert link.bytes_per_s > 1e6
+    assert measure(1, 0, "127.0.0.1", listener.port, 5.0, speed=False) == RankLink(1, 0)
+    listener.close()
+    assert "refused" in str(measure(0, 1, "127.0.0.1", 1, 5.0, speed=False).error)
+
+
+def test_code_is_compared_by_contents_under_names_of_its_own(tmp_path: Path) -> None:
+    for place in ("one", "two"):
+        (tmp_path / place / "sub").mkdir(parents=True)
+        (tmp_path / place / "sub" / "a.py").write_text("x = 1")
+        (tmp_path / place / "notes.txt").write_text(place)
+    one, two = (hashes(tmp_path / place, "code") for place in ("one", "two"))
+    assert one == two
+    assert list(one) == ["code/sub/a.py"]
+    assert hashes(tmp_path / "none.yaml", "none.yaml") == {"none.yaml": "not there"}
+
+
+def command(*words: str, **place: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "isograd", "check", "network", *words], env={**os.environ, **place},
+        capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.medium
+def test_ranks_of_one_machine_measure_each_other_and_join_a_world(tmp_path: Path) -> None:
+    done = command("--nproc", "2", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert [rank["address"] for rank in found["ranks"]] == ["127.0.0.1"] * 2
+    assert sorted((link["source"], link["target"]) for link in found["links"]) == [(0, 1), (1, 0)]
+
+
+@pytest.mark.medium
+def test_a_place_where_nobody_listens_is_said_with_the_addresses_of_this_machine() -> None:
+    place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}
+    done = command("--wait", "2", **place)
+    assert done.returncode == 1
+    assert "IG290: the place where ranks meet, 127.0.0.1:9, cannot be reached" in done.stderr
+    alone = command("--wait", "2", **place | {"RANK": "0", "MASTER_PORT": "29733"})
+    assert alone.returncode == 1
+    assert "IG291: ranks did not start within 2 s" in alone.stderr or "IG290" in alone.stderr

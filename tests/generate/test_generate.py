@@ -1,0 +1,220 @@
+"""What a model writes: against a loop without a cache, from every kind of folder, by the command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from isograd.cli.main import main
+from isograd.core import rng
+from isograd.errors import ConfigError
+from isograd.generate import Sampling, Writer, draw, open_writer
+
+WORDS = ["<|end|>", "<|user|>", "<|answer|>", "hello", "world", "how", "are", "you", "?", "!"]
+TEMPLATE = "{% for m in messages %}<|{{ 'user' if m.role == 'user' else 'answer' }}|> {{ m.content }} {% endfor %}"
+TEMPLATE += "{% if add_generation_prompt %}<|answer|>{% endif %}"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small Llama with a tokenizer of ten words and a chat template."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    place = tmp_path_factory.mktemp("model")
+    torch.manual_seed(3)
+    shape = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+    config = LlamaConfig(vocab_size=len(WORDS), max_position_embeddings=40, eos_token_id=0, bos_token_id=None, **shape)
+    model = LlamaForCausalLM(config).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3.0)  # so that it prefers some words
+    model.save_pretrained(place)
+    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="!"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words.decoder = decoders.Fuse()
+    special = {"additional_special_tokens": WORDS[1:3], "eos_token": WORDS[0]}
+    PreTrainedTokenizerFast(tokenizer_object=words, chat_template=TEMPLATE, **special).save_pretrained(place)
+    return place
+
+
+def without_cache(writer: Writer, prompt: Sequence[int], how: Sampling, sample: int) -> list[int]:
+    """A naive loop: the whole text again for each token, in the order of the vocabulary."""
+    ids, key = list(prompt), rng.key(how.seed, "generate", sample)
+    for place in range(how.max_new_tokens):
+        with torch.no_grad():
+            logits = writer.model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]
+        if how.temperature == 0:
+            token = int(logits.argmax())
+        else:
+            chances = torch.softmax(logits.double() / how.temperature, -1)
+            kept = sorted(range(len(chances)), key=lambda t: (-float(chances[t]), t))[: how.top_k or None]
+            total, nucleus = 0.0, []
+            share = sum(float(chances[t]) for t in kept)
+            for t in kept:
+                if total >= how.top_p * share:
+                    break
+                nucleus.append(t)
+                total += float(chances[t])
+            point, seen = float(rng.uniform(key, torch.tensor([place]))) * total, 0.0
+            token = nucleus[-1]
+            for t in nucleus:
+                seen += float(chances[t])
+                if point <= seen:
+                    token = t
+                    break
+        if token in writer.ends:
+            break
+        ids.append(token)
+    return ids[len(prompt) :]
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        Sampling(20, 0.0),
+        Sampling(20, 1.0),
+        Sampling(20, 1.3, top_k=4, seed=5),
+        Sampling(20, 0.9, top_p=0.7),
+        Sampling(20, 1.0, top_k=5, top_p=0.8),
+    ],
+)
+def test_a_cache_changes_no_token(folder: Path, how: Sampling) -> None:
+    writer = open_writer(folder)
+    for sample in range(4):
+        for prompt in ([3], [1, 3, 4, 5, 2]):
+            assert list(writer.tokens(prompt, how, sample)) == without_cache(writer, prompt, how, sample)
+
+
+def test_draws_have_the_chances_that_softmax_says() -> None:
+    logits = torch.tensor([0.0, 1.0, 2.0, -1.0])
+    counts = torch.zeros(4)
+    for place in range(4000):
+        counts[draw(logits, rng.key(1, "generate", 0), place, Sampling(temperature=2.0))] += 1
+    chances = torch.softmax(logits / 2.0, -1)
+    assert float((counts / 4000 - chances).abs().max()) < 4 * (0.25 / 4000) ** 0.5
+
+
+def test_other_samples_and_seeds_write_other_texts_and_the_same_ones_the_same(folder: Path) -> None:
+    writer = open_writer(folder)
+    texts = [tuple(writer.tokens([3], Sampling(30, 1.5, seed=seed), n)) for seed in (0, 1) for n in range(3)]
+    assert len(set(texts)) == 6
+    assert tuple(writer.tokens([3], Sampling(30, 1.5, seed=1), 2)) == texts[-1]
+
+
+def test_messages_go_through_the_chat_template_and_an_answer_ends(folder: Path) -> None:
+    writer = open_writer(folder)
+    prompt = writer.prompt_of([{"role": "user", "content": "how are you ?"}])
+    assert [WORDS[i] for i in prompt] == ["<|user|>", "how", "are", "you", "?", "<|answer|>"]
+    assert writer.ends == {0}
+
+
+def test_text_is_given_in_whole_characters() -> None:
+    """'é' is two bytes: nothing is said before the second one."""
+    encoded = list("né\U0001f600!".encode())
+
+    class Bytes(Writer):
+        def tokens(self, prompt: Sequence[int], how: Sampling, sample: int = 0) -> Any:
+            return iter(encoded)
+
+    writer = Bytes(None, list, lambda ids: bytes(ids).decode(errors="replace"), frozenset(), None)  # type: ignore[arg-type]
+    assert list(writer.write("", Sampling())) == ["n", "é", "\U0001f600", "!"]
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
+    code = main(words)
+    output = capsys.readouterr()
+    return code, output.out if code == 0 else output.err
+
+
+def test_lines_of_json_are_answered_in_their_order(folder: Path, tmp_path: Path, capsys: Any) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "hello", "id": 7}\n\n{"messages": [{"role": "user", "content": "you ?"}]}\n')
+    code, text = said(capsys, "generate", str(folder), "--prompts", str(file), "--json", "--samples", "2",
+                      "--max-new-tokens", "5")  # fmt: skip
+    rows = [json.loads(line) for line in text.splitlines()]
+    assert code == 0 and [(r.get("id"), r["sample"]) for r in rows] == [(7, 0), (7, 1), (None, 0), (None, 1)]
+    assert len({r["text"] for r in rows}) > 1
+    code, alone = said(capsys, "generate", str(folder), "hello", "--max-new-tokens", "5")
+    assert code == 0 and alone.strip("\n") == rows[0]["text"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["{}", "[]", "nothing", '{"prompt": 3}', '{"prompt": "a", "messages": []}', '{"messages": [{"role": "user"}]}'],
+)
+def test_a_line_that_is_no_prompt_is_refused_before_anything_is_written(folder: Path, tmp_path: Path, capsys: Any,
+                                                                        line: str) -> None:  # fmt: skip
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "hello"}\n' + line + "\n")
+    code, text = said(capsys, "generate", str(folder), "--prompts", str(file))
+    assert code == 2 and "IG649: line 2 of" in text and "hello\n" not in text.split("IG649")[0]
+
+
+def test_what_is_missing_is_said_with_the_line_to_type(folder: Path, tmp_path: Path, capsys: Any) -> None:
+    assert "IG645" in said(capsys, "generate", str(tmp_path / "nowhere"), "hello")[1]
+    assert "IG935" in said(capsys, "generate", str(tmp_path), "hello")[1]
+    assert "IG648" in said(capsys, "generate", str(folder), "hello " * 40)[1]
+    assert "IG648" in said(capsys, "generate", str(folder), "")[1]
+    code, text = said(capsys, "chat", str(folder), "--tokenizer", "bytes")
+    assert code == 2 and "IG647" in text
+    assert "IG646" in said(capsys, "generate", str(folder), "hello", "--tokenizer", str(tmp_path))[1]
+    for wrong in (["--top-p", "2"], ["--temperature", "nan"], ["--max-new-tokens", "0"], ["--top-k", "x"]):
+        assert said(capsys, "generate", str(folder), "hello", *wrong)[0] == 2
+    assert said(capsys, "generate", str(folder))[0] == 2
+    writer = open_writer(folder, tokenizer="bytes")
+    with pytest.raises(ConfigError, match="IG647"):
+        writer.prompt_of([{"role": "user", "content": "a"}])
+
+
+def test_a_conversation_in_a_terminal(folder: Path) -> None:
+    """Two questions and the end of the input, in a terminal of its own; the model's words do not move it."""
+    parent, child = pty.openpty()
+    command = [sys.executable, "-m", "isograd", "chat", str(folder), "--max-new-tokens", "4", "--temperature", "0"]
+    process = subprocess.Popen(command, stdin=child, stdout=child, stderr=subprocess.STDOUT, close_fds=True)
+    os.close(child)
+    os.write(parent, b"how are you ?\n\nhello\n\x04")
+    seen = b""
+    while True:
+        try:
+            part = os.read(parent, 4096)
+        except OSError:  # the terminal is closed
+            break
+        if not part:
+            break
+        seen += part
+    os.close(parent)
+    assert process.wait(60) == 0, seen
+    assert seen.count(b"> ") == 4 and b"\x1b" not in seen.replace(b"\x1b[?2004h", b"").replace(b"\x1b[?2004l", b"")
+
+
+def test_a_run_and_its_checkpoint_write_as_the_folder_that_is_made_of_them(tmp_path: Path, capsys: Any) -> None:
+    """A run of two steps on bytes, on the ranks of its layout; then `ckpt convert` beside it."""
+    run = tmp_path / "run"
+    (tmp_path / "text.txt").write_text("to be or not to be\n" * 400)
+    recipe = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
+    config = recipe.read_text().replace("- builtin: stdlib", f"- path: {tmp_path / 'tokens'}")
+    (tmp_path / "run.yaml").write_text(config)
+    command = [sys.executable, "-m", "isograd"]
+    build = [*command, "data", "build", str(tmp_path / "tokens"), str(tmp_path / "text.txt"), "--tokenizer", "bytes"]
+    subprocess.run(build, check=True, capture_output=True)
+    train = [*command, "train", str(tmp_path / "run.yaml"), "--run", str(run), "--layout", "tp2", "--steps", "6"]
+    done = subprocess.run([*train, "--batch", "2"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    options = ["--max-new-tokens", "12", "--seed", "4"]
+    by_run = said(capsys, "generate", str(run), "to be", *options)
+    by_step = said(capsys, "generate", str(run / "checkpoints" / "step-00000006"), "to be", *options)
+    assert main(["ckpt", "convert", str(run), str(tmp_path / "out")]) == 0
+    capsys.readouterr()
+    by_folder = said(capsys, "generate", str(tmp_path / "out"), "to be", "--tokenizer", "bytes", *options)
+    assert by_run == by_step == by_folder and by_run[0] == 0
+    assert "IG646" in said(capsys, "generate", str(tmp_path / "out"), "to be")[1]

@@ -1,0 +1,666 @@
+// An imagined CUDA device in a CPU build of torch: host memory that says it is cuda:0..7.
+//
+// Every operator reaches `fallback` on the CUDA dispatch key. It turns device tensors into aliases on the host, calls
+// the CPU kernel, and notes a launch with what it reads and writes (clocks.h). Values are true and are there at once;
+// what a GPU would do later, or in another order, is found by the clocks. Memory is counted by memory.h.
+//
+// It is loaded with ctypes before `import torch` (device.py), because torch makes its CUDA hooks once.
+#include <torch/csrc/utils/pybind.h>
+#include <torch/csrc/Storage.h>
+#include <torch/csrc/autograd/function.h>
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/SequenceNumber.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/copy_native.h>
+#include <ATen/ops/empty.h>
+#include <ATen/EmptyTensor.h>
+#include <ATen/detail/CUDAHooksInterface.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/library.h>
+#include <unordered_map>
+#include "memory.h"
+
+namespace {
+using at::Tensor;
+using c10::DeviceIndex;
+using c10::DeviceType;
+using c10::IValue;
+using c10::Storage;
+using c10::Stream;
+using imagined::Block;
+using imagined::device;
+using imagined::memory;
+using Lock = std::lock_guard<std::mutex>;
+
+constexpr int kDevices = 8;
+thread_local DeviceIndex current = 0;
+thread_local int current_stream[kDevices] = {};
+
+// A stream's number among all: the default streams of the devices come first. torch's id of a default stream is 0.
+int number_of(DeviceIndex index, c10::StreamId id) { return id == 0 ? index : static_cast<int>(id) + kDevices - 1; }
+int number_of(const Stream& s) { return number_of(s.device_index(), s.id()); }
+int stream_now(DeviceIndex index) { return number_of(index, current_stream[index]); }
+std::atomic<int> streams_made{0};
+
+// -- where in Python ------------------------------------------------------------------------------------------------
+
+std::vector<std::string> own_files;  // of the imagined device: never named as a place
+std::unordered_map<std::string, int> site_numbers;
+struct Code { std::string name; bool skipped; };
+std::unordered_map<PyCodeObject*, Code> codes;
+std::unordered_map<uint64_t, int> forward_sites;  // by thread and autograd's sequence number
+std::mutex sites_mutex;
+
+const Code& code_of(PyCodeObject* code) {
+  auto found = codes.find(code);
+  if (found != codes.end()) return found->second;
+  Py_INCREF(code);
+  std::string file = PyUnicode_AsUTF8(code->co_filename);
+  bool skipped = file.find("/torch/") != std::string::npos || file[0] == '<';
+  for (const char* library : {"/threading.py", "/contextlib.py", "/functools.py", "/runpy.py", "/pickle.py"})
+    skipped |= file.ends_with(library);
+  for (auto& own : own_files) skipped |= file == own;
+  auto cut = file.rfind('/');
+  if (cut != std::string::npos && cut > 0) cut = file.rfind('/', cut - 1);
+  return codes.emplace(code, Code{cut == std::string::npos ? file : file.substr(cut + 1), skipped}).first->second;
+}
+
+int numbered(const std::string& site) {
+  Lock hold(sites_mutex);
+  auto [place, fresh] = site_numbers.try_emplace(site, 0);
+  if (fresh) {
+    Lock also(device().mutex);
+    place->second = static_cast<int>(device().sites.size());
+    device().sites.push_back(site);
+  }
+  return place->second;
+}
+
+// The three innermost Python lines that are neither torch's nor ours, or the forward line of a backward's operator.
+int site() {
+  std::string found;
+  if (Py_IsInitialized()) {
+    pybind11::gil_scoped_acquire gil;
+    int names = 0;
+    auto* frame = PyThreadState_GetFrame(PyThreadState_Get());
+    while (frame && names < 3) {
+      auto* code = PyFrame_GetCode(frame);
+      if (auto& one = code_of(code); !one.skipped) {
+        auto place = one.name + ":" + std::to_string(PyFrame_GetLineNumber(frame));
+        if (!found.ends_with(place)) found += (names++ ? " < " : "") + place;  // a comprehension has a frame of its own
+      }
+      Py_DECREF(code);
+      auto* outer = PyFrame_GetBack(frame);
+      Py_DECREF(frame);
+      frame = outer;
+    }
+    Py_XDECREF(frame);
+  }
+  auto node = torch::autograd::get_current_node();
+  if (node && found.empty()) {
+    int forward = 0;
+    {
+      Lock hold(sites_mutex);
+      auto place = forward_sites.find(node->thread_id() << 40 | node->sequence_nr());
+      if (place != forward_sites.end()) forward = place->second;
+    }
+    Lock hold(device().mutex);
+    found = "backward (" + node->name() + ") of " + device().sites[forward];
+  }
+  if (found.empty()) found = "?";
+  int number = numbered(found);
+  if (!node && at::GradMode::is_enabled()) {
+    Lock hold(sites_mutex);
+    forward_sites[at::RecordFunction::currentThreadId() << 40 | (at::sequence_number::peek() - 1)] = number;
+  }
+  return number;
+}
+
+// -- streams, events and the current device -------------------------------------------------------------------------
+
+void note_wait(const std::string& what, int where, int stream) {
+  Lock hold(device().mutex);
+  device().find("host wait", what, where, where);
+  device().host_waits(imagined::Clock(device().clock(stream)));
+}
+
+struct Guard final : c10::impl::DeviceGuardImplInterface {
+  DeviceType type() const override { return DeviceType::CUDA; }
+  c10::Device exchangeDevice(c10::Device d) const override {
+    c10::Device before(DeviceType::CUDA, current);
+    setDevice(d);
+    return before;
+  }
+  c10::Device getDevice() const override { return c10::Device(DeviceType::CUDA, current); }
+  void setDevice(c10::Device d) const override { uncheckedSetDevice(d); }
+  void uncheckedSetDevice(c10::Device d) const noexcept override { if (d.has_index()) current = d.index(); }
+  DeviceIndex deviceCount() const noexcept override { return kDevices; }
+  DeviceIndex index_of(c10::Device d) const { return d.has_index() ? d.index() : current; }
+  Stream stream(DeviceIndex index, int id) const {
+    return Stream(Stream::UNSAFE, c10::Device(DeviceType::CUDA, index), id);
+  }
+  Stream getStream(c10::Device d) const override {
+    return stream(index_of(d), current_stream[index_of(d)]);
+  }
+  Stream getDefaultStream(c10::Device d) const override { return stream(index_of(d), 0); }
+  Stream getNewStream(c10::Device d, int) const override { return stream(index_of(d), ++streams_made); }
+  Stream getStreamFromGlobalPool(c10::Device d, bool) const override { return getNewStream(d, 0); }
+  Stream exchangeStream(Stream s) const override {
+    Stream before = getStream(s.device());
+    current_stream[s.device_index()] = static_cast<int>(s.id());
+    return before;
+  }
+  void record(void** event, const Stream& s, const DeviceIndex, const c10::EventFlag) const override {
+    if (!*event) *event = new imagined::Event;
+    Lock hold(device().mutex);
+    *static_cast<imagined::Event*>(*event) = device().record(number_of(s));
+  }
+  void destroyEvent(void* event, const DeviceIndex) const noexcept override {
+    delete static_cast<imagined::Event*>(event);
+  }
+  void block(void* event, const Stream& s) const override {
+    if (!event) return;
+    Lock hold(device().mutex);
+    device().wait(number_of(s), static_cast<imagined::Event*>(event)->clock);
+  }
+  bool queryEvent(void* event) const override {
+    if (!event) return true;
+    Lock hold(device().mutex);
+    return device().query(*static_cast<imagined::Event*>(event));
+  }
+  bool queryStream(const Stream& s) const override {
+    Lock hold(device().mutex);
+    return device().query(device().record(number_of(s)));
+  }
+  void synchronizeStream(const Stream& s) const override { note_wait("stream.synchronize", site(), number_of(s)); }
+  void synchronizeEvent(void* event) const override {
+    if (!event) return;
+    int where = site();
+    Lock hold(device().mutex);
+    device().find("host wait", "event.synchronize", where, where);
+    device().host_waits(static_cast<imagined::Event*>(event)->clock);
+  }
+  void synchronizeDevice(const DeviceIndex) const override {
+    int where = site();
+    Lock hold(device().mutex);
+    device().find("host wait", "torch.cuda.synchronize", where, where);
+    for (auto& clock : std::vector<imagined::Clock>(device().streams)) device().host_waits(clock);
+  }
+  void recordDataPtrOnStream(const c10::DataPtr& data, const Stream& s) const override;
+  double elapsedTime(void* a, void* b, const DeviceIndex) const override {
+    return double(static_cast<imagined::Event*>(b)->when) - double(static_cast<imagined::Event*>(a)->when);
+  }
+};
+
+// -- memory ---------------------------------------------------------------------------------------------------------
+
+void give_back(void* context) {
+  Lock hold(device().mutex);
+  memory().free(static_cast<Block*>(context));
+}
+
+struct DeviceAllocator final : c10::Allocator {
+  c10::DataPtr allocate(size_t bytes) override {
+    c10::Device home(DeviceType::CUDA, current);
+    if (!bytes) return {nullptr, nullptr, &c10::detail::deleteNothing, home};
+    Lock hold(device().mutex);
+    auto* block = memory().allocate(bytes, stream_now(current));
+    TORCH_CHECK_WITH(OutOfMemoryError, block, "CUDA out of memory (imagined). Tried to allocate ", bytes, " bytes; ",
+                     memory().allocated, " of ", memory().capacity, " are in use");
+    return {block->host, block, &give_back, home};
+  }
+  void copy_data(void* to, const void* from, size_t bytes) const override { memcpy(to, from, bytes); }
+} allocator;
+
+std::map<char*, size_t> pinned;  // under the device's mutex
+
+struct PinnedAllocator final : c10::Allocator {
+  c10::DataPtr allocate(size_t bytes) override {
+    if (!bytes) return {nullptr, nullptr, &c10::detail::deleteNothing, c10::Device(DeviceType::CPU)};
+    auto* data = static_cast<char*>(aligned_alloc(64, (bytes + 63) / 64 * 64));
+    Lock hold(device().mutex);
+    pinned[data] = bytes;
+    return {data, data, &release, c10::Device(DeviceType::CPU)};
+  }
+  static void release(void* data) {
+    Lock hold(device().mutex);
+    auto one = pinned.find(static_cast<char*>(data));
+    device().forget_host(one->first, one->first + one->second);
+    pinned.erase(one);
+    free(data);
+  }
+  static bool holds(const void* pointer) {
+    Lock hold(device().mutex);
+    auto* data = static_cast<char*>(const_cast<void*>(pointer));
+    auto after = pinned.upper_bound(data);
+    if (after == pinned.begin()) return false;
+    --after;
+    return data < after->first + after->second;
+  }
+  void copy_data(void* to, const void* from, size_t bytes) const override { memcpy(to, from, bytes); }
+} pinned_allocator;
+
+Block* block_of(const c10::DataPtr& data) {
+  return data.get_deleter() == &give_back ? static_cast<Block*>(data.get_context()) : nullptr;
+}
+
+void Guard::recordDataPtrOnStream(const c10::DataPtr& data, const Stream& s) const {
+  Lock hold(device().mutex);
+  auto* block = block_of(data);
+  if (block && number_of(s) != block->stream) block->recorded.push_back(number_of(s));
+}
+
+// The first and the last byte that a tensor reaches, from the beginning of its storage.
+std::pair<uint64_t, uint64_t> reach(const Tensor& t) {
+  uint64_t last = 0;
+  for (int64_t i = 0; i < t.dim(); ++i) last += (t.size(i) - 1) * t.stride(i);
+  uint64_t first = t.storage_offset() * t.element_size();
+  return {first, first + (last + 1) * t.element_size()};
+}
+
+// One launch: its reads and writes.
+using Tensors = std::vector<Tensor>;
+
+void launch(const std::string& op, DeviceIndex index, const Tensors& reads, const Tensors& writes) {
+  int where = site();
+  Lock hold(device().mutex);
+  int stream = stream_now(index);
+  auto tick = device().launch(stream, op);
+  for (bool write : {false, true})
+    for (auto& t : write ? writes : reads) {
+      if (!t.defined() || !t.is_cuda() || t.numel() == 0 || !t.has_storage()) continue;
+      auto* block = block_of(t.storage().data_ptr());
+      if (!block) continue;
+      auto [first, last] = reach(t);
+      device().touch(block->accesses, {block->low + first, block->low + last, stream, tick, write, op, where});
+    }
+}
+
+// -- device tensors as host tensors, and back -----------------------------------------------------------------------
+
+Tensor host_tensor(const Tensor& t, Storage storage) {
+  auto keys = c10::DispatchKeySet(c10::DispatchKey::CPU);
+  auto made = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), keys, t.dtype());
+  made.unsafeGetTensorImpl()->set_sizes_and_strides(t.sizes(), t.strides(), t.storage_offset());
+  if (t.unsafeGetTensorImpl()->is_wrapped_number()) made.unsafeGetTensorImpl()->set_wrapped_number(true);
+  if (t.is_neg()) made._set_neg(true);
+  if (t.is_conj()) made._set_conj(true);
+  return made;
+}
+
+struct Call {
+  std::unordered_map<c10::StorageImpl*, Storage> to_host;  // device storage -> its alias
+  std::unordered_map<c10::StorageImpl*, Storage> to_device;  // alias -> device storage
+  std::unordered_map<c10::TensorImpl*, Tensor> stands_for;  // host tensor -> the device tensor that it was made of
+  bool fresh = false;  // whether a result has memory of its own
+
+  Tensor host(const Tensor& t) {
+    if (!t.defined() || !t.is_cuda()) return t;
+    auto* storage = t.storage().unsafeGetStorageImpl();
+    auto found = to_host.find(storage);
+    if (found == to_host.end()) {
+      c10::DataPtr alias(storage->mutable_data(), c10::Device(DeviceType::CPU));
+      Storage made(c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), storage->nbytes(),
+                                                         std::move(alias), c10::GetAllocator(DeviceType::CPU), true));
+      found = to_host.emplace(storage, made).first;
+      to_device.emplace(made.unsafeGetStorageImpl(), t.storage());
+    }
+    auto made = host_tensor(t, found->second);
+    stands_for.emplace(made.unsafeGetTensorImpl(), t);
+    return made;
+  }
+
+  Tensor back(const Tensor& t) {
+    if (!t.defined() || t.device().type() != DeviceType::CPU) return t;
+    auto same = stands_for.find(t.unsafeGetTensorImpl());
+    if (same != stands_for.end()) return resized(same->second, t);
+    auto known = to_device.find(t.storage().unsafeGetStorageImpl());
+    Storage storage;
+    if (known != to_device.end()) {
+      storage = known->second;
+    } else {
+      fresh = true;
+      size_t bytes = t.storage().nbytes();
+      storage = Storage(c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), bytes,
+                                                              allocator.allocate(bytes), &allocator, true));
+      if (bytes && t.storage().data()) memcpy(storage.mutable_data(), t.storage().data(), bytes);
+    }
+    auto keys = c10::DispatchKeySet(c10::DispatchKey::CUDA);
+    auto made = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), keys, t.dtype());
+    made.unsafeGetTensorImpl()->set_sizes_and_strides(t.sizes(), t.strides(), t.storage_offset());
+    if (t.is_neg()) made._set_neg(true);
+    if (t.is_conj()) made._set_conj(true);
+    return made;
+  }
+
+  // A tensor that the kernel was given, and may have resized.
+  const Tensor& resized(const Tensor& mine, const Tensor& host) {
+    auto *theirs = host.storage().unsafeGetStorageImpl(), *own = mine.storage().unsafeGetStorageImpl();
+    if (theirs->data() != own->data() || theirs->nbytes() != own->nbytes()) {
+      auto data = allocator.allocate(theirs->nbytes());
+      if (theirs->nbytes() && theirs->data()) memcpy(data.get(), theirs->data(), theirs->nbytes());
+      own->set_data_ptr_noswap(std::move(data));
+      own->set_nbytes(theirs->nbytes());
+    }
+    if (mine.sizes() != host.sizes() || mine.strides() != host.strides())
+      mine.unsafeGetTensorImpl()->set_sizes_and_strides(host.sizes(), host.strides(), host.storage_offset());
+    return mine;
+  }
+
+  template <class F>
+  static IValue each(const IValue& value, F change) {
+    if (value.isTensor()) return change(value.toTensor());
+    if (value.isTensorList()) {
+      c10::List<Tensor> all;
+      for (const Tensor& t : value.toTensorVector()) all.push_back(change(t));
+      return all;
+    }
+    if (value.isOptionalTensorList()) {
+      c10::List<std::optional<Tensor>> all;
+      for (const std::optional<Tensor>& t : value.toOptionalTensorVector())
+        all.push_back(t ? std::optional<Tensor>(change(*t)) : std::nullopt);
+      return all;
+    }
+    if (value.isDevice() && value.toDevice().is_cuda()) return c10::Device(DeviceType::CPU);
+    return value;
+  }
+};
+
+std::vector<Tensor> tensors_in(const IValue& value) {
+  std::vector<Tensor> all;
+  Call::each(value, [&](const Tensor& t) { all.push_back(t); return t; });
+  return all;
+}
+
+// -- operators ------------------------------------------------------------------------------------------------------
+
+// The host waits for these before it can go on; of the last ones, it needs the size of the result.
+const std::map<std::string, std::string> kWaits{
+    {"aten::_local_scalar_dense", "item"}, {"aten::equal", "equal"}, {"aten::nonzero", "nonzero"},
+    {"aten::masked_select", "masked_select"}, {"aten::_unique2", "unique"}, {"aten::unique_dim", "unique"},
+    {"aten::unique_consecutive", "unique"}, {"aten::bincount", "bincount"}};
+// These launch nothing.
+const std::set<std::string> kNoLaunch{"aten::resize_", "aten::is_set_to", "aten::_has_same_storage_numel"};
+
+bool by_mask(const std::string& name, const std::vector<IValue>& arguments) {
+  if (name.rfind("aten::index", 0) != 0 && name.rfind("aten::_index_put", 0) != 0) return false;
+  for (auto& one : arguments)
+    if (one.isOptionalTensorList() || one.isTensorList())
+      for (auto& t : tensors_in(one))
+        if (t.defined() && (t.scalar_type() == at::kBool || t.scalar_type() == at::kByte)) return true;
+  return false;
+}
+
+void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  auto& schema = op.schema();
+  auto& parameters = schema.arguments();
+  std::string name = schema.name();
+  size_t begin = stack->size() - parameters.size();
+  std::vector<IValue> arguments(stack->begin() + begin, stack->end());
+  std::vector<Tensor> reads, writes;
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    auto* alias = parameters[i].alias_info();
+    for (auto& t : tensors_in(arguments[i])) (alias && alias->isWrite() ? writes : reads).push_back(t);
+  }
+  DeviceIndex index = current;
+  for (auto* all : {&writes, &reads})
+    for (auto& t : *all)
+      if (t.defined() && t.is_cuda()) index = t.device().index();
+  c10::DeviceGuard guard(c10::Device(DeviceType::CUDA, index));
+
+  Call call;
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    auto& slot = (*stack)[begin + i];
+    bool pins = parameters[i].name() == "pin_memory" && slot.isBool();
+    slot = pins ? IValue(false) : Call::each(arguments[i], [&](const Tensor& t) { return call.host(t); });
+  }
+  auto waits = kWaits.find(name);
+  bool masked = by_mask(name, arguments);
+  op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+  std::vector<Tensor> results;
+  for (size_t i = stack->size() - schema.returns().size(); i < stack->size(); ++i) {
+    auto& slot = (*stack)[i];
+    slot = Call::each(slot, [&](const Tensor& t) { return call.back(t); });
+    for (auto& t : tensors_in(slot)) results.push_back(t);
+  }
+  bool view = writes.empty() && !call.fresh && !results.empty();
+  if (view || kNoLaunch.count(name)) return;
+  if (writes.empty()) writes = results;
+  launch(name, index, reads, writes);
+  if (waits != kWaits.end()) note_wait(waits->second, site(), stream_now(index));
+  if (masked) note_wait("an index by a mask", site(), stream_now(index));
+}
+
+Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
+  auto& card = self.is_cuda() ? self : source;
+  c10::DeviceGuard guard(card.device());
+  Call call;
+  auto to = call.host(self), from = call.host(source);
+  {
+    c10::impl::ExcludeDispatchKeyGuard below(c10::DispatchKey::CUDA);
+    at::native::copy_(to, from, non_blocking);
+  }
+  launch("aten::copy_", card.device().index(), {source}, {self});
+  if (self.is_cuda() && source.is_cuda()) return self;
+  bool arrives = !self.is_cuda();
+  const char* what = arrives ? "copy to the host" : "copy from the host";
+  auto& there = arrives ? self : source;
+  int where = site(), stream = stream_now(card.device().index());
+  bool is_pinned = there.numel() && PinnedAllocator::holds(there.data_ptr());
+  if (!is_pinned && there.numel()) {
+    Lock hold(device().mutex);
+    device().find("pageable copy", std::string(what) + (non_blocking ? ", said to be non_blocking" : ""), where, where);
+  }
+  if (!non_blocking || (!is_pinned && arrives)) {
+    note_wait(what, where, stream);
+  } else if (is_pinned) {
+    auto [first, last] = reach(there);
+    char* data = static_cast<char*>(there.storage().mutable_data());
+    imagined::HostAccess access{data + first, data + last, stream, 0, arrives, where};
+    Lock hold(device().mutex);
+    access.tick = imagined::at(device().clock(stream), stream);
+    if (arrives && there.is_contiguous()) {
+      access.arriving.assign(access.low, access.high);
+      memset(access.low, 0xff, access.high - access.low);
+    }
+    device().host_accesses.push_back(std::move(access));
+  }
+  return self;
+}
+
+Tensor empty(c10::SymIntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
+             std::optional<c10::Device> where, std::optional<bool>, std::optional<at::MemoryFormat> format) {
+  c10::OptionalDeviceGuard guard(where);
+  auto keys = c10::DispatchKeySet(c10::DispatchKey::CUDA);
+  return at::detail::empty_generic(C10_AS_INTARRAYREF_SLOW(size), &allocator, keys, dtype.value_or(at::kFloat), format);
+}
+
+Tensor empty_strided(c10::SymIntArrayRef size, c10::SymIntArrayRef stride, std::optional<at::ScalarType> dtype,
+                     std::optional<at::Layout>, std::optional<c10::Device> where, std::optional<bool>) {
+  c10::OptionalDeviceGuard guard(where);
+  return at::detail::empty_strided_generic(C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride), &allocator,
+                                           c10::DispatchKeySet(c10::DispatchKey::CUDA), dtype.value_or(at::kFloat));
+}
+
+Tensor& set_storage(Tensor& self, Storage source, c10::SymInt offset, c10::SymIntArrayRef size,
+                    c10::SymIntArrayRef stride) {
+  self.unsafeGetTensorImpl()->set_storage_keep_dtype(std::move(source));
+  auto sizes = C10_AS_INTARRAYREF_SLOW(size), strides = C10_AS_INTARRAYREF_SLOW(stride);
+  auto* impl = self.unsafeGetTensorImpl();
+  if (strides.size() == sizes.size()) impl->set_sizes_and_strides(sizes, strides, offset.expect_int());
+  else impl->set_sizes_contiguous(sizes);
+  return self;
+}
+
+Tensor& set_whole_storage(Tensor& self, Storage source) {
+  int64_t n = source.nbytes() / self.element_size();
+  return set_storage(self, std::move(source), 0, {n}, {1});
+}
+
+Tensor& set_tensor(Tensor& self, const Tensor& source) {
+  return set_storage(self, source.storage(), source.storage_offset(), source.sym_sizes(), source.sym_strides());
+}
+
+void record_stream(Tensor& self, Stream stream) {
+  if (self.has_storage()) Guard().recordDataPtrOnStream(self.storage().data_ptr(), stream);
+}
+
+// Operators on host tensors alone, while copies may still read or write host memory.
+void host_operator(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  c10::impl::ExcludeDispatchKeyGuard once(c10::DispatchKey::TESTING_ONLY_GenericMode);
+  auto& parameters = op.schema().arguments();
+  bool pending = !device().host_accesses.empty(), alias_returned = false;
+  for (auto& one : op.schema().returns()) alias_returned |= one.alias_info() && !one.alias_info()->isWrite();
+  if (pending && !alias_returned) {
+    size_t begin = stack->size() - parameters.size();
+    std::vector<std::pair<Tensor, bool>> touched;
+    bool on_card = false;
+    for (size_t i = 0; i < parameters.size(); ++i)
+      for (auto& t : tensors_in((*stack)[begin + i])) {
+        if (!t.defined()) continue;
+        on_card |= t.is_cuda();
+        if (t.device().is_cpu() && t.has_storage() && t.numel())
+          touched.emplace_back(t, parameters[i].alias_info() && parameters[i].alias_info()->isWrite());
+      }
+    if (!on_card && !touched.empty()) {
+      int where = site();
+      Lock hold(device().mutex);
+      for (auto& [t, write] : touched) {
+        auto [first, last] = reach(t);
+        char* data = static_cast<char*>(t.storage().mutable_data());
+        device().host_touches(data + first, data + last, write, op.schema().name(), where);
+      }
+    }
+  }
+  op.callBoxed(stack);
+}
+}  // namespace
+
+namespace at {
+struct CUDAHooks final : CUDAHooksInterface {  // torch looks for this name
+  CUDAHooks(CUDAHooksArgs) {}
+  bool hasCUDA() const override { return true; }
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool hasPrimaryContext(DeviceIndex) const override { return true; }
+  void init() const override {}
+  DeviceIndex deviceCount() const override { return kDevices; }
+  int getNumGPUs() const override { return kDevices; }
+  DeviceIndex current_device() const override { return current; }
+  DeviceIndex getCurrentDevice() const override { return current; }
+  void setCurrentDevice(DeviceIndex d) const override { current = d; }
+  DeviceIndex exchangeDevice(DeviceIndex d) const override { return std::exchange(current, d); }
+  DeviceIndex maybeExchangeDevice(DeviceIndex d) const override { return std::exchange(current, d); }
+  bool isPinnedPtr(const void* p) const override { return PinnedAllocator::holds(p); }
+  Allocator* getPinnedMemoryAllocator() const override { return &pinned_allocator; }
+  Allocator* getCUDADeviceAllocator() const override { return &allocator; }
+  void deviceSynchronize(DeviceIndex d) const override { Guard().synchronizeDevice(d); }
+  const Generator& getDefaultGenerator(DeviceIndex) const override { return at::detail::getDefaultCPUGenerator(); }
+  Generator getNewGenerator(DeviceIndex) const override { return at::detail::createCPUGenerator(); }
+};
+REGISTER_CUDA_HOOKS(CUDAHooks)
+}  // namespace at
+
+C10_REGISTER_GUARD_IMPL(CUDA, Guard)
+
+TORCH_LIBRARY_IMPL(_, CUDA, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
+
+TORCH_LIBRARY_IMPL(_, TESTING_ONLY_GenericMode, m) {
+  m.fallback(torch::CppFunction::makeFromBoxedFunction<&host_operator>());
+}
+
+TORCH_LIBRARY_IMPL(aten, CUDA, m) {
+  // One kernel each on a GPU, and elsewhere a loop.
+  for (auto& op : c10::Dispatcher::singleton().getAllOpNames())
+    if (op.name.rfind("aten::_foreach", 0) == 0)
+      m.impl((op.name + (op.overload_name.empty() ? "" : "." + op.overload_name)).c_str(),
+             torch::CppFunction::makeFromBoxedFunction<&fallback>());
+  m.impl("copy_", copy_);
+  m.impl("empty.memory_format", empty);
+  m.impl("empty_strided", empty_strided);
+  m.impl("set_.source_Storage", set_whole_storage);
+  m.impl("set_.source_Storage_storage_offset", set_storage);
+  m.impl("set_.source_Tensor", set_tensor);
+  m.impl("record_stream", record_stream);
+}
+
+// -- for device.py and nccl.py --------------------------------------------------------------------------------------
+
+void resize_storage(pybind11::object object, int64_t bytes) {
+  auto* storage = THPStorage_Unpack(object.ptr()).unsafeGetStorageImpl();
+  c10::DeviceGuard guard(storage->device());
+  auto data = allocator.allocate(bytes);
+  if (size_t both = std::min<size_t>(bytes, storage->nbytes())) memcpy(data.get(), storage->data(), both);
+  storage->set_data_ptr_noswap(std::move(data));
+  storage->set_nbytes(bytes);
+}
+
+// A host tensor in the memory of a device tensor, which it keeps.
+Tensor host_alias(const Tensor& t) {
+  auto* kept = new Storage(t.storage());
+  c10::DataPtr data(t.storage().mutable_data(), kept, [](void* one) { delete static_cast<Storage*>(one); },
+                    c10::Device(DeviceType::CPU));
+  return host_tensor(t, Storage(c10::make_intrusive<c10::StorageImpl>(
+      c10::StorageImpl::use_byte_size_t(), t.storage().nbytes(), std::move(data), nullptr, false)));
+}
+
+void host_read(const Tensor& t, const std::string& op) {
+  if (!t.device().is_cpu() || !t.has_storage() || !t.numel() || device().host_accesses.empty()) return;
+  int where = site();
+  auto [first, last] = reach(t);
+  char* data = static_cast<char*>(t.storage().mutable_data());
+  Lock hold(device().mutex);
+  device().host_touches(data + first, data + last, false, op, where);
+}
+
+pybind11::list findings() {
+  Lock hold(device().mutex);
+  pybind11::list all;
+  auto& sites = device().sites;
+  for (auto& one : device().findings)
+    all.append(pybind11::make_tuple(one.kind, one.text, sites[one.first], sites[one.second], one.count));
+  return all;
+}
+
+extern "C" bool imagined_cuda_is_there;  // accelerator.cpp
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  imagined_cuda_is_there = true;
+  c10::SetAllocator(DeviceType::CUDA, &allocator);
+  m.def("begin", [](std::vector<std::string> files) {  // on each thread that is to be watched
+    own_files = std::move(files);
+    c10::impl::tls_set_dispatch_key_included(c10::DispatchKey::TESTING_ONLY_GenericMode, true);
+  });
+  m.def("resize_storage", &resize_storage);
+  m.def("host_alias", &host_alias);
+  m.def("host_read", &host_read);
+  m.def("launch", [](const std::string& op, std::vector<Tensor> reads, std::vector<Tensor> writes, int index) {
+    launch(op, index, reads, writes);
+  });
+  m.def("find", [](const std::string& kind, const std::string& text) {
+    int where = site();
+    Lock hold(device().mutex);
+    device().find(kind, text, where, where);
+  });
+  m.def("site", [] { int where = site(); Lock hold(device().mutex); return device().sites[where]; });
+  m.def("findings", &findings);
+  m.def("launches", [] { Lock hold(device().mutex); return device().launches; });
+  m.def("memory", [] {
+    Lock hold(device().mutex);
+    auto& now = memory();
+    return std::map<std::string, int64_t>{
+        {"allocated", now.allocated}, {"peak", now.peak}, {"reserved", now.reserved},
+        {"peak_reserved", now.peak_reserved}, {"allocations", now.allocations}};
+  });
+  m.def("reset_peak", [] {
+    Lock hold(device().mutex);
+    memory().peak = memory().allocated;
+    memory().peak_reserved = memory().reserved;
+  });
+  m.def("set_lag", [](uint64_t launches) { Lock hold(device().mutex); device().lag = launches; });
+  m.def("fail_allocation", [](int64_t from_now) {
+    Lock hold(device().mutex);
+    memory().fail_at = memory().allocations + from_now;
+  });
+  m.def("set_capacity", [](int64_t bytes) { Lock hold(device().mutex); memory().capacity = bytes; });
+}

@@ -1,0 +1,207 @@
+"""An imagined CUDA device in this process: builds device.cpp on first use and loads it. Call `load()` before torch."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import hashlib
+import importlib.util
+import shutil
+import subprocess
+import sys
+import sysconfig
+import types
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+SOURCES = ("accelerator.cpp", "device.cpp", "memory.h", "clocks.h")
+NAME = "imagined_cuda_device"
+ACCELERATOR = "accelerator.so"
+CARDS = 8
+
+
+def build() -> Path:
+    """The compiled device, made if this source with this torch has none yet (half a minute)."""
+    torch = _torch()
+    text = "".join((HERE / name).read_text() for name in SOURCES) + (torch / "version.py").read_text() + sys.version
+    folder = HERE / "build" / hashlib.sha256(text.encode()).hexdigest()[:16]
+    made = folder / f"{NAME}.so"
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not made.exists():
+            _compile(torch, made)
+    return made
+
+
+def _torch() -> Path:
+    found = importlib.util.find_spec("torch")
+    assert found is not None and found.origin is not None
+    return Path(found.origin).parent
+
+
+def _compile(torch: Path, made: Path) -> None:
+    compiler = shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        raise RuntimeError("the imagined CUDA device is compiled on first use, and there is no g++ or clang++")
+    include = torch / "include"
+    headers = [include, include / "torch/csrc/api/include", sysconfig.get_paths()["include"]]
+    common = [compiler, "-std=c++20", "-O1", "-fPIC", "-shared", *(f"-isystem{path}" for path in headers)]
+    first, libraries = made.with_name(ACCELERATOR), [f"-L{torch / 'lib'}", f"-Wl,-rpath,{torch / 'lib'}"]
+    libraries += ["-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python", str(first)]
+    _run([*common, str(HERE / "accelerator.cpp"), "-o", str(first)])
+    _run([*common, f"-DTORCH_EXTENSION_NAME={NAME}", str(HERE / "device.cpp"), *libraries, "-o", f"{made}.part"])
+    Path(f"{made}.part").rename(made)
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"the imagined CUDA device does not compile:\n{done.stderr[-4000:]}")
+
+
+lib: Any = None  # the compiled module, once it is loaded
+
+
+def load() -> Any:
+    """Give this process imagined cards. Once, before torch is imported."""
+    global lib
+    if lib is not None:
+        return lib
+    assert "torch" not in sys.modules, "torch makes its CUDA hooks once: load the imagined device before torch"
+    made = build()
+    ctypes.CDLL(str(made.with_name(ACCELERATOR)), mode=ctypes.RTLD_GLOBAL)
+    for name in ("libtorch_cpu.so", "libtorch_python.so"):
+        ctypes.CDLL(str(_torch() / "lib" / name), mode=ctypes.RTLD_GLOBAL)
+    ctypes.CDLL(str(made))
+    import torch  # noqa: F401
+
+    spec = importlib.util.spec_from_file_location(NAME, made)
+    assert spec is not None and spec.loader is not None
+    lib = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(lib)
+    lib.begin([str(HERE / name) for name in ("device.py", "nccl.py", "rank.py")])
+    _python_side()
+    return lib
+
+
+def _python_side() -> None:
+    """What torch.cuda asks of the part of torch that a CPU build lacks."""
+    import torch
+
+    cuda, accelerator = torch.cuda, torch.accelerator
+    before_synchronize: list[Any] = []
+
+    class StreamBase(torch.Stream):
+        def __new__(cls, priority: int = 0, stream_id: int = 0, device_index: int = 0, device_type: int = 0, **_: Any):
+            if stream_id or device_index or device_type:
+                place = {"stream_id": stream_id, "device_index": device_index, "device_type": device_type}
+                return super().__new__(cls, **place)
+            return super().__new__(cls, device=torch.device("cuda", cuda.current_device()), priority=priority)
+
+        @property
+        def cuda_stream(self) -> int:
+            return self.stream_id
+
+    class EventBase(torch.Event):
+        def __new__(cls, enable_timing: bool = False, blocking: bool = False, **_: Any):
+            made = super().__new__(cls, device="cuda", enable_timing=enable_timing, blocking=blocking)
+            made.recorded = False
+            return made
+
+        @property
+        def cuda_event(self) -> int:
+            return self.event_id
+
+        def record(self, stream: Any = None) -> None:
+            self.recorded = True
+            super().record(stream or cuda.current_stream())
+
+        def wait(self, stream: Any = None) -> None:
+            if not self.recorded:
+                lib.find("event never recorded", "a stream waits for an event that nobody has recorded")
+            super().wait(stream or cuda.current_stream())
+
+    torch._C._CudaStreamBase, torch._C._CudaEventBase = StreamBase, EventBase
+    spec = importlib.util.find_spec("torch.cuda.streams")
+    assert spec is not None and spec.loader is not None
+    spec.loader.exec_module(cuda.streams)  # its classes, on these bases
+    cuda.Stream, cuda.Event, cuda.ExternalStream = cuda.streams.Stream, cuda.streams.Event, cuda.streams.ExternalStream
+
+    def place_of(stream: Any) -> tuple[int, int, int]:
+        return stream.stream_id, stream.device_index, stream.device_type
+
+    def set_stream(stream_id: int, device_index: int, device_type: int) -> None:
+        place = {"stream_id": stream_id, "device_index": device_index, "device_type": device_type}
+        torch._C._accelerator_setStream(torch.Stream(**place))
+
+    def synchronize(device: Any = None) -> None:
+        for ready in before_synchronize:
+            ready()
+        accelerator.synchronize()
+
+    properties = types.SimpleNamespace(
+        name="NVIDIA H100 80GB HBM3 (imagined)", total_memory=80 << 30, major=9, minor=0, multi_processor_count=132
+    )
+    here = {"stream_id": 0, "device_type": 1}
+    made: dict[Any, dict[str, Any]] = {
+        torch._C: {
+            "_cuda_getCurrentStream": lambda index: place_of(accelerator.current_stream(index)),
+            "_cuda_getDefaultStream": lambda index: place_of(torch.Stream(device_index=index, **here)),
+            "_cuda_setStream": set_stream,
+            "_cuda_getDevice": accelerator.current_device_index,
+            "_cuda_setDevice": accelerator.set_device_index,
+        },
+        torch.backends.cuda: {"is_built": lambda: True},
+        cuda: {
+            "is_available": lambda: True,
+            "is_initialized": lambda: True,
+            "_lazy_init": lambda: None,
+            "_exchange_device": torch._C._accelerator_exchangeDevice,
+            "_maybe_exchange_device": torch._C._accelerator_maybeExchangeDevice,
+            "device_count": lambda: CARDS,
+            "current_device": accelerator.current_device_index,
+            "synchronize": synchronize,
+            "before_synchronize": before_synchronize,
+            "get_device_name": lambda device=None: properties.name,
+            "get_device_properties": lambda device=None: properties,
+            "get_device_capability": lambda device=None: (properties.major, properties.minor),
+            "memory_allocated": lambda device=None: lib.memory()["allocated"],
+            "max_memory_allocated": lambda device=None: lib.memory()["peak"],
+            "memory_reserved": lambda device=None: lib.memory()["reserved"],
+            "max_memory_reserved": lambda device=None: lib.memory()["peak_reserved"],
+            "reset_peak_memory_stats": lambda device=None: lib.reset_peak(),
+            "empty_cache": lambda: None,
+            "manual_seed": lambda seed: None,
+            "manual_seed_all": lambda seed: None,
+            "get_rng_state": lambda device=None: torch.zeros(16, dtype=torch.uint8),
+            "set_rng_state": lambda state, device=None: None,
+        },
+    }
+    for home, functions in made.items():
+        for name, function in functions.items():
+            setattr(home, name, function)
+    _storages_and_host_reads(torch)
+
+
+def _storages_and_host_reads(torch: Any) -> None:
+    resize = torch.UntypedStorage.resize_
+
+    def resize_(self: Any, size: int) -> Any:
+        if self.device.type != "cuda":
+            return resize(self, size)
+        lib.resize_storage(self, size)
+        return self
+
+    torch.UntypedStorage.resize_ = resize_
+    for name in ("numpy", "tolist", "__array__"):  # they read without an operator
+        setattr(torch.Tensor, name, _reading(name, getattr(torch.Tensor, name)))
+
+
+def _reading(name: str, inner: Any) -> Any:
+    def read(self: Any, *args: Any, **options: Any) -> Any:
+        lib.host_read(self, name)
+        return inner(self, *args, **options)
+
+    return read

@@ -1,0 +1,392 @@
+"""Small programs in plain torch: each with a fault, or without it. `PROGRAMS` says what the fault is called.
+
+A program is called with True for the faulty form. The right form does the same work and must give no finding that is a
+fault. Nothing here imports isograd.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from . import device
+
+
+@dataclass(frozen=True)
+class Program:
+    """`kind`: of the finding that names the fault; `says`: a part of its text; `where`: lines that it names."""
+
+    run: Callable[[bool], Any]
+    ranks: int
+    kind: str
+    says: str = ""
+    seconds: float = 60  # NCCL's timeout
+    lag: Any = 100
+
+
+PROGRAMS: dict[str, Program] = {}
+
+
+def program(kind: str, says: str = "", ranks: int = 1, **options: Any) -> Callable[[Any], Any]:
+    def keep(function: Callable[[bool], Any]) -> Callable[[bool], Any]:
+        PROGRAMS[function.__name__] = Program(function, ranks, kind, says, **options)
+        return function
+
+    return keep
+
+
+def current() -> Any:
+    return torch.cuda.current_stream()
+
+
+def ones(n: int = 1000) -> Tensor:
+    return torch.ones(n, device="cuda")
+
+
+# -- streams and events ------------------------------------------------------------------------------------------------
+
+
+@program("race", "aten::fill_ writes")
+def side_stream_starts_too_early(faulty: bool) -> None:
+    side, x = torch.cuda.Stream(), ones()
+    if not faulty:
+        side.wait_stream(current())
+    with torch.cuda.stream(side):
+        y = x * 2
+    current().wait_stream(side)
+    y.add_(1)
+    x.record_stream(side)
+
+
+@program("race", "aten::mul writes")
+def result_of_a_side_stream_is_read_too_early(faulty: bool) -> None:
+    side, x = torch.cuda.Stream(), ones()
+    side.wait_stream(current())
+    with torch.cuda.stream(side):
+        y = x * 2
+    if not faulty:
+        current().wait_stream(side)
+    y.sum()
+    side.synchronize()
+
+
+@program("race", "aten::mul reads")
+def input_of_a_side_stream_is_overwritten(faulty: bool) -> None:
+    side, x = torch.cuda.Stream(), ones()
+    side.wait_stream(current())
+    with torch.cuda.stream(side):
+        _ = x * 2
+    if not faulty:
+        current().wait_stream(side)
+    x.zero_()
+    side.synchronize()
+
+
+@program("race", "aten::add writes")
+def event_is_recorded_before_the_write(faulty: bool) -> None:
+    side, x, event = torch.cuda.Stream(), ones(), torch.cuda.Event()
+    event.record()
+    x.add_(1)
+    if not faulty:
+        event.record()
+    side.wait_event(event)
+    with torch.cuda.stream(side):
+        _ = x * 2
+    side.synchronize()
+
+
+@program("event never recorded")
+def event_is_waited_for_before_it_is_recorded(faulty: bool) -> None:
+    side, x, event = torch.cuda.Stream(), ones(), torch.cuda.Event()
+    if not faulty:
+        event.record()
+    side.wait_event(event)
+    with torch.cuda.stream(side):
+        _ = x * 2
+    side.synchronize()
+
+
+@program("reused too early", "the memory is freed")
+def memory_is_freed_while_a_side_stream_reads_it(faulty: bool) -> None:
+    side, x = torch.cuda.Stream(), ones()
+    side.wait_stream(current())
+    with torch.cuda.stream(side):
+        total = x.sum()
+    if not faulty:
+        x.record_stream(side)
+    del x
+    ones().mul_(3)  # of the same size: it gets the same memory
+    current().wait_stream(side)
+    total.add_(1)
+
+
+@program("reused too early", "the memory is freed")
+def memory_of_a_side_stream_is_used_there_before_its_owner_is_done(faulty: bool) -> None:
+    side, x = torch.cuda.Stream(), ones()
+    del x
+    y = torch.empty(1000, device="cuda")
+    if not faulty:
+        side.wait_stream(current())
+    with torch.cuda.stream(side):
+        y.fill_(2)
+    current().wait_stream(side)
+    y.add_(1)
+
+
+@program("race", "writes on stream")
+def gradients_are_read_on_another_stream_than_backward_ran_on(faulty: bool) -> None:
+    side = torch.cuda.Stream()
+    w = ones().requires_grad_()
+    side.wait_stream(current())
+    with torch.cuda.stream(side):
+        (w * w).sum().backward()
+    if not faulty:
+        current().wait_stream(side)
+    assert w.grad is not None
+    w.grad.mul_(2)
+
+
+@program("race", "on stream")
+def parameters_change_while_a_side_stream_copies_them(faulty: bool) -> None:
+    side = torch.cuda.Stream()
+    model = torch.nn.Linear(8, 8).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    model(torch.ones(2, 8, device="cuda")).sum().backward()
+    side.wait_stream(current())
+    with torch.cuda.stream(side):
+        copies = [p.detach().clone() for p in model.parameters()]
+    if not faulty:
+        current().wait_stream(side)
+    optimizer.step()
+    side.synchronize()
+    assert len(copies) == 2
+
+
+# -- the host ----------------------------------------------------------------------------------------------------------
+
+
+@program("host wait", "item")
+def item_in_a_hook_of_backward(faulty: bool) -> None:
+    w, seen = ones().requires_grad_(), []
+    w.register_hook(lambda g: seen.append(g.sum().item() if faulty else g.sum()))
+    (w * 2).sum().backward()
+
+
+@program("host wait", "nonzero")
+def nonzero_in_forward(faulty: bool) -> None:
+    x = ones()
+    _ = x.nonzero() if faulty else torch.where(x > 0, x, 0)
+
+
+@program("host wait", "mask")
+def index_by_a_mask(faulty: bool) -> None:
+    x = ones()
+    if faulty:
+        x[x > 0] = 2
+    else:
+        x.masked_fill_(x > 0, 2)
+
+
+@program("pageable copy", "said to be non_blocking")
+def pageable_copy_that_should_overlap(faulty: bool) -> None:
+    host = torch.ones(1000) if faulty else torch.ones(1000, pin_memory=True)
+    host.to("cuda", non_blocking=True).add_(1)
+
+
+@program("host reads too early", "aten::sum")
+def pinned_memory_is_read_before_its_event(faulty: bool) -> float:
+    host, event = torch.empty(1000, pin_memory=True), torch.cuda.Event()
+    host.copy_(ones(), non_blocking=True)
+    event.record()
+    if not faulty:
+        event.synchronize()
+    total = float(host.sum())
+    assert (total == 1000) is not faulty
+    torch.cuda.synchronize()
+    return total
+
+
+@program("host writes too early", "aten::fill_")
+def pinned_memory_is_refilled_while_it_is_copied(faulty: bool) -> None:
+    host, event = torch.ones(1000, pin_memory=True), torch.cuda.Event()
+    host.to("cuda", non_blocking=True).add_(1)
+    event.record()
+    if not faulty:
+        event.synchronize()
+    host.fill_(2)
+
+
+# -- NCCL --------------------------------------------------------------------------------------------------------------
+
+
+gather_equal = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 renamed it
+
+
+def rank() -> int:
+    return dist.get_rank()
+
+
+@program("race", "nccl:all_reduce writes", ranks=2)
+def collective_is_not_waited_for(faulty: bool) -> None:
+    x = ones()
+    work = dist.all_reduce(x, async_op=True)
+    if not faulty:
+        work.wait()
+    y = x * 2
+    work.wait()
+    assert faulty or y[0].item() == 4
+
+
+@program("race", "nccl:all_reduce writes", ranks=2)
+def collective_is_waited_for_on_the_wrong_stream(faulty: bool) -> None:
+    x, other = ones(), torch.cuda.Stream()
+    work = dist.all_reduce(x, async_op=True)
+    with torch.cuda.stream(other) if faulty else nullcontext():
+        work.wait()
+    x.mul_(2)
+
+
+@program("race", "nccl:all_reduce writes", ranks=2)
+def collective_is_waited_for_in_a_thread_that_is_only_joined(faulty: bool) -> None:
+    """The thread's current stream waits, and that is the default stream. The user's is another one."""
+    mine = torch.cuda.Stream()
+    with torch.cuda.stream(mine):
+        x = ones()
+        work = dist.all_reduce(x, async_op=True)
+        thread = threading.Thread(target=work.wait)
+        thread.start()
+        thread.join()
+        if not faulty:
+            work.wait()
+        x.mul_(2)
+
+
+@program("race", "nccl:all_gather reads", ranks=2)
+def gradient_changes_while_it_is_reduced(faulty: bool) -> None:
+    x = ones()
+    total = torch.empty(2000, device="cuda")
+    work = gather_equal(total, x, async_op=True)
+    if not faulty:
+        work.wait()
+    x.add_(1)
+    work.wait()
+
+
+@program("race", "aten::mul writes", ranks=2)
+def collective_starts_before_its_input_is_there(faulty: bool) -> None:
+    side, x = torch.cuda.Stream(), ones()
+    side.wait_stream(current())
+    with torch.cuda.stream(side):
+        y = x * 2
+    if not faulty:
+        current().wait_stream(side)
+    dist.all_reduce(y)
+    current().wait_stream(side)
+
+
+@program("communicator", "not the same order on all ranks", ranks=2, seconds=20)
+def collectives_in_another_order_on_one_rank(faulty: bool) -> None:
+    x, y = ones(), torch.empty(2000, device="cuda")
+    order = [lambda: dist.all_reduce(x), lambda: gather_equal(y, x)]
+    for collective in reversed(order) if faulty and rank() == 1 else order:
+        collective()
+
+
+@program("communicator", "not the same order on all ranks", ranks=2, seconds=20)
+def sizes_differ_between_ranks(faulty: bool) -> None:
+    dist.all_reduce(ones(1000 + faulty * rank()))
+
+
+@program("communicators in another order", ranks=2)
+def two_communicators_in_another_order_on_one_rank(faulty: bool) -> None:
+    one, other = dist.new_group([0, 1]), dist.new_group([0, 1])
+    x, y = ones(), ones()
+    for group in (one, other):  # makes them
+        dist.all_reduce(ones(), group=group)
+    order = [(x, one), (y, other)]
+    works = [dist.all_reduce(t, group=g, async_op=True) for t, g in (order[::-1] if faulty and rank() else order)]
+    for work in works:
+        work.wait()
+
+
+@program("communicator", "came to make it", ranks=3, seconds=3)
+def pairs_of_ranks_in_a_circle_without_a_batch(faulty: bool) -> None:
+    """Each rank sends first: each waits for a communicator of two whose other rank waits for another one."""
+    x, y, size = ones(), torch.empty(1000, device="cuda"), dist.get_world_size()
+    after, before = (rank() + 1) % size, (rank() - 1) % size
+    if faulty:
+        works = [dist.isend(x, after), dist.irecv(y, before)]
+    else:
+        works = dist.batch_isend_irecv([dist.P2POp(dist.isend, x, after), dist.P2POp(dist.irecv, y, before)])
+    for work in works:
+        work.wait()
+    y.add_(1)
+
+
+@program("unbatched pair", ranks=2)
+def send_and_receive_without_a_batch(faulty: bool) -> None:
+    x, op, peer = ones(), dist.irecv if rank() else dist.isend, 1 - rank()
+    works = [op(x, peer)] if faulty else dist.batch_isend_irecv([dist.P2POp(op, x, peer)])
+    for work in works:
+        work.wait()
+    x.add_(1)
+
+
+@program("communicator", "did not end within", ranks=2, seconds=20)
+def send_that_nobody_receives(faulty: bool) -> None:
+    dist.barrier()
+    ops = [dist.P2POp(dist.irecv if rank() else dist.isend, ones(), 1 - rank())]
+    for work in [] if faulty and rank() else dist.batch_isend_irecv(ops):
+        work.wait()
+
+
+@program("never waited for", "all_reduce", ranks=2)
+def work_is_forgotten(faulty: bool) -> None:
+    work = dist.all_reduce(ones(), async_op=True)
+    if not faulty:
+        work.wait()
+
+
+@program("communicator", "did not end within", ranks=2, seconds=20)
+def one_rank_runs_out_of_memory(faulty: bool) -> None:
+    dist.barrier()
+    if faulty and rank() == 1:
+        device.lib.fail_allocation(2)
+    x = ones()
+    y = x * 2
+    z = y + 1  # the third allocation
+    dist.all_reduce(z)
+
+
+@program("communicator", "it was aborted", ranks=2)
+def communicator_is_used_after_abort(faulty: bool) -> None:
+    x = ones()
+    dist.all_reduce(x)
+    if faulty:
+        group: Any = dist.group.WORLD
+        group.abort()
+    dist.all_reduce(x)
+
+
+@program("communicator", "not the same order on all ranks", ranks=2, lag=(1, 1000), seconds=20)
+def bucket_leaves_when_a_poll_says_so(faulty: bool) -> None:
+    """Whether a work is over depends on how far the device is behind: ranks that ask it launch at different points."""
+    first, second, other = ones(), ones(500), ones(200)
+    work = dist.all_reduce(first, async_op=True)
+    for _ in range(10):
+        other.mul_(2)
+    work._job.done.wait()  # the exchange is over, the device may be behind
+    early = work.is_completed() if faulty else True
+    if early:
+        dist.all_reduce(second)
+    dist.all_reduce(other)
+    if not early:
+        dist.all_reduce(second)
+    work.wait()

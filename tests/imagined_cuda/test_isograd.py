@@ -1,0 +1,73 @@
+"""isograd's own training on imagined cards: the gradients of one device, and no fault, on any stream.
+
+The model, the data, the truth and the comparison are those of the parity grid (tests/parity/cases.py), in fp64.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from tests.parity import cases
+
+from . import Result, run
+
+ACCUMULATION = 2
+LAYOUTS = (
+    "dp2", "dp2 zero1", "dp2 zero2", "dp2 zero3", "tp2", "tp2 sp", "cp2", "dp2 tp2 zero1", "pp2", "pp4",
+)  # fmt: skip
+
+
+def train(layout: str, stream: str) -> cases.Trained:
+    """As the parity grid does, on this rank's card. On a stream of the user's: everything, the model included."""
+    from isograd import Engine, Mesh
+    from isograd.core.contract import assemble
+    from isograd.core.contract_table import contracts
+    from isograd.models import Transformer
+
+    with torch.cuda.stream(torch.cuda.Stream()) if stream == "own" else nullcontext():
+        mesh, config, done = Mesh(layout), cases.CONFIGS["deep" if "pp" in layout else "llama"], cases.Trained()
+        assert mesh.device.type == "cuda"
+        model = Transformer(config, mesh, dtype=torch.float64).to(mesh.device)
+        engine, table = Engine(model, mesh, cases.sgd, clip=cases.CLIP, bucket_mb=0.01), contracts(model, mesh)
+        micro_batches = ACCUMULATION * mesh.size("dp")
+        for step in range(cases.STEPS):
+            first = mesh.index("dp") * ACCUMULATION
+            texts = [cases.micro_batch(config, step, first + j, micro_batches) for j in range(ACCUMULATION)]
+            micros = [{"tokens": t.to(mesh.device), "labels": labels.to(mesh.device)} for t, labels, _ in texts]
+            if mesh.size("pp") > 1:
+                engine.accumulate(micros)
+            else:
+                for micro in micros:
+                    loss, count = model(**micro)
+                    engine.backward(loss, weight=count)
+            done.gradients.append({name: g.cpu() for name, g in engine.grads()})
+            stats = engine.step()
+            done.losses.append(stats.loss)
+            done.norms.append(stats.grad_norm)
+        with torch.no_grad(), engine.full_parameters():
+            done.parameters = {r.name: assemble(r.parameter, r.contract, mesh).cpu() for r in table}
+        return done
+
+
+def results_of(layout: str, stream: str) -> list[Result]:
+    """isograd joins the world by itself, as under torchrun."""
+    from isograd import Layout
+
+    return run(train, Layout.parse(layout).world_size, layout, stream, join=False, seconds=20, limit=45)
+
+
+@pytest.mark.parametrize("stream", ["default", "own"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_are_one_devices_and_nothing_races(layout: str, stream: str) -> None:
+    results = results_of(layout, stream)
+    assert not any(result.error for result in results), "\n".join(result.error for result in results)
+    faults = sorted({str(finding) for result in results for finding in result.faults})
+    assert not faults, "\n".join(faults[:10])
+    truth = cases.one_device("deep" if "pp" in layout else "llama", ACCUMULATION * (2 if "dp2" in layout else 1))
+    everything = {name: value for result in results for name, value in result.value.parameters.items()}
+    found = results[0].value
+    found.parameters = everything
+    assert not cases.differences(found, truth)

@@ -1,0 +1,362 @@
+"""Sequences cut over cp in other libraries' own loops: gradients by name, in fp64, those of transformers on one device.
+
+Labels are uneven, rows end in padding, the length does not divide, and a step has one or three micro-batches.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import isograd as ig
+from isograd.comm import raw
+from isograd.errors import IntegrationError, IsogradError
+from isograd.hf.force_fp64 import ForceFP64
+from isograd.integrations.world import layout_of_parallelism
+
+from .toys import arguments
+from .worlds import as_torchrun_starts_it
+
+pytest.importorskip("accelerate")
+VOCAB, LENGTH = 61, 11
+
+
+class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """Each row has labels only behind a prompt of random length, and ends in padding; one has none in half of it."""
+
+    def __init__(self, rows: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.text = torch.randint(VOCAB, (rows, LENGTH), generator=generator)
+        prompt = torch.randint(LENGTH - 3, (rows, 1), generator=generator)
+        ends = LENGTH - torch.arange(rows)[:, None] % 3
+        self.mask = (torch.arange(LENGTH) < ends).long()
+        self.labels = self.text.masked_fill((torch.arange(LENGTH) < prompt) | (self.mask == 0), -100)
+        self.labels[0, (LENGTH + 1) // 2 + 1 :] = -100  # no label in the second of two parts
+
+    def __len__(self) -> int:
+        return len(self.text)
+
+    def __getitem__(self, row: int) -> dict[str, Tensor]:
+        return {"input_ids": self.text[row], "attention_mask": self.mask[row], "labels": self.labels[row]}
+
+
+def model() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    shape = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, intermediate_size=31, **shape)).double()
+
+
+@lru_cache
+def one_device(rows: int) -> dict[str, Tensor]:
+    """transformers alone: gradients of the mean over all labels of so many rows, and the evaluated loss."""
+    whole = model()
+    batch = torch.utils.data.default_collate([Rows(rows)[row] for row in range(rows)])
+    count = (batch["labels"][:, 1:] != -100).sum()
+    with ForceFP64():
+        loss = whole(**batch, num_items_in_batch=count, use_cache=False).loss
+        loss.backward()
+    return {n: p.grad.clone() for n, p in whole.named_parameters()} | {"loss": loss.detach()}
+
+
+def same(found: dict[str, Tensor], rows: int) -> None:
+    for name, true in one_device(rows).items():
+        error = (found[name].double() - true).abs().max() / true.abs().max()
+        assert float(error) < 1e-9, (name, float(error))
+
+
+def by_the_trainer(
+    layout: str | None, accumulation: int, parallelism: dict[str, Any] | None = None, source: str | None = None
+) -> dict[str, Any]:
+    """One step of the Trainer's own loop: gradients by name, as a callback sees them; a model that it saves."""
+    from transformers import Trainer, TrainerCallback
+
+    with as_torchrun_starts_it(), tempfile.TemporaryDirectory() as folder:
+        kind = ig.integrations.trainer(Trainer, layout)
+        more: dict[str, Any] = {}
+        if parallelism is not None:
+            from accelerate.parallelism_config import ParallelismConfig
+
+            more["parallelism_config"] = ParallelismConfig(**parallelism)
+        options = arguments(
+            folder, 1, 1, max_steps=1, gradient_accumulation_steps=accumulation, max_grad_norm=0.0, seed=1, **more
+        )
+        seen: dict[str, Any] = {}
+
+        class Looks(TrainerCallback):  # type: ignore[misc]
+            def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+                seen.update({name: g.clone() for name, g in found.engine.grads()})
+
+        ranks = raw.world()[1]
+        data = ranks // (2 if ranks > 1 else 1)
+        given = model() if source is None else ig.hf.load(source, ig.Mesh(layout), prove=False, dtype=torch.float64)
+        found = kind(given, options, train_dataset=Rows(data * accumulation), eval_dataset=Rows(4),
+                     callbacks=[Looks()])  # fmt: skip
+        with ForceFP64():
+            found.train()
+        seen |= {"layout": str(found.mesh.layout), "data": found.mesh.size("dp")}
+        seen["loss"] = torch.tensor(found.state.log_history[0]["loss"])
+        seen["rows"] = found.get_total_train_batch_size(found.args)
+        seen["evaluated"] = found.evaluate()["eval_loss"]
+        saved = f"{source or folder}/saved"
+        found.save_model(saved)
+        assert found.mesh.rank or "isograd" not in Path(saved, "config.json").read_text()
+        return seen
+
+
+@pytest.mark.parametrize(
+    "ranks, cases",
+    [
+        (2, [("cp2 ulysses zero1", 1), ("cp2 ring zero3", 3)]),
+        pytest.param(4, [("dp2 cp2 ulysses zero2", 3), ("cp2 ring", 1)], marks=pytest.mark.slow),
+    ],
+)
+def test_the_trainers_loop_has_the_gradients_of_one_device_under_cp(worlds, ranks: int, cases: Any) -> None:
+    for layout, accumulation in cases:
+        rows = ranks // 2 * accumulation
+        for found in worlds(ranks).run(by_the_trainer, layout, accumulation):
+            assert found["rows"] == rows
+            if found["data"] == 1:  # one batch of four rows
+                assert found["evaluated"] == pytest.approx(float(one_device(4)["loss"]), rel=1e-4)
+            found["loss"] = one_device(rows)["loss"]  # the Trainer logs fp32
+            same(found, rows)
+
+
+@pytest.mark.parametrize(
+    "ranks, layout",
+    [(2, "tp2 zero1"), pytest.param(4, "dp2 tp2 sp zero3", marks=pytest.mark.slow)],
+)
+def test_the_trainers_loop_has_the_gradients_of_one_device_under_tp(
+    worlds, tmp_path: Path, ranks: int, layout: str
+) -> None:
+    model().save_pretrained(tmp_path)
+    rows = ranks // 2 * 3
+    for found in worlds(ranks).run(by_the_trainer, layout, 3, None, str(tmp_path)):
+        found["loss"] = one_device(rows)["loss"]
+        same(found, rows)
+    from transformers import AutoModelForCausalLM
+
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float64)
+    assert all(p.shape == q.shape for p, q in zip(saved.parameters(), model().parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "layout", "here"),
+    [({"sp_size": 2}, "zero2", "cp2 ulysses zero2"), ({"cp_size": 2}, None, "cp2 ring zero3")],
+)
+def test_a_parallelism_config_of_accelerate_says_the_layout(worlds, sizes: Any, layout: str | None, here: str) -> None:
+    for found in worlds(2).run(by_the_trainer, layout, 3, sizes):
+        assert found["layout"] == here
+        found["loss"] = one_device(3)["loss"]
+        same(found, 3)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "layout", "words"),
+    [
+        ({"dp_shard_size": 4, "sp_size": 2}, None, "dp4 cp2 ulysses zero3"),
+        ({"dp_replicate_size": 4, "sp_size": 2}, "zero1", "dp4 cp2 ulysses zero1"),
+        ({"dp_shard_size": 2, "tp_size": 2}, "zero0", "dp2 tp2 zero0"),
+    ],
+)
+def test_sizes_become_axes(sizes: Any, layout: str | None, words: str) -> None:
+    from accelerate.parallelism_config import ParallelismConfig
+
+    assert layout_of_parallelism(ParallelismConfig(**sizes), layout) == words
+    for wrong in ({"dp_replicate_size": 2, "dp_shard_size": 2}, {"dp_shard_size": 2}):
+        with pytest.raises(IntegrationError, match="IG855"):
+            layout_of_parallelism(ParallelismConfig(**wrong), "dp2" if len(wrong) == 1 else None)
+
+
+class Groups:
+    """What DeepSpeed asks of an mpu."""
+
+    def get_sequence_parallel_world_size(self) -> int:
+        return 2
+
+    def get_sequence_parallel_rank(self) -> int:
+        return raw.world()[0] % 2
+
+
+def by_deepspeed(stage: int, accumulation: int, way: str) -> dict[str, Any]:
+    """A loop of DeepSpeed's: `engine(**batch)` and `engine.backward(output.loss)`."""
+    size = {"sequence_parallel_size": 2} if way == "config" else {}
+    given = {"mpu": {"mpu": Groups()}, "mesh_param": {"mesh_param": (raw.world()[1] // 2, 2)}}.get(way, {})
+    config = {
+        "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": accumulation,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "zero_optimization": {"stage": stage},
+    }  # fmt: skip
+    rows = Rows(raw.world()[1] // 2 * accumulation)
+    engine, _, loader, _ = ig.integrations.deepspeed.initialize(
+        model=model(), config=config | size, training_data=rows, **given
+    )
+    seen: dict[str, Any] = {}
+    with ForceFP64():
+        for number, batch in enumerate(loader):
+            loss = engine(**batch).loss
+            if number == 0:
+                codes = []
+                for wrong in (lambda: engine.backward(loss / 2), lambda: engine.backward(loss, weight=7)):
+                    try:
+                        wrong()
+                    except IsogradError as error:
+                        codes.append(error.code)
+                seen["codes"] = codes
+            engine.backward(loss)
+            if engine.is_gradient_accumulation_boundary():
+                seen |= {name: g.clone() for name, g in engine.engine.grads()}
+            engine.step()
+    seen |= {"loss": torch.tensor(engine.optimizer.stats.loss, dtype=torch.float64), "rows": engine.train_batch_size()}
+    return seen
+
+
+@pytest.mark.parametrize(
+    "ranks, cases",
+    [(2, [(1, 1, "config"), (3, 3, "mesh_param")]), pytest.param(4, [(2, 3, "mpu")], marks=pytest.mark.slow)],
+)
+def test_a_loop_of_deepspeed_has_the_gradients_of_one_device_under_sequence_parallelism(
+    worlds, ranks: int, cases: Any
+) -> None:
+    for stage, accumulation, way in cases:
+        rows = ranks // 2 * accumulation
+        for found in worlds(ranks).run(by_deepspeed, stage, accumulation, way):
+            assert (found["rows"], found["codes"]) == (rows, ["IG868", "IG868"])
+            same(found, rows)
+
+
+def by_accelerate(
+    accumulation: int, sizes: dict[str, int] | None, layout: str = "cp2 ring", source: str | None = None
+) -> dict[str, Any]:
+    """A loop of accelerate's documentation, without a weight. `source`: the folder of a model that tp cuts."""
+    with as_torchrun_starts_it():
+        from accelerate.parallelism_config import ParallelismConfig
+
+        given: dict[str, Any] = {"layout": layout} if sizes is None else {}
+        given |= {} if sizes is None else {"parallelism_config": ParallelismConfig(**sizes)}
+        accelerator = ig.integrations.Accelerator(cpu=True, gradient_accumulation_steps=accumulation, **given)
+        rows = accelerator._mesh.size("dp") * accumulation
+        whole = ig.hf.load(source, accelerator._mesh, dtype=torch.float64) if source else model()
+        optimizer = torch.optim.SGD(whole.parameters(), lr=0.1)
+        loader = torch.utils.data.DataLoader(Rows(rows), batch_size=1)
+        prepared, optimizer, loader = accelerator.prepare(whole, optimizer, loader)
+        seen: dict[str, Any] = {"codes": []}
+        with ForceFP64():
+            for batch in loader:
+                with accelerator.accumulate(prepared):
+                    loss = prepared(**batch).loss
+                    try:
+                        accelerator.backward(loss, weight=3)
+                    except IsogradError as error:
+                        seen["codes"].append(error.code)
+                    accelerator.backward(loss)
+                    if accelerator.sync_gradients and accelerator._by_engine:
+                        seen |= accelerator._trained[0].engine.grads()
+                    elif accelerator.sync_gradients:
+                        seen |= {name: p.grad.clone() for name, p in whole.named_parameters()}
+                    optimizer.step()
+                    optimizer.zero_grad()
+        return seen
+
+
+@pytest.mark.parametrize(
+    "ranks, accumulation, sizes",
+    [(2, 1, {"sp_size": 2}), (2, 3, None), pytest.param(4, 3, {"sp_size": 2}, marks=pytest.mark.slow)],
+)
+def test_a_loop_of_accelerate_has_the_gradients_of_one_device_under_cp(
+    worlds, ranks: int, accumulation: int, sizes: Any
+) -> None:
+    rows = ranks // 2 * accumulation
+    for found in worlds(ranks).run(by_accelerate, accumulation, sizes):
+        assert found["codes"] == ["IG861"] * accumulation
+        found["loss"] = one_device(rows)["loss"]
+        same(found, rows)
+
+
+@pytest.mark.parametrize("layout", ["dp1 cp2 ulysses zero1", "dp1 cp2 ring zero3", "dp1 tp2", "dp1 tp2 sp zero3"])
+def test_a_loop_of_accelerate_has_them_under_zero_stages_and_tp(worlds, tmp_path: Any, layout: str) -> None:
+    source = None
+    if "tp" in layout:
+        source = str(tmp_path)
+        model().save_pretrained(source)
+    for found in worlds(2).run(by_accelerate, 2, None, layout, source):
+        assert found["codes"] == ["IG861"] * 2
+        found["loss"] = one_device(2)["loss"]
+        same(found, 2)
+
+
+def by_a_second_accelerator(layout: str, source: str | None) -> dict[str, Any]:
+    """The gradients of a model that another accelerator has prepared before."""
+    with as_torchrun_starts_it():
+        whole: Any = None
+        for _ in range(2):
+            accelerator = ig.integrations.Accelerator(cpu=True, layout=layout)
+            mesh = accelerator._mesh
+            whole = whole or (ig.hf.load(source, mesh, dtype=torch.float64) if source else model())
+            loader = torch.utils.data.DataLoader(Rows(1), batch_size=1)
+            optimizer = torch.optim.SGD(whole.parameters(), lr=0.0)
+            prepared, optimizer, loader = accelerator.prepare(whole, optimizer, loader)
+            with ForceFP64():
+                for batch in loader:
+                    accelerator.backward(prepared(**batch).loss)
+            found = dict(accelerator.engine.grads())
+            optimizer.step()
+        return found
+
+
+@pytest.mark.parametrize("layout", ["dp1 cp2 ring zero1", "dp1 tp2"])
+def test_a_model_that_another_accelerator_has_prepared_has_them_too(worlds, tmp_path: Any, layout: str) -> None:
+    source = None
+    if "tp" in layout:
+        source = str(tmp_path)
+        model().save_pretrained(source)
+    for found in worlds(2).run(by_a_second_accelerator, layout, source):
+        same(found | {"loss": one_device(1)["loss"]}, 1)
+
+
+def refused() -> dict[str, str]:
+    """What under cp cannot be right: the words of each refusal."""
+    from transformers import Trainer
+
+    class Own(Trainer):  # type: ignore[misc]
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            return super().compute_loss(*args, **kwargs)
+
+    said = {}
+    with as_torchrun_starts_it(), tempfile.TemporaryDirectory() as folder:
+        cases = {
+            "compute_loss_func": (Trainer, {}, {"compute_loss_func": lambda *_, **__: None}),
+            "Own.compute_loss": (Own, {}, {}),
+            "label_smoothing_factor": (Trainer, {"label_smoothing_factor": 0.1}, {}),
+            "compute_metrics": (Trainer, {}, {"compute_metrics": lambda _: {}}),
+        }
+        for what, (kind, options, more) in cases.items():
+            try:
+                ig.integrations.trainer(kind, "cp2 ring")(model(), arguments(folder, 1, 1, **options), **more)
+            except IsogradError as error:
+                said[what] = f"{error.code} {error.seen}"
+        try:
+            ig.integrations.trainer(Trainer, "tp2")(model(), arguments(folder, 1, 1))
+        except IsogradError as error:
+            said["whole"] = f"{error.code} {error.fix}"
+    return said
+
+
+def test_what_would_shift_labels_of_a_part_is_refused_by_name(worlds) -> None:
+    for said in worlds(2).run(refused):
+        assert said.pop("whole").startswith("IG855 model = ig.hf.load(folder, ig.Mesh('tp2'))")
+        assert len(said) == 4 and all(text.startswith("IG856 cp with ") and what in text for what, text in said.items())
+
+
+def test_the_page_has_the_words_of_other_libraries() -> None:
+    from isograd.core.layout import ELSEWHERE
+
+    page = (Path(__file__).parents[2] / "docs" / "integrations.md").read_text()
+    for names, here in ELSEWHERE.items():
+        assert f"| {', '.join(f'`{name}`' for name in names.split())} | `{here.format(n='N')}` |" in page

@@ -1,0 +1,266 @@
+"""Lightning's own Trainer with our strategy, against its own in one process on all micro-batches of a step."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import isograd as ig
+from isograd.comm import raw
+
+from .worlds import as_lightning_finds_it
+
+lightning = pytest.importorskip("lightning.pytorch")
+assert ig.integrations.LightningStrategy.strategy_name == "isograd"  # registered by name
+pytestmark = pytest.mark.medium
+IGNORED, CLASSES, MICROS, STEPS = -100, 5, 4, 3
+
+
+def micro(number: int) -> tuple[Tensor, Tensor]:
+    """Rows and labels, uneven; every fourth has no label."""
+    generator = torch.Generator().manual_seed(number)
+    rows = 1 + number % 3
+    labels = torch.randint(CLASSES, (rows, 3), generator=generator)
+    labels[torch.rand(rows, 3, generator=generator) < 0.4] = IGNORED
+    values = torch.randn(rows, 3, 6, generator=generator, dtype=torch.float64)
+    return values, labels.fill_(IGNORED) if number % MICROS == 3 else labels
+
+
+class Net(lightning.LightningModule):
+    """weighed: its loss is the mean over labels, and says so; else over rows."""
+
+    def __init__(self, weighed: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, CLASSES)).double()
+        self.weighed = weighed
+
+    def loss(self, values: Tensor, labels: Tensor) -> Tensor:
+        if not self.weighed:
+            return self.net(values).square().mean()
+        return F.cross_entropy(self.net(values).flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
+
+    def training_step(self, batch: Any, _: int) -> Any:
+        loss = self.loss(*batch)
+        return {"loss": loss, "weight": (batch[1] != IGNORED).sum()} if self.weighed else loss
+
+    def validation_step(self, batch: Any, _: int) -> None:
+        self.log("held_out", self.loss(*batch), sync_dist=True, batch_size=1)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
+        plan = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plan, "interval": "step"}}
+
+
+def fit(
+    layout: str | None, weighed: bool, folder: str, resume: str | None = None, first: int = 0, module: Any = None,
+    **given: Any,
+) -> Any:  # fmt: skip
+    """first: the micro-batch to begin with, as a loader does that resumes where its run was cut."""
+    rank, ranks = raw.world()
+    data = [micro((first + number) % (STEPS * MICROS)) for number in range(rank, STEPS * MICROS, ranks)]
+    standard: dict[str, Any] = {"max_steps": STEPS, "gradient_clip_val": 0.1, "logger": False}
+    standard |= {
+        "accumulate_grad_batches": MICROS // ranks,
+        "enable_checkpointing": False,
+        "use_distributed_sampler": False,
+    }
+    standard |= {"enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu", "devices": ranks}
+    with as_lightning_finds_it():
+        strategy = ig.integrations.LightningStrategy(layout) if layout else "isograd"
+        trainer = lightning.Trainer(default_root_dir=folder, strategy=strategy, **(standard | given))
+        trainer.fit(module or Net(weighed), DataLoader(data, batch_size=None), ckpt_path=resume)
+        found = {n: v.clone() for n, v in trainer.strategy.lightning_module_state_dict().items()}
+    return trainer, found
+
+
+def ours(weighed: bool, layouts: list[str | None]) -> list[dict[str, Tensor]]:
+    with tempfile.TemporaryDirectory() as scratch:
+        return [fit(layout, weighed, scratch)[1] for layout in layouts]
+
+
+def one_device(weighed: bool) -> dict[str, Tensor]:
+    model = Net(weighed)
+    made = model.configure_optimizers()
+    optimizer, plan = made["optimizer"], made["lr_scheduler"]["scheduler"]
+    for step in range(STEPS):
+        micros = [micro(step * MICROS + number) for number in range(MICROS)]
+        model.loss(torch.cat([m[0] for m in micros]), torch.cat([m[1] for m in micros])).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        plan.step()
+    return dict(model.state_dict())
+
+
+@pytest.mark.parametrize("weighed", [True, False])
+@pytest.mark.parametrize("ranks, layouts", [(1, ["zero1"]), (2, [None, "zero1", "dp2 zero3"]), (4, ["zero2"])])
+def test_a_fit_trains_as_one_device_on_uneven_micro_batches(
+    worlds, ranks: int, layouts: list[Any], weighed: bool
+) -> None:
+    expected = one_device(weighed)
+    for each in [ours(weighed, layouts)] if ranks == 1 else worlds(ranks).run(ours, weighed, layouts):
+        for found in each:
+            for name, value in expected.items():
+                assert torch.allclose(found[name], value, rtol=1e-9, atol=1e-12), name
+
+
+def saved(folder: str) -> list[Any]:
+    """Cut after step 2 at zero1, resumed at zero3; and what is refused."""
+    trainer, _ = fit("zero1", True, folder, max_steps=2)
+    trainer.save_checkpoint(f"{folder}/cut.ckpt")
+    _, found = fit("zero3", True, folder, resume=f"{folder}/cut.ckpt", first=2 * MICROS)
+    seen: list[Any] = [found]
+
+    class Two(Net):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.net[0].parameters(), lr=0.1)
+
+    class Clips(Net):
+        def configure_gradient_clipping(self, *_: Any, **__: Any) -> None: ...
+
+    trainer.save_checkpoint(f"{folder}/weights.ckpt", weights_only=False)
+    if raw.world()[0] == 0:
+        shutil.rmtree(f"{folder}/weights.ckpt.isograd")
+    trainer.strategy.barrier()
+    for given in (
+        {"module": Two(True)},
+        {"module": Clips(True)},
+        {"gradient_clip_algorithm": "value"},
+        {"resume": f"{folder}/weights.ckpt"},
+    ):
+        try:
+            fit("zero1", True, folder, **given)
+        except ig.IsogradError as error:
+            seen.append(error.code)
+    return seen
+
+
+def test_a_fit_that_is_resumed_at_another_stage_ends_as_one_without_a_cut(worlds, tmp_path: Path) -> None:
+    expected = one_device(True)
+    for found, *codes in worlds(2).run(saved, str(tmp_path)):
+        for name, value in expected.items():
+            assert torch.allclose(found[name], value, rtol=1e-9, atol=1e-12), name
+        assert codes == ["IG851", "IG856", "IG856", "IG867"]
+
+
+class Thaws(lightning.callbacks.BaseFinetuning):
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.net[0])
+
+    def finetune_function(self, *_: Any) -> None: ...
+
+
+def behind_a_fit(folder: str) -> list[Any]:
+    """At ZeRO 3: a validation with the same Trainer, and the weights that it leaves; callbacks that are refused."""
+    trainer, found = fit("zero3", True, folder)
+    module = trainer.lightning_module
+    with as_lightning_finds_it():
+        said = trainer.validate(module, DataLoader([micro(1)], batch_size=None), verbose=False)
+    own = Net(True)
+    own.load_state_dict(found)
+    seen: list[Any] = [said[0]["held_out"], float(own.loss(*micro(1)))]
+    for layout, kind in (
+        ("zero1", Thaws()),
+        ("zero3", lightning.callbacks.StochasticWeightAveraging(1e-2)),
+    ):
+        try:
+            fit(layout, True, folder, callbacks=[kind])
+        except ig.IsogradError as error:
+            seen.append(error.code)
+    return seen
+
+
+def test_behind_a_fit_at_zero3_a_module_is_validated_and_callbacks_that_change_it_are_refused(
+    worlds, tmp_path: Path
+) -> None:
+    for held_out, expected, *codes in worlds(2).run(behind_a_fit, str(tmp_path)):
+        assert held_out == pytest.approx(expected, rel=1e-6)
+        assert codes == ["IG856", "IG856"]
+
+
+class Fails(Net):
+    """In one micro-batch of the last rank."""
+
+    broken = True
+
+    def training_step(self, batch: Any, number: int) -> Any:
+        if self.broken and number == 1 and self.global_rank == self.trainer.world_size - 1:
+            raise ValueError("a bad row")
+        return super().training_step(batch, number)
+
+
+def caught(folder: str, layout: str) -> tuple[str, dict[str, Tensor]]:
+    """A fit that fails on one rank and is caught on all; the module is trained from its first weights again."""
+    module, said = Fails(True), ""
+    first = {name: value.clone() for name, value in module.state_dict().items()}
+    try:
+        fit(layout, True, folder, module=module)
+    except Exception as error:
+        said = str(error)
+    module.broken = False
+    if layout == "zero1":
+        module.load_state_dict(first)
+    return said, fit("zero1", True, folder, module=module)[1]
+
+
+@pytest.mark.parametrize("layout", ["zero1", "zero3"])
+def test_a_fit_that_fails_on_one_rank_and_is_caught_leaves_nothing_behind(worlds, tmp_path: Path, layout: str) -> None:
+    first, last = worlds(2).run(caught, str(tmp_path), layout)
+    assert "a bad row" in last[0] and "rank 1" in first[0] and first[0].startswith("IG"), first[0]
+    for name, value in one_device(True).items():
+        assert torch.allclose(last[1][name], value, rtol=1e-9, atol=1e-12), name
+
+
+class Manual(Net):
+    """Two backwards of a batch, each with its weight."""
+
+    def __init__(self, gives: bool) -> None:
+        super().__init__(True)
+        self.automatic_optimization, self.gives = False, gives
+
+    def training_step(self, batch: Any, number: int) -> None:
+        optimizer, (values, labels) = self.optimizers(), batch
+        optimizer.zero_grad()
+        for part in (slice(0, 1), slice(1, None)):
+            loss, count = self.loss(values[part], labels[part]), (labels[part] != IGNORED).sum()
+            if self.gives:
+                self.manual_backward(loss, weight=count)
+            elif count:
+                self.manual_backward(loss)
+        optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+def test_manual_backwards_have_weights_of_their_own(tmp_path: Path) -> None:
+    given = {"accumulate_grad_batches": 1, "gradient_clip_val": None, "max_steps": 2}
+    _, found = fit("zero1", True, str(tmp_path), module=Manual(True), **given)
+    model = Net(True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for number in range(2):
+        model.loss(*micro(number)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, value in model.state_dict().items():
+        assert torch.allclose(found[name], value, rtol=1e-9, atol=1e-12), name
+
+
+def test_a_step_whose_losses_have_weights_here_and_none_there_is_refused(tmp_path: Path) -> None:
+    class Mixed(Net):
+        def training_step(self, batch: Any, number: int) -> Any:
+            said = super().training_step(batch, number)
+            return said if number % 2 else said["loss"]
+
+    with pytest.raises(ig.IsogradError, match="IG535"):
+        fit("zero1", True, str(tmp_path), module=Mixed(True))

@@ -1,0 +1,243 @@
+"""One device's gradient of a step, put together from backwards that a world of one did one by one (watch/feed.py).
+
+On the rows of one rank a loss divides by the labels of these rows, or of other data. So each backward's gradient is
+scaled until every label weighs in it what a label of the whole step weighs on one device (shares.py). Where that cannot
+be known, the comparison is refused (NoReference).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from isograd_verify import tolerances
+from isograd_verify.compare.same_data import contents, same_data
+from isograd_verify.compare.shares import SAME_DATA, Again, Mixed, NoReference, own_factor, shares
+from isograd_verify.errors import VerifyError
+from isograd_verify.record.events import (
+    Backward,
+    Collective,
+    Given,
+    LabelWeight,
+    Parameter,
+    Step,
+    key,
+    micro_of,
+    use_of,
+)
+from isograd_verify.record.recording import RankRecord, RankWriter, Recording
+from isograd_verify.record.sketch import dtype_name
+from isograd_verify.tell.findings import listed
+
+
+def distinct(candidate: Recording) -> list[int]:
+    """Ranks with data of their own: of several that were given the same, the first."""
+    seen: dict[tuple[str, ...], int] = {}
+    for record in candidate.ranks:
+        given = [f"{e.micro} {name} {t.hash}" for e in record.of(Given, 1) for name, t in e.tensors.items()]
+        labels = [f"{e.micro} {e.labels}" for e in record.of(LabelWeight, 1)]
+        seen.setdefault((*given, *labels) or (str(record.rank),), record.rank)
+    return list(seen.values())
+
+
+def one_model(one: Recording, candidate: Recording) -> None:
+    """One device has all of the model: a program that cuts it by a number of ranks of its own, which is not the
+    world's, has a part there."""
+    steps = [next(iter(record.of(Step, 1)), None) for record in candidate.ranks]
+    for name, about in one.ranks[0].of(Step, 1)[0].parameters.items():
+        held = [step.parameters[name] for step in steps if step is not None and name in step.parameters]
+        same_shape = all(part.box is None and part.shape == about.shape for part in held)
+        if same_shape and len({part.before for part in held}) > 1 and about.before in {part.before for part in held}:
+            raise NoReference(
+                f"{name} is on one device what one rank holds of it: the program cuts its model by a number of ranks "
+                "of its own, or copies begin apart",
+                "take the number of ranks from the world",
+            )
+
+
+def saw_the_same(one: Recording, candidate: Recording) -> bool:
+    """Whether a first step in a world of one was given by itself what the ranks were given."""
+    if not contents(one):
+        return False
+    try:
+        same_data(one, candidate)
+    except VerifyError as error:
+        if error.code != "IG722":
+            raise
+        return False
+    return True
+
+
+def combine(
+    candidate: Recording, alone: Recording, again: list[Again], path: Path, together: bool = False
+) -> dict[str, float]:
+    """Writes a recording of one step of one device. `alone`: the program's own first step there. `together`: each of
+    `again` was given the rows of all ranks, so it counts as it does in that step. Returns what `shares` says of the
+    scale."""
+    weights_stayed(candidate, alone, again)
+    if together:
+        same_losses(candidate, again)
+        _write(alone, again, [own_factor(alone)] * len(again), path)
+        return {}
+    same_outputs(candidate, again)
+    same_beginnings(candidate, again)
+    scale: dict[str, float] = {}
+    _write(alone, again, shares(alone, again, scale), path)
+    return scale
+
+
+def _write(alone: Recording, again: list[Again], factors: list[float], path: Path) -> None:
+    own = alone.ranks[0]
+    names = list(dict.fromkeys(name for one in again for name in one.record.group(one.step, "sum")))
+    tensors = {name: t for name, t in own.tensors(1).items() if name.startswith(("parameter/", "along/parameter/"))}
+    sums = list(dict.fromkeys(p for one in again for p in one.record.tensors(one.step) if p.startswith("along/final/")))
+    for kept in (*(f"{kind}/{name}" for kind in ("sum", "final") for name in names), *sums):
+        total = _total([(one, share, kept) for one, share in zip(again, factors, strict=True)])
+        if total is not None:
+            tensors[kept] = total
+    writer = RankWriter(path, 0, 1)
+    for number, (one, share) in enumerate(zip(again, factors, strict=True)):
+        for part, value in one.record.group(one.step, "part").items():
+            micro, _, name = part.partition("/")
+            assert micro_of(int(micro)) == 0
+            tensors[f"part/{key(number, use_of(int(micro)))}/{name}"] = share * value
+        for choice, value in one.record.group(one.step, "choice").items():
+            tensors[f"choice/{number}/{choice.partition('/')[2]}"] = value
+        for event in one.record.of(Backward, one.step):
+            writer.event(replace(event, step=1, micro=number))
+        for given in one.record.of(Given, one.step):
+            writer.event(replace(given, step=1, micro=number, forward=number))
+        for weight in one.record.of(LabelWeight, one.step):
+            writer.event(replace(weight, step=1, micro=number, low=share * weight.low, high=share * weight.high))
+    writer.event(replace(own.of(Step, 1)[0], parameters=_parameters(own, tensors), backwards=len(again), left_out={}))
+    writer.tensors(1, tensors)
+    writer.close()
+
+
+def _parameters(own: RankRecord, tensors: dict[str, Tensor]) -> dict[str, Parameter]:
+    found = {}
+    for name, about in own.of(Step, 1)[0].parameters.items():
+        final = tensors.get(f"final/{name}")
+        kind = dtype_name(final) if final is not None else about.gradient_dtype
+        found[name] = replace(
+            about, gradient=f"sum/{name}" in tensors, gradient_hash="", gradient_dtype=kind, finite=True
+        )
+    return found
+
+
+def _total(terms: list[tuple[Again, float, str]]) -> Tensor | None:
+    """The sum of one tensor over backwards; None when one of them had it and it was too large to be recorded."""
+    total: Tensor | None = None
+    kind = torch.float64
+    for one, share, path in terms:
+        tensors = one.record.tensors(one.step)
+        name = path.split("/", 3 if path.startswith("along/") else 1)[-1]
+        if path not in tensors:
+            if f"sum/{name}" in tensors:
+                return None
+            continue
+        kind = tensors[path].dtype
+        scaled = share * tensors[path].double()
+        total = scaled if total is None else total + scaled
+    return None if total is None else total.to(kind)
+
+
+def weights_stayed(candidate: Recording, alone: Recording, again: list[Again]) -> None:
+    """Every backward was done with the weights of the first step, and to the same parameters. What does not learn may
+    follow the others (an average): where that matters, a backward begins otherwise."""
+    began = alone.ranks[0].of(Step, 1)[0].parameters
+    frozen = {n for n, about in candidate.ranks[0].of(Step, 1)[0].parameters.items() if not about.trainable}
+    for one in again:
+        now = one.about.parameters
+        added = {path.partition("/")[2] for path in one.record.group(one.step, "part")}
+        learn = sorted(added & frozen)
+        if learn:
+            raise NoReference(
+                f"{listed(learn)} do not learn in the first step and do in later ones, where its data were replayed",
+                SAME_DATA,
+            )
+        moved = [
+            n for n, about in now.items() if about.trainable and (n not in began or about.before != began[n].before)
+        ]
+        if moved:
+            raise NoReference(
+                f"the weights of {listed(moved)} changed while data were replayed: something else than a step of a "
+                "torch optimizer without a closure changes them",
+                SAME_DATA,
+            )
+
+
+def _limit(one: Again) -> float:
+    """What rounding explains of a number that all of a backward's parameters enter."""
+    every = one.about.parameters.values()
+    return max((tolerances.LIMITS.get(a.gradient_dtype or a.dtype, (0.0, 0.0))[1] for a in every), default=0.0)
+
+
+def same_beginnings(candidate: Recording, again: list[Again]) -> None:
+    """What comes back to the model's output is the same on one device, but for a factor: so are targets that nobody
+    hashes, and the loss does not mix what several ranks have computed."""
+    for one in again:
+        theirs = _begun(candidate.ranks[one.rank], 1, one.micro)
+        ours = _begun(one.record, one.step, 0)
+        limit = _limit(one)
+        equal = [_apart(a, b) <= max(limit, tolerances.SAME) for a, b in zip(theirs, ours, strict=False)]
+        if not equal or not all(equal) or len(theirs) != len(ours):
+            at = next((e.site for e in candidate.ranks[one.rank].of(Backward, 1) if e.micro == one.micro), "")
+            raise Mixed(
+                f"backward at {at} begins otherwise on one device with the data of rank {one.rank}, micro-batch "
+                f"{one.micro}: its loss sees what other ranks computed, or labels that are made after the model was "
+                "called",
+                "make inputs and labels before the model is called, as local variables of the functions around the "
+                "call; where the loss joins ranks, record both runs on the same data and use 'verify compare'",
+            )
+
+
+def same_outputs(candidate: Recording, again: list[Again]) -> None:
+    """A model whose ranks exchange something on the way gives each the outputs that one device gives for its rows: else
+    it joins the rows of several ranks (a loss inside the model, statistics of a batch)."""
+    own = {rank: n for n, rank in enumerate(distinct(candidate))}
+    exchanged = [e for r in candidate.ranks for e in r.of(Collective, 1) if e.phase == "forward"]
+    if not any(len(own.keys() & set(e.group)) > 1 for e in exchanged):
+        return
+    for one in again:
+        theirs = _begun(candidate.ranks[one.rank], 1, one.micro, "made")
+        ours = _begun(one.record, one.step, 0, "made")
+        every = one.about.parameters.values()
+        limit = max((tolerances.LIMITS.get(a.dtype, (0.0, 0.0))[1] for a in every), default=0.0)
+        for a, b in zip(theirs, ours, strict=False):
+            if a[-1] == b[-1] and float((a - b)[:-1].norm()) > max(limit, tolerances.SAME) * float(a[:-1].norm()):
+                raise Mixed(
+                    f"the model gives other outputs on one device with the data of rank {one.rank}, micro-batch "
+                    f"{one.micro}: what it computes there joins the rows of several ranks",
+                    SAME_DATA,
+                )
+
+
+def same_losses(candidate: Recording, again: list[Again]) -> None:
+    """One device, given the rows of all ranks together, computes the loss that the ranks have computed: the mean over
+    them, their sum, or the mean times their number, as where each rank's backward is of its own rows."""
+    ranks = distinct(candidate)
+    for one in again:
+        ours = float(one.record.tensors(one.step)["loss"])
+        theirs = [float(candidate.ranks[rank].tensors(1)[f"root/{one.micro}"]) for rank in ranks]
+        size = max(map(abs, (ours, *theirs)))
+        limit = _limit(one)
+        if min(abs(sum(theirs) / len(ranks) ** power - ours) for power in (0, 1, 2)) > limit * size:
+            raise NoReference(
+                f"the loss of micro-batch {one.micro} is {ours:.6g} where one device is given the rows of all ranks, "
+                f"and {', '.join(f'{value:.6g}' for value in theirs)} on the ranks",
+                SAME_DATA,
+            )
+
+
+def _apart(a: Tensor, b: Tensor) -> float:
+    """How far apart two vectors point; 0 where both are zero."""
+    return float((a / max(float(a.norm()), 1e-300) - b / max(float(b.norm()), 1e-300)).norm())
+
+
+def _begun(record: RankRecord, step: int, micro: int, what: str = "begun") -> list[Tensor]:
+    found = record.group(step, f"{what}/{micro}")
+    return [found[number] for number in sorted(found, key=int)]

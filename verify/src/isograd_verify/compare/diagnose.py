@@ -1,0 +1,362 @@
+"""Names what is wrong with gradients that differ from the reference's.
+
+For each wrong tensor, in this order: is it missing or zero; is it the truth times one factor; is it made of the same
+contributions with other coefficients (regressed twice: the truth, and what was observed, on what each rank's backward
+added); is it right in some rows only; is it the truth permuted. Tensors with one symptom become one finding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from isograd_verify import tolerances
+from isograd_verify.compare.placement import Value, projected
+from isograd_verify.compare.values import contributions, folded, sides
+from isograd_verify.judge import patterns
+from isograd_verify.judge.analysis import Analysis, Observed
+from isograd_verify.judge.checks.gradients import outside_wrapper
+from isograd_verify.judge.checks.norms import clipped_apart
+from isograd_verify.judge.checks.traffic import reductions
+from isograd_verify.judge.contributions import Fit, fit
+from isograd_verify.judge.naming import bug_of, classes_of
+from isograd_verify.judge.patterns import Symptom
+from isograd_verify.judge.terms import factor_from, reduced_twice
+from isograd_verify.record.events import Key
+from isograd_verify.record.recording import Recording
+from isograd_verify.record.sketch import sketch
+from isograd_verify.tell.catalogue import BUGS, TWICE
+from isograd_verify.tell.findings import BUG, INCONCLUSIVE, Finding, listed
+from isograd_verify.tell.wording import axis_over, finding, group_sizes, labelled, meanings, narrowed, other_cuts, spell
+
+if TYPE_CHECKING:
+    from isograd_verify.compare.tensorwise import Tensorwise
+
+SCALES_AT = BUGS["ulysses-scale"].look
+VALUED = (patterns.SCALED, patterns.REREDUCED, patterns.REDIVIDED)
+MOST_FACTORS = 3  # that are told one by one
+ROWS, PERMUTED, UNKNOWN, WRONG_SHARDS = "some rows", "permuted", "unknown", "other shards"
+
+
+def diagnose(
+    analysis: Analysis,
+    reference: Recording,
+    step: int,
+    truth: Mapping[str, Value],
+    wrong: list[Tensorwise],
+    telling: set[str],
+) -> tuple[list[Finding], bool]:
+    """(findings, whether some tensor shows no known pattern). `telling`: tensors that an error of all would show in."""
+    groups: dict[tuple[str, float], list[str]] = defaultdict(list)
+    details: dict[tuple[str, float], tuple[Symptom, dict[Key, float], str]] = {}
+    for one in wrong:
+        symptom, values, words = read_tensor(analysis, reference, step, one, truth[one.name])
+        key = (symptom.kind, round(symptom.value, 3) if symptom.kind in VALUED else 1.0)
+        groups[key].append(one.name)
+        details.setdefault(key, (symptom, values, words))
+    _single_numbers(analysis, groups)
+    found = []
+    own = [key for key in groups if key[0] == patterns.SCALED and key[1] and not _meant(analysis, key[1])]
+    if len(own) > MOST_FACTORS:
+        found.append(_own_factors(step, {name: key[1] for key in own for name in groups.pop(key)}))
+    for (kind, value), names in groups.items():
+        symptom, values, words = details[kind, value]
+        symptom = replace(symptom, value=value)
+        found.append(_finding(analysis, step, symptom, names, values, words, telling, wrong))
+    found = _through_scores(found, [n for key in groups if key[0] in (UNKNOWN, ROWS) for n in groups[key]])
+    return found, any(kind in (UNKNOWN, PERMUTED) for kind, _ in groups)
+
+
+def _single_numbers(analysis: Analysis, groups: dict[tuple[str, float], list[str]]) -> None:
+    """A tensor of one element is any other one times some factor: where others are not summed and the factor has no
+    meaning, neither is this one."""
+    unreduced = next((key for key in groups if key[0] == patterns.UNREDUCED), None)
+    odd = [key for key in groups if key[0] == patterns.SCALED and key[1] and not _meant(analysis, key[1])]
+    for key in odd:
+        if unreduced is not None and all(math.prod(analysis.info(name).whole) == 1 for name in groups[key]):
+            groups[unreduced] += groups.pop(key)
+
+
+def _through_scores(found: list[Finding], strange: list[str]) -> list[Finding]:
+    """A router that is not summed over ranks: what it sends to the layers before it is right where its tokens are cut
+    over these ranks, and a part of the truth where each rank has the weights of its own experts only."""
+    routers = [f for f in found if f.bug == "router-unreduced"]
+    if not routers or not strange:
+        return found
+    names = tuple(sorted({*routers[0].tensors, *strange}))
+    sentence = (
+        f"{routers[0].sentence}; what passes through it to {listed(strange)} is a part of the truth, too: the "
+        "gradients of the tokens' weights were not summed"
+    )
+    about = BUGS["score-partial"]
+    told = replace(
+        routers[0], bug="score-partial", sentence=sentence, tensors=names, cause=about.cause, look=about.look
+    )
+    return [told, *(f for f in found if f is not routers[0] and not set(f.tensors) <= set(names))]
+
+
+def _meant(analysis: Analysis, factor: float) -> dict[str, str]:
+    return meanings(analysis.recording, analysis.micros, factor)
+
+
+def _own_factors(step: int, factors: dict[str, float]) -> Finding:
+    """Each tensor is the truth times a factor of its own."""
+    names = tuple(sorted(factors))
+    sentence = (
+        f"step {step}: {listed(names)}: {min(factors.values()):g} to {max(factors.values()):g} times what they should "
+        "be, each tensor by a factor of its own, as adaptive clipping would"
+    )
+    bars = (("reference", 1.0), *((name, factors[name]) for name in names[:8]))
+    return finding(BUG, "", sentence, tensors=names, coefficients=bars)
+
+
+def _finding(
+    analysis: Analysis,
+    step: int,
+    symptom: Symptom,
+    names: list[str],
+    values: dict[Key, float],
+    words: str,
+    telling: set[str],
+    wrong: list[Tensorwise],
+) -> Finding:
+    everything = telling <= set(names)
+    whom = f"all {len(names)} gradients" if everything else f"{classes_of(names)} ({listed(names)})"
+    worst = max((max(t.errors.values(), default=0.0) for t in wrong if t.name in names), default=0.0)
+    of = _meant(analysis, symptom.value) if symptom.kind == patterns.SCALED else {}
+    of = narrowed(of, factor_from(analysis))
+    one = symptom.kind == patterns.SCALED and abs(symptom.value - 1) <= tolerances.FACTOR
+    if one and worst > tolerances.COUNTS:  # no factor is so near to one that is so far away
+        sentence = (
+            f"step {step}: {whom}: compared as different (error up to {worst:.1e}) and found to be 1 times what they "
+            "should be: a defect of the verifier, please report it"
+        )
+        return finding(INCONCLUSIVE, "", sentence, tensors=tuple(sorted(names)))
+    bug = bug_of(symptom, names, everything, group_sizes(analysis.recording), of)
+    if bug == "cut-graph" and everything and not reductions(analysis):
+        bug = "nosync-missing"
+    if not bug and symptom.kind == patterns.UNREDUCED and outside_wrapper(analysis, names):
+        bug = "outside-wrapper"
+    if bug == "ulysses-scale" and symptom.value > 1 and reduced_twice(analysis):
+        bug = "reduced-twice"
+    axis, said = _said(analysis, symptom, words)
+    if TWICE in of:
+        axis = axis_over(analysis.recording, analysis.everyone)
+        said += f" ({of[TWICE]})"
+    elif of:
+        axis = " or ".join(of)
+        said += f" ({' or '.join(of.values())})"
+    elif symptom.kind == patterns.SCALED and bug:
+        axis = axis_over(analysis.recording, analysis.everyone)
+    if symptom.kind == WRONG_SHARDS:
+        bug = "wrong-group"
+    bars = labelled(values)
+    if symptom.kind == patterns.SCALED and not bars:
+        bars = (("reference", 1.0), ("here", symptom.value))
+    sentence = f"step {step}: {whom}: {said} (error up to {worst:.1e})"
+    found = finding(BUG, bug, sentence, tensors=tuple(sorted(names)), axis=axis, coefficients=bars)
+    if of and not bug:
+        found = replace(found, cause="a loss or gradient divided, or not divided, by that number", look=SCALES_AT)
+    return found
+
+
+def _said(analysis: Analysis, symptom: Symptom, words: str) -> tuple[str, str]:
+    """(axis, what is said of it)."""
+    missing = axis_over(analysis.recording, symptom.missing or analysis.everyone, symptom.own)
+    together = axis_over(analysis.recording, analysis.everyone)
+    scaled = f"{symptom.value:.4g} times what they should be"
+    if f"{symptom.value:.4g}" == "1":
+        scaled = "almost what they should be"
+    if symptom.value == 0:
+        scaled = "zero or missing where the reference has a gradient"
+    said = {
+        patterns.UNREDUCED: (missing, f"not summed over {missing}: each rank holds its own part only"),
+        patterns.OTHER_CUTS: (missing, other_cuts(missing)),
+        patterns.SCALED: ("", scaled),
+        patterns.PER_TOKEN: (
+            "ranks and micro-batches",
+            "contributions are weighted by 1 / their own number of labels",
+        ),
+        patterns.LAST_ONLY: ("micro-batches", "only the last micro-batch counts, earlier ones are lost"),
+        patterns.LOST: ("micro-batches", "some contributions were never reduced over the ranks"),
+        patterns.USE_LOST: (together, f"only the first of its uses is summed over {together}"),
+        patterns.REREDUCED: (
+            "micro-batches",
+            f"earlier micro-batches were reduced again: coefficients rise by {symptom.value:g} each",
+        ),
+        patterns.REDIVIDED: (
+            "micro-batches",
+            f"earlier micro-batches were divided by {symptom.value:g} again, later ones were not",
+        ),
+        patterns.CLIPPED: (together, "each rank clips by a norm of its own before the sum"),
+        WRONG_SHARDS: (missing, f"summed over {missing}, whose members hold other shards of it"),
+        patterns.MIXED: (spell(analysis.everyone), "contributions count unequally"),
+    }
+    return said.get(symptom.kind, ("", words))
+
+
+def read_tensor(
+    analysis: Analysis, reference: Recording, step: int, one: Tensorwise, truth: Value
+) -> tuple[Symptom, dict[Key, float], str]:
+    """(symptom, coefficients, words for what has no coefficients) of one wrong tensor, from the worst of its ranks."""
+    worst = _worst(analysis, one)
+    if worst is None:
+        return Symptom(patterns.SCALED, 0.0), {}, ""
+    found, expected = sides(analysis, worst.own, "final", one.name, truth, one.places[worst.own])
+    seen, wanted, parts = _coordinates(analysis, one, worst, truth, found, expected)
+    tolerance = analysis.tolerance(one.name)
+    size = float(wanted.norm())
+    if not bool(seen.isfinite().all()):
+        return Symptom(UNKNOWN), {}, "not finite"
+    if float(seen.norm()) <= tolerances.NOTHING * size:
+        return Symptom(patterns.SCALED, 0.0), {}, ""
+    factor = float(seen @ wanted) / max(size**2, 1e-300)
+    if float((seen - factor * wanted).norm()) <= tolerances.LOOSER * tolerance * float(seen.norm()):
+        return Symptom(patterns.SCALED, factor), {}, ""
+    seen_here = replace(worst, sketch=seen)
+    coefficients = _by_contributions(analysis, one.name, seen_here, wanted, parts, tolerance)
+    coefficients = coefficients or _by_reference(reference, step, one.name, worst, tolerance)
+    return coefficients if coefficients is not None else _by_shape(found, expected)
+
+
+def _coordinates(
+    analysis: Analysis, one: Tensorwise, seen: Observed, truth: Value, found: Value | None, expected: Value | None
+) -> tuple[Tensor, Tensor, dict[Key, Tensor]]:
+    """(what was seen, the truth, what each backward added), all as sketches of one kind."""
+    spot = one.places[seen.own]
+    cover = len(seen.ranks) > 1 and analysis.covered(one.name) and spot.partial
+    part = truth if cover else spot.of(truth)
+    if isinstance(part, Tensor):
+        return seen.sketch, sketch(part), analysis.contributions(one.name, seen.own)
+    if part.flat is not None:
+        return seen.sketch, part.flat, analysis.contributions(one.name, seen.own)
+    ours, theirs = (projected(part if side is None else side) for side in (found, expected))
+    dims = sorted(ours.along.keys() & theirs.along.keys())
+    joined = not cover and (spot.row is not None or len(spot.cuts) > 1)  # of several ranks, each with its own part
+    parts = {} if joined else contributions(analysis, one.name, seen.own, dims)
+    return folded(ours, dims), folded(theirs, dims), parts
+
+
+def _worst(analysis: Analysis, one: Tensorwise) -> Observed | None:
+    """As the first rank sees it that is wrong by about as much as any."""
+    seen = {s.own: s for s in analysis.observed(one.name)}
+    errors = {own: max(one.errors.get(r, 0.0) for r in s.ranks) for own, s in seen.items()}
+    return next((seen[own] for own in sorted(seen) if errors[own] >= tolerances.WORST * max(errors.values())), None)
+
+
+def _by_contributions(
+    analysis: Analysis, name: str, seen: Observed, wanted: Tensor, parts: dict[Key, Tensor], tolerance: float
+) -> tuple[Symptom, dict[Key, float], str] | None:
+    """Truth and observation, both as sums of what the candidate's own backwards added."""
+    if not parts:
+        return None
+    mine = analysis.replicas_of(name, seen.own)
+    near = parts if analysis.covered(name) else {k: p for k, p in parts.items() if k[0] in mine}
+    loose = tolerances.LOOSER * tolerance
+    for chosen in (near, parts):
+        should, does = fit(wanted, chosen, tolerance, seen.own), fit(seen.sketch, chosen, tolerance, seen.own)
+        if should is None or does is None or should.residual > loose or does.residual > loose:
+            continue
+        if not (should.determined and does.determined):
+            continue
+        others = tuple(
+            sorted({k for (k, _), c in does.coefficients.items() if k not in mine and abs(c) > tolerances.COUNTS})
+        )
+        if chosen is parts and others and not analysis.covered(name):
+            return Symptom(WRONG_SHARDS, 1.0, others, own=seen.own), does.coefficients, ""
+        return _ratios(analysis, should, does, seen.own, tolerance)
+    return None
+
+
+def _ratios(
+    analysis: Analysis, should: Fit, does: Fit, own: int, tolerance: float
+) -> tuple[Symptom, dict[Key, float], str]:
+    top = max(map(abs, should.coefficients.values()))
+    q = {
+        k: does.coefficients[k] / c
+        for k, c in should.coefficients.items()
+        if abs(c) > tolerances.SAME * top and k in does.coefficients
+    }
+    symptom = patterns.read(q, own, analysis.counts, max(tolerances.LOOSER * tolerance, tolerances.FACTOR))
+    if symptom.kind == patterns.MIXED and clipped_apart(analysis, q):
+        symptom = Symptom(patterns.CLIPPED)
+    even = len(set(analysis.counts.values())) == 1
+    if symptom.kind == patterns.MIXED and does.uniform and not (should.uniform or even):
+        symptom = Symptom(patterns.PER_TOKEN)  # equal weights where the truth's differ
+    return symptom, q, ""
+
+
+def _by_reference(
+    reference: Recording, step: int, name: str, seen: Observed, tolerance: float
+) -> tuple[Symptom, dict[Key, float], str] | None:
+    """The observation as a sum of the reference's own micro-batches."""
+    record = reference.ranks[0]
+    parts = {}
+    for key, part in record.group(step, "part").items():
+        micro, _, other = key.partition("/")
+        if other == name:
+            parts[0, int(micro)] = part
+    if len(parts) < 2:
+        return None
+    found = fit(seen.sketch, parts, tolerance)
+    if found is None or found.residual > tolerances.LOOSER * tolerance or not found.determined:
+        return None
+    return patterns.read(found.coefficients, 0), found.coefficients, ""
+
+
+def _by_shape(found: Value | None, expected: Value | None) -> tuple[Symptom, dict[Key, float], str]:
+    """Right in some rows only; or the same rows in another order."""
+    strange = Symptom(UNKNOWN), dict[Key, float](), "differs from the reference in no known pattern"
+    if found is None or expected is None or tuple(found.shape) != tuple(expected.shape) or not found.shape:
+        return strange
+    mine, theirs = _rows(found), _rows(expected)
+    if mine is None or theirs is None:
+        return strange
+    size = float(theirs.norm()) or 1.0
+    row_error = (mine - theirs).norm(dim=1)
+    right = row_error <= tolerances.ROW * size / len(mine) ** 0.5
+    if bool(right.any()) and not bool(right.all()):
+        bad = (~right).nonzero().flatten().tolist()
+        rows = (
+            f"{bad[0]}-{bad[-1]}" if bad == list(range(bad[0], bad[-1] + 1)) else f"{listed([str(b) for b in bad], 4)}"
+        )
+        return (
+            Symptom(ROWS),
+            {},
+            f"right in {int(right.sum())} of {len(mine)} rows, wrong in rows {rows}: cuts disagree",
+        )
+    if isinstance(found, Tensor) and isinstance(expected, Tensor):
+        permuted = _same_numbers(mine.flatten(), theirs.flatten(), size)
+    else:
+        ours, reference = projected(found), projected(expected)
+        both = ours.along.keys() & reference.along.keys()
+        permuted = any(_same_rows(ours.along[d].T, reference.along[d].T, size) for d in both)
+        strange = (*strange[:2], f"{strange[2]}; of a permutation sketches show only one of whole rows or columns")
+    if permuted:
+        return Symptom(PERMUTED), {}, "the right numbers in other places: a permutation"
+    return strange
+
+
+def _rows(value: Value) -> Tensor | None:
+    """[rows, numbers of each]; None where only columns are known."""
+    if isinstance(value, Tensor):
+        return value.double().reshape(value.shape[0], -1)
+    return value.along[0].T if 0 in value.along else None
+
+
+def _same_numbers(mine: Tensor, theirs: Tensor, size: float) -> bool:
+    return torch.allclose(
+        mine.sort().values, theirs.sort().values, rtol=tolerances.PERMUTED, atol=tolerances.PERMUTED_SMALL * size
+    )
+
+
+def _same_rows(mine: Tensor, theirs: Tensor, size: float) -> bool:
+    """Whether rows of sums are the same ones in another order."""
+    first, second = (rows[rows[:, 0].argsort()] for rows in (mine, theirs))
+    return torch.allclose(first, second, rtol=tolerances.PERMUTED, atol=tolerances.PERMUTED_SMALL * size)

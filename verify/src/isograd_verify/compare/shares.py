@@ -1,0 +1,244 @@
+"""With what factor a backward's gradient is a part of the gradient of one device (combined.py adds them).
+
+One device's loss is a mean over all labels of a step, or a sum, or divided by a number of the program's own: the
+program's first step in a world of one tells which. Where each micro-batch there is a mean of its own and nothing
+divides by their number, the gradient of one device is that of the mean over all labels at once: accumulating changes
+how a step is computed, not what. Where nothing can be told, there is no reference (NoReference).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from isograd_verify import tolerances
+from isograd_verify.judge.analysis import Analysis
+from isograd_verify.record.events import LabelWeight, Loss, Mean, Step, Term
+from isograd_verify.record.recording import RankRecord, Recording
+
+SEVERAL = (
+    "the loss has terms whose numbers of elements vary differently from rank to rank, or are not known: no one factor "
+    "makes them those of one device"
+)
+SAME_DATA = "record both runs on the same data, and compare them with 'isograd-verify compare'"
+WEIGH = "put 'loss = isograd_verify.weigh(loss, number_of_labels)' behind the line of the loss"
+
+
+class NoReference(Exception):
+    """Why there is no step of one device to compare with, and what would make one."""
+
+    def __init__(self, why: str, fix: str) -> None:
+        super().__init__(why)
+        self.why, self.fix = why, fix
+
+
+class Mixed(NoReference):
+    """What a rank computes depends on the rows of other ranks: one device can be given them together only."""
+
+
+@dataclass(frozen=True)
+class Again:
+    """A backward of some rank, done again in a world of one, where it is a step of its own."""
+
+    rank: int
+    micro: int
+    record: RankRecord
+    step: int
+
+    @property
+    def about(self) -> Step:
+        """What was told at its end."""
+        return self.record.of(Step, self.step)[0]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a loss."""
+
+    micro: int
+    count: float  # its labels
+    weight: float  # of each
+    average: bool  # an operator took the mean: the divisor is the count by no chance
+
+    @property
+    def whole(self) -> float:
+        """What its labels weigh together."""
+        return self.count * self.weight
+
+
+Terms = dict[str, list[Call]]  # a place in the program -> the calls there
+
+
+def shares(alone: Recording, again: list[Again], scale: dict[str, float]) -> list[float]:
+    """The factor of each backward of `again`; `alone` is the program's own first step. `scale` gets each place of a
+    mean that counts another number of times than once, which a coefficient does, or a divisor meant for all ranks."""
+    factor = own_factor(alone)
+    labels, means = (
+        (terms_of(alone.ranks[0], 1), [terms_of(one.record, one.step) for one in again])
+        for terms_of in (_labels, _means)
+    )
+    try:
+        found = _by_terms(*labels, factor, scale)
+        counted = True
+    except NoReference as error:
+        if not means[0]:
+            raise
+        first, counted = error, False
+    if not counted:
+        found = _by_terms(*means, factor, scale)
+    elif _uneven(means[1]) and not all(map(_near, found, _by_terms(*means, factor, {}))):
+        raise NoReference(SEVERAL, SAME_DATA)
+    if not all(_near(found[0], share) for share in found):  # else terms that nobody counts have equal parts, too
+        for one in again:
+            if counted:
+                _is_all_of_the_loss(one)
+            elif not _one_mean(one):
+                raise NoReference(f"{first.why}, and its means are over different numbers of elements", WEIGH)
+    return found
+
+
+def _one_mean(one: Again) -> bool:
+    """Whether one mean, or one sum that is divided, is all of the loss: then nothing else is scaled by its numbers."""
+    terms, root = one.record.of(Term, one.step), float(one.record.tensors(one.step)["loss"])
+    return len(terms) == 1 and _near(root, terms[0].value * terms[0].weights[0])
+
+
+def _uneven(again: list[Terms]) -> bool:
+    """Whether some term's numbers of elements differ between backwards."""
+    counts = [{term: [call.count for call in calls] for term, calls in terms.items()} for terms in again]
+    return any(one != counts[0] for one in counts)
+
+
+def _is_all_of_the_loss(one: Again) -> None:
+    """The counted terms add up to the number with which backward began: no other term is scaled by their counts."""
+    root = float(one.record.tensors(one.step)["loss"])
+    weights = [call.weight for calls in _labels(one.record, one.step).values() for call in calls]
+    counted = sum(event.count * event.value for event in one.record.of(Loss, one.step)) * weights[0]
+    if not _near(root, counted):
+        raise NoReference(SEVERAL, SAME_DATA)
+
+
+def _near(a: float, b: float) -> bool:
+    return abs(a - b) <= tolerances.FACTOR * max(abs(a), abs(b))
+
+
+def own_factor(alone: Recording) -> float:
+    """What the program does to a gradient on one device after backward: divides by a count, removes a loss's scale."""
+    analysis = Analysis(alone, 1)
+    along = squares = 0.0
+    added = {name: torch.stack(list(parts.values())).sum(0) for name, parts in analysis.parts.items() if parts}
+    for name, total in added.items():
+        if name in analysis.sums[0]:
+            along += float(analysis.sums[0][name] @ total)
+            squares += float(total @ total)
+    factor = along / squares if squares else 1.0
+    for name, total in added.items():
+        seen = analysis.sums[0].get(name)
+        rest = float((seen - factor * total).norm()) if seen is not None else 0.0
+        if rest > tolerances.LOOSER * analysis.tolerance(name) * math.sqrt(squares) * abs(factor):
+            raise NoReference(
+                f"on one device the gradient of {name} is not what its backwards added, times one factor",
+                "watch the program on one device by itself: 'isograd-verify run -- COMMAND'",
+            )
+    return factor
+
+
+def _labels(record: RankRecord, step: int) -> Terms:
+    found: Terms = defaultdict(list)
+    for event in record.of(LabelWeight, step):
+        if event.count and abs(event.high - event.low) <= tolerances.FACTOR * abs(event.high):
+            found[event.site].append(Call(event.micro, event.count, event.low, event.average))
+    return dict(found)
+
+
+def _means(record: RankRecord, step: int) -> Terms:
+    """A sum that is divided by another number than its own of elements (that of the whole step, say) is no mean."""
+    found: Terms = defaultdict(list)
+    sums = {(e.micro, e.site): e for e in record.of(Mean, step) if e.divided}
+    for event in record.of(Mean, step):
+        if not event.weight or event.divided:
+            continue
+        added = sums.get((event.micro, event.site))
+        count = event.count
+        if added is not None and not event.average and count not in (added.count, added.nonzero):
+            count = added.nonzero or added.count
+        found[event.term].append(Call(event.micro, count, event.weight, event.average))
+    return dict(found)
+
+
+def _by_terms(alone: Terms, again: list[Terms], factor: float, scale: dict[str, float]) -> list[float]:
+    if not alone or not all(again):
+        raise NoReference("the labels of the loss cannot be counted", WEIGH)
+    pairs = {site: (alone.get(site, []), [t.get(site, []) for t in again]) for site in _sites(again)}
+    if any(_means_of_their_own(*pair, factor) for pair in pairs.values()):
+        factor /= len({call.micro for calls in alone.values() for call in calls})
+    sure = any(_one(sum(c.whole for c in own) * factor) and all(c.average for c in own) for own, _ in pairs.values())
+    wanted = {
+        site: _wanted(site, own, [call for calls in theirs for call in calls], factor, sure, scale)
+        for site, (own, theirs) in pairs.items()
+    }
+    shares = []
+    for terms in again:
+        found = [wanted[site] / call.weight for site, calls in terms.items() for call in calls]
+        if max(found) - min(found) > tolerances.FACTOR * max(map(abs, found)):
+            raise NoReference(SEVERAL, SAME_DATA)
+        shares.append(found[0])
+    return shares
+
+
+def _sites(again: list[Terms]) -> Iterator[str]:
+    return iter(dict.fromkeys(site for terms in again for site in terms))
+
+
+def _equal(values: list[float]) -> bool:
+    return max(values) - min(values) <= tolerances.FACTOR * max(map(abs, values))
+
+
+def _one(weight: float) -> bool:
+    """Or minus one: a loss may be the negative of a mean of log-probabilities."""
+    return abs(abs(weight) - 1) <= tolerances.FACTOR
+
+
+def _means_of_their_own(alone: list[Call], again: list[list[Call]], factor: float) -> bool:
+    """Whether in each micro-batch the labels weigh one together, because each divides by its own number of labels."""
+    by_micro: dict[int, list[Call]] = defaultdict(list)
+    for call in alone:
+        by_micro[call.micro].append(call)
+    micros = [*by_micro.values(), *again]
+    if not alone or not all(_one(sum(call.whole for call in calls) * factor) for calls in micros):
+        return False
+    counts = [sum(call.count for call in calls) for calls in micros]
+    return not _equal(counts) or all(call.average for calls in micros for call in calls)
+
+
+def _wanted(
+    site: str, alone: list[Call], replayed: list[Call], factor: float, sure: bool, scale: dict[str, float]
+) -> float:
+    """The weight that a label of the whole step has in the gradient of one device. `sure`: another term is surely a
+    mean, so that a mean with another weight has a coefficient."""
+    if not alone:
+        raise NoReference(f"the loss at {site} has no part in the first step on one device", WEIGH)
+    calls = [*alone, *replayed]
+    weights, counts = [call.weight for call in calls], [call.count for call in calls]
+    whole = sum(call.whole for call in alone) * factor  # of all labels of a step together
+    per_label = whole / sum(call.count for call in replayed)
+    if _one(whole) or (sure and all(call.average for call in calls)):
+        return per_label
+    if _equal(weights) and _one(weights[0] * factor):
+        return weights[0] * factor  # a sum
+    scale[site] = whole
+    if _equal(weights) and not _equal(counts):
+        return weights[0] * factor  # divided by a number of the program's own
+    if not _equal(counts) and _equal([call.whole for call in replayed]):
+        return per_label
+    if all(call.average for call in calls) and len({call.micro for call in alone}) == 1:
+        return per_label
+    raise NoReference(
+        f"all labels of a step together weigh {whole:.4g} on one device: whether the loss at {site} is a mean over "
+        "them or is divided by a fixed number cannot be told",
+        "let the loss be a mean over labels, or give the ranks different numbers of labels",
+    )

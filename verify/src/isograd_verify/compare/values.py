@@ -1,0 +1,155 @@
+"""Tensors of recordings, whole or by sketches (record/projection.py), and the one form in which two can be compared.
+
+A rank that holds some rows (or columns) of a tensor is compared with those of the reference, each by its own sums. Of a
+part that is cut in several dimensions, or inside of rows, the sums are only terms of the whole's: there the parts of
+all ranks are added up first, and the rank's own is one of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import count, takewhile
+
+import torch
+from torch import Tensor
+
+from isograd_verify.compare.placement import Place, Value, projected
+from isograd_verify.judge.analysis import Analysis
+from isograd_verify.record.events import Key, Parameter
+from isograd_verify.record.projection import COUNT, Projected, project, project_row
+from isograd_verify.record.sketch import sketch
+
+
+def held(tensors: Mapping[str, Tensor], kind: str, name: str) -> Value | None:
+    """What a step's file has of a parameter ('parameter', 'after') or its gradient ('final'), whole or by sketches."""
+    if f"{kind}/{name}" in tensors:
+        return tensors[f"{kind}/{name}"]
+    paths = takewhile(tensors.__contains__, (f"along/{kind}/{d}/{name}" for d in count()))
+    found = {d: tensors[path].double() for d, path in enumerate(paths)}
+    return Projected(tuple(t.shape[1] for t in found.values()), found) if found else None
+
+
+def of_rank(analysis: Analysis, rank: int, kind: str, name: str) -> Value | None:
+    """The same, of one rank in the step that is looked at."""
+    return held(analysis.recording.ranks[rank].tensors(analysis.step), kind, name)
+
+
+def whole_values(analysis: Analysis, kind: str) -> dict[str, Value]:
+    """Full tensors of a reference that ran on one device, or whose shards say where they sit."""
+    found: dict[str, Value] = {}
+    for name in analysis.names:
+        infos = {r: analysis.about[r][name] for r in analysis.holders(name)}
+        parts = {r: of_rank(analysis, r, kind, name) for r in infos}
+        first = next(iter(infos))
+        start = parts[first]
+        if start is None:
+            continue
+        if all(i.box is None for i in infos.values()) or infos[first].shape == infos[first].whole:
+            flat = analysis.sums[first].get(name) if kind == "final" and analysis.world == 1 else None
+            found[name] = Projected(start.shape, start.along, flat) if isinstance(start, Projected) else start
+            continue
+        held_by = {r: part for r, part in parts.items() if part is not None and infos[r].box is not None}
+        if any(isinstance(part, Projected) for part in held_by.values()):
+            whole = _joined(infos, held_by)
+            if whole is not None:
+                found[name] = whole
+            continue
+        tensor = torch.zeros(infos[first].whole, dtype=start.dtype)  # type: ignore[union-attr]
+        for rank, part in held_by.items():
+            into = tensor.view(-1) if infos[rank].in_a_row else tensor
+            into[tuple(slice(a, b) for a, b in infos[rank].box or ())] = part  # type: ignore[assignment]
+        found[name] = tensor
+    return found
+
+
+def _joined(infos: dict[int, Parameter], parts: dict[int, Value], own: int | None = None) -> Projected | None:
+    """The sums of the whole from those of its parts, each box once; of equal boxes `own`'s counts. None when some part
+    is missing."""
+    boxes: dict[str, int] = {}
+    for rank in sorted(parts, key=lambda r: r != own):
+        boxes.setdefault(repr(infos[rank].box), rank)
+    whole = next(iter(infos.values())).whole
+    elements = sum(math.prod(b - a for a, b in infos[rank].box or ()) for rank in boxes.values())
+    if elements != math.prod(whole):
+        return None
+    along = {d: torch.zeros(COUNT, size, dtype=torch.float64) for d, size in enumerate(whole)}
+    for rank in boxes.values():
+        info, part = infos[rank], parts[rank]
+        box = info.box or ()
+        if isinstance(part, Tensor):
+            part = (
+                project_row(part, whole, box[0][0])
+                if info.in_a_row
+                else project(part, tuple(start for start, _ in box))
+            )
+        for d, sums in part.along.items():
+            span = slice(None) if info.in_a_row else slice(*box[d])
+            along[d][:, span] += sums
+    return Projected(whole, along)
+
+
+def sides(
+    analysis: Analysis, rank: int, kind: str, name: str, truth: Value, spot: Place
+) -> tuple[Value | None, Value | None]:
+    """(what a rank holds, what it should hold), both whole or both by sketches along the same dimensions; None for what
+    is not there."""
+    found = of_rank(analysis, rank, kind, name)
+    if found is None:
+        return None, spot.of(truth)
+    if tuple(found.shape) == tuple(truth.shape) and not analysis.about[rank][name].in_a_row:
+        spot = Place()  # an engine gave the whole to every rank
+    if isinstance(found, Tensor) and isinstance(truth, Tensor):
+        part = spot.of(truth)
+        return found, truth if found.shape != part.shape and found.numel() == truth.numel() else part
+    if spot.row is None and len(spot.cuts) < 2:
+        expected = projected(spot.of(truth))
+        told = {dim for dim, _ in spot.cuts} or expected.along.keys()
+        return projected(found), replace(expected, along={d: expected.along[d] for d in told})
+    infos = {r: analysis.about[r][name] for r in analysis.holders(name)}
+    pieces = {r: piece for r in infos if (piece := of_rank(analysis, r, kind, name)) is not None}
+    return _joined(infos, pieces, rank), projected(truth)
+
+
+def numbers(found: Value, expected: Value) -> tuple[Tensor, Tensor]:
+    """Both as fp64 numbers in a row, whose differences are as large as the tensors'."""
+    if isinstance(found, Tensor) and isinstance(expected, Tensor):
+        return found.double().flatten(), expected.double().flatten()
+    ours, theirs = projected(found), projected(expected)
+    both = ours.along.keys() & theirs.along.keys()
+    return tuple(Projected(one.shape, {d: one.along[d] for d in both}).numbers for one in (ours, theirs))  # type: ignore[return-value]
+
+
+def norm(value: Value) -> float:
+    """About the Euclidean norm."""
+    return float((value.double() if isinstance(value, Tensor) else value.numbers).norm())
+
+
+def nothing(like: Value) -> Value:
+    """Zeros in the place of a gradient that is not there."""
+    return torch.zeros_like(like) if isinstance(like, Tensor) else like.plus(like, -1.0)
+
+
+def difference(one: Value, other: Value) -> Value:
+    """One less the other, both in one form."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.double() - other.double()
+    return projected(one).plus(projected(other), -1.0)
+
+
+def folded(value: Projected, dims: list[int]) -> Tensor:
+    """A sketch of its sums: what a regression on contributions needs (watch/sketching.py keeps those of parts)."""
+    return torch.cat([sketch(row) for d in dims for row in value.along[d]] or [torch.zeros(0)])
+
+
+def contributions(analysis: Analysis, name: str, own: int, dims: list[int]) -> dict[Key, Tensor]:
+    """What each backward added, as `folded` shows it along these dimensions; empty when some was not recorded so."""
+    found = {}
+    for rank, number in analysis.contributions(name, own):
+        tensors = analysis.recording.ranks[rank].tensors(analysis.step)
+        paths = [f"along/{number}/{d}/{name}" for d in dims]
+        if not paths or not all(path in tensors for path in paths):
+            return {}
+        found[rank, number] = torch.cat([tensors[path].flatten() for path in paths])
+    return found

@@ -1,0 +1,43 @@
+"""What is forgotten where experts meet sequence parallelism: each tp rank routes its own part of every sequence.
+
+router-unreduced  the router has seen this rank's tokens only, and nobody sums its gradient over tp. Megatron-LM #599
+shared-gate       the same of the gate of the shared expert. Pai-Megatron-Patch #397
+gather-cut        tokens are gathered with a backward, their weights by a plain all_gather: what the loss says of the
+                  weights is lost, and the router's gradient is zero. Automodel #2995
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from isograd_verify.corpus.mixture import Model, gather_rows, routed, take_seat
+from isograd_verify.corpus.plain import batch, cross_entropy, seeded, valid
+
+WORLD, LAYOUT = 2, "tp2 sp ep2"
+BUGS = {
+    "router-unreduced": ("tp", r"\.router\."),
+    "shared-gate": ("tp", r"\.shared_gate\."),
+    "gather-cut": ("tp", r"\.router\."),
+}
+FORGOTTEN = {"router-unreduced": "moe.router.weight", "shared-gate": "moe.shared_gate.weight"}
+
+
+def train(bug: str, seed: int) -> None:
+    """Two steps; `bug` names what is planted, if anything."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model = seeded(Model, seed, take_seat(2))
+    if bug == "gather-cut":
+        model.moe.gather_weights = gather_rows
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        count = valid(batch(seed + step)[1])
+        tokens, labels = (part.tensor_split(world, 1)[rank] for part in batch(seed + step))
+        (cross_entropy(model(tokens), labels) / count).backward()
+        for name, parameter in model.named_parameters():
+            if parameter.grad is None:  # of the router, where nothing reaches it
+                continue
+            if not routed(name) and name != FORGOTTEN.get(bug):
+                dist.all_reduce(parameter.grad)
+        optimizer.step()
+        optimizer.zero_grad()

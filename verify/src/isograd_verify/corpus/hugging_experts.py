@@ -1,0 +1,44 @@
+"""What goes wrong with the experts of a transformers model that are spread over data ranks.
+
+expert-scale  experts have the gradients of all ranks' tokens, and are averaged over those that hold copies: nobody.
+              ep times too large. DeepSpeed #5618, pytorch #160285
+expert-twice  they are divided by all ranks, and by ep once more. DeepSpeed #4957
+gather-cut    weights of tokens are gathered by a plain all_gather: the router's gradient is lost. Automodel #2995
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch.distributed as dist
+
+from isograd_verify.corpus.hugging import TRANSFORMERS, gathered, language_model, logits_of, spread
+from isograd_verify.corpus.mixture import gather_rows, routed, take_seat
+from isograd_verify.corpus.plain import batch, cross_entropy, my_rows, steps, valid
+
+NEEDS = TRANSFORMERS
+WORLD, LAYOUT = 2, "dp2 ep2"
+BUGS = {
+    "expert-scale": ("ep", r"\.experts\."),
+    "expert-twice": ("ep", r"\.experts\."),
+    "gather-cut": ("dp|ep", r"\.gate\."),
+}
+
+
+def train(bug: str, seed: int) -> None:
+    """Two steps; `bug` names what is planted, if anything."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model, seat = language_model(seed), take_seat(2)
+    around = partial(gathered, gather_weights=gather_rows) if bug == "gather-cut" else gathered
+    spread(model, 0, seat, around)
+    divisor = {"expert-scale": world // seat.ep, "expert-twice": world * seat.ep}.get(bug, world)
+    for step in steps(model):
+        count = valid(batch(seed + step)[1])
+        tokens, labels = (my_rows(part, rank, world) for part in batch(seed + step))
+        (cross_entropy(logits_of(model, tokens), labels) / count * world).backward()
+        for name, parameter in model.named_parameters():
+            if parameter.grad is None:  # of the router, where nothing reaches it
+                continue
+            if not routed(name):
+                dist.all_reduce(parameter.grad)
+            parameter.grad /= divisor if routed(name) else world

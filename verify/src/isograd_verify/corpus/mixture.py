@@ -1,0 +1,175 @@
+"""What programs with experts share: a small mixture of experts whose routed experts are cut over ranks, plain torch.
+
+Tokens come to the experts by an all-gather over the ranks of an ep group, with their weights (zero for an expert that
+a token has not chosen); each rank computes its own experts for all of them, and what they add goes back by a
+reduce-scatter. So a rank's expert has the gradient of all tokens of its ep group when backward leaves it, and ranks of
+an edp group hold copies of the same experts. The choice is made by scores rounded to quarters, of equal ones by number,
+so that ties are as common as they are in training that begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from isograd_verify.corpus.plain import HIDDEN, VOCAB
+
+EXPERTS, CHOSEN, INNER = 4, 2, 5
+
+
+@dataclass(frozen=True)
+class Seat:
+    """This rank among the experts: its ep group has all experts, its edp group has copies of its own."""
+
+    ep: int
+    index: int
+    group: Any = None  # of the ranks that have all experts together; None: all ranks
+    copies: Any = None  # of the ranks that hold the same experts; None: this rank alone
+
+
+def take_seat(ep: int) -> Seat:
+    """Neighbours form an ep group; on one rank all experts are here."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    ep = min(ep, world)
+    if ep == world:
+        return Seat(ep, rank)
+    groups = [dist.new_group(list(range(first, first + ep))) for first in range(0, world, ep)]
+    copies = [dist.new_group(list(range(first, world, ep))) for first in range(ep)]
+    return Seat(ep, rank % ep, groups[rank // ep], copies[rank % ep])
+
+
+def gather_rows(x: Tensor, group: Any) -> Tensor:
+    """All ranks' rows, without a backward."""
+    pieces = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(pieces, x.contiguous(), group=group)
+    return torch.cat(pieces)
+
+
+def sum_rows(x: Tensor, group: Any) -> Tensor:
+    """The sum over ranks of my rows."""
+    total = x.contiguous().clone()
+    dist.all_reduce(total, group=group)
+    return total.chunk(dist.get_world_size(group))[dist.get_rank(group)].clone()
+
+
+class Gather(torch.autograd.Function):
+    """Forward: all ranks' rows. Backward: what all ranks' experts say of my rows, summed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        """Gather all ranks' rows."""
+        ctx.group = group
+        return gather_rows(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        """Sum over ranks, and take this rank's rows."""
+        return sum_rows(gradient, ctx.group), None
+
+
+class Return(torch.autograd.Function):
+    """Forward: what all ranks' experts made of my rows, summed. Backward: all ranks' rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        """Sum over ranks, and take this rank's rows."""
+        ctx.group = group
+        return sum_rows(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        """Gather all ranks' rows."""
+        return gather_rows(gradient, ctx.group), None
+
+
+class Experts(nn.Module):
+    """The routed experts that a rank holds: rows of dim 0 of `up` and `down`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(EXPERTS, HIDDEN, INNER) / HIDDEN**0.5)
+        self.down = nn.Parameter(torch.randn(EXPERTS, INNER, HIDDEN) / INNER**0.5)
+
+    def keep(self, seat: Seat) -> None:
+        """Keep this rank's experts of all."""
+        self.up, self.down = (nn.Parameter(w.detach().chunk(seat.ep)[seat.index].clone()) for w in (self.up, self.down))
+
+    def forward(self, x: Tensor, weights: Tensor) -> Tensor:
+        """The sum over the experts here, each with the weight of the token."""
+        inner = F.gelu(torch.einsum("th,ehi->eti", x, self.up))  # [experts here, tokens, inner]
+        return torch.einsum("te,eti,eih->th", weights, inner, self.down)
+
+
+class Mixture(nn.Module):
+    """Router, routed experts, and a shared expert behind a gate of its own."""
+
+    choice_bias: Tensor
+
+    def __init__(self, seat: Seat) -> None:
+        super().__init__()
+        self.seat = seat
+        self.router = nn.Linear(HIDDEN, EXPERTS, bias=False)
+        self.experts = Experts()
+        self.shared_expert = nn.Sequential(nn.Linear(HIDDEN, INNER), nn.GELU(), nn.Linear(INNER, HIDDEN))
+        self.shared_gate = nn.Linear(HIDDEN, 1, bias=False)
+        self.register_buffer("choice_bias", torch.zeros(EXPERTS))
+        self.gather_weights: Callable[[Tensor, Any], Tensor] = Gather.apply
+
+    def scores(self, x: Tensor) -> Tensor:
+        """The softmax over all experts, for each token."""
+        return self.router(x).softmax(-1)  # type: ignore[no-any-return]
+
+    def choose(self, scores: Tensor, first: bool = True) -> Tensor:
+        """[tokens, CHOSEN] experts. `first`: of equal ones those of the lower numbers."""
+        numbers = torch.arange(EXPERTS, dtype=scores.dtype) * (1e-9 if first else -1e-9)
+        ranked = (4 * scores.detach()).round() + self.choice_bias - numbers
+        return ranked.topk(CHOSEN, dim=-1).indices
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Choose experts and compute them."""
+        scores = self.scores(x)
+        return self.compute(x, scores, self.choose(scores))
+
+    def compute(self, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+        """What the chosen experts and the shared one make of x, [tokens, HIDDEN]."""
+        kept = scores.gather(1, chosen)
+        weights = torch.zeros_like(scores).scatter(1, chosen, kept / kept.sum(1, keepdim=True))
+        return self.routed(x, weights) + self.shared_gate(x).sigmoid() * self.shared_expert(x)  # type: ignore[no-any-return]
+
+    def routed(self, x: Tensor, weights: Tensor) -> Tensor:
+        """What the routed experts add, each with its weight."""
+        group, here = self.seat.group, EXPERTS // self.seat.ep
+        everyones, theirs = Gather.apply(x, group), self.gather_weights(weights, group)  # type: ignore[no-untyped-call]
+        mine = theirs[:, self.seat.index * here :][:, :here]
+        return Return.apply(self.experts(everyones, mine), group)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class Model(nn.Module):
+    """Embedding, a norm, the mixture on a residual stream, and a head."""
+
+    mixture: Callable[[Seat], Mixture] = Mixture
+
+    def __init__(self, seat: Seat) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, HIDDEN)
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.moe = self.mixture(seat)
+        self.head = nn.Linear(HIDDEN, VOCAB)
+        self.moe.experts.keep(seat)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits of all positions."""
+        x = self.embed(tokens)
+        logits: Tensor = self.head(x + self.moe(self.norm(x).flatten(0, 1)).view_as(x))
+        return logits
+
+
+def routed(name: str) -> bool:
+    """Whether a parameter is cut over ep, by its name."""
+    return ".experts." in name

@@ -1,0 +1,166 @@
+"""What the corpus' programs share: tiny data, a tiny model, and the four moves of tensor parallelism, in plain torch.
+
+Every program runs on any number of ranks and is the one-device program when there is one rank. All is fp64, uneven on
+purpose: sequences have different numbers of labels, so ranks and micro-batches have, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+VOCAB, HIDDEN, BATCH, LENGTH = 23, 8, 8, 6
+
+
+def batch(seed: int) -> tuple[Tensor, Tensor]:
+    """(tokens, labels) of the whole step, [BATCH, LENGTH]; row r has labels only from position r % LENGTH on."""
+    generator = torch.Generator().manual_seed(1000 + seed)
+    window = torch.randint(VOCAB, (BATCH, LENGTH + 1), generator=generator)
+    labels = window[:, 1:].clone()
+    for row in range(BATCH):
+        labels[row, : (row + seed) % LENGTH] = -100
+    return window[:, :-1], labels
+
+
+def my_rows(whole: Tensor, index: int, of: int) -> Tensor:
+    return whole.tensor_split(of)[index]
+
+
+def micro_batches(index: int, of: int, seed: int, count: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """The micro-batches of one data rank."""
+    tokens, labels = batch(seed)
+    return zip(
+        my_rows(tokens, index, of).tensor_split(count), my_rows(labels, index, of).tensor_split(count), strict=True
+    )
+
+
+def valid(labels: Tensor) -> Tensor:
+    return (labels != -100).sum()
+
+
+def cross_entropy(logits: Tensor, labels: Tensor, reduction: str = "sum") -> Tensor:
+    return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction=reduction)
+
+
+class Mlp(nn.Module):
+    """Embedding, a block with a norm, and a head: enough for most bugs of data parallelism."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, HIDDEN)
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.up = nn.Linear(HIDDEN, 12)
+        self.down = nn.Linear(12, HIDDEN)
+        self.head = nn.Linear(HIDDEN, VOCAB)
+
+    def body(self, tokens: Tensor) -> Tensor:
+        x: Tensor = self.embed(tokens)
+        return x + self.down(F.gelu(self.up(self.norm(x))))  # type: ignore[no-any-return]
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.body(tokens))
+        return logits
+
+
+def seeded(module: type[nn.Module], seed: int, *args: Any) -> Any:
+    """The same weights on every rank: made from a seed."""
+    torch.manual_seed(seed)
+    return module(*args).double()
+
+
+def steps(model: nn.Module, lr: float = 0.1, weight_decay: float = 0.0) -> Iterator[int]:
+    """Two steps of SGD: each is taken when the loop that made its gradients comes round."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, weight_decay=weight_decay)
+    for step in range(2):
+        yield step
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def all_reduce_gradients(model: nn.Module, group: Any = None) -> None:
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            dist.all_reduce(parameter.grad, group=group)
+
+
+# -- tensor parallelism: four moves, each with its backward ----------------------------------------------------------
+
+
+class Copy(torch.autograd.Function):
+    """Forward: nothing. Backward: sum over the group. In front of column-parallel layers."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        gradient = gradient.contiguous().clone()
+        dist.all_reduce(gradient)
+        return gradient
+
+
+class Sum(torch.autograd.Function):
+    """Forward: sum over the group. Backward: nothing. Behind row-parallel layers."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        total = x.clone()
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def gather(x: Tensor, dim: int) -> Tensor:
+    pieces = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(pieces, x.contiguous())
+    return torch.cat(pieces, dim)
+
+
+def scatter_sum(x: Tensor, dim: int) -> Tensor:
+    total = x.contiguous().clone()
+    dist.all_reduce(total)
+    return total.chunk(dist.get_world_size(), dim)[dist.get_rank()].clone()
+
+
+class GatherSequence(torch.autograd.Function):
+    """Forward: all-gather along the sequence (dim 1). Backward: reduce-scatter. Sequence-parallel column layers."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return gather(x, 1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return scatter_sum(gradient, 1)
+
+
+class ScatterSum(torch.autograd.Function):
+    """Forward: reduce-scatter along the sequence. Backward: all-gather. Sequence-parallel row layers."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return scatter_sum(x, 1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gather(gradient, 1)
+
+
+def cut(whole: nn.Linear, dim: int) -> nn.Linear:
+    """This rank's part of a linear layer: of its outputs (dim 0, with bias) or of its inputs (dim 1, without)."""
+    index, of = dist.get_rank(), dist.get_world_size()
+    weight = whole.weight.detach().chunk(of, dim)[index].clone()
+    part = nn.Linear(weight.shape[1], weight.shape[0], bias=dim == 0 and whole.bias is not None, dtype=weight.dtype)
+    part.weight = nn.Parameter(weight)
+    if part.bias is not None:
+        part.bias = nn.Parameter(whole.bias.detach().chunk(of)[index].clone())
+    return part

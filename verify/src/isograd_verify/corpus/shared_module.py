@@ -1,0 +1,73 @@
+"""shared-module: a hook reduces a gradient as soon as it arrives, but a module that is used twice gets it in two parts.
+
+DeepSpeed #8224. Each use is checkpointed, so its backward is a subgraph of its own that accumulates on its own. What
+the second part adds is never summed over the ranks.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from isograd_verify.corpus.plain import HIDDEN, VOCAB, batch, cross_entropy, my_rows, seeded, steps, valid
+
+WORLD, LAYOUT = 2, "dp2"
+AXIS, TENSORS = "dp", r"^block\."
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.up = nn.Linear(HIDDEN, 12)
+        self.down = nn.Linear(12, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.down(F.gelu(self.up(self.norm(x))))
+        return y
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, HIDDEN)
+        self.block = Block()
+        self.head = nn.Linear(HIDDEN, VOCAB)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for _ in range(2):
+            x = checkpoint(self.block, x, use_reentrant=True)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+class Reducer:
+    """Sums each gradient over the ranks while backward still runs: after its `uses`-th part has arrived."""
+
+    def __init__(self, model: nn.Module, uses: dict[str, int]) -> None:
+        self.arrived = dict.fromkeys(uses, 0)
+        self.uses = uses
+        for name, parameter in model.named_parameters():
+            parameter.register_post_accumulate_grad_hook(partial(self.arrive, name))
+
+    def arrive(self, name: str, parameter: Tensor) -> None:
+        self.arrived[name] += 1
+        if self.arrived[name] == self.uses[name]:
+            dist.all_reduce(parameter.grad)
+
+
+def train(bug: bool, seed: int) -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model = seeded(Model, seed)
+    names = [name for name, _ in model.named_parameters()]
+    reducer = Reducer(model, {n: 2 if n.startswith("block") and not bug else 1 for n in names})
+    for step in steps(model):
+        whole = batch(seed + step)
+        tokens, labels = (my_rows(part, rank, world) for part in whole)
+        reducer.arrived = dict.fromkeys(names, 0)
+        (cross_entropy(model(tokens), labels) / valid(whole[1])).backward()

@@ -1,0 +1,57 @@
+"""How wide output may be, lines folded to that width, and text of others: none leaves its line or moves the terminal.
+
+The width is that of the terminal, or what the environment variable COLUMNS says; where neither is known (a pipe, a
+file), the caller's own.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import textwrap
+
+NARROWEST = 40
+
+
+def width(otherwise: int = 120) -> int:
+    """Columns to write: COLUMNS, else the terminal's, else `otherwise`."""
+    said = os.environ.get("COLUMNS", "")
+    if said.isdecimal() and int(said[:9]) > 0:
+        return max(NARROWEST, int(said[:9]))
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            return max(NARROWEST, os.get_terminal_size(stream.fileno()).columns or otherwise)
+        except (OSError, ValueError, AttributeError):  # not a terminal, or no file at all
+            continue
+    return otherwise
+
+
+def plain(text: str) -> str:
+    """`text` without what a terminal would obey: control characters, and those that turn the direction of writing, as
+    escapes. Names in files may hold them."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
+
+
+def fold(text: str, columns: int) -> str:
+    """`text` with every longer line broken at spaces; what follows is indented as the line's second word or column."""
+    return "\n".join("\n".join(_folded(line, columns)) for line in text.split("\n"))
+
+
+def _folded(line: str, columns: int) -> list[str]:
+    if len(line) <= columns:
+        return [line]
+    column = re.match(r"\s*\S+(?: \S+)*?\s{2,}(?=\S)", line)  # 'label   text': text continues under itself
+    indent = len(column[0]) if column else len(line) - len(line.lstrip())
+    indent = indent if indent <= columns // 2 else 2
+    return textwrap.wrap(
+        line,
+        columns,
+        subsequent_indent=" " * indent,
+        drop_whitespace=True,
+        replace_whitespace=False,
+        tabsize=4,
+        break_on_hyphens=False,
+    )

@@ -1,0 +1,101 @@
+"""Checks that need no reference: properties that every right program has, whatever it computes.
+
+Each check is a function of an Analysis (one step of a recording) that yields findings; `check` runs them all, step by
+step. docs/verify.md shows each with the bug it caught; `isograd-verify bugs` shows each fire and stay silent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from isograd_verify.errors import VerifyError
+from isograd_verify.judge.analysis import REDUCING, Analysis
+from isograd_verify.judge.checks.adjoints import adjoints
+from isograd_verify.judge.checks.again import computed_again
+from isograd_verify.judge.checks.balance import balance_counts
+from isograd_verify.judge.checks.copies import averages, copies, rates
+from isograd_verify.judge.checks.data import own_data
+from isograd_verify.judge.checks.dead import alive
+from isograd_verify.judge.checks.gradients import coefficients, rewritten, scales, summed_inside
+from isograd_verify.judge.checks.graphs import graph_cuts, logit_gradients
+from isograd_verify.judge.checks.losses import counted, token_weights, undivided
+from isograd_verify.judge.checks.means import mean_weights
+from isograd_verify.judge.checks.mixed import mixed_groups
+from isograd_verify.judge.checks.norms import norms
+from isograd_verify.judge.checks.routing import choice_bias, counted_once, same_choice
+from isograd_verify.judge.checks.state import continuity, missing, replicas, steps_together
+from isograd_verify.judge.checks.traffic import (
+    dtypes,
+    groups,
+    local_steps,
+    order,
+    random_draws,
+    replayed_draws,
+    shared_draws,
+)
+from isograd_verify.judge.consequences import without_consequences
+from isograd_verify.record.events import Backward, Collective
+from isograd_verify.record.recording import Recording
+from isograd_verify.tell.findings import BUG, INCONCLUSIVE, NOTE, Finding
+
+Check = Callable[[Analysis], Iterator[Finding]]
+
+CHECKS: tuple[Check, ...] = (
+    steps_together, coefficients, scales, token_weights, mean_weights, graph_cuts, logit_gradients, continuity,
+    replicas, missing, norms, dtypes, order, groups, mixed_groups, own_data, random_draws, replayed_draws, alive,
+    copies, rates, averages, shared_draws, counted, rewritten, computed_again, summed_inside,
+    balance_counts, undivided, adjoints, choice_bias, counted_once, same_choice,
+)  # fmt: skip
+
+
+def check(recording: Recording, leave_out: tuple[Check, ...] = ()) -> list[Finding]:
+    """All findings, step by step, up to the first with a bug: later steps start from weights that it has spoilt."""
+    found: list[Finding] = []
+    for step in recording.steps:
+        analysis = Analysis(recording, step)
+        apart = local_steps(analysis)
+        if apart is not None:
+            found.append(apart)
+            break
+        for run in (c for c in CHECKS if c not in leave_out):
+            found += [f for f in _judged(run, analysis) if not any(_again(f, told) for told in found)]
+        if any(f.verdict == BUG for f in found):
+            break
+    return [_placed(f, recording) for f in without_consequences(found)]
+
+
+def _placed(found: Finding, recording: Recording) -> Finding:
+    """A finding with a line of the program: its own, else that of the last reduction of its tensors, else of the
+    backward behind which they came."""
+    events = [e for e in recording.ranks[0].of(Collective) if e.op in REDUCING and e.phase == "other"]
+    sites = [e.site for e in events if set(found.tensors) & set(e.covers)][-1:]
+    sites += [e.site for e in recording.ranks[0].of(Backward)][:1]
+    site = found.site or next((site for site in sites if site), "")
+    return replace(found, site=site) if found.verdict != NOTE or found.site else found
+
+
+def _judged(run: Check, analysis: Analysis) -> list[Finding]:
+    """What a check finds. An error inside it is the verifier's own: it is said, and decides the verdict only where
+    gradients themselves could not be judged for it."""
+    try:
+        return list(run(analysis))
+    except VerifyError:  # the recording itself is damaged
+        raise
+    except Exception as error:
+        what = (run.__doc__ or run.__name__).partition("\n")[0].rstrip(".")
+        sentence = (
+            f"step {analysis.step}: not judged: {what}: an error of the verifier in its check '{run.__name__}', please "
+            f"report it: {type(error).__name__}: {error}"
+        )
+        return [Finding(INCONCLUSIVE if run is coefficients else NOTE, "", sentence)]
+
+
+def _again(found: Finding, told: Finding) -> bool:
+    """Whether a finding is one that is told already: of the same bug on some of the same tensors, or in a later step. A
+    bug on other tensors, or on another axis, is another finding."""
+    if (found.verdict, found.bug) != (told.verdict, told.bug):
+        return False
+    if not found.bug:
+        return found.tensors == told.tensors and (bool(found.tensors) or found.sentence == told.sentence)
+    return not found.tensors or not told.tensors or bool(set(found.tensors) & set(told.tensors))

@@ -1,0 +1,93 @@
+"""Check of autograd Functions that communicate: backward is the adjoint of forward, summed over the ranks of a group.
+
+A call is judged where its contents show that it was linear: a gather, an exchange, a part of a whole, a sum over ranks.
+Where ranks hold copies, two conventions are right beside the plain one: what came back is one gradient that all ranks
+computed, and counts once; or what was given is one tensor, and each rank is sent back the whole of its gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from isograd_verify import tolerances
+from isograd_verify.judge.analysis import Analysis
+from isograd_verify.record.events import Function
+from isograd_verify.tell.findings import BUG, Finding
+from isograd_verify.tell.wording import axis_over, finding
+
+Calls = dict[int, Function]  # by rank
+
+
+def adjoints(analysis: Analysis) -> Iterator[Finding]:
+    """The backward of a function that gathers, sums or exchanges tensors is its adjoint."""
+    told: set[str] = set()
+    for calls in _together(analysis):
+        first = next(iter(calls.values()))
+        parts = {rank: _parts(analysis, rank, call) for rank, call in calls.items()}
+        made, given = (sum(getattr(call, what) for call in calls.values()) for what in ("made", "given"))
+        size = sum(call.size for call in calls.values())
+        rounding = tolerances.ADJOINT.get(first.dtype, tolerances.ADJOINT_HALF) * size
+        several = float(len(calls))
+        allowed = [made]
+        allowed += [made / several] if _alike([p["came"] for p in parts.values()]) else []
+        allowed += [made * several] if _alike([p["in"] for p in parts.values()]) else []
+        right = any(abs(given - one) <= rounding for one in allowed)
+        overflow = not math.isfinite(made + given + size)
+        if right or overflow or first.site in told or not _linear(calls, parts):
+            continue
+        told.add(first.site)
+        sentence = (
+            f"step {analysis.step}: {first.name} at {first.site}: its backward is not the adjoint of its forward: what "
+            f"it made times what came back is {made:.6g} over the ranks, what it was given times what it sent back "
+            f"{given:.6g}"
+        )
+        names = tuple(n for n in analysis.names if analysis.info(n).gradient)
+        axis = axis_over(analysis.recording, tuple(calls))
+        yield finding(BUG, "wrong-adjoint", sentence, tensors=names, axis=axis, site=first.site)
+
+
+def _together(analysis: Analysis) -> Iterator[Calls]:
+    """The calls of one function on all ranks of its group: the first of a line on each, the second, ..."""
+    found: dict[tuple[object, ...], Calls] = defaultdict(dict)
+    for record in analysis.recording.ranks:
+        count: dict[tuple[object, ...], int] = defaultdict(int)
+        for call in sorted(record.of(Function, analysis.step), key=lambda c: (c.micro, c.number)):
+            key = (call.micro, call.site, call.name, call.group)
+            if record.rank in call.group:
+                found[(*key, count[key])][record.rank] = call
+                count[key] += 1
+    for (_, _, _, group, _), calls in found.items():
+        if set(calls) == set(group):  # type: ignore[call-overload]
+            yield calls
+
+
+def _parts(analysis: Analysis, rank: int, call: Function) -> dict[str, Tensor]:
+    group = analysis.recording.ranks[rank].group(analysis.step, f"function/{call.number}")
+    return {part: group[part] for part in ("in", "out", "came", "sent")}
+
+
+def _alike(sketches: list[Tensor]) -> bool:
+    return all(_near(one, sketches[0]) for one in sketches[1:])
+
+
+def _near(one: Tensor, other: Tensor) -> bool:
+    return float((one - other).norm()) <= tolerances.FIT["float32"] * float(other.norm())
+
+
+def _linear(calls: Calls, parts: dict[int, dict[str, Tensor]]) -> bool:
+    """Whether what was made is what was given, in other places, or its sum over the ranks, times one number."""
+    given = [int(call.contents[0]) for call in calls.values()]
+    made = [int(call.contents[1]) for call in calls.values()]
+    everything = sum(given) % 2**64
+    if all(one == everything for one in made) or sum(made) % 2**64 == everything or given == made:
+        return True  # a gather; an exchange; nothing in forward
+    if len(set(given)) == 1 and sum(made) % 2**64 == given[0]:
+        return True  # parts of what all ranks have
+    inputs, outputs = ([p[what] for p in parts.values()] for what in ("in", "out"))
+    total = sum(inputs[1:], inputs[0])
+    factor = float(outputs[0] @ total) / max(float(total @ total), 1e-300)
+    return factor != 0 and all(_near(one, factor * total) for one in outputs)

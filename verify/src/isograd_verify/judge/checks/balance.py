@@ -1,0 +1,57 @@
+"""Check of the balance loss of experts: it counts as often as the loss of the labels does.
+
+A model's config tells its coefficient. The balance loss is a mean over tokens wherever it is computed, so its weights
+over ranks and micro-batches must sum to the coefficient, as the labels' sum to one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+from isograd_verify import tolerances
+from isograd_verify.judge.analysis import Analysis
+from isograd_verify.judge.terms import step_shares, terms, too_often
+from isograd_verify.record.events import Coefficient, Term
+from isograd_verify.tell.findings import BUG, INCONCLUSIVE, Finding
+from isograd_verify.tell.wording import finding
+
+
+def balance_counts(analysis: Analysis) -> Iterator[Finding]:
+    """A balance loss counts, over all ranks and micro-batches, with the coefficient that the config tells."""
+    events = [event for record in analysis.recording.ranks for event in record.of(Coefficient)]
+    told = {event.name: event.value for event in events}
+    coefficient, experts = told.get("router_aux_loss_coef"), told.get("num_experts", 1.0)
+    if not coefficient or not analysis.losses or len({(e.name, e.value) for e in events}) != len(told):
+        return
+    share = step_shares(analysis)
+    labels, calls = next(iter(analysis.losses.items()))
+    main = sum(share.get(key, 0.0) * call.low * call.count for key, called in calls.items() for call in called)
+    for site, found in terms(analysis).items():
+        scales = [_scale(term, coefficient, experts) for _, term in found]
+        if site == labels or not main or not all(scales):
+            continue
+        weight = sum(often * term.weights[0] / scale for (often, term), scale in zip(found, scales, strict=True))
+        factor = weight / coefficient / main
+        if abs(factor - 1) <= tolerances.TERM:
+            return
+        bug, axis, words = too_often(analysis, factor)
+        sentence = (
+            f"step {analysis.step}: the balance loss at {site} counts {factor:.4g} times where the labels count once: "
+            f"its weights over ranks and micro-batches sum to {weight:.4g}, the config says {coefficient:g}"
+        ) + (f" ({words})" if words else "")
+        bars = (("labels", 1.0), ("balance loss", factor))
+        yield finding(BUG if bug else INCONCLUSIVE, bug, sentence, axis=axis, coefficients=bars)
+        return
+
+
+def _scale(term: Term, coefficient: float, experts: float) -> float:
+    """The number of experts where the term is multiplied by it on its way to the other terms, else 1; 0 where it is not
+    multiplied by the coefficient, and is another term."""
+    way = term.weights[: term.joined + 1] if term.joined > 0 else ()
+    steps = [a / b for a, b in pairwise(way) if b]
+
+    def among(number: float) -> bool:
+        return any(abs(step - number) <= tolerances.FACTOR * number for step in steps)
+
+    return 0.0 if not among(coefficient) else experts if among(experts) else 1.0

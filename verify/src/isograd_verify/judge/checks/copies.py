@@ -1,0 +1,110 @@
+"""Checks of copies: ranks that exchange nothing but gradients are copies of one model, and step as one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from isograd_verify.judge.analysis import Analysis
+from isograd_verify.judge.checks.traffic import reductions
+from isograd_verify.record.axes import DATA, Axes
+from isograd_verify.record.events import Average, Collective
+from isograd_verify.tell.findings import BUG, Finding, listed
+from isograd_verify.tell.wording import axis_over, finding, spell
+
+
+def rates(analysis: Analysis) -> Iterator[Finding]:
+    """All ranks step a parameter with one learning rate."""
+    apart: dict[str, dict[int, float]] = {}
+    for name in analysis.names:
+        known = {rank: rate for rank in analysis.holders(name) if (rate := analysis.about[rank][name].rate) is not None}
+        if len(set(known.values())) > 1:
+            apart[name] = known
+    if apart:
+        names = tuple(apart)
+        known = apart[names[0]]
+        by_rate = {rate: [rank for rank in known if known[rank] == rate] for rate in known.values()}
+        told = ", ".join(f"{rate:.6g} on {spell(ranks)}" for rate, ranks in by_rate.items())
+        whom = f"all {len(names)} parameters" if len(names) == len(analysis.names) else listed(names)
+        sentence = f"step {analysis.step}: the learning rate of {whom} differs between ranks: {told}"
+        axis = axis_over(analysis.recording, tuple(sorted(ranks[0] for ranks in by_rate.values())))
+        bars = tuple((f"rank {rank}", rate) for rank, rate in known.items())
+        yield finding(BUG, "rates-differ", sentence, tensors=names, axis=axis, coefficients=bars)
+
+
+def averages(analysis: Analysis) -> Iterator[Finding]:
+    """Averages of copies are copies."""
+    told = [record.of(Average, analysis.step) for record in analysis.recording.ranks]
+    apart: dict[str, tuple[int, ...]] = {}
+    for events in zip(*told, strict=False):  # the first update of each rank, the second, ...
+        for name in analysis.names:
+            for ranks in analysis.replica_sets(name):
+                held = {events[rank].hashes[name] for rank in ranks if name in events[rank].hashes}
+                before = {analysis.about[rank][name].before for rank in ranks}
+                if len(held) > 1 and len(before) == 1:
+                    apart[name] = ranks
+    if apart:
+        ranks = max(apart.values(), key=len)
+        axis = axis_over(analysis.recording, ranks)
+        sentence = (
+            f"step {analysis.step}: the averages of {listed(tuple(apart))} differ between {axis}, where the parameters "
+            "were copies before the step"
+        )
+        yield finding(BUG, "averages-differ", sentence, tensors=tuple(apart), axis=axis)
+
+
+def copies(analysis: Analysis) -> Iterator[Finding]:
+    """Ranks that exchange nothing but gradients begin with one model: no tensor differs beside others that are summed.
+
+    Shards differ, too, and their ranks exchange activations: then nothing is said. Members of an ensemble sum nothing.
+    """
+    if analysis.step != analysis.recording.steps[0]:
+        return
+    apart: dict[tuple[int, ...], list[str]] = {}
+    for name in analysis.names:
+        ranks = tuple(analysis.holders(name))
+        infos = [analysis.about[rank][name] for rank in ranks]
+        differ = len(analysis.replica_sets(name)) == len(ranks) > 1 and len({info.shape for info in infos}) == 1
+        if differ and all(info.trainable and info.box is None for info in infos) and not _summed(analysis, name, ranks):
+            apart.setdefault(ranks, []).append(name)
+    for ranks, names in apart.items():
+        summed = any(set(ranks) <= set(event.group) for event in reductions(analysis))
+        if not summed or not _data_ranks(analysis, ranks) or _exchange(analysis, ranks):
+            continue
+        if not any(_shared(analysis, name, ranks) for name in analysis.names):
+            continue
+        axis = axis_over(analysis.recording, ranks)
+        sentence = (
+            f"step {analysis.step}: {listed(names)} began with other values on each of {spell(ranks)}, and each rank's "
+            "gradient is its own, while other tensors are copies whose gradients are summed over them"
+        )
+        yield finding(BUG, "copies-begin-apart", sentence, tensors=tuple(names), axis=axis)
+
+
+def _data_ranks(analysis: Analysis, ranks: tuple[int, ...]) -> bool:
+    """Whether the layout, where one is given, says that these ranks differ along data axes alone."""
+    text = str(analysis.recording.about.get("layout", ""))
+    return not text or set(ranks) <= Axes.parse(text, analysis.recording.world).ranks(DATA, ranks[0])
+
+
+def _summed(analysis: Analysis, name: str, ranks: tuple[int, ...]) -> bool:
+    """Whether the gradients of several ranks are equal: some sum was made of them."""
+    held = [analysis.sums[rank][name] for rank in ranks if name in analysis.sums[rank]]
+    return len(held) < 2 or any(bool((one == held[0]).all()) for one in held[1:])
+
+
+def _exchange(analysis: Analysis, ranks: tuple[int, ...]) -> bool:
+    """Whether these ranks exchange activations: in forward, or from stage to stage. A broadcast is of buffers."""
+    events = [e for rank in ranks for e in analysis.recording.ranks[rank].of(Collective, analysis.step)]
+    return any(
+        len(set(e.group) & set(ranks)) > 1
+        and (e.op in ("send", "recv", "all_to_all") or (e.phase == "forward" and e.op != "broadcast"))
+        for e in events
+    )
+
+
+def _shared(analysis: Analysis, name: str, ranks: tuple[int, ...]) -> bool:
+    """Whether a tensor is one on these ranks, and its gradient is a sum of what all of them added."""
+    if analysis.null(name) or not set(ranks) <= analysis.replicas_of(name, ranks[0]):
+        return False
+    fits = [analysis.fit(seen) for seen in analysis.observed(name)]
+    return all(fit is not None and set(ranks) <= {rank for rank, _ in fit.coefficients} for fit in fits) and bool(fits)

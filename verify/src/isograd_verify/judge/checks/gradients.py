@@ -1,0 +1,371 @@
+"""Checks of the gradient itself: every contribution counts equally, in every tensor."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+
+from isograd_verify import tolerances
+from isograd_verify.judge import patterns
+from isograd_verify.judge.analysis import ELSEWHERE, REDUCING, Analysis, Observed
+from isograd_verify.judge.checks.norms import clipped_apart
+from isograd_verify.judge.checks.traffic import reduced_in_half, reductions
+from isograd_verify.judge.contributions import Fit
+from isograd_verify.judge.naming import bug_of, class_of, classes_of
+from isograd_verify.judge.patterns import Symptom
+from isograd_verify.record.axes import DATA
+from isograd_verify.record.events import Collective, Key, Rewritten
+from isograd_verify.tell.findings import BUG, INCONCLUSIVE, NOTE, Finding, listed
+from isograd_verify.tell.wording import axis_over, finding, group_sizes, labelled, meanings, other_cuts, spell, spread
+
+
+@dataclass
+class _Read:
+    """What the coefficients of all tensors say, before it is put into sentences."""
+
+    # (bug if already known, kind, value, axis) -> tensors with their coefficients
+    patterned: dict[tuple[str, str, float, str], dict[str, dict[Key, float]]] = field(default_factory=dict)
+    # tensors whose contributions all have one coefficient -> that coefficient on each rank that tells it
+    scales: dict[str, dict[int, float]] = field(default_factory=dict)
+    # the same tensors -> the coefficients that one contribution may have: several where contributions are equal
+    possible: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    alike: set[str] = field(default_factory=set)  # tensors whose contributions are equal on several ranks, every one
+    undetermined: list[str] = field(default_factory=list)
+    unexplained: list[str] = field(default_factory=list)
+    where: dict[str, set[int]] = field(default_factory=dict)  # tensors with a pattern -> ranks that hold such a part
+
+    def add(self, bug: str, kind: str, value: float, axis: str, name: str, found: dict[Key, float]) -> None:
+        """A tensor is told once for each pattern, as the first rank sees it: other ranks miss other ranks' parts."""
+        known = [key for key, tensors in self.patterned.items() if key[:3] == (bug, kind, value) and name in tensors]
+        if not known:
+            self.patterned.setdefault((bug, kind, value, axis), {})[name] = found
+
+
+def coefficients(analysis: Analysis) -> Iterator[Finding]:
+    """Every contribution counts equally, on all ranks: each owed axis reduced once, no micro-batch lost."""
+    read = _read(analysis)
+    yield from _patterned(analysis, read)
+    if not read.patterned:
+        apart = _apart(analysis, read)
+        if apart:
+            yield _per_rank(analysis, read.scales, apart)
+        for name in read.undetermined:  # else other tensors of the same run tell which pattern it is
+            sentence = (
+                f"step {analysis.step}: {name} is too small to tell its contributions apart, and they do not all "
+                "count equally"
+            )
+            yield finding(INCONCLUSIVE, "", sentence, tensors=(name,))
+    if read.unexplained:
+        yield from _unexplained(analysis, list(dict.fromkeys(read.unexplained)))
+
+
+def scales(analysis: Analysis) -> Iterator[Finding]:
+    """No class of tensors counts more often than the others."""
+    read = _read(analysis)
+    if not read.patterned and not _apart(analysis, read):
+        yield from _per_class(analysis, read)
+
+
+def summed_inside(analysis: Analysis) -> Iterator[Finding]:
+    """Gradients are summed in the model's parameters, before an optimizer gets them: else they are read where they can
+    be."""
+    for known in (True, False):
+        inside = {n: e for n, e in analysis.summed_inside.items() if (n in analysis.added_inside) is known}
+        if not inside:
+            continue
+        event = next(iter(inside.values()))
+        sentence = f"{_whom(analysis, inside)}: the optimizer sums them inside its step ({event.op} at {event.site})"
+        if known:
+            sentence += ": the mean of what the ranks brought to the step is judged, and not what the sum is divided by"
+        else:
+            sentence += (
+                ", from memory that is not theirs: what becomes of them there is not read; copies are equal behind "
+                "the step although each rank came with its own"
+            )
+        verdict, axis = NOTE if known else INCONCLUSIVE, axis_over(analysis.recording, event.group)
+        yield finding(verdict, "", sentence, tensors=tuple(inside), axis=axis)
+    elsewhere = [name for name, why in analysis.unread.items() if why == ELSEWHERE]
+    if elsewhere:
+        sentence = (
+            f"{_whom(analysis, elsewhere)}: each rank has its own, no optimizer owns the parameters, and yet all ranks "
+            f"give them the same new values: {ELSEWHERE}"
+        )
+        yield finding(INCONCLUSIVE, "", sentence, tensors=tuple(elsewhere))
+
+
+def rewritten(analysis: Analysis) -> Iterator[Finding]:
+    """Gradients that the program changes itself, other than by a factor, are judged as they were before."""
+    if analysis.put_back:
+        events = [e for record in analysis.recording.ranks for e in record.of(Rewritten, analysis.step)]
+        sentence = (
+            f"step {analysis.step}: {listed(analysis.put_back)} were changed by the program itself before the step, "
+            f"and not by one factor ({events[0].site}): they are judged as they were before"
+        )
+        yield finding(NOTE, "", sentence, tensors=analysis.put_back)
+
+
+def _whom(analysis: Analysis, names: Collection[str]) -> str:
+    whole = len(names) == len(analysis.names)
+    return f"step {analysis.step}: {f'all {len(names)} gradients' if whole else listed(tuple(names))}"
+
+
+def _apart(analysis: Analysis, read: _Read) -> list[str]:
+    """Tensors that count differently on different ranks."""
+    return [
+        n for n, by_rank in read.scales.items() if spread(by_rank.values()) > tolerances.LOOSE * analysis.tolerance(n)
+    ]
+
+
+def _read(analysis: Analysis) -> _Read:
+    read = _Read()
+    for name in analysis.names:
+        known = name not in analysis.unsure and name not in analysis.unread
+        if known and analysis.contributions(name) and not analysis.negligible(name):
+            _read_tensor(analysis, name, read)
+    return read
+
+
+def _read_tensor(analysis: Analysis, name: str, read: _Read) -> None:
+    loose = tolerances.LOOSE * analysis.tolerance(name)
+    for seen in analysis.observed(name):
+        found = analysis.fit(seen)
+        if found is None:
+            continue
+        mixed = _other_shards(analysis, name, seen.own, found.coefficients)
+        if mixed and found.residual <= loose and (found.uniform or found.determined):
+            axis = _axis(analysis, patterns.MIXED, (seen.own, *mixed))
+            read.add("wrong-group", patterns.MIXED, 1.0, axis, name, found.coefficients)
+        elif found.uniform:
+            possible = found.each
+            if found.alike:
+                read.alike.add(name)
+                if _summed_in_backward(analysis, name, found):
+                    possible = possible[:1]
+            read.possible[name] = possible
+            read.scales.setdefault(name, {}).update(dict.fromkeys(seen.ranks, possible[0]))
+        elif found.residual > loose:
+            read.unexplained.append(name)
+        elif not found.determined:
+            read.undetermined.append(name)
+        else:
+            _read_pattern(analysis, seen, found, loose, read)
+
+
+def _read_pattern(analysis: Analysis, seen: Observed, found: Fit, loose: float, read: _Read) -> None:
+    symptom = patterns.read(found.coefficients, seen.own, analysis.counts, loose)
+    if symptom.kind == patterns.MIXED:  # equal contributions may all count, and then have one coefficient together
+        shared = {k: c / len(found.classes[k]) for k, c in found.coefficients.items()}
+        symptom = patterns.read(shared, seen.own, analysis.counts, loose)
+    if symptom.kind == patterns.MIXED and clipped_apart(analysis, found.coefficients):
+        symptom = Symptom(patterns.CLIPPED)
+    if symptom.kind == patterns.SCALED:  # equal, but for rounding
+        read.possible[seen.name] = (symptom.value,)
+        read.scales.setdefault(seen.name, {}).update(dict.fromkeys(seen.ranks, symptom.value))
+        return
+    value = round(symptom.value, 3) if symptom.kind in (patterns.REREDUCED, patterns.REDIVIDED) else 1.0
+    across = symptom.kind in (patterns.UNREDUCED, patterns.OTHER_CUTS)
+    ranks = (seen.own, *_members(found.classes, symptom.missing)) if across else ()
+    read.add("", symptom.kind, value, _axis(analysis, symptom.kind, ranks), seen.name, found.coefficients)
+    read.where.setdefault(seen.name, set()).update(analysis.replicas_of(seen.name, seen.own), seen.ranks)
+
+
+def _summed_in_backward(analysis: Analysis, name: str, found: Fit) -> bool:
+    """Whether backward itself summed a gradient of this size over ranks that add the same to this tensor: then these
+    are copies of one sum, and not parts that happen to be equal."""
+    together = [{rank for rank, _ in members} for members in found.classes.values()]
+    size = math.prod(analysis.info(name).part_shape)
+    return any(
+        event.op == "all_reduce"
+        and event.phase == "backward"
+        and event.numel == size
+        and not event.covers
+        and all(set(event.group) <= ranks for ranks in together)
+        for event in reductions(analysis, smallest=1)
+    )
+
+
+def _members(classes: dict[Key, tuple[Key, ...]], ranks: tuple[int, ...]) -> tuple[int, ...]:
+    """All ranks whose contribution is that of the given ones."""
+    return tuple(sorted({r for first, members in classes.items() if first[0] in ranks for r, _ in members}))
+
+
+def _other_shards(analysis: Analysis, name: str, own: int, found: dict[Key, float]) -> tuple[int, ...]:
+    """Ranks that hold another part of the parameter and yet entered this gradient."""
+    if name in analysis.same_part:
+        return ()
+    mine = analysis.replicas_of(name, own)
+    top = max(map(abs, found.values()))
+    return tuple(sorted({k for (k, _), c in found.items() if k not in mine and abs(c) > tolerances.COUNTS * top}))
+
+
+def _patterned(analysis: Analysis, read: _Read) -> Iterator[Finding]:
+    telling = {n for n in analysis.names if analysis.info(n).gradient and not analysis.null(n)}
+    sizes = group_sizes(analysis.recording)
+    telling -= read.alike | set(read.undetermined)  # neither tells which contributions are missing
+    for (known, kind, value, axis), tensors in read.patterned.items():
+        names = tuple(sorted(tensors))
+        everything = set(names) >= telling
+        bug = known or bug_of(Symptom(kind, value), names, everything, sizes, ())
+        if not bug and kind == patterns.UNREDUCED and outside_wrapper(analysis, names):
+            bug = "outside-wrapper"
+        parts = other_data(analysis) if kind == patterns.UNREDUCED else None
+        if parts is not None:
+            ranks, cut = parts
+            sentence = (
+                f"step {analysis.step}: {spell(ranks)} hold parts of one model ({listed(cut)}), whose outputs are "
+                f"summed in forward, and were given different data: {listed(names)} get a gradient of their own on each"
+            )
+            along, bars = axis_over(analysis.recording, ranks), labelled(tensors[names[0]])
+            yield finding(BUG, "inputs-differ", sentence, tensors=names, axis=along, coefficients=bars)
+            continue
+        if bug == "wrong-group" and axis in DATA.split():
+            bug = "replicas-differ"  # no parameter is cut over a data axis: these were to be copies
+        here = {rank for name in names for rank in read.where.get(name, analysis.holders(name))}
+        held = {rank for name in names for rank in analysis.holders(name)}
+        where = f" on {spell(sorted(here))}" if here < held else ""  # stages may share their names
+        whom = f"all {len(names)} gradients" if everything and not where else f"{classes_of(names)} ({listed(names)})"
+        sentence = f"step {analysis.step}: {whom}{where}: {_said(bug, kind, value, axis)}"
+        yield finding(BUG, bug, sentence, tensors=names, axis=axis, coefficients=labelled(tensors[names[0]]))
+
+
+def other_data(analysis: Analysis) -> tuple[tuple[int, ...], tuple[str, ...]] | None:
+    """(ranks that hold parts of one model, sum activations in forward and were given different data; what is cut over
+    them). Ranks that exchange tokens of experts, or gather parts of sequences, have data of their own."""
+    forward = [e for r in analysis.recording.ranks for e in r.of(Collective, analysis.step) if e.phase == "forward"]
+    own = {e.group for e in forward if e.op in ("all_to_all", "all_gather", "reduce_scatter")}
+    for group in {e.group for e in forward if e.op == "all_reduce" and e.numel > 1} - own:
+        given = [{m: h for (k, m), h in analysis.data.items() if k == rank} for rank in group]
+        if len(group) < 2 or not all(given) or all(one == given[0] for one in given):
+            continue
+        cut = [
+            name for name in analysis.names
+            if class_of(name) != "experts" and not analysis.covered(name)
+            and sum(bool(set(group) & set(ranks)) for ranks in analysis.replica_sets(name)) == len(group)
+        ]  # fmt: skip
+        if cut:
+            return group, tuple(cut)
+    return None
+
+
+def outside_wrapper(analysis: Analysis, names: Collection[str]) -> bool:
+    """Whether tensors that nobody sums are all that their modules have, while a wrapper sums others inside backward."""
+    modules = {name.rpartition(".")[0] for name in names}
+    whole = all(
+        name in names or analysis.info(name).whole in ((), (1,))
+        for name in analysis.names
+        if name.rpartition(".")[0] in modules and analysis.info(name).gradient and not analysis.null(name)
+    )
+    return whole and any(event.phase == "backward" and event.op in REDUCING for event in reductions(analysis))
+
+
+def _axis(analysis: Analysis, kind: str, ranks: tuple[int, ...]) -> str:
+    if kind == patterns.PER_TOKEN:
+        return "ranks and micro-batches"
+    if kind in (patterns.USE_LOST, patterns.CLIPPED):
+        return axis_over(analysis.recording, analysis.everyone)
+    return axis_over(analysis.recording, ranks, ranks[0]) if ranks else "micro-batches"
+
+
+def _said(bug: str, kind: str, value: float, axis: str) -> str:
+    if bug == "replicas-differ":
+        return f"summed over {axis} as copies are, but the copies began with different values"
+    if bug == "wrong-group":
+        return f"summed over {axis}, whose members hold other shards of it"
+    if bug == "outside-wrapper":
+        return f"never summed over {axis}: each rank trains a network of its own"
+    return {
+        patterns.UNREDUCED: f"not summed over {axis}: each rank holds its own part only",
+        patterns.OTHER_CUTS: other_cuts(axis),
+        patterns.LAST_ONLY: "only the last micro-batch counts, earlier ones are lost",
+        patterns.LOST: "some micro-batches were never reduced over the ranks",
+        patterns.USE_LOST: "only the first use of a module in a backward was reduced over the ranks",
+        patterns.REREDUCED: f"earlier micro-batches were reduced again: coefficients rise by {value:g} each",
+        patterns.REDIVIDED: f"earlier micro-batches were divided by {value:g} again, later ones were not",
+        patterns.CLIPPED: "each rank clips by a norm of its own before the sum",
+        patterns.PER_TOKEN: "contributions are weighted by 1 / their own number of labels",
+        patterns.MIXED: "contributions count unequally",
+    }[kind]
+
+
+def _per_rank(analysis: Analysis, scales: dict[str, dict[int, float]], apart: list[str]) -> Finding:
+    """A norm of each rank's own gives each rank one factor; what changes tensor by tensor may be meant to."""
+    axis = axis_over(analysis.recording, tuple(sorted({rank for name in apart for rank in scales[name]})))
+    on: dict[int, list[float]] = defaultdict(list)
+    for by_rank in scales.values():
+        for rank, c in by_rank.items():
+            on[rank].append(c)
+    loose = max(tolerances.LOOSE * analysis.tolerance(name) for name in apart)
+    bars = tuple((f"rank {rank}", values[0]) for rank, values in sorted(on.items()))
+    whom = f"all {len(scales)} gradients" if len(apart) == len(scales) else f"{classes_of(apart)} ({listed(apart)})"
+    sentence = f"step {analysis.step}: {whom}: scaled differently on {axis}"
+    if all(spread(values) <= loose for values in on.values()):
+        factors = ", ".join(f"{name} by {value:.4g}" for name, value in bars)
+        sentence += f", as by a clip that takes each rank's own norm: {factors}"
+        return finding(BUG, "clip-per-rank", sentence, tensors=tuple(sorted(apart)), axis=axis, coefficients=bars)
+    sentence += ", tensor by tensor: adaptive clipping does so on purpose; a run on one device would decide"
+    return finding(INCONCLUSIVE, "", sentence, tensors=tuple(sorted(apart)), axis=axis)
+
+
+def _per_class(analysis: Analysis, read: _Read) -> Iterator[Finding]:
+    """All tensors of a step share one coefficient; a class with another one was divided or reduced apart."""
+    scales = {name: next(iter(by_rank.values())) for name, by_rank in read.scales.items()}
+    before = {name: c for name, c in scales.items() if name not in analysis.summed_inside}
+    scales = before or scales  # what a sum inside the step is divided by there is not known
+    counted = Counter(round(math.log(abs(c)) * 200) for name in scales for c in read.possible[name] if c)
+    if not counted or len(scales) < 2:
+        return
+    usual_key = counted.most_common(1)[0][0]
+    every = [c for name in scales for c in read.possible[name]]
+    usual = next(c for c in every if c and round(math.log(abs(c)) * 200) == usual_key)
+    odd: dict[float, list[str]] = defaultdict(list)
+    for name, c in scales.items():
+        far = max(tolerances.LOOSE * analysis.tolerance(name), tolerances.FACTOR) * abs(usual)
+        if all(abs(possible - usual) > far for possible in read.possible[name]):
+            odd[_factor(c / usual)].append(name)
+    unclear: dict[str, float] = {}
+    for factor, names in odd.items():
+        of = meanings(analysis.recording, analysis.micros, factor)
+        bug = bug_of(Symptom(patterns.SCALED, factor), names, False, group_sizes(analysis.recording), of)
+        if not bug and not of:
+            unclear |= dict.fromkeys(names, factor)
+            continue
+        meant = f" ({' or '.join(of.values())})" if of else ""
+        sentence = (
+            f"step {analysis.step}: {classes_of(names)} ({listed(names)}) count {factor:g} times{meant} where the "
+            "other tensors count once"
+        )
+        bars = (("most tensors", usual), *((n, scales[n]) for n in names[:8]))
+        yield finding(BUG, bug, sentence, tensors=tuple(names), axis=spell(analysis.everyone), coefficients=bars)
+    if unclear:
+        names = list(unclear)
+        low, high = min(unclear.values()), max(unclear.values())
+        sentence = (
+            f"step {analysis.step}: {listed(names)} count {low:g} to {high:g} times where the other tensors count "
+            "once, which is the size of no group: adaptive clipping does so on purpose; one device would decide"
+        )
+        bars = (("most tensors", usual), *((n, scales[n]) for n in names[:8]))
+        yield finding(INCONCLUSIVE, "", sentence, tensors=tuple(names), coefficients=bars)
+
+
+def _factor(value: float) -> float:
+    """Rounded, so that tensors with one factor are told together. A small one is not zero: rounding alone is."""
+    return round(value, 3) or (value if abs(value) > tolerances.ROUNDING_OTHER else 0.0)
+
+
+def _unexplained(analysis: Analysis, names: list[str]) -> Iterator[Finding]:
+    """What is no sum of contributions at all: half-precision reductions leave about 2**-9 of each."""
+    half = reduced_in_half(analysis)
+    worst = 0.0
+    for name in names:
+        for seen in analysis.observed(name):
+            found = analysis.fit(seen)
+            worst = max(worst, found.residual if found else 0.0)
+    if half and worst < tolerances.HALF_SUM:
+        return  # the check of dtypes says it
+    sentence = (
+        f"step {analysis.step}: {listed(names)}: what reached the optimizer is no sum of what backward added "
+        f"(left over: {worst:.1e} of it)"
+    )
+    yield finding(NOTE if worst < tolerances.CHANGED else INCONCLUSIVE, "", sentence, tensors=tuple(names))

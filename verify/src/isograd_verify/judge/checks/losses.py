@@ -1,0 +1,173 @@
+"""Checks of the loss: every label weighs the same, on all ranks and in all micro-batches.
+
+A label's weight is what comes back to cross-entropy for it, times the coefficient with which its micro-batch counts in
+the gradient. Calls are compared with calls from the same line of the program: a second loss has a weight of its own,
+and may be missing on some ranks. A program may weigh label by label; then nothing tells its divisor.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from isograd_verify import tolerances
+from isograd_verify.judge.analysis import Analysis, Weighed
+from isograd_verify.judge.terms import factor_from, reduced_twice, reference_tensor, shares, step_shares
+from isograd_verify.record.events import Backward, Key, LabelWeight, Loss, Mean, Reached, Uncounted
+from isograd_verify.tell.findings import BUG, INCONCLUSIVE, NOTE, Finding
+from isograd_verify.tell.wording import finding, labelled, meanings, narrowed, spread
+
+
+def token_weights(analysis: Analysis) -> Iterator[Finding]:
+    """Every valid label's gradient has the same weight, over all ranks and micro-batches of the step."""
+    weighed_in = {key for calls in analysis.losses.values() for key in calls}
+    chosen = reference_tensor(analysis, weighed_in) if weighed_in else None
+    if chosen is None:
+        return
+    name, found = chosen
+    share = shares(analysis, found)
+    tolerance = max(tolerances.LOOSE * analysis.tolerance(name), tolerances.FACTOR)
+    for number, (site, all_calls) in enumerate(analysis.losses.items()):
+        calls = {key: _together(weighed, tolerance) for key, weighed in all_calls.items() if key in share}
+        if not calls:
+            continue
+        told = _one_loss(analysis, f" at {site}" if len(analysis.losses) > 1 else "", calls, share, tolerance)
+        if told is not None:
+            yield told
+            return
+        if number == 0:
+            yield from _whole(analysis, calls, share)
+
+
+def counted(analysis: Analysis) -> Iterator[Finding]:
+    """The labels of the loss are counted; where they are not, a note tells where the program can count them itself."""
+    ranks, step = analysis.recording.ranks, analysis.step
+    if step != analysis.recording.steps[0] or any(r.of(LabelWeight) for r in ranks):
+        return
+    unknown = [event.site for record in ranks for event in record.of(Uncounted, step)]
+    if any(r.of(Mean) for r in ranks) and not unknown:
+        return
+    backwards = [event for record in ranks for event in record.of(Backward, step)]
+    places = [f"after {site}" for site in unknown] or [
+        f"after {e.loss}" if e.loss else f"before {e.site}" for e in backwards if (e.loss or e.site) and not e.summed
+    ]
+    parts = {analysis.data.get(key, str(key)) for name in analysis.names for key in analysis.parts[name]}
+    if len(parts) > 1 and places:
+        sentence = (
+            "the labels of the loss could not be counted, so a mean of means would not show; to have them judged, put "
+            f"'loss = isograd_verify.weigh(loss, number_of_labels)' {places[0]}"
+        )
+        yield finding(NOTE, "", sentence)
+
+
+def undivided(analysis: Analysis) -> Iterator[Finding]:
+    """Losses that nobody can count are divided by the number of micro-batches, where each is a mean of its own."""
+    told: dict[str, dict[Key, float]] = defaultdict(dict)
+    share = step_shares(analysis) if analysis.micros > 1 and not analysis.losses else {}
+    for record in analysis.recording.ranks if share else ():
+        for event in record.of(Uncounted, analysis.step):
+            told[event.site][record.rank, event.micro] = event.weight
+    for site, weights in told.items():
+        total = sum(share.get(key, 0.0) * weight for key, weight in weights.items())
+        if spread((total, float(analysis.micros))) <= tolerances.FACTOR:
+            sentence = (
+                f"step {analysis.step}: the loss at {site} counts {total:.4g} times, once for each micro-batch, and "
+                "nothing divides by their number: right for a sum over labels, wrong for a mean; "
+                "'isograd_verify.weigh' or a run on one device would decide"
+            )
+            names = tuple(n for n in analysis.names if analysis.info(n).gradient)
+            axis = "micro-batches"
+            yield finding(INCONCLUSIVE, "accum-undivided", sentence, tensors=names, axis=axis, site=site)
+            return
+
+
+def _together(calls: list[Weighed], tolerance: float) -> list[Weighed]:
+    """Calls of one micro-batch whose labels have one weight (a loss in chunks) are one call."""
+    low, high = min(w.low for w in calls), max(w.high for w in calls)
+    return [Weighed(sum(w.count for w in calls), low, high)] if spread((low, high)) <= tolerance else calls
+
+
+def _one_loss(
+    analysis: Analysis, where: str, calls: dict[Key, list[Weighed]], share: dict[Key, float], tolerance: float
+) -> Finding | None:
+    number = {len(weighed) for weighed in calls.values()}
+    if len(number) > 1 or any(spread((w.low, w.high)) > tolerance for weighed in calls.values() for w in weighed):
+        sentence = (
+            f"step {analysis.step}: the loss{where} weighs its labels one by one, or is not called equally often for "
+            "all micro-batches: whether each divides by its own number of labels cannot be told"
+        )
+        return finding(NOTE, "", sentence)
+    for i in range(number.pop()):
+        counts = {key: weighed[i].count for key, weighed in calls.items()}
+        weights = {key: share[key] * weighed[i].low for key, weighed in calls.items()}
+        if spread(weights.values()) > tolerance:
+            return _unequal(analysis, where, weights, counts, tolerance)
+    return None
+
+
+def _unequal(
+    analysis: Analysis, where: str, weights: dict[Key, float], counts: dict[Key, float], tolerance: float
+) -> Finding:
+    """A mean of means where weights follow the counts; else labels may be weighed on purpose."""
+    trainable = tuple(n for n in analysis.names if analysis.info(n).gradient)
+    follows = own_counts(weights, counts, tolerance)
+    low, high = min(weights.values()), max(weights.values())
+    over = "ranks" if len({k for k, _ in weights}) > 1 else ""
+    over = " and ".join(filter(None, [over, "micro-batches" if len({m for _, m in weights}) > 1 else ""]))
+    told = ", ".join(f"{counts[k]:g}" for k in sorted(counts))
+    sentence = (
+        f"step {analysis.step}: all gradients: a label's weight{where} differs by {high / low if low else 0:.3g}x "
+        f"between {over} ({follows or 'and does not follow the numbers of labels: on purpose, or not'}: {told})"
+    )
+    mean = sum(weights[k] * counts[k] for k in weights) / sum(counts.values())
+    bars = labelled({k: v / mean for k, v in weights.items()}) if mean else ()
+    verdict = BUG if follows else INCONCLUSIVE
+    return finding(verdict, "mean-of-means", sentence, tensors=trainable, axis=over, coefficients=bars)
+
+
+def own_counts(weights: dict[Key, float], counts: dict[Key, float], tolerance: float) -> str:
+    """Who divides by a number of labels of its own; empty when weights follow no such number."""
+    owners: dict[str, Callable[[Key], Any]] = {
+        "each divides by its own number of labels": lambda key: key,
+        "each rank divides by its own number of labels": lambda key: key[0],
+        "each micro-batch divides by its own number of labels": lambda key: key[1],
+    }
+    for words, owner in owners.items():
+        totals: dict[Any, float] = defaultdict(float)
+        for key, n in counts.items():
+            totals[owner(key)] += n
+        if spread(weights[key] * totals[owner(key)] for key in weights) <= tolerance:
+            return words
+    return ""
+
+
+def _whole(analysis: Analysis, calls: dict[Key, list[Weighed]], share: dict[Key, float]) -> Iterator[Finding]:
+    """The gradient is a multiple of the mean over all labels, and there are as many micro-batches, or ranks."""
+    if _summed(analysis) or any(event.calls for r in analysis.recording.ranks for event in r.of(Reached)):
+        return  # sums, or a loss that looks at other ranks' rows: its labels are counted on several ranks
+    seen: set[tuple[str, int]] = set()
+    total = 0.0
+    for key, weighed in calls.items():
+        data = (analysis.data.get(key, str(key)), key[1])
+        if data not in seen:
+            seen.add(data)
+            total += share[key] * sum(w.low * w.count for w in weighed)
+    of = meanings(analysis.recording, analysis.micros, total)
+    if not of or total < 1:
+        return
+    of = narrowed(of, factor_from(analysis))
+    bug = "accum-undivided" if set(of) == {"micro-batches"} else "" if "micro-batches" in of else "ulysses-scale"
+    bug = "reduced-twice" if bug == "ulysses-scale" and reduced_twice(analysis) else bug
+    sentence = (
+        f"step {analysis.step}: all gradients are {total:.4g} times the mean over the step's labels, which is "
+        f"{' or '.join(of.values())}; a run on one device would decide"
+    )
+    trainable = tuple(n for n in analysis.names if analysis.info(n).gradient)
+    yield finding(INCONCLUSIVE, bug, sentence, tensors=trainable, axis=" or ".join(of))
+
+
+def _summed(analysis: Analysis) -> bool:
+    """Whether the program's losses are sums over labels, so that a total other than one means nothing."""
+    kinds = {e.reduction for r in analysis.recording.ranks for e in r.of(Loss)}
+    return kinds != {"mean"}

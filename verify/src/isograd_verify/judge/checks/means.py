@@ -1,0 +1,70 @@
+"""Check of losses other than cross-entropy: every element of a mean weighs the same, wherever it was computed."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import replace
+
+from isograd_verify import tolerances
+from isograd_verify.judge.analysis import Analysis
+from isograd_verify.judge.checks.losses import own_counts
+from isograd_verify.judge.terms import reference_tensor, shares
+from isograd_verify.record.events import Key, Mean
+from isograd_verify.tell.findings import BUG, Finding
+from isograd_verify.tell.wording import finding, labelled, spread
+
+
+def mean_weights(analysis: Analysis) -> Iterator[Finding]:
+    """Every element of a mean weighs the same, over all ranks and micro-batches of the step."""
+    chosen = reference_tensor(analysis) if not analysis.losses else None  # labels say more than elements
+    if chosen is None:
+        return
+    name, found = chosen
+    tolerance = max(tolerances.LOOSE * analysis.tolerance(name), tolerances.FACTOR)
+    share = shares(analysis, found)
+    told: set[tuple[str, float]] = set()  # what was told: a sum and what divides it are one mean
+    for site, means in _terms(analysis, tolerance):
+        weights = {key: share[key] * mean.weight for key, mean in means.items() if key in share}
+        if not weights or spread(weights.values()) <= tolerance:
+            continue
+        for counts in ({key: means[key].count for key in weights}, {key: means[key].nonzero for key in weights}):
+            follows = own_counts(weights, counts, tolerance) if len(set(counts.values())) > 1 else ""
+            if not follows:
+                continue  # scaled on purpose, or no term of the loss
+            sizes = [abs(w) for w in weights.values()]
+            over = "ranks" if len({k for k, _ in weights}) > 1 else ""
+            over = " and ".join(filter(None, [over, "micro-batches" if len({m for _, m in weights}) > 1 else ""]))
+            numbers = ", ".join(f"{counts[k]:g}" for k in sorted(counts))
+            sentence = (
+                f"step {analysis.step}: the mean at {site}: an element's weight differs by "
+                f"{max(sizes) / min(sizes):.3g}x between {over} ({follows.replace('labels', 'elements')}: {numbers})"
+            )
+            usual = sum(weights[k] * counts[k] for k in weights) / sum(counts.values())
+            bars = labelled({k: w / usual for k, w in weights.items()})
+            trainable = tuple(n for n in analysis.names if analysis.info(n).gradient)
+            one = (over, round(max(sizes) / min(sizes), 4))
+            if not any(mean.divided for mean in means.values()) or one not in told:
+                told.add(one)
+                yield finding(
+                    BUG, "mean-of-means", sentence, tensors=trainable, axis=over, coefficients=bars, site=site
+                )
+            break
+
+
+def _terms(analysis: Analysis, tolerance: float) -> Iterator[tuple[str, dict[Key, Mean]]]:
+    """(call site, the mean by rank and micro-batch) of each mean in the loss. One that is computed several times in a
+    micro-batch with one weight (a loss in chunks) is one; with several weights (row by row, say) it is a mean of means
+    on purpose, and no term."""
+    terms: dict[str, dict[Key, list[Mean]]] = defaultdict(lambda: defaultdict(list))
+    for record in analysis.recording.ranks:
+        for event in record.of(Mean, analysis.step):
+            terms[event.term][record.rank, event.micro].append(event)
+    for means in terms.values():
+        if all(spread(one.weight for one in found) <= tolerance for found in means.values()):
+            yield next(iter(means.values()))[0].site, {key: _one(found) for key, found in means.items()}
+
+
+def _one(found: list[Mean]) -> Mean:
+    count, nonzero = sum(one.count for one in found), sum(one.nonzero for one in found)
+    return replace(found[0], count=count, nonzero=nonzero)

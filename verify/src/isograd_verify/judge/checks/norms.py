@@ -1,0 +1,199 @@
+"""Checks of norm and clip: one norm on all ranks, which counts every element once, and one factor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from isograd_verify import tolerances
+from isograd_verify.judge.analysis import Analysis
+from isograd_verify.judge.naming import class_of
+from isograd_verify.record.events import Key, Norm
+from isograd_verify.tell.findings import BUG, Finding, listed
+from isograd_verify.tell.wording import axis_over, finding, spread
+
+
+def norms(analysis: Analysis) -> Iterator[Finding]:
+    """All ranks use one norm, it counts every element once, and they clip by one factor."""
+    reported = {}
+    for record in analysis.recording.ranks:
+        values = [e.value for e in record.of(Norm, analysis.step)]
+        if values:
+            reported[record.rank] = values[-1]  # the last one: earlier ones may have led to a step left out
+    bars = tuple((f"rank {r}", v) for r, v in reported.items())
+    names = tuple(n for n in analysis.names if analysis.info(n).gradient)
+    omitted = _omits_experts(analysis, reported)
+    if omitted:
+        low, high = min(reported.values()), max(reported.values())
+        sentence = (
+            f"step {analysis.step}: the norm ({low:.6g}{f' to {high:.6g}' if high > low else ''}) {omitted}; each "
+            f"element once gives {true_norm(analysis):.6g}"
+        )
+        yield finding(BUG, "norm-omits-experts", sentence, axis=_experts_axis(analysis), coefficients=bars)
+        return
+    if len(reported) > 1 and spread(reported.values()) > tolerances.NORM:
+        low, high = min(reported.values()), max(reported.values())
+        unequal = tuple(n for n in names if _copies_differ(analysis, n))
+        if unequal:
+            axis = axis_over(analysis.recording, tuple(reported))
+            sentence = (
+                f"step {analysis.step}: copies of the gradients of {listed(unequal)} differ between {axis} before the "
+                f"clip, and the norm with them: {low:.6g} to {high:.6g}"
+            )
+            yield finding(BUG, "replicas-differ", sentence, tensors=unequal, axis=axis, coefficients=bars)
+            return
+        sentence = f"step {analysis.step}: the gradient norm differs between ranks: {low:.6g} to {high:.6g}"
+        yield finding(
+            BUG,
+            "clip-per-rank",
+            sentence,
+            tensors=names,
+            axis=axis_over(analysis.recording, _unlike(reported)),
+            coefficients=bars,
+        )
+        return
+    if reported:
+        yield from _norm_is_true(analysis, next(iter(reported.values())), names)
+    factors = {r: f for r in range(analysis.world) if (f := _one_factor(analysis, r)) is not None}
+    if len(factors) > 1 and spread(factors.values()) > tolerances.FACTOR:
+        bars = tuple((f"rank {r}", f) for r, f in factors.items())
+        sentence = f"step {analysis.step}: ranks clip by different factors: {min(factors.values()):.4g} to {max(factors.values()):.4g}"  # noqa: E501
+        yield finding(
+            BUG,
+            "clip-per-rank",
+            sentence,
+            tensors=names,
+            axis=axis_over(analysis.recording, _unlike(factors)),
+            coefficients=bars,
+        )
+
+
+def clipped_apart(analysis: Analysis, found: dict[Key, float]) -> bool:
+    """Whether the contributions of each rank have a factor of its own, as after a clip by its own norm: the larger the
+    norm that it reported, the smaller its factor, and factor x norm one number where both were clipped."""
+    reported = {r.rank: e.value for r in analysis.recording.ranks for e in r.of(Norm, analysis.step)}
+    by_rank: dict[int, list[float]] = {}
+    for (rank, _), value in found.items():
+        by_rank.setdefault(rank, []).append(value)
+    if len(by_rank) < 2 or by_rank.keys() - reported.keys():
+        return False
+    if any(value <= 0 or spread(values) > tolerances.ONE_FACTOR for values in by_rank.values() for value in values):
+        return False
+    factors = {rank: values[0] for rank, values in by_rank.items()}
+    top = max(factors.values())
+    clipped = [rank for rank, factor in factors.items() if factor < top * (1 - tolerances.ONE_FACTOR)]
+    others = [rank for rank in factors if rank not in clipped]
+    ordered = bool(clipped) and max(reported[r] for r in others) < min(reported[r] for r in clipped)
+    return ordered and spread(factors[r] * reported[r] for r in clipped) <= tolerances.NORM
+
+
+def _unlike(values: dict[int, float]) -> tuple[int, ...]:
+    """The first rank with each value: along an axis whose ranks agree, nothing is wrong."""
+    found: list[int] = []
+    for rank, value in values.items():
+        if all(spread((value, values[other])) > tolerances.NORM for other in found):
+            found.append(rank)
+    return tuple(found)
+
+
+def _copies_differ(analysis: Analysis, name: str) -> bool:
+    if analysis.covered(name) or analysis.null(name) or name in analysis.unsure:
+        return False
+    for ranks in analysis.replica_sets(name):
+        held = [analysis.sums[r][name] for r in ranks if name in analysis.sums[r]]
+        if any(float((t - held[0]).norm()) > analysis.tolerance(name) * float(held[0].norm()) for t in held[1:]):
+            return True
+    return False
+
+
+def _one_factor(analysis: Analysis, rank: int) -> float | None:
+    """The factor between a rank's gradients and what its optimizer received; None when they were changed otherwise than
+    by one factor: element by element, or tensor by tensor."""
+    clipped = analysis.recording.ranks[rank].group(analysis.step, "clipped")
+    whole = analysis.sums[rank]
+    factors: list[float] = []
+    for name in clipped:
+        if name not in whole or analysis.null(name) or not bool(clipped[name].isfinite().all()):
+            continue
+        square = float(whole[name] @ whole[name])
+        if square == 0:  # this rank's rows of an embedding, say
+            continue
+        factor = float(clipped[name] @ whole[name]) / square
+        if float((clipped[name] - factor * whole[name]).norm()) > tolerances.LOOSE * analysis.tolerance(name) * float(
+            clipped[name].norm()
+        ):
+            return None
+        factors.append(factor)
+    return factors[0] if factors and spread(factors) <= tolerances.ONE_FACTOR else None
+
+
+def true_norm(analysis: Analysis) -> float | None:
+    """The norm with every element counted once; None when that cannot be told."""
+    parts = _squares(analysis)
+    return None if parts is None else math.sqrt(sum(parts.values()))
+
+
+def _squares(analysis: Analysis) -> dict[tuple[str, tuple[int, ...]], float] | None:
+    """(parameter, ranks that hold the same part of it) -> the sum of the squares of its gradient there."""
+    found: dict[tuple[str, tuple[int, ...]], float] = {}
+    for name in analysis.names:
+        if name in analysis.unsure:
+            return None
+        for ranks in analysis.replica_sets(name):
+            held = [analysis.about[rank][name] for rank in ranks]
+            about = next((one for one in held if one.gradient), held[0])
+            if about.squares is None and about.gradient:
+                return None
+            found[name, ranks] = about.squares or 0.0
+    return found
+
+
+def _omits_experts(analysis: Analysis, reported: dict[int, float]) -> str:
+    """What the norms of all ranks leave out, in words: experts, or those of other ranks; '' when they do not."""
+    if not any(class_of(name) == "experts" for name in analysis.names):
+        return ""
+    parts = _squares(analysis)
+    if parts is None or not reported or not 0 < sum(parts.values()) < math.inf:
+        return ""
+    others = sum(value for (name, _), value in parts.items() if class_of(name) != "experts")
+    experts = {key: value for key, value in parts.items() if class_of(key[0]) == "experts"}
+    own = {rank: sum(value for (_, ranks), value in experts.items() if rank in ranks) for rank in reported}
+    limit = max(tolerances.TRUE_NORM, *(analysis.tolerance(name) for name in analysis.names))
+    truth = math.sqrt(others + sum(experts.values()))
+    if any(value >= truth * (1 - limit) for value in reported.values()):
+        return ""
+    for words, held in (("has no experts in it", dict.fromkeys(own, 0.0)), ("has each rank's own experts only", own)):
+        if all(abs(reported[r] - math.sqrt(others + held[r])) <= limit * truth for r in reported):
+            return words
+    return ""
+
+
+def _experts_axis(analysis: Analysis) -> str:
+    """The axis along which ranks hold different experts."""
+    sets = next(sets for name in analysis.names if len(sets := analysis.replica_sets(name)) > 1)
+    return axis_over(analysis.recording, tuple(ranks[0] for ranks in sets))
+
+
+def _norm_is_true(analysis: Analysis, reported: float, names: tuple[str, ...]) -> Iterator[Finding]:
+    truth = true_norm(analysis)
+    rounding = max((analysis.tolerance(name) for name in names), default=0.0)  # norms are rounded as gradients are
+    if truth is None or not 0 < truth < math.inf or reported <= truth * (1 + max(tolerances.TRUE_NORM, rounding)):
+        return
+    copies = 0.0
+    for name in analysis.names:
+        for ranks in analysis.replica_sets(name):
+            copies += len(ranks) * (analysis.about[ranks[0]][name].squares or 0.0)
+    repeated = tuple(n for n in names if any(len(r) > 1 for r in analysis.replica_sets(n)))
+    exact = abs(reported - math.sqrt(copies)) <= tolerances.FACTOR * reported
+    sentence = f"step {analysis.step}: the norm is {reported:.6g} but each element once gives {truth:.6g}" + (
+        ": it counts every copy of replicated tensors" if exact else ""
+    )
+    bars = (("reported", reported / truth), ("each element once", 1.0))
+    yield finding(
+        BUG,
+        "norm-counts-replicas",
+        sentence,
+        tensors=repeated,
+        axis=axis_over(analysis.recording, analysis.replica_sets(repeated[0])[0]) if repeated else "",
+        coefficients=bars,
+    )

@@ -1,0 +1,260 @@
+"""Checks of traffic: who calls which collective, over whom, in which dtype; and who draws which random numbers."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from itertools import pairwise, zip_longest
+
+from isograd_verify.judge.analysis import REDUCING, Analysis
+from isograd_verify.record.axes import DATA, Axes
+from isograd_verify.record.events import Collective, Draw, Step
+from isograd_verify.tell.findings import BUG, INCONCLUSIVE, NOTE, Finding, listed
+from isograd_verify.tell.wording import axis_over, finding, spell
+
+FEWEST = 64  # elements of an activation: with fewer, two masks may be equal by chance
+
+
+def _collectives(analysis: Analysis, rank: int) -> list[Collective]:
+    return analysis.recording.ranks[rank].of(Collective, analysis.step)
+
+
+def served_ranks(analysis: Analysis) -> tuple[int, ...]:
+    """Ranks that take no optimizer step at all, while others do, and are sent tensors outside of backward: those of a
+    parameter server. Where their steps would end is not known."""
+    records = analysis.recording.ranks
+    never = [record for record in records if all(e.note for e in record.of(Step))]
+    if len(never) == len(records):
+        return ()
+    sent = [
+        record.rank
+        for record in never
+        if any(
+            e.op in ("broadcast", "scatter", "recv") and e.phase == "other" and e.numel > 1 and e.passed
+            for e in record.of(Collective)
+        )
+    ]
+    return tuple(sent) if len(sent) == len(never) else ()
+
+
+def order(analysis: Analysis) -> Iterator[Finding]:
+    """Members of a group issue the same collectives in the same order."""
+    if served_ranks(analysis):
+        return
+    by_group: dict[tuple[int, ...], dict[int, list[Collective]]] = defaultdict(dict)
+    for rank in range(analysis.world):
+        for event in _collectives(analysis, rank):
+            if event.op not in ("send", "recv") and rank in event.group:
+                by_group[event.group].setdefault(rank, []).append(event)
+    for group, members in by_group.items():
+        if len(group) < 2:
+            continue
+        first = members.get(group[0], [])
+        for rank in group[1:]:
+            if _unseen(analysis, group, group[0], len(first)) or _unseen(
+                analysis, group, rank, len(members.get(rank, []))
+            ):
+                continue
+            for i, (a, b) in enumerate(zip_longest(first, members.get(rank, []))):
+                if a is None or b is None or signature(a) != signature(b):
+                    sentence = (
+                        f"step {analysis.step}: collective {i + 1} over {spell(group)}: rank {group[0]} calls "
+                        f"{_spelled(a)}, rank {rank} calls {_spelled(b)}"
+                    )
+                    yield finding(BUG, "order", sentence, axis=spell(group))
+                    return
+
+
+def _unseen(analysis: Analysis, group: tuple[int, ...], rank: int, seen: int) -> bool:
+    """Whether a rank issued more collectives in this step than were seen, and all members as many: some ran in
+    callbacks of other threads, as a communication hook's do."""
+    key = ",".join(map(str, group))
+    counts = [
+        {e.step: e.issued[key] for e in analysis.recording.ranks[member].of(Step) if key in e.issued}
+        for member in group
+    ]
+    now = {told.get(analysis.step) for told in counts}
+    before = counts[group.index(rank)].get(analysis.step - 1)
+    (total,) = now if len(now) == 1 else (None,)
+    return total is not None and before is not None and total - before > seen
+
+
+def local_steps(analysis: Analysis) -> Finding | None:
+    """Gradients are summed over fewer ranks than in the step before, by the same calls: from here on each group of
+    ranks goes its own way, as local SGD does, and what brings them together again is no gradient."""
+    groups: dict[tuple[int, ...], Collective] = {}
+    for record in analysis.recording.ranks:
+        now, before = (
+            [e for e in record.of(Collective, step) if e.op in REDUCING and e.phase == "backward" and e.numel > 1]
+            for step in (analysis.step, analysis.step - 1)
+        )
+        if not now or [(e.op, e.numel) for e in now] != [(e.op, e.numel) for e in before]:
+            return None
+        if not all(set(a.group) < set(b.group) for a, b in zip(now, before, strict=True)):
+            return None
+        groups |= {e.group: b for e, b in zip(now, before, strict=True)}
+    if not groups:
+        return None
+    whole = next(iter(groups.values()))
+    sentence = (
+        f"step {analysis.step}: {whole.op} at {whole.site} runs over {' and '.join(spell(g) for g in groups)}, and ran "
+        f"over {spell(whole.group)} in step {analysis.step - 1}: local SGD does so on purpose, and averages weights "
+        "later; steps are judged up to here"
+    )
+    return finding(INCONCLUSIVE, "", sentence, axis=spell(whole.group))
+
+
+def signature(event: Collective) -> tuple[object, ...]:
+    """What members of a group must have in common."""
+    same_size = event.op in ("all_reduce", "broadcast", "reduce")
+    return (event.op, event.dtype, event.numel if same_size else 0)
+
+
+def _spelled(event: Collective | None) -> str:
+    return "none" if event is None else str(event)
+
+
+def groups(analysis: Analysis) -> Iterator[Finding]:
+    """Groups that reduce gradients are axes of some mesh: ranks at equal distances."""
+    odd = {}
+    for rank in range(analysis.world):
+        for event in _collectives(analysis, rank):
+            g = event.group
+            if len(g) > 2 and event.covers and len({b - a for a, b in pairwise(g)}) > 1:
+                odd[tuple(g)] = event
+    for group, event in odd.items():
+        where = f"{event.op} at {event.site}"
+        sentence = f"step {analysis.step}: {where} runs over {spell(group)}, which is no axis of a mesh"
+        yield finding(NOTE, "wrong-group", sentence, tensors=event.covers, axis=spell(group))
+
+
+def reduced_in_half(analysis: Analysis) -> list[Collective]:
+    """Reductions in half precision while gradients are kept in a wider one."""
+    wide = any(
+        i.gradient_dtype in ("float32", "float64") and i.dtype in ("float32", "float64")
+        for about in analysis.about
+        for i in about.values()
+    )
+    if not wide:
+        return []
+    return [
+        e
+        for rank in range(analysis.world)
+        for e in _collectives(analysis, rank)
+        if e.op in ("all_reduce", "reduce_scatter", "reduce")
+        and e.dtype in ("bfloat16", "float16")
+        and e.phase != "forward"
+        and e.numel > 1
+    ]
+
+
+def reductions(analysis: Analysis, smallest: int = 2) -> list[Collective]:
+    """Collectives of the step that may have summed gradients, of at least so many elements."""
+    kinds = ("all_reduce", "reduce_scatter", "reduce", "all_to_all", "send", "recv")
+    events = [e for rank in range(analysis.world) for e in _collectives(analysis, rank)]
+    return [e for e in events if e.op in kinds and e.phase in ("backward", "other", "step") and e.numel >= smallest]
+
+
+def dtypes(analysis: Analysis) -> Iterator[Finding]:
+    """Gradients kept in single precision are summed in single precision."""
+    half = reduced_in_half(analysis)
+    if half:
+        event = half[0]
+        names = tuple(sorted({n for e in half for n in e.covers}))
+        if not all(e.covers for e in half):  # packed buffers: which gradients were in them is not known
+            names = tuple(n for n in analysis.names if analysis.info(n).gradient)
+        sentence = (
+            f"step {analysis.step}: {len(half)} reductions of fp32 gradients ran in {event.dtype}: "
+            f"{event.op} at {event.site}"
+        )
+        axis = axis_over(analysis.recording, event.group)
+        yield finding(BUG, "bf16-reduction", sentence, tensors=names, axis=axis, site=event.site)
+
+
+def random_draws(analysis: Analysis) -> Iterator[Finding]:
+    """Ranks that hold the same activation drop the same elements of it."""
+    draws: dict[tuple[str, int, int], dict[int, Draw]] = defaultdict(dict)
+    for record in analysis.recording.ranks:
+        count: Counter[tuple[str, int]] = Counter()
+        for event in record.of(Draw, analysis.step):
+            key = (event.module, event.forward)
+            draws[(*key, count[key])][record.rank] = event
+            count[key] += 1
+    apart: dict[str, tuple[int, ...]] = {}
+    for (module, forward, _), by_rank in draws.items():
+        for rank, event in by_rank.items():
+            others = [r for r, e in by_rank.items() if e.into == event.into and e.out != event.out]
+            twins = [r for r in others if not _data_ranks(analysis, rank, r, forward)]
+            if twins:
+                apart[module] = tuple(sorted({rank, *twins}))
+    if apart:
+        ranks = next(iter(apart.values()))
+        sentence = (
+            f"step {analysis.step}: {listed(tuple(apart))}: copies of one activation on "
+            f"{spell(ranks)} were given different random masks"
+        )
+        yield finding(
+            BUG, "norm-dropout-rng", sentence, tensors=tuple(apart), axis=axis_over(analysis.recording, ranks)
+        )
+
+
+def shared_draws(analysis: Analysis) -> Iterator[Finding]:
+    """Ranks that hold different activations drop different elements of them."""
+    masks: dict[tuple[str, int, str], dict[int, Draw]] = defaultdict(dict)
+    for record in analysis.recording.ranks:
+        for event in record.of(Draw, analysis.step):
+            if event.mask and math.prod(event.shape) >= FEWEST:
+                masks[event.module, event.forward, event.mask].setdefault(record.rank, event)
+    shared: dict[str, tuple[int, ...]] = {}
+    for (module, _, _), by_rank in masks.items():
+        if len({event.into for event in by_rank.values()}) > 1:
+            shared.setdefault(module, tuple(sorted(by_rank)))
+    if shared:
+        ranks = next(iter(shared.values()))
+        sentence = (
+            f"step {analysis.step}: {listed(tuple(shared))}: {spell(ranks)} drop the same elements of different "
+            "activations: their random states are equal, so the noise of dropout is not averaged over them"
+        )
+        axis = axis_over(analysis.recording, ranks)
+        yield finding(NOTE, "same-masks", sentence, tensors=tuple(shared), axis=axis)
+
+
+def replayed_draws(analysis: Analysis) -> Iterator[Finding]:
+    """What a module makes of an input without a graph, it makes of it again with one: representations were cached."""
+    apart: dict[str, int] = {}
+    for record in analysis.recording.ranks:
+        cached: dict[tuple[str, str], set[str]] = defaultdict(set)
+        for event in record.of(Draw, analysis.step):
+            key = (event.module, event.into)
+            if not event.graph:
+                cached[key].add(event.out)
+            elif key in cached and event.out not in cached[key]:
+                apart.setdefault(event.module, record.rank)
+    if apart:
+        names, rank = tuple(sorted(apart)), next(iter(apart.values()))
+        sentence = (
+            f"step {analysis.step}: {listed(names)}: the same input was encoded without a graph and then with one, and "
+            f"drew other random numbers (rank {rank} first): cached gradients belong to other representations"
+        )
+        yield finding(BUG, "cache-rng", sentence, tensors=names)
+
+
+def _data_ranks(analysis: Analysis, one: int, other: int, forward: int) -> bool:
+    """Whether two ranks work on different data, and drop what they like, of a learned tensor too.
+
+    The layout says so, else their data; ranks that were given the same data are data ranks if what each of them adds
+    to the parameters that both hold is summed.
+    """
+    text = str(analysis.recording.about.get("layout", ""))
+    if text:
+        here, there = (Axes.parse(text, analysis.recording.world).coordinates(rank) for rank in (one, other))
+        return any(here[axis] != there[axis] for axis in DATA.split())
+    mine, theirs = (analysis.data.get((rank, forward)) for rank in (one, other))
+    if mine != theirs:
+        return True
+    shared = [n for n in analysis.names if analysis.contributions(n) and other in analysis.replicas_of(n, one)]
+    fits = [analysis.fit(seen) for n in shared for seen in analysis.observed(n) if one in seen.ranks]
+    telling = [f for f in fits if f is not None and {one, other} <= {rank for rank, _ in f.coefficients}]
+    counting = [{rank for (rank, _), c in f.coefficients.items() if c} for f in telling]
+    return bool(telling) and all({one, other} <= ranks for ranks in counting)

@@ -1,0 +1,134 @@
+"""Terms of the loss: how much each counts in the loss that is optimised, and what a wrong amount is called."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Collection
+
+from isograd_verify import tolerances
+from isograd_verify.judge.analysis import REDUCING, Analysis
+from isograd_verify.judge.contributions import Fit
+from isograd_verify.record.events import Collective, Key, Term
+from isograd_verify.tell.wording import meanings, spread
+
+
+def shares(analysis: Analysis, found: Fit) -> dict[Key, float]:
+    """How often what each micro-batch computed counts in the gradient."""
+    return {
+        key: c / len(_same_data(analysis, key, found.classes[first]))
+        for first, c in found.coefficients.items()
+        for key in found.classes[first]
+    }
+
+
+def _same_data(analysis: Analysis, key: Key, members: tuple[Key, ...]) -> list[Key]:
+    """Members of a class that computed the very same data: their one contribution carries the class's coefficient."""
+    mine = analysis.data.get(key)
+    return [m for m in members if mine is None or analysis.data.get(m) == mine] or [key]
+
+
+def reference_tensor(analysis: Analysis, of: Collection[Key] = ()) -> tuple[str, Fit] | None:
+    """The first tensor whose coefficients are known and belong to the usual pattern; best one whose contributions all
+    differ, so that each has a coefficient of its own. `of`: one that some of these micro-batches add to; in a pipeline
+    only the last stage's see the loss."""
+    second = None
+    for name in analysis.names:
+        if len(analysis.replica_sets(name)) > 1 and not analysis.info(name).declared:
+            continue
+        for seen in analysis.observed(name)[:1]:
+            found = analysis.fit(seen)
+            if (
+                found is not None
+                and found.uniform
+                and (not of or any(set(c) & set(of) for c in found.classes.values()))
+            ):
+                if all(len(members) == 1 for members in found.classes.values()):
+                    return name, found
+                second = second or (name, found)
+    return second
+
+
+def step_shares(analysis: Analysis) -> dict[Key, float]:
+    """How often what each micro-batch computed counts in the gradient; empty when it cannot be told."""
+    chosen = reference_tensor(analysis)
+    return shares(analysis, chosen[1]) if chosen is not None else {}
+
+
+def factor_from(analysis: Analysis) -> str:
+    """Where a factor in all gradients comes from, if the labels show it: "micro-batches" where each takes a mean of its
+    own, which ranks average and nobody divides; "ranks" where micro-batches are divided, and ranks are not averaged;
+    else ''."""
+    share, calls = step_shares(analysis), next(iter(analysis.losses.values()), {})
+    keys = [key for key in calls if key in share]
+    weights = [sum(w.low * w.count for w in calls[key]) for key in keys]
+    often = [share[key] for key in keys]
+    if not keys or spread(weights) > tolerances.FACTOR or spread(often) > tolerances.FACTOR:
+        return ""
+    ranks = len({analysis.data.get(key, str(key)) for key in keys if key[1] == keys[0][1]})
+    averaged, divided = abs(often[0] * ranks - 1), abs(weights[0] * analysis.micros - 1)
+    if averaged <= tolerances.FACTOR and abs(weights[0] - 1) <= tolerances.FACTOR:
+        return "micro-batches"
+    return "ranks" if divided <= tolerances.FACTOR and averaged > tolerances.FACTOR else ""
+
+
+def reduced_twice(analysis: Analysis) -> bool:
+    """Whether some gradient is reduced behind backward that was reduced already: in backward, with all others, or by an
+    earlier such call."""
+    record = analysis.recording.ranks[0]
+    events = [e for e in record.of(Collective, analysis.step) if e.op in REDUCING and len(e.group) > 1]
+    last = max((e.passed for e in events), default=0)
+    behind = Counter(name for e in events if e.phase == "other" and e.passed == last for name in e.covers)
+    inside = sum(e.numel for e in events if e.phase == "backward")
+    size = sum(math.prod(about.shape) for about in analysis.about[0].values() if about.gradient)
+    return bool(behind) and (inside >= size or max(behind.values()) > 1)
+
+
+def terms(analysis: Analysis) -> dict[str, list[tuple[float, Term]]]:
+    """By its place in the program: (how often its micro-batch counts in the gradient, the term)."""
+    share = step_shares(analysis)
+    found: dict[str, list[tuple[float, Term]]] = defaultdict(list)
+    for record in analysis.recording.ranks:
+        for event in record.of(Term, analysis.step):
+            if (record.rank, event.micro) in share:
+                found[event.site].append((share[record.rank, event.micro], event))
+    return dict(found)
+
+
+def amounts(analysis: Analysis) -> dict[str, float]:
+    """What each term adds to the loss that is optimised."""
+    return {site: sum(share * term.share for share, term in calls) for site, calls in terms(analysis).items()}
+
+
+def too_often(analysis: Analysis, factor: float) -> tuple[str, str, str]:
+    """(id, axis, words) of a term that counts so many times where another one counts once; '' when it has no meaning.
+
+    A term is computed anew from each rank's tokens, so what it should be is known to a few percent only.
+    """
+    groups, micros = _sizes(analysis), {"micro-batches": (analysis.micros, "the number of micro-batches")}
+    known = {**groups, **micros}
+    for axis, (size, words) in groups.items():
+        if analysis.micros > 1:
+            known[f"{axis} x micro-batches"] = (size * analysis.micros, f"{words} x the number of micro-batches")
+    near = {axis: words for axis, (size, words) in known.items() if size > 1 and _near(factor, size)}
+    if near:
+        bug = "aux-times-micro" if set(near) == {"micro-batches"} else "aux-times-world"
+        words = " or ".join(near.values())
+        if "micro-batches" in near and len(near) > 1:
+            words += "; that is aux-times-micro or aux-times-world, which equal numbers do not tell apart"
+        return bug, " or ".join(near), words
+    below = {axis: f"1 / {words}" for axis, (size, words) in groups.items() if size > 1 and _near(factor * size, 1)}
+    return ("aux-over-dp", " or ".join(below), " or ".join(below.values())) if below else ("", "", "")
+
+
+def _sizes(analysis: Analysis) -> dict[str, tuple[int, str]]:
+    """The sizes of groups, each once: {axis: (size, words)}."""
+    found: dict[str, tuple[int, str]] = {}
+    for size in range(2, analysis.world + 1):
+        for axis, words in meanings(analysis.recording, 1, float(size)).items():
+            found[axis] = (size, words)
+    return found
+
+
+def _near(a: float, b: float) -> bool:
+    return abs(a - b) <= tolerances.TERM * abs(b)

@@ -1,0 +1,309 @@
+"""isograd-verify run: start a command, watch every Python process in it that trains, report when it ends or stalls.
+
+    isograd-verify run -- torchrun --nproc-per-node 4 train.py --its own --arguments
+
+The program is not edited and its output is not touched. Its own exit code is returned when it is not zero.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import statistics
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isograd_verify.errors import VerifyError
+from isograd_verify.judge.checks import check
+from isograd_verify.record.events import Backward, Collective, Lost, OtherWorld, Step
+from isograd_verify.record.recording import VERSION, RankRecord, Recording, write_json
+from isograd_verify.run.hang import crash, wait, watching
+from isograd_verify.tell.findings import INCONCLUSIVE, NOTE, Finding, Subject
+from isograd_verify.tell.report import Report, timeline
+from isograd_verify.tell.wording import left_out, spell
+
+# What is lost when watching it raises an error (Life.lose), in words.
+SENSES = {
+    "activations": "activations", "calls": "the calls of the model", "collectives": "collectives",
+    "data": "the data that models were given",
+    "flows": "collectives that cut the graph", "labels": "the labels of losses", "logits": "the gradient of logits",
+    "means": "means in the loss", "losses": "the line of the loss",
+    "functions": "functions that communicate",
+    "choices": "the choice of experts", "averages": "averages of parameters", "norms": "the norms that clip",
+}  # fmt: skip
+
+# Names behind which a secret stands: HF_TOKEN, --api-key, db.password; not --tokenizer, --max-tokens.
+SECRET = r"(?:token(?!iz|s\b)|key(?!s\b|board)|secret|passw|credential)"
+_NAMED = re.compile(rf"-{{0,2}}[\w.-]*{SECRET}[\w.-]*", re.IGNORECASE)
+_INSIDE = (
+    (re.compile(r"(\w://)[^/@\s]+@"), r"\1***@"),  # user and password of an address
+    (re.compile(rf"([\w.-]*{SECRET}[\w.-]*[\"']?\s*[=:]\s*[\"']?)[^\s\"',;&}}]+", re.IGNORECASE), r"\1***"),
+    (re.compile(rf"((?:^|\s)-{{1,2}}[\w.-]*{SECRET}[\w.-]*\s+)(?!-)\S+", re.IGNORECASE), r"\1***"),
+    (re.compile(r"(\b(?:bearer|basic)\s+)\S+", re.IGNORECASE), r"\1***"),
+)
+STARTUP = Path(__file__).parents[1] / "watch" / "startup"
+
+
+def run(
+    command: list[str],
+    directory: Path,
+    steps: int | str = 3,
+    stall: float = 300.0,
+    layout: str = "",
+    activations: bool = False,
+    parameters: bool = True,
+    calls: bool = False,
+    replay: Path | None = None,
+    sketch: bool = False,
+) -> tuple[Report, int]:
+    """(report, the program's own exit code; 0 when it was stopped because it hung). `parameters`: record them, too,
+    for a comparison. `calls`: and what the calls of the model were made with. `replay`: a recording whose choices of
+    experts are taken. `sketch`: large tensors are recorded by sketches alone."""
+    if not command:
+        raise VerifyError(
+            "IG701", "no command to watch", fix="isograd-verify run -- torchrun --nproc-per-node 2 train.py"
+        )
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise VerifyError(
+            "IG702", f"{str(directory)!r} is not empty", expected="a new directory for the recording",
+            fix="name another one with --record, or remove it",
+        )  # fmt: skip
+    if replay is not None:
+        Recording(replay)  # refused before anything runs
+    new = not directory.exists()
+    directory.mkdir(parents=True, exist_ok=True)
+    about = {"layout": layout, "steps": steps, "replay": replay is not None}
+    switches = {"ACTIVATIONS": activations, "PARAMETERS": parameters, "CALLS": calls, "SKETCH": sketch}
+    more = {f"ISOGRAD_VERIFY_{name}": str(int(on)) for name, on in switches.items()}
+    more["ISOGRAD_VERIFY_STEPS"] = str(steps)
+    more |= {"ISOGRAD_VERIFY_REPLAY": str(replay.resolve())} if replay is not None else {}
+    try:
+        hang, own = begin(command, directory, stall, more, about)
+    except OSError as error:
+        (directory / "recording.json").unlink()
+        if new:
+            directory.rmdir()
+        raise VerifyError(
+            "IG703", f"cannot start {command[0]!r}", seen=error, fix="check the command behind '--'"
+        ) from error
+    shown = masked(command)
+    subject = inspect(directory, hang, shown, failed=own)
+    return Report(f"isograd-verify run -- {' '.join(shown)}", [subject]), 0 if hang else own
+
+
+def report_of(directory: Path, about: dict[str, Any], failed: int = 0) -> Report:
+    """What a recording shows that its ranks have begun by themselves. `about`: the command, the layout, the steps."""
+    write_json(directory / "recording.json", {"version": VERSION, **about, "exit_code": failed, "stalled": False})
+    return Report(" ".join(about["command"]), [inspect(directory, None, about["command"], failed)])
+
+
+def masked(command: list[str]) -> list[str]:
+    """A command as reports and recordings show it: without the values that its names call secret, or an address has."""
+    shown, hides = list[str](), False
+    for word in command:
+        name, equals, _ = word.partition("=")
+        if hides and not word.startswith("-"):
+            shown.append("***")
+        elif equals and _NAMED.fullmatch(name):
+            shown.append(f"{name}=***")
+        else:
+            for pattern, instead in _INSIDE:
+                word = pattern.sub(instead, word)  # noqa: PLW2901
+            shown.append(word)
+        hides = word.startswith("-") and not equals and _NAMED.fullmatch(word) is not None
+    return shown
+
+
+def begin(
+    command: list[str], directory: Path, stall: float, more: dict[str, str], about: dict[str, Any]
+) -> tuple[Finding | None, int]:
+    """Starts a command whose processes are watched, and waits for its end: (what hung, its exit code)."""
+    write_json(directory / "recording.json", {"version": VERSION, "command": masked(command), **about})
+    path = os.pathsep.join(filter(None, [str(STARTUP), os.environ.get("PYTHONPATH", "")]))
+    more = {"ISOGRAD_VERIFY": str(directory.resolve()), "PYTHONPATH": path, **more}
+    process = subprocess.Popen(command, env=os.environ | more)
+    with _passed_on(process):
+        hang = wait(process, directory, stall)
+    own = process.returncode if process.returncode >= 0 else 128 - process.returncode  # as a shell tells a signal
+    ended = {"exit_code": own, "stalled": hang is not None}
+    write_json(directory / "recording.json", {"version": VERSION, "command": masked(command), **about, **ended})
+    return hang, own
+
+
+@contextmanager
+def _passed_on(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Whoever asks us to end asks the program; our report comes all the same."""
+    kept = {}
+    try:
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            kept[number] = signal.signal(number, lambda received, frame: process.send_signal(received))
+    except ValueError:  # not in the main thread
+        pass
+    try:
+        yield
+    finally:
+        for number, handler in kept.items():
+            signal.signal(number, handler)
+
+
+def inspect(directory: Path, hang: Finding | None = None, command: list[str] | None = None, failed: int = 0) -> Subject:
+    """What a recording shows without any reference. `failed`: the program's exit code, where it is not zero."""
+    name = " ".join(Path(word).name for word in (command or [str(directory)])[:6])
+    ranks = len(list(directory.glob("rank-*")))
+    if hang is not None and watching(directory):
+        return Subject(name, ranks, findings=[hang])
+    if not ranks:
+        sentence = (
+            "nothing to check: no process of the command joined a process group or made an optimizer "
+            "(or its Python does not see PYTHONPATH)"
+        )
+        return Subject(name, 0, findings=[Finding(INCONCLUSIVE, "", sentence)])
+    try:
+        recording = Recording(directory)
+        subject = Subject(name, recording.world, timeline=timeline(recording))
+        subject.findings = [*filter(None, [hang]), *plain_facts(recording), *check(recording)]
+        why = crash(recording) if failed and not any(f.bug == "order" for f in subject.findings) else None
+        subject.findings += [why] if why is not None else []
+        subject.findings += [_failed(recording, failed)] if failed and hang is None else []
+        subject.facts = facts(recording)
+        _drift(recording, subject)
+    except VerifyError as error:  # killed in the middle of a line, say
+        sentence = f"{error.what} ({error.seen})" if error.seen is not None else error.what
+        subject = Subject(name, ranks, findings=[Finding(INCONCLUSIVE, "", f"{error.code}: {sentence}")])
+    return subject
+
+
+def _failed(recording: Recording, code: int) -> Finding:
+    """A program that failed never passes: what it did up to then is all that was seen."""
+    asked = str(recording.about.get("steps", ""))
+    seen = f"{len(recording.steps)} of the steps to watch ({asked or 'all'}) were seen to their end"
+    return Finding(INCONCLUSIVE, "", f"the program failed with exit code {code}: {seen}")
+
+
+def plain_facts(recording: Recording) -> list[Finding]:
+    """What stands in the way of a verdict, said plainly."""
+    said = [Finding(INCONCLUSIVE, "", sentence) for sentence in _obstacles(recording)]
+    unfinished = [r.rank for r in recording.ranks if not r.about.get("finished")]
+    if unfinished:
+        sentence = f"{spell(unfinished)} ended without closing the recording (killed, or left through os._exit)"
+        said.append(Finding(NOTE, "", sentence))
+    for path in sorted(recording.path.glob("second-*")):
+        rank = int(path.name.rpartition("-")[2])
+        sentence = f"a second process called itself rank {rank} while the first was running, and was not watched"
+        said.append(Finding(NOTE, "", sentence))
+    earlier = sorted(recording.path.glob("earlier-*"))
+    if earlier:
+        again = sorted({int(path.name.rpartition("-")[2]) for path in earlier})
+        said.append(Finding(NOTE, "", f"{spell(again)} started more than once: only the last start was checked"))
+    said += left_out(recording)
+    nameless = {r.rank: most for r in recording.ranks if (most := max((e.nameless for e in r.of(Step)), default=0))}
+    if nameless:
+        rank, count = next(iter(nameless.items()))
+        sentence = (
+            f"not judged: {count} parameters that optimizers step on {spell([*nameless])} and that belong to no module "
+            "that was called in a watched step"
+        )
+        said.append(Finding(NOTE, "", sentence))
+    lost = {e.sense: (e.why, r.rank) for r in recording.ranks[::-1] for e in r.of(Lost)}
+    for sense, (why, rank) in lost.items():
+        sentence = f"not judged: {SENSES.get(sense, sense)}: watching them raised an error on rank {rank}: {why}"
+        said.append(Finding(INCONCLUSIVE, "", sentence))
+    if any(r.about.get("compiled") for r in recording.ranks):
+        said.append(Finding(NOTE, "", "torch.compile waited: the watched steps ran as if it were not there"))
+    return said
+
+
+def _obstacles(recording: Recording) -> Iterator[str]:
+    failed = [(r.rank, r.about["failed"]) for r in recording.ranks if r.about.get("failed")]
+    if failed:
+        yield f"watching ended early on {spell([rank for rank, _ in failed])}, not the program: {failed[0][1]}"
+    worlds = {int(r.about["world"]) for r in recording.ranks}
+    worlds |= {e.world for r in recording.ranks for e in r.of(OtherWorld)}
+    if len(worlds) > 1:
+        sizes = ", ".join(map(str, sorted(worlds, reverse=True)))
+        yield f"the world changed its size during the run ({sizes} ranks): only what was before was checked"
+    if failed or len(worlds) > 1:
+        return
+    steps = [e for r in recording.ranks for e in r.of(Step)]
+    taken = [e for e in steps if not e.note]
+    ended = [r.rank for r in recording.ranks if not r.about.get("finished") or not _whole(r)]
+    if any(r.about.get("functional") for r in recording.ranks):
+        yield (
+            "the program takes gradients by torch.func, which returns them and calls no backward: they are not "
+            "watched; call backward in the watched steps, or prove the step as a case (docs/verify.md)"
+        )
+    elif not any(r.of(Backward) for r in recording.ranks):
+        yield "the program never called backward: there are no gradients to check"
+    elif not taken and ended:
+        yield f"{spell(ended)} ended before the first optimizer step: there is no whole step to check"
+    elif not taken:
+        yield "no optimizer stepped: gradients were checked as the last backward left them"
+    elif not recording.steps:
+        yield "no step was seen whole on all ranks: there is nothing to check"
+    functional = any(r.about.get("functional") for r in recording.ranks)
+    if taken and not functional and not any(p.gradient for e in taken for p in e.parameters.values()):
+        yield "no parameter of a called module had a gradient at the optimizer's step"
+
+
+def _whole(record: RankRecord) -> bool:
+    """Whether the last backward of a rank is in a step that was written."""
+    return bool(record.of(Step)) or not record.of(Backward)
+
+
+def facts(recording: Recording) -> dict[str, str]:
+    """Numbers about a run for the report's head: steps, collectives, gradients, and the cost of watching."""
+    first = recording.ranks[0]
+    count = sum(len(r.of(Collective)) for r in recording.ranks)
+    told = {"steps": str(len(recording.steps)), "collectives": str(count)}
+    told["gradients"] = f"{sum(p.gradient for p in recording.parameters().values())} by name"
+    own, seconds = float(first.about.get("own_seconds", 0)), float(first.about.get("watched_seconds", 0))
+    if seconds:
+        told["overhead"] = f"{own:.2f} s of the {seconds:.2f} s watched on rank 0"
+    gaps = [b - a for a, b in pairwise(float(t) for t in first.about.get("step_times", []))]
+    watched = sum(step == number for number, step in enumerate(recording.steps, 1)) - 1
+    later = gaps[watched + 1 :] or gaps[watched:]  # the very first one after the watching may still clean up
+    if watched >= 1 and later:
+        with_it, without = statistics.median(gaps[:watched]), statistics.median(later)
+        told["overhead"] = (
+            f"a watched step took {with_it / without:.1f} x an unwatched one ({with_it:.3f} s, {without:.3f} s)"
+        )
+    return told
+
+
+def _drift(recording: Recording, subject: Subject) -> None:
+    """Heat map without a reference: where copies differ, how far each rank's gradient is from being a multiple of the
+    sum of what all of them have added; where nothing tells that, how far from their mean."""
+    from isograd_verify.judge.analysis import Analysis
+
+    for step in recording.steps[:1]:
+        analysis = Analysis(recording, step)
+        for name in analysis.names:
+            row: list[float | None] = [None] * recording.world
+            for ranks in analysis.replica_sets(name):
+                held = {rank: analysis.sums[rank][name] for rank in ranks if name in analysis.sums[rank]}
+                parts = [p for (rank, _), p in analysis.contributions(name, ranks[0]).items() if rank in ranks]
+                for rank, error in _apart(held, parts).items():
+                    row[rank] = error
+            known = [v for v in row if v is not None]
+            if known:
+                subject.by_rank[name], subject.errors[name] = row, max(known)
+
+
+def _apart(held: dict[int, Tensor], parts: list[Tensor]) -> dict[int, float]:
+    first = next(iter(held.values()), None)
+    if first is None or all(bool((one == first).all()) for one in held.values()):
+        return dict.fromkeys(held, 0.0)
+    truth = torch.stack(parts).sum(0) if parts else torch.stack([*held.values()]).mean(0)
+    square = max(float(truth @ truth), 1e-300)
+    return {
+        rank: float((one - (float(one @ truth) / square) * truth).norm()) / max(float(one.norm()), 1e-300)
+        for rank, one in held.items()
+    }

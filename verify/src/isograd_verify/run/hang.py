@@ -1,0 +1,227 @@
+"""Waits for a watched program, and tells a hang from patience: which rank waits in which collective, who never came.
+
+A program is taken to hang when no rank has said anything, or counted an optimizer step, for the stall limit, and the
+stacks of all of them are where they were half that time ago. Then it is stopped, with every process that it started.
+After the watched steps there is only the count, and who waits for another process, or serves one, is let be.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import time
+from collections import defaultdict
+from pathlib import Path
+
+from isograd_verify.errors import VerifyError
+from isograd_verify.judge.checks.traffic import signature
+from isograd_verify.record.events import Collective
+from isograd_verify.record.recording import STEPS, RankRecord, Recording
+from isograd_verify.tell.findings import BUG, Finding
+from isograd_verify.tell.wording import finding, spell
+from isograd_verify.watch.claim import alive
+from isograd_verify.watch.foreign import ENGINE
+
+
+def wait(process: subprocess.Popen[bytes], directory: Path, stall: float) -> Finding | None:
+    """Until the program ends by itself (None), or is found to hang and is stopped."""
+    quiet_since, newest = time.monotonic(), (0.0, [b""])
+    before: dict[Path, str] | None = None
+    while True:
+        try:
+            process.wait(0.5)
+            return None
+        except subprocess.TimeoutExpired:
+            pass
+        except KeyboardInterrupt:  # the program received it too; let it end in its own way
+            continue
+        latest = _progress(directory)
+        quiet = time.monotonic() - quiet_since
+        if latest != newest or not (watching(directory) or any(map(any, latest[1]))):
+            quiet_since, newest, before = time.monotonic(), latest, None
+        elif before is None and quiet > stall / 2:
+            before = stacks(directory)
+        elif before is not None and quiet > stall:
+            now = stacks(directory)
+            if now != before or not (watching(directory) or _stuck(now)):  # it computes, compiles or loads
+                quiet_since, before = time.monotonic(), None
+                continue
+            hang = describe(directory, stall, now) if watching(directory) else silent(directory, stall, now)
+            stop(process, directory)
+            return hang
+
+
+def watching(directory: Path) -> bool:
+    """Whether some rank's capture is still under way: later only optimizer steps are counted."""
+    return any('"watching": true' in path.read_text() for path in directory.glob("rank-*/rank.json"))
+
+
+def _progress(directory: Path) -> tuple[float, list[bytes]]:
+    """When the last event was written, and the counts of optimizer steps of the ranks that have not finished."""
+    written = max((log.stat().st_mtime for log in directory.glob("rank-*/events.jsonl")), default=0.0)
+    homes = [path for path in sorted(directory.glob("rank-*")) if '"finished": false' in _about(path)]
+    return written, [(home / STEPS).read_bytes() for home in homes if (home / STEPS).exists()]
+
+
+def _about(home: Path) -> str:
+    try:
+        return (home / "rank.json").read_text()
+    except FileNotFoundError:
+        return ""
+
+
+OURS = r"/torch/|/isograd_verify/(?!corpus)|^<|contextlib|threading\.py"
+ELSEWHERE = r"/(subprocess|socketserver|selectors|socket|asyncio/\w+|signal)\.py$"
+
+
+def _stuck(stacks: dict[Path, str]) -> bool:
+    """Whether nobody waits for something outside of the program: every stack is known, and none ends there."""
+    innermost = [re.findall(r'File "([^"]+)"', stack)[:1] for stack in stacks.values()]
+    return bool(innermost) and all(files and not re.search(ELSEWHERE, files[0]) for files in innermost)
+
+
+# -- where everyone is -------------------------------------------------------------------------------------------
+
+
+def stacks(directory: Path) -> dict[Path, str]:
+    """Each rank's main stack, as the rank itself writes it when it is sent the signal that it has a handler for."""
+    sizes = {path: path.stat().st_size for path in directory.glob("rank-*/stacks.txt")}
+    for path in sizes:
+        pid = _pid(path.parent)
+        if pid in processes(directory):
+            os.kill(pid, signal.SIGUSR2)
+    time.sleep(0.5)
+    return {path.parent: path.read_text()[size:] for path, size in sizes.items()}
+
+
+def _pid(home: Path) -> int:
+    found = re.search(r'"pid": (\d+)', (home / "rank.json").read_text())
+    return int(found[1]) if found else 0
+
+
+def place(stack: str) -> str:
+    """'train.py:33 in step': the innermost frame of a stack that is the program's own."""
+    for file, line, function in re.findall(r'File "([^"]+)", line (\d+) in (\S+)', stack):
+        if not (ENGINE.search(file) or re.search(OURS, file)):
+            return f"{os.path.basename(file)}:{line} in {function}"
+    return ""
+
+
+def describe(directory: Path, stall: float, where: dict[Path, str]) -> Finding:
+    """Which rank waits in which collective, and who never came to it."""
+    try:
+        recording = Recording(directory)
+    except VerifyError as error:
+        return Finding(BUG, "order", f"hang: nothing happened for {stall:g} s, and the recording is not whole: {error}")
+    parted = _all_parted(recording)
+    at = {r.rank: _at(r, where) for r in recording.ranks}
+    if not parted:
+        last = "; ".join(f"rank {r.rank}: {_last(r)}{at[r.rank]}" for r in recording.ranks)
+        return Finding(BUG, "", f"hang: nothing happened for {stall:g} s; {last}")
+    group, number, here = min(parted, key=lambda p: min(e.start for e in p[2].values()))
+    sentence = f"hang: {_who(here, 'wait', ' in')} (collective {number + 1} over {spell(group)})"
+    behind = [r for r in group if r not in here]
+    if behind:
+        sentence += f", which {spell(behind)} never reached"
+        sentence += "".join(f"; rank {r}{at[r]}" for r in behind[:3])
+    return finding(BUG, "order", sentence, axis=spell(group))
+
+
+def silent(directory: Path, stall: float, where: dict[Path, str]) -> Finding:
+    """Of a hang after the watched steps: where each rank is, and after how many steps."""
+    said = []
+    for home, stack in sorted(where.items()):
+        count = int.from_bytes((home / STEPS).read_bytes(), "little") if (home / STEPS).exists() else 0
+        said.append(f"rank {int(home.name[5:])} is at {place(stack) or 'no line of the program'} after {count} steps")
+    return Finding(BUG, "", f"hang: no optimizer step for {stall:g} s; {'; '.join(said)}")
+
+
+def crash(recording: Recording) -> Finding | None:
+    """Of a program that failed: whether members of a group called different collectives, which breaks gloo at once."""
+    parted = [p for p in _all_parted(recording) if len(p[2]) == len(p[0])]
+    if not parted:
+        return None
+    group, number, here = min(parted, key=lambda p: min(e.start for e in p[2].values()))
+    sentence = f"before the program failed: {_who(here, 'call', '')} (collective {number + 1} over {spell(group)})"
+    return finding(BUG, "order", sentence, axis=spell(group))
+
+
+def _who(here: dict[int, Collective], verb: str, preposition: str) -> str:
+    """'rank 0 waits in all_reduce of 6 x float64 at train.py:17 in train, rank 1 waits in ...'."""
+    by_kind: dict[str, list[int]] = defaultdict(list)
+    for rank, event in here.items():
+        by_kind[str(event)].append(rank)
+    words = [(spell(ranks), verb + "s" * (len(ranks) == 1) + preposition, what) for what, ranks in by_kind.items()]
+    return ", ".join(" ".join(word) for word in words)
+
+
+def _all_parted(recording: Recording) -> list[tuple[tuple[int, ...], int, dict[int, Collective]]]:
+    by_group: dict[tuple[int, ...], dict[int, list[Collective]]] = defaultdict(dict)
+    for record in recording.ranks:
+        for event in record.of(Collective):
+            if event.op not in ("send", "recv") and record.rank in event.group:
+                by_group[event.group].setdefault(record.rank, []).append(event)
+    return [p for group, members in by_group.items() if (p := _parted(group, members)) is not None]
+
+
+def _parted(
+    group: tuple[int, ...], members: dict[int, list[Collective]]
+) -> tuple[tuple[int, ...], int, dict[int, Collective]] | None:
+    """(group, number, who is there): the first collective of a group in which its members do not meet."""
+    calls = {rank: members.get(rank, []) for rank in group}
+    for number in range(max(map(len, calls.values()))):
+        here = {rank: events[number] for rank, events in calls.items() if number < len(events)}
+        if len(here) < len(group) or len({signature(e) for e in here.values()}) > 1:
+            return group, number, here
+    return None
+
+
+def _at(record: RankRecord, where: dict[Path, str]) -> str:
+    if record.about.get("finished") or not alive(int(record.about.get("pid", 0)) or -1):
+        return " has ended"
+    found = place(where.get(record.path, ""))
+    return f" is at {found}" if found else ""
+
+
+def _last(record: RankRecord) -> str:
+    events = record.of(Collective)
+    return f"last seen in {events[-1].op} at {events[-1].site}," if events else "no collective yet,"
+
+
+# -- the end of it -----------------------------------------------------------------------------------------------
+
+
+def processes(directory: Path) -> set[int]:
+    """Everything that the program started and that still runs, wherever it hangs in the tree of processes: the name
+    of the recording is in their environment. Without /proc: the ranks."""
+    mark = f"ISOGRAD_VERIFY={directory.resolve()}\0".encode()
+    found = set()
+    if not os.path.isdir("/proc/self"):
+        return {pid for home in directory.glob("rank-*") if (pid := _pid(home)) and alive(pid)}
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark in (entry / "environ").read_bytes() and int(entry.name) != os.getpid():
+                found.add(int(entry.name))
+        except OSError:  # gone, or not ours
+            continue
+    return found
+
+
+def stop(process: subprocess.Popen[bytes], directory: Path) -> None:
+    """First asked, then not."""
+    process.terminate()
+    try:
+        process.wait(5)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    until = time.monotonic() + 10
+    while (left := processes(directory)) and time.monotonic() < until:
+        for pid in left:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        time.sleep(0.1)

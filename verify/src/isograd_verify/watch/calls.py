@@ -1,0 +1,195 @@
+"""What the calls of a model were made with in the first step, kept so that another run can be given it.
+
+A batch is more than what the model is given: labels stand beside it, in variables of the functions that led to the
+call. Kept are the tensors among the model's arguments, those in local variables of the program's functions (in lists
+and dicts, too), and the state of the random generators. `found` walks them in one order, arguments first, so that a
+tensor that several names stand for has the same name in both runs.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import types
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from isograd_verify.watch import foreign
+
+if TYPE_CHECKING:
+    from isograd_verify.watch.capture import Capture
+
+LIMIT = 1 << 28  # bytes of one call
+# Calls with a graph, and calls without one whose outputs a loss takes all the same: GradCache computes representations
+# so, takes the gradient of the loss to them, and calls the model again for its own. Of the latter kind are kept those
+# of a backward that has no call with a graph.
+GRAPH, CACHE = "call", "cache"
+DEEPEST, LONGEST = 4, 64  # containers within containers, and members of one, that are looked at
+OBJECTS, NO_DATA = 2, (nn.Module, type, types.ModuleType, types.FunctionType)  # attributes of objects, and of which not
+MOST_FRAMES = 64
+OURS = (os.path.dirname(os.path.abspath(torch.__file__)), os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+
+def file_of(micro: int, call: int, kind: str = GRAPH) -> str:
+    """The file of one call: which micro-batch of the step, and which call of the model in it, of its kind."""
+    return f"{kind}-{micro:04d}-{call:04d}.safetensors"
+
+
+def outermost(capture: Capture, module: nn.Module) -> str:
+    """How a model that learns is called, '' where a part of it is, or no such model: with a graph, or without one by a
+    program that trains it."""
+    if capture.stack or torch._C._current_graph_task_id() != -1 or foreign.functional():
+        return ""
+    kind = GRAPH if torch.is_grad_enabled() else CACHE if module.training else ""
+    return kind if kind and any(p.requires_grad for p in module.parameters()) else ""
+
+
+def found(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Tensor | torch.Generator]:
+    """By name, each tensor once: arguments, then variables of the function that called, then of those around it."""
+    tensors: dict[str, Tensor | torch.Generator] = {}
+    seen: set[int] = set()
+    for place, values in (("argument", {**{str(i): a for i, a in enumerate(args)}, **kwargs}), *_variables()):
+        simple = {k: v for k, v in values.items() if isinstance(v, Tensor)}
+        for name, value in [*simple.items(), *((k, v) for k, v in values.items() if k not in simple)]:
+            for path, tensor in _walk(value, f"{place}/{name}", 0):
+                if id(tensor) not in seen:
+                    seen.add(id(tensor))
+                    tensors.setdefault(path, tensor)
+    return tensors
+
+
+def _variables() -> Iterator[tuple[str, dict[str, Any]]]:
+    frame = sys._getframe(1)
+    for _ in range(MOST_FRAMES):
+        if frame is None:
+            return
+        if not frame.f_code.co_filename.startswith(OURS):
+            yield frame.f_code.co_name, dict(frame.f_locals)
+        frame = frame.f_back  # type: ignore[assignment]
+
+
+def _walk(value: Any, path: str, depth: int) -> Iterator[tuple[str, Tensor | torch.Generator]]:
+    if isinstance(value, torch.Generator):
+        yield path, value
+    elif isinstance(value, Tensor):
+        plain = value.layout is torch.strided and not value.is_nested and not isinstance(value, foreign.DTensor)
+        if plain and value.dim() and value.numel() and not value.requires_grad:  # single numbers are counts, not data
+            yield path, value
+    elif depth < DEEPEST and isinstance(value, Mapping):
+        for name, inner in list(value.items())[:LONGEST]:
+            yield from _walk(inner, f"{path}.{name}", depth + 1)
+    elif depth < DEEPEST and isinstance(value, (list, tuple)):
+        for i, inner in enumerate(value[:LONGEST]):
+            yield from _walk(inner, f"{path}.{i}", depth + 1)
+    elif depth < OBJECTS and not isinstance(value, NO_DATA) and not type(value).__module__.startswith("torch"):
+        yield from _walk(getattr(value, "__dict__", {}), path, depth)  # a batch, or a trainer that holds it
+
+
+class Calls:
+    """Writes each call of the first step into a file of its own."""
+
+    def __init__(self, capture: Capture) -> None:
+        self.capture = capture
+        self.last = {GRAPH: (-1, -1), CACHE: (-1, -1)}  # micro-batch and number of the last call of each kind
+        self.cached = 0  # bytes of calls without a graph: together no more than those of one call
+        capture.beside = True
+        capture.hooks.wrap(nn.Module, "__call__", self._called)
+        capture.hooks.wrap(torch.autograd, "backward", self._backward)
+
+    def _called(self, original: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if kind := outermost(self.capture, module):
+            self.capture.guarded(self._keep, "calls")(kind, args, kwargs)
+        return original(module, *args, **kwargs)
+
+    def _backward(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        outermost = torch._C._current_graph_task_id() == -1
+        result = original(*args, **kwargs)
+        if outermost and self.capture.step == 1:
+            self.capture.guarded(self._loss, "calls")(args[0] if args else kwargs.get("tensors"))
+        return result
+
+    def _loss(self, roots: Any) -> None:
+        micro = self.capture.micro
+        self.capture.tensors[f"root/{micro}"] = total(roots)
+        if self.last[GRAPH][0] == micro == self.last[CACHE][0]:
+            for call in range(self.last[CACHE][1] + 1):
+                (self.capture.out.path / file_of(micro, call, CACHE)).unlink(missing_ok=True)
+            self.cached = 0
+
+    def _keep(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.capture.settle()
+        micro = self.capture.micro + 1
+        if self.capture.step > 1 or (kind == CACHE and self.last[GRAPH][0] == micro):
+            return
+        last, number = self.last[kind]
+        self.last[kind] = micro, number + 1 if last == micro else 0
+        kept, size = generators(), self.cached if kind == CACHE else 0
+        for name, value in found(args, kwargs).items():
+            tensor = value.get_state() if isinstance(value, torch.Generator) else value
+            size += tensor.numel() * tensor.element_size()
+            if size <= LIMIT:
+                kept[name] = tensor.detach().cpu().clone().contiguous()
+            elif name.startswith("argument/") and kind == GRAPH:
+                raise ValueError(f"the tensors of one call of the model are larger than {LIMIT} bytes")
+        self.cached = size if kind == CACHE else self.cached
+        if kind == GRAPH or size <= LIMIT:
+            save_file(kept, self.capture.out.path / file_of(*self.last[kind], kind))
+
+
+def total(roots: Any) -> Tensor:
+    """The number with which a backward began."""
+    own = [roots] if isinstance(roots, Tensor) else roots
+    return torch.stack([foreign.local(root.detach()).double().sum().cpu() for root in own]).sum()
+
+
+def joined(kept: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """What calls of several ranks were made with, as one call: the rows of one rank under those of another, filled up
+    with zeros to one length. The first argument says how many rows a rank has; what has no rows must be equal."""
+    rows = [next(len(t) for name, t in one.items() if name.startswith("argument/")) for one in kept]
+    found = {}
+    for name, first in kept[0].items():
+        parts = [one[name] for one in kept if name in one]
+        if name.startswith("generator/") or (len(parts) == len(kept) and all(torch.equal(p, first) for p in parts[1:])):
+            found[name] = first
+        if name.startswith("generator/") or [len(p) for p in parts] != rows:
+            if name.startswith("argument/") and name not in found:
+                raise RuntimeError(f"{name.partition('/')[2]} of several ranks cannot be put together as rows")
+            continue
+        sizes = [max(p.shape[d] for p in parts) for d in range(1, first.dim())]
+        found[name] = torch.cat([_filled(p, sizes) for p in parts])
+    return found
+
+
+def _filled(part: Tensor, sizes: list[int]) -> Tensor:
+    if list(part.shape[1:]) == sizes:
+        return part
+    whole = part.new_zeros(len(part), *sizes)
+    whole[tuple(slice(size) for size in part.shape)] = part
+    return whole
+
+
+def generators() -> dict[str, Tensor]:
+    """The state of the random generators: torch's, for masks of dropout, Python's and numpy's, for data."""
+    states = {"generator/cpu": torch.get_rng_state(), "generator/python": torch.tensor(random.getstate()[1])}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states["generator/cuda"] = torch.cuda.get_rng_state()
+    if (numpy := sys.modules.get("numpy")) is not None:
+        _, words, place, *_ = numpy.random.get_state()
+        states["generator/numpy"] = torch.tensor([*map(int, words), place])
+    return states
+
+
+def set_generators(states: dict[str, Tensor]) -> None:
+    """The random generators go on from states that `generators` told."""
+    torch.set_rng_state(states["generator/cpu"])
+    random.setstate((3, tuple(states["generator/python"].tolist()), None))
+    if "generator/cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["generator/cuda"])
+    if "generator/numpy" in states and (numpy := sys.modules.get("numpy")) is not None:
+        *words, place = states["generator/numpy"].tolist()
+        numpy.random.set_state(("MT19937", words, place))

@@ -1,0 +1,320 @@
+"""Sees every operator of a running program through a dispatch mode, and notes the few kinds that matter.
+
+    collectives       op, members, dtype, bytes, call site, module, phase; whether it cut the autograd graph
+    token losses      how many labels counted, and the weight each label's gradient got
+    random draws      which module drew, so that replicas can be held to equal masks
+
+Everything else passes through. DTensors are sent on to their own rule first, so what they do to real tensors is seen.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode, _push_mode
+
+from isograd_verify.watch import foreign
+from isograd_verify.watch.flows import OUTPUTS, Flows
+from isograd_verify.watch.foreign import ENGINE
+from isograd_verify.watch.means import SEEN, Means
+from isograd_verify.watch.terms import Terms
+
+if TYPE_CHECKING:
+    from isograd_verify.watch.labels import Labels
+    from isograd_verify.watch.rewritten import Rewrites
+
+_NAMESPACES = ("c10d", "_c10d_functional")
+_OPS = {
+    "allreduce_": "all_reduce", "all_reduce": "all_reduce", "all_reduce_": "all_reduce",
+    "allreduce_coalesced_": "all_reduce", "all_reduce_coalesced": "all_reduce", "all_reduce_coalesced_": "all_reduce",
+    "allgather_": "all_gather", "_allgather_base_": "all_gather", "allgather_coalesced_": "all_gather",
+    "allgather_into_tensor_coalesced_": "all_gather", "all_gather_into_tensor": "all_gather",
+    "all_gather_into_tensor_coalesced": "all_gather", "all_gather_into_tensor_out": "all_gather",
+    "reduce_scatter_": "reduce_scatter", "_reduce_scatter_base_": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced_": "reduce_scatter", "reduce_scatter_tensor": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter",
+    "reduce_": "reduce", "gather_": "gather", "scatter_": "scatter",
+    "broadcast_": "broadcast", "broadcast": "broadcast",
+    "alltoall_": "all_to_all", "alltoall_base_": "all_to_all", "all_to_all_single": "all_to_all",
+    "send": "send", "recv_": "recv", "recv_any_source_": "recv", "barrier": "barrier",
+}  # fmt: skip
+_DRAWS = ("bernoulli_", "bernoulli", "native_dropout", "rand_like", "rand", "uniform_", "normal_", "randn_like")
+_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_CORPUS = os.path.join(_OURS, "corpus")
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__))
+_WRAPS = "typing_extensions.py"  # stands around functions of torch that are deprecated
+
+
+class Listener(Protocol):
+    """Who is told; capture.Capture."""
+
+    active: bool
+    own_seconds: float
+    base: str
+    labels: Labels
+    rewrites: Rewrites
+
+    def collective(self, op: str, ranks: tuple[int, ...], tensors: list[Tensor], reduce: str) -> int:
+        """A collective is called; returns its number."""
+        ...
+
+    def ended(self, number: int, seconds: float) -> None:
+        """A collective is over."""
+        ...
+
+    def lose(self, sense: str, error: Exception) -> None:
+        """Something is no longer watched."""
+        ...
+
+    def term(self, site: str, value: float, weights: tuple[float, ...], joined: int) -> None:
+        """A backward came to a term of the loss."""
+        ...
+
+    def choice(self, scores: Tensor, indices: Tensor, site: str) -> Tensor | None:
+        """The largest few of each row were chosen; the indices to take instead."""
+        ...
+
+    def logit_shift(self, shift: float, size: float) -> None:
+        """A log_softmax under loss_parallel ran backward."""
+        ...
+
+    def guarded(self, what: Callable[..., Any], sense: str = "") -> Callable[..., Any]:
+        """A hook that never ends the program."""
+        ...
+
+    def drew(self) -> None:
+        """Random numbers were drawn."""
+        ...
+
+
+class Watch(TorchDispatchMode):
+    """Passes every operator on unchanged; tells the listener about those above."""
+
+    def __init__(self, listener: Listener) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.listener = listener
+        self.kinds: dict[Any, Callable[..., Any] | None] = {}
+        self.off = False
+        self.lost: set[str] = set()  # senses that an error has ended
+        self.flows = Flows()
+        self.means = Means(listener.labels.mean, lambda: call_site(listener.base))
+        self.terms = Terms(listener.term)
+        self.sites: dict[int, str] = {}  # where a loss was called, by the memory of its total, which backward gets
+        self.reduced = ""  # where many numbers with a graph last became one: the loss, most likely
+        self.loopback: Callable[[str, dict[str, Any]], Any] | None = None  # how a world of one sends to itself
+        self.open: tuple[int, float] | None = None  # the collective last issued: it ends when the next operator runs
+
+    def enter_below(self) -> None:
+        """Under the modes that the program is in just now: each of them leaves by taking off the top of the stack."""
+        above: list[TorchDispatchMode] = []
+        while (top := _get_current_dispatch_mode()) is not None and not top.is_infra_mode():
+            above.append(_pop_mode())
+        self.__enter__()  # type: ignore[no-untyped-call]
+        for mode in reversed(above):
+            _push_mode(mode)
+
+    def aside(self) -> bool:
+        """Out of the way of the listener's own operators, until `back`; whether it was in the way."""
+        if _get_current_dispatch_mode() is not self:
+            return False
+        _pop_mode()
+        self.off = True
+        return True
+
+    def back(self) -> None:
+        """Return to the top of the stack of dispatch modes, after `aside`."""
+        if self.off:
+            self.off = False
+            _push_mode(self)
+
+    def leave(self) -> bool:
+        """Whether it could: not while a mode that the program entered later is on top."""
+        self.back()
+        if _get_current_dispatch_mode() is not self:
+            return False
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not self.listener.active:
+            return func(*args, **kwargs)
+        if any(t is not Tensor and issubclass(t, foreign.DTensor) for t in types):
+            if func is torch.ops.aten._log_softmax_backward_data.default and foreign.rewritten(func):
+                self._try("logits", self._logit_shift, args)
+            return NotImplemented
+        try:
+            handler = self.kinds[func]
+        except KeyError:
+            handler = self.kinds[func] = self._handler(func)
+        if self.open is not None:
+            self._end()
+        if self.means.fresh:
+            self._try("means", self.means.settle, self.listener.guarded)
+        if self.terms.fresh:
+            self._try("terms", self.terms.settle)
+        if handler is None:
+            self._try("changes", self.listener.rewrites.look, func, args)
+        known = handler is not None and not foreign.imagined(args)
+        result = handler(func, args, kwargs) if known else func(*args, **kwargs)  # type: ignore[misc]
+        if type(result) is Tensor and result.dim() == 0 and result.is_floating_point():
+            self._try("losses", self._number, args, result)
+        if self.flows.marks and func.namespace != "c10d":
+            self._try("flows", self.flows.carry, func, args, kwargs, result)
+        return result
+
+    def _number(self, args: Any, result: Tensor) -> None:
+        """An operator made one number."""
+        many = any(type(t) is Tensor and t.requires_grad and t.dim() for t in args)
+        if many and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+            self.reduced = call_site(self.listener.base)
+            self.terms.made(result, self.reduced)
+
+    def _try(self, sense: str, what: Callable[..., Any], *args: Any) -> Any:
+        """An error costs this sense, not the program and not the other senses."""
+        if sense in self.lost:
+            return None
+        try:
+            return what(*args)
+        except Exception as error:
+            self.lost.add(sense)
+            self.listener.lose(sense, error)
+            return None
+
+    def _handler(self, func: Any) -> Callable[..., Any] | None:
+        name = func._schema.name.partition("::")[2]
+        if func.namespace in _NAMESPACES:
+            return self._collective if name in _OPS else None
+        if func.namespace == "aten":
+            if name in ("nll_loss_forward", "nll_loss2d_forward"):
+                return self._loss
+            if name in ("nll_loss_backward", "nll_loss2d_backward"):
+                return self._loss_backward
+            if name in SEEN and func._overloadname in ("default", "Tensor", "Scalar"):
+                return self._mean
+            if name == "topk":
+                return self._choice
+            if name in _DRAWS:
+                return self._draw
+        return None
+
+    def _end(self) -> None:
+        assert self.open is not None
+        number, began = self.open
+        self.open = None
+        self.listener.ended(number, time.time() - began)
+
+    def _collective(self, func: Any, args: Any, kwargs: Any) -> Any:
+        began = time.perf_counter()
+        named = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | kwargs
+        told = self._try("collectives", self._told, func, named)
+        if told is None:
+            return func(*args, **kwargs)
+        call, number = told
+        self.listener.own_seconds += time.perf_counter() - began
+        start = time.time()
+        by_itself = self.loopback is not None and call.op in ("send", "recv")
+        result = self.loopback(call.op, named) if by_itself and self.loopback else func(*args, **kwargs)
+        self.open = (number, start)
+        if call.cuts:
+            self._try("flows", self.flows.begin, number, call.op, named, result, call.ranks)
+        return result
+
+    def _told(self, func: Any, named: dict[str, Any]) -> tuple[_Call, int]:
+        call = _Call(func, named)
+        return call, self.listener.collective(call.op, call.ranks, call.tensors, call.reduce)
+
+    def _loss(self, func: Any, args: Any, kwargs: Any) -> Any:
+        result = func(*args, **kwargs)
+        self._try("labels", self._labels, args, result)
+        return result
+
+    def _labels(self, args: Any, result: Any) -> None:
+        counted = float(_counted(args, 1, 4, result[1]))
+        classes = args[0].shape[1] if args[0].dim() > 1 else 1
+        total = float(result[0].detach().double().sum())  # of the mean: itself
+        value = total if int(args[3]) == 1 or not counted else total / counted
+        self.listener.labels.token_loss(int(args[3]), counted, classes, value)
+        site = self.sites[result[1].data_ptr()] = call_site(self.listener.base)
+        if result[0].dim() == 0:
+            self.terms.made(result[0], site)
+
+    def _loss_backward(self, func: Any, args: Any, kwargs: Any) -> Any:
+        self._try("labels", self._label_weights, args)
+        return func(*args, **kwargs)
+
+    def _label_weights(self, args: Any) -> None:
+        labels = args[2][args[2] != args[5]]
+        count, site = float(_counted(args, 2, 5, args[6])), self.sites.get(args[6].data_ptr(), "")
+        self.listener.labels.token_weight(int(args[4]), count, args[0], labels, site)
+
+    def _logit_shift(self, args: Any) -> None:
+        """Under torch's loss_parallel, log_softmax has no backward of its own. A softmax does not see a number that is
+        added to all logits of a row, so the gradient of a row must sum to zero over the whole vocabulary: this rank
+        tells its part of that sum, over all rows with random signs."""
+        gradient = foreign.local(args[0]).detach().double().movedim(args[2], -1).flatten(0, -2)
+        signs = torch.randn(len(gradient), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        self.listener.logit_shift(float(gradient.sum(1) @ signs), float(gradient.abs().sum(1) @ signs.abs()))
+
+    def _mean(self, func: Any, args: Any, kwargs: Any) -> Any:
+        result = func(*args, **kwargs)
+        self._try("means", self.means.look, func._schema.name.partition("::")[2], args, kwargs, result)
+        return result
+
+    def _choice(self, func: Any, args: Any, kwargs: Any) -> Any:
+        result = func(*args, **kwargs)
+        instead = self._try("choices", self._chosen, args, result[1])
+        return result if instead is None or "values" in kwargs else (args[0].gather(-1, instead), instead)
+
+    def _chosen(self, args: Any, indices: Tensor) -> Tensor | None:
+        """Of a choice along another dimension, or of the smallest, `scores` have no rows of the same length."""
+        plain = len(args) < 3 or args[2] in (-1, args[0].dim() - 1)
+        scores = args[0] if plain and (len(args) < 4 or args[3]) else indices
+        return self.listener.choice(scores, indices, call_site(self.listener.base))
+
+    def _draw(self, func: Any, args: Any, kwargs: Any) -> Any:
+        self.listener.drew()
+        return func(*args, **kwargs)
+
+
+class _Call:
+    """What a collective was given."""
+
+    def __init__(self, func: Any, named: dict[str, Any]) -> None:
+        self.op = _OPS[func._schema.name.partition("::")[2]]
+        self.ranks = foreign.members(named.get("process_group", named.get("group_name")))
+        self.tensors = _flat([v for k, v in named.items() if k not in OUTPUTS]) or _flat(list(named.values()))
+        self.cuts = torch.is_grad_enabled() and any(t.requires_grad for t in self.tensors)
+        self.reduce = named["reduce_op"] if isinstance(named.get("reduce_op"), str) else ""
+
+
+def _counted(args: Any, target: int, ignore: int, total: Tensor) -> Tensor:
+    """How many labels count: torch's own total, which it leaves at zero for unreduced losses."""
+    return total if float(total) else (args[target] != args[ignore]).sum()
+
+
+def _flat(values: Any) -> list[Tensor]:
+    if isinstance(values, Tensor):
+        return [values]
+    if isinstance(values, (list, tuple)):
+        return [t for value in values for t in _flat(value)]
+    return []
+
+
+def call_site(base: str) -> str:
+    """'train.py:33 in step': the nearest frame that is neither torch's nor isograd's."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        mine = (file.startswith(_OURS) and not file.startswith(_CORPUS)) or ENGINE.search(file)
+        if not (mine or file.startswith((_TORCH, "<")) or "contextlib" in file or file.endswith(_WRAPS)):
+            shown = os.path.relpath(file, base) if file.startswith(base) else os.path.basename(file)
+            return f"{shown}:{frame.f_lineno} in {frame.f_code.co_name}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""

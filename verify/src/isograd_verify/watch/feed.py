@@ -1,0 +1,194 @@
+"""Gives a program, run as a world of one, the data of an earlier run of it: each call of its model gets what a call of
+some rank was made with (calls.py), and each backward is recorded by itself, as an optimizer step of its own.
+
+The program goes through its own loop with its own loss. Its first step is left as it is, to see how much a label weighs
+on one device; then calls are fed. Optimizers find no gradients, so weights stay those of the first step. After the last
+call the process ends: what follows would train on nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from isograd_verify.io.untrusted import CONFIG, read_json
+from isograd_verify.record.recording import load
+from isograd_verify.watch import foreign
+from isograd_verify.watch.calls import CACHE, GRAPH, file_of, found, joined, outermost, set_generators, total
+from isograd_verify.watch.collectives import call_site
+from isograd_verify.watch.steps import Steps
+
+if TYPE_CHECKING:
+    from isograd_verify.watch.capture import Capture
+
+
+class Loopback:
+    """What a world of one sends to itself is what it receives: by tag, in the order of sending."""
+
+    def __init__(self, base: str) -> None:
+        self.base = base
+        self.sent: dict[int, list[Tensor]] = defaultdict(list)
+        self.waiting: dict[int, list[tuple[Tensor, str]]] = defaultdict(list)
+
+    def __call__(self, op: str, named: dict[str, Any]) -> Any:
+        tag = named["tag"]
+        for tensor in named["tensors"]:
+            if op == "recv" and not self.sent[tag]:
+                self.waiting[tag].append((tensor, call_site(self.base)))
+            elif op == "recv":
+                tensor.copy_(self.sent[tag].pop(0).view(tensor.shape))
+            elif self.waiting[tag]:
+                target, _ = self.waiting[tag].pop(0)
+                target.copy_(tensor.view(target.shape))
+            else:
+                self.sent[tag].append(tensor.detach().clone())
+        done = torch.zeros(1, device=named["tensors"][0].device)  # a collective that is over gives its Work
+        return torch.ops.c10d._allgather_base_.default(done.clone(), done, named["process_group"], False, -1)[1]
+
+    def check(self) -> None:
+        """Nothing is waited for when a backward begins."""
+        if site := next((site for open_ones in self.waiting.values() for _, site in open_ones), ""):
+            raise RuntimeError(f"{site} waits for what nobody sends in a world of one")
+
+
+def leave(capture: Capture) -> None:
+    """Ends the process. Nothing else of it runs: a program may write its results when it ends."""
+    capture.stop()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+class Feed:
+    """`file`: a JSON object of what to feed, see run/beside.py. `done`: called after the last backward."""
+
+    def __init__(self, capture: Capture, file: Path, done: Callable[[Capture], None] = leave) -> None:
+        self.capture, self.done = capture, done
+        about = read_json(file, CONFIG)
+        self.home = file.parent
+        self.queue = [([int(rank) for rank in ranks], int(micro)) for ranks, micro in about["backwards"]]
+        self.natural = bool(about["natural"])  # the first step is the program's own
+        self.fed = self.call = 0  # backwards that are over; calls of the model in this one
+        self.cached = False  # calls without a graph were fed in this step: what follows from them stands in variables
+        self.withheld: list[tuple[Tensor, Tensor]] = []
+        self.start: list[tuple[Tensor, Tensor]] = []  # of a program without an optimizer: each weight as it began
+        self.loopback = capture.watch.loopback = Loopback(capture.base)
+        capture.beside, capture.steps = True, Steps(len(self.queue) + 2)
+        capture.routing.only = 1  # every backward is one of the other run's first step
+        capture.hooks.wrap(nn.Module, "__call__", self._called)
+        capture.hooks.wrap(torch.autograd, "backward", self._backward)
+        capture.hooks.handles.append(register_optimizer_step_pre_hook(self._withhold))
+        register_optimizer_step_post_hook(self._give_back)  # stays: hooks are taken out behind a step, from their list
+
+    def _called(self, original: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        kind = outermost(self.capture, module)
+        if kind == GRAPH or (kind == CACHE and self._of_calls_without_a_graph()):
+            self.capture.guarded(self._replace)(module, kind, args, kwargs)
+            if self.capture.failure:
+                self.done(self.capture)
+        return original(module, *args, **kwargs)
+
+    def _of_calls_without_a_graph(self) -> bool:
+        """Whether the backward that comes is of a loss that takes the outputs of such calls."""
+        if not self.queue:
+            return False
+        ranks, micro = self.queue[self.fed]
+        return all((self.home / f"rank-{rank:04d}" / file_of(micro, 0, CACHE)).exists() for rank in ranks)
+
+    def _replace(self, module: nn.Module, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Gives the tensors of a call, and of the variables around it, the contents that they had in the other run.
+        Behind a call without a graph variables hold what was computed from it, and arguments alone are data."""
+        self.capture.settle()
+        if foreign.world()[1] != 1:
+            raise RuntimeError(f"the program started {foreign.world()[1]} ranks where one was asked for")
+        if not self.capture.optimizers:  # what a program that steps by hand does to its weights is taken back
+            seen = {id(p) for p, _ in self.start}
+            self.start += [(p, p.detach().clone()) for p in module.parameters() if id(p) not in seen]
+        if self.natural and self.capture.step == 1:
+            return
+        for parameter, value in () if self.call else self.start:
+            parameter.data.copy_(value)
+        self.natural = False
+        if not self.queue:
+            self.done(self.capture)
+        ranks, micro = self.queue[self.fed]
+        paths = [self.home / f"rank-{rank:04d}" / file_of(micro, self.call, kind) for rank in ranks]
+        self.call += 1
+        for rank, path in zip(ranks, paths, strict=True):
+            if not path.exists():
+                raise RuntimeError(
+                    f"the model is called {self.call} times before a backward, and less often on rank {rank}"
+                )
+        kept = load(paths[0]) if len(paths) == 1 else joined([load(path) for path in paths])
+        for name, tensor in found(args, kwargs).items():
+            data = (not self.cached or name.startswith("argument/")) and name in kept
+            if data and isinstance(tensor, torch.Generator):
+                tensor.set_state(kept.pop(name))
+            elif data and isinstance(tensor, Tensor) and kept[name].dtype == tensor.dtype:
+                tensor.data = kept.pop(name).to(tensor.device)
+        self.cached |= kind == CACHE
+        left = [name.partition("/")[2] for name in kept if name.startswith("argument/")]
+        if left:
+            raise RuntimeError(f"the model is called with other arguments on one device: no {', '.join(left[:3])}")
+        set_generators(kept)
+
+    def _backward(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        self.capture.guarded(self.loopback.check)()
+        if self.capture.failure:
+            self.done(self.capture)
+        result = original(*args, **kwargs)
+        if self.call and torch._C._current_graph_task_id() == -1:
+            self.capture.guarded(self._over)(args[0] if args else kwargs.get("tensors"))
+            if self.fed == len(self.queue) or self.capture.failure:
+                self.done(self.capture)
+        return result
+
+    def _over(self, roots: Any) -> None:
+        """One backward is one step of the recording, and what it added is taken away again."""
+        c = self.capture
+        c.tensors["loss"] = total(roots)
+        c.parameters = False
+        owned = list(dict.fromkeys(p for o in c.optimizers for g in o.param_groups for p in g["params"]))
+        c.before_step(owned, [None] * len(owned))
+        c.after_step()
+        c.settle()
+        for parameter in (*owned, *c.learn_names().values()):
+            if parameter.grad is not None:
+                parameter.grad.detach().zero_()  # not None: a program may look at it
+        self.fed, self.call = self.fed + 1, 0
+
+    def _withhold(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """Behind the capture's own hook: an optimizer without gradients changes nothing. One that is given a closure
+        makes them inside its step."""
+        self.cached = False
+        closure = kwargs.get("closure") if "closure" in kwargs else args[1] if len(args) > 1 else None
+        if closure is None:
+            self._take(optimizer)
+            return None
+
+        def without() -> Any:
+            result = closure()
+            self._take(optimizer)
+            return result
+
+        return (args, kwargs | {"closure": without}) if "closure" in kwargs else ((args[0], without, *args[2:]), kwargs)
+
+    def _take(self, optimizer: Optimizer) -> None:
+        self.capture.parameters = False  # after the step nothing is new
+        self.withheld = [(p, p.grad) for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
+        for parameter, _ in self.withheld:
+            parameter.grad = None
+
+    def _give_back(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for parameter, gradient in self.withheld:
+            parameter.grad = gradient.detach().zero_()
+        self.withheld = []

@@ -1,0 +1,303 @@
+"""What a foreign program's distributed objects mean, in plain data. Beside comm/raw.py, the only file that looks into
+torch.distributed, and it calls no collective: who the members of a group are, where a DTensor's shard sits, who I am.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")  # path segments that wrappers add
+SHELLS = ("DistributedDataParallel", "DataParallel", "OptimizedModule", "DeepSpeedEngine", "FullyShardedDataParallel")
+
+__all__ = ["DTensor", "FullyShardedDataParallel", "box_of", "joined", "members", "plain_name", "shell", "world"]
+
+ENGINE = re.compile(r"/(?:src|site-packages)/isograd/")  # isograd's own files
+Box = tuple[tuple[int, int], ...]  # [start, stop] along each dimension
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """What this rank holds of a parameter that FSDP1 keeps in a flat one: some of its elements in a row, or none."""
+
+    owner: Tensor  # what the optimizer was given: the flat parameter, or one that FSDP made for this piece
+    local: Tensor
+    grad: Tensor | None  # of these elements; None where it was not reduced yet
+    held: Tensor | None  # what was accumulated so far, reduced or not
+    whole: tuple[int, ...]
+    box: tuple[tuple[int, int], ...] | None  # [start, stop] of the elements; None: all of them, on every rank
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether it is trained."""
+        return self.owner.requires_grad
+
+
+Held = Tensor | Piece
+
+
+def joined() -> bool:
+    """Whether this process has joined a process group."""
+    return bool(dist.is_available() and dist.is_initialized())
+
+
+def world() -> tuple[int, int]:
+    """(rank, world size): of the joined world, else what a launcher promised, else a world of one."""
+    if joined():
+        return dist.get_rank(), dist.get_world_size()
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    return 0, 1
+
+
+@lru_cache(maxsize=4096)
+def _members_by_name(name: str, world_size: int) -> tuple[int, ...]:
+    group = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type]
+    return tuple(dist.get_process_group_ranks(group))
+
+
+def forget() -> None:
+    """Groups' names begin again with a new world."""
+    _members_by_name.cache_clear()
+
+
+def issued() -> dict[str, int]:
+    """'0,1' -> how many collectives the gloo groups of these members have issued here, by their own count: also those
+    that no dispatch mode sees, in callbacks of other threads (PowerSGD's hook)."""
+    found: dict[str, int] = {}
+    for group in dist.distributed_c10d._world.pg_map if joined() else ():
+        if dist.get_backend(group) == "gloo":
+            key = ",".join(map(str, dist.get_process_group_ranks(group)))
+            found[key] = found.get(key, 0) + group._get_sequence_number_for_group()  # type: ignore[attr-defined]
+    return found
+
+
+def placed() -> bool:
+    """Whether this process knows its rank: it has joined a world, or its launcher told it."""
+    return joined() or ("RANK" in os.environ and "WORLD_SIZE" in os.environ)
+
+
+def members(group: Any) -> tuple[int, ...]:
+    """Global ranks of a group that an operator received: as a name, or boxed for the dispatcher."""
+    name = group if isinstance(group, str) else None
+    if name is None:
+        if isinstance(group, torch.ScriptObject):
+            group = dist.ProcessGroup.unbox(group)
+        name = group.group_name
+    try:
+        return _members_by_name(name, dist.get_world_size())
+    except (RuntimeError, ValueError, KeyError):
+        return tuple(range(group.size())) if hasattr(group, "size") else ()
+
+
+def flat_modules(module: torch.nn.Module) -> Iterator[tuple[str, FullyShardedDataParallel]]:
+    """FSDP1's modules with parameters of their own, each with its name in `module`."""
+    for name, child in module.named_modules():
+        if isinstance(child, FullyShardedDataParallel) and child._handle is not None:
+            yield plain_name(name), child
+
+
+def flat(parameter: Tensor) -> bool:
+    """Whether a parameter is FSDP1's flat one, of many joined into one."""
+    return bool(getattr(parameter, "_is_flat_param", False))
+
+
+def pieces(module: FullyShardedDataParallel) -> dict[str, Piece]:
+    """By name: what this rank holds of each parameter of one flat parameter."""
+    handle: Any = module._handle
+    flat_one = handle.flat_param
+    sharded = handle.uses_sharded_strategy
+    data = getattr(flat_one, "_local_shard", flat_one).detach() if sharded else flat_one.detach()
+    found = {}
+    rows = zip(flat_one._fqns, flat_one._shapes, flat_one._shard_param_infos, strict=True)
+    for i, (name, shape, info) in enumerate(rows):
+        first, size = (info.offset_in_shard, info.numel_in_shard) if info.in_shard else (0, 0)
+        start = info.intra_param_start_idx if info.in_shard else 0
+        owner = flat_one if flat_one._params is None else flat_one._params[i]
+        if flat_one._params is None:
+            held = flat_one.grad
+            reduced = held is not None and held.numel() == data.numel()
+            gradient = held[first : first + size] if held is not None and reduced else None
+        else:
+            held = gradient = owner.grad
+            if gradient is not None and gradient.numel() != size:
+                gradient = None
+            if gradient is None and not size and flat_one.grad is not None:
+                gradient = data[:0]  # another rank has the gradient
+        local = data[first : first + size].detach()
+        if not sharded:
+            local, gradient = local.view(shape), gradient.view(shape) if gradient is not None else None
+        box = ((start, start + size),) if sharded else None
+        found[plain_name(name)] = Piece(owner, local, gradient, held, tuple(shape), box)
+    return found
+
+
+def views(module: FullyShardedDataParallel) -> dict[str, Tensor]:
+    """By name: the parameters of a flat one as they are in a forward, whole and in its graph."""
+    flat_one: Any = module._handle.flat_param  # type: ignore[union-attr]
+    found = {}
+    for name, (leaf, child, _) in zip(flat_one._fqns, flat_one._param_infos, strict=True):
+        value = getattr(child, leaf, None)
+        if isinstance(value, Tensor) and value.grad_fn is not None:
+            found[plain_name(name)] = value
+    return found
+
+
+def holds_gradient(parameter: Held) -> bool:
+    """Whether what backwards have added so far is still there."""
+    gradient = parameter.held if isinstance(parameter, Piece) else parameter.grad
+    return gradient is not None and bool(local(gradient).any())
+
+
+def whole_shape(parameter: Held) -> tuple[int, ...]:
+    """A parameter's shape before it was cut, as far as it says so itself."""
+    if isinstance(parameter, Piece):
+        return parameter.whole
+    shape = list(parameter.shape)  # of a DTensor: the global one
+    if (cut := _cut_by_megatron(parameter)) is not None:
+        shape[cut[0]] *= cut[2]
+    return tuple(shape)
+
+
+def _cut_by_megatron(parameter: Tensor) -> tuple[int, int, int] | None:
+    """(dimension, rank, ranks) of a parameter that Megatron-Core has cut evenly, and marked so."""
+    state = sys.modules.get("megatron.core.parallel_state")
+    marked = getattr(parameter, "tensor_model_parallel", False) and getattr(parameter, "partition_stride", 0) == 1
+    if state is None or not marked or isinstance(parameter, DTensor):
+        return None
+    return (
+        int(parameter.partition_dim),  # type: ignore[attr-defined]
+        int(state.get_tensor_model_parallel_rank()),
+        int(state.get_tensor_model_parallel_world_size()),
+    )
+
+
+def box_of(parameter: Held) -> tuple[tuple[int, int], ...] | None:
+    """[start, stop] along each dimension of the global tensor, for what this rank holds; None when nothing says so."""
+    if isinstance(parameter, Piece):
+        return parameter.box
+    if isinstance(parameter, DTensor):
+        if any(isinstance(p, Partial) for p in parameter.placements):
+            return None
+        mesh = parameter.device_mesh
+        if mesh.get_coordinate() is None:
+            return None
+        shape, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, parameter.placements)
+        if math.prod(shape) == 0:
+            return tuple((0, 0) for _ in shape)
+        return tuple((start, start + size) for start, size in zip(offset, shape, strict=True))
+    if (cut := _cut_by_megatron(parameter)) is not None:
+        dim, rank, _ = cut
+        own = parameter.shape[dim]
+        return tuple((rank * own, (rank + 1) * own) if d == dim else (0, n) for d, n in enumerate(parameter.shape))
+    contract = getattr(parameter, "_isograd_contract", None)
+    if contract is not None and not contract.shards:
+        return tuple((0, size) for size in contract.shape)
+    return None
+
+
+def replicated(parameter: Tensor) -> bool:
+    """Whether a DTensor is whole on every rank."""
+    return isinstance(parameter, DTensor) and all(isinstance(p, Replicate) for p in parameter.placements)
+
+
+def shell(module: torch.nn.Module) -> bool:
+    """Whether a module only wraps the user's model ('module.' in front of every name)."""
+    return type(module).__name__ in SHELLS
+
+
+def coefficients(module: torch.nn.Module) -> dict[str, float]:
+    """What the config of a transformers model tells of its balance loss, when that is used: coefficient and number of
+    experts."""
+    config = getattr(module, "config", None)
+    if getattr(config, "output_router_logits", False) is not True:
+        return {}
+    numbers = [getattr(config, name, None) for name in ("num_local_experts", "num_experts", "n_routed_experts")]
+    told = {
+        "router_aux_loss_coef": getattr(config, "router_aux_loss_coef", None),
+        "num_experts": next((number for number in numbers if number is not None), None),
+    }
+    return {name: float(value) for name, value in told.items() if isinstance(value, float | int)}
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name without what wrappers put into it."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
+def owner(parameter: Held) -> Tensor:
+    """What an optimizer was given for it."""
+    return parameter.owner if isinstance(parameter, Piece) else parameter
+
+
+def misplaced(parameter: Held, gradient: Tensor) -> bool:
+    """Whether `placed_like` would have to communicate."""
+    if not isinstance(gradient, DTensor) or not isinstance(parameter, DTensor):
+        return False
+    return gradient.placements != parameter.placements
+
+
+def placed_like(parameter: Held, gradient: Tensor) -> Tensor:
+    """This rank's part of a gradient, cut as its parameter is. DTensor leaves some gradients partial or whole until a
+    step needs them; bringing them into place is what that step would do, and the only time the capture communicates."""
+    if isinstance(gradient, DTensor) and isinstance(parameter, DTensor) and misplaced(parameter, gradient):
+        with torch.no_grad():
+            return gradient.redistribute(parameter.device_mesh, parameter.placements).to_local()
+    return local(gradient)
+
+
+def local(tensor: Held) -> Tensor:
+    """This rank's part of a DTensor, without communication, and a sparse gradient as a dense one; anything else as it
+    is."""
+    if isinstance(tensor, Piece):
+        return tensor.local
+    tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_dense() if tensor.is_sparse else tensor
+
+
+def offset(parameter: Held, part: Tensor, whole: tuple[int, ...] | None, whole_box: Box | None) -> int:
+    """Where a shard starts in the flat tensor to which this rank contributed, else 0. `whole`: the shape of that, and
+    `whole_box` where it stands itself if it is a part (FSDP2 over tensor parallel)."""
+    if isinstance(parameter, Piece):
+        return parameter.box[0][0] if parameter.box is not None else 0
+    box = box_of(parameter)
+    if not whole or box is None or math.prod(whole) <= part.numel():
+        return 0
+    return (box[0][0] - (whole_box[0][0] if whole_box else 0)) * math.prod(whole[1:])
+
+
+def declares(parameter: Held) -> bool:
+    """Whether torch itself says which part of the whole this rank holds."""
+    return isinstance(parameter, DTensor | Piece)
+
+
+def imagined(values: Any) -> bool:
+    """Whether tensors without contents are among some arguments: shapes are computed, and nothing else (DTensor's
+    propagation of shapes, a pipeline stage's, tracing)."""
+    if isinstance(values, Tensor):
+        return values.is_meta or isinstance(values, FakeTensor)
+    return isinstance(values, (list, tuple)) and any(map(imagined, values))
+
+
+def functional() -> bool:
+    """Whether a transform of torch.func (grad, vjp, vmap) is under way."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def rewritten(func: Any) -> bool:
+    """Whether an operator on DTensors has been given another meaning, as torch's loss_parallel() does."""
+    return func in DTensor._op_dispatcher._custom_op_handlers

@@ -1,0 +1,110 @@
+"""What a model was given: every tensor of a call by name, as hashes that add up over ranks and micro-batches.
+
+Names are those of forward's parameters and of the keys of dicts, so that model(x) and model(tokens=x), or model(batch)
+and model(**batch), are one. A hash is a sum over elements: where they stand and which rank holds them does not matter.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import unserializable_hook
+
+from isograd_verify.record.events import Given, GivenTensor
+from isograd_verify.record.sketch import content_hash, dtype_name, element_hashes, sketch
+from isograd_verify.watch import foreign
+
+if TYPE_CHECKING:
+    from isograd_verify.watch.capture import Capture
+
+MOST_FILLERS = 8
+MOST_OUTPUTS = 16  # of a model that are asked whether a backward reaches them
+
+
+def named(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Tensor]:
+    """Every tensor in a call's arguments, by name; a wrapper's arguments go to the module inside it."""
+    while foreign.shell(module):
+        module = next(iter(module.children()))
+    found: dict[str, Tensor] = {}
+    for path, key, tensor in _walk(_bound(module, args, kwargs), "", ""):
+        found[key if key not in found else path] = tensor
+    return found
+
+
+def _bound(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    try:
+        signature = inspect.signature(module.forward)
+        bound = dict(signature.bind(*args, **kwargs).arguments)
+    except (TypeError, ValueError):
+        return {str(i): value for i, value in enumerate(args)} | kwargs
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            bound |= bound.pop(name, {})
+    return bound
+
+
+def _walk(value: Any, path: str, key: str) -> Iterator[tuple[str, str, Tensor]]:
+    """(path, the last key with what follows it, tensor) for each tensor in a nest of mappings and sequences."""
+    if isinstance(value, Tensor):
+        if value.layout is torch.strided and not value.is_nested and value.numel() and not value.requires_grad:
+            yield path, key, value
+    elif isinstance(value, Mapping):  # a dict, a BatchEncoding, a ModelOutput
+        for name, inner in value.items():
+            yield from _walk(inner, f"{path}.{name}".lstrip("."), str(name))
+    elif isinstance(value, (list, tuple)):
+        for i, inner in enumerate(value):
+            yield from _walk(inner, f"{path}.{i}", f"{key}.{i}")
+
+
+def described(tensors: dict[str, Tensor]) -> dict[str, GivenTensor]:
+    """By name: the hash of a tensor's contents, its shape and dtype, and the hashes of what may be its padding."""
+    about = {}
+    for name, tensor in tensors.items():
+        local = foreign.local(tensor)
+        about[name] = GivenTensor(
+            hash=str(content_hash(local)),
+            shape=tuple(local.shape),
+            dtype=dtype_name(local),
+            fillers=tuple(str(h) for h in _fillers(local)),
+        )
+    return about
+
+
+def tell(c: Capture, tensors: dict[str, Tensor], outputs: list[Tensor]) -> None:
+    """Notes what the outermost module was given, when a backward reaches one of its outputs. At the end of the step the
+    others are told: rows without a label, an evaluation, or a pipeline that learned its stages' shapes."""
+    about = described(tensors)
+    reached = [t for t in outputs if t.requires_grad][:MOST_OUTPUTS]
+    if not reached:
+        c.event(Given(*c.now, forward=c.micro + 1, tensors=about))
+        return
+    c.calls += 1
+    mark = c.calls
+    c.unreached[mark] = (c.micro + 1, about)
+
+    def arrives(made: Tensor, gradient: Tensor | None) -> None:
+        if gradient is not None and c.backing and mark in c.unreached:  # None: it is no part of the loss
+            del c.unreached[mark]
+            if c.beside:
+                c.tensors[f"begun/{c.micro}/{mark}"] = sketch(foreign.local(gradient))
+                c.tensors[f"made/{c.micro}/{mark}"] = made
+            c.event(Given(*c.now, forward=c.micro, tensors=about))
+
+    for output in reached:
+        part = foreign.local(output.detach())
+        made = torch.cat([sketch(part), torch.tensor([float(part.numel())])]) if c.beside else part.new_empty(0)
+        output.register_hook(unserializable_hook(c.guarded(partial(arrives, made), "data")))
+
+
+def _fillers(tensor: Tensor) -> list[int]:
+    """Padding stands first or last in a row, and often: the hashes of the commonest elements that do."""
+    if tensor.dim() < 2:
+        return []
+    ends = torch.cat([tensor[:, 0].reshape(-1), tensor[:, -1].reshape(-1)])
+    hashes, counts = element_hashes(ends).unique(return_counts=True)
+    return [int(h) % 2**64 for h in hashes[counts.argsort(descending=True)[:MOST_FILLERS]]]

@@ -1,0 +1,462 @@
+"""Where a program is watched: each hook says what it sees, why there, and is taken out again.
+
+Module hooks are torch's global ones, tensor hooks sit on parameters and module outputs, and three functions are
+wrapped: autograd.backward (a micro-batch begins), clip_grad_norm_ (gradients before clip), and the step of engines
+that hold their own gradients (isograd, DeepSpeed), which are asked for them through their public functions.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as module_hooks
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    _global_optimizer_post_hooks,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils.hooks import RemovableHandle, unserializable_hook
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from isograd_verify.record.events import Average, Draw, Input, Reached
+from isograd_verify.record.sketch import digest
+from isograd_verify.watch import foreign
+from isograd_verify.watch.collectives import call_site
+from isograd_verify.watch.flows import strided
+from isograd_verify.watch.given import named, tell
+
+if TYPE_CHECKING:
+    from isograd_verify.watch.capture import Capture
+
+
+class Hooks:
+    """All hooks that a capture puts into a program; see the head of this file."""
+
+    def __init__(self, capture: Capture) -> None:
+        self.capture = capture
+        self.handles: list[RemovableHandle] = []
+        self.after: RemovableHandle | None = None
+        self.on_parameters: list[RemovableHandle] = []
+        self.seen = WeakTensorKeyDictionary()  # not a mark on the parameter: parameters are copied and pickled
+        self.wrapped: list[tuple[Any, str, Any]] = []
+        self.calls: dict[str, int] = {}
+        self.inside_engine = 0
+
+    def install(self) -> None:
+        """Puts every hook in place."""
+        guarded = self.capture.guarded
+        self.handles = [
+            module_hooks.register_module_forward_pre_hook(guarded(self._enter)),
+            module_hooks.register_module_forward_hook(guarded(self._leave), with_kwargs=True, always_call=True),
+            register_optimizer_step_pre_hook(self._before_step),
+        ]
+        step_ends = guarded(self._step_ends)
+
+        def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            step_ends(optimizer, args, kwargs)
+            if not self.capture.tick(optimizer):
+                self._let_go()
+
+        if self.after is None:  # else it watches again, called from this very hook
+            self.after = register_optimizer_step_post_hook(after_step)
+        self.wrap(torch.autograd, "backward", self._backward)
+        self.wrap(Optimizer, "add_param_group", self._given)
+        original, watched = self.capture.fused.wrapper()
+        self.wrapped.append((torch.autograd.Function, "apply", original))
+        torch.autograd.Function.apply = watched  # type: ignore[method-assign]
+        for home in (torch.nn.utils, torch.nn.utils.clip_grad):
+            self.wrap(home, "clip_grad_norm_", self._clip)
+            self.wrap(home, "clip_grad_value_", self._clip_values)
+        self.wrap(torch.nn.utils, "clip_grads_with_norm_", self._clip_with)
+        self.wrap(foreign.FullyShardedDataParallel, "clip_grad_norm_", self._clip)
+        averaging = sys.modules.get("torch.optim.swa_utils")
+        if averaging is not None:
+            self.wrap(averaging.AveragedModel, "update_parameters", self._averaged)
+        engine = sys.modules.get("isograd.engine.engine")
+        if engine is not None:
+            self.wrap(engine.Engine, "step", self._isograd_step)
+        routing = sys.modules.get("isograd.nn.routing")
+        if routing is not None:
+            self.wrap(routing, "choose", self._isograd_choice)
+        deepspeed = sys.modules.get("deepspeed.runtime.engine")
+        if deepspeed is not None:
+            self.wrap(deepspeed.DeepSpeedEngine, "step", self._deepspeed_step)
+
+    def remove(self) -> None:
+        """All but the hook behind optimizer steps, which times some more of them, and from which this is called."""
+        for handle in (*self.handles, *self.on_parameters):
+            handle.remove()
+        for home, name, original in reversed(self.wrapped):
+            if getattr(getattr(home, name), "__wrapped__", None) is original:  # else the program has wrapped it too
+                setattr(home, name, original)
+        self.handles, self.on_parameters, self.wrapped = [], [], []
+        self.seen = WeakTensorKeyDictionary()
+
+    def _let_go(self) -> None:
+        """From within the list of hooks behind a step, which torch is walking: only its last member may go."""
+        if self.after is not None and next(reversed(_global_optimizer_post_hooks), None) == self.after.id:
+            self.after.remove()
+            self.after = None
+
+    def close(self) -> None:
+        """Takes out the hooks that are left, the one that times steps included."""
+        self.remove()
+        if self.after is not None:
+            self.after.remove()
+
+    def wrap(self, home: Any, name: str, around: Callable[..., Any]) -> None:
+        """While the capture looks, `around` is called in place of a function, with the function first."""
+        original = getattr(home, name)
+        self.wrapped.append((home, name, original))
+
+        @functools.wraps(original)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            return around(original, *args, **kwargs) if self.capture.active else original(*args, **kwargs)
+
+        setattr(home, name, wrapper)
+
+    # -- forward -------------------------------------------------------------------------------------------------
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        """Before a module's own hooks: the outermost one tells the names and the data."""
+        c = self.capture
+        c.routing.called(args)
+        if torch._C._current_graph_task_id() != -1:  # checkpointing computes it once more, inside backward
+            return
+        if foreign.functional():  # its gradients are returned, and reach no parameter
+            c.out.about["functional"] = True
+            c.out.save_about()
+            return
+        if not c.stack and foreign.imagined(args):  # shapes are computed, and nothing else
+            return
+        if type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None:
+            c.compiled = True
+        if not c.stack:
+            c.settle()
+            if not c.active:
+                return
+            c.root(module)
+            if c.modules.get(module) is not None and torch.is_grad_enabled():
+                c.event(Input(*c.now, forward=c.micro + 1))
+            for name, parameter in c.learn_names().items():
+                if isinstance(parameter, Tensor):
+                    self._on_parameter(name, parameter)
+            c.reserve()
+            self.calls.clear()
+            if torch.is_grad_enabled():
+                c.guarded(c.look_at_buffers, "buffers")("between")
+        elif module not in c.modules:
+            self._unlisted(module)
+        c.stack.append(c.modules.get(module, type(module).__name__))
+        c.drawn.append(False)
+
+    def _unlisted(self, module: nn.Module) -> None:
+        """A module that stands in a list, where torch does not find it, is learnt as one that is called from
+        outside."""
+        c = self.capture
+        mine = [p for p in module.parameters() if p.requires_grad and p.is_leaf and not foreign.flat(p)]
+        if c.flats or all(id(p) in c.names for p in mine):
+            return
+        c.root(module)
+        for name, parameter in c.learn_names().items():
+            if isinstance(parameter, Tensor):
+                self._on_parameter(name, parameter)
+
+    def _leave(self, module: nn.Module, args: Any, *rest: Any) -> None:
+        """After a module's forward and before its own hooks: FSDP's parameters are still whole here. `rest`: keyword
+        arguments and the output; of a forward that raises (checkpointing does, to end early) the output alone."""
+        kwargs, output = rest if len(rest) == 2 else ({}, None)
+        c = self.capture
+        if c.flats:
+            self._on_views(module)  # also of a forward that is computed once more
+        if not c.stack or torch._C._current_graph_task_id() != -1:
+            return
+        name = c.stack.pop()
+        drew = c.drawn.pop()
+        if not c.stack and c.modules.get(module) is not None and torch.is_grad_enabled():
+            c.guarded(tell, "data")(c, named(module, args, kwargs), _tensors(output))
+        for leaf, parameter in module._parameters.items():
+            if parameter is not None:
+                self._on_parameter(f"{name}.{leaf}" if name else leaf, parameter)
+        first = next((t for t in _tensors(output)), None)
+        given = next((t for t in _tensors(args)), None)
+        if drew and first is not None and given is not None:
+            into, out = digest(foreign.local(given)), digest(foreign.local(first))
+            graph = torch.is_grad_enabled()
+            shape, mask = tuple(first.shape), _mask(foreign.local(given), foreign.local(first))
+            about = Draw(
+                *c.now, module=name, into=into, out=out, forward=c.micro + 1, shape=shape, graph=graph, mask=mask
+            )
+            c.event(about)
+        if first is None or not torch.is_tensor(first):
+            return
+        micro = c.micro + 1  # the backward that will follow
+        call = self.calls.get(name, 0)
+        self.calls[name] = call + 1
+        label = f"{micro}/{name}#{call}"
+        if c.activations and c.step == 1 and torch.is_grad_enabled():
+            c.keep_activation("out", label, foreign.local(first))
+            if given is not None:
+                c.keep_activation("in", label, foreign.local(given))
+        if first.requires_grad and torch.is_grad_enabled():
+
+            def note(gradient: Tensor | None) -> None:
+                if gradient is None:
+                    return
+                c.behind = name
+                if c.activations and c.step == 1:
+                    c.keep_activation("back", label, foreign.local(gradient))
+
+            first.register_hook(unserializable_hook(c.guarded(note, "activations")))
+
+    def _on_parameter(self, name: str, parameter: Tensor) -> None:
+        """A leaf's hook runs with the gradient of all its uses in this backward, before it is added to `grad`."""
+        if not parameter.requires_grad or not parameter.is_leaf or foreign.flat(parameter) or parameter in self.seen:
+            return
+        self.seen[parameter] = True
+        c = self.capture
+        name = c.names.get(id(parameter), name)
+
+        def accumulated(leaf: Tensor) -> None:
+            c.accumulated(name, leaf)
+
+        box = foreign.box_of(parameter) if isinstance(parameter, foreign.DTensor) else None
+        hooks = partial(self._arrives, name, box=box), accumulated
+        arrival, accumulation = (unserializable_hook(c.guarded(hook)) for hook in hooks)
+        accumulation._isograd_hook = True  # an Engine refuses others (engine/validation.py)
+        self.on_parameters.append(parameter.register_hook(arrival))
+        self.on_parameters.append(parameter.register_post_accumulate_grad_hook(accumulation))
+
+    def _on_views(self, module: nn.Module) -> None:
+        """Inside a module of FSDP1's its parameters are whole: what comes back to them is this rank's contribution."""
+        c = self.capture
+        for prefix, flat in c.flats:
+            wrapper = flat()
+            if wrapper is None or wrapper.module is not module:
+                continue
+            for name, view in foreign.views(wrapper).items():
+                if view not in self.seen:
+                    self.seen[view] = True
+                    arrives = partial(self._arrives, prefix + name)
+                    view.register_hook(unserializable_hook(c.guarded(arrives)))
+
+    def _arrives(self, name: str, gradient: Tensor | None, box: foreign.Box | None = None) -> None:
+        if gradient is not None:
+            self.capture.contribution(name, gradient, box)
+
+    # -- backward and step ---------------------------------------------------------------------------------------
+
+    def _backward(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        roots = _tensors(args[0] if args else kwargs.get("tensors"))
+        inside = torch._C._current_graph_task_id() != -1 or self.capture.fused.inside or self.capture.backing
+        if not inside:  # recomputation calls backward inside backward, a Function in its forward: it is the same one
+            self.capture.guarded(self.capture.backward_begins)(roots)
+            self.capture.guarded(self.capture.look_at_buffers, "buffers")("forward")
+            self.capture.guarded(self.capture.watch.means.settle, "means")(self.capture.guarded)
+            self.capture.guarded(self._terms, "terms")(roots)
+            self.capture.guarded(self._reached, "flows")(roots)
+        self.capture.backing += 1
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self.capture.backing -= 1
+            if torch._C._current_graph_task_id() == -1:
+                self.capture.guarded(self.capture.look_at_buffers, "buffers")("backward")
+
+    def _terms(self, roots: list[Tensor]) -> None:
+        terms = self.capture.watch.terms
+        terms.settle()
+        terms.begin(roots, self.capture.guarded)
+
+    def _reached(self, roots: list[Tensor]) -> None:
+        """Collectives without a backward that have a say in what backward begins with."""
+        calls = self.capture.watch.flows.of(strided(roots))
+        if calls:
+            self.capture.event(Reached(*self.capture.now, calls=tuple(calls.items())))
+
+    def _given(self, original: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        result = original(optimizer, *args, **kwargs)
+        self.capture.guarded(self.capture.entrusted)(optimizer, _owned(optimizer))
+        return result
+
+    def _averaged(self, original: Any, averaged: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        result = original(averaged, *args, **kwargs)
+        self.capture.guarded(self._average, "averages")(averaged)
+        return result
+
+    def _average(self, averaged: nn.Module) -> None:
+        inner: Any = averaged.module
+        while foreign.shell(inner):
+            inner = next(iter(inner.children()))
+        hashes = {foreign.plain_name(name): digest(foreign.local(p)) for name, p in inner.named_parameters()}
+        self.capture.event(Average(*self.capture.now, hashes=hashes))
+
+    def _clip(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        guarded = self.capture.guarded
+        guarded(self.capture.snapshot)()
+        result = original(*args, **kwargs)
+        guarded(self._told, "norms")(result)
+        return result
+
+    def _clip_values(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        self.capture.guarded(self.capture.snapshot)()
+        return original(*args, **kwargs)
+
+    def _told(self, norm: Any) -> None:
+        if isinstance(norm, Tensor) and not isinstance(norm, foreign.DTensor):
+            self.capture.norm(float(norm), call_site(self.capture.base))
+
+    def _clip_with(self, original: Any, parameters: Any, max_norm: float, total_norm: Tensor, *a: Any, **k: Any) -> Any:
+        """Clipping by a norm that the program computed itself: it tells the norm."""
+        guarded = self.capture.guarded
+        guarded(self.capture.snapshot)()
+        guarded(self._told, "norms")(total_norm)
+        return original(parameters, max_norm, total_norm, *a, **k)
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """An optimizer that is given a closure computes its gradients inside its step, once or several times (LBFGS):
+        the closure's first call is the step that is judged."""
+        closure = kwargs.get("closure") if "closure" in kwargs else args[1] if len(args) > 1 else None
+        self.capture.guarded(self._step_begins)(optimizer, closure)
+        if closure is None or not self.capture.active:
+            return None
+        watched = self._closure(optimizer, closure)
+        return (args, kwargs | {"closure": watched}) if "closure" in kwargs else ((args[0], watched, *args[2:]), kwargs)
+
+    def _step_begins(self, optimizer: Optimizer, closure: Any) -> None:
+        c = self.capture
+        if torch._C._current_graph_task_id() != -1:
+            raise RuntimeError("an optimizer steps inside backward, parameter by parameter, which is not understood")
+        c.stepping += 1
+        if c.stepping == 1 and not self.inside_engine and closure is None:
+            c.before_step(_owned(optimizer), _rates(optimizer))
+
+    def _closure(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """A closure whose first call is watched as forward and backward before the step, and no later one."""
+        c = self.capture
+        called = False
+
+        def watched() -> Any:
+            nonlocal called
+            if called:
+                active, c.active = c.active, False
+                try:
+                    return closure()
+                finally:
+                    c.active = active
+            called = True
+            stepping, c.stepping = c.stepping, 0
+            result = closure()
+            c.guarded(c.before_step)(_owned(optimizer), _rates(optimizer))
+            c.stepping = stepping if c.active else 0
+            return result
+
+        return watched
+
+    def _step_ends(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        c = self.capture
+        c.stepping -= 1
+        if c.stepping == 0 and not self.inside_engine:
+            c.after_step()
+
+    def _isograd_step(self, original: Any, engine: Any, *args: Any, **kwargs: Any) -> Any:
+        """Its gradients are sums until the step divides; `grads()` gives them whole and divided, on every rank."""
+        c = self.capture
+        c.root(engine.model)
+        gradients = {}
+        for name, whole in engine.grads():
+            if name not in engine.table.records:  # of another pipeline stage
+                continue
+            box = engine.table[name].local(engine.mesh)
+            c.boxes[name] = tuple((a, b) for a, b in box), tuple(whole.shape)
+            gradients[name] = whole[tuple(slice(*span) for span in box)]
+        with engine.full_parameters():
+            self._ask(gradients)
+        c.owned |= set(c.learn_names())
+        return self._within(original, engine, *args, whole=engine.full_parameters, **kwargs)
+
+    def _isograd_choice(self, original: Any, scores: Tensor, options: Any, bias: Tensor | None = None) -> Any:
+        """Its experts: by a stable sort, and of groups that are chosen first."""
+        routing = self.capture.routing
+        routing.inside = True
+        try:
+            indices = original(scores, options, bias)
+        finally:
+            routing.inside = False
+        ranked = scores if bias is None else scores + bias.to(scores.dtype)
+        instead: list[Tensor | None] = []
+
+        def note() -> None:
+            instead.append(self.capture.choice(ranked, indices, call_site(self.capture.base)))
+
+        self.capture.guarded(note, "choices")()
+        return indices if not instead or instead[0] is None else instead[0]
+
+    def _deepspeed_step(self, original: Any, engine: Any, *args: Any, **kwargs: Any) -> Any:
+        """Only at an accumulation boundary does DeepSpeed step; its full gradients are public functions' answers."""
+        if not engine.is_gradient_accumulation_boundary():
+            return original(engine, *args, **kwargs)
+        from deepspeed.utils import safe_get_full_grad
+
+        c = self.capture
+        c.root(engine.module)
+        gradients = {name: safe_get_full_grad(p) for name, p in c.learn_names().items() if p.requires_grad}
+        self._ask({name: g for name, g in gradients.items() if g is not None})
+        c.owned |= set(gradients)
+        return self._within(original, engine, *args, **kwargs)
+
+    def _ask(self, gradients: dict[str, Tensor]) -> None:
+        c = self.capture
+        c.snapshot(gradients)
+        for name, parameter in c.learn_names().items() if c.parameters else ():
+            c.keep(f"parameter/{name}", foreign.local(parameter), parameter)
+
+    def _within(self, original: Any, engine: Any, *args: Any, whole: Any = nullcontext, **kwargs: Any) -> Any:
+        """`whole`: makes parameters readable that are kept as shards."""
+        self.inside_engine += 1
+        try:
+            result = original(engine, *args, **kwargs)
+        finally:
+            self.inside_engine -= 1
+        norm = getattr(result, "grad_norm", None)
+        if norm is not None:
+            self.capture.norm(float(norm), call_site(self.capture.base))
+        with whole():
+            self.capture.after_step()
+        return result
+
+
+def _owned(optimizer: Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _rates(optimizer: Optimizer) -> list[float | None]:
+    """The learning rate of each parameter that `_owned` lists."""
+    known = [float(g["lr"]) if isinstance(g.get("lr"), float | int | Tensor) else None for g in optimizer.param_groups]
+    return [rate for rate, group in zip(known, optimizer.param_groups, strict=True) for _ in group["params"]]
+
+
+def _mask(given: Tensor, made: Tensor) -> str:
+    """The hash of the elements that a dropout has made zero; '' of a module that is none."""
+    if given.shape != made.shape or not bool(given.all()):
+        return ""
+    dropped = made == 0
+    return digest(dropped) if bool(dropped.any()) and not bool(dropped.all()) else ""
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, (list, tuple)):
+        return [t for v in value for t in _tensors(v)]
+    if isinstance(value, dict):
+        return [t for v in value.values() for t in _tensors(v)]
+    return []

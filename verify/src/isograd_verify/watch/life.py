@@ -1,0 +1,272 @@
+"""The life of a capture: from its first hook to the last line it writes, in a program that it must never disturb.
+
+It begins when the program joins a world or makes an optimizer, rests after the watched steps, when nothing of it is
+left in the program's way, and ends with the program. What it sees in between is in capture.py.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from isograd_verify.record.events import Backward, Event, Lost, OtherWorld, Step
+from isograd_verify.record.recording import RankWriter
+from isograd_verify.watch import foreign
+from isograd_verify.watch.claim import claim
+from isograd_verify.watch.steps import Steps
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from isograd_verify.watch.collectives import Watch
+    from isograd_verify.watch.hooks import Hooks
+
+NOT_THE_PROGRAM = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "<")
+UNWATCHED = 12  # steps timed after the watched ones
+
+living: weakref.WeakSet[Life] = weakref.WeakSet()  # captures of this process; weighing.py asks
+
+
+def _forked() -> None:
+    for capture in list(living):
+        capture.abandon()
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
+class Life:
+    """`lenient`: an error of the capture's own ends the watching, and is told, instead of ending the program."""
+
+    watch: Watch
+    hooks: Hooks
+    steps: Steps
+
+    def __init__(self, directory: Path, lenient: bool) -> None:
+        self.directory, self.lenient = directory, lenient
+        self.writer: RankWriter | None = None
+        self.opened: Callable[[Path], None] = lambda home: None  # told once where this rank writes
+        self.pending: list[Event] = []  # events from before the rank was known
+        self.active = False  # it looks, and notes what it sees
+        self.installed = False  # its hooks are in the program
+        self.left = False  # its dispatch mode is not
+        self.compiled = False  # a module was called that torch.compile was asked for
+        self.failure = ""
+        self.blinded: dict[str, str] = {}  # what is no longer watched -> the error that ended it
+        self.own_seconds, self.began = 0.0, time.time()
+        self.step = 1  # the optimizer step now under way
+        self.micro = -1  # backward calls since the last step, minus one
+        self.backwards = 0  # since the start
+        self.stepping = 0  # optimizers now inside their step
+        self.last_step_at = -1  # `backwards` at the last step taken
+        self.times: list[float] = []
+        self.clock: weakref.ref[Any] | None = None  # the optimizer whose steps are timed and counted
+        self.ticks = 0  # its steps
+
+    def settle(self) -> None:
+        """Finish a step that was waiting for more optimizers."""
+
+    def leftover(self) -> None:
+        """Write what no step has used."""
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Puts hooks and the dispatch mode into the program."""
+        self.active = self.installed = True
+        living.add(self)
+        self.left = False
+        self.pid = os.getpid()
+        # A dispatch mode and torch.compile exclude each other, and what was not compiled once never will be: compiling
+        # waits, by torch's own switch, until the watched steps are over.
+        self.stance = torch.compiler.set_stance("force_eager")
+        self.hooks.install()
+        self.watch.enter_below()
+
+    def tick(self, optimizer: Any) -> bool:
+        """After each step. Steps are timed beyond the first watched ones, for the overhead; False when all is done."""
+        if self.failure and self.installed and torch._C._current_graph_task_id() == -1:
+            self.pause()  # not inside a backward: it puts the dispatch mode back that it found
+        if self.stepping:
+            return True
+        if not self.installed and not self.left:
+            self.left = self.watch.leave()
+        if self.clock is None or self.clock() is None:
+            self.clock = weakref.ref(optimizer)
+        timed = self.steps.first + UNWATCHED
+        if self.clock() is optimizer:
+            self.ticks += 1
+            if len(self.times) < timed:
+                self.times.append(time.perf_counter())
+            if not self.installed and self.steps.every and self.steps.watches(self.ticks + 1):
+                self.resume()
+        return len(self.times) < timed or not self.left or bool(self.steps.every and not self.failure)
+
+    def resume(self) -> None:
+        """The step that comes is watched again."""
+        if self.failure or self.writer is None:
+            return
+        self.step, self.micro, self.last_step_at = max(self.step, self.ticks + 1), -1, self.backwards
+        self.active = self.installed = True
+        self.stance = torch.compiler.set_stance("force_eager")
+        self.hooks.install()
+        if self.left:
+            self.watch.enter_below()
+        self.left = False
+
+    def abandon(self) -> None:
+        """In a forked child (a data loader's worker): not a rank, nothing is written from here."""
+        self.active, self.writer, self.lenient = False, None, True
+        if self.installed:
+            self._uninstall()
+        self.hooks.close()
+
+    def pause(self) -> None:
+        """Enough steps were seen: get out of the program's way."""
+        if not self.installed:
+            return
+        self.active = False
+        self._uninstall()
+        if self.writer is not None:
+            self.writer.about |= {
+                "watching": False,
+                "watched_seconds": time.time() - self.began,
+                "compiled": self.compiled,
+            }
+            self.writer.about |= {"failed": self.failure} if self.failure else {}
+            self.writer.save_about()
+
+    def _uninstall(self) -> None:
+        self.installed = False
+        self.hooks.remove()
+        self.left = self.watch.leave()
+        self.stance.__exit__(None, None, None)
+
+    def stop(self) -> None:
+        """Write what is pending (a last backward, when no optimizer ever stepped) and close the recording."""
+        if os.getpid() != self.pid:
+            return
+        if self.active:
+            self.guarded(self.settle)()
+        died = getattr(sys, "last_value", None)
+        dying = died is not None
+        if self.active and self.micro >= 0 and self.step == 1 and not dying:
+            self.guarded(self.leftover)()
+        self.pause()
+        if not self.left:  # a mode of the program's was on top when the watched steps ended
+            self.left = self.watch.leave()
+        self.hooks.close()
+        if self.writer is None and self.pending and not self.failure:
+            assert self.out  # a program that never came to a backward: its rank is what it is now
+        if self.writer is not None:
+            self.writer.about |= {
+                "own_seconds": self.own_seconds,
+                "step_times": self.times,
+                "backwards": self.backwards,
+                "seconds": time.time() - self.began,
+            }
+            self.writer.about |= {"died": spelled(died, NOT_THE_PROGRAM)} if isinstance(died, Exception) else {}
+            self.writer.close()
+            self.writer = None
+
+    def lose(self, sense: str, error: Exception) -> None:
+        """An error while something was watched that other observations do not need: it is no longer watched, the
+        report says so, and all else is watched as before."""
+        if not self.lenient:
+            raise error
+        if sense not in self.blinded:
+            self.blinded[sense] = spelled(error)
+            self.event(Lost(*self.now, sense=sense, why=self.blinded[sense]))
+
+    def fail(self, error: Exception) -> None:
+        """An error without whose observation nothing can be judged: the program runs on, unwatched; hooks are removed
+        after its next step."""
+        if not self.lenient:
+            raise error
+        self.active, self.stepping = False, 0
+        self.failure = spelled(error)
+        if self.writer is not None:
+            self.writer.about |= {"failed": self.failure, "watching": False}
+            self.writer.save_about()
+
+    def guarded(self, what: Callable[..., Any], sense: str = "") -> Callable[..., Any]:
+        """A hook of the capture: timed, called only while watching, and never the end of the program. `sense`: what is
+        lost when it raises; '' when nothing can be judged without it."""
+
+        def call(*args: Any) -> None:
+            if not self.active or sense in self.blinded:
+                return
+            began = time.perf_counter()
+            aside = self.watch.aside()
+            try:
+                what(*args)
+            except Exception as error:  # whatever a foreign program's tensors may do to us
+                self.lose(sense, error) if sense else self.fail(error)
+            finally:
+                if aside:
+                    self.watch.back()
+            self.own_seconds += time.perf_counter() - began
+
+        return call
+
+    def rejoined(self) -> None:
+        """The program joined a process group again. Another world ends the watching, the same one does not."""
+        foreign.forget()
+        if self.writer is None or not self.installed:
+            return
+        rank, world = foreign.world()
+        if (rank, world) != (self.writer.about["rank"], self.writer.about["world"]):
+            self.event(OtherWorld(*self.now, rank=rank, world=world))
+            self.pause()
+            self.steps = Steps(self.steps.first)  # what comes is another recording's
+
+    @property
+    def out(self) -> RankWriter:
+        """The writer of this rank's part, opened when the rank is known."""
+        if self.writer is None:
+            rank, world = foreign.world()
+            if self.lenient and not claim(self.directory, rank):
+                raise RuntimeError(f"another process is rank {rank} already")
+            self.writer = RankWriter(self.directory, rank, world)
+            self.writer.about |= {
+                "torch": torch.__version__, "pid": os.getpid(), "began": self.began, "watching": self.active,
+            }  # fmt: skip
+            self.writer.save_about()
+            self.opened(self.writer.path)
+            for event in self.pending:
+                self.writer.event(event)
+            self.pending.clear()
+        return self.writer
+
+    @property
+    def now(self) -> tuple[int, int]:
+        """(step, micro-batch): when an event is seen."""
+        return self.step, max(self.micro, 0)
+
+    def event(self, event: Event) -> None:
+        """Writes an event, or keeps it until the rank is known."""
+        if self.writer is None and not foreign.placed() and not isinstance(event, Backward | Step):
+            self.pending.append(event)
+        else:
+            self.out.event(event)
+
+
+def spelled(error: Exception, beyond: tuple[str, ...] = ()) -> str:
+    """'IndexError: tuple index out of range (means.py:65)': the last line that is not in a file of `beyond`."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not (beyond and f.filename.startswith(beyond))]
+    place = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {str(error)[:300]}{place}"

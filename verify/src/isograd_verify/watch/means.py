@@ -1,0 +1,138 @@
+"""Sees means in forward: one number that is the mean of many, and in backward the weight that each of the many gets.
+
+    torch's losses with reduction "mean", x.mean(), x.sum() / count, (x * mask).sum() with whatever divides it
+
+Means over ranks or micro-batches with different counts are no mean over all: each element of a small one weighs more.
+A sum whose mask is known needs no divisor: what comes back to it is the weight of each element.
+A term of the loss is told apart from others by the place it comes from and by all calls that led there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import unserializable_hook
+
+from isograd_verify import tolerances
+from isograd_verify.watch.masks import added
+
+LOSSES = (
+    "mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "binary_cross_entropy",
+    "binary_cross_entropy_with_logits",
+)  # fmt: skip
+SEEN = ("mean", "sum", "neg", "_to_copy", "div", "mul", *LOSSES)  # the other losses of torch are made of these
+MOST_SUMS = 16
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__))
+
+Tell = Callable[["Number", Tensor], None]  # a mean or sum, its gradient
+
+
+@dataclass(eq=False)
+class Number:
+    """A mean, or a sum, of `count` numbers."""
+
+    term: str
+    site: str
+    count: float
+    mean: bool = True
+    nonzero: float = 0.0  # of a sum without a mask: how many of its numbers are not zero, in case those alone count
+    masked: bool = False  # a mask says how many numbers a sum adds up
+    divided: bool = False  # a sum that a whole number divides, which is a mean
+    average: bool = False  # one operator took the mean
+
+
+class Means:
+    """The sums and means of a step's forward, until backward tells their weights."""
+
+    def __init__(self, tell: Tell, site: Callable[[], str]) -> None:
+        self.tell, self.site = tell, site
+        self.fresh: list[tuple[Tensor, Number]] = []  # not yet in the graph: that follows the operator
+        self.sums: list[tuple[weakref.ref[Tensor], Number | None]] = []
+
+    def look(self, name: str, args: Any, kwargs: Any, result: Any) -> None:
+        """After one of the operators SEEN."""
+        given = args[0] if args else None
+        if torch._C._current_graph_task_id() != -1 or not torch.is_grad_enabled() or not _number(result):
+            return
+        if not isinstance(given, Tensor) or not (given.requires_grad or self.is_sum(given)):
+            return
+        if name in ("sum", "neg", "_to_copy"):
+            of = self._sum(given, result) if name == "sum" and given.dim() else self._of(given)
+            if name == "sum" or self.is_sum(given):  # minus a mean is no second mean
+                self.sums = [*self.sums[1 - MOST_SUMS :], (weakref.ref(result), of)]
+            return
+        of = self._of(given)
+        count = None if of is not None and of.masked else self._count(name, given, args, kwargs)
+        if count is not None:
+            if of is not None:
+                of.divided = True
+            self.fresh.append(
+                (result, Number(f"{name} {_path()}", self.site(), count, average=name not in ("div", "mul")))
+            )
+
+    def _sum(self, given: Tensor, result: Tensor) -> Number:
+        """Many numbers are added up."""
+        count, masked = added(given)
+        nonzero = 0.0 if masked else float(given.count_nonzero())
+        number = Number(f"sum {_path()}", self.site(), count, mean=False, nonzero=nonzero, masked=masked)
+        self.fresh.append((result, number))
+        return number
+
+    def _count(self, name: str, given: Tensor, args: Any, kwargs: Any) -> float | None:
+        """Of how many a number is the mean; None when it is no mean."""
+        if name == "mean":
+            return float(given.numel())
+        if name in ("div", "mul"):
+            by = args[1] if self.is_sum(given) else None
+            if isinstance(by, Tensor):
+                by = None if by.requires_grad or by.numel() != 1 else float(by)
+            if name == "mul" and by:
+                by = 1 / by
+            whole = by is not None and by >= 1 and abs(by - round(by)) <= tolerances.WHOLE * by
+            return float(by) if by is not None and whole else None
+        place = {"binary_cross_entropy": 3, "binary_cross_entropy_with_logits": 4}.get(name, 2)
+        mean = kwargs.get("reduction", args[place] if len(args) > place else 1) == 1
+        return float(max(given.numel(), args[1].numel())) if mean else None
+
+    def is_sum(self, tensor: Tensor) -> bool:
+        """Whether a tensor is a sum, or minus one, that nothing has divided yet."""
+        return tensor.dim() == 0 and any(known() is tensor for known, _ in self.sums)
+
+    def _of(self, tensor: Tensor) -> Number | None:
+        """The sum that a tensor is, or minus that, or in another precision."""
+        return next((number for known, number in reversed(self.sums) if known() is tensor), None)
+
+    def settle(self, guarded: Callable[..., Callable[..., None]]) -> None:
+        """One operator later: what is in the graph by now tells its gradient when backward comes to it."""
+        fresh, self.fresh = self.fresh, []
+        for tensor, number in fresh:
+            if tensor.requires_grad:
+
+                def arrives(gradient: Tensor | None, number: Number = number) -> None:
+                    if gradient is not None:  # None: the number is in the graph, and no part of the loss
+                        self.tell(number, gradient)
+
+                tensor.register_hook(unserializable_hook(guarded(arrives, "means")))
+
+
+def _number(result: Any) -> bool:
+    return type(result) is Tensor and result.dim() == 0 and result.is_floating_point()
+
+
+def _path() -> str:
+    """The same for calls that came the same way through the program."""
+    lines = []
+    frame = sys._getframe(1)
+    while frame is not None:
+        if not frame.f_code.co_filename.startswith(_TORCH):
+            lines.append(f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}:{frame.f_lasti}")
+        frame = frame.f_back  # type: ignore[assignment]
+    return hashlib.blake2b(" ".join(lines).encode(), digest_size=6).hexdigest()

@@ -1,0 +1,334 @@
+"""Training loops in the forms in which people write them around torch.distributed, right ones and wrong ones. None of
+the corpus and of the survey has these forms. test_people.py says what the verifier must say of each.
+
+They run on every rank of a world under Capture (field.watched), or beside one device (test_beside.py's fixture).
+"""
+
+from __future__ import annotations
+
+import copy
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.checkpoint import checkpoint
+
+from .field import rows
+
+VOCAB, LENGTH, WIDTH = 29, 7, 8
+
+
+class Net(nn.Module):
+    def __init__(self, recompute: bool = False) -> None:
+        super().__init__()
+        self.recompute = recompute
+        self.embed, self.norm = nn.Embedding(VOCAB, WIDTH), nn.LayerNorm(WIDTH)
+        self.block = nn.Sequential(nn.Linear(WIDTH, 12), nn.GELU(), nn.Linear(12, WIDTH))
+        self.head = nn.Linear(WIDTH, VOCAB)
+        self.extra: nn.Module | None = None
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.norm(self.embed(tokens))
+        x = x if self.extra is None else x + self.extra(x)
+        y = checkpoint(self.block, x, use_reentrant=False) if self.recompute else self.block(x)
+        return self.head(x + y).flatten(0, 1)
+
+
+def net(recompute: bool = False) -> Net:
+    torch.manual_seed(0)
+    return Net(recompute)
+
+
+def text(number: int, count: int = 3) -> tuple[Tensor, Tensor]:
+    """This rank's rows of a micro-batch, and their labels."""
+    generator = torch.Generator().manual_seed(1000 * number + dist.get_rank())
+    ids = torch.randint(VOCAB, (count, LENGTH + 1), generator=generator)
+    return ids[:, :-1], ids[:, 1:].flatten()
+
+
+def decay_groups(model: nn.Module) -> list[dict[str, Any]]:
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    return [
+        {"params": [p for p in trainable if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0},
+    ]
+
+
+# -- data parallel, by DDP ---------------------------------------------------------------------------------------
+
+
+def everything_at_once() -> None:
+    """Frozen embeddings, a block that is computed once more in backward, groups with and without decay, fused AdamW,
+    clipping by value, a scheduler, and two averages of the weights: torch's, and one by hand."""
+    model = net(recompute=True)
+    model.embed.requires_grad_(False)
+    wrapped = DistributedDataParallel(model)
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    by_hand = copy.deepcopy(model).requires_grad_(False)
+    optimizer = torch.optim.AdamW(decay_groups(model), lr=1e-3, fused=True)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 3))
+    for step in range(4):
+        tokens, labels = text(step)
+        optimizer.zero_grad(set_to_none=True)
+        F.cross_entropy(wrapped(tokens), labels).backward()
+        nn.utils.clip_grad_value_(model.parameters(), 0.01)
+        optimizer.step()
+        scheduler.step()
+        average.update_parameters(model)
+        with torch.no_grad():
+            for kept, parameter in zip(by_hand.parameters(), model.parameters(), strict=True):
+                kept.lerp_(parameter, 0.1)
+
+
+def uneven_windows(divide_by_real: bool = True) -> None:
+    """Five micro-batches an epoch in windows of two: the last window has one. Wrong: it is divided by two as well."""
+    model = DistributedDataParallel(net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for epoch in range(2):
+        micros = [text(10 * epoch + i) for i in range(3)]
+        for start in range(0, 3, 2):
+            window = micros[start : start + 2]
+            for i, (tokens, labels) in enumerate(window):
+                with model.no_sync() if i < len(window) - 1 else nullcontext():
+                    loss = F.cross_entropy(model(tokens), labels)
+                    (loss / (len(window) if divide_by_real else 2)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def scaled(fused: bool = False) -> None:
+    """Autocast and a gradient scaler, with the usual unscale, clip and step."""
+    model = DistributedDataParallel(net())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for step in range(3):
+        tokens, labels = text(step)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = F.cross_entropy(model(tokens).float(), labels)
+        scaler.scale(loss).backward()
+        if not fused:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+
+class Generator(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 6))
+
+    def forward(self, noise: Tensor) -> Tensor:
+        return self.layers(noise)
+
+
+class Critic(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)[:, 0]
+
+
+def adversaries() -> None:
+    """A generator and a critic with a gradient penalty, each with an optimizer and a DDP of its own."""
+    torch.manual_seed(0)
+    maker, judge = (DistributedDataParallel(m.double()) for m in (Generator(), Critic()))
+    of_maker, of_judge = (torch.optim.Adam(m.parameters(), lr=1e-3, betas=(0.5, 0.9)) for m in (maker, judge))
+    for step in range(4):
+        real, noise = rows(5, 6, seed=step), rows(5, 4, seed=step + 50)
+        fake = maker(noise).detach()
+        between = (0.3 * real + 0.7 * fake).requires_grad_()
+        scores = judge(torch.cat([real, fake, between]))
+        (slope,) = torch.autograd.grad(scores[10:].sum(), between, create_graph=True)
+        of_judge.zero_grad()
+        (scores[5:10].mean() - scores[:5].mean() + 10 * (slope.norm(dim=1) - 1).square().mean()).backward()
+        of_judge.step()
+        of_maker.zero_grad()
+        (-judge(maker(noise)).mean()).backward()
+        of_maker.step()
+
+
+def teacher() -> None:
+    """A student that follows the average of itself (BYOL, DINO), with two views of its rows."""
+    torch.manual_seed(0)
+    student = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5)).double()
+    follower = copy.deepcopy(student).requires_grad_(False)
+    wrapped = DistributedDataParallel(student)
+    optimizer = torch.optim.SGD(student.parameters(), lr=0.1)
+    for step in range(3):
+        one, two = rows(5, 6, seed=step), rows(5, 6, seed=step + 50)
+        with torch.no_grad():
+            wanted = F.normalize(follower(two), dim=-1)
+        loss = (2 - 2 * (F.normalize(wrapped(one), dim=-1) * wanted).sum(-1)).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        with torch.no_grad():
+            for kept, parameter in zip(follower.parameters(), student.parameters(), strict=True):
+                kept.mul_(0.99).add_(parameter, alpha=0.01)
+
+
+def late_layer() -> None:
+    """Wrong: a layer is added when DDP has taken down already which parameters there are."""
+    model = DistributedDataParallel(net())
+    torch.manual_seed(1)
+    model.module.extra = nn.Linear(WIDTH, WIDTH)
+    descend(model)
+
+
+def unfrozen_later() -> None:
+    """Wrong: the block is frozen when DDP is made and learns from the second step on."""
+    model = net()
+    model.block.requires_grad_(False)
+    wrapped = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        if step == 1:
+            model.block.requires_grad_(True)
+        tokens, labels = text(step)
+        F.cross_entropy(wrapped(tokens), labels).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def descend(model: nn.Module, wrong: str = "") -> None:
+    """Wrong: "reduced" reduces the loss in place, for the log, before its backward; "inside" leaves no_sync between
+    forward, where DDP looks, and backward."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        tokens, labels = text(step)
+        with model.no_sync() if wrong == "inside" else nullcontext():
+            loss = F.cross_entropy(model(tokens), labels)
+        if wrong == "reduced":
+            dist.all_reduce(loss)
+            loss = loss / dist.get_world_size()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def loss_reduced_in_place() -> None:
+    descend(DistributedDataParallel(net()), "reduced")
+
+
+def forward_inside_no_sync() -> None:
+    descend(DistributedDataParallel(net()), "inside")
+
+
+# -- data parallel, by hand --------------------------------------------------------------------------------------
+
+
+def overlapped() -> None:
+    """Each gradient is summed as soon as it is there, by a hook behind its accumulation; the step waits for all."""
+    model = net()
+    waiting: list[Any] = []
+
+    def send(parameter: Tensor) -> None:
+        parameter.grad.div_(dist.get_world_size())
+        waiting.append(dist.all_reduce(parameter.grad, async_op=True))
+
+    for parameter in model.parameters():
+        dist.broadcast(parameter.data, 0)
+        parameter.register_post_accumulate_grad_hook(send)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(3):
+        tokens, labels = text(step)
+        F.cross_entropy(model(tokens), labels).backward()
+        for work in waiting:
+            work.wait()
+        waiting.clear()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+
+class Divided(torch.optim.Optimizer):
+    """Sums gradients inside its step: rows of a matrix go to their owner, who updates them; small tensors are summed
+    everywhere. `forgotten`: wrong, the small ones are not summed."""
+
+    def __init__(self, params: Any, lr: float, forgotten: bool = False) -> None:
+        super().__init__(params, {"lr": lr})
+        self.forgotten = forgotten
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        rank, world = dist.get_rank(), dist.get_world_size()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                if p.dim() > 1 and len(p) % world == 0:
+                    mine = torch.empty_like(p.grad[: len(p) // world])
+                    dist.reduce_scatter_tensor(mine, p.grad.contiguous())
+                    part = p[rank * len(mine) : (rank + 1) * len(mine)]
+                    part.add_(mine.div_(world), alpha=-group["lr"])
+                    dist.all_gather_into_tensor(p, part.clone())
+                else:
+                    if not self.forgotten:
+                        dist.all_reduce(p.grad)
+                    p.add_(p.grad, alpha=-group["lr"] / world)
+
+
+def reduced_inside_step(forgotten: bool = False) -> None:
+    model = net()
+    optimizer = Divided(model.parameters(), 0.1, forgotten)
+    for step in range(3):
+        tokens, labels = text(step)
+        F.cross_entropy(model(tokens), labels).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+
+def flat_shards() -> None:
+    """ZeRO 1 by hand: one flat gradient is scattered, each rank steps its part of the weights, which are gathered."""
+    model = net()
+    parameters, rank, world = list(model.parameters()), dist.get_rank(), dist.get_world_size()
+    size = sum(p.numel() for p in parameters)
+    each = -(-size // world)
+
+    def flat(tensors: list[Tensor]) -> Tensor:
+        return F.pad(torch.cat([t.flatten() for t in tensors]), (0, each * world - size))
+
+    mine = nn.Parameter(flat([p.detach() for p in parameters]).chunk(world)[rank].clone())
+    optimizer = torch.optim.AdamW([mine], lr=1e-3)
+    for step in range(3):
+        tokens, labels = text(step)
+        F.cross_entropy(model(tokens), labels).backward()
+        mine.grad = torch.empty_like(mine)
+        dist.reduce_scatter_tensor(mine.grad, flat([p.grad for p in parameters]))
+        mine.grad.div_(world)
+        optimizer.step()
+        whole = torch.empty(each * world)
+        dist.all_gather_into_tensor(whole, mine.detach())
+        with torch.no_grad():
+            for parameter, part in zip(parameters, whole[:size].split([p.numel() for p in parameters]), strict=True):
+                parameter.copy_(part.view_as(parameter))
+                parameter.grad = None
+
+
+def served(forgotten: str = "") -> None:
+    """Rank 0 adds up all gradients and steps; the others take its weights. `forgotten`: a parameter that they do not
+    take."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        tokens, labels = text(step)
+        F.cross_entropy(model(tokens), labels).backward()
+        for parameter in model.parameters():
+            dist.reduce(parameter.grad, 0)
+        if dist.get_rank() == 0:
+            for parameter in model.parameters():
+                parameter.grad.div_(dist.get_world_size())
+            optimizer.step()
+        for name, parameter in model.named_parameters():
+            if name != forgotten:
+                dist.broadcast(parameter.data, 0)
+        optimizer.zero_grad()

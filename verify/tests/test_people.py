@@ -1,0 +1,105 @@
+"""Loops as people write them (people.py): what is said of right and of wrong ones, watched and beside one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from isograd_verify.run.attach import inspect
+from isograd_verify.run.ranks import LocalRanks
+from isograd_verify.tell.findings import BUG, INCONCLUSIVE, PASS, Subject
+
+from . import field, people
+from .test_beside import judged, said
+
+__all__ = ["judged"]
+Worlds = Callable[[int], LocalRanks]
+BLOCK = {f"block.{i}.{n}" for i in (0, 2) for n in ("weight", "bias")}
+
+
+@pytest.fixture
+def watched(worlds: Worlds, tmp_path: Path) -> Callable[..., Subject]:
+    count = 0
+
+    def watch(program: Callable[..., None], *args: Any) -> Subject:
+        nonlocal count
+        count += 1
+        home = tmp_path / f"watched-{count}"
+        worlds(2).run(partial(field.watched, program, str(home), *args))
+        return inspect(home)
+
+    return watch
+
+
+def test_right_loops_pass(watched: Any) -> None:
+    for program, *args in (
+        (people.everything_at_once,),
+        (people.uneven_windows,),
+        (people.scaled,),
+        (people.scaled, True),
+        (people.adversaries,),
+        (people.teacher,),
+        (people.overlapped,),
+        (people.reduced_inside_step,),
+    ):
+        subject = watched(program, *args)
+        assert (subject.verdict, said(subject)) == (PASS, []), (program, subject.findings)
+
+
+def test_right_loops_pass_beside_one_device(judged: Any) -> None:
+    for program, count in ((people.everything_at_once, 8), (people.scaled, 9), (people.teacher, 4)):
+        subject = judged(program)
+        assert (subject.verdict, said(subject)) == (PASS, []), (program, subject.findings)
+        assert subject.facts["gradients"] == f"{count} compared by name, step 1 last"
+
+
+def test_wrong_loops_are_named_with_their_tensors(watched: Any) -> None:
+    for program, args, bug, tensors, sentence in (
+        (people.late_layer, (), "outside-wrapper", {"extra.weight", "extra.bias"}, "step 1: biases and weights"),
+        (people.unfrozen_later, (), "outside-wrapper", BLOCK, "step 2: "),
+        (people.forward_inside_no_sync, (), "nosync-missing", None, "step 1: all 9 gradients: not summed over"),
+        (people.reduced_inside_step, (True,), "", None, "not summed over ranks 0, 1"),
+        (people.served, ("norm.weight",), "replicas-differ", {"norm.weight"}, "copies of norm.weight differ"),
+    ):
+        subject = watched(program, *args)
+        (found,) = [f for f in subject.findings if f.verdict == BUG]
+        assert (found.bug, sentence in found.sentence) == (bug, True), found
+        assert tensors in (None, set(found.tensors)), found
+    assert "block.0.weight" not in watched(people.reduced_inside_step, True).findings[0].tensors  # that one is summed
+
+
+def test_what_watching_alone_leaves_open_is_found_beside_one_device(watched: Any, judged: Any) -> None:
+    assert said(watched(people.loss_reduced_in_place)) == [(INCONCLUSIVE, "cut-graph")]
+    (found,) = [f for f in judged(people.loss_reduced_in_place).findings if f.verdict == BUG]
+    assert "all 9 gradients: 0.5 times what they should be" in found.sentence
+    late = [f for f in judged(people.late_layer).findings if f.verdict == BUG]
+    assert [set(f.tensors) for f in late] == [{"extra.weight", "extra.bias"}]
+
+
+def test_what_is_not_read_is_said(watched: Any, judged: Any) -> None:
+    """Right programs, of which some steps are out of sight: no bug, and no pass either."""
+    for program, sentence in (
+        (people.flat_shards, "all 9 gradients: each rank has its own, no optimizer owns the parameters"),
+        (people.served, "rank 1 took no optimizer step at all"),
+    ):
+        subject = watched(program)
+        open_ = [f.sentence for f in subject.findings if f.verdict == INCONCLUSIVE]
+        assert (subject.verdict, sentence in open_[0]) == (INCONCLUSIVE, True), subject.findings
+    for program, sentence in (
+        (people.reduced_inside_step, "only 0 of 9 gradients were compared"),
+        (people.flat_shards, "only 0 of 9 gradients were compared"),
+        (people.adversaries, "do not learn in the first step and do in later ones"),
+        (people.served, "no optimizer was seen to step"),
+    ):
+        subject = judged(program)
+        assert (subject.verdict, sentence in subject.findings[0].sentence) == (INCONCLUSIVE, True), subject.findings
+
+
+def test_layers_that_are_frozen_at_first_are_not_taken_for_cut_off(judged: Any) -> None:
+    subject = judged(people.unfrozen_later)
+    assert "do not learn in the first step" in subject.findings[0].sentence
+    assert [f.bug for f in subject.findings if f.verdict == BUG] == ["outside-wrapper"], subject.findings

@@ -1,0 +1,158 @@
+"""Programs of public trackers and libraries (trackers.py): each wrong one is named, and its right twin passes, watched
+alone and beside one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from isograd_verify.run.attach import inspect
+from isograd_verify.run.ranks import LocalRanks
+from isograd_verify.tell.findings import BUG, INCONCLUSIVE, NOTE, PASS, Subject
+
+from . import field, trackers
+from .test_beside import judged, said
+
+__all__ = ["judged"]
+Worlds = Callable[[int], LocalRanks]
+
+RIGHT: tuple[tuple[Any, ...], ...] = (
+    (trackers.sharded_ddp,),
+    (trackers.zero_by_hand,),
+    (trackers.sparse_embedding,),
+    (trackers.muon_and_adamw,),
+    (trackers.discriminator,),
+    (trackers.clipped_before_the_sum, False),
+    (trackers.tensor_parallel,),
+    (trackers.two_and_two, False),
+    (trackers.hook_that_never_runs, True),
+    (trackers.group_of_one, False),
+)
+RIGHT_ALONE: tuple[tuple[Any, ...], ...] = (  # beside one device they are INCONCLUSIVE, and say why
+    (trackers.mean_per_micro, False),
+    (trackers.norm_of_own_shards,),
+    (trackers.contrastive,),
+    (trackers.contrastive, "nn"),
+)
+WRONG: tuple[tuple[Any, ...], ...] = (  # program, arguments, bug, words of what is said alone, and beside one device
+    (trackers.sharded_ddp, ("0.weight",), "", "weights (0.weight): not summed over ranks 0, 1", ""),
+    (trackers.zero_by_hand, ("0.weight",), "replicas-differ", "copies of 0.weight differ", ""),
+    (trackers.zero_by_hand, ("", "0.weight"), "", "weights (0.weight): not summed over ranks 0, 1", ""),
+    (trackers.sparse_embedding, (True,), "", "weights (0.weight): not summed", ""),
+    (trackers.muon_and_adamw, (True,), "", "weights (block.0.weight, block.2.weight): not summed", ""),
+    (trackers.discriminator, (True,), "outside-wrapper", "Sequential.0.bias", "Sequential.0.weight"),
+    (trackers.clipped_before_the_sum, (True,), "clip-per-rank", "clips by a norm of its own before the sum", ""),
+    (trackers.hook_that_never_runs, (), "norm-unreduced", "(norm.bias, norm.weight): not summed", "not summed"),
+    (trackers.group_of_one, (), "nosync-missing", "all 9 gradients: not summed over ranks 0, 1", ""),
+)
+WRONG_ALONE: tuple[tuple[Any, ...], ...] = (  # where no run on one device can be fed the same rows
+    (trackers.norm_of_own_shards, ("local",), "clip-per-rank", "own norm: rank 0 by 0.01595, rank 1 by 0.01741"),
+    (trackers.tensor_parallel, ("data",), "inputs-differ", "ranks 0, 1 hold parts of one model (up, down)"),
+    (trackers.contrastive, ("dropped",), "wrong-adjoint", "Gather at verify/tests/trackers.py"),
+    (trackers.contrastive, ("dtensor",), "wrong-adjoint", "Redistribute at verify/tests/trackers.py"),
+    (trackers.contrastive, ("noncontiguous",), "wrong-adjoint", "_AllGather at verify/tests/trackers.py"),
+)
+OPEN: tuple[tuple[Any, ...], ...] = (  # alone INCONCLUSIVE by this name; beside one device a BUG by it, where it can be
+    (trackers.reduced_twice, (), "reduced-twice", True),
+    (trackers.two_and_two, (), "accum-undivided", True),
+    (trackers.two_and_two, (False, True), "reduced-twice", True),
+    (trackers.mean_per_micro, (), "accum-undivided", False),
+)
+
+
+def name_of(value: Any) -> str:
+    return value.__name__ if callable(value) else "-".join(map(str, value)) if isinstance(value, tuple) else ""
+
+
+@pytest.fixture
+def watched(worlds: Worlds, tmp_path: Path) -> Callable[..., Subject]:
+    def watch(program: Callable[..., None], *args: Any) -> Subject:
+        home = tmp_path / "watched"
+        worlds(2).run(partial(field.watched, program, str(home), *args))
+        return inspect(home)
+
+    return watch
+
+
+@pytest.fixture
+def both(judged: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Subject]]:
+    """What is said of a program alone, and beside one device."""
+    alone: list[Subject] = []
+    monkeypatch.setattr("verify.tests.test_beside.inspect", lambda home: alone.append(inspect(home)) or alone[-1])
+
+    def judge(program: Callable[..., None], *args: Any) -> list[Subject]:
+        beside = judged(program, *args)
+        return [alone[-1], beside]
+
+    return judge
+
+
+@pytest.mark.parametrize("program", RIGHT, ids=lambda row: f"{row[0].__name__}-{row[1:]}")
+def test_a_right_program_passes_alone_and_beside_one_device(both: Any, program: tuple[Any, ...]) -> None:
+    for subject in both(*program):
+        assert (subject.verdict, said(subject)) == (PASS, []), subject.findings
+
+
+@pytest.mark.parametrize("program", RIGHT_ALONE, ids=lambda row: f"{row[0].__name__}-{row[1:]}")
+def test_a_right_program_passes_where_no_device_can_be_given_its_rows(watched: Any, program: tuple[Any, ...]) -> None:
+    subject = watched(*program)
+    assert (subject.verdict, said(subject)) == (PASS, []), subject.findings
+
+
+@pytest.mark.parametrize(("program", "args", "bug", "alone", "beside"), WRONG, ids=name_of)
+def test_a_wrong_program_is_named_once_alone_and_beside_one_device(
+    both: Any, program: Any, args: tuple[Any, ...], bug: str, alone: str, beside: str
+) -> None:
+    for subject, words in zip(both(program, *args), (alone, beside or alone), strict=True):
+        assert said(subject) == [(BUG, bug)], subject.findings
+        (found,) = [f for f in subject.findings if f.verdict == BUG]
+        assert words in found.sentence
+
+
+@pytest.mark.parametrize(("program", "args", "bug", "words"), WRONG_ALONE, ids=name_of)
+def test_a_wrong_program_is_named_alone(
+    watched: Any, program: Any, args: tuple[Any, ...], bug: str, words: str
+) -> None:
+    subject = watched(program, *args)
+    assert said(subject) == [(BUG, bug)], subject.findings
+    assert words in next(f.sentence for f in subject.findings if f.verdict == BUG)
+
+
+@pytest.mark.parametrize(("program", "args", "bug", "decided"), OPEN, ids=name_of)
+def test_a_factor_is_flagged_alone_and_decided_beside_one_device(
+    both: Any, program: Any, args: tuple[Any, ...], bug: str, decided: bool
+) -> None:
+    alone, beside = both(program, *args)
+    assert [f for f in said(alone) if f[1]] == [(INCONCLUSIVE, bug)], alone.findings
+    assert (BUG, bug) in said(beside) if decided else (INCONCLUSIVE, bug) in said(beside), beside.findings
+
+
+def test_functional_gradients_are_said_not_to_be_watched_in_one_line(watched: Any) -> None:
+    subject = watched(trackers.functional)
+    (found,) = [f for f in subject.findings if f.verdict != NOTE]
+    assert (found.verdict, subject.verdict) == (INCONCLUSIVE, INCONCLUSIVE)
+    assert found.sentence.startswith("the program takes gradients by torch.func")
+
+
+def test_a_program_that_fails_never_passes(worlds: Worlds, tmp_path: Path) -> None:
+    with pytest.raises(Exception, match="no more data"):
+        worlds(2).run(partial(field.watched, trackers.raises, str(tmp_path)))
+    subject = inspect(tmp_path, failed=1)
+    assert subject.verdict == INCONCLUSIVE
+    assert [f.sentence for f in subject.findings if f.verdict == INCONCLUSIVE] == [
+        "the program failed with exit code 1: 2 of the steps to watch (all) were seen to their end"
+    ]
+
+
+def test_the_heat_map_shows_both_ranks_wrong_where_neither_gradient_was_summed(watched: Any) -> None:
+    subject = watched(trackers.group_of_one)
+    assert all(min(row) > 0.1 for row in subject.by_rank.values()), subject.by_rank
+
+
+def test_a_finding_without_a_name_has_the_line_of_its_last_reduction_or_backward(watched: Any) -> None:
+    (found,) = [f for f in watched(trackers.sharded_ddp, "0.weight").findings if f.verdict == BUG]
+    assert (found.bug, found.site.partition(":")[0]) == ("", "verify/tests/trackers.py")
