@@ -31,21 +31,21 @@ from isograd_verify.record.events import (
     Coefficient,
     Collective,
     End,
-    Given,
+    ForwardInputs,
     GivenTensor,
     Logits,
+    LossTerm,
     Norm,
     Parameter,
     Skipped,
     Step,
-    Term,
     WholeGradients,
     key,
     micro_of,
 )
 from isograd_verify.record.sketch import digest, dtype_name, sketch, squares
 from isograd_verify.watch import foreign
-from isograd_verify.watch.collectives import Watch, call_site
+from isograd_verify.watch.collectives import WatchMode, call_site
 from isograd_verify.watch.fused import Fused
 from isograd_verify.watch.hooks import Hooks
 from isograd_verify.watch.labels import Labels
@@ -123,7 +123,7 @@ class Capture(Life):
         self.routing = Routing(self, replay)
         self.sketching = Sketching(self, beyond)
         self.rewrites = Rewrites(self)
-        self.watch = Watch(self)
+        self.watch = WatchMode(self)
         self.hooks = Hooks(self)
 
     # -- what collectives.Watch tells ----------------------------------------------------------------------------
@@ -182,7 +182,7 @@ class Capture(Life):
 
     def term(self, site: str, value: float, weights: tuple[float, ...], joined: int) -> None:
         """Notes a term of the loss, when backward has come to it."""
-        self.event(Term(*self.now, site=site, value=value, weights=weights, joined=joined))
+        self.event(LossTerm(*self.now, site=site, value=value, weights=weights, joined=joined))
 
     def choice(self, scores: Tensor, indices: Tensor, site: str) -> Tensor | None:
         """Notes which few of each row were chosen; returns the indices to take instead, if others are replayed."""
@@ -300,7 +300,7 @@ class Capture(Life):
 
     def backward_begins(self, roots: list[Tensor]) -> None:
         """A call of autograd.backward begins: one more micro-batch."""
-        self.settle()
+        self.close_step()
         if not self.active:
             return
         if self.micro >= 0 and self._thrown_away():
@@ -352,7 +352,7 @@ class Capture(Life):
             if gradient is None or (not talk and foreign.misplaced(parameter, gradient)):
                 continue
             self.gradient(name, parameter, gradient)
-        self.guarded(self.rewrites.settle, "changes")()
+        self.guarded(self.rewrites.write_early, "changes")()
         if gradients is not None:
             self.event(WholeGradients(*self.now, names=tuple(sorted(gradients))))
 
@@ -381,9 +381,9 @@ class Capture(Life):
         backward in between belong to one step."""
         self.held.clear()
         self.learn_names()
-        self.owned |= {name for p in owned for name in self._known(p)}
+        self.owned |= {name for p in owned for name in self._names_of(p)}
         self.unnamed(owned)
-        self.rates |= {name: rate for p, rate in zip(owned, rates, strict=True) for name in self._known(p)}
+        self.rates |= {name: rate for p, rate in zip(owned, rates, strict=True) for name in self._names_of(p)}
         if self.last_step_at == self.backwards and self.last_step_at >= 0:
             return
         clipped = self.snapped  # else the gradients are as the snapshot has just seen them
@@ -398,7 +398,7 @@ class Capture(Life):
                 gradient = foreign.local(parameter.grad)
                 self.tensors[f"clipped/{name}"] = sketch(gradient, self.offset(name, parameter, gradient))
 
-    def _known(self, parameter: Tensor) -> list[str]:
+    def _names_of(self, parameter: Tensor) -> list[str]:
         """The names of a parameter: of a flat one's, each."""
         name = self.names.get(id(parameter))
         return self.inside.get(id(parameter), [name] if name else [])
@@ -406,9 +406,9 @@ class Capture(Life):
     def unnamed(self, owned: list[Tensor]) -> None:
         """Parameters that no module call has named (a loss's temperature, say) get a name by their place."""
         for i, parameter in enumerate(owned):
-            if not self._known(parameter) and not foreign.joined():
+            if not self._names_of(parameter) and not foreign.joined():
                 self.names[id(parameter)] = f"parameter_{i}"
-            elif not self._known(parameter) and parameter.grad is not None:
+            elif not self._names_of(parameter) and parameter.grad is not None:
                 self.nameless[id(parameter)] = parameter.numel()
 
     def entrusted(self, optimizer: Any, parameters: list[Tensor]) -> None:
@@ -423,9 +423,9 @@ class Capture(Life):
             self.last_step_at = self.backwards
             self.unsettled = True
         if len(self.optimizers) < 2:
-            self.settle()
+            self.close_step()
 
-    def settle(self) -> None:
+    def close_step(self) -> None:
         """The step is over: at once, or with several optimizers when the next forward or backward begins."""
         if not self.unsettled:
             return
@@ -451,7 +451,7 @@ class Capture(Life):
             if self.parameters:
                 self.keep(f"after/{name}", part, parameter)
             box, whole = self.boxes.get(name) or (foreign.box_of(parameter), foreign.whole_shape(parameter))
-            piece = isinstance(parameter, foreign.Piece)
+            piece = isinstance(parameter, foreign.FlatPiece)
             part_shape = self.part_shapes.get(name, whole if piece else tuple(part.shape))
             about[name] = Parameter(
                 shape=tuple(part.shape),
@@ -471,7 +471,7 @@ class Capture(Life):
                 **self.before.get(name, {}),
             )
         for forward, tensors in self.unreached.values():
-            self.event(Given(*self.now, forward=forward, tensors=tensors, reached=False))
+            self.event(ForwardInputs(*self.now, forward=forward, tensors=tensors, reached=False))
         self.unreached.clear()
         left = {"limit": self.limit, **self.left_out} if self.left_out else {}
         now = time.time() - self.began

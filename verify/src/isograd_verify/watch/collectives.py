@@ -23,7 +23,7 @@ from isograd_verify.watch import foreign
 from isograd_verify.watch.flows import OUTPUTS, Flows
 from isograd_verify.watch.foreign import ENGINE
 from isograd_verify.watch.means import SEEN, Means
-from isograd_verify.watch.terms import Terms
+from isograd_verify.watch.terms import TermTracker
 
 if TYPE_CHECKING:
     from isograd_verify.watch.labels import Labels
@@ -93,7 +93,7 @@ class Listener(Protocol):
         ...
 
 
-class Watch(TorchDispatchMode):
+class WatchMode(TorchDispatchMode):
     """Passes every operator on unchanged; tells the listener about those above."""
 
     def __init__(self, listener: Listener) -> None:
@@ -104,7 +104,7 @@ class Watch(TorchDispatchMode):
         self.lost: set[str] = set()  # senses that an error has ended
         self.flows = Flows()
         self.means = Means(listener.labels.mean, lambda: call_site(listener.base))
-        self.terms = Terms(listener.term)
+        self.terms = TermTracker(listener.term)
         self.sites: dict[int, str] = {}  # where a loss was called, by the memory of its total, which backward gets
         self.reduced = ""  # where many numbers with a graph last became one: the loss, most likely
         self.loopback: Callable[[str, dict[str, Any]], Any] | None = None  # how a world of one sends to itself
@@ -119,23 +119,23 @@ class Watch(TorchDispatchMode):
         for mode in reversed(above):
             _push_mode(mode)
 
-    def aside(self) -> bool:
-        """Out of the way of the listener's own operators, until `back`; whether it was in the way."""
+    def suspend(self) -> bool:
+        """Out of the way of the listener's own operators, until `resume`; whether it was in the way."""
         if _get_current_dispatch_mode() is not self:
             return False
         _pop_mode()
         self.off = True
         return True
 
-    def back(self) -> None:
-        """Return to the top of the stack of dispatch modes, after `aside`."""
+    def resume(self) -> None:
+        """Return to the top of the stack of dispatch modes, after `suspend`."""
         if self.off:
             self.off = False
             _push_mode(self)
 
     def leave(self) -> bool:
         """Whether it could: not while a mode that the program entered later is on top."""
-        self.back()
+        self.resume()
         if _get_current_dispatch_mode() is not self:
             return False
         self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
@@ -156,9 +156,9 @@ class Watch(TorchDispatchMode):
         if self.open is not None:
             self._end()
         if self.means.fresh:
-            self._try("means", self.means.settle, self.listener.guarded)
+            self._try("means", self.means.hook_fresh, self.listener.guarded)
         if self.terms.fresh:
-            self._try("terms", self.terms.settle)
+            self._try("terms", self.terms.note_fresh)
         if handler is None:
             self._try("changes", self.listener.rewrites.look, func, args)
         known = handler is not None and not foreign.imagined(args)
@@ -213,7 +213,7 @@ class Watch(TorchDispatchMode):
     def _collective(self, func: Any, args: Any, kwargs: Any) -> Any:
         began = time.perf_counter()
         named = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | kwargs
-        told = self._try("collectives", self._told, func, named)
+        told = self._try("collectives", self._note_call, func, named)
         if told is None:
             return func(*args, **kwargs)
         call, number = told
@@ -226,7 +226,7 @@ class Watch(TorchDispatchMode):
             self._try("flows", self.flows.begin, number, call.op, named, result, call.ranks)
         return result
 
-    def _told(self, func: Any, named: dict[str, Any]) -> tuple[_Call, int]:
+    def _note_call(self, func: Any, named: dict[str, Any]) -> tuple[_Call, int]:
         call = _Call(func, named)
         return call, self.listener.collective(call.op, call.ranks, call.tensors, call.reduce)
 

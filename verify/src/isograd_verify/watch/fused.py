@@ -35,7 +35,7 @@ ROWS = 16  # that are looked at
 
 
 @dataclass
-class Given:
+class LossArgs:
     """What may be a cross-entropy's arguments, with a few of its rows as they are before the call."""
 
     place: int  # of the rows among the arguments that are tensors
@@ -81,8 +81,8 @@ class Fused:
 
     def _watched(self, call: functools.partial[Any], args: Any, kwargs: Any) -> Any:
         c = self.capture
-        found: list[Given] = []
-        c.guarded(lambda: found.extend(_given(args)), "labels")()
+        found: list[LossArgs] = []
+        c.guarded(lambda: found.extend(_readings(args)), "labels")()
         self.inside, self.inner, before = self.inside + 1, [], c.numbers
         try:
             result = call(*args, **kwargs)
@@ -92,7 +92,7 @@ class Fused:
         c.guarded(self.functions.called, "functions")(call.args[0], args, result, before)
         return result
 
-    def _made(self, args: Any, result: Any, found: list[Given]) -> None:
+    def _made(self, args: Any, result: Any, found: list[LossArgs]) -> None:
         loss = result[0] if isinstance(result, tuple) and result else result
         many = any(isinstance(t, Tensor) and t.requires_grad and t.dim() for t in args)
         if type(loss) is not Tensor or loss.dim() or not loss.requires_grad or loss.grad_fn is None or not many:
@@ -112,7 +112,7 @@ class Fused:
 
         loss.grad_fn.register_hook(unserializable_hook(c.guarded(judged, "labels")))
 
-    def _proven(self, given: Given, rows: Any, factor: float, value: float, site: str) -> bool:
+    def _proven(self, given: LossArgs, rows: Any, factor: float, value: float, site: str) -> bool:
         whole = rows[given.place] if given.place < len(rows) else None
         if whole is None:
             return False
@@ -137,7 +137,7 @@ class Fused:
         return True
 
 
-def _given(args: Any) -> list[Given]:
+def _readings(args: Any) -> list[LossArgs]:
     """Each way to read a Function's arguments as those of a cross-entropy."""
     tensors = [t for t in args if isinstance(t, Tensor)]
     if any(type(t) is not Tensor and isinstance(t, foreign.DTensor) for t in tensors) or foreign.imagined(tensors):
@@ -155,7 +155,7 @@ def _given(args: Any) -> list[Given]:
     return found
 
 
-def _picked(place: int, rows: Tensor, labels: Tensor, weight: Tensor | None, tensors: list[Tensor]) -> Given | None:
+def _picked(place: int, rows: Tensor, labels: Tensor, weight: Tensor | None, tensors: list[Tensor]) -> LossArgs | None:
     classes = rows.shape[-1] if weight is None else len(weight)
     usable = ((labels >= 0) & (labels < classes)).nonzero()[:, 0]
     if not len(usable):
@@ -163,4 +163,4 @@ def _picked(place: int, rows: Tensor, labels: Tensor, weight: Tensor | None, ten
     picked = usable[:: max(1, len(usable) // ROWS)][:ROWS]
     biases = [t for t in tensors if t.dim() == 1 and t.is_floating_point() and t.requires_grad and len(t) == classes]
     kept = rows.detach().reshape(-1, rows.shape[-1])[picked].double().clone()
-    return Given(place, labels.clone(), picked, kept, weight, biases[0] if weight is not None and biases else None)
+    return LossArgs(place, labels.clone(), picked, kept, weight, biases[0] if weight is not None and biases else None)

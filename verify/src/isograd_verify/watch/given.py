@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import unserializable_hook
 
-from isograd_verify.record.events import Given, GivenTensor
+from isograd_verify.record.events import ForwardInputs, GivenTensor
 from isograd_verify.record.sketch import content_hash, dtype_name, element_hashes, sketch
 from isograd_verify.watch import foreign
 
@@ -81,7 +81,7 @@ def tell(c: Capture, tensors: dict[str, Tensor], outputs: list[Tensor]) -> None:
     about = described(tensors)
     reached = [t for t in outputs if t.requires_grad][:MOST_OUTPUTS]
     if not reached:
-        c.event(Given(*c.now, forward=c.micro + 1, tensors=about))
+        c.event(ForwardInputs(*c.now, forward=c.micro + 1, tensors=about))
         return
     c.calls += 1
     mark = c.calls
@@ -93,7 +93,7 @@ def tell(c: Capture, tensors: dict[str, Tensor], outputs: list[Tensor]) -> None:
             if c.beside:
                 c.tensors[f"begun/{c.micro}/{mark}"] = sketch(foreign.local(gradient))
                 c.tensors[f"made/{c.micro}/{mark}"] = made
-            c.event(Given(*c.now, forward=c.micro, tensors=about))
+            c.event(ForwardInputs(*c.now, forward=c.micro, tensors=about))
 
     for output in reached:
         part = foreign.local(output.detach())

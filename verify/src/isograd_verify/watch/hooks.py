@@ -68,7 +68,7 @@ class Hooks:
         if self.after is None:  # else it watches again, called from this very hook
             self.after = register_optimizer_step_post_hook(after_step)
         self.wrap(torch.autograd, "backward", self._backward)
-        self.wrap(Optimizer, "add_param_group", self._given)
+        self.wrap(Optimizer, "add_param_group", self._add_param_group)
         original, watched = self.capture.fused.wrapper()
         self.wrapped.append((torch.autograd.Function, "apply", original))
         torch.autograd.Function.apply = watched  # type: ignore[method-assign]
@@ -140,7 +140,7 @@ class Hooks:
         if type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None:
             c.compiled = True
         if not c.stack:
-            c.settle()
+            c.close_step()
             if not c.active:
                 return
             c.root(module)
@@ -260,7 +260,7 @@ class Hooks:
         if not inside:  # recomputation calls backward inside backward, a Function in its forward: it is the same one
             self.capture.guarded(self.capture.backward_begins)(roots)
             self.capture.guarded(self.capture.look_at_buffers, "buffers")("forward")
-            self.capture.guarded(self.capture.watch.means.settle, "means")(self.capture.guarded)
+            self.capture.guarded(self.capture.watch.means.hook_fresh, "means")(self.capture.guarded)
             self.capture.guarded(self._terms, "terms")(roots)
             self.capture.guarded(self._reached, "flows")(roots)
         self.capture.backing += 1
@@ -273,7 +273,7 @@ class Hooks:
 
     def _terms(self, roots: list[Tensor]) -> None:
         terms = self.capture.watch.terms
-        terms.settle()
+        terms.note_fresh()
         terms.begin(roots, self.capture.guarded)
 
     def _reached(self, roots: list[Tensor]) -> None:
@@ -282,7 +282,7 @@ class Hooks:
         if calls:
             self.capture.event(Reached(*self.capture.now, calls=tuple(calls.items())))
 
-    def _given(self, original: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+    def _add_param_group(self, original: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         result = original(optimizer, *args, **kwargs)
         self.capture.guarded(self.capture.entrusted)(optimizer, _owned(optimizer))
         return result
@@ -303,14 +303,14 @@ class Hooks:
         guarded = self.capture.guarded
         guarded(self.capture.snapshot)()
         result = original(*args, **kwargs)
-        guarded(self._told, "norms")(result)
+        guarded(self._note_norm, "norms")(result)
         return result
 
     def _clip_values(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         self.capture.guarded(self.capture.snapshot)()
         return original(*args, **kwargs)
 
-    def _told(self, norm: Any) -> None:
+    def _note_norm(self, norm: Any) -> None:
         if isinstance(norm, Tensor) and not isinstance(norm, foreign.DTensor):
             self.capture.norm(float(norm), call_site(self.capture.base))
 
@@ -318,7 +318,7 @@ class Hooks:
         """Clipping by a norm that the program computed itself: it tells the norm."""
         guarded = self.capture.guarded
         guarded(self.capture.snapshot)()
-        guarded(self._told, "norms")(total_norm)
+        guarded(self._note_norm, "norms")(total_norm)
         return original(parameters, max_norm, total_norm, *a, **k)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import unserializable_hook
 
-from isograd_verify.record.events import LabelWeight, Loss, Mean
+from isograd_verify.record.events import LabelWeight, Loss, MeanWeight
 from isograd_verify.record.sketch import content_hash
 from isograd_verify.watch.collectives import call_site
 from isograd_verify.watch.means import Number
@@ -69,7 +69,7 @@ class Labels:
         c = self.capture
         if number.count:
             weight = float(gradient) / (number.count if number.mean else 1.0)
-            about = Mean(
+            about = MeanWeight(
                 *c.now, term=number.term, site=number.site, count=number.count, weight=weight,
                 nonzero=number.nonzero, divided=number.divided, average=number.average,
             )  # fmt: skip

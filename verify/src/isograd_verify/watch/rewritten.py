@@ -90,7 +90,7 @@ class Rewrites:
                 c.gradient(name, parameter, parameter.grad)
                 c.tensors[f"clipped/{name}"] = c.tensors[f"sum/{name}"].clone()
 
-    def settle(self) -> None:
+    def write_early(self) -> None:
         """The step's gradients have been looked at: writes what they were before."""
         c = self.capture
         for name, (parameter, part) in self.kept.items():
