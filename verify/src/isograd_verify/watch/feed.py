@@ -24,7 +24,7 @@ from isograd_verify.io.untrusted import CONFIG, read_json
 from isograd_verify.record.recording import load
 from isograd_verify.watch import foreign
 from isograd_verify.watch.calls import CACHE, GRAPH, file_of, found, joined, outermost, set_generators, total
-from isograd_verify.watch.collectives import call_site
+from isograd_verify.watch.sites import call_site
 from isograd_verify.watch.steps import Steps
 
 if TYPE_CHECKING:

@@ -301,3 +301,14 @@ def functional() -> bool:
 def rewritten(func: Any) -> bool:
     """Whether an operator on DTensors has been given another meaning, as torch's loss_parallel() does."""
     return func in DTensor._op_dispatcher._custom_op_handlers
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors in a nest of sequences and dicts."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, (list, tuple)):
+        return [t for v in value for t in tensors_in(v)]
+    if isinstance(value, dict):
+        return [t for v in value.values() for t in tensors_in(v)]
+    return []

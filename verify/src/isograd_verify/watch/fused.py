@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,11 +25,9 @@ from isograd_verify import tolerances
 from isograd_verify.record.events import LabelWeight, Loss, Uncounted
 from isograd_verify.record.sketch import content_hash, dtype_name
 from isograd_verify.watch import foreign
-from isograd_verify.watch.collectives import call_site
 from isograd_verify.watch.functions import Functions
-
-if TYPE_CHECKING:
-    from isograd_verify.watch.capture import Capture
+from isograd_verify.watch.recorder import Recorder
+from isograd_verify.watch.sites import call_site
 
 ROWS = 16  # that are looked at
 
@@ -57,12 +55,10 @@ class LossArgs:
 
 
 class Fused:
-    """Watches calls of autograd Functions; `inside`: how many are under way."""
+    """Watches calls of autograd Functions."""
 
-    def __init__(self, capture: Capture) -> None:
+    def __init__(self, capture: Recorder) -> None:
         self.capture = capture
-        self.inside = 0
-        self.inner: list[LabelWeight] = []
         self.functions = Functions(capture)
 
     def wrapper(self) -> tuple[Any, Any]:
@@ -71,7 +67,7 @@ class Fused:
 
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
             call = functools.partial(original.__func__, cls)
-            idle = self.inside or not self.capture.active or not torch.is_grad_enabled()
+            idle = self.capture.in_function or not self.capture.active or not torch.is_grad_enabled()
             if idle or torch._C._current_graph_task_id() != -1:
                 return call(*args, **kwargs)
             return self._watched(call, args, kwargs)
@@ -83,11 +79,11 @@ class Fused:
         c = self.capture
         found: list[LossArgs] = []
         c.guarded(lambda: found.extend(_readings(args)), "labels")()
-        self.inside, self.inner, before = self.inside + 1, [], c.numbers
+        c.in_function, c.inner_weights, before = c.in_function + 1, [], c.numbers
         try:
             result = call(*args, **kwargs)
         finally:
-            self.inside -= 1
+            c.in_function -= 1
         c.guarded(self._made, "labels")(args, result, found)
         c.guarded(self.functions.called, "functions")(call.args[0], args, result, before)
         return result
@@ -97,8 +93,8 @@ class Fused:
         many = any(isinstance(t, Tensor) and t.requires_grad and t.dim() for t in args)
         if type(loss) is not Tensor or loss.dim() or not loss.requires_grad or loss.grad_fn is None or not many:
             return
-        c, inner, value = self.capture, self.inner, float(loss.detach())
-        site = c.watch.reduced = call_site(c.base)
+        c, inner, value = self.capture, self.capture.inner_weights, float(loss.detach())
+        site = c.reduced = call_site(c.base)
 
         def judged(rows: tuple[Tensor | None, ...], gradients: tuple[Tensor | None, ...]) -> None:
             if not gradients or gradients[0] is None:

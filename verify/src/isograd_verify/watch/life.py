@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -26,9 +26,6 @@ from isograd_verify.watch.steps import Steps
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-    from isograd_verify.watch.collectives import WatchMode
-    from isograd_verify.watch.hooks import Hooks
 
 NOT_THE_PROGRAM = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "<")
 UNWATCHED = 12  # steps timed after the watched ones
@@ -44,11 +41,28 @@ def _forked() -> None:
 os.register_at_fork(after_in_child=_forked)
 
 
+class Mode(Protocol):
+    """The dispatch mode of a capture; collectives.Watch."""
+
+    def enter_below(self) -> None: ...
+    def leave(self) -> bool: ...
+    def suspend(self) -> bool: ...
+    def resume(self) -> None: ...
+
+
+class Installed(Protocol):
+    """What a capture puts into a program; hooks.Hooks."""
+
+    def install(self) -> None: ...
+    def remove(self) -> None: ...
+    def close(self) -> None: ...
+
+
 class Life:
     """`lenient`: an error of the capture's own ends the watching, and is told, instead of ending the program."""
 
-    watch: WatchMode
-    hooks: Hooks
+    watch: Mode
+    hooks: Installed
     steps: Steps
 
     def __init__(self, directory: Path, lenient: bool) -> None:
