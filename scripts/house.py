@@ -60,16 +60,16 @@ VERIFIER = {
 }  # fmt: skip
 
 LIMITS = {
-    "isograd, lines": 47_120,
-    "isograd-verify, lines": 17_597,
+    "isograd, lines": 47_107,
+    "isograd-verify, lines": 17_604,
     "comm + engine, lines": 8_771,
     "arrows between packages": 130,
     "arrows in isograd-verify": 53,
     "imports against the order": 0,
-    "files in circles": 11,
-    "reassigned fields of engine, comm, losses": 146,
-    "public class names defined twice": 9,
-    "identifiers that are no names": 85,
+    "files in circles": 0,
+    "reassigned fields of engine, comm, losses": 145,
+    "public class names defined twice": 0,
+    "identifiers that are no names": 0,
 }
 
 FULL_EVERY = 200  # commits

@@ -98,4 +98,4 @@ def evaluated(
         sums = torch.stack((output.loss.double() * part.weight, part.weight.double()))
         total, labels = raw.all_reduce(sums, mesh.group("cp"))
         loss = total / labels.clamp(min=1)
-    return loss, part.whole(output.logits) if logits else None
+    return loss, part.gather_sequence(output.logits) if logits else None

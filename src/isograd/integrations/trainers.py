@@ -399,7 +399,7 @@ class EngineTrainerMixin(_Base):  # type: ignore[misc]
     # -- files
 
     @contextmanager
-    def _whole(self) -> Iterator[None]:
+    def _full_parameters(self) -> Iterator[None]:
         """Every parameter whole on this rank; at ZeRO 3 all ranks come here together."""
         if isinstance(self.optimizer, EngineOptimizer):
             with self.engine.full_parameters():
@@ -412,17 +412,17 @@ class EngineTrainerMixin(_Base):  # type: ignore[misc]
         if self.mesh.size("tp") > 1:
             export_hf(self.engine, args[0] if args else kwargs.get("output_dir") or self.args.output_dir)
             return
-        with self._whole():
+        with self._full_parameters():
             super().save_model(*args, **kwargs)
 
     def _load_best_model(self) -> None:
-        with self._whole():
+        with self._full_parameters():
             super()._load_best_model()
 
     def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         if self.mesh.size("tp") > 1:
             return  # the engine's state has all weights
-        with self._whole():
+        with self._full_parameters():
             super()._load_from_checkpoint(*args, **kwargs)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
