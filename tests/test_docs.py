@@ -233,6 +233,12 @@ def test_a_name_in_backticks_exists(page: str) -> None:
     assert not [name for _, name in found if name and not resolves(name)]
 
 
+def test_the_glossary_has_at_most_40_words() -> None:
+    rows = re.findall(r"^\| ([a-z][^|]*?) \|", (DOCS / "glossary.md").read_text(), re.MULTILINE)
+    words = [word for row in rows if row != "word" for word in row.replace("types R, I, V, P", "types").split(", ")]
+    assert 30 < len(set(words)) == len(words) <= 40
+
+
 def resolves(name: str) -> bool:
     """Whether isograd.NAME, or a name of isograd_verify, is a module, or something that a module has."""
     words = [*([] if name.startswith("isograd_verify.") else ["isograd"]), *name.split(".")]
