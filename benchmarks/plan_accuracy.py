@@ -1,8 +1,8 @@
 """Predicted steps beside published ones: each publisher is judged with rates that its own rows had no part in.
 
-    python -m benchmarks.plan_accuracy ground_truth.csv             # the tables of docs/plan.md
+    python -m benchmarks.plan_accuracy ground_truth.csv             # the tables of docs/plan-accuracy.md
     python -m benchmarks.plan_accuracy ground_truth.csv --worst 9   # and the rows that are furthest off
-    python -m benchmarks.plan_accuracy ground_truth.csv --write     # writes the tables into docs/plan.md
+    python -m benchmarks.plan_accuracy ground_truth.csv --write     # writes the tables into docs/plan-accuracy.md
 
 Rows whose numbers were written down from memory (conf=recalled), without a layout, or of models that this decoder is
 not (latent attention), do not count. One number is fitted: which share of the best product's rate programs get, on all
@@ -320,7 +320,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("csv")
     parser.add_argument("--worst", type=int, default=0, help="also list so many rows with the largest errors")
-    parser.add_argument("--write", action="store_true", help="write the tables into docs/plan.md")
+    parser.add_argument("--write", action="store_true", help="write the tables into docs/plan-accuracy.md")
     options = parser.parse_args()
     rows, why = read(options.csv)
     print(f"{len(rows)} rows count; not counted: " + ", ".join(f"{n} ({reason})" for reason, n in why.items()))
@@ -337,7 +337,7 @@ def main() -> None:
     for name, text in (("accuracy", table(judged)), ("memory", of_memory(rows)), ("out-of-memory", outcomes(rows))):
         print("\n" + text)
         if options.write:
-            tables.write("plan", name, text)
+            tables.write("plan-accuracy", name, text)
     for row, wrong, _ in sorted(judged, key=lambda found: -abs(found[1]))[: options.worst]:
         print(f"  {wrong:+.2f}  {row.label}  [{row.publisher}]  {row.seconds:.2f} s")
 

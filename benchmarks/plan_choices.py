@@ -1,6 +1,6 @@
 """Layouts that people chose beside the best that `isograd plan` finds for the same model, devices, batch and program.
 
-    python -m benchmarks.plan_choices ground_truth.csv --write      # writes the table into docs/plan.md; two minutes
+    python -m benchmarks.plan_choices ground_truth.csv --write   # the table of docs/plan-accuracy.md; two minutes
 
 A choice is the fastest published run of a model on the most devices, of publishers that chose their layouts to be
 fast (vTrain and MosaicML measured grids and one kind of layout). Both times are predictions, so that what the predictor
@@ -73,7 +73,7 @@ def main() -> None:
         print(lines[-1], flush=True)
     text = "\n".join([f"{near} of {len(found)} choices are within {NEAR:.0%} of the best.", "", *lines])
     if options.write:
-        tables.write("plan", "choices", text)
+        tables.write("plan-accuracy", "choices", text)
     else:
         print(text)
 

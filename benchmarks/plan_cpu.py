@@ -1,6 +1,6 @@
 """Predicted steps of 30 layouts beside measured ones, on this computer: 2 and 4 ranks, on quiet cores.
 
-    python -m benchmarks.plan_cpu --write          # all of it, about ten minutes; writes the table into docs/plan.md
+    python -m benchmarks.plan_cpu --write          # all of it, ten minutes; writes the table of docs/plan-accuracy.md
     python -m benchmarks.plan_cpu --state FILE     # where it keeps what it has measured; start it again to continue
 
 The computer is measured first (`isograd machine measure`), before any step: nothing is fitted to steps. Then every
@@ -97,7 +97,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--state", default="plan_cpu.json", help="file of what has been measured")
     parser.add_argument("--anyway", action="store_true", help="also beside other jobs")
-    parser.add_argument("--write", action="store_true", help="write the table into docs/plan.md")
+    parser.add_argument("--write", action="store_true", help="write the table into docs/plan-accuracy.md")
     options = parser.parse_args()
     file = Path(options.state)
     state = json.loads(file.read_text()) if file.exists() else {"turns": {}, "disturbed": 0}
@@ -122,7 +122,7 @@ def main() -> None:
     text = table(here, state)
     print("\n" + text)
     if options.write:
-        tables.write("plan", "cpu", text)
+        tables.write("plan-accuracy", "cpu", text)
 
 
 if __name__ == "__main__":

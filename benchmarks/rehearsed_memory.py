@@ -1,7 +1,7 @@
 """The peak of a rank's memory: as a rehearsal predicts it, beside what running ranks measure.
 
     python -m benchmarks.rehearsed_memory [--only "dp2 zero1"]
-    python -m benchmarks.rehearsed_memory --write               # writes the table into docs/plan.md
+    python -m benchmarks.rehearsed_memory --write               # writes the table into docs/plan-accuracy.md
 
 Gloo ranks on this machine build the model, take a step and delete everything, so that libraries, connections and the
 buffers that they keep are there; then they build it again. Measured is the most resident memory of the second step then
@@ -125,14 +125,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--only", help="one layout")
     parser.add_argument("--resident", action="store_true", help="with the C library's allocator as it is")
-    parser.add_argument("--write", action="store_true", help="write the table into docs/plan.md")
+    parser.add_argument("--write", action="store_true", help="write the table into docs/plan-accuracy.md")
     options = parser.parse_args()
     lines = []
     for line in rows(options.only, options.resident):
         print(line, flush=True)
         lines.append(line)
     if options.write:
-        tables.write("plan", "rehearsed-memory", "\n".join(lines))
+        tables.write("plan-accuracy", "rehearsed-memory", "\n".join(lines))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The documentation says what the code does: pages run, names exist, links lead somewhere, the site builds.
 
-A page in docs/how-to, and verify/docs/verify.md, runs as a reader would run it. Two comments, which a rendered page
-does not show, mark its blocks:
+The pages in docs/how-to, docs/prove-your-own.md and verify/docs/verify.md run as a reader would run them. Two comments,
+which a rendered page does not show, mark their blocks:
 
     <!-- file: NAME -->     the block below is written to the file NAME
     <!-- run -->            lines that begin with "$ " are commands; the lines after a command are what it prints
@@ -38,9 +38,9 @@ SOURCE = ROOT / "src" / "isograd"
 VERIFIER = ROOT / "verify" / "src" / "isograd_verify"
 SOURCES = (SOURCE.parent, VERIFIER.parent)
 PAGES = sorted(p for p in (DOCS / "how-to").glob("*.md") if p.stem != "index")
-PAGES += [ROOT / "verify" / "docs" / "verify.md"]
+PAGES += [ROOT / "verify" / "docs" / "verify.md", DOCS / "prove-your-own.md"]
 # Pages that start worlds of their own or programs: each command is a process. The others run in this one.
-SLOW = {"export", "install", "pretrain", "prove", "resume", "verify", "watch"}
+SLOW = {"export", "install", "pretrain", "prove-your-own", "resume", "verify", "watch"}
 
 BLOCK = re.compile(r"<!-- (file|run)(?:: (.+?))? -->\n```\w*\n(.*?)\n```", re.DOTALL)
 NUMBER = r"(?:\d*\.\d+(?:e[-+]?\d+)?|\d+e[-+]?\d+)"
@@ -102,7 +102,8 @@ def test_a_page_runs_and_prints_what_it_shows(page: Path, tmp_path: Path, monkey
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "100")
     if page.stem == "verify":  # its first case is shown on another page, and its first program is in the repository
-        case = re.search(r"`my_case.py`:\n\n```python\n(.*?)\n```", (DOCS / "prove-your-own.md").read_text(), re.DOTALL)
+        shown = r"<!-- file: my_case.py -->\n```python\n(.*?)\n```"
+        case = re.search(shown, (DOCS / "prove-your-own.md").read_text(), re.DOTALL)
         assert case is not None
         (tmp_path / "my_case.py").write_text(case[1])
         (tmp_path / "examples").symlink_to(ROOT / "examples")
@@ -230,6 +231,12 @@ def test_a_name_in_backticks_exists(page: str) -> None:
     assert found
     assert not [file for file, _ in found if file and not (SOURCE / f"{file}.py").exists()]
     assert not [name for _, name in found if name and not resolves(name)]
+
+
+def test_the_glossary_has_at_most_40_words() -> None:
+    rows = re.findall(r"^\| ([a-z][^|]*?) \|", (DOCS / "glossary.md").read_text(), re.MULTILINE)
+    words = [word for row in rows if row != "word" for word in row.replace("types R, I, V, P", "types").split(", ")]
+    assert 30 < len(set(words)) == len(words) <= 40
 
 
 def resolves(name: str) -> bool:

@@ -357,6 +357,6 @@ def test_what_would_shift_labels_of_a_part_is_refused_by_name(worlds) -> None:
 def test_the_page_has_the_words_of_other_libraries() -> None:
     from isograd.core.layout import ELSEWHERE
 
-    page = (Path(__file__).parents[2] / "docs" / "integrations.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "words.md").read_text()
     for names, here in ELSEWHERE.items():
         assert f"| {', '.join(f'`{name}`' for name in names.split())} | `{here.format(n='N')}` |" in page

@@ -1,5 +1,5 @@
-"""docs/integrations.md shows how each script of examples/integrations differs from the loop that its library documents.
-Each script runs by the command of that page, and trains."""
+"""docs/integrations/*.md show how each script of examples/integrations differs from the loop that its library documents.
+Each script runs by the command of its page, and trains."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted(path.name for path in (ROOT / "examples" / "integrations").glob("*.py"))
 NEEDS = {"trainer.py": "accelerate", "accelerate_loop.py": "accelerate", "deepspeed_loop.py": "torch"}
 NEEDS |= {"fabric_loop.py": "lightning", "lightning_loop.py": "lightning", "verl_loop.py": "verl"}
-PAGE = (ROOT / "docs" / "integrations.md").read_text()
+PAGE = "".join(page.read_text() for page in sorted((ROOT / "docs" / "integrations").glob("*.md")))
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

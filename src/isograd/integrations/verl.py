@@ -389,7 +389,7 @@ class IsogradEngine(BaseEngine):  # type: ignore[misc]
         return IntegrationError(
             "IG872", f"{what} is not for the backend isograd of verl", seen=seen,
             expected="a loss function, nested sequences without padding, no offload, local folders",
-            fix="docs/integrations.md says what this backend has", where=self.mesh.describe_rank(),
+            fix="docs/integrations/verl.md says what this backend has", where=self.mesh.describe_rank(),
         )  # fmt: skip
 
 

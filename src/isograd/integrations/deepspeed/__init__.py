@@ -1,4 +1,4 @@
-"""DeepSpeed's integrations: its configs, and a loop that was written for its engine. docs/integrations.md.
+"""DeepSpeed's integrations: its configs, and a loop that was written for its engine. docs/integrations/deepspeed.md.
 
     from isograd.integrations import deepspeed                 # in the place of: import deepspeed
     engine, optimizer, loader, scheduler = deepspeed.initialize(model=model, config="ds_config.json", ...)

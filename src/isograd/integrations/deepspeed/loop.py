@@ -114,7 +114,7 @@ def _refuse(seen: str, expected: str, mesh: Mesh) -> NoReturn:
         "this cannot be asked of DeepSpeed's loop on isograd's engine",
         seen=seen,
         expected=expected,
-        fix="docs/integrations.md lists what the integration has",
+        fix="docs/integrations/deepspeed.md lists what the integration has",
         where=mesh.describe_rank(),
     )
 
