@@ -318,6 +318,37 @@ def test_loops_have_the_gradients_of_one_device_under_ep(worlds, tmp_path: Path,
     }
 
 
+def saved_by_accelerate(layout: str, source: str, folder: str) -> dict[str, Any]:
+    """What the loop writes, and what it goes on with when it has read it again."""
+    with as_torchrun_starts_it():
+        accelerator = ig.integrations.Accelerator(cpu=True, layout=layout)
+        prepared = ig.hf.load(source, accelerator._mesh, dtype=torch.float64, prove=False)
+        prepared, _ = accelerator.prepare(prepared, torch.optim.SGD(prepared.parameters(), lr=0.1))
+        accelerator.save_state(folder)
+        accelerator.save_model(prepared, f"{folder}/model")
+        before = accelerator.get_state_dict(prepared)
+        with accelerator.engine.full_parameters(), torch.no_grad():
+            for parameter in prepared.parameters():
+                parameter.zero_()
+        accelerator.load_state(folder)
+        after = accelerator.get_state_dict(prepared)
+        return {"before": before, "after": after}
+
+
+@pytest.mark.parametrize("layout", ["dp2 ep2 zero3", "dp1 tp2", "dp1 tp2 zero3"])
+def test_what_accelerate_writes_of_a_model_that_is_cut_is_whole(worlds, tmp_path: Path, layout: str) -> None:
+    from safetensors.torch import load_file
+
+    source, folder = str(tmp_path / "source"), str(tmp_path / "saved")
+    whole = model("qwen3_moe")
+    whole.save_pretrained(source)
+    found = worlds(2).run(saved_by_accelerate, layout, source, folder)
+    written = load_file(tmp_path / "saved" / "model" / "model.safetensors")
+    for name, value in whole.state_dict().items():
+        assert all(torch.equal(one[when][name], value) for one in found for when in ("before", "after")), name
+        assert torch.equal(written[name], value), name
+
+
 def by_a_second_accelerator(layout: str, source: str | None) -> dict[str, Any]:
     """The gradients of a model that another accelerator has prepared before."""
     with as_torchrun_starts_it():

@@ -17,7 +17,7 @@ labels. Under cp the model is attached (`ig.hf.attach`); under tp and ep it is o
 Under a ZeRO stage, tp or ep, `prepare(model, optimizer)` makes an `ig.Engine` of the two, as rows of a gradient are no
 `.grad`: nothing is divided, and a loss that a model of transformers has made of `labels` weighs these.
 `clip_grad_norm_` clips in the step that follows, which fills the norm it has returned. `save_state` writes the
-optimizers' state for any layout, into the folder `isograd`.
+optimizers' state, and models that tp or ep cuts, for any layout into the folder `isograd`.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 
 from isograd.checkpoint import CheckpointManager
+from isograd.core.contract import assemble, contract_of
 from isograd.engine import DataParallel, Engine
 from isograd.errors import IntegrationError
 from isograd.hf import attach
@@ -65,6 +66,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     step: int  # accelerate's count of micro-batches
     _optimizers: list[Any]
+    _models: list[Any]
 
     def __init__(self, *args: Any, layout: str | None = None, elementwise: bool = False, **kwargs: Any) -> None:
         """layout: dp, cp, tp, ep and a ZeRO stage; dp, without it; `--isograd LAYOUT` on the command line comes first.
@@ -244,8 +246,13 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
         """accelerate's, of whole parameters at every stage; all ranks come here."""
-        with self._full_parameters(model):
+        with self._full_parameters(model), torch.no_grad():
             state = super().get_state_dict(model, unwrap)
+            for name, parameter in model.named_parameters(remove_duplicate=False) if cuts_model(self._mesh) else ():
+                contract = contract_of(parameter)
+                state[name] = (
+                    parameter.detach() if contract is None else assemble(parameter.detach(), contract, self._mesh)
+                )
             return {n: v.clone() for n, v in state.items()} if self._mesh.layout.zero == 3 else state
 
     def _note_folder(self, folder: str, loads: bool = False) -> None:
@@ -261,14 +268,17 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     @contextmanager
     def _without_engines(self) -> Iterator[None]:
-        """Around accelerate's saving and loading: models are whole, and it does not see the optimizers of engines."""
-        every = self._optimizers
-        self._optimizers = [one for one in every if not isinstance(getattr(one, "optimizer", one), EngineOptimizer)]
+        """Around accelerate's saving and loading: models are whole, and it does not see the optimizers of engines, nor
+        models of which a rank has a part."""
+        optimizers, models = self._optimizers, self._models
+        self._optimizers = [o for o in optimizers if not isinstance(getattr(o, "optimizer", o), EngineOptimizer)]
+        cut = [one.module for one in self._trained] if cuts_model(self._mesh) else []
+        self._models = [model for model in models if not any(model is one for one in cut)]
         try:
             with self._full_parameters():
                 yield
         finally:
-            self._optimizers = every
+            self._optimizers, self._models = optimizers, models
 
     def _keepers(self) -> Iterator[CheckpointManager]:
         for number, one in enumerate(self._trained):
