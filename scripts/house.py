@@ -60,7 +60,7 @@ VERIFIER = {
 }  # fmt: skip
 
 LIMITS = {
-    "isograd, lines": 47_243,
+    "isograd, lines": 47_259,
     "isograd-verify, lines": 17_604,
     "comm + engine, lines": 8_771,
     "arrows between packages": 130,

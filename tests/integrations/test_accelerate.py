@@ -184,7 +184,7 @@ def test_what_an_engine_cannot_do_for_accelerate_is_refused(worlds) -> None:
     for said in worlds(2).run(refused_by_engine):
         assert said == {
             **dict.fromkeys(("retain_graph", "norm_type", "value", "second", "of another", "no optimizer"), "IG866"),
-            "state_dict": "IG853", "no state": "IG867", "pp": "IG855", "whole under tp": "IG855",
+            "state_dict": "IG853", "no state": "IG867", "pp": "IG855", "whole under tp": "IG440",
         }  # fmt: skip
 
 

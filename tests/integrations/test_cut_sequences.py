@@ -145,9 +145,10 @@ def test_the_trainers_loop_has_the_gradients_of_one_device_under_tp(
 ) -> None:
     model().save_pretrained(tmp_path)
     rows = ranks // 2 * 3
-    for found in worlds(ranks).run(by_the_trainer, layout, 3, None, str(tmp_path)):
-        found["loss"] = one_device(rows)["loss"]
-        same(found, rows)
+    for source in (None, str(tmp_path)):
+        for found in worlds(ranks).run(by_the_trainer, layout, 3, None, source):
+            found["loss"] = one_device(rows)["loss"]
+            same(found, rows)
     from transformers import AutoModelForCausalLM
 
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float64)
@@ -290,14 +291,15 @@ def test_a_loop_of_accelerate_has_the_gradients_of_one_device_under_cp(
 
 @pytest.mark.parametrize("layout", ["dp1 cp2 ulysses zero1", "dp1 cp2 ring zero3", "dp1 tp2", "dp1 tp2 sp zero3"])
 def test_a_loop_of_accelerate_has_them_under_zero_stages_and_tp(worlds, tmp_path: Any, layout: str) -> None:
-    source = None
-    if "tp" in layout:
-        source = str(tmp_path)
-        model().save_pretrained(source)
-    for found in worlds(2).run(by_accelerate, 2, None, layout, source):
-        assert found["codes"] == ["IG861"] * 2
-        found["loss"] = one_device(2)["loss"]
-        same(found, 2)
+    sources = [None]
+    if "tp" in layout:  # one that is loaded, and one that is built and cut in place
+        sources.append(str(tmp_path))
+        model().save_pretrained(tmp_path)
+    for source in sources:
+        for found in worlds(2).run(by_accelerate, 2, None, layout, source):
+            assert found["codes"] == ["IG861"] * 2
+            found["loss"] = one_device(2)["loss"]
+            same(found, 2)
 
 
 @pytest.mark.parametrize("ranks, layout", [(2, "dp2 ep2"), (2, "dp2 ep2 zero3"), (4, "dp2 tp2 ep4 zero1")])
@@ -399,16 +401,21 @@ def refused() -> dict[str, str]:
                 ig.integrations.trainer(kind, "cp2 ring")(model(), arguments(folder, 1, 1, **options), **more)
             except IsogradError as error:
                 said[what] = f"{error.code} {error.seen}"
-        try:
-            ig.integrations.trainer(Trainer, "tp2")(model(), arguments(folder, 1, 1))
-        except IsogradError as error:
-            said["whole"] = f"{error.code} {error.fix}"
+        unlike = model()
+        with torch.no_grad():
+            unlike.lm_head.weight += raw.world()[0]
+        for what, given in (("unlike", unlike), ("foreign", torch.nn.Linear(2, 2))):
+            try:
+                ig.integrations.trainer(Trainer, "tp2")(given, arguments(folder, 1, 1))
+            except IsogradError as error:
+                said[what] = f"{error.code} {error.seen}"
     return said
 
 
 def test_what_would_shift_labels_of_a_part_is_refused_by_name(worlds) -> None:
-    for said in worlds(2).run(refused):
-        assert said.pop("whole").startswith("IG855 model = ig.hf.load(folder, ig.Mesh('tp2'))")
+    for rank, said in enumerate(worlds(2).run(refused)):
+        assert said.pop("unlike") == f"IG440 ['lm_head.weight'] of rank {1 - rank} are not those of rank {rank}"
+        assert said.pop("foreign").startswith("IG440 ")
         assert len(said) == 4 and all(text.startswith("IG856 cp with ") and what in text for what, text in said.items())
 
 

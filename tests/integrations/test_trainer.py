@@ -434,7 +434,7 @@ def refused() -> list[str]:
             except ig.IsogradError as error:
                 codes.append(error.code)
 
-        code("dp1 tp2", {})
+        code("dp1 pp2", {})
         code(None, {"auto_find_batch_size": True})
         Path(scratch, "checkpoint-1").mkdir(exist_ok=True)
         Path(scratch, "checkpoint-1", "optimizer.pt").touch()

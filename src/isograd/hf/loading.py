@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from isograd.comm.consensus import run_or_raise_on_all_ranks
+from isograd.comm.fingerprint import first_unlike
 from isograd.core.contract import contract_of
 from isograd.core.mesh import Mesh
 from isograd.errors import ModelError, headline
@@ -90,6 +91,15 @@ def attach(model: Model, mesh: Mesh, *, prove: bool = True, logits: bool = False
             where=mesh.describe_rank(),
         )
     refuse_shared_keys(config, mesh)
+    if unlike := first_unlike(dict(model.named_parameters()), mesh.group("world")):
+        raise ModelError(
+            "IG440",
+            f"this {type(model).__name__} is not cut over {', '.join(axes)} in place: its values differ between ranks",
+            seen=f"{unlike[1][:4]} of rank {unlike[0]} are not those of rank {mesh.rank}",
+            expected="one model, of which each rank keeps its part",
+            fix="torch.manual_seed(0) on all ranks before it is built, or the same folder on all of them",
+            where=mesh.describe_rank(),
+        )
     if prove:
         _prove(config, mesh, None)
     run_or_raise_on_all_ranks(lambda: cut_in_place(model, loss, mesh, logits), mesh, ModelError, not_loaded)

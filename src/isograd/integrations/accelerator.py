@@ -12,7 +12,7 @@ clipping, trackers, and the files of `save_state`, which have the module's own n
 
 Under cp and tp (`Accelerator(layout="dp2 cp2 ulysses")`, or `parallelism_config=ParallelismConfig(sp_size=2)`) the
 ranks of a group get the same rows, `model(**batch)` computes this rank's part of them, and its loss weighs this part's
-labels. Under cp the model is attached (`ig.hf.attach`); under tp and ep it is one of `ig.hf.load`.
+labels. Under cp the model is attached (`ig.hf.attach`); under tp and ep it is cut in place, or one of `ig.hf.load`.
 
 Under a ZeRO stage, tp or ep, `prepare(model, optimizer)` makes an `ig.Engine` of the two, as rows of a gradient are no
 `.grad`: nothing is divided, and a loss that a model of transformers has made of `labels` weighs these.
@@ -32,6 +32,7 @@ import accelerate
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from isograd.checkpoint import CheckpointManager
 from isograd.core.contract import assemble, contract_of
@@ -39,7 +40,7 @@ from isograd.engine import DataParallel, Engine
 from isograd.errors import IntegrationError
 from isograd.hf import attach
 from isograd.integrations.optimizer import EngineOptimizer, TrainedModule, engine_optimizer
-from isograd.integrations.shared_rows import RowParts, cuts_model, prepare_data_loader, refuse_whole_model
+from isograd.integrations.shared_rows import RowParts, cut_whole_model, cuts_model, follow_cut, prepare_data_loader
 from isograd.integrations.weights import LabelCounter
 from isograd.integrations.world import layout_of_parallelism, layout_option, mesh_for, name_failed_rank, refuse
 
@@ -80,6 +81,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         self._shares_rows = mesh.size("cp") > 1 or mesh.size("tp") > 1
         self._parts: list[RowParts] = []  # of the models whose rows are shared
         self._trained: list[TrainedModule] = []  # the models that engines train
+        self._replaced = WeakIdKeyDictionary()  # parameters of whole models, by what has taken their place
         self._folder = ""  # of the state that is saved or loaded
         self.register_save_state_pre_hook(lambda models, weights, folder: self._note_folder(folder))
         self.register_load_state_pre_hook(lambda models, folder: self._note_folder(folder, loads=True))
@@ -120,7 +122,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         model = super().prepare_model(model, device_placement, evaluation_mode=True)
         if evaluation_mode or not any(parameter.requires_grad for parameter in model.parameters()):
             return model
-        refuse_whole_model(model, self._mesh)
+        self._replaced.update(cut_whole_model(model, self._mesh))
         if self._mesh.size("cp") > 1:
             attach(model, self._mesh)
         if self._by_engine:
@@ -209,6 +211,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def _engine_of(self, optimizer: torch.optim.Optimizer) -> Any:
         """An engine of the model whose parameters the optimizer has, where accelerate expects the optimizer."""
+        follow_cut(optimizer, self._replaced)
         found = engine_optimizer(optimizer, self._trained, self._mesh, self._elementwise)
         if found is None:
             raise self._unlike_engine(

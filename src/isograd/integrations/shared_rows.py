@@ -1,7 +1,7 @@
 """Ranks of a cp or tp group, which work on the same rows: the rows they get, and what their loop must not do.
 
-The model is one of transformers: attached under cp (`ig.hf.attach`), made by `ig.hf.load` under tp. Each rank gets its
-part of a batch by `ig.hf.shard`.
+The model is one of transformers: attached under cp, cut in place under tp and ep (`ig.hf.attach`), or made by
+`ig.hf.load`. Each rank gets its part of a batch by `ig.hf.shard`.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from isograd.comm import raw
 from isograd.core.contract import contract_of
 from isograd.core.mesh import Mesh
-from isograd.errors import IntegrationError
-from isograd.hf import shard
+from isograd.hf import attach, shard
 
 
 class RowParts:
@@ -58,21 +58,21 @@ def cuts_model(mesh: Mesh) -> bool:
     return mesh.size("tp") * mesh.size("ep") > 1
 
 
-def refuse_whole_model(model: nn.Module, mesh: Mesh) -> None:
-    """Under tp and ep each rank needs its part of a model."""
+def cut_whole_model(model: nn.Module, mesh: Mesh) -> WeakIdKeyDictionary:
+    """Under tp and ep each rank gets its part of a model that is whole. Returns {parameter before: after}."""
     contracts = [contract_of(parameter) for parameter in model.parameters()]
     cut = {shard.axis for contract in contracts if contract is not None for shard in contract.shards}
-    whole = [axis for axis in ("tp", "ep") if mesh.size(axis) > 1 and axis not in cut]
-    if whole:
-        layout = str(mesh.layout)
-        raise IntegrationError(
-            "IG855",
-            f"under {' and '.join(whole)}, a model that is whole on every rank",
-            seen=f"a {type(model).__name__} that no {' or '.join(whole)} cuts, under {layout!r}",
-            expected="a model of ig.hf.load on a mesh of the same layout",
-            fix=f"model = ig.hf.load(folder, ig.Mesh({layout!r})), in the place of from_pretrained(folder)",
-            where=mesh.describe_rank(),
-        )
+    before: dict[str, nn.Parameter] = dict(model.named_parameters(remove_duplicate=False))
+    if any(mesh.size(axis) > 1 and axis not in cut for axis in ("tp", "ep")):
+        attach(model, mesh)
+    after = dict(model.named_parameters(remove_duplicate=False))
+    return WeakIdKeyDictionary({p: after[name] for name, p in before.items() if after[name] is not p})
+
+
+def follow_cut(optimizer: torch.optim.Optimizer, replaced: WeakIdKeyDictionary) -> None:
+    """An optimizer that was made for the whole model gets the parts that have taken its place."""
+    for group in optimizer.param_groups:
+        group["params"][:] = [replaced.get(p, p) if not optimizer.state.get(p) else p for p in group["params"]]
 
 
 def reasons_of_shared_rows(trainer: Any, classes: Sequence[type]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ The subclass keeps the Trainer's loop, data, callbacks, schedules, evaluation an
 4. `optimizer.step` settles, clips to `max_grad_norm` and steps, on all ranks or on none.
 5. Checkpoints have the engine's state in a folder `isograd`, which any layout loads.
 6. The ranks of a cp or tp group get the same rows (`ig.hf.shard`). Under cp the model is attached (`ig.hf.attach`);
-   under tp it is one of `ig.hf.load`.
+   under tp and ep it is cut in place, or one of `ig.hf.load`.
 """
 
 from __future__ import annotations
@@ -38,11 +38,12 @@ from isograd.hf import attach, shard
 from isograd.hf.export import export_hf
 from isograd.integrations.optimizer import EngineOptimizer, on_shards
 from isograd.integrations.shared_rows import (
+    cut_whole_model,
     cuts_model,
     evaluated,
+    follow_cut,
     prepare_data_loader,
     reasons_of_shared_rows,
-    refuse_whole_model,
 )
 from isograd.integrations.weights import labels_in, routed_in, rows_in, shifts_labels
 from isograd.integrations.world import layout_of_parallelism, mesh_for, refuse, reports_failures, store_failure
@@ -79,7 +80,9 @@ class EngineTrainerMixin(_Base):  # type: ignore[misc]
         self.args.average_tokens_across_devices = False  # no factor of ranks in a loss: the engine divides, once
         self.loss_is_scaled_for_ga = True
         self._refuse_arguments()
-        refuse_whole_model(self.model, self.mesh)
+        replaced = cut_whole_model(self.model, self.mesh)
+        if self.optimizer is not None:  # the script's own
+            follow_cut(self.optimizer, replaced)
         self.accelerator.backward = self._backward
         if self._shares_rows:
             self.accelerator.prepare_data_loader = self._prepare_data_loader
