@@ -183,7 +183,7 @@ class Engine:
         """
         self._begin(weights, exact=True)
 
-    def _begin(self, weights: Mapping[str, float | Tensor], exact: bool) -> None:
+    def _begin(self, weights: Mapping[str, float | Tensor], *, exact: bool, single: bool = False) -> None:
         step_state, term_weights = self.step_state, self.step_state.term_weights
         wrong = term_weights.problem(weights)
         if not step_state.empty and step_state.state is not State.FAILED:
@@ -194,7 +194,8 @@ class Engine:
             announces = {name: announces.get(name, 0.0) for name in term_weights.names}
         table = self._gather_step_status(Status.BEGINS, announces=announces, wrong=wrong)
         try:
-            term_weights.agree(table.loss, table.more["terms"], announces, exact)
+            columns = table.loss, table.more["terms"]
+            step_state.term_weights = term_weights.agreed(*columns, announces, exact=exact, single=single)
         except EngineError as error:
             self._drop()
             step_state.mark_discarded(error)
@@ -207,8 +208,7 @@ class Engine:
         if term_weights.single_backward:
             raise term_weights.not_announced("a second backward of terms: the first one's weights are the step's")
         if term_weights.expected is None:
-            self._begin(weights, exact=False)
-            term_weights.single_backward = True
+            self._begin(weights, exact=False, single=True)
 
     def check_sums(self) -> None:
         """Before a step, on all ranks: compare what its reductions send with what they add up (engine/sdc)."""

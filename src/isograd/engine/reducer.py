@@ -69,7 +69,7 @@ class Reducer:
             self._add(bucket, [g.view(1) if g.dim() == 0 else g for g in gradients])
             return
         flat = packing.pack(gradients, self.buffers)
-        self._total += flat.sum()
+        self._total.add_(flat.sum())
         if self.sums is not None:
             self.sums.sending(bucket, packing, flat)
         reduction = reduce_rows(packing, flat, group, tree=self.tree, number=bucket.number)

@@ -449,7 +449,7 @@ class StepState:
         self.reducer.clear()
         self.reducer.end_sums()
         self.local, self.final_shards, self.full, self.loss_sums, self.synced_backwards = {}, {}, {}, LossSums(), 0
-        self.term_weights.clear()
+        self.term_weights = self.term_weights.next_step()
         self.used, self._withheld, self._outgoing = set(), set(), _Outgoing(ReduceWhen.STEP, [])
         self._tree = Tree()
         self.state, self.failure, self.ended = State.OPEN, None, self.ended + 1
