@@ -188,7 +188,7 @@ class Engine:
         wrong = term_weights.problem(weights)
         if not step_state.empty and step_state.state is not State.FAILED:
             has_losses = step_state.loss_sums.losses and term_weights.expected is None
-            wrong = term_weights.mixed() if has_losses else term_weights.begun_late()
+            wrong = term_weights.mixed() if has_losses else EngineError("IG566", where=self.mesh.describe_rank())
         announces = {} if wrong else {name: float(weight) for name, weight in weights.items()}
         if not exact and announces.keys() <= set(term_weights.names):  # the terms of the step before
             announces = {name: announces.get(name, 0.0) for name in term_weights.names}
@@ -206,7 +206,8 @@ class Engine:
         """Before a backward of terms: unless the step was begun, its weights are the step's, which takes no other."""
         term_weights = self.step_state.term_weights
         if term_weights.single_backward:
-            raise term_weights.not_announced("a second backward of terms: the first one's weights are the step's")
+            seen = "a second backward of terms: the first one's weights are the step's"
+            raise EngineError("IG564", seen=seen, where=self.mesh.describe_rank())
         if term_weights.expected is None:
             self._begin(weights, exact=False, single=True)
 

@@ -129,6 +129,11 @@ class Reducer:
     def _flag(self, owners: Group) -> str:
         return f"step/{'-'.join(map(str, owners.ranks))}/{self._serials[owners.ranks]}/{self._step}"
 
+    def take_reduced(self) -> dict[Slot, Tensor]:
+        """My rows, summed over the data axes; this object keeps none of them."""
+        found, self.reduced = self.reduced, {}
+        return found
+
     # -- checks
 
     def not_finite(self, reduced: Mapping[Slot, Tensor]) -> set[int]:

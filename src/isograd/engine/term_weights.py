@@ -24,7 +24,7 @@ import math
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -140,7 +140,7 @@ class TermWeights:
     def seeds(self, terms: Terms) -> tuple[list[Tensor], list[Tensor], list[Tensor], Tensor]:
         """(roots, their seeds in float64, roots that are left out, the weighted loss) of one backward."""
         if self.expected is None:
-            raise self.not_announced("the step was not begun")
+            raise EngineError("IG564", seen="the step was not begun", where=self.mesh.describe_rank())
         self.check(terms)
         roots, seeds, left_out, losses = [], [], [], [torch.zeros((), dtype=torch.float64, device=self.mesh.device)]
         for name, (value, weight, coefficient) in terms.items():
@@ -172,7 +172,8 @@ class TermWeights:
     def columns(self) -> Tensor:
         """What the other ranks must know at the step: the weights that came, weighted values, and parts of the loss."""
         device, kinds = self.mesh.device, (self._received, self._values, self._parts)
-        sums = [tree_sum(kind[n]).to(device) if n in kind else _zero(device) for kind in kinds for n in self.names]
+        zero = partial(torch.zeros, (), dtype=torch.float64)
+        sums = [tree_sum(kind.get(n) or [zero()]).to(device) for kind in kinds for n in self.names]
         return torch.stack(sums) if sums else torch.zeros(0, dtype=torch.float64, device=device)
 
     def refuse_incomplete(self, columns: Tensor) -> None:
@@ -206,20 +207,11 @@ class TermWeights:
 
     # -- refusals
 
-    def not_announced(self, seen: str) -> EngineError:
-        """IG564."""
-        return EngineError("IG564", seen=seen, where=self.mesh.describe_rank())
-
     def mixed(self) -> EngineError:
         """IG565."""
         both = f"terms {', '.join(self.names)}, and backward(loss, weight=...)"
         seen = both if self.expected is not None else "backward(loss, weight=...), and then terms"
         return EngineError("IG565", seen=seen, where=self.mesh.describe_rank())
-
-    def begun_late(self) -> EngineError:
-        """IG566."""
-        seen = "a step that has begun, or has gathered gradients, and has not ended"
-        return EngineError("IG566", seen=seen, where=self.mesh.describe_rank())
 
     def _refuse_unlike(self, notes: Mapping[int, Mapping[str, float]]) -> None:
         by_names: dict[tuple[str, ...], list[int]] = {}
@@ -260,10 +252,6 @@ def _print_of(names: Iterable[str]) -> Tensor:
 
 def _has_gradient(term: Term) -> bool:
     return term.value.requires_grad and term.coefficient != 0
-
-
-def _zero(device: torch.device) -> Tensor:
-    return torch.zeros((), dtype=torch.float64, device=device)
 
 
 def _is_zero(weight: Tensor | float) -> bool:
