@@ -60,14 +60,14 @@ VERIFIER = {
 }  # fmt: skip
 
 LIMITS = {
-    "isograd, lines": 47_259,
+    "isograd, lines": 47_268,
     "isograd-verify, lines": 17_604,
-    "comm + engine, lines": 8_771,
+    "comm + engine, lines": 8_784,
     "arrows between packages": 130,
     "arrows in isograd-verify": 53,
     "imports against the order": 0,
     "files in circles": 0,
-    "reassigned fields of engine, comm, losses": 145,
+    "reassigned fields of engine, comm, losses": 121,
     "public class names defined twice": 0,
     "identifiers that are no names": 0,
 }

@@ -27,13 +27,14 @@ def weights(change: Callable[[TermWeights, dict[str, float]], dict[str, float]])
     """Of all ranks, which a term is divided by."""
 
     def wrapped(original: Any) -> Any:
-        def agree(self: TermWeights, *args: Any) -> None:
-            original(self, *args)
-            self.weights = change(self, self.weights)
+        def agreed(self: TermWeights, *args: Any, **how: bool) -> TermWeights:
+            found: TermWeights = original(self, *args, **how)
+            found.weights = change(found, found.weights)
+            return found
 
-        return agree
+        return agreed
 
-    return TermWeights, "agree", wrapped
+    return TermWeights, "agreed", wrapped
 
 
 def own_weights(shares: TermWeights, found: dict[str, float]) -> dict[str, float]:
@@ -66,12 +67,12 @@ def seeds(change: Callable[[Any, Any], Any]) -> tuple[Any, str, Change]:
 
 
 def kept(original: Any) -> Any:
-    def clear(self: TermWeights) -> None:
-        expected = getattr(self, "expected", None)
-        original(self)
-        self.expected = expected
+    def next_step(self: TermWeights) -> TermWeights:
+        found: TermWeights = original(self)
+        found.expected = self.expected
+        return found
 
-    return clear
+    return next_step
 
 
 MUTANTS: dict[str, tuple[Any, str, Change]] = {
@@ -97,7 +98,7 @@ MUTANTS: dict[str, tuple[Any, str, Change]] = {
         lambda f: lambda self, roots, found: [s.to(r.dtype) for r, s in zip(roots, found, strict=True)],
     ),
     "a weight of zero is not looked at": (TermWeights, "_left_out", lambda f: lambda self, term: False),
-    "what was announced outlives its step": (TermWeights, "clear", kept),
+    "what was announced outlives its step": (TermWeights, "next_step", kept),
     "the stats are this rank's": (
         TermWeights, "means", lambda f: lambda self, columns: f(self, columns[:1])
     ),

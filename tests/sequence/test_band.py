@@ -11,7 +11,7 @@ from torch import Tensor
 from isograd.core.mesh import Mesh
 from isograd.sequence import attend, band, document_starts, naive, token_layout_for
 from isograd.sequence.band import pieces
-from isograd.sequence.token_layout import block_masks, lay_out_tokens, visible_keys
+from isograd.sequence.token_layout import block_masks, lay_out_tokens, positions_of, visible_keys
 
 
 def inputs(length: int, heads: int = 4, kv_heads: int = 2) -> list[Tensor]:
@@ -68,7 +68,7 @@ def test_blocks_outside_the_band_are_not_computed() -> None:
 def test_a_ring_sends_no_keys_that_no_query_sees_through_the_window(ring: int, length: int, window: int) -> None:
     places = lay_out_tokens(length, ring=ring)
     for mine, theirs in product(range(ring), range(ring)):
-        queries, keys = places.block_positions(mine), places.block_positions(theirs)
+        queries, keys = positions_of(places.blocks[mine]), positions_of(places.blocks[theirs])
         seen = (keys <= queries[:, None]) & (keys > queries[:, None] - window)
         blocks = places.blocks[mine], places.blocks[theirs]
         covered = torch.zeros_like(seen)

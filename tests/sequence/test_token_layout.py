@@ -8,7 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isograd.errors import ModelError
-from isograd.sequence.token_layout import TokenLayout, block_masks, document_starts, lay_out_tokens, visible_keys
+from isograd.sequence.token_layout import (
+    TokenLayout,
+    block_masks,
+    document_starts,
+    lay_out_tokens,
+    positions_of,
+    visible_keys,
+)
 
 
 @st.composite
@@ -27,7 +34,7 @@ def test_every_position_is_held_once_in_equal_parts(places: TokenLayout) -> None
     assert sorted(torch.cat(held).tolist()) == list(range(places.padded))
     for member in range(places.ring):
         parts = held[member * places.ulysses : (member + 1) * places.ulysses]
-        block = places.block_positions(member)
+        block = positions_of(places.blocks[member])
         assert torch.equal(torch.cat(parts), block)
         assert torch.equal(block, block.sort().values)
 
@@ -72,7 +79,7 @@ def test_sights_are_the_causal_mask(places: TokenLayout) -> None:
     """Written out for every pair of blocks: seen pairs are covered once, unseen ones never."""
     for mine in range(places.ring):
         for theirs in range(places.ring):
-            rows, keys = places.block_positions(mine), places.block_positions(theirs)
+            rows, keys = positions_of(places.blocks[mine]), positions_of(places.blocks[theirs])
             seen = torch.zeros(len(rows), len(keys), dtype=torch.long)
             found = block_masks(places.blocks[mine], places.blocks[theirs])
             for sight in found:

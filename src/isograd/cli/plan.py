@@ -77,7 +77,7 @@ def plan(words: list[str], kind: Parser) -> int:
         print(_brief(config, device, options.measured))
         return 0
     began = time.monotonic()
-    found = _one(work, options.layout, device, config) if options.layout else _search(work, count, device, options.top)
+    found = _one(work, options.layout, device) if options.layout else _search(work, count, device, options.top)
     wide = terminal.width(140)
     print(heading(work, count, device))
     print(table(found.best))
@@ -214,7 +214,7 @@ def _search(work: Work, count: int, device: Machine, top: int) -> SearchResult:
     return search(work, count, device, shown=top, buildable=lambda layout: _refusal(work, layout))
 
 
-def _one(work: Work, text: str, device: Machine, config: Config) -> SearchResult:
+def _one(work: Work, text: str, device: Machine) -> SearchResult:
     from isograd.plan.memory import memory
     from isograd.plan.search import Candidate, SearchResult
     from isograd.plan.step_time import predict

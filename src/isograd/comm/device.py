@@ -90,24 +90,23 @@ def agree(store: Any, rank: int, size: int, asked: Asked, seconds: float) -> str
             with suppress(RuntimeError):  # a rank that has ended hears nothing
                 heard = [f"isograd/device/heard/{other}" for other in range(1, size)]
                 store.wait(heard, timedelta(seconds=FAREWELL_S))
-    if (error := problem(proposals)) is not None:
-        error.where = f"rank {rank} on {mine.host}"
+    if (error := problem(proposals, f"rank {rank} on {mine.host}")) is not None:
         raise error
     card = None if mine.cpu else _own_card()
     _joined = card or torch.device("cpu")
     return "nccl" if card else "gloo"
 
 
-def problem(proposals: Sequence[Proposal]) -> CommError | None:
+def problem(proposals: Sequence[Proposal], where: str | None = None) -> CommError | None:
     """Why these ranks cannot form a world; None: they can."""
     gpu = [one for one in proposals if one.cards and not one.cpu]
     taken = Counter((one.host, one.card) for one in gpu if one.card)
     few = [one for one in gpu if 1 < one.cards < one.needed or taken[one.host, one.card] > 1]
     if few:
-        return CommError("IG210", seen=_described(few), fix=_advice(few[0]))
+        return CommError("IG210", seen=_described(few), fix=_advice(few[0]), where=where)
     if gpu and len(gpu) < len(proposals):
         cpu = [one for one in proposals if one not in gpu]
-        return CommError("IG211", seen=f"{_described(cpu)}; {_described(gpu)}", fix=_advice(cpu[0]))
+        return CommError("IG211", seen=f"{_described(cpu)}; {_described(gpu)}", fix=_advice(cpu[0]), where=where)
     return None
 
 

@@ -19,6 +19,7 @@ import threading
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from itertools import groupby
 from typing import Any, TypeVar
 
@@ -150,7 +151,11 @@ class FakeTransport(Transport):
     def __init__(self, member: FakeRank, axes: str, ranks: tuple[int, ...], purpose: str) -> None:
         super().__init__(None, ranks, ranks.index(member.rank))
         self.member, self.axes, self.purpose = member, axes, purpose
-        self._stages: dict[int, list[int]] | None = None  # the members of each stage
+
+    @cached_property
+    def _stages(self) -> dict[int, list[int]]:
+        """The members of each stage, in the order of ranks, in which pp is outermost."""
+        return {stage: list(of_it) for stage, of_it in groupby(self.ranks, self.member.stage)}
 
     def exchange(self, handle: Any, out: Tensors, into: Tensors, tag: int, control: bool) -> None:
         """Zeros for data, of every other member by one call; for control as `send` and `receive`."""
@@ -197,8 +202,6 @@ class FakeTransport(Transport):
         """A control value of every member; `mine` for each of this stage."""
         me, said, found = self.member, self.member.world.said, list[torch.Tensor]()
         here = me.stage(me.rank)
-        if self._stages is None:  # in the order of ranks, in which pp is outermost
-            self._stages = {stage: list(of_it) for stage, of_it in groupby(self.ranks, me.stage)}
         names: dict[str, dict[int, tuple[str, str, int, int]]] = {
             way: {
                 stage: (self.axes, self.purpose, 0, me.gathers(way, ranks[0], self.axes, self.purpose))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent import futures
 from threading import Thread, get_ident
 from typing import Any
 
@@ -16,12 +17,10 @@ class Handle:
 
     def __init__(self, group: Group | None = None, keep: object = None) -> None:
         """`keep`: tensors that have to live until then."""
-        self._group, self._keep = group, keep
+        self._group, self._keep = group, [keep]
         self._works: list[tuple[Any, int]] = []  # and the member of the group at the other end
-        self._at = 0  # which of the works is waited for
         self._then: list[Callable[[], None]] = []
-        self._waiter: Thread | None = None  # of `arrived_within`
-        self._error: BaseException | None = None
+        self._arrival: futures.Future[None] | None = None  # of the thread of `arrived_within`
         process.unfinished.add(self)
 
     def add(self, work: Any, member: int = -1) -> None:
@@ -35,11 +34,10 @@ class Handle:
 
     def _wait_each(self, only: int | None = None) -> None:
         """Wait for each of the works, or for those of one member."""
-        _waiting[get_ident()] = self
         try:
-            for at, (work, member) in enumerate(self._works):
-                self._at = at
+            for work, member in self._works:  # which `forget` may end
                 if only is None or member == only:
+                    _waiting[get_ident()] = self._group, member
                     work.wait()
         finally:
             _waiting.pop(get_ident(), None)
@@ -52,49 +50,43 @@ class Handle:
     def wait(self) -> None:
         """Wait until everything is sent and received."""
         with abort_group_on_interrupt():
-            if self._waiter is None:
+            if self._arrival is None:
                 self._wait_each()
             else:
-                self._waiter.join()
-                if self._error is not None:
-                    raise self._error
+                self._arrival.result()
             self.forget()
             process.unfinished.discard(self)
             for more in self._then:
                 more()
-        self._then, self._keep = [], None
+        self._then.clear()
+        self._keep.clear()
 
     def arrived_within(self, seconds: float) -> bool:
         """Whether everything arrives within a while. NCCL is asked and never waited for; gloo's messages cannot be
         asked whether they have arrived, so a thread waits for them."""
         if self._group is not None and self._group.handle is not None and self._group.handle.native:
             return all(work.is_completed() for work, _ in self._works)
-        if self._waiter is None and self._works:
-            self._waiter = Thread(target=self._wait_in_thread, daemon=True)
-            self._waiter.start()
-        if self._waiter is not None:
-            self._waiter.join(seconds)
-        return self._waiter is None or not self._waiter.is_alive()
+        if self._arrival is None and self._works:
+            self._arrival = futures.Future()
+            Thread(target=self._wait_in_thread, args=(self._arrival,), daemon=True).start()
+        return self._arrival is None or bool(futures.wait([self._arrival], seconds).done)
 
-    def _wait_in_thread(self) -> None:
+    def _wait_in_thread(self, arrival: futures.Future[None]) -> None:
         try:
             self._wait_each()
+            arrival.set_result(None)
         except BaseException as error:
-            self._error = error
+            arrival.set_exception(error)
 
     def forget(self) -> None:
         """Let go of messages."""
         self._works.clear()
 
 
-_waiting: dict[int, Handle] = {}  # thread: the handle that it waits for
+_waiting: dict[int, tuple[Group | None, int]] = {}  # thread: whose message it waits for
 
 
 def awaited() -> list[int]:
     """The global ranks from which, or to which, messages are under way that threads of this process wait for."""
-    found = set()
-    for handle in list(_waiting.values()):
-        group, works = handle._group, list(handle._works)
-        if group is not None and handle._at < len(works) and works[handle._at][1] >= 0:
-            found.add(group.ranks[works[handle._at][1]])
-    return sorted(found)
+    waits = list(_waiting.values())
+    return sorted({group.ranks[member] for group, member in waits if group is not None and member >= 0})

@@ -206,11 +206,12 @@ class DataParallel(nn.Module):
             return
         self._window.steps += 1
         if self._step_state.optimizer_inconsistent == STEPS:
-            self._step_state.optimizer_inconsistent = None
+            self._step_state.mark_consistent()
 
     def is_restored(self) -> None:
         """Called when all ranks have loaded a checkpoint: copies are equal again."""
-        self._step_state.optimizer_inconsistent, self._window.steps, self._window.stepping = None, 0, 0
+        self._step_state.mark_consistent()
+        self._window.steps = self._window.stepping = 0
 
     @property
     def drops(self) -> int:

@@ -183,18 +183,19 @@ class Engine:
         """
         self._begin(weights, exact=True)
 
-    def _begin(self, weights: Mapping[str, float | Tensor], exact: bool) -> None:
+    def _begin(self, weights: Mapping[str, float | Tensor], *, exact: bool, single: bool = False) -> None:
         step_state, term_weights = self.step_state, self.step_state.term_weights
         wrong = term_weights.problem(weights)
         if not step_state.empty and step_state.state is not State.FAILED:
             has_losses = step_state.loss_sums.losses and term_weights.expected is None
-            wrong = term_weights.mixed() if has_losses else term_weights.begun_late()
+            wrong = term_weights.mixed() if has_losses else EngineError("IG566", where=self.mesh.describe_rank())
         announces = {} if wrong else {name: float(weight) for name, weight in weights.items()}
         if not exact and announces.keys() <= set(term_weights.names):  # the terms of the step before
             announces = {name: announces.get(name, 0.0) for name in term_weights.names}
         table = self._gather_step_status(Status.BEGINS, announces=announces, wrong=wrong)
         try:
-            term_weights.agree(table.loss, table.more["terms"], announces, exact)
+            columns = table.loss, table.more["terms"]
+            step_state.term_weights = term_weights.agreed(*columns, announces, exact=exact, single=single)
         except EngineError as error:
             self._drop()
             step_state.mark_discarded(error)
@@ -205,10 +206,10 @@ class Engine:
         """Before a backward of terms: unless the step was begun, its weights are the step's, which takes no other."""
         term_weights = self.step_state.term_weights
         if term_weights.single_backward:
-            raise term_weights.not_announced("a second backward of terms: the first one's weights are the step's")
+            seen = "a second backward of terms: the first one's weights are the step's"
+            raise EngineError("IG564", seen=seen, where=self.mesh.describe_rank())
         if term_weights.expected is None:
-            self._begin(weights, exact=False)
-            term_weights.single_backward = True
+            self._begin(weights, exact=False, single=True)
 
     def check_sums(self) -> None:
         """Before a step, on all ranks: compare what its reductions send with what they add up (engine/sdc)."""

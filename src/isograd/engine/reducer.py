@@ -69,7 +69,7 @@ class Reducer:
             self._add(bucket, [g.view(1) if g.dim() == 0 else g for g in gradients])
             return
         flat = packing.pack(gradients, self.buffers)
-        self._total += flat.sum()
+        self._total.add_(flat.sum())
         if self.sums is not None:
             self.sums.sending(bucket, packing, flat)
         reduction = reduce_rows(packing, flat, group, tree=self.tree, number=bucket.number)
@@ -128,6 +128,11 @@ class Reducer:
 
     def _flag(self, owners: Group) -> str:
         return f"step/{'-'.join(map(str, owners.ranks))}/{self._serials[owners.ranks]}/{self._step}"
+
+    def take_reduced(self) -> dict[Slot, Tensor]:
+        """My rows, summed over the data axes; this object keeps none of them."""
+        found, self.reduced = self.reduced, {}
+        return found
 
     # -- checks
 

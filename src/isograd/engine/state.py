@@ -480,4 +480,4 @@ def refresh_masters(engine: Engine) -> None:
             master.copy_(rows)
     if engine._units is not None:
         engine._units.stepped()
-    engine.step_state.optimizer_inconsistent = None
+    engine.step_state.mark_consistent()

@@ -73,6 +73,10 @@ class LossSums:
     weight: Tensor | float = 0.0
     losses: list[Tensor] = field(default_factory=list)  # weighted, one per backward
 
+    def add_weight(self, weight: Tensor | float) -> None:
+        """Of a backward."""
+        self.weight = self.weight + weight
+
 
 @dataclass(frozen=True)
 class _Run:
@@ -161,6 +165,10 @@ class StepState:
         """Copies of parameters may differ: no step is right until a checkpoint is loaded."""
         self.optimizer_inconsistent = self.optimizer_inconsistent or why
 
+    def mark_consistent(self) -> None:
+        """They are equal again, on all ranks."""
+        self.optimizer_inconsistent = None
+
     def fail(self, reason: BaseException | str) -> None:
         """The step cannot be finished; ranks are told at its gather."""
         if isinstance(reason, BaseException):
@@ -177,7 +185,7 @@ class StepState:
         nothing = validation.adds_nothing(loss, weight, self.mesh)
         if not nothing or self.units is not None:  # at ZeRO 3 the other ranks gather parameters with this one
             self._seeded(loss, count, last=last, discard=nothing)
-        self.loss_sums.weight = self.loss_sums.weight + count
+        self.loss_sums.add_weight(count)
         self.loss_sums.losses.append(weighted(loss.detach().double().reshape(()), count))
         return not nothing
 
@@ -346,6 +354,14 @@ class StepState:
             gradient = torch.where(self._run.no_loss, torch.zeros_like(gradient), gradient)
         self.local[slot] = gradient if before is None else before.add_(gradient)
 
+    def replace_own(self, slot: Slot, gradient: Tensor) -> None:
+        """This rank's own sum, as the user has edited it."""
+        self.local[slot] = gradient.to(slot.dtype)
+
+    def forget_own(self) -> None:
+        """This rank's own sums were cleared by the user, and their weight with them."""
+        self.local, self.used, self.loss_sums = {}, set(), LossSums(losses=self.loss_sums.losses)
+
     # -- 3. a bucket leaves
 
     def on_grad_ready(self, slot: Slot) -> None:
@@ -412,7 +428,7 @@ class StepState:
             self._flush()
         self.reducer.finish_all()
         self.reducer.check_sums(self.mesh)
-        reduced, self.reducer.reduced = self.reducer.reduced, {}
+        reduced = self.reducer.take_reduced()
         # Sorted, because the two stages of a tie hold it at different places among their parameters.
         for axes in sorted({axes for slot in reduced for axes in slot.contract.partial_over}, reverse=True):
             owing = sorted((slot for slot in reduced if axes in slot.contract.partial_over), key=lambda slot: slot.name)
@@ -449,7 +465,7 @@ class StepState:
         self.reducer.clear()
         self.reducer.end_sums()
         self.local, self.final_shards, self.full, self.loss_sums, self.synced_backwards = {}, {}, {}, LossSums(), 0
-        self.term_weights.clear()
+        self.term_weights = self.term_weights.next_step()
         self.used, self._withheld, self._outgoing = set(), set(), _Outgoing(ReduceWhen.STEP, [])
         self._tree = Tree()
         self.state, self.failure, self.ended = State.OPEN, None, self.ended + 1

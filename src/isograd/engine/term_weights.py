@@ -7,7 +7,7 @@ The gradient of such a step is the sum over its terms t of
 where W_t is the sum of all weights of t. The gradients of all terms are added up in one place, so no division at the
 end of the step is right for each of them. W_t must therefore be known before the first backward:
 
-1. `Engine.begin`: every rank says the weights that its backwards will bring (`agree`). This is one gather, the same
+1. `Engine.begin`: every rank says the weights that its backwards will bring (`agreed`). This is one gather, the same
    collective as the gather of a step (engine/step_status.py): ranks that discard or step instead are met there.
 2. A backward seeds term t with coefficient * weight * W / W_t (`seeds`), and the step divides once by W, as every step
    does. W is the W_t of the first term that has any weight. A plain (loss, weight) is the case of one term: its seed is
@@ -22,8 +22,9 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -48,23 +49,30 @@ class Mean:
 
 
 class TermWeights:
-    """The terms of the running step. `names`: those of the latest step that had terms, equal on all ranks."""
+    """The terms of one step: made anew when the step before ends, and once more when all ranks agree on its weights.
+    `names`: those of the latest step that had terms, equal on all ranks."""
 
-    def __init__(self, mesh: Mesh) -> None:
-        self.mesh = mesh
-        self.names: tuple[str, ...] = ()
-        columns = torch.arange(mesh.layout.world_size).view(mesh.layout.pp, -1).T  # pp is outermost
-        self._stages = columns.repeat(mesh.layout.pp, 1)  # [ranks of the world, the ranks of its pipeline]
-        self.clear()
-
-    def clear(self) -> None:
-        """A new step: nothing is announced."""
-        self.expected: Tensor | None = None  # [ranks of the world, terms]
-        self.weights: dict[str, float] = {}  # W_t
-        self.single_backward = False  # one backward announced its own weights: the step takes no other
+    def __init__(
+        self, mesh: Mesh, names: tuple[str, ...] = (), expected: Tensor | None = None, *, single_backward: bool = False
+    ) -> None:
+        """expected: [ranks of the world, terms], as announced; None: nothing is. single_backward: one backward
+        announced its own weights, and the step takes no other."""
+        self.mesh, self.names, self.expected, self.single_backward = mesh, names, expected, single_backward
+        columns = () if expected is None else expected[list(mesh.ranks(DATA))].T
+        self.weights = {n: float(tree_sum(list(column))) for n, column in zip(names, columns, strict=False)}  # W_t
         self._received: dict[str, list[Tensor]] = {}
         self._values: dict[str, list[Tensor]] = {}  # weighted
         self._parts: dict[str, list[Tensor]] = {}  # the same times the coefficient
+
+    def next_step(self) -> TermWeights:
+        """Those of a step of which nothing is announced yet."""
+        return TermWeights(self.mesh, self.names)
+
+    @cached_property
+    def _stages(self) -> Tensor:
+        """[ranks of the world, the ranks of its pipeline]; pp is outermost."""
+        columns = torch.arange(self.mesh.layout.world_size).view(self.mesh.layout.pp, -1).T
+        return columns.repeat(self.mesh.layout.pp, 1)
 
     @property
     def weight(self) -> float:
@@ -83,24 +91,24 @@ class TermWeights:
         known = [weights.get(name, 0.0) for name in self.names]
         return _print_of(weights), torch.tensor(known + [0.0] * 2 * len(known), dtype=torch.float64)
 
-    def agree(self, prints: Tensor, columns: Tensor, mine: Mapping[str, float], exact: bool) -> None:
-        """The names, and every rank's weights. prints, columns: of `message`, a row per rank. All ranks raise alike.
+    def agreed(
+        self, prints: Tensor, columns: Tensor, mine: Mapping[str, float], *, exact: bool, single: bool
+    ) -> TermWeights:
+        """Those of the step that begins. prints, columns: of `message`, a row per rank. All ranks raise alike.
 
         Names that are not those of the step before cross the wire once, as text. A rank may announce nothing at all.
         exact: this rank named all terms of the step, not only those that its micro-batches happened to have.
+        single: the step takes one backward of terms, whose weights these are.
         """
         if bool(((prints == 0) | (prints == _print_of(self.names))).all()):
-            expected = columns[:, : len(self.names)]
+            names, expected = self.names, columns[:, : len(self.names)]
         else:
             notes = all_gather_object([exact, dict(mine)], self.mesh)
             self._refuse_unlike({rank: said for rank, (whole, said) in enumerate(notes) if whole and said})
             names = tuple(dict.fromkeys(name for _, said in notes for name in said))
             expected = torch.tensor([[said.get(n, 0.0) for n in names] for _, said in notes], dtype=torch.float64)
-            self.names = names
-        self._refuse_unequal(expected)
-        self.expected = expected
-        data = expected[list(self.mesh.ranks(DATA))]
-        self.weights = {name: float(tree_sum(list(data[:, i]))) for i, name in enumerate(self.names)}
+        self._refuse_unequal(names, expected)
+        return TermWeights(self.mesh, names, expected, single_backward=single)
 
     # -- 2. a backward
 
@@ -132,7 +140,7 @@ class TermWeights:
     def seeds(self, terms: Terms) -> tuple[list[Tensor], list[Tensor], list[Tensor], Tensor]:
         """(roots, their seeds in float64, roots that are left out, the weighted loss) of one backward."""
         if self.expected is None:
-            raise self.not_announced("the step was not begun")
+            raise EngineError("IG564", seen="the step was not begun", where=self.mesh.describe_rank())
         self.check(terms)
         roots, seeds, left_out, losses = [], [], [], [torch.zeros((), dtype=torch.float64, device=self.mesh.device)]
         for name, (value, weight, coefficient) in terms.items():
@@ -164,7 +172,8 @@ class TermWeights:
     def columns(self) -> Tensor:
         """What the other ranks must know at the step: the weights that came, weighted values, and parts of the loss."""
         device, kinds = self.mesh.device, (self._received, self._values, self._parts)
-        sums = [tree_sum(kind[n]).to(device) if n in kind else _zero(device) for kind in kinds for n in self.names]
+        zero = partial(torch.zeros, (), dtype=torch.float64)
+        sums = [tree_sum(kind.get(n) or [zero()]).to(device) for kind in kinds for n in self.names]
         return torch.stack(sums) if sums else torch.zeros(0, dtype=torch.float64, device=device)
 
     def refuse_incomplete(self, columns: Tensor) -> None:
@@ -198,20 +207,11 @@ class TermWeights:
 
     # -- refusals
 
-    def not_announced(self, seen: str) -> EngineError:
-        """IG564."""
-        return EngineError("IG564", seen=seen, where=self.mesh.describe_rank())
-
     def mixed(self) -> EngineError:
         """IG565."""
         both = f"terms {', '.join(self.names)}, and backward(loss, weight=...)"
         seen = both if self.expected is not None else "backward(loss, weight=...), and then terms"
         return EngineError("IG565", seen=seen, where=self.mesh.describe_rank())
-
-    def begun_late(self) -> EngineError:
-        """IG566."""
-        seen = "a step that has begun, or has gathered gradients, and has not ended"
-        return EngineError("IG566", seen=seen, where=self.mesh.describe_rank())
 
     def _refuse_unlike(self, notes: Mapping[int, Mapping[str, float]]) -> None:
         by_names: dict[tuple[str, ...], list[int]] = {}
@@ -221,13 +221,13 @@ class TermWeights:
             seen = "; ".join(f"ranks {ranks}: {', '.join(names)}" for names, ranks in by_names.items())
             raise EngineError("IG561", seen=seen, where=self.mesh.describe_rank())
 
-    def _refuse_unequal(self, expected: Tensor) -> None:
+    def _refuse_unequal(self, names: Sequence[str], expected: Tensor) -> None:
         layout = self.mesh.layout
         for axis in ("tp", "pp"):
             for peers in layout.groups(axis):
                 rows = expected[list(peers)]
                 if bool((rows != rows[0]).any()):
-                    seen = f"{', '.join(self.names)}: {rows.tolist()} on ranks {list(peers)}"
+                    seen = f"{', '.join(names)}: {rows.tolist()} on ranks {list(peers)}"
                     raise EngineError("IG516", seen=seen, where=self.mesh.describe_rank(), axes=axis, things="weights")
 
 
@@ -252,10 +252,6 @@ def _print_of(names: Iterable[str]) -> Tensor:
 
 def _has_gradient(term: Term) -> bool:
     return term.value.requires_grad and term.coefficient != 0
-
-
-def _zero(device: torch.device) -> Tensor:
-    return torch.zeros((), dtype=torch.float64, device=device)
 
 
 def _is_zero(weight: Tensor | float) -> bool:

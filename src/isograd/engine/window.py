@@ -68,14 +68,14 @@ class Window:
     def _open_own(self, cleared: list[Slot], everything: bool) -> None:
         step_state = self.step_state
         if everything and cleared:
-            step_state.local, step_state.used, step_state.loss_sums.weight = {}, set(), 0.0
+            step_state.forget_own()
             self.now = _Gathered()
         elif cleared:
             self.now.torn = True
         for slot in step_state.local:  # it may have been edited; of half precision it is a copy
             shown = slot.parameter.grad
             if shown is not None and shown is not step_state.local[slot] and shown._version != self._left[slot][1]:
-                step_state.local[slot] = shown.to(slot.dtype)
+                step_state.replace_own(slot, shown)
 
     def _is_cleared(self, slot: Slot) -> bool:
         """(Gradients may be zero by themselves.)"""
@@ -91,7 +91,7 @@ class Window:
         else:
             self.weighed = True
         self.now.backwards += 1
-        self.step_state.loss_sums.weight = self.step_state.loss_sums.weight + (rows if weight is None else weight)
+        self.step_state.loss_sums.add_weight(rows if weight is None else weight)
 
     def columns(self) -> dict[str, Tensor]:
         """What the other ranks must know, for the gather of a reduction."""

@@ -208,6 +208,7 @@ IG565: one step or evaluation has terms and losses with one weight
   expected: one kind of backward in a step: the second kind is divided at the step, by one weight
   fix:      engine.backward(ig.Terms(name=(loss, weight))), after engine.begin(name=..., ...)
 IG566: engine.begin in the middle of a step, or not on all ranks
+  seen:     a step that has begun, or has gathered gradients, and has not ended
   expected: engine.begin once, on every rank, before the first backward of a step; 0 where there is nothing of a term
   fix:      end the step before by engine.step(), or by engine.discard() on all ranks; then call engine.begin on all
             ranks

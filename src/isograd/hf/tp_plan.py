@@ -24,7 +24,6 @@ CUTS = {
 CLOSED = ("colwise_gather_output", "colwise_rep", "rowwise_split_input", "rowwise_rep", "embedding_rowwise",
           "embedding_colwise")  # fmt: skip
 EXPERTS = "moe_tp_experts"
-OF_EXPERTS = ("packed_colwise", "packed_rowwise", "colwise", "rowwise", "grouped_gemm")  # of its parameters
 OTHERS = ("replicated_with_grad_allreduce", "all_reduce", "mla_kv_a_proj", EXPERTS, "local_params", "replicate")
 KNOWN = (*CUTS, *OTHERS)
 

@@ -15,7 +15,6 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from isograd.core.mesh import Mesh
@@ -24,6 +23,7 @@ from isograd.errors import ModelError, headline
 from isograd.hf.dependency_probe import tiny_model
 from isograd.hf.force_fp64 import ForceFP64
 from isograd.hf.losses import CAUSAL, library_of, shard
+from isograd.sequence import document_starts
 
 SAME = 1e-9  # of logits in fp64, relative to the largest
 
@@ -77,9 +77,7 @@ def library_rows(tokens: Tensor, labels: Tensor, documents: Tensor | None = None
 
 def positions(documents: Tensor) -> Tensor:
     """[b, s]: the place of each token in its document, from the numbers of documents."""
-    places = torch.arange(documents.shape[1], device=documents.device).expand(documents.shape)
-    anew = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
-    return places - torch.where(anew, places, 0).cummax(1).values
+    return torch.arange(documents.shape[1], device=documents.device) - document_starts(documents)
 
 
 @torch.no_grad()

@@ -31,6 +31,7 @@ from isograd.nn.norm import RMSNorm
 from isograd.nn.rotary import Rotary
 from isograd.nn.stream import Stream, gather_tokens
 from isograd.sequence import band
+from isograd.sequence.block import accumulation_dtype
 
 
 def workable_tp(heads: int, kv_heads: int, wanted: int) -> int:
@@ -180,7 +181,7 @@ class Attention(nn.Module):
         seen = torch.ones(1, 1, length, length, dtype=torch.bool, device=q.device).tril()
         seen = seen if stream.starts is None else _seen(stream.starts)
         seen = seen if self.window is None else seen.triu(1 - self.window)
-        wide = torch.promote_types(q.dtype, torch.float32)
+        wide = accumulation_dtype(q.dtype)
         probabilities = scores.masked_fill(~seen, -torch.inf).softmax(-1, dtype=wide).to(q.dtype)
         heads = torch.arange(self.attending.start, self.attending.stop, device=q.device)
         places = (heads[:, None] * (1 << 32) + torch.arange(length, device=q.device)).reshape(-1)

@@ -26,6 +26,7 @@ from isograd.core.mesh import EXPERT_DATA, Mesh
 from isograd.core.rng import Key
 from isograd.nn.parameter import Layer, make
 from isograd.nn.routing import ExpertOptions
+from isograd.sequence.block import accumulation_dtype
 
 
 class Experts(Layer):
@@ -152,7 +153,7 @@ class _ToSlots(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         tokens, k = ctx.shape
         slots = _placed(gradient, ctx.saved_tensors[0], tokens * k).unflatten(0, (tokens, k))
-        total = slots[:, 0].to(torch.promote_types(gradient.dtype, torch.float32), copy=True)
+        total = slots[:, 0].to(accumulation_dtype(gradient.dtype), copy=True)
         for place in range(1, k):
             total += slots[:, place]
         return total.to(gradient.dtype), None, None

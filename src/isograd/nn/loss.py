@@ -30,6 +30,7 @@ from isograd.errors import ContractError
 from isograd.nn.parameter import Layer, make
 from isograd.nn.split_backward import WeightGradHook, grad_anchor, weight_grad_hook, weight_grad_requested
 from isograd.nn.stream import gather_tokens
+from isograd.sequence.block import accumulation_dtype
 
 IGNORE = -100
 CHUNK = 1024  # tokens: large enough for the matrix products, small beside a long sequence
@@ -181,7 +182,7 @@ class _CrossEntropy(torch.autograd.Function):
         chunk: int,
         hook: WeightGradHook | None,
     ) -> tuple[Tensor, Tensor]:
-        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        wide = accumulation_dtype(x.dtype)
         need_x, need_weight = ctx.needs_input_grad[1:3]
         dx = torch.empty_like(x) if need_x else None
         dweight: Tensor | None = None
@@ -227,7 +228,7 @@ class _CrossEntropy(torch.autograd.Function):
 class _CrossEntropyOfLogits(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, group: Group, first: int, vocab: int, ignore: int) -> Tensor:
-        wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
+        wide = accumulation_dtype(logits.dtype)
         own = logits.to(wide, copy=True)
         losses, dlogits = _of_logits(own, labels, group, first, vocab, ignore, ctx.needs_input_grad[0])
         ctx.save_for_backward(None if dlogits is None else dlogits.to(logits.dtype))
@@ -272,7 +273,7 @@ class _LogProbabilities(torch.autograd.Function):
         ignore: int,
         chunk: int,
     ) -> Tensor:
-        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        wide = accumulation_dtype(x.dtype)
         found, log_sums = x.new_empty(2, len(x), dtype=wide).unbind()
         for start in range(0, len(x), chunk):
             part, target = x[start : start + chunk], labels[start : start + chunk]

@@ -174,7 +174,7 @@ def _is_end(pp: int, vpp: int, rank: int) -> bool:
     return vpp == 1 and rank == pp - 1
 
 
-def _in_turns(pp: int, vpp: int, rank: int, micro_batches: int, chunks: Sequence[int]) -> list[tuple[int, int]]:
+def _in_turns(pp: int, rank: int, micro_batches: int, chunks: Sequence[int]) -> list[tuple[int, int]]:
     """(stage, micro): groups of pp micro-batches go through a rank's chunks in turn."""
     groups = [range(a, min(a + pp, micro_batches)) for a in range(0, micro_batches, pp)]
     return [(chunk * pp + rank, micro) for group in groups for chunk in chunks for micro in group]
@@ -184,8 +184,8 @@ class _Rank:
     """One rank while a schedule is made: the actions it still has to run, and the order decided so far."""
 
     def __init__(self, name: str, pp: int, vpp: int, rank: int, micro_batches: int) -> None:
-        forward = _in_turns(pp, vpp, rank, micro_batches, range(vpp))
-        backward = _in_turns(pp, vpp, rank, micro_batches, range(vpp)[::-1])
+        forward = _in_turns(pp, rank, micro_batches, range(vpp))
+        backward = _in_turns(pp, rank, micro_batches, range(vpp)[::-1])
         self.split = name == "zb"
         self.forwards = [Action("F", *place) for place in forward][::-1]
         self.backwards = [Action("I" if self.split else "B", *place) for place in backward][::-1]

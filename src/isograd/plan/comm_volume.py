@@ -44,7 +44,7 @@ def block(work: Work, layout: Layout, kind: BlockKind, cp_index: int) -> dict[st
     """What one block sends for one micro-batch in forward F, backward B, and when a forward is run again R."""
     tokens, hidden = work.tokens(layout), work.model.hidden
     whole = float(tokens * hidden * work.size)
-    enter, leave = _enter(layout, whole), _leave(layout, whole)
+    enter, leave = _around_cut(layout, whole)
     around = _attention(work, layout, tokens, cp_index, kind.window)
     routed = _routed(work, layout, tokens) if kind.sparse else []
     return {
@@ -54,16 +54,13 @@ def block(work: Work, layout: Layout, kind: BlockKind, cp_index: int) -> dict[st
     }
 
 
-def _enter(layout: Layout, whole: float) -> dict[str, list[Transfer]]:
+def _around_cut(layout: Layout, whole: float) -> tuple[dict[str, list[Transfer]], dict[str, list[Transfer]]]:
+    """What enters a region that tp cuts, and what leaves it."""
     if layout.sp:
-        return {"F": cut("tp", layout.tp, whole), "B": cut("tp", layout.tp, whole)}
-    return {"F": [], "B": reduced("tp", layout.tp, whole)}
-
-
-def _leave(layout: Layout, whole: float) -> dict[str, list[Transfer]]:
-    if layout.sp:
-        return {"F": cut("tp", layout.tp, whole), "B": cut("tp", layout.tp, whole)}
-    return {"F": reduced("tp", layout.tp, whole), "B": []}
+        both = dict.fromkeys("FB", cut("tp", layout.tp, whole))
+        return both, both
+    total = reduced("tp", layout.tp, whole)
+    return {"F": [], "B": total}, {"F": total, "B": []}
 
 
 def _attention(work: Work, layout: Layout, tokens: int, index: int, window: int | None) -> dict[str, list[Transfer]]:
@@ -117,10 +114,11 @@ def ends(work: Work, layout: Layout, first: bool, last: bool) -> dict[str, list[
     tokens = work.tokens(layout)
     whole = float(tokens * work.model.hidden * work.size)
     found: dict[str, list[Transfer]] = {"F": [], "B": []}
+    enter, leave = _around_cut(layout, whole)
     if first:
-        found = {way: found[way] + moves for way, moves in _leave(layout, whole).items()}
+        found = {way: found[way] + moves for way, moves in leave.items()}
     if last:
-        found = {way: found[way] + moves for way, moves in _enter(layout, whole).items()}
+        found = {way: found[way] + moves for way, moves in enter.items()}
         if layout.tp > 1:  # three numbers of each token, for one softmax over all slices of the vocabulary
             found["F"] = [*found["F"], Transfer("tp", "exchange", 12.0 * tokens * (layout.tp - 1))]
     return found

@@ -118,12 +118,12 @@ class _Plans:
         return self._planned[key]
 
     def _boxes(self, slot: Slotted, first: int) -> Iterator[tuple[int, Box]]:
-        name, contract, cuts, whole = slot
+        _, contract, cuts, whole = slot
         parts: dict[int, tuple[Box, tuple[int, ...]] | None] = {}  # by place beside: its part, and its rows' ends
         places = zip(self._along(contract.model_parallel_axis), self._along(contract.data), strict=True)
         for rank, (place, owner) in enumerate(places):
             if place not in parts:
-                parts[place] = _part(name, contract, cuts, whole, Mesh.unbound(self._layout, first + rank))
+                parts[place] = _part(contract, cuts, whole, Mesh.unbound(self._layout, first + rank))
             part = parts[place]
             if part is not None and part[1][owner] < part[1][owner + 1]:
                 (start, _), *rest = part[0]
@@ -139,9 +139,7 @@ class _Plans:
         return self._places[axes]
 
 
-def _part(
-    name: str, contract: Contract, cuts: tuple[int, ...], whole: bool, mesh: Mesh
-) -> tuple[Box, tuple[int, ...]] | None:
+def _part(contract: Contract, cuts: tuple[int, ...], whole: bool, mesh: Mesh) -> tuple[Box, tuple[int, ...]] | None:
     """A rank's part of a parameter, and where its owners' rows end; None: another rank's replica counts."""
     if not contract.is_primary_replica(mesh):
         return None

@@ -197,40 +197,29 @@ class BlockKind(NamedTuple):
 
 def kinds_of(work: Work, layout: Layout, index: int) -> tuple[tuple[tuple[BlockKind, int], ...], ...]:
     """For each stage of a pipeline rank: how many of its layers are of which kind."""
-    if work.model.sliding_window is None or work.model.sliding_window >= work.length:
-        both = layers_of(work, layout, index)
-        return tuple(tuple((BlockKind(bool(i)), n) for i, n in enumerate(stage) if n) for stage in both)
-    return _kinds_of(work.model, work.split(layout), layout.pp, index)
+    windows = work.model.sliding_window is not None and work.model.sliding_window < work.length
+    return _kinds_of(work.model, work.split(layout), layout.pp, index, windows)
 
 
 @lru_cache(maxsize=4096)
 def _kinds_of(
-    c: TransformerConfig, split: tuple[int, ...], pp: int, index: int
+    c: TransformerConfig, split: tuple[int, ...], pp: int, index: int, windows: bool
 ) -> tuple[tuple[tuple[BlockKind, int], ...], ...]:
     found = []
     for stage in range(index, len(split), pp):
         start = sum(split[:stage])
         here = range(start, start + split[stage])
-        counts = Counter(BlockKind(c.experts is not None and c.experts.in_layer(n), c.window_of(n)) for n in here)
+        sparse = [c.experts is not None and c.experts.in_layer(n) for n in here]
+        counts = Counter(BlockKind(s, c.window_of(n) if windows else None) for s, n in zip(sparse, here, strict=True))
         found.append(tuple(counts.items()))
     return tuple(found)
 
 
 def layers_of(work: Work, layout: Layout, index: int) -> tuple[tuple[int, int], ...]:
     """For each stage of a pipeline rank: how many of its layers have no experts, and how many have."""
-    return _layers_of(work.model, work.split(layout), layout.pp, index)
-
-
-@lru_cache(maxsize=4096)
-def _layers_of(c: TransformerConfig, split: tuple[int, ...], pp: int, index: int) -> tuple[tuple[int, int], ...]:
-    found = []
-    for stage in range(index, len(split), pp):
-        start = sum(split[:stage])
-        sparse = 0
-        if c.experts is not None:
-            sparse = sum(map(c.experts.in_layer, range(start, start + split[stage])))
-        found.append((split[stage] - sparse, sparse))
-    return tuple(found)
+    stages = kinds_of(work, layout, index)
+    both = [[sum(n for kind, n in stage if kind.sparse is sparse) for sparse in (False, True)] for stage in stages]
+    return tuple((plain, having) for plain, having in both)
 
 
 def params_on_rank(work: Work, layout: Layout, index: int) -> ParamsOnRank:

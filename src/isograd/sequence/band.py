@@ -99,7 +99,7 @@ class _Band(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None,
         starts: Tensor | None, size: int,
     ) -> Tensor:  # fmt: skip
-        wide = torch.promote_types(q.dtype, torch.float32)
+        wide = block.accumulation_dtype(q.dtype)
         out = torch.empty(q.shape, dtype=wide, device=q.device)
         log_sum = torch.empty(q.shape[:3], dtype=wide, device=q.device)
         for piece, mask in _work(q.shape[2], window, starts, size, q.device):
@@ -120,7 +120,7 @@ class _Band(torch.autograd.Function):
     @first_order_only
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, log_sum, starts = ctx.saved_tensors
-        wide = torch.promote_types(q.dtype, torch.float32)
+        wide = block.accumulation_dtype(q.dtype)
         dq, dk, dv = (torch.zeros(t.shape, dtype=wide, device=q.device) for t in (q, k, v))
         for piece, mask in _work(q.shape[2], ctx.window, starts, ctx.size, q.device):
             rows, keys = slice(piece.start, piece.stop), slice(piece.first, piece.last)

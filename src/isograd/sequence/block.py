@@ -17,6 +17,12 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which results of several blocks, or of several experts, are added up. (torch.promote_types is an
+    operator, and is dispatched as one.)"""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def _fits_kernel(q: Tensor, mask: Tensor | None, softcap: float | None) -> bool:
     return q.device.type == "cpu" and mask is None and softcap is None
 
@@ -28,7 +34,7 @@ def forward(
     """(out, log_sum), both in `wide`. mask [b, n, m]: True where attended; a row without any key gets 0 and -inf."""
     if _fits_kernel(q, mask, softcap):
         out, log_sum = _flash(q, k, v, 0.0, causal, scale=scale)
-        return out.to(torch.promote_types(q.dtype, torch.float32)), log_sum
+        return out.to(accumulation_dtype(q.dtype)), log_sum
     scores, _ = _scores(q, k, scale, causal, mask, softcap)
     log_sum = scores.logsumexp(-1)
     probabilities = (scores - log_sum.masked_fill(log_sum == -torch.inf, 0)[..., None]).exp()
@@ -68,7 +74,7 @@ def _scores(
     q: Tensor, k: Tensor, scale: float, causal: bool, mask: Tensor | None, softcap: float | None
 ) -> tuple[Tensor, Tensor | None]:
     """[b, kv_heads, heads per kv head, n, m], wide; and of capped scores, their derivative by those without a cap."""
-    high, slope = torch.promote_types(q.dtype, torch.float32), None
+    high, slope = accumulation_dtype(q.dtype), None
     scores: Tensor = q.to(high).unflatten(1, (k.shape[1], -1)) @ k.to(high)[:, :, None].mT * scale
     if softcap is not None:
         bent = (scores / softcap).tanh_()

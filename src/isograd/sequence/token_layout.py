@@ -68,10 +68,6 @@ class TokenLayout:
         """Global positions [local] of the tokens of cp rank `rank`, in the order it holds them."""
         return positions_of(self.spans[rank], device)
 
-    def block_positions(self, member: int, device: torch.device | str | None = None) -> Tensor:
-        """Global positions of the tokens of ring member `member`'s block."""
-        return positions_of(self.blocks[member], device)
-
     def pad(self, x: Tensor, value: int | float = 0) -> Tensor:
         """x [b, length, ...] -> [b, padded, ...]."""
         extra = self.padded - x.shape[1]

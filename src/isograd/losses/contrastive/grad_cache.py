@@ -93,14 +93,18 @@ class _Tower:
     encode: Encode
     inputs: Any
     rows: int
-    chunks: int = 0
-    first_replayed: int = 0  # the chunk that is the first to be encoded twice, if no budget keeps its graph
-    states: list[RandomState] = field(default_factory=list)
+    chunks: int
+    last: int  # the number of the last chunk with rows
+    keeps_last: bool  # that chunk keeps its graph, whatever the budget
+    states: list[RandomState] = field(default_factory=list)  # of each chunk, as the two below
     prints: list[int] = field(default_factory=list)
-    traces: dict[int, Trace] = field(default_factory=dict)
-    vectors: Tensor = field(default_factory=lambda: torch.empty(0))
-    gradient: Tensor = field(default_factory=lambda: torch.empty(0))  # of vectors
+    traces: list[Trace] = field(default_factory=list)
     kept: dict[int, Tensor] = field(default_factory=dict)  # vectors of chunks, with their graphs
+
+    @property
+    def first_replayed(self) -> int:
+        """The chunk that is the first to be encoded twice, if no budget keeps its graph."""
+        return self.last - self.keeps_last
 
 
 class GradientCache:
@@ -151,16 +155,19 @@ class GradientCache:
         """
         engine, mesh = self.engine, self.engine.mesh
         _refuse_batch_norm(engine.model)
-        work, problem = self._work(towers)
-        counted, most = self._count(work, problem)
+        pairs = self._pairs(towers)
+        rows, problem = self._rows(towers)
+        counted, most = self._count(rows, problem)
+        work = [
+            _Tower(*pair, n, chunks, -(-n // self.chunk) - 1, i == len(rows) and not self._alike)
+            for i, (pair, n, chunks) in enumerate(zip(pairs, rows, most, strict=True), 1)
+        ]
         with one_kernel():
             # The first pass and the loss come before the step's backward begins: what they raise leaves the step as it
             # was, while an exception inside `together` makes the whole step unusable.
             budget = Budget(self.keep_mb, engine.model, towers)
             try:
-                for tower, chunks in zip(work, most, strict=True):
-                    tower.chunks = chunks
-                    self._represent(tower, budget, keeps_last=tower is work[-1] and not self._alike)
+                vectors = [self._represent(tower, budget) for tower in work]
             except Exception as error:
                 if not self._alike:
                     join_first_pass(error, mesh)
@@ -168,31 +175,31 @@ class GradientCache:
             if not self._alike:
                 join_first_pass(None, mesh)
             self._keep_alike(work)
-            loss, leaves = self._loss(work, counted, ids, guides)
+            loss, leaves = self._loss(work, vectors, counted, ids, guides)
             if second is not None:
                 engine.begin_single_backward(contrastive=_my_rows(counted), second=second.weight)
             with engine.backward_context() as step_state:
-                self._loss_gradients(step_state, loss, leaves, work, counted)
+                gradients = self._loss_gradients(step_state, loss, leaves, work, counted)
                 after = random_state(mesh.device)
                 torch.clear_autocast_cache()  # it holds weights that were cast without a graph
-                for tower in reversed(work):
-                    self._replay(step_state, tower, last=tower is work[0] and second is None)
+                for tower, gradient in reversed(list(zip(work, gradients, strict=True))):
+                    self._replay(step_state, tower, gradient, last=tower is work[0] and second is None)
                 set_random_state(after, mesh.device)
                 if second is not None:
                     self._second(step_state, second)
         self._first = False
         return loss.detach()
 
-    def _work(self, towers: Sequence[Any]) -> tuple[list[_Tower], ContrastiveError | None]:
-        """The towers; where one has no number of rows, -1 and the error, which waits until the other ranks know."""
-        work, problem = [], None
-        for encode, inputs in self._pairs(towers):
+    def _rows(self, towers: Sequence[Any]) -> tuple[list[int], ContrastiveError | None]:
+        """Of each tower; where one has no number of rows, -1 and the error, which waits until the other ranks know."""
+        rows, problem = [], None
+        for inputs in towers:
             try:
-                rows = rows_of(inputs)
+                rows.append(rows_of(inputs))
             except ContrastiveError as error:
-                rows, problem, error.where = -1, error, self.engine.mesh.describe_rank()
-            work.append(_Tower(encode, inputs, rows))
-        return work, problem
+                rows.append(-1)
+                problem, error.where = error, self.engine.mesh.describe_rank()
+        return rows, problem
 
     def _pairs(self, towers: Sequence[Any]) -> list[tuple[Encode, Any]]:
         encoders = self.encode if isinstance(self.encode, list) else [self.encode] * len(towers)
@@ -206,13 +213,13 @@ class GradientCache:
             )
         return list(zip(encoders, towers, strict=True))
 
-    def _count(self, work: Sequence[_Tower], problem: ContrastiveError | None) -> tuple[NegativesScope, list[int]]:
+    def _count(self, own: Sequence[int], problem: ContrastiveError | None) -> tuple[NegativesScope, list[int]]:
         """How many rows each rank has, and how many chunks each tower has here. The only gather of counts.
 
         Rows that do not pair up on any rank are refused on all of them."""
         mesh = self.engine.mesh
         group = mesh.group(DATA)
-        mine = torch.tensor([t.rows for t in work], device=mesh.device)
+        mine = torch.tensor(own, device=mesh.device)
         table = torch.stack(raw.gather_list(mine, group)).tolist()
         for rank, counts in zip(group.ranks, table, strict=True):
             if min(counts) < 0:
@@ -230,8 +237,7 @@ class GradientCache:
             [even_sizes(n, mesh.size("cp"))[spot["cp"]] for n in rows] for spot, rows in zip(spots, table, strict=True)
         ]
         chunks = [
-            max(1, -(-(max(rows[i] for rows in table) if self._alike else t.rows) // self.chunk))
-            for i, t in enumerate(work)
+            max(1, -(-(max(rows[i] for rows in table) if self._alike else n) // self.chunk)) for i, n in enumerate(own)
         ]
         return NegativesScope(group, tuple(zip(*shares, strict=True))), chunks
 
@@ -247,16 +253,15 @@ class GradientCache:
     # -- the parts of a step
 
     @torch.no_grad()
-    def _represent(self, tower: _Tower, budget: Budget, keeps_last: bool) -> None:
-        """The first pass over a tower. `keeps_last`: its last chunk keeps its graph, whatever the budget."""
-        device = self.engine.mesh.device
-        last = -(-tower.rows // self.chunk) - 1  # the number of the last chunk with rows
-        tower.first_replayed = last - 1 if keeps_last else last
+    def _represent(self, tower: _Tower, budget: Budget) -> Tensor:
+        """The first pass over a tower: its vectors."""
+        device, found = self.engine.mesh.device, torch.empty(0)
         for number, inputs in self._parts(tower):
             tower.states.append(random_state(device))
-            tower.traces[number], tracing = self._tracing(tower, number)
+            trace, tracing = self._tracing(tower, number)
+            tower.traces.append(trace)
             with tracing:
-                if keeps_last and number == last:
+                if tower.keeps_last and number == tower.last:
                     torch.clear_autocast_cache()  # it holds weights that were cast without a graph
                     with torch.enable_grad():
                         vectors = tower.kept[number] = encode_chunk(tower.encode, inputs)
@@ -271,8 +276,9 @@ class GradientCache:
             vectors = vectors.detach()
             tower.prints.append(int(fingerprint(vectors)))
             if number == 0:  # joined at the end, they would be there twice
-                tower.vectors = vectors.new_empty((tower.rows, vectors.shape[1]))
-            place_rows(tower.vectors, number * self.chunk, vectors)
+                found = vectors.new_empty((tower.rows, vectors.shape[1]))
+            place_rows(found, number * self.chunk, vectors)
+        return found
 
     def _keep_alike(self, work: Sequence[_Tower]) -> None:
         """Ranks that encode rows together keep the same chunks: those that fit on all of them."""
@@ -287,6 +293,7 @@ class GradientCache:
     def _loss(
         self,
         work: Sequence[_Tower],
+        vectors: list[Tensor],
         across: NegativesScope,
         ids: Sequence[Tensor] | None,
         guides: Sequence[Tensor] | None,
@@ -300,36 +307,37 @@ class GradientCache:
                 x[a : a + sizes[index]] for x, a, sizes in zip(per_tower, starts, self._cp_sizes(work), strict=True)
             ]
 
-        leaves = [upcast(x).detach().requires_grad_() for x in share([t.vectors for t in work])]
+        leaves = [upcast(x).detach().requires_grad_() for x in share(vectors)]
         more: dict[str, Any] = {}
         if ids is not None:
             more["ids"] = share(ids)
         if guides is not None:
             more["guides"] = [upcast(g) for g in share(guides)]
-        for tower in work:  # the loss decides how long their memory is needed
-            tower.vectors = torch.empty(0)
+        vectors.clear()  # the loss decides how long their memory is needed
         with torch.autocast(self.engine.mesh.device.type, enabled=False):
             return self.loss(leaves, across, **more), leaves
 
     def _loss_gradients(
         self, step_state: StepState, loss: Tensor, leaves: list[Tensor], work: Sequence[_Tower], across: NegativesScope
-    ) -> None:
-        """Go backward from the loss to the vectors, and put their gradients in the towers."""
+    ) -> list[Tensor]:
+        """Go backward from the loss to the vectors: the gradients of each tower's."""
         with torch.autocast(self.engine.mesh.device.type, enabled=False):
             if step_state.term_weights.expected is None:
                 step_state.backward_loss(loss, _my_rows(across), last=False)
             else:
                 step_state.backward_terms(Terms(contrastive=(loss, _my_rows(across))), last=False)
-        for tower, leaf, sizes in zip(work, leaves, self._cp_sizes(work), strict=True):
+        found = []
+        for leaf, sizes in zip(leaves, self._cp_sizes(work), strict=True):
             gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
             leaf.grad = None
-            tower.gradient = raw.all_gather(gradient, self.engine.mesh.group("cp"), sizes)
+            found.append(raw.all_gather(gradient, self.engine.mesh.group("cp"), sizes))
+        return found
 
     def _cp_sizes(self, work: Sequence[_Tower]) -> list[list[int]]:
         """For each tower, how many of its rows each cp rank takes into the loss."""
         return [list(even_sizes(tower.rows, self.engine.mesh.size("cp"))) for tower in work]
 
-    def _replay(self, step_state: StepState, tower: _Tower, last: bool) -> None:
+    def _replay(self, step_state: StepState, tower: _Tower, gradients: Tensor, last: bool) -> None:
         """Encode again with a graph and go backward, chunk by chunk, the last one first. The last backward of a step
         may communicate."""
         device, learns = self.engine.mesh.device, True
@@ -346,7 +354,7 @@ class GradientCache:
                     raise self._drew_differently(first_difference(tower.traces[number], trace), bool(trace), number)
             learns = vectors.requires_grad  # a frozen tower ends here
             if learns:
-                gradient = tower.gradient[here].to(vectors.dtype)
+                gradient = gradients[here].to(vectors.dtype)
                 step_state.run_backward([vectors], [gradient], last=last and number == 0)
 
     def _second(self, step_state: StepState, second: AuxiliaryLoss) -> None:
