@@ -281,7 +281,7 @@ def _totals_with(change: Callable[[Any, Any], Any]) -> Any:
     from isograd.engine.engine import Engine
 
     original = Engine._step_totals
-    return _patched(Engine, "_step_totals", lambda self, whole=False: change(self, original(self, whole)))
+    return _patched(Engine, "_step_totals", lambda self, table: change(self, original(self, table)))
 
 
 def _mean_of_means() -> Any:

@@ -170,13 +170,12 @@ def _replacing(self: Any, bucket: Any, rows: Any) -> None:
 
 def _loss_of_the_first_stage() -> Any:
     """Weights and losses are read from the first stage, which has none."""
-    from isograd.engine.engine import Engine
+    from isograd.engine import step_status
 
-    def of_data(self: Any, table: torch.Tensor) -> torch.Tensor:
-        layout = self.mesh.layout
-        return table[list(layout.ranks("dp cp", layout.rank({**self.mesh.coordinates, "pp": 0})))]
+    def of_data(table: torch.Tensor, mesh: Any) -> torch.Tensor:
+        return table[list(mesh.layout.ranks("dp cp", mesh.layout.rank({**mesh.coordinates, "pp": 0})))]
 
-    return patch.object(Engine, "_of_data", of_data)
+    return patch.object(step_status, "of_data", of_data)
 
 
 def _stages_swapped() -> Any:

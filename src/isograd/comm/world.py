@@ -111,6 +111,7 @@ class Process(RankContext):
 
 
 process = Process()
+ON_HOST = frozenset({"step", "copies", "host"})  # purposes of groups whose messages lie in host memory: never NCCL's
 
 
 def new_group(axes: str, ranks: tuple[int, ...], rank: int, purpose: str = "", member: FakeRank | None = None) -> Group:
@@ -144,6 +145,7 @@ def _new_process_group(purpose: str, ranks: tuple[int, ...], index: int) -> Any:
     collective that needs all ranks of the world."""
     world: Any = dist.group.WORLD
     backend, store = distributed_c10d._world.pg_map[world]
+    backend = "gloo" if purpose in ON_HOST else backend
     name: Any = " ".join(["isograd", purpose, *map(str, ranks)])
     bound, world.bound_device_id = world.bound_device_id, None
     try:

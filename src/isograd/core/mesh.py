@@ -107,6 +107,10 @@ class Mesh:
         """This rank's process group along `axes`. Groups of different purposes have connections of their own."""
         return self._group(axes, self.ranks(axes), purpose)
 
+    def host_group(self, axes: str) -> Group:
+        """The same for values in host memory: a group of gloo beside NCCL's; where all is gloo, the group itself."""
+        return self.group(axes, "host" if self.device.type == "cuda" else "")
+
     def pair(self, axes: str, peer: int, purpose: str) -> Group:
         """The process group of this rank and member `peer` of its group along `axes`, for messages between the two."""
         ranks = self.ranks(axes)

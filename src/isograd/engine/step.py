@@ -41,7 +41,7 @@ from isograd.engine.grad_placeholder import GradPlaceholder, changed_by_hand
 from isograd.engine.plan import Bucket, Plan, Slot
 from isograd.engine.precision import LossScale
 from isograd.engine.reducer import Reducer, zeros_of
-from isograd.engine.term_weights import TermWeights, weighted
+from isograd.engine.term_weights import TermWeights, number_on, weighted
 from isograd.engine.tree import Tree
 from isograd.engine.zero3.param_group import Zero3Hooks
 from isograd.errors import EngineError, headline
@@ -173,7 +173,7 @@ class StepState:
         if self.term_weights.expected is not None:
             raise self.term_weights.mixed()
         validation.check_loss(loss, weight, self.mesh)
-        count = torch.as_tensor(weight, dtype=torch.float64, device=loss.device).detach().reshape(())
+        count = number_on(loss.device, weight)
         nothing = validation.adds_nothing(loss, weight, self.mesh)
         if not nothing or self.units is not None:  # at ZeRO 3 the other ranks gather parameters with this one
             self._seeded(loss, count, last=last, discard=nothing)
@@ -184,7 +184,7 @@ class StepState:
     def backward_discarded(self, loss: Tensor, weight: Tensor | float) -> None:
         """Backward from a loss as `backward_loss` does it; the step gathers nothing of it. For `watcher`."""
         self.must_be(State.BACKWARD)
-        count = torch.as_tensor(weight, dtype=torch.float64, device=loss.device).detach().reshape(())
+        count = number_on(loss.device, weight)
         self._seeded(loss, count, last=False, discard=True)
 
     def backward_terms(self, terms: Terms, *, last: bool = True) -> bool:
