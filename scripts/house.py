@@ -60,7 +60,7 @@ VERIFIER = {
 }  # fmt: skip
 
 LIMITS = {
-    "isograd, lines": 47_177,
+    "isograd, lines": 47_219,
     "isograd-verify, lines": 17_597,
     "comm + engine, lines": 8_829,
     "arrows between packages": 130,
