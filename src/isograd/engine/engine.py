@@ -243,7 +243,7 @@ class Engine:
             connected = self.mesh.size("world") == 1 or self.step_state.status_group.handle is not None
             if self.step_state.already_discarded or not connected:
                 raise
-            if isinstance(error, Exception) and not step_status.layers_wait(self.mesh):
+            if isinstance(error, Exception) and not self.mesh.layers_wait:
                 self.step_state.fail(error)
                 self.discard()
             elif not isinstance(error, IsogradError):

@@ -44,7 +44,7 @@ from isograd.engine.reducer import Reducer, zeros_of
 from isograd.engine.term_weights import TermWeights, number_on, weighted
 from isograd.engine.tree import Tree
 from isograd.engine.zero3.param_group import Zero3Hooks
-from isograd.errors import EngineError, headline
+from isograd.errors import EngineError, IsogradError, headline
 
 _DISCARDED = "_isograd_discarded"  # of an exception: the step that was dropped with it
 
@@ -155,6 +155,8 @@ class StepState:
             self.end()
         except BaseException as error:
             self.fail(error)
+            if self.mesh.on_cards and self.mesh.layers_wait and not isinstance(error, IsogradError):
+                raw.leave(f"its backward failed: {headline(error)}")  # kernels of other ranks wait for its messages
             raise
 
     def mark_inconsistent(self, why: str) -> None:
@@ -456,6 +458,7 @@ class StepState:
 
     def abandon(self) -> None:
         """All ranks together: drop the step. What is on its way lands first, and nothing of it is kept."""
+        self.local, self.final_shards, self.full, self._tree = {}, {}, {}, Tree()  # one may be out of memory
         self.reducer.send_missing(self.mesh)
         self.reducer.finish_all()
         if self.units is not None:

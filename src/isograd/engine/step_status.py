@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import partial
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ from isograd.engine.plan import Plan
 from isograd.engine.step import StepState
 from isograd.engine.term_weights import Mean, TermWeights, number_on
 from isograd.engine.tree import tree_sum
-from isograd.errors import EngineError, IsogradError
+from isograd.errors import CommError, EngineError, IsogradError
 
 
 class Status(IntEnum):
@@ -105,6 +106,10 @@ def gather_step_status(
     if problem is not None and status not in (Status.DISCARDS, Status.SAVES):
         status = Status.INCONSISTENT if step_state.optimizer_inconsistent else Status.FAILED
     table = gather(step_state, status, loss, settings, more)
+    gave_up = table.ranks(Status.FAILED) + table.ranks(Status.DISCARDS)
+    closes = step_state.mesh.on_cards and step_state.mesh.layers_wait and 0 < len(gave_up) < len(table.status)
+    if closes:  # their kernels wait for messages of a layer that these ranks will not send
+        drop = partial(raw.leave, f"ranks {gave_up} gave up a step in which layers wait for each other", tell=False)
     with refusing(step_state, drop, wrong):
         refuse_parted(table, step_state)
         refuse_failed(table, step_state, problem, status is Status.DISCARDS)
@@ -115,6 +120,8 @@ def gather_step_status(
             decide(table)
     if status is Status.DISCARDS:
         drop()
+        if closes:
+            raise CommError("IG214", seen="engine.discard() on some ranks", where=step_state.mesh.describe_rank())
     return table
 
 
@@ -166,12 +173,7 @@ def gather(
 def gives_up(status: Status, mesh: Mesh) -> float | None:
     """How many seconds a rank that drops its step waits for the others; None: as long as it takes. They may wait for
     this one inside a layer, for ever."""
-    return LAYER_S if layers_wait(mesh) and status in (Status.FAILED, Status.DISCARDS) else None
-
-
-def layers_wait(mesh: Mesh) -> bool:
-    """Whether layers of one rank wait for others (tp, cp, ep, pp)."""
-    return mesh.layout.dp < mesh.layout.world_size or mesh.size("ep") > 1
+    return LAYER_S if mesh.layers_wait and status in (Status.FAILED, Status.DISCARDS) else None
 
 
 def packed(flags: Sequence[bool], width: int) -> Tensor:
