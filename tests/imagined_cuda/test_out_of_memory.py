@@ -103,3 +103,30 @@ def test_where_layers_wait_every_rank_is_told_who_has_failed(layout: str) -> Non
         assert not gradients
         assert "OutOfMemoryError" in told, told
         assert result.rank == ROBBED or f"rank {ROBBED}" in told, told
+
+
+def discarding(alone: bool) -> str:
+    """After a backward that ended well, rank 1 drops the step: alone, or with the others. What this rank is told."""
+    from isograd import Engine, Mesh
+    from isograd.models import Transformer
+
+    mesh, config = Mesh("tp2 sp"), config_of("tp2 sp")
+    engine = Engine(Transformer(config, mesh, dtype=torch.float64).to(mesh.device), mesh, cases.sgd)
+    batch = [{k: t.to(mesh.device) for k, t in micro_batch(config, 0, 0).items()}]
+    engine.accumulate(batch)
+    try:
+        if mesh.rank == ROBBED or not alone:
+            engine.discard()
+            engine.accumulate(batch)
+        return f"skipped: {engine.step().skipped}"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def test_where_layers_wait_one_rank_cannot_drop_a_step_alone_and_all_can() -> None:
+    """On cards nobody knows in which layer the others' kernels stand."""
+    told = [result.value or result.error for result in run(discarding, 2, True, join=False, seconds=20, limit=60)]
+    assert "IG558" in told[0] and f"[{ROBBED}]" in told[0], told
+    assert "IG214" in told[1], told
+    together = [result.value or result.error for result in run(discarding, 2, False, join=False, seconds=20, limit=60)]
+    assert together == ["skipped: False"] * 2
