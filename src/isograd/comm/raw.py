@@ -45,6 +45,7 @@ from isograd.errors import CommError
 
 Tensors = Sequence[Sequence[torch.Tensor]]  # for each member of a group
 LATE_S = 1.0  # seconds after which a rank that waits at a step says so
+SPIN_S = 5e-4  # for which the host asks a card without a pause
 SMALL_BYTES = 1 << 16  # below this an all-reduce is one exchange of whole tensors: one latency instead of two
 
 
@@ -180,14 +181,17 @@ def to_host(x: torch.Tensor) -> torch.Tensor:
         return x
     here = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
     here.copy_(x, non_blocking=True)
-    event, began = torch.cuda.Event(), time.monotonic()
+    event, began, asks = torch.cuda.Event(), time.monotonic(), LATE_S
     event.record()
     with abort_group_on_interrupt():
         while not event.query():
-            if time.monotonic() - began > LATE_S:
+            waited = time.monotonic() - began
+            if waited > asks:
+                asks = waited + LATE_S
                 if store_check(ABORTED):
                     raise RuntimeError("another rank has closed its connections")
-                began = time.monotonic()
+            if waited > SPIN_S:
+                time.sleep(SPIN_S / 10)  # other threads of this process go on
         event.synchronize()
     return here
 
