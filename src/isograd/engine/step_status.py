@@ -3,6 +3,9 @@
 Each rank sends a few numbers (its weight, its loss, what is wrong with it, how many backwards sent their gradients,
 what its layers found wrong in their input) and one bit per parameter: whether a backward reached it. Every decision of
 the step is taken from this table, which is the same on all ranks, so ranks refuse, skip or step together.
+
+The table travels from host to host. Weights, losses and inputs that lie on cards are not looked at here (`Late`): they
+travel beside the norm of the step, behind its reductions, and are read with it. So the host waits once for a card.
 """
 
 from __future__ import annotations
