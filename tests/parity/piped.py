@@ -199,10 +199,10 @@ def _blocks_numbered_from_zero() -> Any:
 
 
 def _used_by_own_stage_only() -> Any:
-    from isograd.engine import engine
+    from isograd.engine import step_status
 
     return patch.object(
-        engine, "used_anywhere", lambda table, plan, mesh: torch.zeros(len(plan.slots), dtype=torch.bool)
+        step_status, "used_anywhere", lambda table, plan, mesh: torch.zeros(len(plan.slots), dtype=torch.bool)
     )
 
 

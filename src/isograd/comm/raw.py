@@ -111,7 +111,8 @@ def all_reduce(x: torch.Tensor, group: Group, *, control: bool = False) -> torch
         return x
     transport = _transport(group)
     if isinstance(transport, Nccl):
-        transport.all_reduce(total := x.contiguous().clone())
+        with abort_group_on_interrupt():
+            transport.all_reduce(total := x.contiguous().clone())
         return total
     if group.size == 2 or x.numel() * x.element_size() <= SMALL_BYTES:
         return add_up(_gather_exchanged(x, group, control), group.index)
@@ -136,7 +137,8 @@ def all_max(x: torch.Tensor, group: Group) -> torch.Tensor:
     transport = _transport(group)
     if not isinstance(transport, Nccl):
         return torch.stack(gather_list(x, group)).amax(0)
-    transport.all_max(top := x.contiguous().clone())
+    with abort_group_on_interrupt():
+        transport.all_max(top := x.contiguous().clone())
     return top
 
 

@@ -44,7 +44,7 @@ from isograd.engine.reducer import Reducer, zeros_of
 from isograd.engine.term_weights import TermWeights, number_on, weighted
 from isograd.engine.tree import Tree
 from isograd.engine.zero3.param_group import Zero3Hooks
-from isograd.errors import EngineError, IsogradError, headline
+from isograd.errors import EngineError, headline
 
 _DISCARDED = "_isograd_discarded"  # of an exception: the step that was dropped with it
 
@@ -155,8 +155,9 @@ class StepState:
             self.end()
         except BaseException as error:
             self.fail(error)
-            if self.mesh.on_cards and self.mesh.layers_wait and not isinstance(error, IsogradError):
-                raw.leave(f"its backward failed: {headline(error)}")  # kernels of other ranks wait for its messages
+            if self.mesh.on_cards and self.mesh.layers_wait:  # kernels of other ranks wait for its messages
+                with raw.abort_group_on_interrupt():
+                    raise
             raise
 
     def mark_inconsistent(self, why: str) -> None:
