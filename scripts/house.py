@@ -60,9 +60,9 @@ VERIFIER = {
 }  # fmt: skip
 
 LIMITS = {
-    "isograd, lines": 47_268,
+    "isograd, lines": 47_448,
     "isograd-verify, lines": 17_604,
-    "comm + engine, lines": 8_784,
+    "comm + engine, lines": 8_910,
     "arrows between packages": 130,
     "arrows in isograd-verify": 53,
     "imports against the order": 0,

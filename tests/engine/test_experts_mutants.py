@@ -13,7 +13,7 @@ import pytest
 from isograd.core.contract import Contract
 from isograd.core.contract_table import ContractTable
 from isograd.core.mesh import DATA, EXPERT_DATA, Mesh
-from isograd.engine import engine, norm, reducer, validation, zero
+from isograd.engine import engine, norm, reducer, step_status, validation, zero
 from isograd.engine.plan import Plan
 from isograd.engine.zero3 import param_group as units
 from tests.parity.mutants import _BrokenFlight, _own_rows
@@ -98,7 +98,7 @@ MUTANTS: dict[str, tuple[str, Callable[[], Any]]] = {
     ),
     "a rank whose experts nobody chose does not step them": (
         "dp2 tp2 ep4",
-        lambda: patch.object(engine, "used_anywhere", by_owners),
+        lambda: patch.object(step_status, "used_anywhere", by_owners),
     ),
     "stepped rows of experts are not gathered": (
         "dp4 ep2 zero1",

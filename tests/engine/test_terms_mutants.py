@@ -12,7 +12,7 @@ import pytest
 
 from isograd.core.loss_terms import Terms
 from isograd.core.mesh import DATA
-from isograd.engine import Engine, LossScale
+from isograd.engine import Engine, LossScale, step_status
 from isograd.engine.step import StepState
 from isograd.engine.term_weights import TermWeights
 from isograd.errors import IsogradError
@@ -109,7 +109,7 @@ OF_STAGES: dict[str, tuple[Any, str, Change]] = {
     "a stage's own terms are lost": (StepState, "seeds_of", lambda f: lambda self, t: [f(self, t), ([], [])][1]),
     "a stage's own terms count twice": (StepState, "seeds_of", lambda f: lambda self, t: [x * 2 for x in f(self, t)]),
     "only the last stage's terms are in the stats": (
-        Engine, "_with_own_things", lambda f: property(lambda self: list(self.mesh.layout.ranks(DATA, 1)))
+        step_status, "with_own_things", lambda f: lambda mesh: list(mesh.layout.ranks(DATA, 1))
     ),
     "stages do not add up what came": (
         TermWeights,

@@ -572,7 +572,7 @@ TORCH_LIBRARY_IMPL(_, TESTING_ONLY_GenericMode, m) {
 TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   // One kernel each on a GPU, and elsewhere a loop.
   for (auto& op : c10::Dispatcher::singleton().getAllOpNames())
-    if (op.name.rfind("aten::_foreach", 0) == 0)
+    if (op.name.rfind("aten::_foreach", 0) == 0 || op.name == "aten::_grouped_mm")
       m.impl((op.name + (op.overload_name.empty() ? "" : "." + op.overload_name)).c_str(),
              torch::CppFunction::makeFromBoxedFunction<&fallback>());
   m.impl("copy_", copy_);

@@ -170,13 +170,12 @@ def _replacing(self: Any, bucket: Any, rows: Any) -> None:
 
 def _loss_of_the_first_stage() -> Any:
     """Weights and losses are read from the first stage, which has none."""
-    from isograd.engine.engine import Engine
+    from isograd.engine import step_status
 
-    def of_data(self: Any, table: torch.Tensor) -> torch.Tensor:
-        layout = self.mesh.layout
-        return table[list(layout.ranks("dp cp", layout.rank({**self.mesh.coordinates, "pp": 0})))]
+    def of_data(table: torch.Tensor, mesh: Any) -> torch.Tensor:
+        return table[list(mesh.layout.ranks("dp cp", mesh.layout.rank({**mesh.coordinates, "pp": 0})))]
 
-    return patch.object(Engine, "_of_data", of_data)
+    return patch.object(step_status, "of_data", of_data)
 
 
 def _stages_swapped() -> Any:
@@ -200,10 +199,10 @@ def _blocks_numbered_from_zero() -> Any:
 
 
 def _used_by_own_stage_only() -> Any:
-    from isograd.engine import engine
+    from isograd.engine import step_status
 
     return patch.object(
-        engine, "used_anywhere", lambda table, plan, mesh: torch.zeros(len(plan.slots), dtype=torch.bool)
+        step_status, "used_anywhere", lambda table, plan, mesh: torch.zeros(len(plan.slots), dtype=torch.bool)
     )
 
 

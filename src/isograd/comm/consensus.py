@@ -22,22 +22,20 @@ T = TypeVar("T")
 class Ranks(Protocol):
     """A mesh, as far as this file needs one."""
 
-    device: torch.device
-
-    def group(self, axes: str) -> Group:
-        """The ranks along some axes; "world" for all."""
+    def host_group(self, axes: str) -> Group:
+        """The ranks along some axes, for values in host memory; "world" for all."""
         ...
 
 
 def all_gather_object(value: Any, ranks: Ranks, axes: str = "world") -> list[Any]:
     """The JSON value of every rank of a group, in rank order; all of them call it."""
-    group, device = ranks.group(axes), ranks.device
+    group = ranks.host_group(axes)
     if group.size == 1:
         return [value]
-    text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
-    longest = int(torch.stack(raw.gather_list(torch.tensor(len(text), device=device), group)).max())
+    text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    longest = int(torch.stack(raw.gather_list(torch.tensor(len(text)), group)).max())
     padded = torch.cat((text, text.new_full((longest - len(text),), ord(" "))))
-    return [json.loads(bytes(other)) for other in torch.stack(raw.gather_list(padded, group)).cpu().numpy()]
+    return [json.loads(bytes(other)) for other in torch.stack(raw.gather_list(padded, group)).numpy()]
 
 
 def raise_on_all_ranks(mine: IsogradError | None, ranks: Ranks, kind: type[IsogradError]) -> None:

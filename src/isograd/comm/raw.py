@@ -11,6 +11,7 @@ Invariant: members of a group that all-reduce or all-gather obtain the same bits
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from isograd.comm.group import even_sizes as even_sizes  # noqa: PLC0414
 from isograd.comm.handle import Handle as Handle  # noqa: PLC0414  (other rooms import it from here)
 from isograd.comm.record import recording as recording  # noqa: PLC0414
 from isograd.comm.transport import Nccl, Transport
+from isograd.comm.world import ABORTED
 from isograd.comm.world import TAGS as TAGS  # noqa: PLC0414
 from isograd.comm.world import abort_group_on_interrupt as abort_group_on_interrupt  # noqa: PLC0414
 from isograd.comm.world import clone_store as clone_store  # noqa: PLC0414
@@ -43,6 +45,7 @@ from isograd.errors import CommError
 
 Tensors = Sequence[Sequence[torch.Tensor]]  # for each member of a group
 LATE_S = 1.0  # seconds after which a rank that waits at a step says so
+SPIN_S = 5e-4  # for which the host asks a card without a pause
 SMALL_BYTES = 1 << 16  # below this an all-reduce is one exchange of whole tensors: one latency instead of two
 
 
@@ -108,7 +111,8 @@ def all_reduce(x: torch.Tensor, group: Group, *, control: bool = False) -> torch
         return x
     transport = _transport(group)
     if isinstance(transport, Nccl):
-        transport.all_reduce(total := x.contiguous().clone())
+        with abort_group_on_interrupt():
+            transport.all_reduce(total := x.contiguous().clone())
         return total
     if group.size == 2 or x.numel() * x.element_size() <= SMALL_BYTES:
         return add_up(_gather_exchanged(x, group, control), group.index)
@@ -133,40 +137,65 @@ def all_max(x: torch.Tensor, group: Group) -> torch.Tensor:
     transport = _transport(group)
     if not isinstance(transport, Nccl):
         return torch.stack(gather_list(x, group)).amax(0)
-    transport.all_max(top := x.contiguous().clone())
+    with abort_group_on_interrupt():
+        transport.all_max(top := x.contiguous().clone())
     return top
 
 
 def gather_list(
-    x: torch.Tensor, group: Group, *, control: bool = True, limit: float | None = None, flags: Sequence[str] = ()
-) -> list[torch.Tensor]:
+    x: torch.Tensor, group: Group, *, control: bool = True, limit: float | None = None, flags: Sequence[str] = (),
+    note: str = "1",
+) -> list[torch.Tensor]:  # fmt: skip
     """Every member's tensor (all of one shape), in rank order. `control`: as in exchange. Other members may wait for
-    this one elsewhere: `flags` are raised after LATE_S seconds, and after `limit` the connections are closed."""
+    this one elsewhere, where it lies in host memory: `flags` are set to `note` in the store after LATE_S seconds, and
+    after `limit` the connections are closed."""
     if group.size == 1:
         return [x]
     transport = _transport(group)
     if isinstance(transport, Nccl):
         flat = x.new_empty(group.size * x.numel())
-        wait_at_most(_native(transport.all_gather(flat, x.contiguous().view(-1)), group), limit)
+        _native(transport.all_gather(flat, x.contiguous().view(-1)), group).wait()
         return list(flat.view(group.size, *x.shape))
     known = transport.gather_control(x) if control else None
     if known is not None:  # no message for each rank of a large simulated world
         record.noted(group, [[x]] * group.size, [[x]] * group.size, 0, control)()
         return known
-    return _gather_exchanged(x, group, control, limit, flags)
+    return _gather_exchanged(x, group, control, limit, flags, note)
 
 
 def _gather_exchanged(
-    x: torch.Tensor, group: Group, control: bool, limit: float | None = None, flags: Sequence[str] = ()
+    x: torch.Tensor, group: Group, control: bool, limit: float | None = None, flags: Sequence[str] = (), note: str = ""
 ) -> list[torch.Tensor]:
     x = x.contiguous()
     pieces = [x if i == group.index else torch.empty_like(x) for i in range(group.size)]
     handle = exchange([[x]] * group.size, [[p] for p in pieces], group, control=control)
     if flags and not handle.arrived_within(LATE_S):
         for flag in flags:
-            store_set(flag)
+            store_set(flag, note)
     wait_at_most(handle, limit)
     return pieces
+
+
+def to_host(x: torch.Tensor) -> torch.Tensor:
+    """x in host memory. On a card this is where a step waits: for all that x depends on, other ranks' messages too. Of
+    those it asks every LATE_S seconds whether one has closed its connections, as no card tells the host."""
+    if not x.is_cuda:
+        return x
+    here = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+    here.copy_(x, non_blocking=True)
+    event, began, asks = torch.cuda.Event(), time.monotonic(), LATE_S
+    event.record()
+    with abort_group_on_interrupt():
+        while not event.query():
+            waited = time.monotonic() - began
+            if waited > asks:
+                asks = waited + LATE_S
+                if store_check(ABORTED):
+                    raise RuntimeError("another rank has closed its connections")
+            if waited > SPIN_S:
+                time.sleep(SPIN_S / 10)  # other threads of this process go on
+        event.synchronize()
+    return here
 
 
 def wait_at_most(handle: Handle, limit: float | None) -> None:

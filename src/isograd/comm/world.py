@@ -6,6 +6,7 @@ Only this file and comm/transport.py call torch.distributed.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -25,7 +26,7 @@ from isograd.comm.group import Group, RankContext
 from isograd.comm.threads import ThreadTransport
 from isograd.comm.threads import member as thread_member
 from isograd.comm.transport import of_torch
-from isograd.errors import CommError, IsogradError
+from isograd.errors import CommError, IsogradError, headline
 
 _timeout = timedelta(minutes=30)  # for which a collective waits for a silent rank
 
@@ -106,11 +107,14 @@ class Process(RankContext):
             transport.process_group = None
         for counted in (self.made, self.tags, self.serials):
             counted.clear()
+        if dist.is_initialized() and why and "nccl" in dist.get_backend():
+            distributed_c10d._abort_process_group()  # whose kernels may wait for messages that will not come
         if dist.is_initialized():
             dist.destroy_process_group()
 
 
 process = Process()
+ON_HOST = frozenset({"step", "copies", "host"})  # purposes of groups whose messages lie in host memory: never NCCL's
 
 
 def new_group(axes: str, ranks: tuple[int, ...], rank: int, purpose: str = "", member: FakeRank | None = None) -> Group:
@@ -144,6 +148,7 @@ def _new_process_group(purpose: str, ranks: tuple[int, ...], index: int) -> Any:
     collective that needs all ranks of the world."""
     world: Any = dist.group.WORLD
     backend, store = distributed_c10d._world.pg_map[world]
+    backend = "gloo" if purpose in ON_HOST else backend
     name: Any = " ".join(["isograd", purpose, *map(str, ranks)])
     bound, world.bound_device_id = world.bound_device_id, None
     try:
@@ -219,15 +224,17 @@ def clone_store(flags: bool = False) -> Any:
 ABORTED = "aborted"  # the name of what the first rank that closed its connections said
 
 
-def leave(why: str = "a stage of a pipeline failed", tell: bool = True) -> None:
-    """Close the connections, which ends the waits of other ranks. `tell`: they read why in the store."""
+def leave(why: str = "", tell: bool = True) -> None:
+    """Close the connections, which ends the waits of other ranks. `why`: after a failure. `tell`: they read it in the
+    store."""
+    why = why or (headline(error) if (error := sys.exception()) is not None else "")
     place = thread_member() or process
-    if tell and any(group.handle is not None for group in place.groups):
+    if why and tell and any(group.handle is not None for group in place.groups):
         with suppress(RuntimeError):  # the store may have ended with its rank
             if not store_check(ABORTED):
                 store_set(ABORTED, f"rank {rank_and_size()[0]}: {why}")
     for group in place.groups:
-        group.handle, group.closed = None, group.closed or why
+        group.handle, group.closed = None, group.closed or why or "it has left the world"
     place.leave(why)
 
 

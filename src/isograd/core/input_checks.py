@@ -128,8 +128,10 @@ class InputChecks:
         """What a stage of a pipeline was passed by another stage is no input: under sp it differs between tp ranks."""
         given = {name: value for name, value in kwargs.items() if "stage" not in kwargs or name != "passed"}
         for place, value in enumerate(_leaves((args, given, model.training))):
-            content = fingerprint(value) if isinstance(value, Tensor) else torch.tensor(crc32(repr(value).encode()))
-            content = content.to(self.mesh.device) + place
+            if isinstance(value, Tensor):
+                content = fingerprint(value).to(self.mesh.device) + place
+            else:  # written there: a copy would make the host wait
+                content = torch.full((), crc32(repr(value).encode()) + place, device=self.mesh.device)
             self._digest = content if self._digest is None else self._digest * _NEXT + content
 
     def _called(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

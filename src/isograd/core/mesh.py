@@ -107,6 +107,22 @@ class Mesh:
         """This rank's process group along `axes`. Groups of different purposes have connections of their own."""
         return self._group(axes, self.ranks(axes), purpose)
 
+    @property
+    def on_cards(self) -> bool:
+        """Whether kernels communicate (NCCL): the host runs ahead of them."""
+        return self.device.type == "cuda"
+
+    @property
+    def layers_wait(self) -> bool:
+        """Whether layers of one rank wait for others: under tp, cp, ep, pp; on cards, where the gathers of ZeRO 3 are
+        not checked by messages, there too."""
+        beside = self.layout.dp < self.layout.world_size or self.size("ep") > 1
+        return beside or (self.layout.zero == 3 and self.layout.dp > 1 and self.on_cards)
+
+    def host_group(self, axes: str) -> Group:
+        """The same for values in host memory: a group of gloo beside NCCL's; where all is gloo, the group itself."""
+        return self.group(axes, "host" if self.on_cards else "")
+
     def pair(self, axes: str, peer: int, purpose: str) -> Group:
         """The process group of this rank and member `peer` of its group along `axes`, for messages between the two."""
         ranks = self.ranks(axes)

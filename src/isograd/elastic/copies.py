@@ -194,13 +194,7 @@ class Copies:
         self._mine.memories = {mesh.rank: own, self._source: partner}
         if all(opened):
             return
-        self._link = mesh.group("world", "copies")
-        if raw.is_nccl(self._link):
-            raise LaunchError(
-                "IG258", "copies for another machine leave from host memory, which NCCL does not send",
-                seen="resilience.copies partner", expected="ranks of one machine, or ranks that talk through gloo",
-                fix="--resilience.copies none", where=mesh.describe_rank(),
-            )  # fmt: skip
+        self._link = mesh.group("world", "copies")  # from host memory, by gloo beside NCCL, too
 
     def _send(self, memory: SharedMemory, step: int) -> None:
         """All but the first number, which says of which step the receiver has a whole copy. Beyond the size of the

@@ -41,7 +41,8 @@ from isograd.engine.plan import make_plan, slot_of
 from isograd.engine.precision import LossScale
 from isograd.engine.stats import Stats
 from isograd.engine.step import ReduceWhen, State, StepState
-from isograd.engine.step_status import Status, StepStatus, StepTotals, used_anywhere
+from isograd.engine.step_status import Status, StepStatus, StepTotals
+from isograd.engine.term_weights import on_host
 from isograd.engine.tree import tree_sum
 from isograd.engine.whole import gradients as whole_gradients
 from isograd.engine.zero import Factory, ShardedOptimizer
@@ -185,6 +186,7 @@ class Engine:
 
     def _begin(self, weights: Mapping[str, float | Tensor], *, exact: bool, single: bool = False) -> None:
         step_state, term_weights = self.step_state, self.step_state.term_weights
+        weights = on_host(weights)
         wrong = term_weights.problem(weights)
         if not step_state.empty and step_state.state is not State.FAILED:
             has_losses = step_state.loss_sums.losses and term_weights.expected is None
@@ -242,7 +244,7 @@ class Engine:
             connected = self.mesh.size("world") == 1 or self.step_state.status_group.handle is not None
             if self.step_state.already_discarded or not connected:
                 raise
-            if isinstance(error, Exception) and not step_status.layers_wait(self.mesh):
+            if isinstance(error, Exception) and not self.mesh.layers_wait:
                 self.step_state.fail(error)
                 self.discard()
             elif not isinstance(error, IsogradError):
@@ -311,11 +313,11 @@ class Engine:
             self._inputs.check(table[:, evaluation.COLUMNS :])
         weight, _, terms = table[:, : evaluation.COLUMNS].unbind(1)
         if not bool(terms.any()):
-            return evaluation.of_losses(self._of_data(table)[:, :2])
+            return evaluation.of_losses(step_status.of_data(table, self.mesh)[:, :2])
         if bool(weight.any()):
             raise self.step_state.term_weights.mixed()
         notes = all_gather_object(evaluation.sums_of_terms(results), self.mesh)
-        return evaluation.of_terms(notes[rank] for rank in self._with_own_things)
+        return evaluation.of_terms(notes[rank] for rank in step_status.with_own_things(self.mesh))
 
     @contextmanager
     def backward_context(self) -> Iterator[StepState]:
@@ -343,9 +345,9 @@ class Engine:
         if not self._sync:
             raise EngineError("IG511", seen="no_sync is still open", where=self.mesh.describe_rank())
         with raw.abort_group_on_interrupt():
-            totals = self._finish_reductions(whole=True)
+            totals, total_norm = self._finish_reductions(whole=True)
             scale = 1.0 / (totals.weight * totals.loss_scale)
-            grad_norm = self._norm() * scale
+            grad_norm = total_norm * scale
             step_state, skipped = self.step_state, not math.isfinite(grad_norm)
             self.nonfinite = None
             if skipped:
@@ -398,51 +400,45 @@ class Engine:
     @torch.no_grad()
     def grads(self) -> Iterator[tuple[str, Tensor]]:
         """Full gradients of the mean loss by name, before clipping, on every rank, one at a time. All ranks iterate."""
-        totals = self._finish_reductions()
+        totals, _ = self._finish_reductions()
         scale = 1.0 / (totals.weight * totals.loss_scale)
         yield from whole_gradients(self.plan, self.step_state.final_shards, self.mesh, scale)
-
-    def _of_data(self, table: Tensor) -> Tensor:
-        """Of a row per rank, those of the data ranks whose losses are mine to know: on the last stage."""
-        layout = self.mesh.layout
-        last = layout.rank({**self.mesh.coordinates, "pp": layout.pp - 1})
-        return table[list(layout.ranks(DATA, last))]
-
-    @property
-    def _with_own_things(self) -> list[int]:
-        """The ranks whose terms are added up: those that hold other data or other stages than this one, and it."""
-        return list(self.mesh.ranks(f"{DATA} pp"))
 
     @property
     def _device(self) -> torch.device:
         return self.plan.slots[0].parameter.device
 
-    def _norm(self) -> float:
+    def _norm(self, late: Tensor | None = None) -> tuple[float, Tensor | None]:
+        """The norm of all gradients, and each rank's `late` numbers."""
         final_shards, world = self.step_state.final_shards, self.mesh.group("world")
         rows = [final_shards[slot] for slot in self._counted if slot in final_shards and final_shards[slot].numel()]
-        measure = norm.reproducible_norm if self.reproducible else norm.global_norm
-        return measure(rows, world, self._device)
+        value = norm.reproducible_norm(rows, world, self._device) if self.reproducible else None
+        if late is not None:
+            beside, late = norm.global_norm_beside(rows, world, self._device, late)
+            return beside if value is None else value, late
+        return norm.global_norm(rows, world, self._device) if value is None else value, None
 
-    def _finish_reductions(self, whole: bool = False) -> StepTotals:
-        """Learn what all ranks did in this step, and complete every sum. `whole`: all that was announced has come."""
-        totals = self._step_totals(whole)
-        if self.step_state.state is not State.REDUCED or totals.unsent:  # perhaps only another rank's are unsent
-            self.step_state.finish_reductions(flush=totals.unsent)
-        return totals
+    def _finish_reductions(self, whole: bool = False) -> tuple[StepTotals, float]:
+        """Learn what all ranks did in this step, complete every sum: (totals, the norm). `whole`: for a step.
 
-    def _step_totals(self, whole: bool = False) -> StepTotals:
+        On cards, weights and losses are read behind the reductions, with the norm: the host waits once in a step. What
+        they refuse is refused then, with everything reduced and nothing stepped."""
+        step_state, table = self.step_state, self._gather_step_status(Status.FINE, whole=whole)
+        unsent = bool(table.pending.any())
+        if step_state.state is not State.REDUCED or unsent:  # perhaps only another rank's are unsent
+            step_state.finish_reductions(flush=unsent)
+        on_cards = None if table.late is None else table.late.mine
+        value, late = self._norm(on_cards) if whole or table.late else (math.nan, None)
+        if table.late is not None and late is not None:
+            table = table.late.complete(late)
+            with step_status.refusing(step_state, self._drop):
+                self._decide(table, Status.FINE, whole)
+        return self._step_totals(table), value
+
+    def _step_totals(self, table: StepStatus) -> StepTotals:
         """What the table of this step says."""
-        table, term_weights = self._gather_step_status(Status.FINE, whole=whole), self.step_state.term_weights
-        if term_weights.expected is None:
-            weight, losses, terms = float(self._of_data(table.weight).sum()), self._of_data(table.loss), {}
-        else:
-            weight, losses = term_weights.weight, table.loss[self._with_own_things]
-            terms = term_weights.means(table.more["terms"][self._with_own_things])
-        used = used_anywhere(table, self.plan, self.mesh)
-        unused = {slot.name for slot, is_used in zip(self.plan.slots, used.tolist(), strict=True) if not is_used}
         scale = self.loss_scale.value if self.loss_scale else 1.0
-        loss = float(tree_sum(list(losses))) / weight
-        return StepTotals(loss, weight, bool(table.pending.any()), unused, scale, table.loss, terms)
+        return step_status.totals(table, self.step_state.term_weights, self.plan, self.mesh, scale)
 
     @raw.abort_group_on_interrupt()
     def _gather_step_status(
@@ -466,20 +462,23 @@ class Engine:
         else:
             own, columns = term_weights.message(announces)
 
-        def decide(table: StepStatus) -> None:
-            self._inputs.check(table.more["inputs"])
-            if status is not Status.BEGINS:
-                step_status.refuse_wrong(table, self.mesh)
-                if whole:
-                    term_weights.refuse_incomplete(table.more["terms"])
-                expected = term_weights.expected
-                weights = self._of_data(table.weight if expected is None else expected.sum(1))
-                if not float(weights.sum()) > 0:
-                    raise EngineError("IG512", where=self.mesh.describe_rank(), weights=weights.tolist())
-
         more = {"inputs": self._inputs.columns(), "terms": columns}
-        settings = self._sharded_optimizer.settings()
-        return step_status.gather_step_status(step_state, status, wrong, more, decide, self._drop, own, settings)
+        return step_status.gather_step_status(
+            step_state, status, wrong, more, partial(self._decide, status=status, whole=whole), self._drop, own,
+            self._sharded_optimizer.settings(), may_be_late=True,
+        )  # fmt: skip
+
+    def _decide(self, table: StepStatus, status: Status, whole: bool) -> None:
+        """Refuse, alike on all ranks, what is wrong with a step that no rank has failed in."""
+        self._inputs.check(table.more["inputs"])
+        if status is not Status.BEGINS:
+            step_status.refuse_wrong(table, self.mesh)
+            if whole:
+                self.step_state.term_weights.refuse_incomplete(table.more["terms"])
+            expected = self.step_state.term_weights.expected
+            weights = step_status.of_data(table.weight if expected is None else expected.sum(1), self.mesh)
+            if not float(weights.sum()) > 0:
+                raise EngineError("IG512", where=self.mesh.describe_rank(), weights=weights.tolist())
 
     def _check_lockstep(self, said: str, status: Status = Status.FINE) -> None:
         """At ZeRO 3, before a collective of all ranks: a rank in another forward would wait there for this one.

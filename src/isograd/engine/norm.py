@@ -28,10 +28,20 @@ def counted(slots: Sequence[Slot], mesh: Mesh) -> list[Slot]:
 
 def global_norm(rows: list[Tensor], world: Group, device: torch.device) -> float:
     """2-norm of the rows of all ranks; inf or nan if any element is."""
-    squares = torch.zeros((), dtype=torch.float64, device=device)
-    if rows:
-        squares = torch.stack(list(torch._foreach_norm(rows, 2))).double().square().sum()
-    return math.sqrt(sum(torch.stack(raw.gather_list(squares, world)).tolist()))
+    return math.sqrt(sum(torch.stack(raw.gather_list(_squares(rows, device), world)).tolist()))
+
+
+def global_norm_beside(rows: list[Tensor], world: Group, device: torch.device, late: Tensor) -> tuple[float, Tensor]:
+    """The same, and each rank's `late` numbers in host memory: one message, and the one wait of a step for the card."""
+    mine = torch.cat((_squares(rows, device)[None], late))
+    told = raw.to_host(torch.stack(raw.gather_list(mine, world)))
+    return math.sqrt(sum(told[:, 0].tolist())), told[:, 1:]
+
+
+def _squares(rows: list[Tensor], device: torch.device) -> Tensor:
+    if not rows:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    return torch.stack(list(torch._foreach_norm(rows, 2))).double().square().sum()
 
 
 def reproducible_norm(rows: list[Tensor], world: Group, device: torch.device) -> float:

@@ -42,7 +42,8 @@ class Reducer:
         self._groups = {group.ranks: mesh.group(group.axes, "gradients") for group in plan.owners}
         self.packings = {bucket: packing_of(bucket.slots) for bucket in plan.buckets}  # planned once, for gathers too
         self.buffers = Buffers()  # for gathers too
-        self._serials, self._step = {ranks: raw.serial(group) for ranks, group in self._groups.items()}, 0
+        self._serials = {ranks: raw.serial(group) for ranks, group in self._groups.items()}
+        self.step = 0  # its number
         self.sent: list[Bucket] = []  # the buckets that left since the step began, in order
         self.reduced: dict[Slot, Tensor] = {}  # my rows, summed over the data axes
         self.sums: ReductionSums | None = None  # of a step whose reductions are checked
@@ -116,18 +117,18 @@ class Reducer:
         """Finish the oldest reduction, unless a rank that it waits for has gone to the step instead."""
         bucket, reduction, _ = self._pending[0]
         while not raw.is_nccl(self._groups[bucket.owners.ranks]) and not reduction.arrived_within(PATIENCE):
-            if raw.store_check(self._flag(bucket.owners)):
+            if int(raw.store_get(self._flag(bucket.owners)) or -1) >= self.step:
                 seen = f"a backward here, and one of ranks {list(bucket.owners.ranks)} at its step"
                 raise EngineError("IG554", seen=seen, where=self._where)
         self._finish()
 
     @property
     def flags(self) -> list[str]:
-        """Raised by a rank that has waited at the gather of this step: it launches nothing more."""
+        """Names that a rank which has waited at the gather of a step sets to its number: it launches nothing more."""
         return [self._flag(group) for group in self.plan.owners]
 
     def _flag(self, owners: Group) -> str:
-        return f"step/{'-'.join(map(str, owners.ranks))}/{self._serials[owners.ranks]}/{self._step}"
+        return f"step/{'-'.join(map(str, owners.ranks))}/{self._serials[owners.ranks]}"
 
     def take_reduced(self) -> dict[Slot, Tensor]:
         """My rows, summed over the data axes; this object keeps none of them."""
@@ -176,7 +177,7 @@ class Reducer:
         assert not self._pending, "reductions of the step before have not ended"
         self.sent, self.reduced, self._in_pass, self._with_block = [], {}, 0, 0
         self._total.zero_()
-        self._step += 1
+        self.step += 1
 
 
 def zeros_of(slot: Slot) -> Tensor:

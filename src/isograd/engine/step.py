@@ -41,7 +41,7 @@ from isograd.engine.grad_placeholder import GradPlaceholder, changed_by_hand
 from isograd.engine.plan import Bucket, Plan, Slot
 from isograd.engine.precision import LossScale
 from isograd.engine.reducer import Reducer, zeros_of
-from isograd.engine.term_weights import TermWeights, weighted
+from isograd.engine.term_weights import TermWeights, number_on, weighted
 from isograd.engine.tree import Tree
 from isograd.engine.zero3.param_group import Zero3Hooks
 from isograd.errors import EngineError, headline
@@ -159,6 +159,9 @@ class StepState:
             self.end()
         except BaseException as error:
             self.fail(error)
+            if self.mesh.on_cards and self.mesh.layers_wait:  # kernels of other ranks wait for its messages
+                with raw.abort_group_on_interrupt():
+                    raise
             raise
 
     def mark_inconsistent(self, why: str) -> None:
@@ -181,7 +184,7 @@ class StepState:
         if self.term_weights.expected is not None:
             raise self.term_weights.mixed()
         validation.check_loss(loss, weight, self.mesh)
-        count = torch.as_tensor(weight, dtype=torch.float64, device=loss.device).detach().reshape(())
+        count = number_on(loss.device, weight)
         nothing = validation.adds_nothing(loss, weight, self.mesh)
         if not nothing or self.units is not None:  # at ZeRO 3 the other ranks gather parameters with this one
             self._seeded(loss, count, last=last, discard=nothing)
@@ -192,7 +195,7 @@ class StepState:
     def backward_discarded(self, loss: Tensor, weight: Tensor | float) -> None:
         """Backward from a loss as `backward_loss` does it; the step gathers nothing of it. For `watcher`."""
         self.must_be(State.BACKWARD)
-        count = torch.as_tensor(weight, dtype=torch.float64, device=loss.device).detach().reshape(())
+        count = number_on(loss.device, weight)
         self._seeded(loss, count, last=False, discard=True)
 
     def backward_terms(self, terms: Terms, *, last: bool = True) -> bool:
@@ -472,6 +475,7 @@ class StepState:
 
     def abandon(self) -> None:
         """All ranks together: drop the step. What is on its way lands first, and nothing of it is kept."""
+        self.local, self.final_shards, self.full, self._tree = {}, {}, {}, Tree()  # one may be out of memory
         self.reducer.send_missing(self.mesh)
         self.reducer.finish_all()
         if self.units is not None:

@@ -3,13 +3,18 @@
 Each rank sends a few numbers (its weight, its loss, what is wrong with it, how many backwards sent their gradients,
 what its layers found wrong in their input) and one bit per parameter: whether a backward reached it. Every decision of
 the step is taken from this table, which is the same on all ranks, so ranks refuse, skip or step together.
+
+The table travels from host to host. Weights, losses and inputs that lie on cards are not looked at here (`Late`): they
+travel beside the norm of the step, behind its reductions, and are read with it. So the host waits once for a card.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import partial
 
 import numpy as np
 import torch
@@ -17,12 +22,13 @@ from torch import Tensor
 
 from isograd.comm import raw
 from isograd.comm.consensus import all_gather_object
-from isograd.core.mesh import STAGE, Mesh
+from isograd.core.mesh import DATA, STAGE, Mesh
 from isograd.engine.grad_placeholder import changed_by_hand
 from isograd.engine.plan import Plan
 from isograd.engine.step import StepState
-from isograd.engine.term_weights import Mean
-from isograd.errors import EngineError, IsogradError
+from isograd.engine.term_weights import Mean, TermWeights, number_on
+from isograd.engine.tree import tree_sum
+from isograd.errors import CommError, EngineError, IsogradError
 
 
 class Status(IntEnum):
@@ -42,7 +48,6 @@ class StepTotals:
 
     loss: float
     weight: float
-    unsent: bool  # some rank holds gradients that have not left
     unused: set[str]  # parameters of this rank that no rank used
     loss_scale: float
     losses: Tensor  # weighted, one per rank
@@ -61,11 +66,20 @@ class StepStatus:
     settings: Tensor  # a digest of what the optimizer's groups are set to
     more: Mapping[str, Tensor]  # [ranks, columns] of what the caller sent under this name
     used: Tensor  # bool [ranks, parameters]; stages of a pipeline have different ones
+    late: Late | None = None  # what of this is zeros here, as it lies on cards
 
     def ranks(self, status: Status) -> list[int]:
         """Those with this status."""
         found: list[int] = (self.status == status).nonzero().flatten().tolist()
         return found
+
+
+@dataclass(frozen=True)
+class Late:
+    """What a rank says from its card. No host has looked at it: it travels beside the norm, and is read with it."""
+
+    mine: Tensor  # float64, on the card
+    complete: Callable[[Tensor], StepStatus]  # the whole table, of all ranks' rows of it in host memory
 
 
 LAYER_S = 5.0  # seconds after which a rank that gives up a step closes its connections, where layers wait for it
@@ -82,62 +96,87 @@ def gather_step_status(
     drop: Callable[[], None],
     loss: Tensor | float = 0.0,
     settings: int = 0,
+    *,
+    may_be_late: bool = False,
 ) -> StepStatus:
     """The gather of a step, and what all ranks do about it. Where any rank failed, discards or was given wrong input,
     the step is dropped on all ranks; all but those that discard raise.
 
     wrong: found on this rank alone. decide: refuses, alike on all ranks, what else is wrong with a step that no rank
-    has failed in.
+    has failed in. may_be_late: the caller completes and decides a table that has a part on cards.
     """
     problem = step_state.optimizer_inconsistent or (step_state.failure if wrong is None else str(wrong).splitlines()[0])
     if problem is not None and status not in (Status.DISCARDS, Status.SAVES):
         status = Status.INCONSISTENT if step_state.optimizer_inconsistent else Status.FAILED
     table = gather(step_state, status, loss, settings, more)
-    try:
+    gave_up = table.ranks(Status.FAILED) + table.ranks(Status.DISCARDS)
+    closes = step_state.mesh.on_cards and step_state.mesh.layers_wait and 0 < len(gave_up) < len(table.status)
+    if closes:  # their kernels wait for messages of a layer that these ranks will not send
+        drop = partial(raw.leave, f"ranks {gave_up} gave up a step in which layers wait for each other", tell=False)
+    with refusing(step_state, drop, wrong):
         refuse_parted(table, step_state)
         refuse_failed(table, step_state, problem, status is Status.DISCARDS)
-        if status not in (Status.DISCARDS, Status.SAVES):
+        if table.late is not None and not may_be_late:
+            world = step_state.mesh.group("world")
+            table = table.late.complete(raw.to_host(torch.stack(raw.gather_list(table.late.mine, world))))
+        if table.late is None and status not in (Status.DISCARDS, Status.SAVES):
             decide(table)
+    if status is Status.DISCARDS:
+        drop()
+        if closes:
+            raise CommError("IG214", seen="engine.discard() on some ranks", where=step_state.mesh.describe_rank())
+    return table
+
+
+@contextmanager
+def refusing(step_state: StepState, drop: Callable[[], None], wrong: EngineError | None = None) -> Iterator[None]:
+    """All ranks together: what is raised in here drops the step. `wrong`: found on this rank, and raised instead."""
+    try:
+        yield
     except IsogradError as refusal:
         drop()
         error = wrong or refusal
         step_state.mark_discarded(error)
         raise error from None
-    if status is Status.DISCARDS:
-        drop()
-    return table
 
 
 def gather(
     step_state: StepState, status: Status, loss: Tensor | float, settings: int, more: Mapping[str, Tensor]
 ) -> StepStatus:
-    """A row of every rank: one message of a few numbers and bits, on connections of its own."""
-    device = step_state.mesh.device
-    weight = step_state.loss_sums.weight
-    sums = [torch.as_tensor(n, dtype=torch.float64, device=device).reshape(1) for n in (weight, loss)]
+    """A row of every rank: one message of a few numbers and bits, from host to host, on connections of its own."""
+    mesh, sums = step_state.mesh, [step_state.loss_sums.weight, loss]
+    if status is Status.FINE:  # on all ranks alike, whatever they were given
+        sums = [number_on(mesh.device, number) for number in sums]
     known = [float(step_state.pending()), float(status), float(step_state.synced_backwards), float(settings)]
-    numbers = torch.cat((*sums, torch.tensor(known, dtype=torch.float64, device=device)))
-    used = packed([slot in step_state.used for slot in step_state.plan.slots], step_state.widest).to(device)
-    sent = [numbers, used, *(columns.to(device, torch.float64) for columns in more.values())]
-    limit, flags = gives_up(status, step_state.mesh), step_state.reducer.flags  # a further backward waits for this rank
-    rows = torch.stack(raw.gather_list(torch.cat(sent), step_state.status_group, limit=limit, flags=flags)).cpu()
-    numbers, used, *columns = rows.split([len(part) for part in sent], dim=1)
-    weights, losses, pending, states, synced_backwards, digests = numbers.T
-    return StepStatus(
-        weights, losses, pending, states, synced_backwards, digests,
-        dict(zip(more, columns, strict=True)), unpacked(used, step_state.widest),
-    )  # fmt: skip
+    used = packed([slot in step_state.used for slot in step_state.plan.slots], step_state.widest)
+    heads = [torch.as_tensor(number, dtype=torch.float64).reshape(1) for number in sums]
+    says = [*heads, torch.tensor(known, dtype=torch.float64), used, *(part.double() for part in more.values())]
+    sizes, on_cards = [len(part) for part in says], [part for part in says if part.is_cuda]
+    mine = torch.cat([torch.zeros(part.shape, dtype=part.dtype) if part.is_cuda else part for part in says])
+    limit, reducer = gives_up(status, mesh), step_state.reducer  # a further backward waits for this rank
+    group, note = step_state.status_group, str(reducer.step)
+    rows = torch.stack(raw.gather_list(mine, group, limit=limit, flags=reducer.flags, note=note))
+
+    def table(late: Late | None) -> StepStatus:
+        weights, losses, numbers, used, *columns = rows.split(sizes, dim=1)
+        pending, states, synced_backwards, digests = numbers.T
+        return StepStatus(
+            weights[:, 0], losses[:, 0], pending, states, synced_backwards, digests,
+            dict(zip(more, columns, strict=True)), unpacked(used, step_state.widest), late,
+        )  # fmt: skip
+
+    def complete(arrived: Tensor) -> StepStatus:
+        rows[:, torch.cat([torch.full((len(part),), part.is_cuda) for part in says])] = arrived
+        return table(None)
+
+    # Where a rank begins, fails or discards, what is on cards decides nothing.
+    return table(Late(torch.cat(on_cards), complete) if on_cards and status is Status.FINE else None)
 
 
 def gives_up(status: Status, mesh: Mesh) -> float | None:
     """How many seconds a rank that drops its step waits for the others; None: as long as it takes. They may wait for
     this one inside a layer, for ever."""
-    return LAYER_S if layers_wait(mesh) and status in (Status.FAILED, Status.DISCARDS) else None
-
-
-def layers_wait(mesh: Mesh) -> bool:
-    """Whether layers of one rank wait for others (tp, cp, ep, pp)."""
-    return mesh.layout.dp < mesh.layout.world_size or mesh.size("ep") > 1
+    return LAYER_S if mesh.layers_wait and status in (Status.FAILED, Status.DISCARDS) else None
 
 
 def packed(flags: Sequence[bool], width: int) -> Tensor:
@@ -247,6 +286,29 @@ def _first(groups: Tensor, apart: Tensor) -> list[int]:
     return found[0] if found else []
 
 
+def totals(table: StepStatus, term_weights: TermWeights, plan: Plan, mesh: Mesh, loss_scale: float) -> StepTotals:
+    """What the table of a step that is taken says."""
+    if term_weights.expected is None:
+        weight, losses, terms = float(of_data(table.weight, mesh).sum()), of_data(table.loss, mesh), {}
+    else:
+        weight, losses = term_weights.weight, table.loss[with_own_things(mesh)]
+        terms = term_weights.means(table.more["terms"][with_own_things(mesh)])
+    used = used_anywhere(table, plan, mesh)
+    unused = {slot.name for slot, is_used in zip(plan.slots, used.tolist(), strict=True) if not is_used}
+    return StepTotals(float(tree_sum(list(losses))) / weight, weight, unused, loss_scale, table.loss, terms)
+
+
+def of_data(table: Tensor, mesh: Mesh) -> Tensor:
+    """Of a row per rank, those of the data ranks whose losses are mine to know: on the last stage."""
+    last = mesh.layout.rank({**mesh.coordinates, "pp": mesh.layout.pp - 1})
+    return table[list(mesh.layout.ranks(DATA, last))]
+
+
+def with_own_things(mesh: Mesh) -> list[int]:
+    """The ranks whose terms are added up: those that hold other data or other stages than this one, and it."""
+    return list(mesh.ranks(f"{DATA} pp"))
+
+
 def used_anywhere(table: StepStatus, plan: Plan, mesh: Mesh) -> Tensor:
     """Bool per parameter of this rank: whether any part of it was used by a rank of its stage, or by a stage that it is
     tied to. (An expert that got no token is stepped as one device steps it, which has all experts in one tensor.)"""
@@ -254,6 +316,5 @@ def used_anywhere(table: StepStatus, plan: Plan, mesh: Mesh) -> Tensor:
     for axes in sorted({axes for slot in plan.slots for axes in slot.contract.ties}):
         tied = sorted((s.name, i) for i, s in enumerate(plan.slots) if axes in s.contract.ties)
         places = [i for _, i in tied]
-        counts = raw.all_reduce(mine[places].to(mesh.device, torch.float64), mesh.group(axes), control=True)
-        mine[places] = counts.cpu() > 0
+        mine[places] = raw.all_reduce(mine[places].double(), mesh.host_group(axes), control=True) > 0
     return mine

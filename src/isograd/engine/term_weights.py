@@ -29,6 +29,7 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
+from isograd.comm import raw
 from isograd.comm.consensus import all_gather_object
 from isograd.core.loss_terms import Term, Terms
 from isograd.core.mesh import DATA, Mesh
@@ -144,7 +145,7 @@ class TermWeights:
         self.check(terms)
         roots, seeds, left_out, losses = [], [], [], [torch.zeros((), dtype=torch.float64, device=self.mesh.device)]
         for name, (value, weight, coefficient) in terms.items():
-            count = torch.as_tensor(weight, dtype=torch.float64, device=value.device).detach().reshape(())
+            count = number_on(value.device, weight)
             mean = weighted(value.detach().double().reshape(()), count)
             self._received.setdefault(name, []).append(count)
             self._values.setdefault(name, []).append(mean)
@@ -232,6 +233,22 @@ class TermWeights:
 
 
 # -- numbers
+
+
+def number_on(device: torch.device, number: Tensor | float) -> Tensor:
+    """A weight or a loss in fp64 on this device. One of the host is written there: a copy would make the host wait."""
+    if isinstance(number, Tensor) and number.device == device:
+        return number.detach().double().reshape(())
+    return torch.full((), float(number), dtype=torch.float64, device=device)
+
+
+def on_host(weights: Mapping[str, Tensor | float]) -> dict[str, Tensor | float]:
+    """Weights that lie on a card are read together."""
+    there = {name: w for name, w in weights.items() if isinstance(w, Tensor) and w.is_cuda and w.numel() == 1}
+    if not there:
+        return dict(weights)
+    read = raw.to_host(torch.stack([w.detach().double().reshape(()) for w in there.values()]))
+    return {**weights, **dict(zip(there, read, strict=True))}
 
 
 def weighted(loss: Tensor, weight: Tensor) -> Tensor:

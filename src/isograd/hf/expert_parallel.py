@@ -27,6 +27,7 @@ from isograd.core.mesh import Mesh
 from isograd.errors import ModelError
 from isograd.hf.tp_plan import is_below, names_of_towers, pattern_of
 from isograd.nn.experts import from_slots, to_slots
+from isograd.nn.routing import count
 
 DISPATCHED = "ep_dispatch_experts"
 
@@ -125,10 +126,10 @@ class Exchange:
             x, scores = (ops.slice(t, tp, 0, sizes) for t in (x, scores))
         # A choice of no expert, whose number is too high, is not sent.
         member = numbers.flatten().div(self.here, rounding_mode="floor").clamp(max=group.size)
-        counts = member.bincount(minlength=group.size + 1)[:-1]
-        order = member.argsort(stable=True)[: int(counts.sum())]
+        counts = count(member, group.size + 1)[:-1]
         arriving = torch.stack(raw.all_to_all(counts.unbind(), [()] * group.size, group))
-        out, into = counts.tolist(), arriving.tolist()
+        out, into = raw.to_host(torch.stack((counts, arriving))).tolist()  # the layer's one wait
+        order = member.argsort(stable=True)[: sum(out)]
         self.sent = _Sent(shape, sizes, len(x), choices, order, out, into)
         asked = (numbers.flatten()[order] % self.here).split(out)
         mine = torch.cat(raw.all_to_all(asked, [(n,) for n in into], group))

@@ -29,7 +29,7 @@ from isograd.comm import ops, raw
 from isograd.comm.raw import even_sizes
 from isograd.core.mesh import Mesh
 from isograd.errors import ModelError
-from isograd.nn.routing import ExpertOptions, Route
+from isograd.nn.routing import ExpertOptions, Route, count
 from isograd.nn.stream import Stream
 from isograd.sequence import TokenLayout
 
@@ -59,14 +59,20 @@ class RoutedRows:
         return cls(mesh, stream.places, stream.batch, sizes, row // stream.length, real)
 
     @property
+    def padded(self) -> bool:
+        """Whether any rank has rows that are no tokens."""
+        return self.places.local * self.mesh.size("cp") > self.places.length
+
+    @property
     def length(self) -> int:
         """Tokens of a whole sequence."""
         return self.places.length
 
     def counts(self, indices: Tensor, experts: int) -> Tensor:
         """int64 [sequences, experts]: how often the whole sequences of this data rank chose each expert."""
-        place = (self.sequence[:, None] * experts + indices)[self.real]
-        mine = place.flatten().bincount(minlength=self.batch * experts)
+        places = self.batch * experts
+        place = (self.sequence[:, None] * experts + indices).masked_fill(~self.real[:, None], places)
+        mine = count(place, places + 1)[:-1]
         return raw.all_reduce(mine, self.mesh.group("cp tp")).view(self.batch, experts)
 
     def gather(self, per_row: Tensor) -> Tensor:
@@ -95,11 +101,11 @@ def sums(
     if options.balance == "none" and not options.z_weight:
         return None
     nothing = scores.new_zeros(())
-    z = logits.to(scores.dtype).logsumexp(-1).square()[here.real].sum() if options.z_weight else nothing
+    z = logits.to(scores.dtype).logsumexp(-1).square().where(here.real, 0.0).sum() if options.z_weight else nothing
     balance = nothing
     if options.balance != "none":
         shares = scores if options.scores == "softmax" else scores / scores.sum(-1, keepdim=True)
-        balance = (shares * _load(route, here, options, counts).to(shares.dtype)).sum(-1)[here.real].sum()
+        balance = (shares * _load(route, here, options, counts).to(shares.dtype)).sum(-1).where(here.real, 0.0).sum()
     return ops.all_reduce(torch.stack((balance, z)), here.mesh.group("tp"))
 
 

@@ -25,7 +25,7 @@ from isograd.core.contract import Shard
 from isograd.core.mesh import EXPERT_DATA, Mesh
 from isograd.core.rng import Key
 from isograd.nn.parameter import Layer, make
-from isograd.nn.routing import ExpertOptions
+from isograd.nn.routing import Ends, ExpertOptions
 from isograd.sequence.block import accumulation_dtype
 
 
@@ -55,23 +55,33 @@ class Experts(Layer):
         self.gate = make(mesh, wide, key=key.fold("gate"), std=std, **made) if gated else None
         self.down = make(mesh, narrow, key=key.fold("down"), std=out_std, **made)
 
-    def forward(self, x: Tensor, ends: Sequence[int]) -> Tensor:
-        """Slots [n, hidden], sorted by expert -> their experts' outputs. `ends`: where each expert's slots end."""
+    def forward(self, x: Tensor, ends: Ends) -> Tensor:
+        """Slots [n, hidden], sorted by expert -> their experts' outputs; zeros for slots behind the last end."""
+        inside = torch.arange(len(x), device=x.device)[:, None] < ends.there[-1] if ends.rest else None
+        x = x if inside is None else x.where(inside, 0.0)  # behind the last end, gradients have any bits
         up = grouped_linear(x, self.up, ends)
         inner = self.activation(up) if self.gate is None else self.activation(grouped_linear(x, self.gate, ends)) * up
-        return grouped_linear(inner, self.down, ends)
+        y = grouped_linear(inner, self.down, ends)
+        return y if inside is None else y.where(inside, 0.0)
 
 
-def grouped_linear(x: Tensor, weight: Tensor, ends: Sequence[int]) -> Tensor:
+def grouped_linear(x: Tensor, weight: Tensor, ends: Ends) -> Tensor:
     """x [n, inputs] -> [n, outputs]: rows ends[e - 1] to ends[e] through weight[e] [outputs, inputs]."""
     if torch.is_autocast_enabled(x.device.type):
         narrow = torch.get_autocast_dtype(x.device.type)
         x, weight = x.to(narrow), weight.to(narrow)
-    if x.is_cuda and x.dtype == torch.bfloat16 and hasattr(F, "grouped_mm"):  # one kernel; elsewhere torch has none
-        offsets = torch.tensor(ends, dtype=torch.int32, device=x.device)
-        return F.grouped_mm(x, weight.transpose(1, 2), offs=offsets)
-    found: Tensor = _Grouped.apply(x, weight, tuple(ends))  # type: ignore[no-untyped-call]
+    if _has_kernel(x, weight):
+        return F.grouped_mm(x, weight.transpose(1, 2), offs=ends.there.to(torch.int32))
+    found: Tensor = _Grouped.apply(x, weight, ends.here)  # type: ignore[no-untyped-call]
     return found
+
+
+def _has_kernel(x: Tensor, weight: Tensor) -> bool:
+    """Whether torch computes the products in one kernel, which reads the ends on the card: in bf16, with rows of whole
+    16 bytes, from compute capability 8.0 on."""
+    even = all(size % 8 == 0 for size in weight.shape[1:])
+    known = hasattr(F, "grouped_mm") and x.is_cuda and x.dtype == torch.bfloat16 and even
+    return known and torch.cuda.get_device_capability(x.device) >= (8, 0)
 
 
 def _segments(ends: Sequence[int]) -> Iterator[tuple[int, slice]]:

@@ -32,7 +32,7 @@ from isograd.nn import balance, routing
 from isograd.nn.experts import Experts, from_slots, reorder, to_slots
 from isograd.nn.mlp import ACTIVATIONS, MLP
 from isograd.nn.parameter import Layer, make
-from isograd.nn.routing import ExpertOptions, Route, Sent
+from isograd.nn.routing import Ends, ExpertOptions, Route, Sent
 from isograd.nn.split_backward import linear
 from isograd.nn.stream import Stream, stream_partial_over
 
@@ -137,7 +137,8 @@ class MoE(nn.Module):
         weights = routing.weights_of(scores, route.indices, self.options)
         y = self._through(x, weights, route)
         if first:
-            counts = route.indices[here.real].flatten().bincount(minlength=self.options.number)
+            number = self.options.number
+            counts = routing.count(route.indices.masked_fill(~here.real[:, None], number), number + 1)[:-1]
             self.load.add(counts, self.training, y)
         sums = None
         if self.training and torch.is_grad_enabled():
@@ -160,18 +161,19 @@ class MoE(nn.Module):
             kept = kept & here.scatter(routing.within_capacity(here.gather(indices), slots))
         expert = indices.masked_fill(~kept, options.number).flatten()
         order = expert.argsort(stable=True)
-        wanted = expert.bincount(minlength=options.number + 1)[:-1]
-        order = order[: int(wanted.sum())]
+        wanted = routing.count(expert, options.number + 1)[:-1]
         group = self.mesh.group("ep")
-        if group.size == 1:
-            return Route(indices, order, wanted.cumsum(0).tolist(), counts)
+        if group.size == 1:  # nothing that the host must know
+            return Route(indices, order, Ends(wanted.cumsum(0), rest=slots is not None or here.padded), counts)
         table = wanted.view(group.size, -1)  # [members, experts of each]
         arriving = torch.stack(raw.all_to_all(table.unbind(), [table.shape[1:]] * group.size, group, control=True))
+        ends = arriving.sum(0).cumsum(0)
+        sizes = torch.cat((table.sum(1), arriving.sum(1), ends))  # the layer's one wait for a card
+        out, into, read = (part.tolist() for part in raw.to_host(sizes).split((group.size, group.size, len(ends))))
         number = torch.arange(table.shape[1], device=table.device).repeat(group.size)
-        sorting = number.repeat_interleave(arriving.flatten()).argsort(stable=True)
-        ends = arriving.sum(0).cumsum(0).tolist()
-        sent = Sent(table.sum(1).tolist(), arriving.sum(1).tolist(), sorting, sorting.argsort())
-        return Route(indices, order, ends, counts, sent)
+        sorting = number.repeat_interleave(arriving.flatten(), output_size=sum(into)).argsort(stable=True)
+        sent = Sent(out, into, sorting, sorting.argsort())
+        return Route(indices, order[: sum(out)], Ends(ends, read=tuple(read)), counts, sent)
 
     def _through(self, x: Tensor, weights: Tensor, route: Route) -> Tensor:
         group, sent = self.mesh.group("ep"), route.sent

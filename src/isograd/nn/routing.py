@@ -18,6 +18,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from isograd.comm import raw
 from isograd.errors import ModelError, did_you_mean
 
 SCORES = ("softmax", "sigmoid")
@@ -141,13 +142,29 @@ class Sent:
     by_sender: Tensor  # the way back
 
 
+@dataclass
+class Ends:
+    """Where the slots of each expert end. The host reads it only where torch has no kernel that does so on the card."""
+
+    there: Tensor  # int64 [experts], where the slots are
+    rest: bool = False  # whether slots that no expert computes may lie behind the last end
+    read: tuple[int, ...] | None = None  # by the host
+
+    @property
+    def here(self) -> tuple[int, ...]:
+        """The same numbers. The host waits at most once for them."""
+        if self.read is None:
+            self.read = tuple(raw.to_host(self.there).tolist())
+        return self.read
+
+
 @dataclass(frozen=True)
 class Route:
     """Where the tokens of one call of a layer went: whole numbers, which a recomputed forward uses again."""
 
     indices: Tensor  # int64 [T, k]: the experts of each token, in the order of falling scores
-    order: Tensor  # int64 [slots]: token * k + place, by expert; slots that are dropped are not there
-    ends: list[int]  # where the slots of each expert here end
+    order: Tensor  # int64 [slots]: token * k + place, by expert; slots that are dropped come last, or not at all
+    ends: Ends  # of the slots of each expert here
     counts: Tensor | None  # int64 [sequences, experts]: how often whole sequences chose each expert, if it is used
     sent: Sent | None = None  # None: all experts are here
 
@@ -188,6 +205,12 @@ def weights_of(scores: Tensor, indices: Tensor, options: ExpertOptions) -> Tenso
     if options.renormalise:
         weights = weights / (weights.sum(-1, keepdim=True) + (1e-20 if options.scores == "sigmoid" else 0.0))
     return weights * options.scale if options.scale != 1.0 else weights
+
+
+def count(numbers: Tensor, size: int) -> Tensor:
+    """int64 [size]: how often each number occurs. (torch.bincount would make the host wait for a card.)"""
+    flat = numbers.flatten()
+    return flat.new_zeros(size).scatter_add_(0, flat, torch.ones_like(flat))
 
 
 def within_capacity(indices: Tensor, slots: int) -> Tensor:

@@ -130,14 +130,14 @@ class Pipeline:
     def refuse(self, micros: Sequence[Any]) -> None:
         """Before `train`, on all pp ranks of a column: they were given the same micro-batches (contents are compared
         once, shapes always), and each can run on all stages."""
-        shapes = torch.tensor([hash(tuple(map(shapes_of, micros))) >> 1, len(micros)], device=self.mesh.device)
-        whole = torch.zeros((), dtype=torch.int64, device=self.mesh.device)
+        shapes = torch.tensor([hash(tuple(map(shapes_of, micros))) >> 1, len(micros)])
+        whole = torch.zeros((), dtype=torch.int64)
         if not self._compared:
             tensors = (t for micro in micros for t in tree.tree_leaves(micro) if isinstance(t, Tensor))
             for number, tensor in enumerate(tensors):
-                whole = whole + fingerprint(tensor).to(whole.device) * (2 * number + 1)
+                whole = whole + fingerprint(tensor).cpu() * (2 * number + 1)
             self._compared = True
-        unlike = ranks_unlike(torch.cat((shapes, whole[None])), self.group)
+        unlike = ranks_unlike(torch.cat((shapes, whole[None])), self.mesh.host_group("pp"))
         if unlike:
             raise PipelineError("IG804", where=self.mesh.describe_rank(), count=len(micros), unlike=unlike)
         for micro in micros:
