@@ -27,13 +27,13 @@ WINDOWS = {**LLAMA, "layers": 3, "sliding_window": 5, "full_layers": [1]}
 SPARSE = {**LLAMA, "experts": {"number": 8, "per_token": 2, "width": 64, "shared": 64, "dense_first": 1}}
 
 
-def work_of(options: dict[str, Any], layout: Layout, recompute: bool = False, micro: int = MICRO) -> Work:
+def work_of(options: dict[str, Any], layout: Layout, recompute: bool | str = False, micro: int = MICRO) -> Work:
     config = TransformerConfig.from_dict(options)
-    how = "full" if recompute else "none"
+    how = recompute if isinstance(recompute, str) else "full" if recompute else "none"
     return Work(model=config, length=LENGTH, batch=ROWS * layout.dp, micro_batches=micro, recompute=how)
 
 
-def recorded(options: dict[str, Any], layout: Layout, recompute: bool, micro: int = MICRO) -> dict[int, list[Entry]]:
+def recorded(options: dict[str, Any], layout: Layout, recompute: bool | str, micro: int = MICRO) -> dict[int, list[Entry]]:
     """What ranks of an imagined world send as data in their second step: every pipeline
     stage of the last column, and the first rank."""
     world = fake.FakeWorld()
@@ -64,6 +64,7 @@ def recorded(options: dict[str, Any], layout: Layout, recompute: bool, micro: in
         ("tp2", LLAMA, True),
         ("tp4 sp", QWEN, True),
         ("tp8 sp", LLAMA, False),
+        ("tp2 sp", LLAMA, "selective"),
         ("cp2 ulysses", LLAMA, True),
         ("cp2 ring", LLAMA, False),
         ("cp4 ulysses2", LLAMA, True),
@@ -75,7 +76,7 @@ def recorded(options: dict[str, Any], layout: Layout, recompute: bool, micro: in
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_bytes_in_closed_form_are_those_of_an_imagined_rank(layout: str, options: Any, recompute: bool) -> None:
+def test_bytes_in_closed_form_are_those_of_an_imagined_rank(layout: str, options: Any, recompute: bool | str) -> None:
     described = Layout.parse(layout)
     work = work_of(options, described, recompute)
     for rank, entries in recorded(options, described, recompute).items():

@@ -260,8 +260,8 @@ def does_not_fit(one: Candidate, device: Machine) -> str:
 def _changes(work: Work, layout: Layout) -> Iterator[tuple[str, Work, Layout]]:
     """Of a plan that does not fit: (in words, the work, the layout), the smallest changes first."""
     recomputed = [("", work)]
-    if work.recompute != "full":
-        recomputed.append(("model.recompute: true", dataclasses.replace(work, recompute="full")))
+    for how, said in (("selective", "selective"), ("full", "true")) if work.recompute == "none" else ():
+        recomputed.append((f"model.recompute: {said}", dataclasses.replace(work, recompute=how)))
     stages = [zero for zero in (layout.zero, 1, 3) if zero >= layout.zero and layout.dp * layout.cp > 1] or [
         layout.zero
     ]
@@ -355,7 +355,7 @@ def why(found: SearchResult) -> str:
 
 def command(path: str, one: Candidate) -> str:
     """The command that trains with a candidate's choices."""
-    recompute = "true" if one.work.recompute == "full" else "false"
+    recompute = {"none": "false", "full": "true"}.get(one.work.recompute, "selective")
     return (
         f'isograd train {path} --layout "{one.layout}" --batch {one.work.batch} '
         f"--micro_batches {one.work.micro_batches} --model.recompute {recompute} --emit slurm"
@@ -386,7 +386,7 @@ def _write(file: str, config: Config, one: Candidate) -> None:
 
     values = config.model_dump(mode="json", exclude_unset=True)
     values |= {"layout": str(one.layout), "batch": one.work.batch, "micro_batches": one.work.micro_batches}
-    values["model"]["recompute"] = one.work.recompute == "full"
+    values["model"]["recompute"] = {"none": False, "full": True}.get(one.work.recompute, "selective")
     _new_file(file, yaml.safe_dump(values, sort_keys=False))
     print(f"{file} written")
 

@@ -27,7 +27,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from isograd.core import rng
 from isograd.core.loss_terms import Terms
@@ -55,6 +55,16 @@ from isograd.pipeline.stages import pieces
 from isograd.sequence import TokenLayout, document_starts, gather_whole, refuse_unlike, token_layout_for
 
 Angles = tuple[Tensor, Tensor] | None
+
+# What recompute="selective" keeps: results of matrix products and of attention's kernels. A ring adds to results of its
+# kernels in place, so there they are computed again.
+PRODUCTS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+KERNELS = [
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+]
 
 
 def norm_of(config: TransformerConfig) -> Callable[..., nn.Module]:
@@ -178,15 +188,16 @@ class Transformer(nn.Module):
 
     @property
     def recompute(self) -> bool | str:
-        """True: blocks keep only their input and run again in backward. "offload": these inputs are kept in the host's
+        """True: blocks keep only their input and run again in backward. "selective": they keep the results of matrix
+        products and of attention, too, and the rest runs again. "offload": True, and the inputs are kept in the host's
         memory, from where backward fetches each before its block. On the CPU that is the same as True.
         """
         return self._recompute
 
     @recompute.setter
     def recompute(self, how: bool | str) -> None:
-        if how not in (False, True, "offload"):
-            raise self._no_such("recompute", how, "False, True or 'offload'")
+        if how not in (False, True, "selective", "offload"):
+            raise self._no_such("recompute", how, "False, True, 'selective' or 'offload'")
         if how == "offload" and self.mesh.device.type == "cpu" and self.mesh.rank == 0:
             warnings.warn("recompute='offload' is recompute=True on the CPU: it has no second memory", stacklevel=2)
         self._recompute = how
@@ -317,8 +328,12 @@ class Transformer(nn.Module):
             block, here = self.blocks.get_submodule(str(number)), _for_block(stream, number)
             if self.recompute and torch.is_grad_enabled():
                 here = replace(here, remembered=Remembered())
+                how: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+                if self.recompute == "selective":
+                    kept = PRODUCTS + KERNELS * (self.mesh.layout.ring == 1)
+                    how["context_fn"] = partial(create_selective_checkpoint_contexts, kept)
                 with save_on_cpu(pin_memory=x.is_cuda) if self.recompute == "offload" else nullcontext():
-                    out = checkpoint(block, x, here, angles, use_reentrant=False, preserve_rng_state=False)
+                    out = checkpoint(block, x, here, angles, **how)
             else:
                 out = block(x, here, angles)
             x, sums = out if isinstance(out, tuple) else (out, None)

@@ -112,15 +112,16 @@ def activations(work: Work, layout: Layout, index: int) -> float:
     c, tokens = work.model, work.tokens(layout)
     rows = tokens / -(-work.length // layout.cp)
     dense, sparse, entry = of_a_block(work, layout)
+    kept = products_of_a_block(work, layout) if work.keeps_products else (entry, entry)
     plain, having = (sum(kind) for kind in zip(*layers_of(work, layout, index), strict=True))
-    if work.recompute == "full":  # one block at a time
+    if work.runs_again:  # one block at a time
         block = max(dense if plain else 0.0, sparse if having else 0.0)
     else:
         block = (plain * dense + having * sparse) / max(1, plain + having)
     block *= work.profile.saved
     if not work.profile.fused_attention:  # scores, probabilities and the mask of their dropout
         block += (2 * work.size + 1) * c.heads * work.length / layout.tp
-    if work.recompute == "selective":
+    if work.recompute == "selective":  # of another program
         block *= 1 - work.profile.selective
     logits = 3.0 * min(tokens, CHUNK) * work.sum_bytes  # with their probabilities and gradients
     if not work.profile.chunks_logits:
@@ -131,8 +132,9 @@ def activations(work: Work, layout: Layout, index: int) -> float:
     layers = held_layers(work, layout, index)
     if not last or layout.vpp > 1:  # what a stage passes on stays until its gradient is back
         head += tokens * entry * max(1, most_in_flight(layout, work.micro_batches, index))
-    if work.recompute == "full":
-        return tokens * layers * entry + 2 * (tokens * block + masks) + head
+    if work.runs_again:
+        mean = (plain * kept[0] + having * kept[1]) / max(1, plain + having)
+        return tokens * layers * mean + 2 * (tokens * (block - mean + entry) + masks) + head
     return (layers + 1) * (tokens * block + masks) + head  # one more: the gradients of the block in backward
 
 
@@ -150,6 +152,20 @@ def of_a_block(work: Work, layout: Layout) -> tuple[float, float, float]:
     dense = kept + size * inside * c.mlp / layout.tp
     sparse = kept + _of_experts(c, inside, work, layout)
     return dense, sparse, size * stream
+
+
+def products_of_a_block(work: Work, layout: Layout) -> tuple[float, float]:
+    """Bytes per token that a block keeps with recompute "selective", without experts and with: its input, and the
+    results of its matrix products and of attention. Experts run again; their router's scores are kept."""
+    c, size, tp = work.model, work.size, layout.tp
+    inner, keys = c.heads * work.head_dim / tp, max(1, (c.kv_heads or c.heads) / tp) * work.head_dim
+    stream = c.hidden / (tp if layout.sp else 1)
+    attended = size * (inner + 2 * keys + c.hidden) + (layout.ring == 1) * (size * inner + work.sum_bytes * c.heads / tp)
+    widths = work.matrices - 1
+    dense = size * stream + attended + size * (widths * c.mlp / tp + c.hidden)
+    shared = c.experts.shared if c.experts is not None else 0
+    routed = work.sum_bytes * c.experts.number / tp if c.experts is not None else 0.0
+    return dense, size * stream + attended + routed + size * (widths * shared / tp + (c.hidden if shared else 0))
 
 
 def _of_experts(model: TransformerConfig, inside: int, work: Work, layout: Layout) -> float:

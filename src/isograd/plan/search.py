@@ -65,7 +65,7 @@ def search(
     machine: Machine,
     *,
     shown: int = 10,
-    recomputes: tuple[str, ...] = ("none", "full"),
+    recomputes: tuple[str, ...] = ("none", "selective", "full"),
     buildable: Callable[[Layout], str | None] = lambda layout: None,
 ) -> SearchResult:
     """The best candidates. `buildable` says why a layout cannot be built after all; only the best are asked."""
@@ -187,7 +187,7 @@ def _cut(work: Work, layout: Layout, found: SearchResult) -> Iterator[Work]:
 
 
 def _choices(work: Work) -> str:
-    return f"{work.micro_batches} micro-batches" + (", recompute" if work.recompute == "full" else "")
+    return f"{work.micro_batches} micro-batches" + {"none": "", "selective": ", recompute selective", "full": ", recompute"}[work.recompute]
 
 
 def _divisors(number: int) -> list[int]:

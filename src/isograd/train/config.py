@@ -60,8 +60,10 @@ class Model(Section):
     dtype: Literal["fp32", "bf16", "fp64"] = Field(
         default="fp32", description="of the parameters; masters are fp32 or wider"
     )
-    recompute: bool | Literal["offload"] = Field(
-        default=False, description="compute blocks again in backward to save memory"
+    recompute: bool | Literal["selective", "offload"] = Field(
+        default=False,
+        description="compute blocks again in backward to save memory; selective: all but matrix products and attention; "
+        "offload: true, with the blocks' inputs in the host's memory",
     )
 
     @model_validator(mode="after")
@@ -437,7 +439,7 @@ class Config(Section):
         for wrong, what, field in (
             (model.path is None, "a Hugging Face folder (model.path)", "model.path"),
             (bool(model.options), "no model.options: edit a copy of the folder's config.json", "model.options"),
-            (model.recompute == "offload", "model.recompute true or false", "model.recompute"),
+            (model.recompute in ("offload", "selective"), "model.recompute true or false", "model.recompute"),
             (model.recompute and layout.world_size > layout.dp, "model.recompute under dp and zero", "model.recompute"),
             (self.optimizer.name == "muon", "optimizer.name adamw", "optimizer.name"),
             (self.task == "preference" and layout.pp > 1, "task preference without pp", "layout"),

@@ -147,7 +147,7 @@ def work_of(config: Config) -> Work:
         batch=config.batch * (2 if config.task == "preference" else 1),  # rows: answers
         micro_batches=config.micro_batches,
         dtype=config.model.dtype,
-        recompute="full" if config.model.recompute else "none",
+        recompute={False: "none", "selective": "selective"}.get(config.model.recompute, "full"),
         masked=config.packing != "stream",
         muon=config.optimizer.name == "muon",
     )
