@@ -107,6 +107,14 @@ class Block(nn.Module):
         else:
             self.mlp = MLP(config.hidden, config.mlp, mesh, key=key.fold("mlp"), bias=config.mlp_bias, **about)
 
+    def not_compilable(self) -> str:
+        """Why torch.compile would cut this block to pieces; empty: it makes one graph of it."""
+        if self.drop or self.attention.dropout:
+            return "dropout: each mask's key is hashed in Python"
+        if isinstance(self.mlp, MoE):
+            return "experts: the host waits for how many tokens each has"
+        return "a window: its attention is computed block by block" if self.attention.window is not None else ""
+
     def forward(self, x: Tensor, stream: Stream, angles: Angles) -> Tensor | tuple[Tensor, Tensor | None]:
         """The residual stream in and out; of a block with experts, also the sums of their losses (MoE.forward)."""
         attended = self.attention(self.norm1(x), stream, angles)
@@ -216,6 +224,19 @@ class Transformer(nn.Module):
     def _no_such(self, option: str, seen: object, expected: str) -> ModelError:
         text = f"{option} of the transformer cannot be {seen!r}"
         return ModelError("IG416", text, seen=repr(seen), expected=expected, where=self.mesh.describe_rank())
+
+    def compile_blocks(self, backend: str = "inductor") -> dict[str, str]:
+        """Compile each block by torch.compile; alike ones share a graph, which the first step makes. Returns why the
+        others are left as they are, by name. A message of tp or cp ends one graph, and another begins after it."""
+        left = {}
+        for number, block in self.blocks.named_children():
+            assert isinstance(block, Block)
+            reason = block.not_compilable()
+            if reason:
+                left[f"blocks.{number}"] = reason
+            else:
+                block.compile(backend=backend)
+        return left
 
     @overload
     def forward(self, tokens: Tensor, labels: None = None, *, documents: Tensor | None = None) -> Tensor: ...

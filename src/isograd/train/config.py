@@ -66,8 +66,14 @@ class Model(Section):
         "offload: true, with the blocks' inputs in the host's memory",
     )
 
+    compile: bool = Field(
+        default=False, description="torch.compile of each block; the first step takes the minutes that compiling takes"
+    )
+
     @model_validator(mode="after")
     def _one_model(self) -> Model:
+        if self.compile and self.recompute == "selective":
+            raise ValueError("compile goes with recompute true or false: a compiled block chooses what it keeps itself")
         if self.preset and self.path:
             raise ValueError("give preset or path, not both")
         if not self.preset and not self.path and not self.options:
@@ -378,6 +384,8 @@ class Config(Section):
             raise _contradiction(
                 "pairs have no micro_batches: every row is every other's negative; set pairs.chunk", "micro_batches"
             )
+        if self.pairs is not None and self.model.compile:
+            raise _contradiction("model.compile is for isograd's decoder, not for pairs", "model.compile", "pairs")
         if self.safety.replay_every and self.pairs is not None:
             raise _contradiction("safety.replay_every is for language models", "safety.replay_every", "pairs")
         layout = Layout.parse(self.layout)
@@ -441,6 +449,7 @@ class Config(Section):
             (bool(model.options), "no model.options: edit a copy of the folder's config.json", "model.options"),
             (model.recompute in ("offload", "selective"), "model.recompute true or false", "model.recompute"),
             (model.recompute and layout.world_size > layout.dp, "model.recompute under dp and zero", "model.recompute"),
+            (model.compile, "no model.compile, which compiles blocks of isograd's decoder", "model.compile"),
             (self.optimizer.name == "muon", "optimizer.name adamw", "optimizer.name"),
             (self.task == "preference" and layout.pp > 1, "task preference without pp", "layout"),
         ):
