@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from isograd.cli.main import main
 from isograd.core.layout import Layout
 from isograd.errors import ConfigError
 from isograd.io.safetensors_reader import SafetensorsReader
@@ -18,6 +21,12 @@ from isograd.train.run.signals import STOPPED
 from .test_loop import QUIET, close, config_of, losses
 
 LAYOUTS = ["dp2", "dp2 zero3", "tp2 sp", "pp2"]
+PLAIN = """run: x
+steps: 2
+batch: 2
+optimizer: {lr: 0.1}
+data: {sources: [{builtin: stdlib}], length: 8}
+"""
 MODEL = {"preset": "tiny-llama", "options": {"vocab": 257}, "dtype": "fp64"}
 
 
@@ -58,10 +67,35 @@ def test_what_cannot_be_compiled_is_in_the_log(worlds, text: Path, tmp_path: Pat
     ],
 )
 def test_switches_that_contradict_each_other_are_refused_with_their_line(tmp_path: Path, line: str, said: str) -> None:
-    (tmp_path / "run.yaml").write_text(
-        f"{line}\nrun: x\nsteps: 2\nbatch: 2\noptimizer: {{lr: 0.1}}\n"
-        "data: {sources: [{builtin: stdlib}], length: 8}\n"
-    )
+    (tmp_path / "run.yaml").write_text(f"{line}\n{PLAIN}")
     with pytest.raises(ConfigError) as caught:
         reading.load(tmp_path / "run.yaml")
     assert said in str(caught.value)
+
+
+def test_a_profile_has_our_phases_as_ranges_on_every_rank(worlds, text: Path, tmp_path: Path) -> None:
+    for layout, ours in (
+        ("dp2 zero1", {"isograd: forward", "isograd: backward", "isograd: reduce gradients", "isograd: gather parameters"}),
+        ("pp2", {"isograd: pipeline", "isograd: reduce gradients"}),
+    ):
+        train(worlds, tmp_path / layout, text, layout, replace(QUIET, profile=(1, 2)))
+        for rank in (0, 1):
+            file = tmp_path / layout / "profile" / "steps-1-2" / f"rank-{rank:05d}.json.gz"
+            events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
+            ranges = [event["name"] for event in events if event.get("cat") == "user_annotation"]
+            steps = {"in step 1, forward and backward", "in step 1, optimizer", "in step 2, forward and backward"}
+            assert steps | ours <= set(ranges)
+            assert not any(name.startswith("in step 3,") for name in ranges)
+            assert ranges.count("isograd: reduce gradients") == 2
+            stages = [name for name in ranges if name.startswith(f"isograd: F of stage {rank}, micro-batch")]
+            assert len(stages) == (4 if layout == "pp2" else 0)  # two micro-batches in each of two steps
+        assert losses(tmp_path / layout) == pytest.approx(losses(tmp_path / "dp2 zero1"), rel=1e-12)
+    said = [line for line in journal.read(tmp_path / "pp2" / "metrics.jsonl") if line.get("event") == "profile"]
+    assert [(line["step"], "ui.perfetto.dev" in line["text"]) for line in said] == [(2, True)]
+
+
+@pytest.mark.parametrize("steps", ["0", "3-2", "two", "9"])
+def test_a_profile_of_no_steps_is_refused(steps: str, tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "run.yaml").write_text(PLAIN + "model: {preset: quickstart}\n")
+    assert main(["train", str(tmp_path / "run.yaml"), "--profile", steps]) == 2
+    assert "--profile" in capsys.readouterr().err

@@ -23,6 +23,7 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
+from torch.profiler import record_function
 
 from isograd.comm.raw import Handle
 from isograd.core.mesh import Mesh
@@ -262,7 +263,8 @@ class ShardedOptimizer:
         self.across.spread(wholes, {slot: self._target(slot) for slot in self.across.slots})
         if 0 < self.stage < 3:
             pairs = [(b, [(s.rows(s.parameter.data), s.parameter.data) for s in b.slots]) for b in self.plan.buckets]
-            _gather(reducer, pairs)
+            with record_function("isograd: gather parameters"):
+                _gather(reducer, pairs)
         if self.units is not None:
             self.units.stepped()
 

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from isograd.core import rng
 from isograd.core.mesh import Mesh
 from isograd.engine import Engine
 from isograd.io.safetensors_reader import Weights
@@ -83,3 +84,11 @@ def rows_of(config: Config, mesh: Mesh) -> range:
     """This data rank's rows of a step."""
     share = config.batch // mesh.size("dp")
     return range(mesh.index("dp") * share, (mesh.index("dp") + 1) * share)
+
+
+def seed_generators(config: Config, mesh: Mesh) -> None:
+    """Seed torch's own generators, which checkpoints hold: they are equal in two runs of one config, and on all ranks,
+    as replicas.py asks for; unless an encoder's dropout draws from them, whose masks must differ between the ranks."""
+    seed = config.pairs.seed if config.pairs is not None else config.data.seed if config.data is not None else 0
+    own = mesh.rank if config.pairs is not None and config.pairs.dropout else 0
+    torch.manual_seed(rng.key(seed, "generators", own).seed)
