@@ -60,9 +60,9 @@ VERIFIER = {
 }  # fmt: skip
 
 LIMITS = {
-    "isograd, lines": 47_065,
+    "isograd, lines": 47_423,
     "isograd-verify, lines": 17_597,
-    "comm + engine, lines": 8_723,
+    "comm + engine, lines": 8_783,
     "arrows between packages": 130,
     "arrows in isograd-verify": 53,
     "imports against the order": 0,

@@ -56,8 +56,7 @@ from isograd.sequence import TokenLayout, document_starts, gather_whole, refuse_
 
 Angles = tuple[Tensor, Tensor] | None
 
-# What recompute="selective" keeps: results of matrix products and of attention's kernels. A ring adds to results of its
-# kernels in place, so there they are computed again.
+# What recompute="selective" keeps: results of products and of attention's kernels, but in a ring, which adds to them.
 PRODUCTS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
 KERNELS = [
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,

@@ -59,7 +59,8 @@ def of_stage(work: Work, layout: Layout, index: int) -> Memory:
     largest = max(of_block(work, layout, sparse).all for sparse in {work.has_experts(n) for n in (0, -1)})
     gathered = of_ends(work, layout, index == 0, index == layout.pp - 1).all + 2 * largest
     muon = mine.matrices if work.muon else 0
-    parameters, gradients, optimizer = states(layout, work.size, work.micro_batches, mine.all, owned, gathered, muon)
+    sizes = (mine.all, owned, gathered, muon)
+    parameters, gradients, optimizer = states(layout, work.size, work.micro_batches, *sizes, ema=work.ema)
     if work.profile != FrameworkProfile():  # another program's sums of gradients
         whole = layout.zero == 3 and layout.pp > 1 and work.profile.whole_in_pipeline
         rows = mine.all if whole or work.profile.keeps_gradients else owned + largest
@@ -90,15 +91,23 @@ def _largest(work: Work, layout: Layout, index: int) -> float:
 
 
 def states(
-    layout: Layout, narrow: int, micro_batches: int, mine: float, owned: float, gathered: float, muon: float
+    layout: Layout,
+    narrow: int,
+    micro_batches: int,
+    mine: float,
+    owned: float,
+    gathered: float,
+    muon: float,
+    *,
+    ema: bool = False,
 ) -> tuple[float, float, float]:
     """Bytes of parameters, gradients, optimizer. `narrow`: bytes of an element of a parameter. `mine`: elements of this
     rank's part, of which it owns the rows of `owned`. `gathered`: parameters that are whole at once at ZeRO 3. `muon`:
-    elements of matrices that Muon steps, which has one moment."""
+    elements of matrices that Muon steps, which has one moment. `ema`: averages of the weights are kept."""
     wide = max(narrow, 4)
     rows = mine if layout.zero == 0 else owned
     parameters = narrow * (mine if layout.zero < 3 else rows + gathered)
-    masters = wide * rows if narrow < wide else 0
+    masters = wide * rows * ((narrow < wide) + ema)
     moments = wide * (2 * rows - muon * (rows / mine))
     due = wide * owned if owned < mine else 0
     whole = wide * mine  # a backward makes all of it; with more micro-batches than one it is kept
@@ -160,7 +169,9 @@ def products_of_a_block(work: Work, layout: Layout) -> tuple[float, float]:
     c, size, tp = work.model, work.size, layout.tp
     inner, keys = c.heads * work.head_dim / tp, max(1, (c.kv_heads or c.heads) / tp) * work.head_dim
     stream = c.hidden / (tp if layout.sp else 1)
-    attended = size * (inner + 2 * keys + c.hidden) + (layout.ring == 1) * (size * inner + work.sum_bytes * c.heads / tp)
+    attended = size * (inner + 2 * keys + c.hidden) + (layout.ring == 1) * (
+        size * inner + work.sum_bytes * c.heads / tp
+    )
     widths = work.matrices - 1
     dense = size * stream + attended + size * (widths * c.mlp / tp + c.hidden)
     shared = c.experts.shared if c.experts is not None else 0

@@ -187,7 +187,10 @@ def _cut(work: Work, layout: Layout, found: SearchResult) -> Iterator[Work]:
 
 
 def _choices(work: Work) -> str:
-    return f"{work.micro_batches} micro-batches" + {"none": "", "selective": ", recompute selective", "full": ", recompute"}[work.recompute]
+    return (
+        f"{work.micro_batches} micro-batches"
+        + {"none": "", "selective": ", recompute selective", "full": ", recompute"}[work.recompute]
+    )
 
 
 def _divisors(number: int) -> list[int]:

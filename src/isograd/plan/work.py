@@ -59,6 +59,7 @@ class Work:
     recompute: str = "none"  # "none", "selective" (isograd: all but products and attention) or "full"
     masked: bool = False  # packed documents: attention takes a mask, which is a whole matrix
     muon: bool = False
+    ema: bool = False  # an average of the weights beside the masters
     profile: FrameworkProfile = FrameworkProfile()
 
     @property

@@ -42,12 +42,8 @@ class Model(Section):
     """`model`: which model is trained, from which weights, in which dtype."""
 
     preset: str | None = Field(default=None, description="a model by name, for example quickstart or tiny-llama")
-    path: str | None = Field(
-        default=None, description="a Hugging Face folder to start from: its config and its weights"
-    )
-    weights: bool = Field(
-        default=True, description="whether the weights in `path` are read; false starts from new ones"
-    )
+    path: str | None = Field(default=None, description="a Hugging Face folder to start from: its config and weights")
+    weights: bool = Field(default=True, description="whether the weights in `path` are read; false: new ones are made")
     code: Literal["isograd", "transformers"] | None = Field(
         default=None,
         description="whose code runs `path`: isograd's own decoder, for the families that it knows, or the folder's "
@@ -62,7 +58,7 @@ class Model(Section):
     )
     recompute: bool | Literal["selective", "offload"] = Field(
         default=False,
-        description="compute blocks again in backward to save memory; selective: all but matrix products and attention; "
+        description="compute blocks again in backward to save memory; selective: all but products and attention; "
         "offload: true, with the blocks' inputs in the host's memory",
     )
 
@@ -229,6 +225,9 @@ class Saving(Section):
     keep_every: Positive | None = Field(
         default=None, description="checkpoints at multiples of this step are kept for good"
     )
+    keep_best: Literal["eval_loss"] | None = Field(
+        default=None, description="eval_loss: the checkpoint of the lowest held-out loss is written and kept, too"
+    )
     on_error: Literal["retry", "go_on", "stop"] = Field(
         default="retry",
         description="what a checkpoint does that cannot be written: retry: its state is written again, and the third "
@@ -341,6 +340,9 @@ class Config(Section):
     safety: Safety = Safety()
     resilience: Resilience = Resilience()
     reproducible: bool = Field(default=False, description="the same bits for every ZeRO stage and split; slower")
+    ema: Annotated[float, Field(gt=0, lt=1)] | None = Field(
+        default=None, description="the decay of an average of the weights over steps, kept beside them; null: none"
+    )
     threads: Positive = Field(default=1, description="of each local rank, on CPUs")
     device: Literal["cpu"] | None = Field(
         default=None, description="cpu: on the CPU on purpose; null: each rank on a GPU of its own, if there are any"
@@ -396,19 +398,17 @@ class Config(Section):
                 f"to be cut into {self.micro_batches} micro-batches: make batch a multiple of dp that is large enough",
                 "batch", "layout", "micro_batches",
             )  # fmt: skip
-        if self.evaluate.patience is not None and self.evaluate.every is None:
-            raise _contradiction("evaluate.patience needs evaluate.every", "evaluate.patience", "evaluate.every")
+        if self.evaluate.every is None and (self.evaluate.patience or self.checkpoint.keep_best):
+            name = "evaluate.patience" if self.evaluate.patience else "checkpoint.keep_best"
+            raise _contradiction(f"{name} needs evaluate.every", name, "evaluate.every")
         self._survives(layout)
-        if self.optimizer.min_lr > self.optimizer.lr:
-            raise _contradiction(
-                f"optimizer.min_lr {self.optimizer.min_lr:g} is above optimizer.lr {self.optimizer.lr:g}",
-                "optimizer.min_lr", "optimizer.lr",
-            )  # fmt: skip
-        if self.optimizer.warmup > self.steps:
-            raise _contradiction(
-                f"optimizer.warmup {self.optimizer.warmup} is longer than the run's {self.steps} steps",
-                "optimizer.warmup", "steps",
-            )  # fmt: skip
+        low, high, warmup = self.optimizer.min_lr, self.optimizer.lr, self.optimizer.warmup
+        if low > high:
+            text = f"optimizer.min_lr {low:g} is above optimizer.lr {high:g}"
+            raise _contradiction(text, "optimizer.min_lr", "optimizer.lr")
+        if warmup > self.steps:
+            text = f"optimizer.warmup {warmup} is longer than the run's {self.steps} steps"
+            raise _contradiction(text, "optimizer.warmup", "steps")
         return self
 
     def _fits_task(self) -> None:

@@ -91,7 +91,9 @@ def build_model(config: Config, mesh: Mesh, make: Callable[..., Transformer]) ->
 def not_compiled(config: Config, model: nn.Module) -> list[str]:
     """Compile the model's blocks, if the config says so; a sentence about those that are left as they are."""
     left = model.compile_blocks() if config.model.compile and isinstance(model, Transformer) else {}
-    return [f"not compiled: {', '.join(n for n in left if left[n] == why)}: {why}" for why in dict.fromkeys(left.values())]
+    return [
+        f"not compiled: {', '.join(n for n in left if left[n] == why)}: {why}" for why in dict.fromkeys(left.values())
+    ]
 
 
 class LanguageTask:

@@ -48,7 +48,7 @@ from isograd.train.tasks import make_task, prepare
 from isograd.train.trackers import trackers
 
 NOT_FINITE = 6
-MAY_CHANGE = "steps", "model", "optimizer", "pairs", "preference"  # and are told, when a run resumes
+MAY_CHANGE = "steps", "model", "optimizer", "pairs", "preference", "ema"  # and are told, when a run resumes
 MOST_SKIPPED = 20  # steps in a row
 
 
@@ -214,6 +214,7 @@ class _Run:
             )  # fmt: skip
         self.skipped_damaged = found.skipped_damaged
         self.best, self.not_better = found.extra.get("early_stopping", (None, 0))
+        self.keeper.best = found.extra.get("best_step")
         self.differs = differing(found.extra.get("config"), self.config, MAY_CHANGE)
         return found.step
 
@@ -375,8 +376,11 @@ class _Run:
         """Evaluate and save when they are due after a step. An outcome: the run ends here."""
         config, last = self.config, step == self.config.steps
         saves = ending is not None or last or _is_due(step, config.checkpoint.every)
+        better = self.best
         if ending is None and (last or _is_due(step, config.evaluate.every)):
             self._evaluate(step)
+        if config.checkpoint.keep_best and self.best != better:
+            self.keeper.best, saves = step, True
         if ending is None and not last and self._stops_early(step):
             ending = self._outcome(0, step, "")
         if saves or ending is not None:
@@ -402,6 +406,7 @@ class _Run:
             "data": self.task.fingerprint,
             "starts_from": self.task.starts_from,
             "early_stopping": [self.best, self.not_better],
+            "best_step": self.keeper.best,
             "config": self.config.model_dump(mode="json"),
         }
 
@@ -429,6 +434,8 @@ class _Run:
             better = found.loss < (math.inf if self.best is None else self.best)
             self.not_better = 0 if better else self.not_better + 1
             self.best = found.loss if better else self.best
+            if self.copies is not None:
+                self.copies.extra.update(self._extra())
         if self.log is not None and found is not None:
             unit = self.task.unit
             self.log.write(step=step, event="evaluation", loss=found.loss, weight=found.weight, unit=unit, **found.more)

@@ -39,10 +39,10 @@ from isograd.train import config as configs
 from isograd.train import texts
 from isograd.train.language import (
     build_model,
-    not_compiled,
     first_answer,
     flops_of_run,
     model_config,
+    not_compiled,
     refuse_vocabulary,
     sample_text,
     vocabulary,

@@ -12,7 +12,7 @@ from torch import nn
 
 from isograd.core import rng
 from isograd.core.mesh import Mesh
-from isograd.engine import Engine
+from isograd.engine import Engine, WeightAverage
 from isograd.io.safetensors_reader import Weights
 from isograd.train.config import Config
 from isograd.train.optimizers import MATRICES, factory
@@ -69,7 +69,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 def engine_of(config: Config, model: nn.Module, mesh: Mesh, weights: Weights | None = None) -> Engine:
     """The engine that a config asks for."""
-    return Engine(
+    engine = Engine(
         model,
         mesh,
         factory(config.optimizer),
@@ -78,6 +78,9 @@ def engine_of(config: Config, model: nn.Module, mesh: Mesh, weights: Weights | N
         weights=weights,
         whole=MATRICES if config.optimizer.name == "muon" else (),
     )
+    if config.ema is not None:
+        WeightAverage(engine, config.ema)
+    return engine
 
 
 def rows_of(config: Config, mesh: Mesh) -> range:

@@ -1,4 +1,4 @@
-"""`isograd train --profile STEPS`: torch's profiler over some steps, as a trace that Perfetto and chrome://tracing open.
+"""`isograd train --profile STEPS`: torch's profiler over some steps, as a trace for Perfetto and chrome://tracing.
 
 Each rank writes RUN/profile/steps-A-B/rank-00000.json.gz. What the rank's watchdog hears it do stands as ranges in the
 trace ("in step 3, forward and backward"); inside of them the engine's own ("isograd: forward", "isograd: backward",
@@ -17,7 +17,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 class StepProfile:
     """Of the steps `first` to `last` (the first step of a run is 1) on this rank."""
 
-    def __init__(self, steps: tuple[int, int] | None, folder: Path, rank: int, tell: Callable[[str, int], None]) -> None:
+    def __init__(
+        self, steps: tuple[int, int] | None, folder: Path, rank: int, tell: Callable[[str, int], None]
+    ) -> None:
         """`steps`: None: it does nothing. `tell(text, step)`: where it is said what was written."""
         self.first, self.last = steps or (0, 0)
         self._file = folder / "profile" / f"steps-{self.first}-{self.last}" / f"rank-{rank:05d}.json.gz"
