@@ -231,7 +231,7 @@ def _one(work: Work, text: str, device: Machine, config: Config) -> SearchResult
     problem = _refusal(work, layout)
     if problem is not None:
         raise PlanError("IG275", "the model cannot be built under this layout", seen=problem, expected="another layout")
-    needed = memory(work, layout, scores=device.units > 0)
+    needed = memory(work, layout, gpu=device.units > 0)
     one = Candidate(layout, work, needed, predict(work, layout, device))
     return SearchResult([one], 1 if one.memory.total <= _room(device) else 0, 1)
 
@@ -249,7 +249,7 @@ def does_not_fit(one: Candidate, device: Machine) -> str:
     said = f"does not fit: needs {one.memory.total / 1e9:.0f} GB, and a device has {_room(device) / 1e9:.0f} GB for it"
     fits: list[str] = []
     for words, changed, spread in _changes(work, layout):
-        needed = memory(changed, spread, scores=device.units > 0).total
+        needed = memory(changed, spread, gpu=device.units > 0).total
         if needed <= _room(device) and spread.tp <= device.devices and _refusal(changed, spread) is None:
             fits.append(f"  {needed / 1e9:>5.1f} GB with {words}")
     if not fits:

@@ -23,6 +23,9 @@ CHUNK = 1024  # tokens whose logits exist at a time: nn/loss.py
 TIGHT = (
     0.9  # of what a device has: more may end a run, as allocators keep gaps (PyTorch's up to 43 %: arXiv 2507.16274)
 )
+# Of one communicator, by NCCL's own constants: of each of 16 channels, the buffers of its three protocols at the
+# receiving end of a ring (LL 512 KiB, LL128 4,800 KiB, Simple 4 MiB). Not measured; trees and more peers add to it.
+COMMUNICATOR = 16 * (512 + 4800 + 4096) * 1024
 BUCKETS = 3 * 16 * 2**20  # gradients on their way: two buckets and what arrives of them
 
 
@@ -34,6 +37,7 @@ class Memory:
     gradients: float
     optimizer: float  # its state, and master weights
     activations: float
+    communication: float = 0.0  # what NCCL holds, on GPUs
 
     @property
     def states(self) -> float:
@@ -43,13 +47,52 @@ class Memory:
     @property
     def total(self) -> float:
         """Everything at once: a bound, as activations fall while gradients grow."""
-        return self.states + self.activations
+        return self.states + self.activations + self.communication
 
 
-def memory(work: Work, layout: Layout, *, scores: bool = False) -> Memory:
-    """Of the rank that needs most: the first or the last pipeline stage. `scores`: with those of `of_scores`."""
-    found = max((of_stage(work, layout, index) for index in {0, layout.pp - 1}), key=lambda found: found.total)
-    return replace(found, activations=found.activations + of_scores(work, layout)) if scores else found
+def memory(work: Work, layout: Layout, *, gpu: bool = False) -> Memory:
+    """Of the rank that needs most: the first or the last pipeline stage. `gpu`: with what it needs on GPUs alone."""
+    of = _on_gpu if gpu else of_stage
+    return max((of(work, layout, index) for index in {0, layout.pp - 1}), key=lambda found: found.total)
+
+
+def _on_gpu(work: Work, layout: Layout, index: int) -> Memory:
+    """With the scores of blocks without a kernel, and what NCCL holds, of isograd."""
+    found = of_stage(work, layout, index)
+    found = replace(found, activations=found.activations + of_scores(work, layout))
+    if work.profile != FrameworkProfile():
+        return found
+    held = communicators(work, layout, index) * COMMUNICATOR
+    return replace(found, gradients=found.gradients + waiting_buckets(work, layout, index), communication=held)
+
+
+def waiting_buckets(work: Work, layout: Layout, index: int) -> float:
+    """Bytes of packed gradients that `of_stage` takes for sent. On GPUs the host runs ahead of the device: the reducer
+    asks NCCL whether a bucket has arrived, is told no, and keeps its flat memory up to the step. So where buckets leave
+    during backward (ZeRO 1 and 2, one micro-batch, no pipeline), all gradients of the rank are in memory at its end.
+    At ZeRO 3 the next block waits for the one before, and elsewhere gradients are kept whole anyway."""
+    mine, data = params_on_rank(work, layout, index), layout.dp * layout.cp
+    if layout.zero not in (1, 2) or data == 1 or work.micro_batches > 1 or layout.pp > 1:
+        return 0.0
+    largest = max(of_block(work, layout, sparse).all for sparse in {work.has_experts(n) for n in (0, -1)})
+    gathered = of_ends(work, layout, index == 0, index == layout.pp - 1).all + 2 * largest
+    return max(0.0, work.sum_bytes * (mine.all - gathered) - BUCKETS)
+
+
+def communicators(work: Work, layout: Layout, index: int) -> int:
+    """How many communicators of NCCL a rank of this pipeline index has: one for each set of members and purpose."""
+    world, data, tp, pp = layout.world_size, layout.dp * layout.cp, layout.tp, layout.pp
+    ring, ulysses, heads = layout.ring, layout.ulysses, work.model.kv_heads or work.model.heads
+    if world == 1:
+        return 0
+    found = 2 + (data > 1) + (1 < data < world) + (1 < tp < world)  # the world twice: layers, and the end of a step
+    found += (tp > heads > 1) + (layout.cp > 1 and layout.dp > 1) + (1 < ulysses < layout.cp) + (1 < ring < layout.cp)
+    if pp > 1:  # up and down, to each neighbour
+        links = 1 if pp == 2 or (layout.vpp == 1 and index in (0, pp - 1)) else 2
+        found += 2 * links + (pp < world) + (work.model.tied and pp > 2 and index in (0, pp - 1))
+    if layout.ep > 1:
+        found += (layout.ep < world) + (layout.edp > 1) * (1 + (layout.edp < world))
+    return found
 
 
 def of_stage(work: Work, layout: Layout, index: int) -> Memory:

@@ -79,7 +79,7 @@ def search(
         for cut in _cut(work, layout, found):
             for how in recomputes:
                 described = dataclasses.replace(cut, recompute=how)
-                needed = memory(described, layout, scores=machine.units > 0)
+                needed = memory(described, layout, gpu=machine.units > 0)
                 if needed.total > room:
                     said = f"{layout}, {_choices(described)}: {needed.total / 1e9:.0f} GB of {room / 1e9:.0f}"
                     found.drop(FULL, said)
