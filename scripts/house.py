@@ -60,14 +60,14 @@ VERIFIER = {
 }  # fmt: skip
 
 LIMITS = {
-    "isograd, lines": 47_448,
+    "isograd, lines": 47_806,
     "isograd-verify, lines": 17_604,
-    "comm + engine, lines": 8_910,
+    "comm + engine, lines": 8_970,
     "arrows between packages": 130,
     "arrows in isograd-verify": 53,
     "imports against the order": 0,
     "files in circles": 0,
-    "reassigned fields of engine, comm, losses": 121,
+    "reassigned fields of engine, comm, losses": 122,
     "public class names defined twice": 0,
     "identifiers that are no names": 0,
 }

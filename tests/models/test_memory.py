@@ -21,9 +21,20 @@ from isograd.models import Transformer, TransformerConfig, transformer
 
 UNTIED = TransformerConfig(vocab=53, hidden=24, layers=2, heads=8, kv_heads=2, head_dim=4, mlp=31, dropout=0.1)
 CONFIGS = {"untied": UNTIED, "tied": dataclasses.replace(UNTIED, tied=True)}
-LAYOUTS = ["cp2 ulysses", "cp2 ring", "cp4 ulysses2", "cp4 ring zero1", "tp2 sp", "cp2 ring tp2 sp", "dp2 cp2 ulysses"]
+LAYOUTS = [
+    "cp2 ulysses",
+    "cp2 ring",
+    "cp4 ulysses2",
+    "cp4 ring zero1",
+    "tp2 sp",
+    "cp2 ring tp2 sp",
+    "dp2 cp2 ulysses",
+    "dp2 zero3",
+    "tp2",
+]
 WAYS: dict[str, tuple[bool | str, int | None]] = {  # (recompute, loss_chunk)
     "recompute, one token at a time": (True, 1),
+    "selective, chunks that do not divide": ("selective", 5),
     "offload, chunks that do not divide": ("offload", 5),
     "no recompute, all at once": (False, None),
 }

@@ -66,15 +66,14 @@ def gradients(layout: str, name: str, how: str) -> dict[str, Tensor]:
     engine = Engine(model, mesh, lambda ps: torch.optim.SGD(ps, lr=0.1))
     model.recompute = how == "recompute"
     if how == "compile":
-        for block in model.blocks:
-            block.compile(backend="aot_eager")
+        assert not model.compile_blocks(backend="aot_eager")
     tokens = torch.randint(config.vocab, (2, 7), generator=torch.Generator().manual_seed(3))
     loss, count = model(tokens, tokens.roll(-1, 1), key=rng.key(0), samples=torch.arange(2))
     engine.backward(loss, weight=count)
     return {n: g.clone() for n, g in engine.grads()}
 
 
-@pytest.mark.parametrize("layout", ["1", "dp2", "tp2", "tp2 sp"])
+@pytest.mark.parametrize("layout", ["1", "dp2", "dp2 zero3", "tp2", "tp2 sp"])
 @pytest.mark.parametrize("how", ["recompute", "compile"])
 def test_recomputed_and_compiled_blocks_have_the_gradients_of_plain_ones(worlds, layout: str, how: str) -> None:
     world = worlds(Mesh.unbound(layout).layout.world_size)
@@ -96,8 +95,7 @@ def test_blocks_are_compiled_without_a_graph_break_as_one_graph_for_all(name: st
     engine = Engine(model, mesh, lambda ps: torch.optim.SGD(ps, lr=0.1))
     torch._dynamo.reset()
     counters.clear()
-    for block in model.blocks:
-        block.compile(backend="eager")
+    assert not model.compile_blocks(backend="eager")
     tokens = torch.arange(14).view(2, 7)
     for _ in range(2):
         loss, count = model(tokens, tokens)
@@ -106,6 +104,20 @@ def test_blocks_are_compiled_without_a_graph_break_as_one_graph_for_all(name: st
     assert len(model.blocks) > 1
     assert counters["stats"]["unique_graphs"] == 1
     assert not counters["graph_break"]
+
+
+def test_a_block_that_would_be_cut_to_pieces_is_left_as_it_is_and_says_why() -> None:
+    config, mesh = preset("tiny-llama"), Mesh.unbound("1")
+    experts = {"number": 4, "per_token": 2, "width": 8, "dense_first": 1}
+    sparse = TransformerConfig.from_dict({**vars(config), "experts": experts})
+    for wrong, named, reason in (
+        (sparse, ["blocks.1"], "experts"),
+        (dataclasses.replace(config, sliding_window=4, full_layers=(1,)), ["blocks.0"], "window"),
+        (dataclasses.replace(config, dropout=0.1), ["blocks.0", "blocks.1"], "dropout"),
+    ):
+        left = Transformer(wrong, mesh).compile_blocks(backend="eager")
+        assert list(left) == named
+        assert all(reason in why for why in left.values())
 
 
 def plain_without_dropout(layout: str, name: str) -> dict[str, Tensor]:

@@ -177,7 +177,7 @@ def train(
     no_sync: bool = False,
     reproducible: bool = False,
     text: Text = Text(),
-    recompute: bool = False,
+    recompute: bool | str = False,
     steps: int = STEPS,
 ) -> Trained:
     """The same training on this rank of a world. Runs inside every rank."""
@@ -285,7 +285,7 @@ class Case:
     accumulation: int
     reproducible: bool = False
     text: Text = Text()
-    recompute: bool = False
+    recompute: bool | str = False
 
     def run(self) -> Trained:
         """On this rank of a world."""

@@ -44,6 +44,9 @@ GRID = [
     ("pp2 gpipe tp2 sp zero3", "deep", 1, True),
     ("pp4 vpp2 cp2 ulysses zero3", "deep-tied", 2, False),
     ("pp2 cp2 ring zero3", "deep", 5, False),
+    ("pp2", "deep", 2, "selective"),
+    ("pp2 vpp2 zb tp2 sp zero1", "deep-tied", 2, "selective"),
+    ("pp2 dp2 zero3", "deep-tied", 2, "selective"),
 ]
 LARGE = [case for case in GRID if Layout.parse(case[0]).world_size == 8]  # every second one in `make full` only
 VALUES = {
@@ -58,7 +61,7 @@ VALUES = {
 }
 
 
-def settings(layout: str, model: str, micro_batches: int, recompute: bool) -> dict[str, object]:
+def settings(layout: str, model: str, micro_batches: int, recompute: bool | str) -> dict[str, object]:
     parsed = Layout.parse(layout)
     beside = f"dp{parsed.dp}" if parsed.dp > 1 else "tp2 sp" if parsed.tp > 1 else ""
     return {
@@ -87,10 +90,10 @@ def test_every_pair_of_values_meets_in_the_grid() -> None:
 @pytest.mark.parametrize(
     ("layout", "model", "micro_batches", "recompute"),
     [pytest.param(*case, marks=[pytest.mark.slow] * (case in LARGE[::2])) for case in GRID],
-    ids=[f"{layout}-{model}-{m}{'-recompute' if r else ''}" for layout, model, m, r in GRID],
+    ids=[f"{layout}-{model}-{m}{f'-recompute {r}' if r else ''}" for layout, model, m, r in GRID],
 )
 def test_a_pipeline_trains_as_one_device_does(
-    worlds, layout: str, model: str, micro_batches: int, recompute: bool
+    worlds, layout: str, model: str, micro_batches: int, recompute: bool | str
 ) -> None:
     case = cases.Case(layout, model, micro_batches, recompute=recompute)
     assert not case.wrong(worlds(Layout.parse(layout).world_size).run(case.run))

@@ -10,12 +10,14 @@ import torch
 
 import isograd as ig
 from isograd.comm import fake, raw
+from isograd.comm.handle import Handle
 from isograd.comm.record import Entry
 from isograd.core.contract_table import contracts
 from isograd.core.layout import Layout
 from isograd.core.mesh import Mesh
 from isograd.models import TransformerConfig
 from isograd.plan.comm_volume import sent
+from isograd.plan.memory import COMMUNICATOR, communicators, memory
 from isograd.plan.work import Work, params_on_rank
 
 ROWS, LENGTH, MICRO = 4, 32, 2  # of one data rank
@@ -27,13 +29,15 @@ WINDOWS = {**LLAMA, "layers": 3, "sliding_window": 5, "full_layers": [1]}
 SPARSE = {**LLAMA, "experts": {"number": 8, "per_token": 2, "width": 64, "shared": 64, "dense_first": 1}}
 
 
-def work_of(options: dict[str, Any], layout: Layout, recompute: bool = False, micro: int = MICRO) -> Work:
+def work_of(options: dict[str, Any], layout: Layout, recompute: bool | str = False, micro: int = MICRO) -> Work:
     config = TransformerConfig.from_dict(options)
-    how = "full" if recompute else "none"
+    how = recompute if isinstance(recompute, str) else "full" if recompute else "none"
     return Work(model=config, length=LENGTH, batch=ROWS * layout.dp, micro_batches=micro, recompute=how)
 
 
-def recorded(options: dict[str, Any], layout: Layout, recompute: bool, micro: int = MICRO) -> dict[int, list[Entry]]:
+def recorded(
+    options: dict[str, Any], layout: Layout, recompute: bool | str, micro: int = MICRO
+) -> dict[int, list[Entry]]:
     """What ranks of an imagined world send as data in their second step: every pipeline
     stage of the last column, and the first rank."""
     world = fake.FakeWorld()
@@ -64,6 +68,7 @@ def recorded(options: dict[str, Any], layout: Layout, recompute: bool, micro: in
         ("tp2", LLAMA, True),
         ("tp4 sp", QWEN, True),
         ("tp8 sp", LLAMA, False),
+        ("tp2 sp", LLAMA, "selective"),
         ("cp2 ulysses", LLAMA, True),
         ("cp2 ring", LLAMA, False),
         ("cp4 ulysses2", LLAMA, True),
@@ -75,7 +80,7 @@ def recorded(options: dict[str, Any], layout: Layout, recompute: bool, micro: in
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_bytes_in_closed_form_are_those_of_an_imagined_rank(layout: str, options: Any, recompute: bool) -> None:
+def test_bytes_in_closed_form_are_those_of_an_imagined_rank(layout: str, options: Any, recompute: bool | str) -> None:
     described = Layout.parse(layout)
     work = work_of(options, described, recompute)
     for rank, entries in recorded(options, described, recompute).items():
@@ -121,3 +126,53 @@ def test_parameters_in_closed_form_are_those_of_the_model(layout: str, options: 
         assert counted.pairs == sum(
             sizes[r.name] for r in table if any("tp/" in axes for axes in r.contract.partial_over)
         )
+
+
+@pytest.mark.parametrize(
+    ("layout", "more"),
+    [
+        ("dp1", {}), ("dp2 zero1", {}), ("tp2", {}), ("dp2 tp4 sp zero1", {"kv_heads": 2}), ("dp2 cp4 ulysses2", {}),
+        ("dp2 pp2", {"tied": True}), ("pp4", {"tied": True}), ("dp2 pp4 vpp2 zero1", {}),
+        ("dp4 ep2", {"experts": SPARSE["experts"]}), ("dp2 tp2 ep4", {"experts": SPARSE["experts"]}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_communicators_are_those_that_imagined_ranks_make(layout: str, more: dict[str, Any]) -> None:
+    """NCCL has one for each set of members and purpose (comm/world.py)."""
+    described, world, options = Layout.parse(layout), fake.FakeWorld(), {**LLAMA, "layers": 8, **more}
+
+    def made(rank: int) -> int:
+        mesh = Mesh.imagine(described, rank, world)
+        model = ig.models.Transformer(TransformerConfig.from_dict(options), mesh, dtype=torch.bfloat16)
+        engine = ig.Engine(model, mesh, lambda ps: torch.optim.AdamW(ps, lr=1e-3), clip=1.0)
+        tokens = torch.zeros(4, LENGTH, dtype=torch.int64)
+        engine.train_step((tokens, tokens), 4)
+        return len({(group.purpose, group.ranks) for group in mesh._member.groups if group.size > 1})
+
+    column = described.ranks("pp", 0)
+    found = world.run({rank: partial(made, rank) for rank in column})
+    work = work_of(options, described)
+    assert [communicators(work, described, index) for index in range(described.pp)] == [found[r] for r in column]
+    one, both = (memory(work, described, gpu=gpu).communication for gpu in (False, True))
+    assert (one, both) == (0.0, COMMUNICATOR * max(found[column[0]], found[column[-1]]))
+
+
+@pytest.mark.parametrize("layout", ["dp2 zero1", "dp2 zero2", "dp2 tp2 sp zero1"])
+def test_gradients_that_nccl_has_not_sent_yet_are_in_the_memory_of_a_gpu(monkeypatch, layout: str) -> None:
+    """The reducer asks whether a bucket has arrived; a device that is behind its host says no."""
+    monkeypatch.setattr(Handle, "arrived_within", lambda self, seconds: False)
+    described, deep = Layout.parse(layout), {**LLAMA, "layers": 8}
+    mesh = Mesh.imagine(described, 0, fake.FakeWorld())
+    model = ig.models.Transformer(TransformerConfig.from_dict(deep), mesh, dtype=torch.bfloat16)
+    engine = ig.Engine(model, mesh, lambda ps: torch.optim.AdamW(ps, lr=1e-3), bucket_mb=0.01)
+    tokens = torch.zeros(ROWS, LENGTH, dtype=torch.int64)
+    loss, count = model(tokens, tokens)
+    engine.backward(loss, weight=count)
+    pending = engine.step_state.reducer._pending
+    waiting = sum(sum(engine.step_state.reducer.packings[bucket].sizes) * 4 for bucket, _, _ in pending)
+    assert len(pending) > 2
+    monkeypatch.setattr("isograd.plan.memory.BUCKETS", 3 * 0.01 * 2**20)
+    work = work_of(deep, described, micro=1)
+    due = 4 * sum(p.numel() for p in model.parameters()) / 2
+    assert memory(work, described, gpu=True).gradients - due == pytest.approx(waiting, rel=0.01)
+    assert memory(work, described).gradients - due < 0.9 * waiting

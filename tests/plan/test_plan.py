@@ -179,8 +179,8 @@ def test_blocks_of_attention_are_counted_as_they_are_computed() -> None:
 def test_what_a_gpu_holds_of_a_ring_s_scores_is_counted() -> None:
     ring, whole = Layout.parse("cp4 ring"), Layout.parse("cp4 ulysses")
     long = work(length=32768, batch=1, micro_batches=1)
-    assert memory(long, whole, scores=True) == memory(long, whole)
-    more = memory(long, ring, scores=True).total - memory(long, ring).total
+    assert memory(long, whole, gpu=True).activations == memory(long, whole).activations
+    more = memory(long, ring, gpu=True).activations - memory(long, ring).activations
     assert more == 4 * 4 * 8192**2 * 16
 
 

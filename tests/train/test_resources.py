@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from isograd.cli.main import main
 from isograd.comm.launch import World
@@ -85,6 +86,27 @@ def test_activations_by_formula_are_what_autograd_saves(options: dict[str, Any],
         saved[layers] = saved_bytes(here, model)
     deep, shallow = (activations(work_of(with_layers(described, options, layers)), Layout(), 0) for layers in (4, 2))
     assert deep - shallow == pytest.approx(saved[4] - saved[2], rel=0.05)
+
+
+@pytest.mark.parametrize("options", [LLAMA, GPT2, SPARSE], ids=["llama", "gpt2", "experts"])
+def test_selective_recompute_keeps_what_the_formula_says(options: dict[str, Any]) -> None:
+    """The bytes that are still held when a forward is over, of two depths; and fewer than without recompute."""
+    described = config(options=options, data__packing="stream", model__recompute="selective")
+    held = {}
+    for layers in (2, 4):
+        here = with_layers(described, options, layers)
+        model = Transformer(language.model_config(here), Mesh("dp1"))
+        model.recompute = "selective"
+        tokens = torch.zeros(here.batch, 64, dtype=torch.long)
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+            loss = model(tokens, tokens)
+        events = profiled.profiler.kineto_results.events()
+        held[layers] = sum(event.nbytes() for event in events if event.name() == "[memory]")
+        del loss  # outside of the next measurement
+    deep, shallow = (activations(work_of(with_layers(described, options, layers)), Layout(), 0) for layers in (4, 2))
+    assert deep - shallow == pytest.approx(held[4] - held[2], rel=0.05)
+    plain = work_of(with_layers(config(options=options, data__packing="stream"), options, 4))
+    assert deep < 0.8 * activations(plain, Layout(), 0)
 
 
 @pytest.mark.parametrize("layout", ["dp1", "dp2 zero1"])

@@ -2,6 +2,7 @@
 
 lock                          held by rank 0 of the one job that may write here
 step-00000100/                a checkpoint: its name is given last, so one that has it is complete
+best                          the step of the best checkpoint so far, which is not pruned
 .step-00000200.partial-JOB/   being written
 .step-00000100.replaced/      a checkpoint whose successor with the same step is being put in its place
 aside-step-00000300/          of another course of training: saved before a job went back and saved a smaller step
@@ -22,11 +23,11 @@ from pathlib import Path
 from typing import IO, Any
 
 from isograd.errors import CheckpointError
-from isograd.io.atomic import flush, flush_folder
+from isograd.io.atomic import flush, flush_folder, replace_text
 from isograd.io.no_follow import open_to_write
-from isograd.io.untrusted import read_typed
+from isograd.io.untrusted import FileError, read_typed
 
-LOCK = "lock"
+LOCK, BEST = "lock", "best"
 QUIET_S = 5.0  # a writer that is alive has written a chunk, flushed, or marked a file that it reads again, within this
 _NAME = re.compile(r"step-([0-9]{8,18})")  # not \d, which other scripts' digits match
 _LEFT = re.compile(r"\.step-[0-9]{8,18}\.(partial-\w+|removed)")
@@ -60,6 +61,26 @@ def _entries(folder: Path) -> list[Path]:
 def partial(folder: Path, step: int, job: str) -> Path:
     """Where a checkpoint lies while a job is writing it."""
     return folder / f".{name_of(step)}.partial-{job}"
+
+
+@dataclass(frozen=True)
+class _Best:
+    """What the file `best` says."""
+
+    step: int
+
+
+def mark_best(folder: Path, step: int) -> None:
+    """From now on the checkpoint of this step is the one that is not pruned."""
+    if best(folder) != step:
+        replace_text(folder / BEST, json.dumps({"step": step}))
+
+
+def best(folder: Path) -> int | None:
+    """The step of the best checkpoint; None: the run keeps none, or the file cannot be read."""
+    with suppress(FileError, OSError):
+        return read_typed(_Best, folder / BEST, 1 << 12).step
+    return None
 
 
 @dataclass(frozen=True)
@@ -166,9 +187,10 @@ def _set_aside(place: Path) -> None:
 
 
 def prune(folder: Path, keep_last: int, keep_every: int | None) -> None:
-    """Remove all but the newest `keep_last` (at least one) and the multiples of `keep_every`."""
+    """Remove all but the newest `keep_last` (at least one), the multiples of `keep_every`, and the best."""
+    kept = best(folder)
     for step, place in checkpoints(folder)[: -max(1, keep_last)]:
-        if keep_every is None or step % keep_every:
+        if step != kept and (keep_every is None or step % keep_every):
             hidden = folder / f".{place.name}.removed"  # so that a kill leaves no half of it under its name
             place.rename(hidden)
             shutil.rmtree(hidden, ignore_errors=True)

@@ -27,6 +27,7 @@ from isograd.engine.muon import members
 from isograd.errors import CheckpointError, IsogradError, did_you_mean
 
 SHOWN = 8
+NO_MODEL = ("optimizer/", "generator/", "ema/")
 # Options of isograd's models that a run may change when it resumes. All others decide what the model computes.
 FREE = {"dropout", "attention_dropout", "init_std", "max_positions"}
 # What torch's optimizers keep for each parameter that they have stepped.
@@ -99,6 +100,9 @@ def _load(engine: Engine, place: Path, beat: Callable[[str], None]) -> Loaded:
         reader.close()
     state.take_numbers(engine, reader.manifest.numbers)
     state.refresh_masters(engine)
+    average = engine._sharded_optimizer.average
+    if average is not None and not _has_averages(reader.manifest):
+        average.restart()
     return Loaded(reader.manifest.step, reader.manifest.extra, place, reader.manifest.layout)
 
 
@@ -134,7 +138,8 @@ def _read(engine: Engine, reader: Reader, beat: Callable[[str], None]) -> None:
         saved = reader.manifest.tensors[part.key]
         if (saved.shape, saved.dtype) != (part.shape, DTYPES[part.tensor.dtype]):
             raise Damage(f"{part.key}: {saved.dtype} {list(saved.shape)}, no state of a generator")
-    parts = [*state.parts(engine, held), *ours]
+    averages = _has_averages(reader.manifest)
+    parts = [part for part in state.parts(engine, held) if averages or not part.key.startswith("ema/")] + ours
     for part in parts:
         if part.tensor.numel():
             beat(f"reading {part.key}")
@@ -146,13 +151,18 @@ def _read(engine: Engine, reader: Reader, beat: Callable[[str], None]) -> None:
     state.take_generators(ours, engine.mesh)
 
 
+def _has_averages(manifest: CheckpointManifest) -> bool:
+    """Without any a run that keeps averages begins them with the weights; with some it needs all."""
+    return any(key.startswith("ema/") for key in manifest.tensors)
+
+
 # -- what does not fit -----------------------------------------------------------------------------------------------
 
 
 def _refuse_other_model(engine: Engine, manifest: CheckpointManifest, place: Path) -> None:
     """Parameters, masters and buffers are the same ones, with the same shapes and dtypes, on all stages together."""
-    saved = {key: kept for key, kept in manifest.tensors.items() if not key.startswith(("optimizer/", "generator/"))}
-    held = {part.key: part for part in state.parts(engine)}
+    saved = {key: kept for key, kept in manifest.tensors.items() if not key.startswith(NO_MODEL)}
+    held = {part.key: part for part in state.parts(engine) if not part.key.startswith(NO_MODEL)}
     here = {key: (DTYPES.get(part.tensor.dtype), list(part.shape)) for key, part in held.items()}
     there = {key: (kept.dtype, list(kept.shape)) for key, kept in saved.items()}
     everywhere = _of_all_stages(here, engine)

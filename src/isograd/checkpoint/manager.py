@@ -79,6 +79,7 @@ class CheckpointManager:
         self.folder, self.engine, self.mesh = Path(folder), engine, engine.mesh
         self.keep_last, self.keep_every = keep_last, keep_every
         self.on_error: OnError = on_error
+        self.best: int | None = None  # the step of a checkpoint that the next saves do not prune
         self.saved: int | None = None  # the step of the last save that is on the disk under its name
         self._tell, self._tries = tell or (lambda step, text: None), 1
         self._phase, self._beat = phase or (lambda _: None), beat or (lambda _: None)
@@ -129,7 +130,7 @@ class CheckpointManager:
         head["run"] = declared.run
         job = SaveJob(
             self.folder, folders.partial(self.folder, step, self._job), step, self.mesh.rank, layout.world_size, head,
-            copies, counts, self.keep_last, self.keep_every, self._phase,
+            copies, counts, self.keep_last, self.keep_every, self._phase, self.best,
         )  # fmt: skip
         self._writing, self._tries = Writing(job), 1
 

@@ -320,7 +320,10 @@ def _check_numbers(numbers: _Numbers, tensors: dict[str, Saved]) -> None:
         if kind == "optimizer" and (name not in stepped or f"model/{name}" not in tensors):
             lost = f"model/{name} is not in the checkpoint"
             raise Damage(f"{key}: {lost if name in stepped else 'the optimizer steps no such parameter'}")
-        if kind == "optimizer" and saved.shape != tensors[f"model/{name}"].shape:
+        if kind == "ema" and f"model/{rest}" not in tensors:
+            raise Damage(f"{key}: model/{rest} is not in the checkpoint")
+        name = rest if kind == "ema" else name
+        if kind in ("optimizer", "ema") and saved.shape != tensors[f"model/{name}"].shape:
             raise Damage(f"{key}: shape {list(saved.shape)} instead of that of model/{name}")
 
 

@@ -58,6 +58,7 @@ class SaveJob:
     keep_last: int
     keep_every: int | None
     phase: Phase
+    best: int | None = None  # the step of the checkpoint that is not pruned
 
 
 class _GivenUp(Exception):
@@ -158,6 +159,8 @@ def finish(job: SaveJob, moved: Callable[[], None]) -> None:
     folders.commit(job.folder, job.place, job.step)
     moved()
     job.phase("named")
+    if job.best is not None:
+        folders.mark_best(job.folder, job.best)
     folders.prune(job.folder, job.keep_last, job.keep_every)
     job.phase("pruned")
 

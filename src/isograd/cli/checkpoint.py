@@ -174,6 +174,7 @@ def _diff(options: argparse.Namespace) -> int:
 def _convert_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("place", metavar="PLACE", help=PLACE)
     parser.add_argument("--adapters", action="store_true", help="write the adapters (LoRA) alone, as a folder of peft")
+    parser.add_argument("--ema", action="store_true", help="write the averages of the weights, in fp32 (config: ema)")
     _hugging_options(parser)
 
 
@@ -209,15 +210,16 @@ def _convert(options: argparse.Namespace) -> int:
 
     place = one_of(Path(options.place))
     if options.adapters:
-        if options.tokenizer or options.dtype:
+        if options.tokenizer or options.dtype or options.ema:
             raise ConfigError(
-                "IG600", "--adapters writes adapters alone, as they were trained", seen="--tokenizer or --dtype",
+                "IG600", "--adapters writes adapters alone, as they were trained", seen="--tokenizer, --dtype or --ema",
                 fix="leave it out; without --adapters the whole model is written",
             )  # fmt: skip
         return _written(place, convert_adapters(place, options.out))
     out = convert(
-        place, options.out, tokenizer=options.tokenizer, max_shard_gb=options.max_shard_gb, dtype=_dtype(options.dtype)
-    )
+        place, options.out, tokenizer=options.tokenizer, max_shard_gb=options.max_shard_gb, ema=options.ema,
+        dtype=_dtype(options.dtype),
+    )  # fmt: skip
     return _written(place, out)
 
 

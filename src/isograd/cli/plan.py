@@ -231,7 +231,7 @@ def _one(work: Work, text: str, device: Machine) -> SearchResult:
     problem = _refusal(work, layout)
     if problem is not None:
         raise PlanError("IG275", "the model cannot be built under this layout", seen=problem, expected="another layout")
-    needed = memory(work, layout, scores=device.units > 0)
+    needed = memory(work, layout, gpu=device.units > 0)
     one = Candidate(layout, work, needed, predict(work, layout, device))
     return SearchResult([one], 1 if one.memory.total <= _room(device) else 0, 1)
 
@@ -249,7 +249,7 @@ def does_not_fit(one: Candidate, device: Machine) -> str:
     said = f"does not fit: needs {one.memory.total / 1e9:.0f} GB, and a device has {_room(device) / 1e9:.0f} GB for it"
     fits: list[str] = []
     for words, changed, spread in _changes(work, layout):
-        needed = memory(changed, spread, scores=device.units > 0).total
+        needed = memory(changed, spread, gpu=device.units > 0).total
         if needed <= _room(device) and spread.tp <= device.devices and _refusal(changed, spread) is None:
             fits.append(f"  {needed / 1e9:>5.1f} GB with {words}")
     if not fits:
@@ -260,8 +260,8 @@ def does_not_fit(one: Candidate, device: Machine) -> str:
 def _changes(work: Work, layout: Layout) -> Iterator[tuple[str, Work, Layout]]:
     """Of a plan that does not fit: (in words, the work, the layout), the smallest changes first."""
     recomputed = [("", work)]
-    if work.recompute != "full":
-        recomputed.append(("model.recompute: true", dataclasses.replace(work, recompute="full")))
+    for how, said in (("selective", "selective"), ("full", "true")) if work.recompute == "none" else ():
+        recomputed.append((f"model.recompute: {said}", dataclasses.replace(work, recompute=how)))
     stages = [zero for zero in (layout.zero, 1, 3) if zero >= layout.zero and layout.dp * layout.cp > 1] or [
         layout.zero
     ]
@@ -355,7 +355,7 @@ def why(found: SearchResult) -> str:
 
 def command(path: str, one: Candidate) -> str:
     """The command that trains with a candidate's choices."""
-    recompute = "true" if one.work.recompute == "full" else "false"
+    recompute = {"none": "false", "full": "true"}.get(one.work.recompute, "selective")
     return (
         f'isograd train {path} --layout "{one.layout}" --batch {one.work.batch} '
         f"--micro_batches {one.work.micro_batches} --model.recompute {recompute} --emit slurm"
@@ -386,7 +386,7 @@ def _write(file: str, config: Config, one: Candidate) -> None:
 
     values = config.model_dump(mode="json", exclude_unset=True)
     values |= {"layout": str(one.layout), "batch": one.work.batch, "micro_batches": one.work.micro_batches}
-    values["model"]["recompute"] = one.work.recompute == "full"
+    values["model"]["recompute"] = {"none": False, "full": True}.get(one.work.recompute, "selective")
     _new_file(file, yaml.safe_dump(values, sort_keys=False))
     print(f"{file} written")
 

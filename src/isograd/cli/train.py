@@ -54,6 +54,9 @@ def train(words: list[str], kind: Parser) -> int:
     parser.add_argument(
         "--resume", default="auto", metavar="auto|PATH|never", help="the checkpoint to start from (default: the newest)"
     )
+    parser.add_argument(
+        "--profile", type=_steps, metavar="STEPS", help="trace these steps by torch's profiler, such as 5 or 5-7"
+    )
     parser.add_argument("--until", type=_step, metavar="STEP", help="stop after this step, as if asked to")
     parser.add_argument(
         "--log-format", choices=("auto", "lines", "json"), default="auto",
@@ -81,11 +84,18 @@ def train(words: list[str], kind: Parser) -> int:
     with closing(SignalListener()) as listener:  # before torch is imported, which takes seconds
         config = _load(options.config, dotted, parser).config
         _refuse_count(config, options.nproc)
+        if options.profile and options.profile[1] > config.steps:
+            raise ConfigError(
+                "IG600", "--profile asks for steps after the last", seen=f"step {options.profile[1]}",
+                expected=f"at most {config.steps}, the steps of the run",
+            )  # fmt: skip
+        from isograd.train.loop import RunOptions
         from isograd.train.run.start import start
 
         show = "live" if options.log_format == "auto" and sys.stdout.isatty() else options.log_format
         show = "lines" if show == "auto" else show
-        return start(config, listener, resume=options.resume, show=show, until=options.until, force=options.force)
+        given = RunOptions(options.resume, show, options.profile, options.until)
+        return start(config, listener, given, force=options.force)
 
 
 def _refuse_count(config: Config, nproc: int | None) -> None:
@@ -163,6 +173,14 @@ def _step(text: str) -> int:
     if not text.isdecimal() or int(text[:18]) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a step: the first is 1")
     return int(text[:18])
+
+
+def _steps(text: str) -> tuple[int, int]:
+    first, dash, last = text.partition("-")
+    found = _step(first), _step(last if dash else first)
+    if found[1] < found[0]:
+        raise argparse.ArgumentTypeError(f"{text!r}: the last step comes before the first")
+    return found
 
 
 def _config_argument(parser: argparse.ArgumentParser) -> None:

@@ -1,6 +1,7 @@
 """The engine: backward, step, no_sync at every ZeRO stage."""
 
 from isograd.engine.data_parallel import DataParallel
+from isograd.engine.ema import WeightAverage
 from isograd.engine.engine import Engine
 from isograd.engine.evaluation import Evaluation
 from isograd.engine.muon import ChainedOptimizer, Muon
@@ -24,5 +25,6 @@ __all__ = [
     "ReplayCheck",
     "Shards",
     "Stats",
+    "WeightAverage",
     "empty_parameters",
 ]

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.profiler import record_function
 from torch.utils import _pytree as tree
 
 from isograd.comm.raw import even_sizes
@@ -43,9 +44,10 @@ def micro_batches(batch: Any, count: int | None) -> list[Any]:
 
 def call(model: Callable[..., Any], micro: Any) -> Any:
     """The model on a micro-batch: a dict gives keyword arguments, a tuple positional ones."""
-    if isinstance(micro, dict):
-        return model(**micro)
-    return model(*micro) if isinstance(micro, tuple) else model(micro)
+    with record_function("isograd: forward" if isinstance(model, nn.Module) else "isograd: weights"):
+        if isinstance(micro, dict):
+            return model(**micro)
+        return model(*micro) if isinstance(micro, tuple) else model(micro)
 
 
 def said_weights(model: nn.Module, micros: Sequence[Any]) -> dict[str, Tensor] | None:

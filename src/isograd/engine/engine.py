@@ -24,6 +24,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.profiler import record_function
 
 from isograd.comm import raw
 from isograd.comm.consensus import all_gather_object
@@ -33,7 +34,6 @@ from isograd.core.loss_terms import Terms
 from isograd.core.mesh import DATA, Mesh
 from isograd.core.step_counters import StepCounters
 from isograd.engine import batches, evaluation, muon, norm, step_status, validation
-from isograd.engine.batches import call
 from isograd.engine.blocks import homes, repeated_blocks
 from isograd.engine.evaluation import Evaluation
 from isograd.engine.nonfinite import NonFiniteReport, find_nonfinite
@@ -269,7 +269,7 @@ class Engine:
         for number, micro in enumerate(micros):
             keeps = self._keeps_local and number < len(micros) - 1
             with self.no_sync() if keeps else nullcontext():
-                result = call(self.model, micro)
+                result = batches.call(self.model, micro)
                 if not isinstance(result, Terms):
                     self.backward(*result)
                     continue
@@ -291,7 +291,7 @@ class Engine:
             if self.pipeline is not None:
                 self.pipeline.evaluate(micros)
             for micro in micros if self.pipeline is None else ():
-                call(self.model, micro)
+                batches.call(self.model, micro)
             self._check_lockstep("ends its count")
 
     def untracked_forward(self) -> AbstractContextManager[None]:
@@ -304,7 +304,7 @@ class Engine:
         micros = batches.micro_batches(batch, micro_batches)
         with self._inputs.evaluating():
             if self.pipeline is None:
-                results = [call(self.model, micro) for micro in micros]
+                results = [batches.call(self.model, micro) for micro in micros]
             else:
                 results = self.pipeline.evaluate(micros)
             mine = torch.cat((evaluation.columns(results, self._device), self._inputs.columns().to(self._device)))
@@ -323,7 +323,8 @@ class Engine:
     def backward_context(self) -> Iterator[StepState]:
         """Several runs of autograd that count as one backward: `backward_loss`, `run_backward` of what this yields."""
         try:
-            with self.step_state.backward(self._reduce_when) as step_state:
+            name = "isograd: backward" if self.pipeline is None else "isograd: pipeline"
+            with record_function(name), self.step_state.backward(self._reduce_when) as step_state:
                 yield step_state
         except EngineError as error:
             if error.code == "IG554":  # other ranks wait for this one at the gather of the step

@@ -3,7 +3,8 @@
 Every value is of one of four kinds, and its kind alone says who writes it and who holds it after a load:
 
 per element    a tensor shaped like its parameter: the parameter itself ("model/NAME"), the fp32 rows of a
-               half-precision one ("master/NAME"), an entry of the optimizer's state ("optimizer/exp_avg/NAME").
+               half-precision one ("master/NAME"), the average of its values over steps ("ema/NAME"), an entry of the
+               optimizer's state ("optimizer/exp_avg/NAME").
                It is cut into rows as its parameter is, and each row is written by the rank that owns it
                (`slot.cuts`, the same at every ZeRO stage), on the replica that stands for the others
                (`contract.is_primary_replica`). Persistent buffers ("buffer/NAME") are written by the first data rank.
@@ -87,6 +88,8 @@ def parts(engine: Engine, entries: Mapping[str, Iterable[str]] | None = None) ->
         part = _matrix if slot in engine._sharded_optimizer.across else _part
         if master.dtype != record.parameter.dtype:
             found.append(part(f"master/{record.name}", slot, master.data, engine.mesh))
+        if (average := engine._sharded_optimizer.average) is not None:
+            found.append(part(f"ema/{record.name}", slot, average.rows[record.name], engine.mesh))
         for entry in (entries or {}).get(record.name, ()):
             found.append(part(f"optimizer/{entry}/{record.name}", slot, states[record.name][entry], engine.mesh))
     first = engine.mesh.index(DATA) == 0 and engine.mesh.index("tp") == 0

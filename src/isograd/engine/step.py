@@ -32,6 +32,7 @@ from enum import Enum
 
 import torch
 from torch import Tensor, nn
+from torch.profiler import record_function
 
 from isograd.comm import raw
 from isograd.core.loss_terms import Terms
@@ -429,7 +430,8 @@ class StepState:
                 self.local = dict(zip(self.plan.slots, self._tree.cut(), strict=True))
             self._outgoing = _Outgoing(ReduceWhen.STEP, self.plan.buckets)
             self._flush()
-        self.reducer.finish_all()
+        with record_function("isograd: reduce gradients"):
+            self.reducer.finish_all()
         self.reducer.check_sums(self.mesh)
         reduced = self.reducer.take_reduced()
         # Sorted, because the two stages of a tie hold it at different places among their parameters.

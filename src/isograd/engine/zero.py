@@ -23,6 +23,7 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
+from torch.profiler import record_function
 
 from isograd.comm.raw import Handle
 from isograd.core.mesh import Mesh
@@ -135,6 +136,7 @@ class ShardedOptimizer:
         muon.refuse_pieces(self.optimizer, slots, by_rows=stage > 0)
         refuse_others(self.optimizer, slots, by_rows=stage > 0, elementwise=elementwise)
         self._stepping = False
+        self.average: Any = None  # a WeightAverage of these masters, if the run keeps one (ema.py)
         self.writes = 0  # how often the optimizer has begun to write
         self._by_rows = stage > 0 and any(slot.cut_by_rows for slot in plan.slots)
         self._in_fp32 = all(slot.dtype == torch.float32 for slot in plan.slots)
@@ -222,6 +224,8 @@ class ShardedOptimizer:
             del one.grad_scale  # type: ignore[attr-defined]
         for master in self.masters.values():
             master.grad = None
+        if self.average is not None and raised is None:
+            self.average.stepped()
         self._write_back(step_state.reducer)
         return raised
 
@@ -262,7 +266,8 @@ class ShardedOptimizer:
         self.across.spread(wholes, {slot: self._target(slot) for slot in self.across.slots})
         if 0 < self.stage < 3:
             pairs = [(b, [(s.rows(s.parameter.data), s.parameter.data) for s in b.slots]) for b in self.plan.buckets]
-            _gather(reducer, pairs)
+            with record_function("isograd: gather parameters"):
+                _gather(reducer, pairs)
         if self.units is not None:
             self.units.stepped()
 

@@ -211,6 +211,9 @@ IG945: what was written is not what is read back: {path}
 IG946: the state after step {step} is not finite, and was not saved
   expected: finite parameters and optimizer state; the checkpoints before this one are as they were
   fix:      resume from the last checkpoint; if it happens again, lower the learning rate or clip gradients
+IG950: {place} has no averages of the weights
+  expected: a checkpoint of a run whose config has 'ema'
+  fix:      leave --ema out, which writes the weights themselves
 IG960: representations that do not pair up
   expected: queries [n, d], documents [n, d] whose row i belongs to query i, then hard negatives [any, d]
 IG961: the inputs of a tower have no common number of rows

@@ -117,18 +117,25 @@ def convert(
     tokenizer: str | Path | None = None,
     max_shard_gb: float = SHARD_GB,
     dtype: torch.dtype | None = None,
+    ema: bool = False,
 ) -> Path:
-    """The same from a checkpoint on the disk: in one process, whatever layout wrote it."""
+    """The same from a checkpoint on the disk: in one process, whatever layout wrote it. `ema`: the averages of the
+    weights, in their own dtype, and of what has none the weights."""
     reader, target = open_whole(place), Path(folder)
+    tensors = reader.manifest.tensors
+    averages = {f"model/{key[4:]}": key for key in tensors if key.startswith("ema/")} if ema else {}
+    if ema and not averages:
+        raise CheckpointError("IG950", seen=f"weights of step {reader.manifest.step}", place=place)
     described = _described(reader.manifest.model, "model of this checkpoint")
-    saved = {key: TensorEntry(key, entry.dtype, entry.shape) for key, entry in reader.manifest.tensors.items()}
+    stored = {key: tensors[averages.get(key, key)] for key in tensors}
+    saved = {key: TensorEntry(key, entry.dtype, entry.shape) for key, entry in stored.items()}
     with damaged_if_unlike(place):
         shards = plan(described, saved, max_shard_gb, dtype)
     with as_ours(f"writing {target}", ""):
         open_new(target, tokenizer)
         try:
             keys = keys_of(shards)
-            ours = repeated(keys, (reader.read(key) for key in dict.fromkeys(keys)))
+            ours = repeated(keys, (reader.read(averages.get(key, key)) for key in dict.fromkeys(keys)))
             write(target, shards, ours, described, tokenizer)
         except Damage as damage:
             raise damaged(place, damage) from damage

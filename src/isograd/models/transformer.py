@@ -27,7 +27,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from isograd.core import rng
 from isograd.core.loss_terms import Terms
@@ -55,6 +55,15 @@ from isograd.pipeline.stages import pieces
 from isograd.sequence import TokenLayout, document_starts, gather_whole, refuse_unlike, token_layout_for
 
 Angles = tuple[Tensor, Tensor] | None
+
+# What recompute="selective" keeps: results of products and of attention's kernels, but in a ring, which adds to them.
+PRODUCTS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+KERNELS = [
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+]
 
 
 def norm_of(config: TransformerConfig) -> Callable[..., nn.Module]:
@@ -96,6 +105,14 @@ class Block(nn.Module):
             self.mlp = MoE(config.hidden, config.experts, mesh, key=key.fold("mlp"), name=name, **about)
         else:
             self.mlp = MLP(config.hidden, config.mlp, mesh, key=key.fold("mlp"), bias=config.mlp_bias, **about)
+
+    def not_compilable(self) -> str:
+        """Why torch.compile would cut this block to pieces; empty: it makes one graph of it."""
+        if self.drop or self.attention.dropout:
+            return "dropout: each mask's key is hashed in Python"
+        if isinstance(self.mlp, MoE):
+            return "experts: the host waits for how many tokens each has"
+        return "a window: its attention is computed block by block" if self.attention.window is not None else ""
 
     def forward(self, x: Tensor, stream: Stream, angles: Angles) -> Tensor | tuple[Tensor, Tensor | None]:
         """The residual stream in and out; of a block with experts, also the sums of their losses (MoE.forward)."""
@@ -178,15 +195,16 @@ class Transformer(nn.Module):
 
     @property
     def recompute(self) -> bool | str:
-        """True: blocks keep only their input and run again in backward. "offload": these inputs are kept in the host's
+        """True: blocks keep only their input and run again in backward. "selective": they keep the results of matrix
+        products and of attention, too, and the rest runs again. "offload": True, and the inputs are kept in the host's
         memory, from where backward fetches each before its block. On the CPU that is the same as True.
         """
         return self._recompute
 
     @recompute.setter
     def recompute(self, how: bool | str) -> None:
-        if how not in (False, True, "offload"):
-            raise self._no_such("recompute", how, "False, True or 'offload'")
+        if how not in (False, True, "selective", "offload"):
+            raise self._no_such("recompute", how, "False, True, 'selective' or 'offload'")
         if how == "offload" and self.mesh.device.type == "cpu" and self.mesh.rank == 0:
             warnings.warn("recompute='offload' is recompute=True on the CPU: it has no second memory", stacklevel=2)
         self._recompute = how
@@ -205,6 +223,19 @@ class Transformer(nn.Module):
     def _no_such(self, option: str, seen: object, expected: str) -> ModelError:
         text = f"{option} of the transformer cannot be {seen!r}"
         return ModelError("IG416", text, seen=repr(seen), expected=expected, where=self.mesh.describe_rank())
+
+    def compile_blocks(self, backend: str = "inductor") -> dict[str, str]:
+        """Compile each block by torch.compile; alike ones share a graph, which the first step makes. Returns why the
+        others are left as they are, by name. A message of tp or cp ends one graph, and another begins after it."""
+        left = {}
+        for number, block in self.blocks.named_children():
+            assert isinstance(block, Block)
+            reason = block.not_compilable()
+            if reason:
+                left[f"blocks.{number}"] = reason
+            else:
+                block.compile(backend=backend)
+        return left
 
     @overload
     def forward(self, tokens: Tensor, labels: None = None, *, documents: Tensor | None = None) -> Tensor: ...
@@ -317,8 +348,12 @@ class Transformer(nn.Module):
             block, here = self.blocks.get_submodule(str(number)), _for_block(stream, number)
             if self.recompute and torch.is_grad_enabled():
                 here = replace(here, remembered=Remembered())
+                how: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+                if self.recompute == "selective":
+                    kept = PRODUCTS + KERNELS * (self.mesh.layout.ring == 1)
+                    how["context_fn"] = partial(create_selective_checkpoint_contexts, kept)
                 with save_on_cpu(pin_memory=x.is_cuda) if self.recompute == "offload" else nullcontext():
-                    out = checkpoint(block, x, here, angles, use_reentrant=False, preserve_rng_state=False)
+                    out = checkpoint(block, x, here, angles, **how)
             else:
                 out = block(x, here, angles)
             x, sums = out if isinstance(out, tuple) else (out, None)

@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.profiler import record_function
 from torch.utils import _pytree as tree
 
 from isograd.comm import raw
@@ -170,7 +171,8 @@ class _Step:
         for action in self.order:
             arrived = self._arrive(action)
             began = time.perf_counter()
-            do[action.kind](action, arrived)
+            with record_function(f"isograd: {action.kind} of stage {action.stage}, micro-batch {action.micro}"):
+                do[action.kind](action, arrived)
             self.timeline.append(Timed(action, began, time.perf_counter()))
             _in_doubt(self.mail.look_ahead, self.pipeline.mesh)
         _in_doubt(self.mail.finish, self.pipeline.mesh)

@@ -170,7 +170,7 @@ def of_step(work: Work, layout: Layout, spot: Mapping[str, int]) -> Iterator[tup
     """Each move of one rank in a step, and how often it is made."""
     index, cp_index, micro = spot["pp"], spot["cp"], work.micro_batches
     first, last = index == 0, index == layout.pp - 1
-    ways = ("F", "B", "R") if work.recompute == "full" else ("F", "B")
+    ways = ("F", "B", "R") if work.runs_again else ("F", "B")
     stages = kinds_of(work, layout, index)
     for kind, count in (both for stage in stages for both in stage):
         made = block(work, layout, kind, cp_index)

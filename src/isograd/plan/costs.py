@@ -243,7 +243,7 @@ class Costs:
         """F and B of one block, with its messages; what is run again is part of B."""
         compute = self.block(kind)
         made = comm_volume.block(self.work, self.layout, kind, self.layout.cp - 1)
-        back = made["B"] + (made["R"] if self.work.recompute == "full" else [])
+        back = made["B"] + (made["R"] if self.work.runs_again else [])
         forward, again = (self._started(compute[way], made[way], kind) for way in "FR")
         backward = self._started(compute["B"] + self._summed(kind.sparse), made["B"], kind, "B")
         return {

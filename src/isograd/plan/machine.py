@@ -62,7 +62,7 @@ class Machine:
     name: str
     about: str
     memory_gb: float  # of one device
-    reserved_gb: float  # of those, what a program cannot use: driver, libraries, communication, gaps
+    reserved_gb: float  # of those, what a program cannot use: driver, libraries, gaps
     memory_gb_s: float  # bandwidth of the memory
     tflops: Mapping[str, float]  # dense products of one device, by dtype
     devices: int  # of a node

@@ -23,6 +23,9 @@ CHUNK = 1024  # tokens whose logits exist at a time: nn/loss.py
 TIGHT = (
     0.9  # of what a device has: more may end a run, as allocators keep gaps (PyTorch's up to 43 %: arXiv 2507.16274)
 )
+# Of one communicator, by NCCL's own constants: of each of 16 channels, the buffers of its three protocols at the
+# receiving end of a ring (LL 512 KiB, LL128 4,800 KiB, Simple 4 MiB). Not measured; trees and more peers add to it.
+COMMUNICATOR = 16 * (512 + 4800 + 4096) * 1024
 BUCKETS = 3 * 16 * 2**20  # gradients on their way: two buckets and what arrives of them
 
 
@@ -34,6 +37,7 @@ class Memory:
     gradients: float
     optimizer: float  # its state, and master weights
     activations: float
+    communication: float = 0.0  # what NCCL holds, on GPUs
 
     @property
     def states(self) -> float:
@@ -43,13 +47,52 @@ class Memory:
     @property
     def total(self) -> float:
         """Everything at once: a bound, as activations fall while gradients grow."""
-        return self.states + self.activations
+        return self.states + self.activations + self.communication
 
 
-def memory(work: Work, layout: Layout, *, scores: bool = False) -> Memory:
-    """Of the rank that needs most: the first or the last pipeline stage. `scores`: with those of `of_scores`."""
-    found = max((of_stage(work, layout, index) for index in {0, layout.pp - 1}), key=lambda found: found.total)
-    return replace(found, activations=found.activations + of_scores(work, layout)) if scores else found
+def memory(work: Work, layout: Layout, *, gpu: bool = False) -> Memory:
+    """Of the rank that needs most: the first or the last pipeline stage. `gpu`: with what it needs on GPUs alone."""
+    of = _on_gpu if gpu else of_stage
+    return max((of(work, layout, index) for index in {0, layout.pp - 1}), key=lambda found: found.total)
+
+
+def _on_gpu(work: Work, layout: Layout, index: int) -> Memory:
+    """With the scores of blocks without a kernel, and what NCCL holds, of isograd."""
+    found = of_stage(work, layout, index)
+    found = replace(found, activations=found.activations + of_scores(work, layout))
+    if work.profile != FrameworkProfile():
+        return found
+    held = communicators(work, layout, index) * COMMUNICATOR
+    return replace(found, gradients=found.gradients + waiting_buckets(work, layout, index), communication=held)
+
+
+def waiting_buckets(work: Work, layout: Layout, index: int) -> float:
+    """Bytes of packed gradients that `of_stage` takes for sent. On GPUs the host runs ahead of the device: the reducer
+    asks NCCL whether a bucket has arrived, is told no, and keeps its flat memory up to the step. So where buckets leave
+    during backward (ZeRO 1 and 2, one micro-batch, no pipeline), all gradients of the rank are in memory at its end.
+    At ZeRO 3 the next block waits for the one before, and elsewhere gradients are kept whole anyway."""
+    mine, data = params_on_rank(work, layout, index), layout.dp * layout.cp
+    if layout.zero not in (1, 2) or data == 1 or work.micro_batches > 1 or layout.pp > 1:
+        return 0.0
+    largest = max(of_block(work, layout, sparse).all for sparse in {work.has_experts(n) for n in (0, -1)})
+    gathered = of_ends(work, layout, index == 0, index == layout.pp - 1).all + 2 * largest
+    return max(0.0, work.sum_bytes * (mine.all - gathered) - BUCKETS)
+
+
+def communicators(work: Work, layout: Layout, index: int) -> int:
+    """How many communicators of NCCL a rank of this pipeline index has: one for each set of members and purpose."""
+    world, data, tp, pp = layout.world_size, layout.dp * layout.cp, layout.tp, layout.pp
+    ring, ulysses, heads = layout.ring, layout.ulysses, work.model.kv_heads or work.model.heads
+    if world == 1:
+        return 0
+    found = 2 + (data > 1) + (1 < data < world) + (1 < tp < world)  # the world twice: layers, and the end of a step
+    found += (tp > heads > 1) + (layout.cp > 1 and layout.dp > 1) + (1 < ulysses < layout.cp) + (1 < ring < layout.cp)
+    if pp > 1:  # up and down, to each neighbour
+        links = 1 if pp == 2 or (layout.vpp == 1 and index in (0, pp - 1)) else 2
+        found += 2 * links + (pp < world) + (work.model.tied and pp > 2 and index in (0, pp - 1))
+    if layout.ep > 1:
+        found += (layout.ep < world) + (layout.edp > 1) * (1 + (layout.edp < world))
+    return found
 
 
 def of_stage(work: Work, layout: Layout, index: int) -> Memory:
@@ -59,7 +102,8 @@ def of_stage(work: Work, layout: Layout, index: int) -> Memory:
     largest = max(of_block(work, layout, sparse).all for sparse in {work.has_experts(n) for n in (0, -1)})
     gathered = of_ends(work, layout, index == 0, index == layout.pp - 1).all + 2 * largest
     muon = mine.matrices if work.muon else 0
-    parameters, gradients, optimizer = states(layout, work.size, work.micro_batches, mine.all, owned, gathered, muon)
+    sizes = (mine.all, owned, gathered, muon)
+    parameters, gradients, optimizer = states(layout, work.size, work.micro_batches, *sizes, ema=work.ema)
     if work.profile != FrameworkProfile():  # another program's sums of gradients
         whole = layout.zero == 3 and layout.pp > 1 and work.profile.whole_in_pipeline
         rows = mine.all if whole or work.profile.keeps_gradients else owned + largest
@@ -90,15 +134,23 @@ def _largest(work: Work, layout: Layout, index: int) -> float:
 
 
 def states(
-    layout: Layout, narrow: int, micro_batches: int, mine: float, owned: float, gathered: float, muon: float
+    layout: Layout,
+    narrow: int,
+    micro_batches: int,
+    mine: float,
+    owned: float,
+    gathered: float,
+    muon: float,
+    *,
+    ema: bool = False,
 ) -> tuple[float, float, float]:
     """Bytes of parameters, gradients, optimizer. `narrow`: bytes of an element of a parameter. `mine`: elements of this
     rank's part, of which it owns the rows of `owned`. `gathered`: parameters that are whole at once at ZeRO 3. `muon`:
-    elements of matrices that Muon steps, which has one moment."""
+    elements of matrices that Muon steps, which has one moment. `ema`: averages of the weights are kept."""
     wide = max(narrow, 4)
     rows = mine if layout.zero == 0 else owned
     parameters = narrow * (mine if layout.zero < 3 else rows + gathered)
-    masters = wide * rows if narrow < wide else 0
+    masters = wide * rows * ((narrow < wide) + ema)
     moments = wide * (2 * rows - muon * (rows / mine))
     due = wide * owned if owned < mine else 0
     whole = wide * mine  # a backward makes all of it; with more micro-batches than one it is kept
@@ -112,15 +164,16 @@ def activations(work: Work, layout: Layout, index: int) -> float:
     c, tokens = work.model, work.tokens(layout)
     rows = tokens / -(-work.length // layout.cp)
     dense, sparse, entry = of_a_block(work, layout)
+    kept = products_of_a_block(work, layout) if work.keeps_products else (entry, entry)
     plain, having = (sum(kind) for kind in zip(*layers_of(work, layout, index), strict=True))
-    if work.recompute == "full":  # one block at a time
+    if work.runs_again:  # one block at a time
         block = max(dense if plain else 0.0, sparse if having else 0.0)
     else:
         block = (plain * dense + having * sparse) / max(1, plain + having)
     block *= work.profile.saved
     if not work.profile.fused_attention:  # scores, probabilities and the mask of their dropout
         block += (2 * work.size + 1) * c.heads * work.length / layout.tp
-    if work.recompute == "selective":
+    if work.recompute == "selective":  # of another program
         block *= 1 - work.profile.selective
     logits = 3.0 * min(tokens, CHUNK) * work.sum_bytes  # with their probabilities and gradients
     if not work.profile.chunks_logits:
@@ -131,8 +184,9 @@ def activations(work: Work, layout: Layout, index: int) -> float:
     layers = held_layers(work, layout, index)
     if not last or layout.vpp > 1:  # what a stage passes on stays until its gradient is back
         head += tokens * entry * max(1, most_in_flight(layout, work.micro_batches, index))
-    if work.recompute == "full":
-        return tokens * layers * entry + 2 * (tokens * block + masks) + head
+    if work.runs_again:
+        mean = (plain * kept[0] + having * kept[1]) / max(1, plain + having)
+        return tokens * layers * mean + 2 * (tokens * (block - mean + entry) + masks) + head
     return (layers + 1) * (tokens * block + masks) + head  # one more: the gradients of the block in backward
 
 
@@ -150,6 +204,22 @@ def of_a_block(work: Work, layout: Layout) -> tuple[float, float, float]:
     dense = kept + size * inside * c.mlp / layout.tp
     sparse = kept + _of_experts(c, inside, work, layout)
     return dense, sparse, size * stream
+
+
+def products_of_a_block(work: Work, layout: Layout) -> tuple[float, float]:
+    """Bytes per token that a block keeps with recompute "selective", without experts and with: its input, and the
+    results of its matrix products and of attention. Experts run again; their router's scores are kept."""
+    c, size, tp = work.model, work.size, layout.tp
+    inner, keys = c.heads * work.head_dim / tp, max(1, (c.kv_heads or c.heads) / tp) * work.head_dim
+    stream = c.hidden / (tp if layout.sp else 1)
+    attended = size * (inner + 2 * keys + c.hidden) + (layout.ring == 1) * (
+        size * inner + work.sum_bytes * c.heads / tp
+    )
+    widths = work.matrices - 1
+    dense = size * stream + attended + size * (widths * c.mlp / tp + c.hidden)
+    shared = c.experts.shared if c.experts is not None else 0
+    routed = work.sum_bytes * c.experts.number / tp if c.experts is not None else 0.0
+    return dense, size * stream + attended + routed + size * (widths * shared / tp + (c.hidden if shared else 0))
 
 
 def _of_experts(model: TransformerConfig, inside: int, work: Work, layout: Layout) -> float:

@@ -65,7 +65,7 @@ def search(
     machine: Machine,
     *,
     shown: int = 10,
-    recomputes: tuple[str, ...] = ("none", "full"),
+    recomputes: tuple[str, ...] = ("none", "selective", "full"),
     buildable: Callable[[Layout], str | None] = lambda layout: None,
 ) -> SearchResult:
     """The best candidates. `buildable` says why a layout cannot be built after all; only the best are asked."""
@@ -79,7 +79,7 @@ def search(
         for cut in _cut(work, layout, found):
             for how in recomputes:
                 described = dataclasses.replace(cut, recompute=how)
-                needed = memory(described, layout, scores=machine.units > 0)
+                needed = memory(described, layout, gpu=machine.units > 0)
                 if needed.total > room:
                     said = f"{layout}, {_choices(described)}: {needed.total / 1e9:.0f} GB of {room / 1e9:.0f}"
                     found.drop(FULL, said)
@@ -187,7 +187,10 @@ def _cut(work: Work, layout: Layout, found: SearchResult) -> Iterator[Work]:
 
 
 def _choices(work: Work) -> str:
-    return f"{work.micro_batches} micro-batches" + (", recompute" if work.recompute == "full" else "")
+    return (
+        f"{work.micro_batches} micro-batches"
+        + {"none": "", "selective": ", recompute selective", "full": ", recompute"}[work.recompute]
+    )
 
 
 def _divisors(number: int) -> list[int]:

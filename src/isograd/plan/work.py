@@ -56,10 +56,21 @@ class Work:
     micro_batches: int
     dtype: str = "bf16"  # of parameters and activations
     products: str | None = None  # dtype of matrix products; None: dtype
-    recompute: str = "none"  # "none", "selective" (attention alone) or "full"
+    recompute: str = "none"  # "none", "selective" (isograd: all but products and attention) or "full"
     masked: bool = False  # packed documents: attention takes a mask, which is a whole matrix
     muon: bool = False
+    ema: bool = False  # an average of the weights beside the masters
     profile: FrameworkProfile = FrameworkProfile()
+
+    @property
+    def keeps_products(self) -> bool:
+        """Whether blocks run again but for products and attention, as isograd's do; other programs choose otherwise."""
+        return self.recompute == "selective" and self.profile == FrameworkProfile()
+
+    @property
+    def runs_again(self) -> bool:
+        """Whether a backward begins with the forward of its block, messages included."""
+        return self.recompute == "full" or self.keeps_products
 
     @property
     def size(self) -> int:

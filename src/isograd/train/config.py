@@ -42,12 +42,8 @@ class Model(Section):
     """`model`: which model is trained, from which weights, in which dtype."""
 
     preset: str | None = Field(default=None, description="a model by name, for example quickstart or tiny-llama")
-    path: str | None = Field(
-        default=None, description="a Hugging Face folder to start from: its config and its weights"
-    )
-    weights: bool = Field(
-        default=True, description="whether the weights in `path` are read; false starts from new ones"
-    )
+    path: str | None = Field(default=None, description="a Hugging Face folder to start from: its config and weights")
+    weights: bool = Field(default=True, description="whether the weights in `path` are read; false: new ones are made")
     code: Literal["isograd", "transformers"] | None = Field(
         default=None,
         description="whose code runs `path`: isograd's own decoder, for the families that it knows, or the folder's "
@@ -60,12 +56,20 @@ class Model(Section):
     dtype: Literal["fp32", "bf16", "fp64"] = Field(
         default="fp32", description="of the parameters; masters are fp32 or wider"
     )
-    recompute: bool | Literal["offload"] = Field(
-        default=False, description="compute blocks again in backward to save memory"
+    recompute: bool | Literal["selective", "offload"] = Field(
+        default=False,
+        description="compute blocks again in backward to save memory; selective: all but products and attention; "
+        "offload: true, with the blocks' inputs in the host's memory",
+    )
+
+    compile: bool = Field(
+        default=False, description="torch.compile of each block; the first step takes the minutes that compiling takes"
     )
 
     @model_validator(mode="after")
     def _one_model(self) -> Model:
+        if self.compile and self.recompute == "selective":
+            raise ValueError("compile goes with recompute true or false: a compiled block chooses what it keeps itself")
         if self.preset and self.path:
             raise ValueError("give preset or path, not both")
         if not self.preset and not self.path and not self.options:
@@ -221,6 +225,9 @@ class Saving(Section):
     keep_every: Positive | None = Field(
         default=None, description="checkpoints at multiples of this step are kept for good"
     )
+    keep_best: Literal["eval_loss"] | None = Field(
+        default=None, description="eval_loss: the checkpoint of the lowest held-out loss is written and kept, too"
+    )
     on_error: Literal["retry", "go_on", "stop"] = Field(
         default="retry",
         description="what a checkpoint does that cannot be written: retry: its state is written again, and the third "
@@ -336,6 +343,9 @@ class Config(Section):
     safety: Safety = Safety()
     resilience: Resilience = Resilience()
     reproducible: bool = Field(default=False, description="the same bits for every ZeRO stage and split; slower")
+    ema: Annotated[float, Field(gt=0, lt=1)] | None = Field(
+        default=None, description="the decay of an average of the weights over steps, kept beside them; null: none"
+    )
     threads: Positive = Field(default=1, description="of each local rank, on CPUs")
     device: Literal["cpu"] | None = Field(
         default=None, description="cpu: on the CPU on purpose; null: each rank on a GPU of its own, if there are any"
@@ -379,6 +389,8 @@ class Config(Section):
             raise _contradiction(
                 "pairs have no micro_batches: every row is every other's negative; set pairs.chunk", "micro_batches"
             )
+        if self.pairs is not None and self.model.compile:
+            raise _contradiction("model.compile is for isograd's decoder, not for pairs", "model.compile", "pairs")
         if self.safety.replay_every and self.pairs is not None:
             raise _contradiction("safety.replay_every is for language models", "safety.replay_every", "pairs")
         layout = Layout.parse(self.layout)
@@ -389,19 +401,17 @@ class Config(Section):
                 f"to be cut into {self.micro_batches} micro-batches: make batch a multiple of dp that is large enough",
                 "batch", "layout", "micro_batches",
             )  # fmt: skip
-        if self.evaluate.patience is not None and self.evaluate.every is None:
-            raise _contradiction("evaluate.patience needs evaluate.every", "evaluate.patience", "evaluate.every")
+        if self.evaluate.every is None and (self.evaluate.patience or self.checkpoint.keep_best):
+            name = "evaluate.patience" if self.evaluate.patience else "checkpoint.keep_best"
+            raise _contradiction(f"{name} needs evaluate.every", name, "evaluate.every")
         self._survives(layout)
-        if self.optimizer.min_lr > self.optimizer.lr:
-            raise _contradiction(
-                f"optimizer.min_lr {self.optimizer.min_lr:g} is above optimizer.lr {self.optimizer.lr:g}",
-                "optimizer.min_lr", "optimizer.lr",
-            )  # fmt: skip
-        if self.optimizer.warmup > self.steps:
-            raise _contradiction(
-                f"optimizer.warmup {self.optimizer.warmup} is longer than the run's {self.steps} steps",
-                "optimizer.warmup", "steps",
-            )  # fmt: skip
+        low, high, warmup = self.optimizer.min_lr, self.optimizer.lr, self.optimizer.warmup
+        if low > high:
+            text = f"optimizer.min_lr {low:g} is above optimizer.lr {high:g}"
+            raise _contradiction(text, "optimizer.min_lr", "optimizer.lr")
+        if warmup > self.steps:
+            text = f"optimizer.warmup {warmup} is longer than the run's {self.steps} steps"
+            raise _contradiction(text, "optimizer.warmup", "steps")
         return self
 
     def _fits_task(self) -> None:
@@ -440,8 +450,9 @@ class Config(Section):
         for wrong, what, field in (
             (model.path is None, "a Hugging Face folder (model.path)", "model.path"),
             (bool(model.options), "no model.options: edit a copy of the folder's config.json", "model.options"),
-            (model.recompute == "offload", "model.recompute true or false", "model.recompute"),
+            (model.recompute in ("offload", "selective"), "model.recompute true or false", "model.recompute"),
             (model.recompute and layout.world_size > layout.dp, "model.recompute under dp and zero", "model.recompute"),
+            (model.compile, "no model.compile, which compiles blocks of isograd's decoder", "model.compile"),
             (self.optimizer.name == "muon", "optimizer.name adamw", "optimizer.name"),
             (self.task == "preference" and layout.pp > 1, "task preference without pp", "layout"),
         ):

@@ -88,6 +88,14 @@ def build_model(config: Config, mesh: Mesh, make: Callable[..., Transformer]) ->
     return model, weights
 
 
+def not_compiled(config: Config, model: nn.Module) -> list[str]:
+    """Compile the model's blocks, if the config says so; a sentence about those that are left as they are."""
+    left = model.compile_blocks() if config.model.compile and isinstance(model, Transformer) else {}
+    return [
+        f"not compiled: {', '.join(n for n in left if left[n] == why)}: {why}" for why in dict.fromkeys(left.values())
+    ]
+
+
 class LanguageTask:
     """The job of a language model: token shards in, one optimizer step out."""
 
@@ -106,11 +114,11 @@ class LanguageTask:
             more = "--data.held_out" if config.task == "chat" else "--validation"
             notice.append("no evaluation, and no held-out loss: no document of the data was assigned to validation; "
                          f"build it with a larger {more}, or from more documents")  # fmt: skip
-        self.notice = "; ".join(notice)
         self.decode = read_tokenizer(data) if config.log.sample else None  # its package may be missing: said here
         refuse_vocabulary(data, vocabulary(config))
         self.fingerprint, self.flops = self.data.fingerprint, flops_of_run(config, self.length)
         self.model, weights = build_model(config, mesh, Transformer)
+        self.notice = "; ".join(notice + not_compiled(config, self.model))
         self.engine = engine_of(config, self.model, mesh, weights)
 
     def batch(self, step: int) -> dict[str, Any]:

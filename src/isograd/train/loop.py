@@ -26,7 +26,6 @@ import torch
 from isograd.checkpoint import CheckpointManager, NotFinite
 from isograd.comm import raw, worker
 from isograd.comm.consensus import run_or_raise_on_all_ranks
-from isograd.core import rng
 from isograd.core.mesh import Mesh
 from isograd.elastic import Copies, Recovery, process_progress
 from isograd.engine import Stats
@@ -40,15 +39,16 @@ from isograd.train.resources import most_memory, peak_flops
 from isograd.train.run import peers
 from isograd.train.run.corruption import CorruptionChecks
 from isograd.train.run.heartbeat import Heartbeat
+from isograd.train.run.profiling import StepProfile
 from isograd.train.run.signals import GROW_EVENT, NO_RANK_MISSING, SIGNALS, STOPPED, SignalListener, StopRequest
 from isograd.train.run.stragglers import Stragglers, Waiting
 from isograd.train.run.watchdog import Watchdog, patience
-from isograd.train.task import TrainingTask
+from isograd.train.task import TrainingTask, seed_generators
 from isograd.train.tasks import make_task, prepare
 from isograd.train.trackers import trackers
 
 NOT_FINITE = 6
-MAY_CHANGE = "steps", "model", "optimizer", "pairs", "preference"  # and are told, when a run resumes
+MAY_CHANGE = "steps", "model", "optimizer", "pairs", "preference", "ema"  # and are told, when a run resumes
 MOST_SKIPPED = 20  # steps in a row
 
 
@@ -70,6 +70,7 @@ class RunOptions:
 
     resume: str = "auto"  # a path, "auto" or "never"
     show: str = "lines"  # "live", "json" or "none"
+    profile: tuple[int, int] | None = None  # the first and the last step that torch's profiler looks at
     until: int | None = None  # end after this step, as if asked to stop; None: at the end
     signals: tuple[Any, ...] = SIGNALS  # which this rank takes as requests to stop
     stop_file: Path | None = None  # the launcher makes this file when it is asked to stop
@@ -166,6 +167,9 @@ class _Run:
         self.log: journal.Journal | None = None
         if mesh.rank == 0:
             self._open_journal(stack)
+        self.profile = StepProfile(options.profile, config.folder, mesh.rank, partial(self._event, "profile"))
+        stack.callback(self.profile.close)
+        watchdog.on_phase = self.profile.enter
         self.peak = peak_flops(mesh.device, config)
         self.skipped = self.skipped_in_a_row = 0
         self.losses: list[float] = []
@@ -210,6 +214,7 @@ class _Run:
             )  # fmt: skip
         self.skipped_damaged = found.skipped_damaged
         self.best, self.not_better = found.extra.get("early_stopping", (None, 0))
+        self.keeper.best = found.extra.get("best_step")
         self.differs = differing(found.extra.get("config"), self.config, MAY_CHANGE)
         return found.step
 
@@ -260,6 +265,7 @@ class _Run:
             self._evaluate(step)
         began, at = time.perf_counter(), step
         for batch in self._batches(step):
+            self.profile.before(step + 1)
             rate = self.schedule.set(step)
             before = self._sent()
             stats = self.checks.step(step + 1, batch, partial(self._gather, step, batch))
@@ -282,6 +288,7 @@ class _Run:
             pause = time.perf_counter()
             ending = ending or self._stopping(step)
             ending = self._after_step(step, ending) or ending
+            self.profile.after(step)
             self.paused += time.perf_counter() - pause
             if ending:
                 return ending if ending.code else self._finish(step)
@@ -369,8 +376,11 @@ class _Run:
         """Evaluate and save when they are due after a step. An outcome: the run ends here."""
         config, last = self.config, step == self.config.steps
         saves = ending is not None or last or _is_due(step, config.checkpoint.every)
+        better = self.best
         if ending is None and (last or _is_due(step, config.evaluate.every)):
             self._evaluate(step)
+        if config.checkpoint.keep_best and self.best != better:
+            self.keeper.best, saves = step, True
         if ending is None and not last and self._stops_early(step):
             ending = self._outcome(0, step, "")
         if saves or ending is not None:
@@ -396,6 +406,7 @@ class _Run:
             "data": self.task.fingerprint,
             "starts_from": self.task.starts_from,
             "early_stopping": [self.best, self.not_better],
+            "best_step": self.keeper.best,
             "config": self.config.model_dump(mode="json"),
         }
 
@@ -423,6 +434,8 @@ class _Run:
             better = found.loss < (math.inf if self.best is None else self.best)
             self.not_better = 0 if better else self.not_better + 1
             self.best = found.loss if better else self.best
+            if self.copies is not None:
+                self.copies.extra.update(self._extra())
         if self.log is not None and found is not None:
             unit = self.task.unit
             self.log.write(step=step, event="evaluation", loss=found.loss, weight=found.weight, unit=unit, **found.more)
@@ -484,11 +497,3 @@ def _any_rank(mesh: Mesh, *mine: bool) -> list[bool]:
 
 def _is_due(step: int, every: int | None) -> bool:
     return every is not None and step % every == 0
-
-
-def seed_generators(config: Config, mesh: Mesh) -> None:
-    """Seed torch's own generators, which checkpoints hold: they are equal in two runs of one config, and on all ranks,
-    as replicas.py asks for; unless an encoder's dropout draws from them, whose masks must differ between the ranks."""
-    seed = config.pairs.seed if config.pairs is not None else config.data.seed if config.data is not None else 0
-    own = mesh.rank if config.pairs is not None and config.pairs.dropout else 0
-    torch.manual_seed(rng.key(seed, "generators", own).seed)

@@ -42,6 +42,7 @@ from isograd.train.language import (
     first_answer,
     flops_of_run,
     model_config,
+    not_compiled,
     refuse_vocabulary,
     sample_text,
     vocabulary,
@@ -66,12 +67,13 @@ class PreferenceTask:
         notice = [said for said in (self.data.left_out, self.data.as_text) if said]
         if not self.data.held and texts.wants_evaluation(config):
             notice.append("no evaluation: no pair is held out (data.held_out)")
-        self.notice, self.per_step = "; ".join(notice), config.batch
+        self.per_step = config.batch
         self.decode = read_tokenizer(self.data) if config.log.sample else None
         refuse_vocabulary(self.data, vocabulary(config))
         self.fingerprint, self.starts_from = self.data.fingerprint, ""
         self.flops = 2 * self.data.mean_length * flops_of_run(config, round(self.data.mean_length))
         self.model, weights = build_model(config, mesh, partial(PreferenceTransformer, options=self.options))
+        self.notice = "; ".join(notice + not_compiled(config, self.model))
         self.engine = engine_of(config, self.model, mesh, weights)
         self.reference: Tensor | None = None  # [pairs, answers], of the pairs by number; NaN for those left out
         if self.options.loss in ("dpo", "ipo", "kto"):

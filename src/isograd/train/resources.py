@@ -147,9 +147,10 @@ def work_of(config: Config) -> Work:
         batch=config.batch * (2 if config.task == "preference" else 1),  # rows: answers
         micro_batches=config.micro_batches,
         dtype=config.model.dtype,
-        recompute="full" if config.model.recompute else "none",
+        recompute={False: "none", "selective": "selective"}.get(config.model.recompute, "full"),
         masked=config.packing != "stream",
         muon=config.optimizer.name == "muon",
+        ema=config.ema is not None,
     )
 
 
@@ -163,7 +164,7 @@ def _library(config: Config, layout: Layout) -> Forecast:
     cut, blocks = layout.tp * layout.pp, max(1, found.layers)
     trained, frozen = found.trained / cut, (found.parameters - found.trained) / cut
     gathered = 3 * trained / blocks  # a block, the next one, and what is in no block
-    kept = states(layout, size, config.micro_batches, trained, trained / owners, gathered, 0)
+    kept = states(layout, size, config.micro_batches, trained, trained / owners, gathered, 0, ema=bool(config.ema))
     fixed = frozen / owners + 3 * frozen / blocks if layout.zero == 3 else frozen
     rows = -(-config.batch // layout.dp) * (2 if config.task == "preference" else 1)
     flight = min(layout.pp, config.micro_batches)
@@ -189,5 +190,6 @@ def _encoder(config: Config, layout: Layout) -> Forecast:
     tokens = min(config.pairs.chunk, math.ceil(config.batch / layout.dp)) * config.pairs.length
     kept = tokens * (layers + 1) * (12 * hidden + 2 * mlp) * size
     vectors = 6 * config.batch * hidden * 4  # representations of both towers, their gradients, a tile of scores
-    states_of = states(layout, size, config.micro_batches, count, count / (layout.dp * layout.cp), count, 0)
+    owned = count / (layout.dp * layout.cp)
+    states_of = states(layout, size, config.micro_batches, count, owned, count, 0, ema=bool(config.ema))
     return Forecast([Memory(*states_of, kept + vectors)], count, count)

@@ -10,8 +10,9 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from isograd.core import rng
 from isograd.core.mesh import Mesh
-from isograd.engine import Engine
+from isograd.engine import Engine, WeightAverage
 from isograd.io.safetensors_reader import Weights
 from isograd.train.config import Config
 from isograd.train.optimizers import MATRICES, factory
@@ -68,7 +69,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 def engine_of(config: Config, model: nn.Module, mesh: Mesh, weights: Weights | None = None) -> Engine:
     """The engine that a config asks for."""
-    return Engine(
+    engine = Engine(
         model,
         mesh,
         factory(config.optimizer),
@@ -77,9 +78,20 @@ def engine_of(config: Config, model: nn.Module, mesh: Mesh, weights: Weights | N
         weights=weights,
         matrices=MATRICES if config.optimizer.name == "muon" else (),
     )
+    if config.ema is not None:
+        WeightAverage(engine, config.ema)
+    return engine
 
 
 def rows_of(config: Config, mesh: Mesh) -> range:
     """This data rank's rows of a step."""
     share = config.batch // mesh.size("dp")
     return range(mesh.index("dp") * share, (mesh.index("dp") + 1) * share)
+
+
+def seed_generators(config: Config, mesh: Mesh) -> None:
+    """Seed torch's own generators, which checkpoints hold: they are equal in two runs of one config, and on all ranks,
+    as replicas.py asks for; unless an encoder's dropout draws from them, whose masks must differ between the ranks."""
+    seed = config.pairs.seed if config.pairs is not None else config.data.seed if config.data is not None else 0
+    own = mesh.rank if config.pairs is not None and config.pairs.dropout else 0
+    torch.manual_seed(rng.key(seed, "generators", own).seed)

@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TextIO
@@ -31,8 +32,9 @@ from isograd.train.startup import StartupSummary, refuse_data, refuse_early, sum
 from isograd.train.tasks import prepare
 
 
-def start(config: Config, listener: SignalListener, *, resume: str, show: str, until: int | None, force: bool) -> int:
-    """Show what will be done, and do it; the exit code."""
+def start(config: Config, listener: SignalListener, given: RunOptions, *, force: bool) -> int:
+    """Show what will be done, and do it; the exit code. `given`: what the command line says."""
+    resume, show = given.resume, given.show
     out = sys.stderr if show == "json" else sys.stdout
     first = os.environ.get("RANK", "0") == "0"
     if _joins():
@@ -40,7 +42,7 @@ def start(config: Config, listener: SignalListener, *, resume: str, show: str, u
         if first:
             with suppress(IsogradError):  # every rank finds the same mistake itself; none may leave before the others
                 print_summary(config, resume, out)
-        outcome = run(config, RunOptions(resume, show, until), listener)
+        outcome = run(config, given, listener)
         return _said(outcome) if first else outcome.code
     listener.listen([signal.SIGINT])
     found = print_summary(config, resume, out)
@@ -56,7 +58,7 @@ def start(config: Config, listener: SignalListener, *, resume: str, show: str, u
     with tempfile.TemporaryDirectory(prefix="stop-", dir=tempdir.home()) as folder:
         file = Path(folder) / "stop"
         listener.forward_to(file)
-        options = RunOptions(resume, show, until, signals=(), stop_file=file)
+        options = replace(given, signals=(), stop_file=file)
         try:
             outcome = _done_here(config, found.layout.world_size, options)
         except LaunchError as error:

@@ -121,6 +121,7 @@ class Watchdog:
         self._heartbeat: Heartbeat | None = None
         self.patience = 1.0
         self.before_end: Callable[[], None] = lambda: None  # what the process may still finish
+        self.on_phase: Callable[[str], None] = lambda phase: None  # who else is told what this rank does
         self._over = threading.Event()
         _sweep(self.folder)
         self._every = min(LOOK_S, limit / 10)
@@ -130,6 +131,7 @@ class Watchdog:
     def beat(self, phase: str) -> None:
         """This rank makes progress, and enters `phase`."""
         self._phase, self._sign = phase, object()
+        self.on_phase(phase)
 
     @property
     def phase(self) -> str:
