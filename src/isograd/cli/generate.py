@@ -8,6 +8,7 @@ isograd chat out/                                       a conversation in the te
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 from collections.abc import Iterator
@@ -30,22 +31,30 @@ def generate(words: list[str], kind: Parser) -> int:
     parser.add_argument("--prompts", metavar="FILE", help='lines of JSON: {"prompt": "..."} or {"messages": [...]}')
     parser.add_argument("--json", action="store_true", help="write a line of JSON for each sample")
     parser.add_argument("--samples", type=_positive, default=1, help="of each prompt (default 1)")
+    parser.add_argument("--batch", type=_positive, default=8, metavar="N", help="samples made together (default 8)")
     _shared_options(parser)
     options = _parsed(parser, words)
     if (options.prompt is None) == (options.prompts is None):
         parser.error("give a prompt, or --prompts FILE")
     writer, how = _opened(options)
-    for number, given in enumerate(_prompts(options)):
-        for sample in range(options.samples):
-            said = given["messages" if "messages" in given else "prompt"]
-            pieces = writer.write(said, how, number * options.samples + sample)
-            if options.json:
-                print(json.dumps({**given, "sample": sample, "text": "".join(pieces)}), flush=True)
-                continue
-            for piece in pieces:
-                print(terminal.plain(piece), end="", flush=True)
-            print()
+    prompts = list(_prompts(options))
+    asked = [(given, sample) for given in prompts for sample in range(options.samples)]
+    if len(asked) == 1 and not options.json:
+        for piece in writer.write(_said(prompts[0]), how):
+            print(terminal.plain(piece), end="", flush=True)
+        print()
+        return 0
+    for first in range(0, len(asked), options.batch):
+        batch = asked[first : first + options.batch]
+        texts = writer.write_all([_said(given) for given, _ in batch], how, range(first, first + len(batch)))
+        for (given, sample), text in zip(batch, texts, strict=True):
+            line = json.dumps({**given, "sample": sample, "text": text}) if options.json else terminal.plain(text)
+            print(line, flush=True)
     return 0
+
+
+def _said(given: dict[str, Any]) -> Any:
+    return given["messages" if "messages" in given else "prompt"]
 
 
 def chat(words: list[str], kind: Parser) -> int:
@@ -63,25 +72,43 @@ def chat(words: list[str], kind: Parser) -> int:
         from isograd.errors import ConfigError
 
         raise ConfigError("IG647", seen=f"the tokenizer of {options.place}")
-    messages: list[dict[str, str]] = [{"role": "system", "content": options.system}] if options.system else []
-    while True:
+    _talk(writer, how, [{"role": "system", "content": options.system}] if options.system else [])
+    return 0
+
+
+def _talk(writer: Writer, how: Sampling, messages: list[Any]) -> None:
+    """A conversation on the terminal, until its input ends."""
+    from isograd.errors import ConfigError
+
+    told = False
+    for turn in itertools.count():
         try:
             said = input("> ")
         except (EOFError, KeyboardInterrupt):
             print()
-            return 0
+            return
         if not said.strip():
             continue
-        messages.append({"role": "user", "content": said})
+        asked = [*messages, {"role": "user", "content": said}]
+        try:
+            fitting = list(writer.fitted(asked, how))
+        except ConfigError as error:
+            if error.code != "IG648":
+                raise
+            print(error, file=sys.stderr)  # the message is forgotten, the conversation goes on
+            continue
+        if len(fitting) < len(asked) and not told:
+            told = True
+            print(f"chat: the model has {writer.room:,} positions: its oldest turns are left out now", file=sys.stderr)
         answer = ""
         try:
-            for piece in writer.write(messages, how, len(messages)):
+            for piece in writer.write(fitting, how, turn):
                 answer += piece
                 print(terminal.plain(piece), end="", flush=True)
         except KeyboardInterrupt:
             pass
         print()
-        messages.append({"role": "assistant", "content": answer})
+        messages = [*fitting, {"role": "assistant", "content": answer}]
 
 
 def _shared_options(parser: argparse.ArgumentParser) -> None:
