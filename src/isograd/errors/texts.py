@@ -238,7 +238,7 @@ IG972: an encoder changed a tensor that its backward needs, or its inputs, in pl
 IG990: no conversation to learn from
   expected: {{"messages": [{{"role": "user", "content": "..."}}, {{"role": "assistant", "content": "..."}}]}}, and
             perhaps "tools"
-  fix:      fix or remove the line
+  fix:      fix or remove the line; isograd data build --chat --on-bad-lines skip leaves such lines out and counts them
 IG991: {folder} has no tokenizer with a chat template
   expected: a folder with tokenizer.json, tokenizer_config.json and a chat template
   fix:      name it: --data.tokenizer FOLDER (isograd data build: --tokenizer FOLDER)
