@@ -60,7 +60,7 @@ VERIFIER = {
 }  # fmt: skip
 
 LIMITS = {
-    "isograd, lines": 47_425,
+    "isograd, lines": 47_632,
     "isograd-verify, lines": 17_597,
     "comm + engine, lines": 8_723,
     "arrows between packages": 130,

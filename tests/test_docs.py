@@ -201,6 +201,16 @@ def public_definitions(path: Path) -> Iterator[tuple[str, ast.AST]]:
 UNDOCUMENTED = {"corpus": 130}
 
 
+def test_a_page_that_uses_a_recipe_says_how_a_wheel_gives_it() -> None:
+    """`isograd train quickstart.yaml` needs `isograd new quickstart` on the page, and no folder of a clone."""
+    recipes = {path.stem for path in (ROOT / "recipes").glob("*.yaml")}
+    for page in [ROOT / "README.md", *DOCS.rglob("*.md")]:
+        text = page.read_text()
+        assert not re.findall(r"isograd [a-z]+ recipes/", text), page
+        named = set(re.findall(r"isograd (?:train|plan|compare|verify|rehearse) ([\w-]+)\.yaml", text)) & recipes
+        assert {name for name in named if f"isograd new {name}" not in text} == set(), page
+
+
 def test_public_definitions_have_docstrings() -> None:
     lacking = Counter(
         path.relative_to(home).parts[0].removesuffix(".py")

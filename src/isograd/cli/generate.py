@@ -3,6 +3,7 @@
 isograd generate runs/quickstart "def main("            what the model writes after a text
 isograd generate out/ --prompts prompts.jsonl --json    a line of JSON for each prompt
 isograd chat out/                                       a conversation in the terminal
+isograd chat runs/chat --web                            in the browser, beside the run's loss curve
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import itertools
 import json
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isograd.cli.subcommands import Parser
@@ -20,6 +22,7 @@ from isograd.io import terminal
 if TYPE_CHECKING:
     from isograd.generate import Sampling, Writer
 
+JOURNAL, POINTS = "metrics.jsonl", 500
 PLACE = "a run, a checkpoint, or a Hugging Face folder"
 
 
@@ -65,6 +68,10 @@ def chat(words: list[str], kind: Parser) -> int:
     )  # fmt: skip
     parser.add_argument("place", metavar="PLACE", help=PLACE)
     parser.add_argument("--system", metavar="TEXT", help="the system's message")
+    parser.add_argument(
+        "--web", action="store_true", help="a page in the browser of this computer, with the loss curve"
+    )
+    parser.add_argument("--port", type=_port, default=0, help="of the page (default: a free one)")
     _shared_options(parser)
     options = _parsed(parser, words)
     writer, how = _opened(options)
@@ -72,8 +79,38 @@ def chat(words: list[str], kind: Parser) -> int:
         from isograd.errors import ConfigError
 
         raise ConfigError("IG647", seen=f"the tokenizer of {options.place}")
+    if options.web:
+        return _serve(writer, how, options)
     _talk(writer, how, [{"role": "system", "content": options.system}] if options.system else [])
     return 0
+
+
+def _serve(writer: Writer, how: Sampling, options: argparse.Namespace) -> int:
+    from isograd.errors import ConfigError
+    from isograd.generate.web import ChatServer
+
+    try:
+        server = ChatServer(writer, how, lambda: _loss(Path(options.place)), options.system, options.port)
+    except OSError as error:
+        raise ConfigError("IG644", seen=error.strerror, port=options.port) from error
+    print(f"open {server.address}\nfor this computer alone; Ctrl-C ends it", flush=True)
+    try:
+        server.serve_forever()
+    except KeyboardInterrupt:
+        print()
+    finally:
+        server.server_close()
+    return 0
+
+
+def _loss(place: Path) -> dict[str, list[tuple[int, float]]]:
+    """The curve of the run that a place is, or lies in; at most some hundred points of it."""
+    from isograd.train.journal import curve
+
+    folders = (place, *place.absolute().parents[:2])  # a run, its checkpoints, one of them
+    found = curve(next((up / JOURNAL for up in folders if (up / JOURNAL).is_file()), place / JOURNAL))
+    both = {"training": found.training, "held_out": found.held_out}
+    return {name: [*points[:: 1 + len(points) // POINTS], *points[-1:]] for name, points in both.items()}
 
 
 def _talk(writer: Writer, how: Sampling, messages: list[Any]) -> None:
@@ -170,6 +207,12 @@ def _is_message(message: Any) -> bool:
 def _positive(text: str) -> int:
     if not text.isdecimal() or not 0 < int(text[:10]) < 10**9:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return int(text)
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text[:6]) > 65_535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port from 0 to 65535")
     return int(text)
 
 
