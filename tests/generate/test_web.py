@@ -203,7 +203,8 @@ DOCUMENT = """
 const made = {}, events = [];
 function element(id) {
   return made[id] ??= { id, listeners: {}, children: [], attributes: {}, className: "", textContent: "",
-    value: "", hidden: id === "figure", append(p) { this.children.push(p); }, remove() { this.removed = true; }, scrollIntoView() {},
+    value: "", hidden: id === "figure", append(p) { this.children.push(p); }, remove() { this.removed = true; },
+    scrollIntoView() {},
     setAttribute(name, value) { this.attributes[name] = value; },
     addEventListener(kind, f) { this.listeners[kind] = f; } };
 }
