@@ -45,6 +45,7 @@ lint: $(STAMP)
 	$(VENV)/bin/ruff check src tests examples benchmarks verify scripts
 	$(VENV)/bin/mypy
 	$(RUN) scripts/house.py
+	$(RUN) scripts/expected.py --check
 
 format: $(STAMP)
 	$(VENV)/bin/ruff format src tests examples benchmarks verify scripts

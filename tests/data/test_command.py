@@ -13,14 +13,14 @@ from isograd.data import Mixture, Source, builtin_chats, preferences
 from tests.data.toys import lines_file, toy
 
 
-def test_build_inspect_and_verify_say_what_they_did(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_build_show_and_verify_say_what_they_did(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, out = str(lines_file(tmp_path / "source.txt")), str(tmp_path / "out")
     build = ["data", "build", out, source, "--documents", "line", "--validation", "0.2", "--workers", "1"]
     assert main(build) == 0
     said = capsys.readouterr()
     assert "tokens to train on" in said.out
     assert "data build: 100% of" in said.err
-    assert main(["data", "inspect", out, "--length", "64", "--samples", "2"]) == 0
+    assert main(["data", "show", out, "--length", "64", "--n", "2"]) == 0
     said = capsys.readouterr()
     assert "tokenizer bytes, vocabulary 257, end of document 256" in said.out
     assert said.out.count("sample ") == 2
@@ -42,10 +42,10 @@ def test_on_a_terminal_progress_is_a_bar(
     assert "data build:" not in said
 
 
-def test_inspect_spells_out_what_a_terminal_would_act_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_spells_out_what_a_terminal_would_act_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "evil.txt").write_text("red \x1b[31m alert\x07")
     assert main(["data", "build", str(tmp_path / "out"), str(tmp_path / "evil.txt"), "--validation", "0"]) == 0
-    assert main(["data", "inspect", str(tmp_path / "out"), "--samples", "1", "--length", "64"]) == 0
+    assert main(["data", "show", str(tmp_path / "out"), "--n", "1", "--length", "64"]) == 0
     said = capsys.readouterr().out
     assert "red \\x1b[31m alert\\x07" in said
     assert "\x1b" not in said
@@ -57,16 +57,16 @@ def test_conversations_are_shown_as_training_sees_them(tmp_path: Path, capsys: p
     words = ["--tokenizer", str(builtin_chats.tokenizer(tmp_path / "tokenizer")), "--chat", "--workers", "1"]
     assert main(["data", "build", out, str(source), *words]) == 0
     capsys.readouterr()
-    assert main(["data", "inspect", out, "--length", "200", "--samples", "2"]) == 0
+    assert main(["data", "show", out, "--length", "200", "--n", "2"]) == 0
     said = capsys.readouterr().out
     assert "packing whole, length 200" in said
     assert "<|im_start|>assistant\n      ▶" in said and "<|im_end|>◀" in said and "tokens of filling" in said
     rows = Mixture([Source(out)], length=200, batch=2, packing="whole").rows(0, range(2))
     for row in range(2):
         assert f"sample {row} of train: 200 tokens, {int((rows['labels'][row] != -100).sum())} labels" in said
-    assert main(["data", "inspect", out, "--samples", "1"]) == 0
+    assert main(["data", "show", out, "--n", "1"]) == 0
     assert "packing whole, length 119\n" in capsys.readouterr().out  # the longest conversation
-    assert main(["data", "inspect", out, "--samples", "1", "--packing", "stream"]) == 0
+    assert main(["data", "show", out, "--n", "1", "--packing", "stream"]) == 0
     assert "plain stream" in capsys.readouterr().out
 
 
@@ -74,7 +74,7 @@ def test_pairs_of_answers_are_shown_one_by_one(tmp_path: Path, capsys: pytest.Ca
     pytest.importorskip("transformers")
     tokenizer, run = str(builtin_chats.tokenizer(tmp_path / "tokenizer")), tmp_path / "data"
     preferences.prepare(run, builtin_chats.pairs(tmp_path / "sums.jsonl", "sums"), tokenizer, strangers=True)
-    assert main(["data", "inspect", str(run), "--samples", "1", "--length", "56"]) == 0
+    assert main(["data", "show", str(run), "--n", "1", "--length", "56"]) == 0
     said = capsys.readouterr().out
     assert "pairs, rows of at most 56 tokens, with strangers (KTO)" in said and "pairs have an answer" in said
     found = preferences.Preferences(run, length=56, batch=1, seed=0, held_out=0.0, answers=3)
@@ -85,7 +85,7 @@ def test_pairs_of_answers_are_shown_one_by_one(tmp_path: Path, capsys: pytest.Ca
         assert f"[{name}: {width} tokens, {counted} labels] <|im_start|>user" in said
     assert said.count("▶") == 4 and "◀" in said
     for more in (["--split", "validation"], ["--packing", "whole"]):
-        assert main(["data", "inspect", str(run), *more]) == 2
+        assert main(["data", "show", str(run), *more]) == 2
         assert capsys.readouterr().err.startswith("IG906")
 
 
@@ -104,7 +104,7 @@ def test_no_document_for_validation_is_said(tmp_path: Path, capsys: pytest.Captu
 @pytest.mark.parametrize(
     ("words", "code"),
     [
-        (["inspect", "absent"], "IG900"),
+        (["show", "absent"], "IG900"),
         (["verify", "absent"], "IG900"),
         (["build", "out", "absent.txt"], "IG910"),
         (["build", "out"], "IG600"),
@@ -112,8 +112,8 @@ def test_no_document_for_validation_is_said(tmp_path: Path, capsys: pytest.Captu
         (["build", "toy", "toy.txt"], "IG916"),
         (["build", "out", "toy.txt", "--workers", "0"], "IG600"),
         (["build", "out", "toy.txt", "--validation", "1"], "IG924"),
-        (["inspect", "toy", "--split", "test"], "IG600"),
-        (["inspect", "toy", "--lenght", "3"], "IG600"),
+        (["show", "toy", "--split", "test"], "IG600"),
+        (["show", "toy", "--lenght", "3"], "IG600"),
         (["biuld"], "IG600"),
         ([], "IG600"),
     ],
@@ -128,7 +128,7 @@ def test_what_cannot_be_done_is_one_error_and_exit_2(
 
 
 def test_an_option_that_is_nearly_right_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["data", "inspect", "toy", "--lenght", "3"]) == 2
+    assert main(["data", "show", "toy", "--lenght", "3"]) == 2
     assert "did you mean '--length'?" in capsys.readouterr().err
 
 

@@ -103,7 +103,7 @@ def test_markers_of_text_are_said_with_their_number_of_tokens(tmp_path: Path, ca
         assert main([*words, "--workers", workers, "--shard-bytes", size, "--validation", "0"]) == 0
         line = "the template's markers that are text, with their number of tokens: <tools> 7, [/INST] 7, [INST] 6"
         assert capsys.readouterr().out.count(line) == 1
-        assert main(["data", "inspect", words[2]]) == 0 and line in capsys.readouterr().out
+        assert main(["data", "show", words[2]]) == 0 and line in capsys.readouterr().out
     assert len(read(tmp_path / "2").shards) > 1
     assert Mixture([Source(tmp_path / "2")], length=100, batch=2, packing="whole").as_text == line
 

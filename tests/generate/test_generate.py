@@ -18,6 +18,7 @@ from isograd.cli.main import main
 from isograd.core import rng
 from isograd.errors import ConfigError
 from isograd.generate import Sampling, Writer, draw, open_writer
+from isograd.generate.text_stream import TextStream
 
 WORDS = ["<|end|>", "<|user|>", "<|answer|>", "hello", "world", "how", "are", "you", "?", "!"]
 TEMPLATE = "{% for m in messages %}<|{{ 'user' if m.role == 'user' else 'answer' }}|> {{ m.content }} {% endfor %}"
@@ -130,6 +131,154 @@ def test_text_is_given_in_whole_characters() -> None:
     assert list(writer.write("", Sampling())) == ["n", "é", "\U0001f600", "!"]
 
 
+def tokenizer_of(kind: str) -> Any:
+    """A small tokenizer of tokenizers, trained on text with characters of 1 to 4 bytes."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+    lines = ["the thin cat, née Zoë, sat on 12 mats.", "Füße \U0001f600\U0001f680 日本語 the  end"] * 20
+    if kind == "WordPiece":
+        words = Tokenizer(models.WordPiece(unk_token="?"))
+        words.pre_tokenizer, words.decoder = pre_tokenizers.BertPreTokenizer(), decoders.WordPiece(cleanup=False)
+        words.train_from_iterator(lines, trainers.WordPieceTrainer(vocab_size=120, special_tokens=["?"]))
+    elif kind == "byte-level BPE":
+        words = Tokenizer(models.BPE())
+        words.pre_tokenizer, words.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+        words.train_from_iterator(lines, trainers.BpeTrainer(vocab_size=330, initial_alphabet=alphabet))
+    else:  # as Llama 2: spaces are a character, bytes stand in for characters that it lacks, a first space is dropped
+        words = Tokenizer(models.BPE(byte_fallback=True, unk_token="?"))
+        words.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        spaced = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        words.decoder = decoders.Sequence(spaced)
+        special = ["?", *(f"<0x{byte:02X}>" for byte in range(256))]
+        ascii_only = [line.encode("ascii", "ignore").decode() for line in lines]
+        words.train_from_iterator(ascii_only, trainers.BpeTrainer(vocab_size=340, special_tokens=special))
+    return words
+
+
+@pytest.mark.parametrize("kind", ["byte-level BPE", "byte fallback", "WordPiece"])
+def test_pieces_of_text_are_together_what_the_tokens_are_at_once(kind: str) -> None:
+    words = tokenizer_of(kind)
+
+    def decode(ids: Sequence[int]) -> str:
+        return str(words.decode(list(ids), skip_special_tokens=False))
+
+    texts = [
+        "Zoë sat  on the \U0001f680, 日本語 née",
+        " the end ",
+        "1.2 ﷽ \U0001f469\u200d\U0001f680 ? mats",
+        "\ufffd\ufffd a",
+    ]
+    for ids in [words.encode(text).ids for text in texts]:
+        stream = TextStream(decode)
+        pieces = [stream.add(i) for i in ids]
+        assert "".join([*pieces, stream.rest()]) == decode(ids)
+        assert len([piece for piece in pieces if piece]) >= len(decode(ids).split())  # not all at the end
+    if kind == "byte-level BPE":  # whatever a model may write, characters broken off included
+        for seed in range(50):
+            ids = torch.randint(0, 330, (80,), generator=torch.Generator().manual_seed(seed)).tolist()
+            stream = TextStream(decode)
+            assert "".join([*map(stream.add, ids), stream.rest()]) == decode(ids)
+
+
+def test_text_takes_time_by_its_length_also_where_no_character_ever_ends() -> None:
+    for ids in (list(b"abcd efg" * 500), [0xFF] * 4000):
+        decoded = 0
+
+        def decode(some: Sequence[int]) -> str:
+            nonlocal decoded
+            decoded += len(some)
+            return bytes(some).decode(errors="replace")
+
+        stream = TextStream(decode)
+        text = "".join([*map(stream.add, ids), stream.rest()])
+        assert text == bytes(ids).decode(errors="replace") and decoded < 110 * len(ids)
+
+
+def family(name: str) -> Writer:
+    """A small model of transformers with weights at random, in fp64, that ends with tokens 0 and 1."""
+    import transformers
+
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 23,
+             "max_position_embeddings": 28, "intermediate_size": 24}  # fmt: skip
+    more = {
+        "GPT2": {}, "Qwen3": {"num_key_value_heads": 2, "head_dim": 8},
+        "Mixtral": {"num_key_value_heads": 2, "num_local_experts": 4},
+        "Gemma3Text": {"sliding_window": 4, "head_dim": 8, "layer_types": ["sliding_attention", "full_attention"]},
+    }[name]  # fmt: skip
+    kind = {"Gemma3Text": "Gemma3"}.get(name, name)
+    config = getattr(transformers, name + "Config")(**shape, **more, pad_token_id=0)
+    model = getattr(transformers, kind + ("LMHeadModel" if name == "GPT2" else "ForCausalLM"))(config).double().eval()
+    model.set_experts_implementation("eager")  # grouped products know no fp64
+    return Writer(model, list, str, frozenset((0, 1)), None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["GPT2", "Qwen3", "Mixtral", "Gemma3Text"])
+def test_rows_of_a_batch_have_the_tokens_that_they_have_alone(name: str) -> None:
+    """Prompts of 1 to 27 tokens (of 28 positions): rows end by a token, by their limit, and by the model's room."""
+    writer, how = family(name), Sampling(20, 1.2, seed=9)
+    prompts = [[5], [3, 4, 5, 6, 7, 8, 9], [2] * 27, [7, 6], [5], list(range(2, 16))]
+    alone = [list(writer.tokens(prompt, how, 40 + n)) for n, prompt in enumerate(prompts)]
+    rows = list(zip(*writer.rows(prompts, how, range(40, 46)), strict=True))
+    together = [[token for token in row if token is not None] for row in rows]
+    assert together == alone and writer.takes_rows
+    assert len(alone[2]) <= 1 and alone[0] != alone[4] and len({len(row) for row in alone}) > 2
+    assert alone[1] == without_cache(writer, prompts[1], how, 41)
+
+
+def test_a_model_that_cannot_be_told_of_rows_answers_one_prompt_after_another(folder: Path) -> None:
+    writer = open_writer(folder)
+    texts = writer.write_all(["hello", "how are you"], Sampling(9, 1.0), [3, 4])
+    assert texts == ["".join(writer.write(t, Sampling(9, 1.0), n)) for t, n in (("hello", 3), ("how are you", 4))]
+    forward = writer.model.forward
+    writer.model.forward = lambda input_ids, past_key_values, use_cache: forward(
+        input_ids=input_ids, past_key_values=past_key_values, use_cache=use_cache
+    )
+    assert not writer.takes_rows and writer.write_all(["hello", "how are you"], Sampling(9, 1.0), [3, 4]) == texts
+
+
+def test_the_oldest_turns_make_room_and_the_system_message_stays(folder: Path) -> None:
+    """The model has 40 positions; an answer has 10 of them, or max_new_tokens."""
+    writer, system = open_writer(folder), {"role": "system", "content": "you"}
+    turns = [{"role": role, "content": "hello world " * 3} for _ in range(3) for role in ("user", "assistant")]
+    last = {"role": "user", "content": "how"}
+    assert writer.fitted([system, *turns, last], Sampling(99)) == [system, *turns[4:], last]
+    assert writer.fitted([*turns[2:], last], Sampling(4)) == [*turns[2:], last]
+    long = {"role": "user", "content": "hello " * 35}
+    assert writer.fitted([system, *turns, long], Sampling(99)) == [system, long]
+    with pytest.raises(ConfigError, match="IG648"):
+        writer.fitted([system, *turns, {"role": "user", "content": "hello " * 39}], Sampling(99))
+
+
+def test_a_conversation_outlives_the_context_and_a_message_that_is_too_long(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """The model's answers are asked of the same turns as if the refused message had not been there."""
+    asked: list[Any] = []
+    real = Writer.write
+
+    def write(self: Writer, given: Any, how: Sampling, sample: int = 0) -> Any:
+        asked.append([message["content"].split()[0] for message in given if message["role"] == "user"])
+        return real(self, given, how, sample)
+
+    def line(_: str) -> str:
+        try:
+            return next(lines)
+        except StopIteration:
+            raise EOFError from None
+
+    lines = iter(["hello world how are you ? ! hello", "how world how are you ? !", "you " * 50,
+                  "world how are you ? ! how", "are you", "you ?", "? are you how are you hello"])  # fmt: skip
+    monkeypatch.setattr("builtins.input", line)
+    monkeypatch.setattr(Writer, "write", write)
+    assert main(["chat", str(folder), "--max-new-tokens", "5", "--temperature", "0"]) == 0
+    errors = capsys.readouterr().err
+    assert len(asked) == 6 and asked[:2] == [["hello"], ["hello", "how"]] and all(row[0] != "you" for row in asked[:4])
+    assert errors.count("IG648") == 1 and errors.count("oldest turns are left out") == 1
+    assert "hello" not in asked[-1] and asked[-1][-1] == "?"
+
+
 def said(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
     code = main(words)
     output = capsys.readouterr()
@@ -144,6 +293,9 @@ def test_lines_of_json_are_answered_in_their_order(folder: Path, tmp_path: Path,
     rows = [json.loads(line) for line in text.splitlines()]
     assert code == 0 and [(r.get("id"), r["sample"]) for r in rows] == [(7, 0), (7, 1), (None, 0), (None, 1)]
     assert len({r["text"] for r in rows}) > 1
+    code, rows_of_one = said(capsys, "generate", str(folder), "--prompts", str(file), "--json", "--samples", "2",
+                             "--max-new-tokens", "5", "--batch", "1")  # fmt: skip
+    assert code == 0 and rows_of_one == text
     code, alone = said(capsys, "generate", str(folder), "hello", "--max-new-tokens", "5")
     assert code == 0 and alone.strip("\n") == rows[0]["text"]
 

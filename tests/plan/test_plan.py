@@ -424,6 +424,21 @@ def test_planning_needs_no_torch_before_it_reads_a_config() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
+def test_a_plan_says_that_it_works_before_torch_is_imported() -> None:
+    """On a terminal; torch alone takes seconds, and a search of 64 devices ten."""
+    code = (
+        "import sys; sys.stderr.isatty = lambda: True\n"
+        "import builtins; real = print\n"
+        "def said(*words, **more):\n"
+        "    real(*words, 'torch' in sys.modules, **more)\n"
+        "    sys.exit(7)\n"
+        "builtins.print = said\n"
+        "from isograd.cli.main import main; main(['plan', 'run.yaml', '--gpus', '64'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (7, "planning run.yaml ... False\n")
+
+
 HERE = {
     "name": "here", "about": "two cores", "memory_gb": 8, "reserved_gb": 0.3, "memory_gb_s": 10,
     "tflops": {"fp32": 0.1}, "devices": 2, "inside": {"gb_s": 1, "latency_us": 50},

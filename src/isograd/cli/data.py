@@ -1,7 +1,7 @@
 """isograd data: the command line. Nothing but argparse is imported before a command needs it.
 
 isograd data build tokens/ books/ web.jsonl --tokenizer my_model/ --workers 8
-isograd data inspect tokens/
+isograd data show tokens/
 isograd data verify tokens/
 """
 
@@ -21,8 +21,8 @@ EXAMPLES = """examples:
   isograd data build tokens/ web.jsonl --tokenizer my_model/        a tokenizer.json; the text under "text"
   isograd data build tokens/ bible.txt --documents blank --validation 0.05
   isograd data build tokens/ chats.jsonl --tokenizer my_model/ --chat      {"messages": [...]}, by its chat template
-  isograd data inspect tokens/ --length 64
-  isograd data inspect runs/chat/data/0                             of a run: chats in data/0, pairs of answers in data
+  isograd data show tokens/ --length 64 --n 5
+  isograd data show runs/chat/data/0                             of a run: chats in data/0, pairs of answers in data
   isograd data verify tokens/
 
 A build that was stopped or killed resumes where it was when the same command is given again."""
@@ -42,13 +42,7 @@ def _build_options(parser: argparse.ArgumentParser) -> None:
     add("out", metavar="OUT", help="a new folder, or one whose build was stopped")
     add("inputs", metavar="INPUT", nargs="+", help="text files, .jsonl, .parquet, or folders of them")
     add("--tokenizer", default="bytes", help="'bytes' (default), a tokenizer.json, or a folder with one")
-    add(
-        "--documents",
-        default="file",
-        choices=("file", "line", "blank"),
-        help="a document in text is a file (default), a line, or what stands between blank lines",
-    )
-    add("--text-key", default="text", metavar="KEY", help="of JSON lines and parquet (default text)")
+    _text_options(parser)
     add(
         "--validation",
         type=float,
@@ -72,6 +66,13 @@ def _build_options(parser: argparse.ArgumentParser) -> None:
         "--tokenizer renders them, and the assistant's tokens are the labels",
     )
     add(
+        "--on-bad-lines",
+        default="refuse",
+        choices=("refuse", "skip"),
+        help="of --chat, a line that is no conversation to learn from: refuse it (default), or skip it; how many were "
+        "left out, and why, is printed and kept in the manifest",
+    )
+    add(
         "--shard-bytes",
         type=_count,
         metavar="N",
@@ -93,7 +94,25 @@ def _build_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _inspect_options(parser: argparse.ArgumentParser) -> None:
+def _text_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--documents",
+        default="file",
+        choices=("file", "line", "blank"),
+        help="a document in text is a file (default), a line, or what stands between blank lines",
+    )
+    parser.add_argument("--text-key", default="text", metavar="KEY", help="of JSON and parquet (default text)")
+
+
+def _tokenizer_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("out", metavar="OUT", help="a new folder")
+    parser.add_argument("inputs", metavar="INPUT", nargs="+", help="text files, .jsonl, .parquet, or folders of them")
+    parser.add_argument("--vocabulary", type=_count, default=32_000, metavar="N", help="tokens (default 32000)")
+    parser.add_argument("--chat", action="store_true", help="inputs are conversations: their messages are the text")
+    _text_options(parser)
+
+
+def _show_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", metavar="FOLDER")
     parser.add_argument(
         "--length", type=_count, metavar="N",
@@ -103,7 +122,7 @@ def _inspect_options(parser: argparse.ArgumentParser) -> None:
         "--packing", choices=("documents", "whole", "stream"),
         help="as data.packing of a run (default: whole for conversations, else documents)",
     )  # fmt: skip
-    parser.add_argument("--samples", type=_count, default=3, metavar="N", help="how many (default 3)")
+    parser.add_argument("--n", type=_count, default=3, metavar="N", help="how many samples (default 3)")
     parser.add_argument("--seed", type=int, default=0, help="of their order (default 0)")
     parser.add_argument("--split", default="train", choices=("train", "validation"))
 
@@ -120,13 +139,14 @@ def _count(text: str) -> int:
 
 def _build(options: argparse.Namespace) -> int:
     from isograd.data.building import build
-    from isograd.data.manifest import SPLITS
+    from isograd.data.manifest import SPLITS, left_out_text
 
     with _bar("build") as show:
         manifest = build(
             options.out, options.inputs, tokenizer=options.tokenizer, documents=options.documents,
             text_key=options.text_key, validation=options.validation, end_of_document=options.end_of_document,
-            special_tokens=options.special_tokens, chat=options.chat, shard_bytes=options.shard_bytes,
+            special_tokens=options.special_tokens, chat=options.chat, on_bad_lines=options.on_bad_lines,
+            shard_bytes=options.shard_bytes,
             workers=options.workers, largest_document=options.largest_document << 20,
             progress=lambda done, total, tokens: show(done, total, f"{tokens:,} tokens"),
         )  # fmt: skip
@@ -134,6 +154,8 @@ def _build(options: argparse.Namespace) -> int:
     print(f"{options.out}: {counts['train']:,} tokens to train on, {counts['validation']:,} for validation")
     if manifest.empty:
         print(f"left out: {manifest.empty:,} documents without text")
+    if manifest.left_out:
+        print(left_out_text(manifest.left_out))
     if manifest.as_text:
         print(manifest.as_text)
     if not counts["validation"] and options.validation:
@@ -143,10 +165,23 @@ def _build(options: argparse.Namespace) -> int:
     return 0
 
 
-def _inspect(options: argparse.Namespace) -> int:
-    from isograd.data.show import inspect
+def _show(options: argparse.Namespace) -> int:
+    from isograd.data.show import GREEN, LABELS, show
 
-    print(inspect(options.folder, options.length, options.samples, options.seed, options.split, options.packing))
+    marks = GREEN if sys.stdout.isatty() and "NO_COLOR" not in os.environ else LABELS
+    print(show(options.folder, options.length, options.n, options.seed, options.split, options.packing, marks))
+    return 0
+
+
+def _tokenizer(options: argparse.Namespace) -> int:
+    from isograd.data.tokenizer_training import train_tokenizer
+
+    size = train_tokenizer(
+        options.out, options.inputs, vocabulary=options.vocabulary, documents=options.documents,
+        text_key=options.text_key, chat=options.chat,
+    )  # fmt: skip
+    print(f"{options.out}: a byte-level BPE tokenizer of {size:,} tokens, with a chat template")
+    print(f"next: isograd data build TOKENS {' '.join(options.inputs)} --tokenizer {options.out}")
     return 0
 
 
@@ -190,6 +225,7 @@ class _Lines:
 
 VERBS: dict[str, Verb] = {
     "build": ("make token shards of text, JSON lines and parquet", _build_options, _build),
-    "inspect": ("print counts, and samples as training sees them", _inspect_options, _inspect),
+    "show": ("print counts, and samples as training sees them, labels marked", _show_options, _show),
     "verify": ("hash every file of a folder and compare", _verify_options, _verify),
+    "tokenizer": ("train a BPE tokenizer on text or conversations", _tokenizer_options, _tokenizer),
 }

@@ -3,14 +3,17 @@
 isograd generate runs/quickstart "def main("            what the model writes after a text
 isograd generate out/ --prompts prompts.jsonl --json    a line of JSON for each prompt
 isograd chat out/                                       a conversation in the terminal
+isograd chat runs/chat --web                            in the browser, beside the run's loss curve
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isograd.cli.subcommands import Parser
@@ -19,6 +22,7 @@ from isograd.io import terminal
 if TYPE_CHECKING:
     from isograd.generate import Sampling, Writer
 
+JOURNAL, POINTS = "metrics.jsonl", 500
 PLACE = "a run, a checkpoint, or a Hugging Face folder"
 
 
@@ -30,22 +34,30 @@ def generate(words: list[str], kind: Parser) -> int:
     parser.add_argument("--prompts", metavar="FILE", help='lines of JSON: {"prompt": "..."} or {"messages": [...]}')
     parser.add_argument("--json", action="store_true", help="write a line of JSON for each sample")
     parser.add_argument("--samples", type=_positive, default=1, help="of each prompt (default 1)")
+    parser.add_argument("--batch", type=_positive, default=8, metavar="N", help="samples made together (default 8)")
     _shared_options(parser)
     options = _parsed(parser, words)
     if (options.prompt is None) == (options.prompts is None):
         parser.error("give a prompt, or --prompts FILE")
     writer, how = _opened(options)
-    for number, given in enumerate(_prompts(options)):
-        for sample in range(options.samples):
-            said = given["messages" if "messages" in given else "prompt"]
-            pieces = writer.write(said, how, number * options.samples + sample)
-            if options.json:
-                print(json.dumps({**given, "sample": sample, "text": "".join(pieces)}), flush=True)
-                continue
-            for piece in pieces:
-                print(terminal.plain(piece), end="", flush=True)
-            print()
+    prompts = list(_prompts(options))
+    asked = [(given, sample) for given in prompts for sample in range(options.samples)]
+    if len(asked) == 1 and not options.json:
+        for piece in writer.write(_said(prompts[0]), how):
+            print(terminal.plain(piece), end="", flush=True)
+        print()
+        return 0
+    for first in range(0, len(asked), options.batch):
+        batch = asked[first : first + options.batch]
+        texts = writer.write_all([_said(given) for given, _ in batch], how, range(first, first + len(batch)))
+        for (given, sample), text in zip(batch, texts, strict=True):
+            line = json.dumps({**given, "sample": sample, "text": text}) if options.json else terminal.plain(text)
+            print(line, flush=True)
     return 0
+
+
+def _said(given: dict[str, Any]) -> Any:
+    return given["messages" if "messages" in given else "prompt"]
 
 
 def chat(words: list[str], kind: Parser) -> int:
@@ -56,6 +68,10 @@ def chat(words: list[str], kind: Parser) -> int:
     )  # fmt: skip
     parser.add_argument("place", metavar="PLACE", help=PLACE)
     parser.add_argument("--system", metavar="TEXT", help="the system's message")
+    parser.add_argument(
+        "--web", action="store_true", help="a page in the browser of this computer, with the loss curve"
+    )
+    parser.add_argument("--port", type=_port, default=0, help="of the page (default: a free one)")
     _shared_options(parser)
     options = _parsed(parser, words)
     writer, how = _opened(options)
@@ -63,25 +79,73 @@ def chat(words: list[str], kind: Parser) -> int:
         from isograd.errors import ConfigError
 
         raise ConfigError("IG647", seen=f"the tokenizer of {options.place}")
-    messages: list[dict[str, str]] = [{"role": "system", "content": options.system}] if options.system else []
-    while True:
+    if options.web:
+        return _serve(writer, how, options)
+    _talk(writer, how, [{"role": "system", "content": options.system}] if options.system else [])
+    return 0
+
+
+def _serve(writer: Writer, how: Sampling, options: argparse.Namespace) -> int:
+    from isograd.errors import ConfigError
+    from isograd.generate.web import ChatServer
+
+    try:
+        server = ChatServer(writer, how, lambda: _loss(Path(options.place)), options.system, options.port)
+    except OSError as error:
+        raise ConfigError("IG644", seen=error.strerror, port=options.port) from error
+    print(f"open {server.address}\nfor this computer alone; Ctrl-C ends it", flush=True)
+    try:
+        server.serve_forever()
+    except KeyboardInterrupt:
+        print()
+    finally:
+        server.server_close()
+    return 0
+
+
+def _loss(place: Path) -> dict[str, list[tuple[int, float]]]:
+    """The curve of the run that a place is, or lies in; at most some hundred points of it."""
+    from isograd.train.journal import curve
+
+    folders = (place, *place.absolute().parents[:2])  # a run, its checkpoints, one of them
+    found = curve(next((up / JOURNAL for up in folders if (up / JOURNAL).is_file()), place / JOURNAL))
+    both = {"training": found.training, "held_out": found.held_out}
+    return {name: [*points[:: 1 + len(points) // POINTS], *points[-1:]] for name, points in both.items()}
+
+
+def _talk(writer: Writer, how: Sampling, messages: list[Any]) -> None:
+    """A conversation on the terminal, until its input ends."""
+    from isograd.errors import ConfigError
+
+    told = False
+    for turn in itertools.count():
         try:
             said = input("> ")
         except (EOFError, KeyboardInterrupt):
             print()
-            return 0
+            return
         if not said.strip():
             continue
-        messages.append({"role": "user", "content": said})
+        asked = [*messages, {"role": "user", "content": said}]
+        try:
+            fitting = list(writer.fitted(asked, how))
+        except ConfigError as error:
+            if error.code != "IG648":
+                raise
+            print(error, file=sys.stderr)  # the message is forgotten, the conversation goes on
+            continue
+        if len(fitting) < len(asked) and not told:
+            told = True
+            print(f"chat: the model has {writer.room:,} positions: its oldest turns are left out now", file=sys.stderr)
         answer = ""
         try:
-            for piece in writer.write(messages, how, len(messages)):
+            for piece in writer.write(fitting, how, turn):
                 answer += piece
                 print(terminal.plain(piece), end="", flush=True)
         except KeyboardInterrupt:
             pass
         print()
-        messages.append({"role": "assistant", "content": answer})
+        messages = [*fitting, {"role": "assistant", "content": answer}]
 
 
 def _shared_options(parser: argparse.ArgumentParser) -> None:
@@ -143,6 +207,12 @@ def _is_message(message: Any) -> bool:
 def _positive(text: str) -> int:
     if not text.isdecimal() or not 0 < int(text[:10]) < 10**9:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return int(text)
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text[:6]) > 65_535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port from 0 to 65535")
     return int(text)
 
 

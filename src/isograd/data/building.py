@@ -11,6 +11,7 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, fields, replace
@@ -23,10 +24,12 @@ from isograd.data.manifest import (
     NAME,
     TOKENIZER,
     Documents,
+    OnBadLines,
     Recipe,
     SpecialTokens,
     TokenManifest,
     encode,
+    left_out_text,
     read,
 )
 from isograd.data.shards import ShardRecord, done
@@ -61,6 +64,7 @@ def build(
     end_of_document: str = "auto",
     special_tokens: SpecialTokens = "refuse",
     chat: bool = False,
+    on_bad_lines: OnBadLines = "refuse",
     shard_bytes: int | None = None,
     largest_document: int = LARGEST_DOCUMENT,
     workers: int = 1,
@@ -74,11 +78,12 @@ def build(
 
     largest_document: bytes of a document; a larger one is refused before it is in memory.
 
-    chat: inputs are conversations, and `tokenizer` is a folder with a chat template (data/chats.py).
+    chat: inputs are conversations, and `tokenizer` is a folder with a chat template (data/chats.py). on_bad_lines:
+    "refuse" a line that is none to learn from, or "skip" it: the manifest counts such lines by reason.
 
     workers > 1 starts processes: guard a script with `if __name__ == "__main__"`, as for any use of multiprocessing.
     """
-    _check(inputs, documents, validation, special_tokens, shard_bytes, workers, largest_document)
+    _check(inputs, documents, validation, special_tokens, on_bad_lines, shard_bytes, workers, largest_document)
     folder = Path(out)
     template = None
     if chat:
@@ -88,7 +93,17 @@ def build(
     found = find_inputs([str(path) for path in inputs], folder, chat)
     size = shard_bytes or max(SHARD, -(-sum(one.bytes for one in found) // MOST))
     special = special_tokens if tools.special or chat else "text"  # a choice that makes no difference is not recorded
-    recipe = Recipe(tools.vocabulary, documents, text_key, float(validation), size, found, special, template)
+    recipe = Recipe(
+        tools.vocabulary,
+        documents,
+        text_key,
+        float(validation),
+        size,
+        found,
+        special,
+        template,
+        on_bad_lines if chat else "refuse",
+    )
     with _locked(folder):
         if not _begin(folder, recipe):
             return read(folder)
@@ -152,16 +167,22 @@ def _begin(folder: Path, recipe: Recipe) -> bool:
 
 
 def _resume(folder: Path, theirs: Recipe, ours: Recipe, names: set[str]) -> None:
-    """Refuse an unfinished build of another recipe. One that refused special tokens may be resumed with a decision.
+    """Refuse an unfinished build of another recipe. One that refused special tokens may be resumed with a decision, and
+    one that refused a line with the decision to skip such lines: its finished shards have none.
 
     Its finished shards hold no text that spells one, so they are equal under "text". Under "keep" they are made again:
     a tokenizer may also match a special token where the text spells it differently, in capitals for example.
     """
-    undecided = theirs.special_tokens == "refuse"
-    _same(folder, replace(theirs, special_tokens=ours.special_tokens) if undecided else theirs, ours)
+    decided = replace(
+        theirs,
+        special_tokens=ours.special_tokens if theirs.special_tokens == "refuse" else theirs.special_tokens,
+        on_bad_lines=ours.on_bad_lines if theirs.on_bad_lines == "refuse" else theirs.on_bad_lines,
+    )
+    _same(folder, decided, ours)
     if theirs == ours:
         return
-    if ours.special_tokens == "keep":
+    other = ours.special_tokens != theirs.special_tokens
+    if other and (ours.special_tokens == "keep" or theirs.on_bad_lines == "skip"):
         with writing(folder):
             for name in filter(RECORD.fullmatch, names):
                 (folder / name).unlink()
@@ -197,18 +218,22 @@ def _taken(folder: Path, seen: str, fix: str) -> DataError:
 
 def _manifest(recipe: Recipe, records: Sequence[ShardRecord]) -> TokenManifest:
     shards = [shard for record in records for shard in record.shards]
+    left_out = dict(sum((Counter(record.left_out) for record in records), Counter[str]()))
     if not any(shard.split == "train" for shard in shards):
         held = sum(shard.documents for shard in shards)
         raise DataError(
             "IG923",
-            seen=f"{held} documents for validation, none for training" if held else "no document with text",
+            seen=f"{held} documents for validation, none for training"
+            if held
+            else left_out_text(left_out) or "no document with text",
             fix="build into a new folder: smaller --validation, or smaller documents (--documents blank)"
             if held
             else "give inputs that hold text; into a new folder",
         )
     ordered = sorted(shards, key=lambda shard: (shard.split, shard.number))
     markers = {marker: number for record in records for marker, number in record.markers.items()}
-    return TokenManifest(recipe, tuple(ordered), sum(record.empty for record in records), dict(sorted(markers.items())))
+    empty = sum(record.empty for record in records)
+    return TokenManifest(recipe, tuple(ordered), empty, dict(sorted(markers.items())), left_out)
 
 
 def _clear(folder: Path) -> None:
@@ -260,6 +285,7 @@ def _check(
     documents: str,
     validation: float,
     special_tokens: str,
+    on_bad_lines: str,
     shard_bytes: int | None,
     workers: int,
     largest_document: int,
@@ -269,6 +295,8 @@ def _check(
         wrong.append(f"documents {documents!r}")
     if special_tokens not in ("refuse", "keep", "text"):
         wrong.append(f"special_tokens {special_tokens!r}")
+    if on_bad_lines not in ("refuse", "skip"):
+        wrong.append(f"on_bad_lines {on_bad_lines!r}")
     if not 0 <= validation < 1:
         wrong.append(f"validation {validation}")
     wrong += [f"shard_bytes {shard_bytes}"] if shard_bytes is not None and shard_bytes < 1 else []

@@ -117,11 +117,16 @@ def tokenizer(folder: Path) -> Path:
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     made.decoder = decoders.ByteLevel()
     made.add_special_tokens([AddedToken(token, special=True) for token in (END, START, STOP)])
+    return save_tokenizer(folder, made.to_str(pretty=True), STOP)
+
+
+def save_tokenizer(folder: Path, tokenizer_json: str, end: str) -> Path:
+    """A folder with a tokenizer of the special tokens above, as transformers reads it, with the template above."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {
-        "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": STOP, "pad_token": END, "chat_template": TEMPLATE,
+        "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end, "pad_token": END, "chat_template": TEMPLATE,
         "clean_up_tokenization_spaces": False,
     }  # fmt: skip
-    write_text(folder / "tokenizer.json", made.to_str(pretty=True))
+    write_text(folder / "tokenizer.json", tokenizer_json)
     write_text(folder / "tokenizer_config.json", json.dumps(config, indent=1))
     return folder

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
 Span = tuple[int, int]
 SHAREGPT = {"system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"}
+NO_CONTENT, NO_TEXT, NO_TOOLS = "a message without content", "content that is no text", "tools that are no list"
 MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # The usual spelling of special tokens; DeepSeek's bars are wide ones, Gemma 4 has a bar at one side.
 LIKE_A_TOKEN = re.compile(
@@ -81,7 +82,7 @@ class Chats:
         try:
             rendered.encode()
         except UnicodeEncodeError as error:
-            raise no_chat(f"{rendered[error.start]!r}, half of a surrogate pair") from error
+            raise no_chat(f"{rendered[error.start]!r}, half of a surrogate pair", "half a character") from error
         (ids,) = (e.ids for e in self.tokenizer.encode_batch_fast([rendered], add_special_tokens=False))
         self._refuse_split(rendered, ids, said)
         counted = np.zeros(len(ids), np.uint8)
@@ -150,20 +151,21 @@ class Chats:
             try:
                 self._text(empty, tools)
             except ChatError as error:
-                raise no_chat(f"{one}and also with empty text in its place {error.seen}") from error
+                raise no_chat(f"{one}and also with empty text in its place {error.seen}", NO_CONTENT) from error
             return empty
         if "None" in text and text.count("None") > self._text(empty, tools).count("None"):
-            raise no_chat(f'{one}for which the template writes \'None\'; "content": "" is empty text')
+            raise no_chat(f'{one}for which the template writes \'None\'; "content": "" is empty text', NO_CONTENT)
         return messages
 
     def _rendered(self, messages: list[Any], tools: Any) -> tuple[str, list[Span]]:
         """The text of a conversation, and where its answers lie."""
         answers = _answers(messages)
         if not answers:
-            raise no_chat("no message of the role 'assistant'")
+            raise no_chat("no message of the role 'assistant'", "no answer")
         weights = [messages[number].pop("weight", 1) for number in answers]
         if any(weight not in (0, 1) for weight in weights) or not any(weights):
-            raise no_chat(f"weights {weights[:8]} of the answers: 1 is learned, 0 is not, and one at least is 1")
+            seen = f"weights {weights[:8]} of the answers: 1 is learned, 0 is not, and one at least is 1"
+            raise no_chat(seen, "weights other than 0 and 1, or no 1")
         text, spans = self._render(messages, tools)
         learned = [number for number, weight in zip(answers, weights, strict=True) if weight]
         refuse_dropped_content(text, messages, tools, learned, self._text, self.template)
@@ -223,7 +225,8 @@ class Chats:
                 "IG991", seen=f"a chat template that is no Jinja, line {error.lineno}: {error}", folder=self.folder
             ) from error
         except Exception as error:  # a template can also divide by zero, or call itself for ever
-            raise no_chat(f"the template refuses it: {str(error) or type(error).__name__}") from error
+            seen = f"the template refuses it: {str(error) or type(error).__name__}"
+            raise no_chat(seen, "refused by the template") from error
         return str(texts[0]), [(int(start), int(end)) for start, end in spans[0]] if self.marks else []
 
     # -- special tokens
@@ -287,7 +290,7 @@ def conversation(text: str) -> tuple[list[Any], Any]:
     try:
         found = parse_line(text)
     except (ValueError, RecursionError) as error:
-        raise no_chat(f"no JSON: {error}") from error
+        raise no_chat(f"no JSON: {error}", "no JSON") from error
     found = _with_messages(found) if isinstance(found, dict) else found
     messages = found.get("messages") if isinstance(found, dict) else None
     if not isinstance(messages, list) or not messages:
@@ -295,23 +298,23 @@ def conversation(text: str) -> tuple[list[Any], Any]:
             seen = ", ".join(map(repr, list(found)[:10]))
         else:
             seen = "nothing in it" if messages == [] else type(messages if isinstance(found, dict) else found).__name__
-        raise no_chat(f"no list of messages under 'messages': {seen}")
+        raise no_chat(f"no list of messages under 'messages': {seen}", "no messages")
     for number, message in enumerate(messages, 1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise no_chat(f"message {number} has no 'role'")
+            raise no_chat(f"message {number} has no 'role'", "a message without a role")
         if not isinstance(message.get("content"), str | list | None):
-            raise no_chat(f"message {number}: its content is {type(message['content']).__name__}")
+            raise no_chat(f"message {number}: its content is {type(message['content']).__name__}", NO_TEXT)
         if message.get("content") is None and not message.get("tool_calls"):
-            raise no_chat(f"message {number}: it has no content")
+            raise no_chat(f"message {number}: it has no content", NO_CONTENT)
     messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
     tools = found.get("tools") or None
     if isinstance(tools, str):  # in parquet, where every row would have the fields of every tool
         try:
             tools = parse_line(tools)
         except ValueError as error:
-            raise no_chat(f"'tools' is text, and no JSON: {error}") from error
+            raise no_chat(f"'tools' is text, and no JSON: {error}", NO_TOOLS) from error
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-        raise no_chat("'tools' is no list of objects")
+        raise no_chat("'tools' is no list of objects", NO_TOOLS)
     return messages, tools
 
 
@@ -325,8 +328,8 @@ def _with_messages(found: dict[str, Any]) -> dict[str, Any]:
             sender = turn.get("from") if isinstance(turn, dict) else None
             role = SHAREGPT.get(sender) if isinstance(sender, str) else None
             if role is None or not isinstance(turn.get("value"), str):
-                raise no_chat(f"turn {number} of 'conversations': 'from' is {sender!r}, one of {list(SHAREGPT)} is "
-                              "expected, with text as its 'value'")  # fmt: skip
+                seen = f"turn {number} of 'conversations': 'from' is {sender!r}, one of {list(SHAREGPT)} is expected, "
+                raise no_chat(seen + "with text as its 'value'", "an unknown sender" if role is None else NO_TEXT)
             weight = {} if turn.get("weight") is None else {"weight": turn["weight"]}
             messages.append({"role": role, "content": turn["value"], **weight})
         if found.get("system"):
@@ -335,9 +338,10 @@ def _with_messages(found: dict[str, Any]) -> dict[str, Any]:
     if "instruction" in found and "output" in found:
         parts = {name: found.get(name) or "" for name in ("system", "instruction", "input", "output")}
         if wrong := [name for name, part in parts.items() if not isinstance(part, str)]:
-            raise no_chat(f"{wrong[0]!r} is {type(parts[wrong[0]]).__name__}, no text")
+            raise no_chat(f"{wrong[0]!r} is {type(parts[wrong[0]]).__name__}, no text", NO_TEXT)
         if not parts["output"].strip() or found.get("history"):
-            raise no_chat("an empty 'output'" if not found.get("history") else "'history', which is not read")
+            seen = "an empty 'output'" if not found.get("history") else "'history', which is not read"
+            raise no_chat(seen, seen)
         asked = "\n\n".join(part for part in (parts["instruction"], parts["input"]) if part)
         said = (("system", parts["system"]), ("user", asked), ("assistant", parts["output"]))
         return {"messages": [{"role": role, "content": text} for role, text in said if text or role == "user"]}

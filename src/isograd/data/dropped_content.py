@@ -13,6 +13,7 @@ from typing import Any
 from isograd.errors import ChatError
 
 REASONING = "reasoning_content", "reasoning", "thinking"  # keys under which a message may hold what came before words
+LOST = "left out by the template, in part"
 Render = Callable[[list[Any], Any], str]  # (messages, tools): what the template writes
 
 
@@ -32,16 +33,16 @@ def refuse_dropped_content(
     for number, message in enumerate(messages):
         content, one = message.get("content"), f"message {number + 1}"
         if isinstance(content, list) and content and str(content) in text:
-            raise no_chat(f"{one}: the template writes its parts as Python's {str(content)[:60]!r}")
+            raise no_chat(f"{one}: the template writes its parts as Python's {str(content)[:60]!r}", LOST)
         for name, words, rest in _parts(message, number in learned):
             if all(word not in template and text.count(word) >= said.count(word) for word in words):
                 continue
             if same_with(number, [rest]):
                 if name == "content" and same_with(number, []):
-                    raise no_chat(f"{one}, of the role {message['role']!r}: the template does not write it")
-                raise no_chat(f"{one}: the template does not write its {name}")
+                    raise no_chat(f"{one}, of the role {message['role']!r}: the template does not write it", LOST)
+                raise no_chat(f"{one}: the template does not write its {name}", LOST)
     if tools and text == render(messages, None):
-        raise no_chat("the template does not write the conversation's tools")
+        raise no_chat("the template does not write the conversation's tools", LOST)
 
 
 def _parts(message: Any, learned: bool) -> Iterator[tuple[str, list[str], Any]]:
@@ -62,9 +63,11 @@ def _parts(message: Any, learned: bool) -> Iterator[tuple[str, list[str], Any]]:
             yield "content", [text.strip()], {**message, "content": [*content[:at], emptied, *content[at + 1 :]]}
 
 
-def no_chat(seen: str) -> ChatError:
-    """The error of a line that is no conversation to learn from."""
-    return ChatError("IG990", seen=seen[:500])
+def no_chat(seen: str, reason: str) -> ChatError:
+    """The error of a line that is no conversation to learn from. reason: the same words for every such line."""
+    error = ChatError("IG990", seen=seen[:500])
+    error.reason = reason
+    return error
 
 
 def strings(value: Any) -> Iterator[str]:

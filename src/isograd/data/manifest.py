@@ -33,6 +33,7 @@ LARGEST = MANIFEST
 Split = Literal["train", "validation"]
 Documents = Literal["file", "line", "blank"]
 SpecialTokens = Literal["refuse", "keep", "text"]
+OnBadLines = Literal["refuse", "skip"]
 SPLITS: tuple[Split, ...] = ("train", "validation")
 Count = Annotated[int, Field(ge=0, lt=1 << 60)]
 Some = Annotated[int, Field(gt=0, lt=1 << 60)]
@@ -112,6 +113,7 @@ class Recipe:
     inputs: tuple[InputFile, ...]
     special_tokens: SpecialTokens = "text"  # of manifests that were written before the field existed
     template: Hash | None = None  # of the chat template; None: documents are text
+    on_bad_lines: OnBadLines = "refuse"  # what to do with lines that are no conversation to learn from
     __pydantic_config__: ClassVar = STRICT
 
 
@@ -123,6 +125,7 @@ class TokenManifest:
     shards: tuple[TokenShard, ...]
     empty: Count  # documents without text, left out
     markers: dict[str, Count] = field(default_factory=dict)  # of conversations: of the template, as text; their tokens
+    left_out: dict[str, Count] = field(default_factory=dict)  # of conversations: lines that were skipped, by reason
     format: Literal["isograd tokens"] = FORMAT
     version: Literal[1] = VERSION
     __pydantic_config__: ClassVar = STRICT
@@ -152,6 +155,12 @@ class TokenManifest:
     def encode(self) -> bytes:
         """The bytes of manifest.json."""
         return encode({"format": self.format, "version": self.version} | asdict(self))
+
+
+def left_out_text(left_out: dict[str, int]) -> str:
+    """The lines that were skipped, in words; empty: none."""
+    told = [f"{number:,} {reason}" for reason, number in sorted(left_out.items(), key=lambda one: (-one[1], one[0]))]
+    return f"left out: {sum(left_out.values()):,} lines: {', '.join(told)}" if told else ""
 
 
 def encode(record: dict[str, Any]) -> bytes:

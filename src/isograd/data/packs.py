@@ -28,7 +28,7 @@ class Packs:
                 "IG905", f"no document of the {source.split} split of {source.folder} fits into a sequence",
                 seen=f"{self.number} documents of {int(lengths.min())} to {self.longest} tokens",
                 expected=f"documents of at most {length} tokens",
-                fix=f"--data.length {self.longest} (isograd data inspect: --length)",
+                fix=f"--data.length {self.longest} (isograd data show: --length)",
             )  # fmt: skip
 
     def __len__(self) -> int:

@@ -7,6 +7,7 @@ has a record is done, and is not done again.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import blake2b
@@ -25,6 +26,7 @@ from isograd.io.atomic import AtomicFile, flush_folder
 from isograd.io.untrusted import FileError, read_typed
 
 TOGETHER = 1 << 20  # characters given to the tokenizer at once
+REASONS = {"IG929": "a special token spelled in a message", "IG992": "an answer whose tokens are not certain"}
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,7 @@ class ShardRecord:
     shards: tuple[TokenShard, ...]
     empty: Count
     markers: dict[str, Count] = field(default_factory=dict)  # of a chat template, as text
+    left_out: dict[str, Count] = field(default_factory=dict)  # lines that were skipped, by reason
     __pydantic_config__: ClassVar = STRICT
 
 
@@ -59,11 +62,11 @@ def done(folder: Path, number: int, recipe: Recipe) -> ShardRecord | None:
 def make(folder: Path, number: int, parts: list[InputPart], recipe: Recipe, tokenizer: Tokenizer) -> ShardRecord:
     """Tokenise and write one shard, then its record."""
     sides: dict[Split, _Side] = {}
-    empty = 0
+    empty, left_out = 0, Counter[str]()
     if tokenizer.chat is not None:
         tokenizer.chat.markers = {}
     try:
-        for batch in _tokenized(recipe, parts, tokenizer):
+        for batch in _tokenized(recipe, parts, tokenizer, left_out):
             empty += _assign(batch, sides, folder, number, recipe)
             del batch  # the last one is not held while its tokens are written
         for side in sides.values():
@@ -74,7 +77,8 @@ def make(folder: Path, number: int, parts: list[InputPart], recipe: Recipe, toke
             side.discard()
     with writing(folder):
         flush_folder(folder)
-    record = ShardRecord(shards, empty, tokenizer.chat.markers if tokenizer.chat is not None else {})
+    markers = tokenizer.chat.markers if tokenizer.chat is not None else {}
+    record = ShardRecord(shards, empty, markers, dict(left_out))
     write_whole(record_of(folder, number), encode(asdict(record)))
     return record
 
@@ -102,8 +106,10 @@ def split_of(text: str, validation: float) -> Split:
 Document = tuple[str, Ids, Ids | None]  # its text, its tokens, and which of them count; None: all
 
 
-def _tokenized(recipe: Recipe, parts: list[InputPart], tokenizer: Tokenizer) -> Iterator[list[Document]]:
-    """Documents, some together."""
+def _tokenized(
+    recipe: Recipe, parts: list[InputPart], tokenizer: Tokenizer, left_out: Counter[str]
+) -> Iterator[list[Document]]:
+    """Documents, some together. left_out: counts the lines that are skipped, by reason."""
     if tokenizer.chat is None:
         for texts in _batches(recipe, parts, tokenizer):
             yield [(text, ids, None) for text, ids in zip(texts, tokenizer.encode(texts), strict=True)]
@@ -114,6 +120,10 @@ def _tokenized(recipe: Recipe, parts: list[InputPart], tokenizer: Tokenizer) -> 
             try:
                 held.append((text, *tokenizer.chat(text)))
             except DataError as error:
+                reason = error.reason or REASONS.get(error.code)
+                if recipe.on_bad_lines == "skip" and reason:
+                    left_out[reason] += 1
+                    continue
                 error.where = _place(recipe, part, index)
                 raise
             size += len(text)

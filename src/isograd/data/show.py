@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from isograd.data.files import sha256
-from isograd.data.manifest import SPLITS, TokenManifest, read
+from isograd.data.manifest import SPLITS, TokenManifest, left_out_text, read
 from isograd.data.mixture import IGNORE, Mixture, Source
 from isograd.data.preferences import BUILT, PROMPTS, Preferences
 from isograd.data.tokenizer import load_tokenizer
@@ -17,20 +17,23 @@ from isograd.data.tokens import Tokens, check_sizes
 from isograd.errors import DataError
 
 LABELS = "▶", "◀"  # around what is learned of a conversation
+GREEN = "\x1b[32m", "\x1b[39m"  # instead of them, on a terminal
 ROOM = 2048  # tokens of a sample of conversations, where its length is not given and some fit
 
 
-def inspect(
+def show(
     folder: str | Path,
     length: int | None = None,
     samples: int = 3,
     seed: int = 0,
     split: str = "train",
     packing: str | None = None,
+    labels: tuple[str, str] = LABELS,
 ) -> str:
     """Counts, then `samples` rows of step 0 as training sees them, decoded, a line for each document in them.
 
     packing, length: None stands for those of the task: conversations whole, in rows that hold the longest of them.
+    labels: what stands before and behind what is learned, where that is not all.
     Pairs of answers (the folder `data` of a run of task preference) are shown one by one.
     """
     home = Path(folder)
@@ -47,28 +50,28 @@ def inspect(
     lines.append(
         f"  from {len(inputs):,} files, {sum(one.bytes for one in inputs):,} bytes, {manifest.empty:,} empty documents"
     )
-    lines += [f"  {manifest.as_text}"] if manifest.as_text else []
+    lines += [f"  {text}" for text in (left_out_text(manifest.left_out), manifest.as_text) if text]
     decode = load_tokenizer(home / BUILT if of_pairs else home, vocabulary).decode
     if of_pairs:
         _refuse_options(home, split, packing)
-        return "\n".join([*lines, *_pairs(home, manifest, length, samples, seed, decode)])
+        return "\n".join([*lines, *_pairs(home, manifest, length, samples, seed, decode, labels)])
     chats = manifest.recipe.template is not None
     packing = packing or ("whole" if chats else "documents")
     length = length or (_room(Tokens(home, split)) if chats else 128)
     mixture = Mixture([Source(folder)], length=length, batch=samples, seed=seed, split=split, packing=packing)
     lines += [f"  packing {packing}, length {length}", *([f"  {mixture.left_out}"] if mixture.left_out else [])]
-    lines += [f"  labels stand between {LABELS[0]} and {LABELS[1]}"] if chats else []
+    lines += [f"  {_legend(labels)}"] if chats else []
     rows = mixture.rows(0, range(samples))
     for row in range(samples):
-        ids, labels = rows["tokens"][row].tolist(), rows["labels"][row].tolist()
+        ids, following = rows["tokens"][row].tolist(), rows["labels"][row].tolist()
         filled = mixture.filled(row)
         numbers = rows["documents"][row].tolist() if "documents" in rows else [0] * length
-        counted = [before != IGNORE for before in labels]
+        counted = [label != IGNORE for label in following]
         of = "plain stream" if packing == "stream" else f"{numbers[filled - 1] + 1} documents"
         lines.append(f"\nsample {row} of {split}: {length} tokens, {sum(counted)} labels, {of}")
         marks = [False, *counted[: filled - 1]] if chats else [False] * filled
         for number, held in groupby(range(filled), key=numbers.__getitem__):
-            text = _text(ids, marks, list(held), decode)
+            text = _text(ids, marks, list(held), decode, labels)
             lines.append(f"  [{number}] {text}")
         if filled < length:
             lines.append(f"  {length - filled} tokens of filling, without labels")
@@ -97,6 +100,7 @@ def _pairs(
     samples: int,
     seed: int,
     decode: Callable[[list[int]], str],
+    labels: tuple[str, str],
 ) -> Iterator[str]:
     """Samples of pairs: what of each row is read, and which of it are labels."""
     documents = sum(shard.documents for shard in manifest.of("train"))
@@ -105,24 +109,34 @@ def _pairs(
     pairs = Preferences(folder, length=length, batch=samples, seed=seed, held_out=0.0, answers=answers)
     yield f"  {pairs.number:,} pairs, rows of at most {length} tokens" + (", with strangers (KTO)" * (answers == 3))
     yield from [f"  {pairs.left_out}"] if pairs.left_out else []
-    yield f"  labels stand between {LABELS[0]} and {LABELS[1]}"
+    yield f"  {_legend(labels)}"
     for sample, pair in enumerate(pairs.numbers(0)):
         yield f"\nsample {sample}: pair {pair}"
         for answer in range(answers):
             name = ("chosen", "rejected", "stranger")[answer]
             rows = pairs.rows([pair], range(1), range(answer, answer + 1))
-            ids, labels = rows["tokens"][0, 0].tolist(), rows["labels"][0, 0].tolist()
-            marks = [False, *(label != IGNORE for label in labels[:-1])]
-            text = _text(ids, marks, list(range(len(ids))), decode)
+            ids, following = rows["tokens"][0, 0].tolist(), rows["labels"][0, 0].tolist()
+            marks = [False, *(label != IGNORE for label in following[:-1])]
+            text = _text(ids, marks, list(range(len(ids))), decode, labels)
             yield f"  [{name}: {len(ids)} tokens, {sum(marks)} labels] {text}"
 
 
-def _text(ids: list[int], marks: list[bool], places: list[int], decode: Callable[[list[int]], str]) -> str:
-    """Tokens as text, labels between LABELS, lines after the first one indented."""
+def _legend(labels: tuple[str, str]) -> str:
+    return f"labels are {'green'.join(labels)}" if labels == GREEN else f"labels stand between {' and '.join(labels)}"
+
+
+def _text(
+    ids: list[int],
+    marks: list[bool],
+    places: list[int],
+    decode: Callable[[list[int]], str],
+    labels: tuple[str, str],
+) -> str:
+    """Tokens as text, labels between marks, lines after the first one indented."""
     found = []
     for label, held in groupby(places, key=marks.__getitem__):
         text = _printable(decode([ids[place] for place in held]))
-        found.append(text.join(LABELS) if label else text)
+        found.append(text.join(labels) if label else text)
     return "".join(found).replace("\n", "\n      ")
 
 

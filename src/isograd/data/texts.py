@@ -4,7 +4,8 @@ A file is cut where documents end, so that any worker can read any range alone. 
 shard_bytes, never on who reads: that is why the number of workers does not change a byte of what is built.
 
     text       --documents file: the whole file, --documents line: each line, blank: what stands between blank lines
-    .jsonl     each line an object, the text under --text-key (.ndjson and .json are read the same way)
+    .jsonl     each line an object, the text under --text-key (.ndjson and .json are read the same way); or one array of
+               objects, as many are downloaded, which is read in one piece, as a document is
     .parquet   each row, the text in the column of --text-key; ranges count row groups
 
 No document is larger than a limit, and no parquet file opens to more than RATIO times its size: both are refused before
@@ -29,6 +30,7 @@ from isograd.io.untrusted import parse_line
 
 JSON_LINES = (".jsonl", ".ndjson", ".json")
 PACKED = (".gz", ".bz2", ".xz", ".zst", ".zip", ".tar")
+FORMS = ("tools", "system", "input", "output", "history")  # what lines of conversations may have beside messages
 ROWS = 256  # of parquet, read at once
 MIB = 1 << 20
 LARGEST = 256 * MIB  # bytes of a document, unless the caller says otherwise
@@ -115,7 +117,7 @@ def _parts(number: int, one: InputFile, recipe: Recipe, largest: int) -> Iterato
         with _parquet(path) as file:
             for group in range(file.metadata.num_row_groups):
                 yield InputPart(number, group, group + 1, file.metadata.row_group(group).total_byte_size, largest)
-    elif path.suffix not in JSON_LINES and recipe.documents == "file":
+    elif _is_array(path) or (path.suffix not in JSON_LINES and recipe.documents == "file"):
         if one.bytes > largest:
             raise _too_large(path, 0, largest)
         yield InputPart(number, 0, one.bytes, one.bytes, largest)
@@ -157,6 +159,10 @@ def read(recipe: Recipe, part: InputPart) -> Iterator[str]:
     if path.suffix == ".parquet":
         yield from _conversations(path, part) if recipe.template else _rows(path, part, recipe.text_key)
         return
+    if _is_array(path):
+        texts = (json.dumps(item, ensure_ascii=False) for item in _array(path, part.largest))
+        yield from texts if recipe.template else (_field(path, 0, text, recipe.text_key) for text in texts)
+        return
     with _opened(path) as file:
         if recipe.documents == "file" and path.suffix not in JSON_LINES:
             whole = file.read(part.largest + 1)
@@ -190,6 +196,9 @@ def values(path: Path) -> Iterator[tuple[int, Any]]:
         with _parquet(path) as file:
             yield from enumerate(map(_filled, _unpacked(path, file, None, None)), 1)
         return
+    if _is_array(path):
+        yield from enumerate(_array(path, LARGEST), 1)
+        return
     with _opened(path) as file:
         place = 0
         for number, line in enumerate(iter(lambda: _line_of(path, file, LARGEST), b""), 1):
@@ -208,6 +217,30 @@ def values(path: Path) -> Iterator[tuple[int, Any]]:
                         number=number,
                         kind="JSON",
                     ) from error
+
+
+def _is_array(path: Path) -> bool:
+    """Whether a file of JSON is one array, instead of lines of objects."""
+    if path.suffix not in JSON_LINES:
+        return False
+    with _opened(path) as file:
+        return file.read(1024).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
+
+
+def _array(path: Path, largest: int) -> list[Any]:
+    with _opened(path) as file:
+        whole = file.read(largest + 1)
+    if len(whole) > largest:
+        raise _too_large(path, 0, largest)
+    text = _utf8(path, 0, whole)
+    del whole
+    try:
+        found: list[Any] = parse_line(text)
+    except (ValueError, RecursionError) as error:
+        raise DataError(
+            "IG927", seen=str(error)[:200], expected="one array of JSON objects", path=path, number=1, kind="JSON"
+        ) from error
+    return found
 
 
 def changed(path: str, folder: Path | None = None) -> DataError:
@@ -321,13 +354,13 @@ def _parquet(path: Path) -> Any:
 
 
 def _rows(path: Path, part: InputPart, key: str) -> Iterator[str]:
-    for row in _read_rows(path, part, key):
+    for row in _read_rows(path, part, (key,)):
         yield _string(row[key], lambda seen: _no_parquet(path, seen, f"text in column {key!r}"))
 
 
 def _conversations(path: Path, part: InputPart) -> Iterator[str]:
     """Rows as JSON. Every row of a parquet file has the fields of all rows: those without a value are left out."""
-    for row in _read_rows(path, part, "messages", "tools"):
+    for row in _read_rows(path, part, ("messages", "conversations", "instruction"), FORMS):
         yield json.dumps(_filled(row), ensure_ascii=False, default=str)
 
 
@@ -399,12 +432,16 @@ def _weight(value: Any) -> int:
     return 8 + inside + (len(value) if isinstance(value, str | bytes) else 0)
 
 
-def _read_rows(path: Path, part: InputPart, key: str, *more: str) -> Iterator[dict[str, Any]]:
+def _read_rows(
+    path: Path, part: InputPart, keys: tuple[str, ...], more: tuple[str, ...] = ()
+) -> Iterator[dict[str, Any]]:
+    """Rows with the columns of `more` that are there, and one of `keys`, which must be there."""
     with _parquet(path) as file:
         columns = file.schema_arrow.names
-        if key not in columns:
-            raise _no_parquet(path, f"columns: {', '.join(columns[:10])}", f"a column {key!r}")
-        groups, wanted = list(range(part.start, part.stop)), [key, *(name for name in more if name in columns)]
+        if not set(keys) & set(columns):
+            seen = f"columns: {', '.join(columns[:10])}"
+            raise _no_parquet(path, seen, f"a column {' or '.join(map(repr, keys))}")
+        groups, wanted = list(range(part.start, part.stop)), [n for n in dict.fromkeys((*keys, *more)) if n in columns]
         yield from _unpacked(path, file, groups, wanted)
 
 

@@ -79,7 +79,12 @@ class IntegrationError(IsogradError):
 
 
 class DataError(IsogradError):
-    """IG90x to IG92x: text, token shards and batches."""
+    """IG90x to IG92x: text, token shards and batches.
+
+    `reason`: of a line of conversations that a build may leave out; lines of one reason are counted together.
+    """
+
+    reason = ""
 
 
 class ChatError(DataError):

@@ -79,6 +79,9 @@ IG455: the scores of experts are NaN: no choice of experts means anything
   expected: scores that are numbers
   fix:      the first of these layers is the place to look: its router's weight, or what came before it, is not
             finite; no rank has stepped, so a checkpoint of the step before is good
+IG644: no page can be served on port {port} of this computer
+  expected: a free port
+  fix:      leave --port out: a free one is found
 IG645: {place} is neither a run, nor a checkpoint, nor a Hugging Face folder
   expected: a folder with checkpoints, with manifest.json, or with config.json and *.safetensors
 IG646: the tokenizer of a model was not found
@@ -241,7 +244,7 @@ IG972: an encoder changed a tensor that its backward needs, or its inputs, in pl
 IG990: no conversation to learn from
   expected: {{"messages": [{{"role": "user", "content": "..."}}, {{"role": "assistant", "content": "..."}}]}}, and
             perhaps "tools"
-  fix:      fix or remove the line
+  fix:      fix or remove the line; isograd data build --chat --on-bad-lines skip leaves such lines out and counts them
 IG991: {folder} has no tokenizer with a chat template
   expected: a folder with tokenizer.json, tokenizer_config.json and a chat template
   fix:      name it: --data.tokenizer FOLDER (isograd data build: --tokenizer FOLDER)

@@ -1,12 +1,13 @@
 """A model and its tokenizer, from wherever they lie, and the tokens that the model writes.
 
 A run or a checkpoint becomes a Hugging Face folder of this process (hf/export.py). So there is one way to write: a
-model of transformers on one device, with transformers' own cache of keys and values. Prompts are answered one after
-another, so that an answer does not depend on its neighbours.
+model of transformers on one device, with transformers' own cache of keys and values. Several prompts are the rows of a
+batch, filled up on the left; each row has its own positions, draws and end, so an answer is the one that it has alone.
 """
 
 from __future__ import annotations
 
+import inspect
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,8 +19,10 @@ import torch
 from isograd.core import rng
 from isograd.errors import ConfigError
 from isograd.generate.sampling import Sampling, draw
+from isograd.generate.text_stream import TextStream
 
 TOKENIZER = "tokenizer.json"
+Messages = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -30,9 +33,9 @@ class Writer:
     encode: Callable[[str], list[int]]
     decode: Callable[[Sequence[int]], str]
     ends: frozenset[int]  # the tokens with which it ends by itself
-    chat: Callable[[Sequence[Mapping[str, Any]]], list[int]] | None  # messages to the prompt of an answer
+    chat: Callable[[Messages], list[int]] | None  # messages to the prompt of an answer
 
-    def prompt_of(self, given: str | Sequence[Mapping[str, Any]]) -> list[int]:
+    def prompt_of(self, given: str | Messages) -> list[int]:
         """The tokens of a text, or of messages by the chat template."""
         if isinstance(given, str):
             return self.encode(given)
@@ -40,33 +43,88 @@ class Writer:
             raise ConfigError("IG647", seen="messages, and a tokenizer without a chat template")
         return self.chat(given)
 
-    @torch.no_grad()
+    @property
+    def room(self) -> int:
+        """How many tokens the model has positions for, the prompt's included."""
+        return int(getattr(self.model.config, "max_position_embeddings", None) or 1 << 31)
+
     def tokens(self, prompt: Sequence[int], how: Sampling, sample: int = 0) -> Iterator[int]:
         """What follows the prompt, until the model ends, or `max_new_tokens`. `sample`: another number, other draws."""
-        room = int(getattr(self.model.config, "max_position_embeddings", None) or 1 << 31)
-        if not prompt or len(prompt) >= room:
-            raise ConfigError("IG648", seen=f"{len(prompt)} tokens", room=room)
-        key, ids, cache = rng.key(how.seed, "generate", sample), torch.tensor([list(prompt)]), None
-        for place in range(min(how.max_new_tokens, room - len(prompt))):
-            output = self.model(input_ids=ids.to(self.model.device), past_key_values=cache, use_cache=True)
-            token, cache = draw(output.logits[0, -1], key, place, how), output.past_key_values
-            if token in self.ends:
-                return
-            yield token
-            ids = torch.tensor([[token]])
+        return (token for (token,) in self.rows([prompt], how, [sample]) if token is not None)
 
-    def write(self, given: str | Sequence[Mapping[str, Any]], how: Sampling, sample: int = 0) -> Iterator[str]:
+    @torch.no_grad()
+    def rows(
+        self, prompts: Sequence[Sequence[int]], how: Sampling, samples: Sequence[int]
+    ) -> Iterator[list[int | None]]:
+        """The same of several prompts: at each place a token of each, None for those that have ended."""
+        for prompt in prompts:
+            if not prompt or len(prompt) >= self.room:
+                raise ConfigError("IG648", seen=f"{len(prompt)} tokens", room=self.room)
+        keys = [rng.key(how.seed, "generate", sample) for sample in samples]
+        limits = [min(how.max_new_tokens, self.room - len(prompt)) for prompt in prompts]
+        width = max(map(len, prompts))
+        ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts])
+        there = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+        cache, drawn = None, list[int | None]()
+        for place in range(max(limits)):
+            filled = {}
+            if len(prompts) > 1:
+                positions = (there.cumsum(1) - 1).clamp(0, self.room - 1)[:, -ids.shape[1] :]
+                filled = {"attention_mask": there, "position_ids": positions}
+            sent = {name: tensor.to(self.model.device) for name, tensor in {"input_ids": ids, **filled}.items()}
+            output = self.model(**sent, past_key_values=cache, use_cache=True)
+            cache, before = output.past_key_values, drawn
+            drawn = [
+                draw(logits, key, place, how) if place < limit and (not before or before[row] is not None) else None
+                for row, (logits, key, limit) in enumerate(zip(output.logits[:, -1], keys, limits, strict=True))
+            ]
+            drawn = [None if token in self.ends else token for token in drawn]
+            if not any(token is not None for token in drawn):
+                return
+            yield drawn
+            ids = torch.tensor([[token or 0] for token in drawn])
+            there = torch.cat((there, torch.ones(len(prompts), 1, dtype=there.dtype)), 1)
+
+    @property
+    def takes_rows(self) -> bool:
+        """Whether the model can be told where the rows of a batch begin."""
+        return {"attention_mask", "position_ids"} <= inspect.signature(self.model.forward).parameters.keys()
+
+    def write(self, given: str | Messages, how: Sampling, sample: int = 0) -> Iterator[str]:
         """The same as pieces of text, as soon as each is complete: a character may have several tokens."""
-        written, said = list[int](), ""
+        text = TextStream(self.decode)
         for token in self.tokens(self.prompt_of(given), how, sample):
-            written.append(token)
-            text = self.decode(written)
-            if not text.endswith("\ufffd") and text.startswith(said):
-                yield text[len(said) :]
-                said = text
-        rest = self.decode(written)
-        if rest != said:
-            yield rest[len(said) :] if rest.startswith(said) else rest
+            if piece := text.add(token):
+                yield piece
+        if rest := text.rest():
+            yield rest
+
+    def write_all(self, given: Sequence[str | Messages], how: Sampling, samples: Sequence[int]) -> list[str]:
+        """The texts of several prompts, made together where the model takes rows."""
+        if not self.takes_rows:
+            return ["".join(self.write(one, how, sample)) for one, sample in zip(given, samples, strict=True)]
+        written: list[list[int]] = [[] for _ in given]
+        for drawn in self.rows([self.prompt_of(one) for one in given], how, samples):
+            for row, token in enumerate(drawn):
+                written[row] += [] if token is None else [token]
+        return [self.decode(tokens) for tokens in written]
+
+    def fitted(self, messages: Messages, how: Sampling) -> Messages:
+        """The messages without the oldest turns, as far as the answer needs room; a system message stays.
+
+        A turn is a message of the user with all that follows it. An answer has a quarter of the model's positions, or
+        `max_new_tokens` if that is less. The last turn stays, and is refused (IG648) if it leaves no room at all.
+        """
+        first = 1 if messages and messages[0]["role"] == "system" else 0
+        turns = [first, *(n for n in range(first + 1, len(messages)) if messages[n]["role"] == "user")]
+        for turn in turns:
+            fitting = [*messages[:first], *messages[turn:]]
+            size = len(self.prompt_of(fitting))
+            if size + min(how.max_new_tokens, self.room // 4) <= self.room:
+                return fitting
+        if not 0 < size < self.room:
+            raise ConfigError("IG648", seen=f"{size} tokens", room=self.room)
+        return fitting
 
 
 def open_writer(place: str | Path, *, tokenizer: str | None = None, device: str | None = None) -> Writer:
@@ -139,7 +197,7 @@ def _of_folder(folder: Path) -> dict[str, Any]:
         raise ConfigError("IG646", seen=f"no {TOKENIZER} in {folder}")
     theirs = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
 
-    def chat(messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    def chat(messages: Messages) -> list[int]:
         text = theirs.apply_chat_template([dict(m) for m in messages], tokenize=False, add_generation_prompt=True)
         return list(theirs(text, add_special_tokens=False).input_ids)
 

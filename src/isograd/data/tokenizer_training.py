@@ -1,0 +1,75 @@
+"""A byte-level BPE tokenizer, trained by the tokenizers package: `isograd data tokenizer`.
+
+Its tokens: the three special ones of built-in chats (builtin_chats.py), the 256 bytes, so that any text has tokens, and
+merges until the vocabulary is full. The folder has their chat template, so it serves `data build` with --chat and
+without. Text is split before merges as by GPT-2, no token spans two words.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from isograd.data import builtin_chats
+from isograd.data.building import SHARD
+from isograd.data.chats import conversation
+from isograd.data.manifest import Documents, Recipe
+from isograd.data.texts import cut, find_inputs, read
+from isograd.data.tokenizer import find_tokenizer
+from isograd.errors import ChatError, DataError
+
+SPECIAL = [builtin_chats.END, builtin_chats.START, builtin_chats.STOP]
+
+
+def train_tokenizer(
+    out: str | Path,
+    inputs: Sequence[str | Path],
+    *,
+    vocabulary: int = 32_000,
+    documents: Documents = "file",
+    text_key: str = "text",
+    chat: bool = False,
+) -> int:
+    """Writes a new folder; the size of the vocabulary, which is smaller than asked for where the text has no more
+    merges. The same inputs give the same tokenizer. Conversations that cannot be read are passed over."""
+    try:
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    except ImportError as error:
+        raise DataError(
+            "IG914", seen=f"it needs the tokenizers package: {error}", fix="pip install 'isograd[hf]'", path=out
+        ) from error
+    folder, least = Path(out), 256 + len(SPECIAL)
+    if vocabulary < least:
+        raise DataError("IG924", seen=f"a vocabulary of {vocabulary}", expected=f"at least {least}: bytes and special")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise DataError("IG916", seen="something else", fix="choose a new folder", folder=folder)
+    found = find_inputs([str(path) for path in inputs], folder, chat)
+    text = find_tokenizer("bytes").vocabulary
+    recipe = Recipe(text, documents, text_key, 0.0, SHARD, found, "text", "0" * 64 if chat else None)
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    trainer: Any = trainers.BpeTrainer(
+        vocab_size=vocabulary, special_tokens=SPECIAL, show_progress=False,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+    )  # fmt: skip
+    made.train_from_iterator(_texts(recipe, chat), trainer)
+    builtin_chats.save_tokenizer(folder, made.to_str(pretty=True), builtin_chats.END)
+    return int(made.get_vocab_size())
+
+
+def _texts(recipe: Recipe, chat: bool) -> Iterator[str]:
+    for part in (part for shard in cut(recipe) for part in shard):
+        for text in read(recipe, part):
+            if not chat:
+                yield text
+                continue
+            try:
+                messages, _ = conversation(text)
+            except ChatError:
+                continue
+            for message in messages:
+                content = message.get("content", "")
+                yield content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
