@@ -1,4 +1,4 @@
-"""docs/integrations/*.md show how each script of examples/integrations differs from the loop that its library documents.
+"""docs/integrations/*.md show how each script of examples/integrations differs from the loop of its library.
 Each script runs by the command of its page, and trains."""
 
 from __future__ import annotations
