@@ -86,7 +86,7 @@ class Contestant:
             self.engine = ig.Engine(plain, mesh, adamw)
             loss = ig.contrastive.InfoNCE(mesh, SCALE)
             encode = lambda **features: plain(features)["sentence_embedding"]  # noqa: E731
-            self.cache = ig.contrastive.GradCache(self.engine, loss, encode=encode, chunk=chunk, keep_mb=keep_mb)
+            self.cache = ig.contrastive.GradientCache(self.engine, loss, encode=encode, chunk=chunk, keep_mb=keep_mb)
             return
         if world > 1:
             self.model = DistributedDataParallel(plain)

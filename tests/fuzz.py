@@ -249,7 +249,7 @@ def _dcp(folder: Path) -> str:
 def _read_dcp(folder: Path) -> None:
     found = DcpFolder(folder / "dcp")
     for name in found.tensors:
-        found.whole(name)
+        found.full(name)
 
 
 def _other(make: Callable[[Path], str], name: str) -> Callable[[Path], str]:

@@ -1,4 +1,4 @@
-"""Which tests run how often: `make test-fast` after an edit, `make test` before a push and in CI, `make test-all`.
+"""Which tests run how often: `make test-fast` after an edit, `make test` before a push and in CI, `make full`.
 
 Fast are tests of up to two ranks that take little time. A test that uses `worlds` and whose parameters name a layout of
 more than two ranks is medium, without a mark; so is what medium.txt lists, by file and the beginning of the name: tests
@@ -43,7 +43,7 @@ def sized(
 
 
 def few(values: Iterable[Case], slow: Iterable[Case]) -> list[Any]:
-    """The values as parameters of a test: those of `slow` for `make test-all` only."""
+    """The values as parameters of a test: those of `slow` for `make full` only."""
     slow = list(slow)
     return [pytest.param(value, marks=pytest.mark.slow) if value in slow else value for value in values]
 

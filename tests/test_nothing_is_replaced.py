@@ -122,11 +122,11 @@ def engine(_: Path) -> None:
 
 def contrastive(_: Path) -> None:
     import isograd as ig
-    from isograd.losses.contrastive import GradCache, InfoNCE
+    from isograd.losses.contrastive import GradientCache, InfoNCE
 
     model = nn.Sequential(*layers())
     step = ig.Engine(model, mesh := ig.Mesh("dp2"), sgd)
-    GradCache(step, InfoNCE(mesh), encode=model, chunk=2).backward(torch.randn(5, 6), torch.randn(5, 6))
+    GradientCache(step, InfoNCE(mesh), encode=model, chunk=2).backward(torch.randn(5, 6), torch.randn(5, 6))
     step.step()
 
 

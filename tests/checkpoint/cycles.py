@@ -25,7 +25,7 @@ from isograd.checkpoint.read import Reader
 from isograd.comm.launch import World
 from isograd.core.mesh import Mesh
 from isograd.engine import ChainedOptimizer, Engine, LossScale
-from isograd.losses.contrastive import GradCache, InfoNCE
+from isograd.losses.contrastive import GradientCache, InfoNCE
 from tests.checkpoint import toys
 from tests.engine.toys import Toy, loss_of, micro_batch
 
@@ -58,7 +58,7 @@ class Counted(Optimizer):
 
 
 def muon(shards: Any) -> Optimizer:
-    return ChainedOptimizer(torch.optim.Muon(shards.whole, lr=2e-2), torch.optim.AdamW(shards.rest, lr=1e-2))
+    return ChainedOptimizer(torch.optim.Muon(shards.matrices, lr=2e-2), torch.optim.AdamW(shards.rest, lr=1e-2))
 
 
 @dataclass
@@ -132,7 +132,7 @@ def _contrastive(layout: str, seed: int) -> Task:
     mesh = Mesh(layout)
     model = Tower()
     engine = Engine(model, mesh, toys.adamw)
-    cache = GradCache(engine, model.loss, encode=model, chunk=3)
+    cache = GradientCache(engine, model.loss, encode=model, chunk=3)
 
     def step(number: int) -> None:
         both = torch.randn(2, 8, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(number))
@@ -147,7 +147,7 @@ TASKS: dict[str, Callable[[str, int], Task]] = {
     "adamw": lambda layout, seed: _language(layout, seed, toys.adamw),
     "sgd": lambda layout, seed: _language(layout, seed, toys.sgd),
     "counted": lambda layout, seed: _language(layout, seed, Counted, elementwise=True),
-    "muon": lambda layout, seed: _language(layout, seed, muon, whole=["blocks.*.mlp.*.weight"]),
+    "muon": lambda layout, seed: _language(layout, seed, muon, matrices=["blocks.*.mlp.*.weight"]),
     "scheduler": _scheduled,
     "loss scale": lambda layout, seed: _module(
         layout, seed, Toy(torch.float32), toys.adamw, loss_scale=LossScale(growth_interval=2)

@@ -183,7 +183,7 @@ def copied(alone: Path, to: Path) -> Path:
 
 
 def test_a_folder_of_one_process_is_read_and_a_wrong_config_is_refused(alone: Path, tmp_path: Path) -> None:
-    assert torch.equal(DcpFolder(alone).whole("turned"), torch.arange(6.0).view(2, 3).t())
+    assert torch.equal(DcpFolder(alone).full("turned"), torch.arange(6.0).view(2, 3).t())
     config_in(tmp_path / "config")
     with pytest.raises(IsogradError, match=r"IG420[\s\S]*turned is not used"):
         import_dcp(alone, tmp_path / "out", config=tmp_path / "config")
@@ -226,7 +226,7 @@ def test_dtypes_are_widened_and_those_that_are_no_weights_refused(tmp_path: Path
     assert found.dtype == torch.float32 and torch.equal(found, large[norm].float()) and found.isfinite().all()
     for number, dtype in enumerate(others):
         with pytest.raises(CheckpointError, match=rf"IG941[\s\S]*{dtype}"):
-            DcpFolder(folder).whole(f"extra{number}")
+            DcpFolder(folder).full(f"extra{number}")
     whole = {**hf, norm: torch.ones(CONFIG.hidden, dtype=torch.int8)}
     with pytest.raises(IsogradError, match=rf"IG420.*{norm}[\s\S]*int8"):
         import_dcp(kept(tmp_path / "int8", whole), tmp_path / "none", config=config)
@@ -293,7 +293,7 @@ def test_a_truncated_or_flipped_description_is_refused_or_read(alone: Path, tmp_
         try:
             found = DcpFolder(folder)
             for name in found.tensors:
-                found.whole(name)
+                found.full(name)
         except CheckpointError as error:
             assert error.code in ("IG948", "IG949")
 
@@ -306,21 +306,21 @@ def test_links_and_lies_about_pieces_are_refused(alone: Path, tmp_path: Path) ->
     data.symlink_to(secret)
     name = "lm_head.weight"
     with pytest.raises(CheckpointError, match=r"IG949[\s\S]*symbolic link"):
-        DcpFolder(folder).whole(name)
+        DcpFolder(folder).full(name)
     data.unlink()
     with pytest.raises(CheckpointError, match="IG949"):
-        DcpFolder(folder).whole(name)
+        DcpFolder(folder).full(name)
     data.write_bytes(secret.read_bytes()[:-2000])
     with pytest.raises(CheckpointError, match="IG949"):
         for each in DcpFolder(folder).tensors:
-            DcpFolder(folder).whole(each)
+            DcpFolder(folder).full(each)
     secret.rename(data)
     found = DcpFolder(folder)
     held = found.tensors[name]
     for wrong in (replace(held, dtype=torch.float32), replace(held, pieces=(replace(held.pieces[0], sizes=(24, 31)),))):
         found.tensors[name] = wrong
         with pytest.raises(CheckpointError, match="IG949"):
-            found.whole(name)
+            found.full(name)
     told = pickle.loads((folder / ".metadata").read_bytes())
     for change in ("outside", "twice", "elsewhere"):
         meta = pickle.loads(pickle.dumps(told))

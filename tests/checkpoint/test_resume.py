@@ -185,11 +185,11 @@ def test_any_module_goes_on_with_groups_buffers_frozen_and_unused_parameters(
 
 
 def muon(shards: Any) -> torch.optim.Optimizer:
-    return ChainedOptimizer(torch.optim.Muon(shards.whole, lr=2e-2), torch.optim.AdamW(shards.rest, lr=1e-2))
+    return ChainedOptimizer(torch.optim.Muon(shards.matrices, lr=2e-2), torch.optim.AdamW(shards.rest, lr=1e-2))
 
 
 def test_joined_optimizers_go_on_with_whole_matrices_on_other_owners(worlds, tmp_path: Path) -> None:
-    options = {"optimizer": muon, "whole": ["blocks.*.mlp.*.weight"]}
+    options = {"optimizer": muon, "matrices": ["blocks.*.mlp.*.weight"]}
     truth = worlds(4).run(partial(toys.save_then_go_on, tmp_path, "dp4 zero1", **options))[0]
     found = worlds(2).run(partial(toys.resume, tmp_path, "dp2 zero3", **options))[0]
     assert_same_run(found, truth)

@@ -23,7 +23,7 @@ from isograd.comm.record import Entry
 from isograd.core.layout import Layout
 from isograd.core.mesh import Mesh
 from isograd.engine import ChainedOptimizer, Engine, Shards
-from isograd.losses.contrastive import GradCache, InfoNCE, SigLIP
+from isograd.losses.contrastive import GradientCache, InfoNCE, SigLIP
 from isograd.models import Transformer, TransformerConfig
 from tests.comm.test_fake import comparable
 from tests.losses.contrastive.toys import Towers, batch, sgd
@@ -107,7 +107,7 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 
 
 def joined(shards: Shards) -> ChainedOptimizer:
-    return ChainedOptimizer(torch.optim.Muon(shards.whole, lr=0.01), adamw(shards.rest))
+    return ChainedOptimizer(torch.optim.Muon(shards.matrices, lr=0.01), adamw(shards.rest))
 
 
 def trained(mesh: Mesh, case: Case, folder: Path) -> None:
@@ -155,7 +155,7 @@ def cached(mesh: Mesh) -> None:
     for loss in (InfoNCE(mesh, learn_scale=True, both=True), SigLIP(mesh)):
         model = Towers(loss, mesh, tied=False, decoder=True)
         engine = Engine(model, mesh, sgd, bucket_mb=0.0005)
-        cache = GradCache(engine, model.loss, encode=[model.query, model.document], chunk=3)
+        cache = GradientCache(engine, model.loss, encode=[model.query, model.document], chunk=3)
         cache.backward(*batch(0, 0, "empty").towers)
         engine.step()
 

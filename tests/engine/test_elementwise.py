@@ -85,11 +85,11 @@ def refusals(layout: str, *cases: tuple[Any, dict[str, Any]]) -> list[tuple[str,
 
 
 def chained_with(kind: type[Own]) -> Callable[[Shards], ChainedOptimizer]:
-    return lambda shards: ChainedOptimizer(kind(shards.whole), toys.adamw(shards.rest))
+    return lambda shards: ChainedOptimizer(kind(shards.matrices), toys.adamw(shards.rest))
 
 
 def refused_by_rows(layout: str) -> None:
-    matrices = {"whole": ["first.*", "twice.*", "last.*", "unused.*", "out.*"]}
+    matrices = {"matrices": ["first.*", "twice.*", "last.*", "unused.*", "out.*"]}
     own, adafactor, chained, closure, *allowed = refusals(
         layout, (Own, {}), (torch.optim.Adafactor, {}), (chained_with(Lamb), matrices), (Closure, {}),
         (Own, {"elementwise": True}), (chained_with(Lamb), matrices | {"elementwise": True}),

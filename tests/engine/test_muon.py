@@ -50,13 +50,13 @@ class Apart:
 
 
 def joined(shards: Shards) -> ChainedOptimizer:
-    return ChainedOptimizer(muon(shards.whole), toys.adamw(shards.rest))
+    return ChainedOptimizer(muon(shards.matrices), toys.adamw(shards.rest))
 
 
 def muon_at_every_stage() -> None:
     ranks = raw.world()[1]
     truth = toys.one_device(12, 3, Apart, 0.5)  # type: ignore[arg-type]
-    runs = [toys.engine_run(f"dp{ranks} zero{zero}", 12, 3, joined, whole=WHOLE) for zero in range(4)]
+    runs = [toys.engine_run(f"dp{ranks} zero{zero}", 12, 3, joined, matrices=WHOLE) for zero in range(4)]
     for run in runs:
         toys.assert_same_training(run, truth)
         toys.assert_same_bits(run.parameters, runs[0].parameters)
@@ -74,15 +74,15 @@ def experts_by_muon() -> list[str]:
         micro_batches, outcomes = Mesh(layout).size("dp cp") * 2, []
         truth = one_device_by_muon(micro_batches)
         for zero in range(4):
-            outcomes.append(folded.train(f"{layout} zero{zero}", 2, stacks_joined, whole=["blocks.*"]))
+            outcomes.append(folded.train(f"{layout} zero{zero}", 2, stacks_joined, matrices=["blocks.*"]))
             wrong += [f"{layout} zero{zero}: {line}" for line in folded.differences(outcomes[-1], truth)]
             toys.assert_same_bits(outcomes[-1].parameters, outcomes[0].parameters)
     return wrong
 
 
 def stacks_joined(shards: Shards) -> ChainedOptimizer:
-    assert {shard.dim() for shard in shards.whole} == {2, 3}
-    return ChainedOptimizer(Muon(shards.whole, lr=0.05, weight_decay=0.02), toys.adamw(shards.rest))
+    assert {shard.dim() for shard in shards.matrices} == {2, 3}
+    return ChainedOptimizer(Muon(shards.matrices, lr=0.05, weight_decay=0.02), toys.adamw(shards.rest))
 
 
 @functools.lru_cache
@@ -120,7 +120,7 @@ def test_muon_steps_each_experts_matrix_as_on_one_device_with_the_same_bits_at_e
 
 def bf16_with_muon() -> list[toys.Outcome]:
     return [
-        toys.engine_run(f"dp2 zero{zero}", 8, 2, joined, whole=WHOLE, dtype=torch.bfloat16, unsynced="ns")
+        toys.engine_run(f"dp2 zero{zero}", 8, 2, joined, matrices=WHOLE, dtype=torch.bfloat16, unsynced="ns")
         for zero in range(4)
     ]
 
@@ -136,7 +136,7 @@ def muon_of_a_transformer(layout: str, accumulation: int, name: str = "deep-tied
     """Parameters of this rank's stages after two steps; every matrix by Muon, the one that two stages share too."""
     mesh, config = Mesh(layout), cases.CONFIGS[name]
     model = Transformer(config, mesh, dtype=torch.float64)
-    engine = Engine(model, mesh, joined, whole=["*"], clip=0.5)
+    engine = Engine(model, mesh, joined, matrices=["*"], clip=0.5)
     for step in range(2):
         micros = []
         for j in range(accumulation):
@@ -211,7 +211,7 @@ def bf16_under_tp() -> list[dict[str, Tensor]]:
     for zero in (0, 1, 3):
         mesh, config = Mesh(f"tp2 zero{zero}"), cases.CONFIGS["qwen"]
         model = Transformer(config, mesh, dtype=torch.bfloat16)
-        engine = Engine(model, mesh, joined, whole=["*"])
+        engine = Engine(model, mesh, joined, matrices=["*"])
         for step in range(2):
             tokens, labels, _ = cases.micro_batch(config, step, 0, 1)
             loss, count = model(tokens, labels)
@@ -287,7 +287,7 @@ def muon_of_tensor_parallel_parts() -> None:
 
 
 def no_such_matrix() -> None:
-    Engine(toys.Toy(), Mesh("dp2"), joined, whole=["twice.*", "gain", "third.*"])
+    Engine(toys.Toy(), Mesh("dp2"), joined, matrices=["twice.*", "gain", "third.*"])
 
 
 def group_after_joining() -> None:

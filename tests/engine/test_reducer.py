@@ -165,7 +165,7 @@ def free_buffers(options: dict[str, Any]) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize("options", [{}, {"whole": ["*"]}])
+@pytest.mark.parametrize("options", [{}, {"matrices": ["*"]}])
 def test_no_more_flat_tensors_are_kept_from_step_to_step(worlds, options: dict[str, Any]) -> None:
     for counts in worlds(2).run(free_buffers, options):
         assert counts == [counts[0]] * 4

@@ -141,9 +141,9 @@ def test_one_element_is_of_the_kind_that_the_other_parameters_show() -> None:
 
 def test_members_of_a_joined_optimizer_have_kinds_of_their_own() -> None:
     def joined(shards: Any) -> torch.optim.Optimizer:
-        return ChainedOptimizer(torch.optim.Muon(shards.whole, lr=1e-2), adamw(shards.rest))
+        return ChainedOptimizer(torch.optim.Muon(shards.matrices, lr=1e-2), adamw(shards.rest))
 
-    kinds, *_ = said(stepped("1", joined, whole=["first.weight"]))
+    kinds, *_ = said(stepped("1", joined, matrices=["first.weight"]))
     assert kinds["Muon.momentum_buffer"] == kinds["AdamW.exp_avg"] == state.ELEMENT
     assert kinds["AdamW.step"] == state.PARAMETER
 

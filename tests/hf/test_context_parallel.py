@@ -235,7 +235,7 @@ def logits_in_order(layout: str) -> tuple[Tensor, Tensor]:
     part = shard({n: t for n, t in batch.items() if n != "labels"}, mesh)
     model = attach(wide("qwen3").eval(), mesh)
     with torch.no_grad():
-        whole = part.whole(model(**part.inputs).logits)
+        whole = part.gather_sequence(model(**part.inputs).logits)
         return whole, wide("qwen3").eval()(**batch, use_cache=False).logits.clone()
 
 

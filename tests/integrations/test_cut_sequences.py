@@ -1,4 +1,5 @@
-"""Sequences cut over cp in other libraries' own loops: gradients by name, in fp64, those of transformers on one device.
+"""Sequences cut over cp, models cut over tp and ep, in other libraries' own loops: gradients by name, in fp64, those of
+transformers on one device.
 
 Labels are uneven, rows end in padding, the length does not divide, and a step has one or three micro-batches.
 """
@@ -46,18 +47,22 @@ class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
         return {"input_ids": self.text[row], "attention_mask": self.mask[row], "labels": self.labels[row]}
 
 
-def model() -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
+def model(kind: str = "llama") -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
     shape = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, intermediate_size=31, **shape)).double()
+    if kind == "qwen3_moe":
+        shape |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "head_dim": 6}
+    config = AutoConfig.for_model(kind, vocab_size=VOCAB, intermediate_size=31, **shape)
+    config._experts_implementation = "eager"  # grouped products have no fp64
+    return AutoModelForCausalLM.from_config(config).double()
 
 
 @lru_cache
-def one_device(rows: int) -> dict[str, Tensor]:
+def one_device(rows: int, kind: str = "llama") -> dict[str, Tensor]:
     """transformers alone: gradients of the mean over all labels of so many rows, and the evaluated loss."""
-    whole = model()
+    whole = model(kind)
     batch = torch.utils.data.default_collate([Rows(rows)[row] for row in range(rows)])
     count = (batch["labels"][:, 1:] != -100).sum()
     with ForceFP64():
@@ -66,8 +71,8 @@ def one_device(rows: int) -> dict[str, Tensor]:
     return {n: p.grad.clone() for n, p in whole.named_parameters()} | {"loss": loss.detach()}
 
 
-def same(found: dict[str, Tensor], rows: int) -> None:
-    for name, true in one_device(rows).items():
+def same(found: dict[str, Tensor], rows: int, kind: str = "llama") -> None:
+    for name, true in one_device(rows, kind).items():
         error = (found[name].double() - true).abs().max() / true.abs().max()
         assert float(error) < 1e-9, (name, float(error))
 
@@ -95,8 +100,10 @@ def by_the_trainer(
                 seen.update({name: g.clone() for name, g in found.engine.grads()})
 
         ranks = raw.world()[1]
-        data = ranks // (2 if ranks > 1 else 1)
+        shared = 2 if "cp2" in f"{layout} {parallelism}" or "tp2" in str(layout) or parallelism else 1
+        data = ranks // shared if ranks > 1 else 1
         given = model() if source is None else ig.hf.load(source, ig.Mesh(layout), prove=False, dtype=torch.float64)
+        given.config._experts_implementation = "eager"
         found = kind(given, options, train_dataset=Rows(data * accumulation), eval_dataset=Rows(4),
                      callbacks=[Looks()])  # fmt: skip
         with ForceFP64():
@@ -243,6 +250,7 @@ def by_accelerate(
         accelerator = ig.integrations.Accelerator(cpu=True, gradient_accumulation_steps=accumulation, **given)
         rows = accelerator._mesh.size("dp") * accumulation
         whole = ig.hf.load(source, accelerator._mesh, dtype=torch.float64) if source else model()
+        whole.config._experts_implementation = "eager"
         optimizer = torch.optim.SGD(whole.parameters(), lr=0.1)
         loader = torch.utils.data.DataLoader(Rows(rows), batch_size=1)
         prepared, optimizer, loader = accelerator.prepare(whole, optimizer, loader)
@@ -251,10 +259,11 @@ def by_accelerate(
             for batch in loader:
                 with accelerator.accumulate(prepared):
                     loss = prepared(**batch).loss
-                    try:
-                        accelerator.backward(loss, weight=3)
-                    except IsogradError as error:
-                        seen["codes"].append(error.code)
+                    if accelerator._shares_rows:
+                        try:
+                            accelerator.backward(loss, weight=3)
+                        except IsogradError as error:
+                            seen["codes"].append(error.code)
                     accelerator.backward(loss)
                     if accelerator.sync_gradients and accelerator._by_engine:
                         seen |= accelerator._trained[0].engine.grads()
@@ -289,6 +298,24 @@ def test_a_loop_of_accelerate_has_them_under_zero_stages_and_tp(worlds, tmp_path
         assert found["codes"] == ["IG861"] * 2
         found["loss"] = one_device(2)["loss"]
         same(found, 2)
+
+
+@pytest.mark.parametrize("ranks, layout", [(2, "dp2 ep2"), (2, "dp2 ep2 zero3"), (4, "dp2 tp2 ep4 zero1")])
+def test_loops_have_the_gradients_of_one_device_under_ep(worlds, tmp_path: Path, ranks: int, layout: str) -> None:
+    source = str(tmp_path)
+    model("qwen3_moe").save_pretrained(source)
+    for found in worlds(ranks).run(by_accelerate, 3, None, layout, source):
+        found["loss"] = one_device(6, "qwen3_moe")["loss"]
+        same(found, 6, "qwen3_moe")
+    for found in worlds(ranks).run(by_the_trainer, layout, 3, None, source):
+        found["loss"] = one_device(6, "qwen3_moe")["loss"]
+        same(found, 6, "qwen3_moe")
+    from transformers import AutoModelForCausalLM
+
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float64)
+    assert {n: p.shape for n, p in saved.named_parameters()} == {
+        n: p.shape for n, p in model("qwen3_moe").named_parameters()
+    }
 
 
 def by_a_second_accelerator(layout: str, source: str | None) -> dict[str, Any]:

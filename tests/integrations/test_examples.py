@@ -1,4 +1,4 @@
-"""docs/integrations/*.md show how each script of examples/integrations differs from the loop of its library.
+"""docs/integrations/*.md show how a script of examples/integrations differs from the loop that its library documents.
 Each script runs by the command of its page, and trains."""
 
 from __future__ import annotations

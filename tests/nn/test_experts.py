@@ -66,7 +66,7 @@ def my_part(mesh: Mesh, whole: Tensor) -> tuple[Tensor, Stream]:
     places, part = token_layout_for(LENGTH, len(mine), mesh), mesh.index("cp")
     flat = places.shard(mine, part).flatten(0, 1)
     stream = Stream(len(mine), places.local, places.positions(part).repeat(len(mine)), places=places)
-    return stream.mine(flat, mesh), stream
+    return stream.shard(flat, mesh), stream
 
 
 def paid(layer: MoE, mesh: Mesh) -> dict[str, Tensor]:

@@ -175,7 +175,7 @@ def write_table(words: list[str]) -> None:
         "",
         "Each row is one defect planted in isograd (tests/parity/mutants.py) and the first parity test",
         "(tests/parity/test_grid.py, test_pipelines.py, test_zero3.py, test_experts.py) that fails under it.",
-        "`make test-all` plants them all again and holds this table to what it sees. Ranks that hang or crash kill no",
+        "`make full` plants them all again and holds this table to what it sees. Ranks that hang or crash kill no",
         "mutant.",
         "Written by `python -m tests.parity.test_mutants`.",
         "",

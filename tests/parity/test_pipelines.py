@@ -45,7 +45,7 @@ GRID = [
     ("pp4 vpp2 cp2 ulysses zero3", "deep-tied", 2, False),
     ("pp2 cp2 ring zero3", "deep", 5, False),
 ]
-LARGE = [case for case in GRID if Layout.parse(case[0]).world_size == 8]  # every second one in `make test-all` only
+LARGE = [case for case in GRID if Layout.parse(case[0]).world_size == 8]  # every second one in `make full` only
 VALUES = {
     "pp": (2, 4),
     "vpp": (1, 2),

@@ -60,7 +60,7 @@ def _write_step(writer: RankWriter, number: int, step: Step, beyond: int | None)
     for micro, given in enumerate(step.inputs):
         named = given if isinstance(given, dict) else {"x": given}
         writer.event(events.Input(number, forward=micro))
-        writer.event(events.Given(number, forward=micro, tensors=described(named)))
+        writer.event(events.ForwardInputs(number, forward=micro, tensors=described(named)))
     for micro in sorted(micros):
         writer.event(events.Backward(number, micro))
     for event in step.events:

@@ -175,18 +175,18 @@ def test_a_program_that_cannot_be_driven_is_told_what_to_change(
 
 def test_the_command_with_one_rank() -> None:
     one = ["python", "-m", "torch.distributed.run", "--nproc-per-node", "1", "train.py", "--num-processes", "8"]
-    assert beside.alone([*one[:4], "4", *one[5:]]) == one
-    assert beside.alone(["mpirun", "-np", "4", "train.py"]) == ["mpirun", "-np", "1", "train.py"]
-    assert beside.alone(["nice", "-n", "8", "torchrun", "--nproc_per_node=2", "a.py"])[2:] == [
+    assert beside.single_rank([*one[:4], "4", *one[5:]]) == one
+    assert beside.single_rank(["mpirun", "-np", "4", "train.py"]) == ["mpirun", "-np", "1", "train.py"]
+    assert beside.single_rank(["nice", "-n", "8", "torchrun", "--nproc_per_node=2", "a.py"])[2:] == [
         "8", "torchrun", "--nproc_per_node=1", "a.py",
     ]  # fmt: skip
     nodes = ["torchrun", "--nnodes", "2", "--nproc-per-node=4", "a.py"]
-    assert beside.alone(nodes) == ["torchrun", "--nnodes", "1", "--nproc-per-node=1", "a.py"]
-    assert beside.alone(["srun", "-N", "2", "--ntasks-per-node=4", "python", "a.py"]) == [
+    assert beside.single_rank(nodes) == ["torchrun", "--nnodes", "1", "--nproc-per-node=1", "a.py"]
+    assert beside.single_rank(["srun", "-N", "2", "--ntasks-per-node=4", "python", "a.py"]) == [
         "srun", "-N", "1", "--ntasks-per-node=1", "python", "a.py",
     ]  # fmt: skip
     own = ["python", "train.py", "--num-processes", "2"]
-    assert beside.alone(own) == own
+    assert beside.single_rank(own) == own
 
 
 @pytest.mark.parametrize(

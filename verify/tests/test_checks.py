@@ -384,11 +384,11 @@ def watched(program: Program, plant: str, directory: str) -> None:
         program(plant)
 
 
-Watch = Callable[[Program, str], Recording]
+WatchMode = Callable[[Program, str], Recording]
 
 
 @pytest.fixture(scope="module")
-def watch(worlds: Callable[[int], LocalRanks], tmp_path_factory: pytest.TempPathFactory) -> Watch:
+def watch(worlds: Callable[[int], LocalRanks], tmp_path_factory: pytest.TempPathFactory) -> WatchMode:
     """Each program is run once with each plant."""
     done: dict[tuple[Program, str], Recording] = {}
     home = tmp_path_factory.mktemp("recordings")
@@ -414,7 +414,7 @@ def tensors_of(recording: Recording) -> list[str]:
 
 
 @pytest.mark.parametrize(("name", "program", "plant", "said"), TABLE, ids=[f"{row[0]}: {row[2]}" for row in TABLE])
-def test_a_check_fires_on(watch: Watch, name: str, program: Program, plant: str, said: Said) -> None:
+def test_a_check_fires_on(watch: WatchMode, name: str, program: Program, plant: str, said: Said) -> None:
     recording = watch(program, plant)
     found = found_by(name, recording)
     assert found, f"{name} is silent"
@@ -430,7 +430,7 @@ def test_a_check_fires_on(watch: Watch, name: str, program: Program, plant: str,
 
 @pytest.mark.parametrize("program", RANKS)
 @pytest.mark.parametrize("name", CHECK)
-def test_a_check_is_silent_on_the_right(watch: Watch, name: str, program: Program) -> None:
+def test_a_check_is_silent_on_the_right(watch: WatchMode, name: str, program: Program) -> None:
     assert found_by(name, watch(program, "")) == []
 
 
@@ -441,22 +441,22 @@ ON_PURPOSE = (
 
 
 @pytest.mark.parametrize("plant", ON_PURPOSE)
-def test_what_is_right_on_purpose_is_not_told(watch: Watch, plant: str) -> None:
+def test_what_is_right_on_purpose_is_not_told(watch: WatchMode, plant: str) -> None:
     assert [f for f in check(watch(data_parallel, plant)) if f.verdict != NOTE] == []
 
 
-def test_a_first_pass_with_the_same_draws_is_not_told(watch: Watch) -> None:
+def test_a_first_pass_with_the_same_draws_is_not_told(watch: WatchMode) -> None:
     assert check(watch(tensor_parallel, "a first pass with the same draws")) == []
 
 
-def test_shards_that_are_clipped_element_by_element_are_not_clipped_per_rank(watch: Watch) -> None:
+def test_shards_that_are_clipped_element_by_element_are_not_clipped_per_rank(watch: WatchMode) -> None:
     assert check(watch(tensor_parallel, "clipped element by element")) == []
 
 
 @pytest.mark.parametrize("layout", ["dp2", ""])
 @pytest.mark.parametrize("plant", ["a learned tensor is dropped", "the same data and a learned tensor is dropped"])
 def test_data_ranks_drop_what_they_like_whatever_is_known(
-    watch: Watch, tmp_path: Path, plant: str, layout: str
+    watch: WatchMode, tmp_path: Path, plant: str, layout: str
 ) -> None:
     recording = watch(data_parallel, plant)
     shutil.copytree(recording.path, tmp_path / "copy")
@@ -464,7 +464,7 @@ def test_data_ranks_drop_what_they_like_whatever_is_known(
     assert found_by("random_draws", Recording(tmp_path / "copy")) == []
 
 
-def test_copies_of_an_activation_need_no_layout_to_be_known(watch: Watch, tmp_path: Path) -> None:
+def test_copies_of_an_activation_need_no_layout_to_be_known(watch: WatchMode, tmp_path: Path) -> None:
     recording = watch(tensor_parallel, "other masks")
     shutil.copytree(recording.path, tmp_path / "copy")
     write_json(tmp_path / "copy" / "recording.json", {"version": 1, "layout": ""})
@@ -496,7 +496,7 @@ def test_every_check_is_planted() -> None:
     ("program", "plant", "bug"),
     [(p, plant, said.bug) for name, p, plant, said in TABLE if said.verdict == BUG and name != "replicas"],
 )
-def test_all_checks_together_name_that_bug_alone(watch: Watch, program: Program, plant: str, bug: str) -> None:
+def test_all_checks_together_name_that_bug_alone(watch: WatchMode, program: Program, plant: str, bug: str) -> None:
     assert {f.bug for f in check(watch(program, plant)) if f.verdict == BUG} == {bug}
 
 
@@ -602,12 +602,12 @@ def test_biases_that_begin_at_zero_beside_sharded_weights_may_be_shards_in_every
     assert found_by("coefficients", recording) == []
 
 
-def test_later_steps_are_not_searched_once_a_bug_is_found(watch: Watch) -> None:
+def test_later_steps_are_not_searched_once_a_bug_is_found(watch: WatchMode) -> None:
     found = check(watch(data_parallel, "only the last micro-batch"))
     assert [f.sentence.partition(":")[0] for f in found if f.verdict == BUG] == ["step 1"]
 
 
-def test_copies_that_drift_because_of_a_named_bug_are_not_told_again(watch: Watch) -> None:
+def test_copies_that_drift_because_of_a_named_bug_are_not_told_again(watch: WatchMode) -> None:
     recording = watch(data_parallel, "norms are not summed")
     assert found_by("replicas", recording) != []
     assert [f.bug for f in check(recording)] == ["norm-unreduced"]

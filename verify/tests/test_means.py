@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from isograd_verify.record.events import Mean
+from isograd_verify.record.events import MeanWeight
 from isograd_verify.record.recording import Recording
 from isograd_verify.run.attach import inspect
 from isograd_verify.tell.findings import BUG, NOTE, PASS, Finding, Subject
@@ -104,7 +104,7 @@ def test_micro_batches_that_divide_by_their_own_counts_are_named(tmp_path: Path,
 def test_equal_counts_are_right(tmp_path: Path, name: str) -> None:
     subject = watch(tmp_path, LOSSES[name][0], (4, 4))
     assert (subject.verdict, subject.findings) == (PASS, [])
-    assert Recording(tmp_path).ranks[0].of(Mean), "the means were seen"
+    assert Recording(tmp_path).ranks[0].of(MeanWeight), "the means were seen"
 
 
 def test_a_mean_that_is_weighed_by_its_rows_is_right(tmp_path: Path) -> None:
@@ -182,4 +182,4 @@ def test_means_without_a_gradient_are_not_looked_at(tmp_path: Path) -> None:
         return (x - y).square().sum() / 21
 
     watch(tmp_path, loss, (5, 2))
-    assert [e.term.split()[0] for e in Recording(tmp_path).ranks[0].of(Mean)] == ["div", "sum"] * 4
+    assert [e.term.split()[0] for e in Recording(tmp_path).ranks[0].of(MeanWeight)] == ["div", "sum"] * 4

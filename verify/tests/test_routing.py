@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from isograd_verify.judge.analysis import Analysis
 from isograd_verify.judge.terms import amounts, too_often
-from isograd_verify.record.events import Term
+from isograd_verify.record.events import LossTerm
 from isograd_verify.record.recording import Recording
 from isograd_verify.run.attach import inspect
 from isograd_verify.tell.findings import BUG, NOTE, Finding
@@ -104,7 +104,7 @@ def test_without_a_config_nothing_says_how_often_a_balance_loss_is_to_count(tmp_
     assert watch(tmp_path, "balance is added for each", coefficient=None) == []
 
 
-def terms_of(home: Path, loss) -> list[Term]:
+def terms_of(home: Path, loss) -> list[LossTerm]:
     weight = nn.Parameter(torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64))
 
     class Model(nn.Module):
@@ -118,7 +118,7 @@ def terms_of(home: Path, loss) -> list[Term]:
     with Capture(home, steps=1):
         loss(Model()()).backward()
         torch.optim.SGD([weight], lr=0.1).step()
-    return Recording(home).ranks[0].of(Term)
+    return Recording(home).ranks[0].of(LossTerm)
 
 
 def test_a_term_is_told_with_its_value_and_the_weights_on_its_way_to_the_loss(tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def recorded(home: Path, micros: int, layout: str = "dp2") -> Analysis:
     total = torch.stack([part for mine in parts for part in mine]).sum(0)
     ranks = []
     for mine in parts:
-        told = [Term(1, m, site="loss.py:1", value=2.0, weights=(0.5, 1.0), joined=1) for m in range(micros)]
+        told = [LossTerm(1, m, site="loss.py:1", value=2.0, weights=(0.5, 1.0), joined=1) for m in range(micros)]
         ranks.append([Step({"w": Held(numbers(4), total, parts=dict(enumerate(mine)))}, events=list(told))])
     return Analysis(write(home, ranks, layout), 1)
 

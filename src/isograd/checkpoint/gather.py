@@ -38,7 +38,7 @@ class Gathered:
                 self.entries[key] = TensorEntry(key, dtype, tuple(shape))
 
     @torch.no_grad()
-    def whole(self, keys: Iterable[str]) -> Iterator[Tensor]:
+    def to_rank_0(self, keys: Iterable[str]) -> Iterator[Tensor]:
         """On rank 0 each tensor in turn; elsewhere an empty one. All ranks iterate over the same keys."""
         for key in keys:
             yield self._receive(key) if self.mesh.rank == 0 else self._send(key)

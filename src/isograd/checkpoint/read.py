@@ -106,7 +106,7 @@ class SavedWeights:
 
     def has(self, name: str, shape: tuple[int, ...]) -> bool:
         """Whether this parameter or buffer was saved; refuses one that was saved with another shape."""
-        saved = self._kept(name)
+        saved = self._find(name)
         if saved is not None and saved[1].shape != shape:
             raise CheckpointError(
                 "IG937",
@@ -117,7 +117,7 @@ class SavedWeights:
 
     def read(self, name: str, shape: tuple[int, ...], box: Sequence[tuple[int, int]]) -> Tensor:
         """A box of a saved parameter or buffer."""
-        saved = self._kept(name)
+        saved = self._find(name)
         assert saved is not None
         try:
             part = self._reader.read(saved[0], tuple(box))
@@ -125,7 +125,7 @@ class SavedWeights:
             raise damaged(self._reader.folder, damage) from damage
         return part
 
-    def _kept(self, name: str) -> tuple[str, Saved] | None:
+    def _find(self, name: str) -> tuple[str, Saved] | None:
         tensors = self._reader.manifest.tensors
         return next(((key, tensors[key]) for kind in ("model", "buffer") if (key := f"{kind}/{name}") in tensors), None)
 

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from isograd.errors import ModelError
 
 
-def once(backward: Callable[..., Any]) -> Callable[..., Any]:
+def first_order_only(backward: Callable[..., Any]) -> Callable[..., Any]:
     """In the place of once_differentiable."""
     plain = once_differentiable(backward)
 

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from isograd.comm import raw
-from isograd.comm.first_order import once
+from isograd.comm.first_order import first_order_only
 from isograd.comm.raw import Group
 from isograd.errors import CommError
 
@@ -43,7 +43,7 @@ class _Pair(torch.autograd.Function):
         return y.view_as(y) if y is x else y
 
     @staticmethod
-    @once
+    @first_order_only
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return ctx.adjoint(gradient), None, None
 

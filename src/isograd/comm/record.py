@@ -110,7 +110,7 @@ class Record:
         self.entries.append(
             Entry(
                 *(operation, site, phase, control, group.axes, group.purpose),
-                *(group.ranks, group.index, tag, self._once(sent), self._once(received)),
+                *(group.ranks, group.index, tag, self._interned(sent), self._interned(received)),
             )
         )
         self.events.append(("starts", place))
@@ -120,12 +120,12 @@ class Record:
         found = known.get(id(pieces))
         if found is None:
             look = self._look
-            found = known[id(pieces)] = self._once(
+            found = known[id(pieces)] = self._interned(
                 tuple(Message(t.numel(), t.dtype, None if look is None else look(t)) for t in pieces if t.numel())
             )
         return found
 
-    def _once(self, value: T) -> T:
+    def _interned(self, value: T) -> T:
         same: T = self._same.setdefault(value, value)
         return same
 

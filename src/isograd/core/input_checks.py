@@ -48,7 +48,7 @@ class IdCheck:
 
     def find(self, ids: Tensor) -> Tensor:
         """A mask of the wrong ids, which are counted."""
-        wrong = outside(ids, self.vocab, self.ignored)
+        wrong = invalid_ids(ids, self.vocab, self.ignored)
         if ids.numel() and (self.evaluating or torch.is_grad_enabled()):
             self._count(ids, wrong)
         return wrong
@@ -93,7 +93,7 @@ class ScoreCheck:
         return f"{many} tokens in {self.layer}" if many else None
 
 
-def outside(ids: Tensor, vocab: int, ignored: int | None = None) -> Tensor:
+def invalid_ids(ids: Tensor, vocab: int, ignored: int | None = None) -> Tensor:
     """Which ids are neither in the vocabulary nor the ignored one."""
     wrong = (ids < 0) | (ids >= vocab)
     return wrong if ignored is None else wrong & (ids != ignored)

@@ -89,7 +89,7 @@ def build(
     size = shard_bytes or max(SHARD, -(-sum(one.bytes for one in found) // MOST))
     special = special_tokens if tools.special or chat else "text"  # a choice that makes no difference is not recorded
     recipe = Recipe(tools.vocabulary, documents, text_key, float(validation), size, found, special, template)
-    with _alone(folder):
+    with _locked(folder):
         if not _begin(folder, recipe):
             return read(folder)
         jobs = list(enumerate(cut(recipe, largest_document)))
@@ -221,7 +221,7 @@ def _clear(folder: Path) -> None:
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
+def _locked(folder: Path) -> Iterator[None]:
     """The folder, made if need be, and no other build in it."""
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)

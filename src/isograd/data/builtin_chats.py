@@ -39,7 +39,7 @@ def conversations(file: Path, about: str) -> Path:
     """about "sums": every sum of two numbers below MOST, some of them with a second question. "docstrings": a question
     for each docstring, with its first sentence as the answer."""
     if about == "docstrings":
-        return _kept(file, ({"messages": _turns(question, answer)} for question, answer in sentences()))
+        return _write_if_missing(file, ({"messages": _turns(question, answer)} for question, answer in sentences()))
     lines = []
     for a in range(MOST):
         for b in range(MOST):
@@ -54,7 +54,7 @@ def pairs(file: Path, about: str) -> Path:
     the questions, its answer, and the answer's words in another order."""
     if about == "docstrings":
         fourth = ((q, answer, disordered(answer)) for q, answer in list(sentences())[::4])
-        return _kept(file, (_pair(*one) for one in fourth if one[1] != one[2]))
+        return _write_if_missing(file, (_pair(*one) for one in fourth if one[1] != one[2]))
     lines = []
     for a in range(MOST):
         for b in range(MOST):
@@ -71,7 +71,7 @@ def _pair(prompt: str, chosen: str, rejected: str) -> dict[str, str]:
     return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
 
 
-def _kept(file: Path, lines: Iterable[object]) -> Path:
+def _write_if_missing(file: Path, lines: Iterable[object]) -> Path:
     return file if file.exists() else _write(file, lines)
 
 

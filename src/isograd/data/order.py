@@ -51,7 +51,7 @@ class Blend:
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
-        self.parts = _whole(weights)
+        self.parts = _integer_weights(weights)
         self.period = sum(self.parts)
         if self.period > LONGEST:
             share = [max(1, round(part * 10_000 / self.period)) for part in self.parts]
@@ -73,7 +73,7 @@ class Blend:
         return source, around * self.parts[source] + before
 
 
-def _whole(weights: Sequence[float]) -> list[int]:
+def _integer_weights(weights: Sequence[float]) -> list[int]:
     wrong = [w for w in weights if isinstance(w, bool) or not isinstance(w, int | float) or not isfinite(w) or w <= 0]
     if wrong or not weights:
         raise DataError(

@@ -101,7 +101,7 @@ class Pairs:
             places.append(self._train[shuffled(index, len(self), key)])
         return self._read(places)
 
-    def held(self, rows: range) -> list[Pair]:
+    def held_out_pairs(self, rows: range) -> list[Pair]:
         """Some of the held-out pairs, in the order of the file."""
         return self._read([self._held[row] for row in rows])
 

@@ -96,7 +96,7 @@ def of_json(text: str, vocabulary: Vocabulary, special_tokens: SpecialTokens = "
     loaded.encode_special_tokens = special_tokens != "keep"
 
     def encode(texts: list[str]) -> list[Ids]:
-        with _theirs(Path(vocabulary.name)):
+        with _tokenizer_errors(Path(vocabulary.name)):
             return [np.array(e.ids, np.uint32) for e in loaded.encode_batch_fast(texts, add_special_tokens=False)]
 
     def decode(ids: Sequence[int]) -> str:
@@ -135,7 +135,7 @@ def load_json(text: str, path: Path) -> Loaded:
             fix="pip install tokenizers, or use bytes",
             path=path,
         ) from error
-    with _theirs(path):
+    with _tokenizer_errors(path):
         loaded = Loaded.from_str(text)
     loaded.no_truncation()
     loaded.no_padding()
@@ -153,7 +153,7 @@ def end_of_text(folder: Path) -> int | None:
 
 
 @contextmanager
-def _theirs(path: Path) -> Iterator[None]:
+def _tokenizer_errors(path: Path) -> Iterator[None]:
     """The tokenizers package raises plain Exceptions, and panics of Rust, which are no Exceptions."""
     try:
         yield

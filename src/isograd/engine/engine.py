@@ -70,7 +70,7 @@ class Engine:
         blocks: Iterable[nn.Module] | None = None,
         offload: bool = False,
         weights: Weights | str | Path | None = None,
-        whole: Sequence[str] = (),
+        matrices: Sequence[str] = (),
         accumulate: Literal["local", "sharded"] = "local",
         elementwise: bool = False,
     ) -> None:
@@ -84,11 +84,11 @@ class Engine:
         blocks: at ZeRO 3, what is gathered together; left out, the members of the model's lists of modules.
         offload: at ZeRO 1 to 3, master rows and optimizer state lie and step in the host's memory; at 3 all rows do.
         weights: first values, read by each rank for its own part: safetensors (a file, or a directory of them).
-        whole: patterns of names; each matrix among them has one owner, for optimizers that need matrices, like Muon.
+        matrices: patterns of names; each matrix among them has one owner, for optimizers that need matrices, like Muon.
         accumulate: what `train_step` does with gradients of all but its last micro-batch. "local": kept whole here, and
             reduced once, as in no_sync. "sharded": each reduced into its owners' rows, and freed.
-        elementwise: True says of an optimizer that is not torch's that it steps each element by itself (of what `whole`
-            names: each matrix), so that ranks may step parts of a parameter.
+        elementwise: True says of an optimizer that is not torch's that it steps each element by itself (of `matrices`:
+            each matrix), so that ranks may step parts of a parameter.
         """
         validation.refuse_wrapped(model, mesh)
         validation.detach_previous_engine(model)
@@ -99,7 +99,7 @@ class Engine:
         validation.check_supported_parameters(model, self.table, mesh)
         stage = mesh.layout.zero
         parts = (repeated_blocks(model) if blocks is None else list(blocks)) if stage == 3 else []
-        owners = muon.owners(self.table, mesh, whole)
+        owners = muon.owners(self.table, mesh, matrices)
         self.plan = make_plan(self.table, mesh, int(bucket_mb * 2**20), homes(parts), owners)
         validation.check_plan(self.plan, mesh)
         validation.check_offload(offload, mesh)

@@ -2,7 +2,7 @@
 
 A row shard of a matrix has other singular vectors than the matrix, so such an optimizer must never step a piece.
 
-- `Engine(whole=[...])` names matrices that keep one data rank each as the owner of all their rows (`owners`). The
+- `Engine(matrices=[...])` names matrices that keep one data rank each as the owner of all their rows (`owners`). The
   experts of a layer are a stack of matrices, of which a row is one: any cut by rows leaves each with one owner.
 - Of a matrix that tp cuts, one tp rank of the owner steps the uncut matrix (`TensorParallelMuon`).
 - `Muon` is torch's Muon for stacks of matrices too.
@@ -33,7 +33,7 @@ BY_MATRIX = ("muon", "shampoo", "soap")  # in the name of an optimizer's class
 class ChainedOptimizer(torch.optim.Optimizer):
     """Several torch optimizers as one: `step` steps each of them.
 
-        ig.ChainedOptimizer(torch.optim.Muon(shards.whole, lr=2e-2), torch.optim.AdamW(shards.rest, lr=3e-4))
+        ig.ChainedOptimizer(torch.optim.Muon(shards.matrices, lr=2e-2), torch.optim.AdamW(shards.rest, lr=3e-4))
 
     It has the groups and the state of all: learning-rate schedulers, checkpoints and `zero_grad` see one optimizer.
     """

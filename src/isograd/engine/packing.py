@@ -7,8 +7,8 @@ So a bucket is packed and unpacked by as many calls whatever the number of owner
     pack     gradients [rows, ...] -> [owners, rows of one owner] each -> side by side -> flat
     unpack   flat -> [owners, chunk] -> split -> whole tensors
 
-A matrix that has one owner (Engine(whole=...)) is never cut: `WholeMatrices` packs such matrices in the order of their
-owners, and chunks have the lengths that follow.
+A matrix that has one owner (Engine(matrices=...)) is never cut: `WholeMatrices` packs such matrices in the order of
+their owners, and chunks have the lengths that follow.
 """
 
 from __future__ import annotations

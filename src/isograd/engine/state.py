@@ -235,7 +235,7 @@ def _refuse_kindless(refused: list[str]) -> None:
             "the optimizer keeps values that cannot be cut into rows, neither in memory nor in a checkpoint",
             seen="; ".join(list(dict.fromkeys(refused))[:SHOWN]),
             expected="for a parameter, tensors of its shape and single numbers; for a group, numbers and words",
-            fix="take an elementwise optimizer (AdamW, SGD, ...), or Muon for whole matrices: Engine(..., whole=[...])",
+            fix="take an elementwise optimizer (AdamW, SGD, ...), or Muon: Engine(..., matrices=[...])",
         )
 
 

@@ -41,7 +41,7 @@ from isograd.errors import EngineError
 class Shards(list[nn.Parameter]):
     """The tensors to optimize, each a row shard of a named parameter (whole parameters at stage 0).
 
-    Use it as the list it is, cut it into parameter groups by name with `groups`, or take `whole` and `rest` apart.
+    Use it as the list it is, cut it into parameter groups by name with `groups`, or take `matrices` and `rest` apart.
     """
 
     def __init__(self, named: Iterable[tuple[str, nn.Parameter]], kept_whole: Container[str] = ()) -> None:
@@ -55,8 +55,8 @@ class Shards(list[nn.Parameter]):
         return list(zip(self.names, self, strict=True))
 
     @property
-    def whole(self) -> Shards:
-        """The matrices that Engine(whole=[...]) names: all of each on its owner, no row of it elsewhere."""
+    def matrices(self) -> Shards:
+        """The matrices that Engine(matrices=[...]) names: all of each on its owner, no row of it elsewhere."""
         return Shards(pair for pair in self.named() if pair[0] in self._kept_whole)
 
     @property
@@ -92,7 +92,7 @@ def _plain(value: object) -> object:
     return value if isinstance(value, int | float | str) else None
 
 
-def _apart(master: Tensor, rows: Tensor) -> bool:
+def _has_own_memory(master: Tensor, rows: Tensor) -> bool:
     """Whether a master has memory of its own: it is wider than the parameter, or lies on the host."""
     return master.dtype != rows.dtype or master.device != rows.device
 
@@ -126,7 +126,7 @@ class ShardedOptimizer:
         self.plan, self.stage, self.units, self.offload, self.across = plan, stage, units, offload, across
         self.masters = {slot.name: self._master(slot) for slot in plan.slots}
         own = [slot for slot in plan.slots if slot not in across]
-        self._apart = [slot for slot in own if _apart(self.masters[slot.name], self._target(slot))]
+        self._has_own_memory = [slot for slot in own if _has_own_memory(self.masters[slot.name], self._target(slot))]
         self._collect_edits()
         shards = Shards(self.masters.items(), {slot.name for slot in plan.slots if slot.uncut_matrix})
         self.optimizer = factory(shards)
@@ -244,7 +244,7 @@ class ShardedOptimizer:
         Contents are compared, because an edit of `.data` moves no version counter. On the CPU the masters are read and
         left when nothing was edited; on a GPU, which nothing waits for here, each element is chosen.
         """
-        for slot in self._apart:
+        for slot in self._has_own_memory:
             _take(self._target(slot), self.masters[slot.name])
 
     @torch.no_grad()
@@ -256,7 +256,7 @@ class ShardedOptimizer:
 
     @torch.no_grad()
     def _write_back(self, reducer: Reducer) -> None:
-        for slot in self._apart:
+        for slot in self._has_own_memory:
             self._target(slot).copy_(self.masters[slot.name])
         wholes = {slot: self.masters[slot.name].data for slot in self.across.slots if self.across.is_home(slot)}
         self.across.spread(wholes, {slot: self._target(slot) for slot in self.across.slots})

@@ -224,8 +224,8 @@ IG965: the replay of a chunk gave representations that differ from the first pas
 IG966: the loss has trainable parameters that the engine does not know: {names}
   seen:     {name}, which is not a submodule of the engine's model
   expected: a loss that is a submodule of the model given to Engine
-  fix:      model.loss = InfoNCE(learn_scale=True), then Engine(model, ...) and GradCache(engine, model.loss)
-IG967: GradCache does not support this chunk size or layout
+  fix:      model.loss = InfoNCE(learn_scale=True), then Engine(model, ...) and GradientCache(engine, model.loss)
+IG967: GradientCache does not support this chunk size or layout
   seen:     chunk={chunk} under {layout!r}
   expected: a chunk of at least one row, and a layout of dp, cp, tp, sp and zero
 IG968: batch norm would normalise over one chunk instead of the batch: {names}

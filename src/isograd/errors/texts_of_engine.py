@@ -103,18 +103,18 @@ IG526: buffers have no memory, and their values are not known
 IG527: offload needs row shards
   expected: zero1, zero2 or zero3: at zero0 every rank steps whole parameters where they are
 IG528: patterns of whole matrices match nothing
-  seen:     whole={patterns}; without a matrix: {idle}
+  seen:     matrices={patterns}; without a matrix: {idle}
   expected: shell-style patterns of names of trainable matrices, such as {examples}
 IG529: matrices that were to stay whole are cut over more than tp
   expected: matrices of which the tp ranks have all rows and columns
-  fix:      a layout without these axes, AdamW, or whole= patterns that leave these out
+  fix:      a layout without these axes, AdamW, or matrices= patterns that leave these out
 IG530: a group was added to a ChainedOptimizer, and none of its members would step it
   expected: groups given to one of the members before they are chained
 IG531: {kind} needs whole matrices and was given pieces
   seen:     {name!r}, cut {how}
   expected: matrices that one data rank owns whole
-  fix:      Engine(..., whole=['blocks.*']) and ig.ChainedOptimizer({kind}(shards.whole), AdamW(shards.rest)), where the
-            optimizer is made
+  fix:      Engine(..., matrices=['blocks.*']) and ig.ChainedOptimizer({kind}(shards.matrices), AdamW(shards.rest)),
+            where the optimizer is made
 IG533: DataParallel was given options that it does not have
   expected: of DDP's, beside those that change nothing here: {options}
   fix:      leave them out; mixed precision: autocast or model.to(torch.bfloat16); other groups: ig.Engine

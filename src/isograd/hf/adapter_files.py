@@ -36,7 +36,7 @@ def export_adapters(engine: Engine, folder: str | Path) -> None:
     named = _names(adapters)
     ordered = _entries(named, gathered.entries)
     all_or_none(lambda: open_new(target, None) if mesh.rank == 0 else None, f"opening {target}", mesh)
-    whole: Iterator[Tensor] = gathered.whole([named[entry.name] for entry in ordered])
+    whole: Iterator[Tensor] = gathered.to_rank_0([named[entry.name] for entry in ordered])
 
     written_by_first(target, whole, mesh, lambda: _write(target, ordered, whole, adapters))
 

@@ -207,7 +207,8 @@ def to_hf_config(config: TransformerConfig) -> dict[str, Any]:
         _refuse_other_experts(config.experts)
     values = _written(config, model_type_of(config))
     mine, again = (
-        {f.name: getattr(c, f.name) for f in fields(c)} for c in (_whole(config), _whole(from_hf_config(values)))
+        {f.name: getattr(c, f.name) for f in fields(c)}
+        for c in (_filled_in(config), _filled_in(from_hf_config(values)))
     )
     idle = ["rope_theta", "rotary_fraction"] if config.positions == "learned" else []
     if config.experts is not None and all(config.experts.in_layer(n) for n in range(config.layers)):
@@ -225,7 +226,7 @@ def to_hf_config(config: TransformerConfig) -> dict[str, Any]:
     return values
 
 
-def _whole(config: TransformerConfig) -> TransformerConfig:
+def _filled_in(config: TransformerConfig) -> TransformerConfig:
     """The same with numbers in the place of those that follow from others."""
     head_dim = config.head_dim or config.hidden // config.heads
     return replace(config, kv_heads=config.kv_heads or config.heads, head_dim=head_dim)

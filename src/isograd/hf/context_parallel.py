@@ -73,7 +73,7 @@ class SequenceCut:
             )
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
 
-        def whole(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def full_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             q, k, v = (t.transpose(1, 2) for t in (q, k, v))
             if window is not None or softcap is not None:
                 y = band.attention(q, k, v, scale=scale, window=window, softcap=softcap, starts=self.starts)
@@ -85,7 +85,7 @@ class SequenceCut:
             y = F.scaled_dot_product_attention(q, k, v, seen, is_causal=seen is None, scale=scale, enable_gqa=share)
             return y.transpose(1, 2)
 
-        return attend(whole, q, k, v, self.mesh, self.places, self.starts, scale, window, softcap)
+        return attend(full_attention, q, k, v, self.mesh, self.places, self.starts, scale, window, softcap)
 
 
 def attention(

@@ -151,7 +151,7 @@ class Exchange:
         return y.view(sent.shape)
 
 
-def outside(plan: dict[str, str], experts: Iterable[str]) -> dict[str, str]:
+def without_experts(plan: dict[str, str], experts: Iterable[str]) -> dict[str, str]:
     """The entries of a plan that are not of these layers of experts."""
     homes = tuple(f"{name}." for name in experts)
     return {name: style for name, style in plan.items() if not f"{name}.".startswith(homes)} if homes else plan

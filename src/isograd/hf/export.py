@@ -91,7 +91,7 @@ def export_hf(
     shards = plan(described, gathered.entries, max_shard_gb, dtype)
     all_or_none(lambda: open_new(target, tokenizer) if mesh.rank == 0 else None, f"opening {target}", mesh)
     keys = keys_of(shards)
-    ours = repeated(keys, gathered.whole(dict.fromkeys(keys)))
+    ours = repeated(keys, gathered.to_rank_0(dict.fromkeys(keys)))
     written_by_first(target, ours, mesh, lambda: write(target, shards, ours, described, tokenizer))
 
 

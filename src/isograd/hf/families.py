@@ -171,7 +171,7 @@ class WeightSource(Protocol):
         ...
 
 
-class _Given:
+class _StateDictReader:
     """A state dict, looked at as stored tensors are."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
@@ -194,7 +194,7 @@ class HuggingFace:
         if isinstance(source, str | Path):
             self._source = SafetensorsReader(source)
         else:
-            self._source = _Given(source) if isinstance(source, Mapping) else source
+            self._source = _StateDictReader(source) if isinstance(source, Mapping) else source
         stored = self._source.shapes
         self._places = _prefixed(list(stored), config)
         every = rules(config, model_type_of(config))

@@ -21,20 +21,20 @@ class ForceFP64(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Called by torch in the place of each of its functions."""
-        args = tuple(_wide(value) for value in args)
-        kwargs = {name: _wide(value) for name, value in (kwargs or {}).items()}
+        args = tuple(_fp64_for(value) for value in args)
+        kwargs = {name: _fp64_for(value) for name, value in (kwargs or {}).items()}
         return (torch.Tensor.double if func in CASTS else func)(*args, **kwargs)
 
 
 def in_fp64(run: Callable[..., T]) -> Callable[..., T]:
     """The same function, in fp64 throughout."""
 
-    def wide(*args: Any, **kwargs: Any) -> T:
+    def in_fp64(*args: Any, **kwargs: Any) -> T:
         with ForceFP64():
             return run(*args, **kwargs)
 
-    return wide
+    return in_fp64
 
 
-def _wide(value: Any) -> Any:
+def _fp64_for(value: Any) -> Any:
     return torch.float64 if isinstance(value, torch.dtype) and value in NARROW else value

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from isograd.core import rng
 from isograd.core.contract import InitFn, set_init_fn
 from isograd.errors import ModelError
+from isograd.hf.stored_weights import StoredWeights
 from isograd.io.safetensors_reader import Box, SafetensorsReader
 
 # Buffers that older files hold among their weights.
@@ -83,29 +84,22 @@ class Folder:
 
     def __init__(self, stored: SafetensorsReader, model: Any, where: str) -> None:
         """Refuses missing, unknown and misshapen tensors, all at once and before any is read."""
-        self.stored = stored
         shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict(keep_vars=True).items()}
-        prefix = f"{model.base_model_prefix}."
-        self.places: dict[str, str] = {}
-        unknown = []
-        for name in stored.shapes:
-            fits = [n for n in (name, prefix + name, name.removeprefix(prefix)) if n in shapes]
-            if fits:
-                self.places[fits[0]] = name
-            elif not name.endswith(NOT_WEIGHTS):
-                unknown.append(name)
+        self.stored = StoredWeights(stored, model, shapes)
+        places = self.stored.places
+        unknown = [name for name in self.stored.unknown if not name.endswith(NOT_WEIGHTS)]
         tied: dict[int, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             tied.setdefault(id(parameter), []).append(name)
         for names in tied.values():
-            place = next((self.places[name] for name in names if name in self.places), None)
-            self.places |= {name: place for name in names if place is not None and name not in self.places}
-        wrong = [f"{name} is missing" for name in shapes if name not in self.places]
+            place = next((places[name] for name in names if name in places), None)
+            places |= {name: place for name in names if place is not None and name not in places}
+        wrong = [f"{name} is missing" for name in shapes if name not in places]
         wrong += [f"{name} is not used" for name in unknown]
         wrong += [
-            f"{name} is {stored.shapes[place]}, not {shapes[name]}"
-            for name, place in self.places.items()
-            if stored.shapes[place] != shapes[name]
+            f"{name} is {self.stored.shape(name)}, not {shapes[name]}"
+            for name in places
+            if self.stored.shape(name) != shapes[name]
         ]
         if wrong:
             raise ModelError(
@@ -120,8 +114,7 @@ class Folder:
 
     def read(self, name: str, box: Box) -> Tensor:
         """A box of the parameter or buffer of this name."""
-        place = self.places[name]
-        found = self.stored.read(place, self.stored.shapes[place], box)
+        found = self.stored.read(name, box)
         if found.dtype not in FLOATS and found.is_floating_point():
             raise ModelError(
                 "IG462",

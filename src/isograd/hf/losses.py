@@ -93,7 +93,7 @@ class BatchPart:
     weight: Tensor  # the number of this rank's labels, which the loss is the mean of
     cut: SequenceCut
 
-    def whole(self, x: Tensor) -> Tensor:
+    def gather_sequence(self, x: Tensor) -> Tensor:
         """This rank's part [b, local, ...] of e.g. logits -> [b, length, ...] in order, on every cp rank."""
         return gather_whole(x, self.cut.mesh, self.cut.places)
 

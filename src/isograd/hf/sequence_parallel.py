@@ -136,28 +136,28 @@ class SequenceHooks:
 
     def take(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Called:
         """Of the first layer: whole sequences -> this rank's part of them."""
-        return replaced(args, kwargs, self._mine(first_of(args, kwargs)))
+        return replaced(args, kwargs, self._slice(first_of(args, kwargs)))
 
     def join(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Of the last layer: a part -> whole sequences, of which every rank computes the same."""
-        return _changed(output, self._whole)
+        return _changed(output, self._gather)
 
     def join_first(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Called:
         """Of a module of which nothing is cut: a part -> whole sequences."""
-        return replaced(args, kwargs, self._whole(first_of(args, kwargs)))
+        return replaced(args, kwargs, self._gather(first_of(args, kwargs)))
 
     def take_again(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Of the same module: whole sequences -> a part."""
-        return _changed(output, self._mine)
+        return _changed(output, self._slice)
 
     def gather_tokens(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Called:
         """Of a module whose projections are cut: a part -> whole sequences, each of whose uses is partial."""
         return replaced(args, kwargs, gather_tokens(first_of(args, kwargs), self.mesh, sequences=True))
 
-    def _whole(self, x: Tensor) -> Tensor:
+    def _gather(self, x: Tensor) -> Tensor:
         return ops.gather_for_identical_use(x, self.mesh.group("tp"), -2).contiguous()
 
-    def _mine(self, x: Tensor) -> Tensor:
+    def _slice(self, x: Tensor) -> Tensor:
         length, tp = x.shape[-2], self.mesh.size("tp")
         if length % tp:
             raise ModelError(

@@ -45,7 +45,7 @@ def cut_into_stages(model: Any, mesh: Mesh, survey: Dependencies, loss: str) -> 
     _declare_ties(model, mesh, survey, parts)
     flow = _Flow(mesh, survey.layers, parts, survey.output, loss)
     for number, layer in enumerate(layers):
-        if number not in flow.mine:
+        if number not in flow.own_layers:
             layers[number] = _Elsewhere(layer, flow)
     library = type(model)
     names = {"__module__": library.__module__, "__qualname__": library.__qualname__}
@@ -123,7 +123,7 @@ class _Flow:
     arrived: Any = None
 
     @property
-    def mine(self) -> set[int]:
+    def own_layers(self) -> set[int]:
         """The layers of this rank's stages."""
         place, pp = self.mesh.index("pp"), self.mesh.layout.pp
         return {number for part in self.parts[place::pp] for number in part}

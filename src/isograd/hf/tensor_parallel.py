@@ -34,7 +34,7 @@ from isograd.core.mesh import DATA, EXPERT_DATA, Mesh
 from isograd.errors import ModelError
 from isograd.hf import styles
 from isograd.hf.adapters import NAME
-from isograd.hf.expert_parallel import DISPATCHED, deal_out, dispatched, number_of, outside, shard_of
+from isograd.hf.expert_parallel import DISPATCHED, deal_out, dispatched, number_of, shard_of, without_experts
 from isograd.hf.fused_head_loss import FusedHeadLoss
 from isograd.hf.sequence_parallel import Sequences, register, sequences_of
 from isograd.hf.sub_configs import text_of
@@ -57,7 +57,7 @@ def cut(model: nn.Module, mesh: Mesh, joined: FusedHeadLoss | None = None) -> No
     experts = dispatched(model, mesh) if mesh.size("ep") > 1 else []
     if mesh.size("tp") > 1:
         _refuse_dropout(model, mesh)
-        plan = without_split_ties(model, outside(read_plan(model, mesh), experts), mesh)
+        plan = without_split_ties(model, without_experts(read_plan(model, mesh), experts), mesh)
     sequences = sequences_of(model, plan, experts, mesh)
     plan = {n: style for n, style in plan.items() if not (style in CLOSED and sequences.are_cut(n))}
     cutter = _Cutter(model, mesh, plan, joined, sequences)
@@ -76,7 +76,7 @@ def cut(model: nn.Module, mesh: Mesh, joined: FusedHeadLoss | None = None) -> No
     register(model, sequences, mesh)
     for name, module in modules.items():
         if sequences.are_cut(name):
-            cutter.owing(module)
+            cutter.declare_partial(module)
         if own := [p for p in module.parameters(recurse=False) if contract_of(p) is not None]:
             module._isograd_marks = Marks(own)
 
@@ -133,7 +133,7 @@ class _Cutter:
             self.old.append(old)
         module._parameters[leaf] = self.made[id(old)]
 
-    def owing(self, module: nn.Module) -> None:
+    def declare_partial(self, module: nn.Module) -> None:
         """What is whole in a module, used on a part of the sequences or of the heads, owes its sum over tp."""
         for leaf, parameter in list(module._parameters.items()):
             if parameter is not None and contract_of(parameter) is None:

@@ -86,7 +86,7 @@ def positions(documents: Tensor) -> Tensor:
 def logits_of(model: Any, mesh: Mesh, tokens: Tensor) -> Tensor:
     """[b, s, vocab] of whole rows, on all ranks; not of a model in stages."""
     part = shard({"input_ids": tokens}, mesh)
-    return part.whole(model(**part.inputs).logits)[:, : tokens.shape[1]]
+    return part.gather_sequence(model(**part.inputs).logits)[:, : tokens.shape[1]]
 
 
 @contextmanager

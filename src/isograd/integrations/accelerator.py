@@ -12,9 +12,9 @@ clipping, trackers, and the files of `save_state`, which have the module's own n
 
 Under cp and tp (`Accelerator(layout="dp2 cp2 ulysses")`, or `parallelism_config=ParallelismConfig(sp_size=2)`) the
 ranks of a group get the same rows, `model(**batch)` computes this rank's part of them, and its loss weighs this part's
-labels. Under cp the model is attached (`ig.hf.attach`); under tp it is one of `ig.hf.load`.
+labels. Under cp the model is attached (`ig.hf.attach`); under tp and ep it is one of `ig.hf.load`.
 
-Under a ZeRO stage or tp, `prepare(model, optimizer)` makes an `ig.Engine` of the two, as rows of a gradient are no
+Under a ZeRO stage, tp or ep, `prepare(model, optimizer)` makes an `ig.Engine` of the two, as rows of a gradient are no
 `.grad`: nothing is divided, and a loss that a model of transformers has made of `labels` weighs these.
 `clip_grad_norm_` clips in the step that follows, which fills the norm it has returned. `save_state` writes the
 optimizers' state for any layout, into the folder `isograd`.
@@ -38,7 +38,7 @@ from isograd.engine import DataParallel, Engine
 from isograd.errors import IntegrationError
 from isograd.hf import attach
 from isograd.integrations.optimizer import EngineOptimizer, TrainedModule, engine_optimizer
-from isograd.integrations.shared_rows import RowParts, prepare_data_loader, refuse_whole_model
+from isograd.integrations.shared_rows import RowParts, cuts_model, prepare_data_loader, refuse_whole_model
 from isograd.integrations.weights import LabelCounter
 from isograd.integrations.world import layout_of_parallelism, layout_option, mesh_for, name_failed_rank, refuse
 
@@ -67,14 +67,14 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     _optimizers: list[Any]
 
     def __init__(self, *args: Any, layout: str | None = None, elementwise: bool = False, **kwargs: Any) -> None:
-        """layout: dp, cp, tp and a ZeRO stage; dp, without it; `--isograd LAYOUT` on the command line comes first. A
-        ParallelismConfig is a layout, too. elementwise: as ig.Engine takes it."""
+        """layout: dp, cp, tp, ep and a ZeRO stage; dp, without it; `--isograd LAYOUT` on the command line comes first.
+        A ParallelismConfig is a layout, too. elementwise: as ig.Engine takes it."""
         layout, parallelism = layout_option(layout), kwargs.pop("parallelism_config", None)
         super().__init__(*args, **kwargs)
-        mesh = mesh_for(layout if parallelism is None else layout_of_parallelism(parallelism, layout), "dp cp tp")
+        mesh = mesh_for(layout if parallelism is None else layout_of_parallelism(parallelism, layout), "dp cp tp ep")
         self._mesh = mesh
         self._elementwise = elementwise
-        self._by_engine = mesh.layout.zero > 0 or mesh.size("tp") > 1
+        self._by_engine = mesh.layout.zero > 0 or cuts_model(mesh)
         self._shares_rows = mesh.size("cp") > 1 or mesh.size("tp") > 1
         self._parts: list[RowParts] = []  # of the models whose rows are shared
         self._trained: list[TrainedModule] = []  # the models that engines train

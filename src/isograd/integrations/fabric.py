@@ -145,7 +145,7 @@ class FabricStrategy(DDPStrategy):  # type: ignore[misc]
     # -- files
 
     @contextmanager
-    def _whole(self, module: nn.Module) -> Iterator[bool]:
+    def _full_parameters(self, module: nn.Module) -> Iterator[bool]:
         """Whether the module's parameters are whole only in here."""
         engine = next((one.engine for one in self._trained if one.module is module), None)
         with nullcontext() if engine is None else engine.full_parameters():
@@ -153,13 +153,13 @@ class FabricStrategy(DDPStrategy):  # type: ignore[misc]
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """Whole parameters, at every stage; all ranks come here."""
-        with self._whole(module) as moves:
+        with self._full_parameters(module) as moves:
             state = super().get_module_state_dict(module)
             return {n: v.clone() if moves and isinstance(v, Tensor) else v for n, v in state.items()}
 
     def load_module_state_dict(self, module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """Lightning's, at every stage."""
-        with self._whole(module):
+        with self._full_parameters(module):
             super().load_module_state_dict(module, state_dict, strict)
 
     def get_optimizer_state(self, optimizer: Any) -> dict[str, Any]:
@@ -177,7 +177,7 @@ class FabricStrategy(DDPStrategy):  # type: ignore[misc]
         finally:
             self._saving = False
         for name, engine in _engines(state).items():
-            with CheckpointManager(_beside(path, name), engine, keep_last=1) as keeper:
+            with CheckpointManager(_state_folder(path, name), engine, keep_last=1) as keeper:
                 keeper.save(1)
 
     def load_checkpoint(
@@ -190,11 +190,11 @@ class FabricStrategy(DDPStrategy):  # type: ignore[misc]
         for name, engine in engines.items():
             if not Path(path).exists():
                 raise FileNotFoundError(f"{path}: no such checkpoint of Fabric's")
-            if not _beside(path, name).is_dir():
+            if not _state_folder(path, name).is_dir():
                 raise IntegrationError(
                     "IG867",
                     name=Path(path).name,
-                    seen=f"no folder {_beside(path, name)}",
+                    seen=f"no folder {_state_folder(path, name)}",
                     fix="load the model alone: fabric.load(path, {'model': model}, strict=False)",
                     where=engine.mesh.describe_rank(),
                 )
@@ -203,7 +203,7 @@ class FabricStrategy(DDPStrategy):  # type: ignore[misc]
         for name, engine in engines.items():
             state.update(rest)
             left.pop(name, None)
-            with CheckpointManager(_beside(path, name), engine, keep_last=1) as keeper:
+            with CheckpointManager(_state_folder(path, name), engine, keep_last=1) as keeper:
                 keeper.load("auto")
         return left
 
@@ -221,7 +221,7 @@ def _engines(state: Mapping[str, Any]) -> dict[str, Engine]:
     return {name: value.engine for name, value in state.items() if isinstance(value, EngineOptimizer)}
 
 
-def _beside(path: Any, name: str) -> Path:
+def _state_folder(path: Any, name: str) -> Path:
     return Path(f"{path}.isograd") / name
 
 

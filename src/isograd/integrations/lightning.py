@@ -74,7 +74,7 @@ class LightningStrategy(DDPStrategy):  # type: ignore[misc]
 
     def setup(self, trainer: Any) -> None:
         """Lightning's. Behind a fit at ZeRO 3 a module that is looked at or validated is whole for it."""
-        with nullcontext() if trainer.training else self._whole():
+        with nullcontext() if trainer.training else self._full_parameters():
             super().setup(trainer)
 
     def setup_optimizers(self, trainer: Any) -> None:
@@ -195,20 +195,20 @@ class LightningStrategy(DDPStrategy):  # type: ignore[misc]
     # -- files
 
     @contextmanager
-    def _whole(self) -> Iterator[None]:
+    def _full_parameters(self) -> Iterator[None]:
         with nullcontext() if self.engine is None else self.engine.full_parameters():
             yield
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Whole parameters, at every stage; all ranks come here."""
-        with self._whole():
+        with self._full_parameters():
             state = super().lightning_module_state_dict()
             moves = self.engine is not None and self.engine.mesh.layout.zero == 3
             return {n: v.clone() if moves and isinstance(v, Tensor) else v for n, v in state.items()}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Lightning's, at every stage."""
-        with self._whole():
+        with self._full_parameters():
             super().load_model_state_dict(checkpoint, strict)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
@@ -219,7 +219,7 @@ class LightningStrategy(DDPStrategy):  # type: ignore[misc]
         """Lightning's file; and beside it, unless only weights are wanted, the engine's state."""
         super().save_checkpoint(checkpoint, filepath, storage_options)
         if "optimizer_states" in checkpoint and self.engine is not None:
-            keeper = CheckpointManager(beside(filepath), self.engine, keep_last=1)
+            keeper = CheckpointManager(state_folder(filepath), self.engine, keep_last=1)
             keeper.save(max(1, checkpoint["global_step"]))
             keeper.close()
 
@@ -232,7 +232,7 @@ class LightningStrategy(DDPStrategy):  # type: ignore[misc]
         """From the folder beside the file, under any layout."""
         engine = self._engine_of("load_optimizer_state_dict")
         assert self._loaded_from is not None
-        place = beside(self._loaded_from)
+        place = state_folder(self._loaded_from)
         if not place.is_dir():
             raise IntegrationError(
                 "IG867",
@@ -249,7 +249,7 @@ class LightningStrategy(DDPStrategy):  # type: ignore[misc]
         """Lightning's, and the folder beside the file."""
         super().remove_checkpoint(filepath)
         if self.is_global_zero:
-            shutil.rmtree(beside(filepath), ignore_errors=True)
+            shutil.rmtree(state_folder(filepath), ignore_errors=True)
 
 
 _left: WeakKeyDictionary[Any, Engine] = WeakKeyDictionary()  # by module: of a fit that an exception ended in a step
@@ -265,7 +265,7 @@ def _has(trainer: Any, *names: str) -> bool:
     return any(kind.__name__ in names for one in trainer.callbacks for kind in type(one).__mro__)
 
 
-def beside(filepath: Any) -> Path:
+def state_folder(filepath: Any) -> Path:
     """The folder of the engine's state, of a checkpoint's file."""
     return Path(f"{filepath}.isograd")
 

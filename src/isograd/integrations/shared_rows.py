@@ -53,16 +53,22 @@ def prepare_data_loader(accelerator: Any, loader: Any, mesh: Mesh, device_placem
     return prepared
 
 
+def cuts_model(mesh: Mesh) -> bool:
+    """Whether a rank has a part of the model alone, beside what ZeRO shards."""
+    return mesh.size("tp") * mesh.size("ep") > 1
+
+
 def refuse_whole_model(model: nn.Module, mesh: Mesh) -> None:
-    """Under tp each rank needs its part of a model."""
+    """Under tp and ep each rank needs its part of a model."""
     contracts = [contract_of(parameter) for parameter in model.parameters()]
     cut = {shard.axis for contract in contracts if contract is not None for shard in contract.shards}
-    if mesh.size("tp") > 1 and "tp" not in cut:
+    whole = [axis for axis in ("tp", "ep") if mesh.size(axis) > 1 and axis not in cut]
+    if whole:
         layout = str(mesh.layout)
         raise IntegrationError(
             "IG855",
-            "under tp, a model that is whole on every rank",
-            seen=f"a {type(model).__name__} that no tp cuts, under {layout!r}",
+            f"under {' and '.join(whole)}, a model that is whole on every rank",
+            seen=f"a {type(model).__name__} that no {' or '.join(whole)} cuts, under {layout!r}",
             expected="a model of ig.hf.load on a mesh of the same layout",
             fix=f"model = ig.hf.load(folder, ig.Mesh({layout!r})), in the place of from_pretrained(folder)",
             where=mesh.describe_rank(),
@@ -73,7 +79,7 @@ def reasons_of_shared_rows(trainer: Any, classes: Sequence[type]) -> dict[str, A
     """What a Trainer refuses under cp and tp, and whether it is so: what shifts labels of a part again, and more."""
     args, mesh = trainer.args, trainer.mesh
     loss = next((kind for kind in classes if "compute_loss" in vars(kind)), object)
-    own, best = not loss.__module__.startswith("transformers."), mesh.size("tp") > 1 and args.load_best_model_at_end
+    own = not loss.__module__.startswith("transformers.")
     found = {
         "model_init: give the model": trainer.model_init,
         "compute_loss_func: set model.loss_function, which gets shift_labels": trainer.compute_loss_func,
@@ -81,7 +87,6 @@ def reasons_of_shared_rows(trainer: Any, classes: Sequence[type]) -> dict[str, A
         "label_smoothing_factor, which shifts labels: set it to 0": args.label_smoothing_factor,
         "compute_metrics: evaluate without it, or in a Trainer of dp alone": trainer.compute_metrics,
         "dispatch_batches: set it to False in accelerator_config": trainer.accelerator.dispatch_batches,
-        "load_best_model_at_end: load the checkpoint in a new run": best,
     }
     return {f"{'cp' if mesh.size('cp') > 1 else 'tp'} with {what}": is_set for what, is_set in found.items()}
 
@@ -98,4 +103,4 @@ def evaluated(
         sums = torch.stack((output.loss.double() * part.weight, part.weight.double()))
         total, labels = raw.all_reduce(sums, mesh.group("cp"))
         loss = total / labels.clamp(min=1)
-    return loss, part.whole(output.logits) if logits else None
+    return loss, part.gather_sequence(output.logits) if logits else None

@@ -38,6 +38,7 @@ from isograd.hf import attach, shard
 from isograd.hf.export import export_hf
 from isograd.integrations.optimizer import EngineOptimizer, on_shards
 from isograd.integrations.shared_rows import (
+    cuts_model,
     evaluated,
     prepare_data_loader,
     reasons_of_shared_rows,
@@ -57,7 +58,7 @@ class EngineTrainerMixin(_Base):  # type: ignore[misc]
     """What `trainer` puts before a Trainer class."""
 
     isograd_layout: str | None = None
-    model_axes = "dp cp tp"  # of a layout
+    model_axes = "dp cp tp ep"  # of a layout
     args: Any
     optimizer: Any
     loss_is_scaled_for_ga = True  # "do not divide by accumulation steps"
@@ -125,6 +126,8 @@ class EngineTrainerMixin(_Base):  # type: ignore[misc]
         optim = str(getattr(args.optim, "value", args.optim))
         return {
             **(reasons_of_shared_rows(self, others) if self._shares_rows else {}),
+            "load_best_model_at_end with tp or ep: load the checkpoint in a new run": cuts_model(self.mesh)
+            and args.load_best_model_at_end,
             "fsdp": args.fsdp,
             "deepspeed": self.is_deepspeed_enabled,
             "a model loaded with DistributedConfig": self.is_distributed_loading_by_transformers,
@@ -399,7 +402,7 @@ class EngineTrainerMixin(_Base):  # type: ignore[misc]
     # -- files
 
     @contextmanager
-    def _whole(self) -> Iterator[None]:
+    def _full_parameters(self) -> Iterator[None]:
         """Every parameter whole on this rank; at ZeRO 3 all ranks come here together."""
         if isinstance(self.optimizer, EngineOptimizer):
             with self.engine.full_parameters():
@@ -408,21 +411,21 @@ class EngineTrainerMixin(_Base):  # type: ignore[misc]
             yield
 
     def save_model(self, *args: Any, **kwargs: Any) -> None:
-        """The Trainer's; of a model that tp cuts, `ig.checkpoint.export_hf` into the folder."""
-        if self.mesh.size("tp") > 1:
+        """The Trainer's; of a model that tp or ep cuts, `ig.checkpoint.export_hf` into the folder."""
+        if cuts_model(self.mesh):
             export_hf(self.engine, args[0] if args else kwargs.get("output_dir") or self.args.output_dir)
             return
-        with self._whole():
+        with self._full_parameters():
             super().save_model(*args, **kwargs)
 
     def _load_best_model(self) -> None:
-        with self._whole():
+        with self._full_parameters():
             super()._load_best_model()
 
     def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        if self.mesh.size("tp") > 1:
+        if cuts_model(self.mesh):
             return  # the engine's state has all weights
-        with self._whole():
+        with self._full_parameters():
             super()._load_from_checkpoint(*args, **kwargs)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:

@@ -322,11 +322,11 @@ class IsogradEngine(BaseEngine):  # type: ignore[misc]
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
         from verl.utils.model import convert_weight_keys
 
-        with self._whole():
+        with self._full_parameters():
             for name, value in convert_weight_keys(self.module.state_dict(), self.module).items():
                 yield name, value.detach().clone()
 
-    def _whole(self) -> AbstractContextManager[Any]:
+    def _full_parameters(self) -> AbstractContextManager[Any]:
         return nullcontext() if self.engine is None else self.engine.full_parameters()
 
     def save_checkpoint(
@@ -357,7 +357,7 @@ class IsogradEngine(BaseEngine):  # type: ignore[misc]
     def _describe(self, place: Path) -> None:
         model = self.module
         with_weights = "hf_model" in (getattr(self.checkpoint_config, "save_contents", None) or ())
-        with self._whole() if with_weights else nullcontext():
+        with self._full_parameters() if with_weights else nullcontext():
             if self.mesh.rank != 0:
                 return
             (model if with_weights else model.config).save_pretrained(place)

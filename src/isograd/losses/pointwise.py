@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isograd.comm.first_order import once
+from isograd.comm.first_order import first_order_only
 from isograd.comm.ops import uncompiled
 
 
@@ -37,7 +37,7 @@ class _Pointwise(torch.autograd.Function):
         return found.detach()
 
     @staticmethod
-    @once
+    @first_order_only
     def backward(ctx: Any, above: Tensor) -> tuple[None, Tensor]:
         (slopes,) = ctx.saved_tensors
         return None, torch.where(above == 0, torch.zeros_like(slopes), above * slopes)

@@ -57,7 +57,7 @@ def of_sequences(mask: Tensor, documents: Tensor | None = None) -> Share:
     not counted. mask, documents [b, s]: of whole rows; without documents a row is a sequence; documents below 0 are
     padding."""
     sequences = numbered(mask, documents)
-    counts = _inside(mask, sequences) / _tokens(mask, sequences).clamp(min=1)
+    counts = _valid(mask, sequences) / _tokens(mask, sequences).clamp(min=1)
     return Share(counts, counts)
 
 
@@ -66,7 +66,7 @@ def of_length(mask: Tensor, length: int, documents: Tensor | None = None) -> Sha
     documents below 0 are padding, and are not."""
     given.option("length", length, length > 0, "a number of tokens above 0")
     sequences = numbered(mask, documents)
-    tokens, inside = _tokens(mask, sequences), _inside(mask, sequences)
+    tokens, inside = _tokens(mask, sequences), _valid(mask, sequences)
     counts = inside / tokens.clamp(min=1)
     return Share(inside / length, torch.where(_firsts(sequences) & (tokens == 0), 1.0, counts))
 
@@ -128,7 +128,7 @@ def numbered(mask: Tensor, documents: Tensor | None = None) -> Tensor:
 def _tokens(mask: Tensor, sequences: Tensor) -> Tensor:
     """[b, s]: how many tokens the sequence of each token has."""
     kept = sequences.clamp(min=0).reshape(-1)
-    weights = _inside(mask, sequences).reshape(-1)
+    weights = _valid(mask, sequences).reshape(-1)
     return torch.bincount(kept, weights=weights)[kept].view(mask.shape) if mask.numel() else mask.double()
 
 
@@ -143,7 +143,7 @@ def _firsts(sequences: Tensor) -> Tensor:
     return found.view(sequences.shape)
 
 
-def _inside(mask: Tensor, sequences: Tensor) -> Tensor:
+def _valid(mask: Tensor, sequences: Tensor) -> Tensor:
     """The mask without padding, as numbers."""
     return mask.double() * (sequences >= 0)
 

@@ -274,7 +274,7 @@ class Transformer(nn.Module):
         assert self.head is not None
         assert stream.places is not None
         if labels is not None:
-            loss = self.head(x, self._mine(labels, stream.places), self.loss_chunk)
+            loss = self.head(x, self._local_labels(labels, stream.places), self.loss_chunk)
             return Terms(lm=loss, **terms) if self._has_terms else loss
         return gather_whole(self.head.logits(x).view(stream.batch, stream.length, -1), self.mesh, stream.places)
 
@@ -305,7 +305,7 @@ class Transformer(nn.Module):
             x = self.norm(x)
         return x, stream, self._expert_terms(sums, _tokens_of(places, len(tokens), part))
 
-    def _mine(self, labels: Tensor, places: TokenLayout) -> Tensor:
+    def _local_labels(self, labels: Tensor, places: TokenLayout) -> Tensor:
         """This cp rank's part of the labels, flattened."""
         return places.shard(labels, self.mesh.index("cp"), self.ignore_index).reshape(-1)
 
@@ -362,7 +362,7 @@ class Transformer(nn.Module):
             return None
         places, part = token_layout_for(tokens.shape[1], len(tokens), self.mesh), self.mesh.index("cp")
         routed = float(_tokens_of(places, len(tokens), part))
-        options, mine = self.config.experts, self._mine(labels, places)
+        options, mine = self.config.experts, self._local_labels(labels, places)
         found: dict[str, Tensor | float] = {"lm": (mine != self.ignore_index).sum()}
         assert options is not None
         found |= {"balance": routed} if options.balance != "none" else {}

@@ -148,15 +148,15 @@ class Attention(nn.Module):
             q, k = self.rotary.turn(q, *angles), self.rotary.turn(k, *angles)
         q, k, v = (t.view(stream.batch, stream.length, *t.shape[1:]) for t in (q, k, v))
         if stream.places is None or stream.places.cp == 1:
-            y = self._whole(q, k, v, stream)
+            y = self._attend_full(q, k, v, stream)
         else:
             y = sequence.attend(
-                partial(self._whole, stream=stream), q, k, v, self.mesh, stream.places, stream.starts,
+                partial(self._attend_full, stream=stream), q, k, v, self.mesh, stream.places, stream.starts,
                 window=self.window,
             )  # fmt: skip
         return self.out(y.reshape(-1, self.heads * self.head_dim))  # type: ignore[no-any-return]
 
-    def _whole(self, q: Tensor, k: Tensor, v: Tensor, stream: Stream) -> Tensor:
+    def _attend_full(self, q: Tensor, k: Tensor, v: Tensor, stream: Stream) -> Tensor:
         """Attention over whole sequences [b, s, heads, d] of the heads `attending` (without cp: all of the rank's)."""
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         share = q.shape[1] != k.shape[1]
@@ -180,7 +180,7 @@ class Attention(nn.Module):
         seen = torch.ones(1, 1, length, length, dtype=torch.bool, device=q.device).tril()
         seen = seen if stream.starts is None else _seen(stream.starts)
         seen = seen if self.window is None else seen.triu(1 - self.window)
-        wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+        wide = torch.promote_types(q.dtype, torch.float32)
         probabilities = scores.masked_fill(~seen, -torch.inf).softmax(-1, dtype=wide).to(q.dtype)
         heads = torch.arange(self.attending.start, self.attending.stop, device=q.device)
         places = (heads[:, None] * (1 << 32) + torch.arange(length, device=q.device)).reshape(-1)

@@ -69,7 +69,7 @@ class RoutedRows:
         mine = place.flatten().bincount(minlength=self.batch * experts)
         return raw.all_reduce(mine, self.mesh.group("cp tp")).view(self.batch, experts)
 
-    def whole(self, per_row: Tensor) -> Tensor:
+    def gather(self, per_row: Tensor) -> Tensor:
         """[T, k] of my rows -> [batch, length, k] of whole sequences, in their order."""
         joined = raw.all_gather(per_row, self.mesh.group("tp"), self.sizes).unflatten(
             0, (self.batch, self.places.local)
@@ -77,7 +77,7 @@ class RoutedRows:
         parts = raw.gather_list(joined, self.mesh.group("cp"), control=False)
         return self.places.unshard(torch.cat(parts, 1))
 
-    def mine(self, whole: Tensor) -> Tensor:
+    def scatter(self, whole: Tensor) -> Tensor:
         """[batch, length, k] of whole sequences -> [T, k] of my rows; False for padding."""
         part = self.places.shard(whole, self.mesh.index("cp"), False).flatten(0, 1)
         rows: Tensor = part.split(self.sizes)[self.mesh.index("tp")]

@@ -113,7 +113,7 @@ class LearnedPositions(Layer):
 
     def forward(self, x: Tensor, stream: Stream) -> Tensor:
         """x plus the vectors of its tokens' positions."""
-        return x + lookup(stream.mine(stream.positions, self.mesh), self.weight)
+        return x + lookup(stream.shard(stream.positions, self.mesh), self.weight)
 
 
 def lookup(tokens: Tensor, weight: Tensor, padding: int | None = None) -> Tensor:

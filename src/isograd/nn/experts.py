@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from isograd.comm.first_order import once
+from isograd.comm.first_order import first_order_only
 from isograd.core.contract import Shard
 from isograd.core.mesh import EXPERT_DATA, Mesh
 from isograd.core.rng import Key
@@ -95,7 +95,7 @@ class _Grouped(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once
+    @first_order_only
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         need_x, need_weight, _ = ctx.needs_input_grad
@@ -148,11 +148,11 @@ class _ToSlots(torch.autograd.Function):
         return x.index_select(0, order // k)
 
     @staticmethod
-    @once
+    @first_order_only
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         tokens, k = ctx.shape
         slots = _placed(gradient, ctx.saved_tensors[0], tokens * k).unflatten(0, (tokens, k))
-        total = slots[:, 0].to(_wide(gradient.dtype), copy=True)
+        total = slots[:, 0].to(torch.promote_types(gradient.dtype, torch.float32), copy=True)
         for place in range(1, k):
             total += slots[:, place]
         return total.to(gradient.dtype), None, None
@@ -171,7 +171,7 @@ class _FromSlots(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once
+    @first_order_only
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
         slots, weights, order = ctx.saved_tensors
         tokens, k = weights.shape
@@ -188,10 +188,6 @@ class _Reorder(torch.autograd.Function):
         return x.index_select(0, order)
 
     @staticmethod
-    @once
+    @first_order_only
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return _placed(gradient, ctx.saved_tensors[0], len(gradient)), None
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from isograd.comm import ops, raw
-from isograd.comm.first_order import once
+from isograd.comm.first_order import first_order_only
 from isograd.comm.raw import Group
 from isograd.core.contract import Shard, contract_of
-from isograd.core.input_checks import IdCheck, outside
+from isograd.core.input_checks import IdCheck, invalid_ids
 from isograd.core.mesh import Mesh
 from isograd.core.rng import Key
 from isograd.errors import ContractError
@@ -208,7 +208,7 @@ class _CrossEntropy(torch.autograd.Function):
         return (total / count.clamp(min=1)).to(wide), count
 
     @staticmethod
-    @once
+    @first_order_only
     def backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         dx, dweight, count, x, dlogits = ctx.saved_tensors
         scale = gradient / count.clamp(min=1)
@@ -234,7 +234,7 @@ class _CrossEntropyOfLogits(torch.autograd.Function):
         return losses.sum(dtype=torch.float64).to(wide)
 
     @staticmethod
-    @once
+    @first_order_only
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (dlogits,) = ctx.saved_tensors
         return dlogits * gradient.to(dlogits.dtype), None, None, None, None, None
@@ -248,7 +248,7 @@ def _of_logits(
     logits [T, mine]: of this rank's slice of the vocabulary; they are overwritten.
     """
     counts, column, here = _columns(labels, logits.shape[1], first, ignore)
-    wrong = outside(labels, vocab, ignore)
+    wrong = invalid_ids(labels, vocab, ignore)
     own_top, exps, (top, denominator, label_logit) = _exponentials(logits, column, here, group)
     losses = torch.where(counts, denominator.log() + top - label_logit, 0).masked_fill(wrong, torch.nan)
     if not need_gradient:
@@ -281,14 +281,14 @@ class _LogProbabilities(torch.autograd.Function):
             _, _, (top, denominator, label_logit) = _exponentials(logits, column, here, group)
             log_sum = denominator.log() + top
             log_sums[start : start + chunk] = log_sum
-            wrong = outside(target, vocab, ignore)
+            wrong = invalid_ids(target, vocab, ignore)
             found[start : start + chunk] = torch.where(counts, label_logit - log_sum, 0).masked_fill(wrong, torch.nan)
         ctx.save_for_backward(x, weight, labels, log_sums)
         ctx.cut = first, ignore, chunk
         return found
 
     @staticmethod
-    @once
+    @first_order_only
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, labels, log_sums = ctx.saved_tensors
         first, ignore, chunk = ctx.cut

@@ -157,7 +157,7 @@ class MoE(nn.Module):
         counts = here.counts(indices, options.number) if wants_counts else None
         slots = options.slots_of(here.length)
         if slots is not None:
-            kept = kept & here.mine(routing.within_capacity(here.whole(indices), slots))
+            kept = kept & here.scatter(routing.within_capacity(here.gather(indices), slots))
         expert = indices.masked_fill(~kept, options.number).flatten()
         order = expert.argsort(stable=True)
         wanted = expert.bincount(minlength=options.number + 1)[:-1]

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from isograd.comm.first_order import once
+from isograd.comm.first_order import first_order_only
 
 WeightGradHook = Callable[[Tensor, Tensor], None]  # (x, dy) of y = x @ weight.T
 
@@ -136,7 +136,7 @@ class _Linear(torch.autograd.Function):
         return x @ weight.t()
 
     @staticmethod
-    @once
+    @first_order_only
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         if weight_grad_requested(ctx):

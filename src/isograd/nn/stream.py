@@ -60,7 +60,7 @@ class Stream:
             return self.ids
         return token_ids(self.ids.view(self.batch, -1)[:, 0] >> 32, self.places.padded)
 
-    def mine(self, per_token: Tensor, mesh: Mesh) -> Tensor:
+    def shard(self, per_token: Tensor, mesh: Mesh) -> Tensor:
         """This rank's rows of a per-token tensor: all of them, or its sequence shard."""
         if not mesh.layout.sp:
             return per_token
@@ -73,7 +73,7 @@ class Stream:
             return x
         if self.ids is None:
             raise ModelError("IG401", seen="samples=None")
-        return rng.dropout(x, p, self.key.fold(site), self.mine(self.ids, mesh))
+        return rng.dropout(x, p, self.key.fold(site), self.shard(self.ids, mesh))
 
 
 def token_ids(samples: Tensor, length: int) -> Tensor:

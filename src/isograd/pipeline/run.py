@@ -62,7 +62,7 @@ class Autograd(Protocol):
 
 
 @dataclass
-class _Held:
+class _MicroBatchState:
     """What one stage keeps of a micro-batch between its forward and its backward."""
 
     inputs: list[Tensor]
@@ -159,7 +159,7 @@ class _Step:
         self.order = schedule.orders[pipeline.group.index]
         shapes = [shapes_of(micro) for micro in micros]
         self.mail = Mail(schedule, pipeline.p2p, pipeline.mesh.device, known, shapes)
-        self.held: dict[tuple[int, int], _Held] = {}
+        self.held: dict[tuple[int, int], _MicroBatchState] = {}
         self.losses: list[Result] = []
         self.timeline: list[Timed] = []
         self.final = {(a.kind, a.stage): a for a in self.order}  # the last of each kind on each stage
@@ -193,13 +193,13 @@ class _Step:
             if self._autograd is None:
                 self.losses.append(loss)
             else:
-                self.held[action[1:]] = _Held(inputs, [], loss, None, split)
+                self.held[action[1:]] = _MicroBatchState(inputs, [], loss, None, split)
             return
         result, terms = _without_terms(result)
         outputs = _checked(result, action.stage, self.pipeline.mesh)
         _in_doubt(lambda: self.mail.send(action, outputs), self.pipeline.mesh)
         if self._autograd is not None:
-            self.held[action[1:]] = _Held(inputs, outputs, None, terms, split)
+            self.held[action[1:]] = _MicroBatchState(inputs, outputs, None, terms, split)
         elif terms is not None:
             self.losses.append(terms)
 

@@ -161,7 +161,7 @@ def build(name: str, pp: int, vpp: int, micro_batches: int) -> Schedule:
     return schedule
 
 
-def _ahead(name: str, pp: int, vpp: int, rank: int) -> float:
+def _max_ahead(name: str, pp: int, vpp: int, rank: int) -> float:
     """How many forwards a rank may be ahead of its backwards: this bounds the memory of activations in 1f1b."""
     if name == "gpipe" and not _is_end(pp, vpp, rank):
         return math.inf
@@ -190,8 +190,8 @@ class _Rank:
         self.forwards = [Action("F", *place) for place in forward][::-1]
         self.backwards = [Action("I" if self.split else "B", *place) for place in backward][::-1]
         self.weights: list[Action] = []
-        self.ahead = _ahead(name, pp, vpp, rank)
-        self.room = _ahead(name, pp, vpp, 0)  # as many as the first rank holds: later ranks then have W to delay
+        self.ahead = _max_ahead(name, pp, vpp, rank)
+        self.room = _max_ahead(name, pp, vpp, 0)  # as many as the first rank holds: later ranks then have W to delay
         self.strict = name != "gpipe" or _is_end(pp, vpp, rank)
         self.held = 0  # whose activations are kept
         self.open = 0  # forwards without their backward

@@ -159,6 +159,7 @@ def _run(
             allocations.name(rows, GRADIENTS, _pattern(slot.name))
 
     step_state.collect, step_state.finish_reductions = marked, settled  # type: ignore[method-assign]
+    step_state.reducer.buffers.give_back = lambda flat: None  # type: ignore[method-assign]  # as on a GPU
     began = allocations.moment
     engine.train_step(batch, micro_batches)
     for state in engine.optimizer.state.values():

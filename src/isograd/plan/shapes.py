@@ -300,7 +300,10 @@ class Shapes(TorchDispatchMode):
             if any(parts):
                 known = [s or (("", t.numel()),) for s, t in zip(parts, args[0], strict=True)]
                 dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
-                mark(result, _joined(known) if dim == 0 else _side_by_side(known, args[0]))
+                found = _joined(known) if dim == 0 else _side_by_side(known, args[0])
+                mark(result, found)
+                if result._base is not None and result._base.numel() == result.numel():  # `out`, a view of all of it
+                    mark(result._base, found)
         elif name == "constant_pad_nd":
             if found := segments(args[0]):
                 mark(result, (*found, ("", result.numel() - args[0].numel())))

@@ -37,7 +37,7 @@ from isograd_verify.compare.compare import compare, match_names, places_of
 from isograd_verify.compare.numerics import Associated, Noise
 from isograd_verify.compare.values import whole_values
 from isograd_verify.judge.analysis import Analysis
-from isograd_verify.record.events import LabelWeight, Norm, Pipeline, Result
+from isograd_verify.record.events import LabelWeight, Norm, PipelineActions, Result
 from isograd_verify.record.recording import VERSION, Recording, write_json
 from isograd_verify.tell.findings import BUG, INCONCLUSIVE, NOTE, Finding, Subject
 from isograd_verify.tell.report import Report
@@ -305,7 +305,7 @@ def _on_layout(
             else:
                 engine.accumulate(mine)
                 did = tuple((*t.action, t.start, t.end) for t in engine.pipeline.timeline)
-                capture.event(Pipeline(*capture.now, actions=did))
+                capture.event(PipelineActions(*capture.now, actions=did))
             number = capture.step
             stats = engine.step()
             if capture.writer is not None:
@@ -432,7 +432,7 @@ def _pictured(recording: Recording, layout: Layout) -> dict[str, str]:
     """The schedule of the last step, as the first rank of each pipeline stage ran it while it was watched."""
     if layout.pp == 1:
         return {}
-    ranks = [recording.ranks[rank].of(Pipeline)[-1].actions for rank in layout.ranks("pp", 0)]
+    ranks = [recording.ranks[rank].of(PipelineActions)[-1].actions for rank in layout.ranks("pp", 0)]
     rows = [[Timed(Action(*did[:3]), *did[3:]) for did in actions] for actions in ranks]
     count = 1 + max(timed.action.micro for row in rows for timed in row)
     schedule = build(layout.schedule, layout.pp, layout.vpp, count)

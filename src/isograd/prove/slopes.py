@@ -72,7 +72,7 @@ def _measure(case: MakeCase | str, layout: str) -> dict[str, tuple[float, float]
         for name, parameter in parameters.items():
             if kind(name) == key:
                 whole = direction(name, gradients[name])
-                size = _everywhere(scale_of(parameter), mesh)
+                size = _max_over_ranks(scale_of(parameter), mesh)
                 promised += float((gradients[name].double() * whole).sum()) * size
                 box = tuple(slice(*span) for span in engine.table[name].local(mesh))
                 steps[name] = (whole[box] * size).to(parameter.dtype)
@@ -81,7 +81,7 @@ def _measure(case: MakeCase | str, layout: str) -> dict[str, tuple[float, float]
     return measured
 
 
-def _everywhere(value: float, mesh: Mesh) -> float:
+def _max_over_ranks(value: float, mesh: Mesh) -> float:
     """The same number on every rank: shards have different sizes of elements."""
     return float(raw.all_max(torch.tensor([value], dtype=torch.float64, device=mesh.device), mesh.group("world"))[0])
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from isograd.comm import ops
-from isograd.comm.first_order import once
+from isograd.comm.first_order import first_order_only
 from isograd.sequence import block
 
 BLOCK = 128  # queries
@@ -99,7 +99,7 @@ class _Band(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None,
         starts: Tensor | None, size: int,
     ) -> Tensor:  # fmt: skip
-        wide = block.wide(q.dtype)
+        wide = torch.promote_types(q.dtype, torch.float32)
         out = torch.empty(q.shape, dtype=wide, device=q.device)
         log_sum = torch.empty(q.shape[:3], dtype=wide, device=q.device)
         for piece, mask in _work(q.shape[2], window, starts, size, q.device):
@@ -117,10 +117,11 @@ class _Band(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once
+    @first_order_only
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, log_sum, starts = ctx.saved_tensors
-        dq, dk, dv = (torch.zeros(t.shape, dtype=block.wide(q.dtype), device=q.device) for t in (q, k, v))
+        wide = torch.promote_types(q.dtype, torch.float32)
+        dq, dk, dv = (torch.zeros(t.shape, dtype=wide, device=q.device) for t in (q, k, v))
         for piece, mask in _work(q.shape[2], ctx.window, starts, ctx.size, q.device):
             rows, keys = slice(piece.start, piece.stop), slice(piece.first, piece.last)
             to_q, to_k, to_v = block.backward(

@@ -17,11 +17,6 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which results of several blocks are added up."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def _fits_kernel(q: Tensor, mask: Tensor | None, softcap: float | None) -> bool:
     return q.device.type == "cpu" and mask is None and softcap is None
 
@@ -33,7 +28,7 @@ def forward(
     """(out, log_sum), both in `wide`. mask [b, n, m]: True where attended; a row without any key gets 0 and -inf."""
     if _fits_kernel(q, mask, softcap):
         out, log_sum = _flash(q, k, v, 0.0, causal, scale=scale)
-        return out.to(wide(q.dtype)), log_sum
+        return out.to(torch.promote_types(q.dtype, torch.float32)), log_sum
     scores, _ = _scores(q, k, scale, causal, mask, softcap)
     log_sum = scores.logsumexp(-1)
     probabilities = (scores - log_sum.masked_fill(log_sum == -torch.inf, 0)[..., None]).exp()
@@ -73,7 +68,7 @@ def _scores(
     q: Tensor, k: Tensor, scale: float, causal: bool, mask: Tensor | None, softcap: float | None
 ) -> tuple[Tensor, Tensor | None]:
     """[b, kv_heads, heads per kv head, n, m], wide; and of capped scores, their derivative by those without a cap."""
-    high, slope = wide(q.dtype), None
+    high, slope = torch.promote_types(q.dtype, torch.float32), None
     scores: Tensor = q.to(high).unflatten(1, (k.shape[1], -1)) @ k.to(high)[:, :, None].mT * scale
     if softcap is not None:
         bent = (scores / softcap).tanh_()

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from isograd.comm import ops, raw
-from isograd.comm.first_order import once
+from isograd.comm.first_order import first_order_only
 from isograd.comm.raw import Group, Handle
 from isograd.sequence import block
 from isograd.sequence.token_layout import BlockMask, Spans, TokenLayout, block_masks, positions_of, visible_keys
@@ -92,7 +92,7 @@ class _Ring(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once
+    @first_order_only
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, log_sum = ctx.saved_tensors
         trip, wide = ctx.trip, log_sum.dtype

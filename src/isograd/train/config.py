@@ -274,8 +274,11 @@ class Safety(Section):
         default=0, description="steps between checks of what a reduction adds up, by checksums; 0: never"
     )
     state_every: Annotated[int, Field(ge=0)] = Field(
-        default=0,
+        default=1,
         description="steps between checks that nothing a rank keeps has changed since the step before; 0: never",
+    )
+    state: Literal["weights", "all"] = Field(
+        default="weights", description="what state_every looks at; all: the optimizer's state, too"
     )
     replay_every: Annotated[int, Field(ge=0)] = Field(
         default=0, description="steps between checks in which another data rank computes a micro-batch again; 0: never"

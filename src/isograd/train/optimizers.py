@@ -25,7 +25,7 @@ def factory(config: Optimizer) -> Factory:
 
     def muon(shards: Shards) -> torch.optim.Optimizer:
         rate = config.muon_lr or config.lr
-        return ChainedOptimizer(Muon(shards.whole, lr=rate, weight_decay=config.weight_decay), adamw(shards.rest))
+        return ChainedOptimizer(Muon(shards.matrices, lr=rate, weight_decay=config.weight_decay), adamw(shards.rest))
 
     return muon if config.name == "muon" else adamw
 

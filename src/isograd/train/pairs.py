@@ -1,8 +1,8 @@
 """An encoder trained on pairs of texts: every row of a step is every other row's negative, whatever the layout.
 
 The encoder is a Hugging Face model as it is, on data axes at any ZeRO stage. Its vector of a text is the mean of the
-last hidden states, or the first one. GradCache keeps its memory that of one chunk; the batch is bounded by the vectors
-only. Dropout is off unless asked for: it draws per rank, so with it layouts differ in noise.
+last hidden states, or the first one. GradientCache keeps its memory that of one chunk; the vectors alone bound the
+batch. Dropout is off unless asked for: it draws per rank, so with it layouts differ in noise.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from isograd.core.layout import Layout
 from isograd.core.mesh import DATA, Mesh
 from isograd.data.pairs import Pairs
 from isograd.errors import ConfigError
-from isograd.losses.contrastive import GradCache, InfoNCE
+from isograd.losses.contrastive import GradientCache, InfoNCE
 from isograd.train import config as configs
 from isograd.train import texts
 from isograd.train.task import DTYPES, Evaluated, ProgressCallback, engine_of, rows_of
@@ -62,7 +62,7 @@ class PairsTask:
         self.model = Encoder(body, loss, pairs.pooling).to(mesh.device, DTYPES[config.model.dtype])
         self.model.train()
         self.engine = engine_of(config, self.model, mesh)
-        self.cache = GradCache(self.engine, loss, encode=self.model, chunk=pairs.chunk, keep_mb=pairs.keep_mb)
+        self.cache = GradientCache(self.engine, loss, encode=self.model, chunk=pairs.chunk, keep_mb=pairs.keep_mb)
         self.flops = 2 * pairs.length * 6.0 * sum(p.numel() for p in body.parameters() if p.dim() > 1)
 
     def batch(self, step: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -89,7 +89,7 @@ class PairsTask:
         self.model.eval()
         share = raw.even_sizes(count, self.mesh.size("dp"))
         first = sum(share[: self.mesh.index("dp")])
-        mine = self.data.held(range(first, first + share[self.mesh.index("dp")]))
+        mine = self.data.held_out_pairs(range(first, first + share[self.mesh.index("dp")]))
         sides = list(zip(*mine, strict=True)) or [(), ()]
         # Ranks without a pair go through the same forwards: at ZeRO 3 each is a collective.
         towers = [self._vectors(texts, max(share), beat) for texts in sides]

@@ -167,7 +167,7 @@ class PreferenceTransformer(Transformer):
             return (x, Terms(**experts)) if experts else x
         assert self.head is not None
         assert stream.places is not None
-        mine = self._mine(rows_labels, stream.places)
+        mine = self._local_labels(rows_labels, stream.places)
         logp = self.head.log_probabilities(x, mine, self.loss_chunk).view(len(rows), -1)
         mask = (mine != self.ignore_index).view(len(rows), -1)
         terms = experts if self._has_terms else {}
@@ -184,6 +184,6 @@ class PreferenceTransformer(Transformer):
         found = {name: weight for name, weight in experts.items() if name != "lm"}
 
         def local_labels() -> Tensor:
-            return self._mine(rows_labels, token_layout_for(rows.shape[1], len(rows), self.mesh))
+            return self._local_labels(rows_labels, token_layout_for(rows.shape[1], len(rows), self.mesh))
 
         return {**found, **self.pair_loss.weights(labels, local_labels, others=bool(found))} or None

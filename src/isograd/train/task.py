@@ -75,7 +75,7 @@ def engine_of(config: Config, model: nn.Module, mesh: Mesh, weights: Weights | N
         clip=config.optimizer.clip,
         reproducible=config.reproducible,
         weights=weights,
-        whole=MATRICES if config.optimizer.name == "muon" else (),
+        matrices=MATRICES if config.optimizer.name == "muon" else (),
     )
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import isograd as ig
 from isograd.core.mesh import Mesh
 from isograd.errors import ContrastiveError
-from isograd.losses.contrastive import GradCache, InfoNCE
+from isograd.losses.contrastive import GradientCache, InfoNCE
 from isograd.nn import ExpertOptions, MoE
 from tests.losses.contrastive.toys import Decoder, Found, assert_same, batch, sgd, truth, whole
 from tests.parity import sparse
@@ -40,7 +40,7 @@ def cached(layout: str, rows: str) -> tuple[Found, list[Tensor]]:
     mesh = Mesh(layout)
     model = Tower(mesh)
     engine = ig.Engine(model, mesh, sgd, bucket_mb=0.001)
-    cache = GradCache(engine, model.loss, encode=model.encode, chunk=CHUNK)
+    cache = GradientCache(engine, model.loss, encode=model.encode, chunk=CHUNK)
     cache.backward(*batch(mesh.index("dp"), 0, rows).towers)
     found = Found({n: g.clone() for n, g in engine.grads()})
     found.loss = engine.step().loss
@@ -79,4 +79,4 @@ def test_a_balance_loss_that_would_be_left_out_is_refused(options: dict[str, Any
     model = Tower(mesh, replace(EXPERTS, **options))
     engine = ig.Engine(model, mesh, sgd)
     with pytest.raises(ContrastiveError, match=r"IG971.*blocks\.1\.mlp"):
-        GradCache(engine, model.loss, encode=model.encode)
+        GradientCache(engine, model.loss, encode=model.encode)

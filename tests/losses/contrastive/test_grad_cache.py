@@ -16,16 +16,16 @@ from isograd.comm import raw
 from isograd.core.mesh import Mesh
 from isograd.engine import reducer
 from isograd.errors import ContrastiveError, EngineError, IsogradError
-from isograd.losses.contrastive import AuxiliaryLoss, FullBatchLoss, GradCache, InfoNCE, SigLIP, row_ids
+from isograd.losses.contrastive import AuxiliaryLoss, FullBatchLoss, GradientCache, InfoNCE, SigLIP, row_ids
 from isograd.losses.contrastive.chunks import Budget
 from tests.losses.contrastive.toys import DIM, Found, Towers, assert_same, batch, one_device, sgd, truth, whole
 
 
-def towers(layout: str, loss: Any, **more: Any) -> tuple[Towers, ig.Engine, GradCache]:
+def towers(layout: str, loss: Any, **more: Any) -> tuple[Towers, ig.Engine, GradientCache]:
     mesh = Mesh(layout)
     model = Towers(loss(mesh), mesh, **more)
     engine = ig.Engine(model, mesh, sgd, bucket_mb=0.0005)
-    return model, engine, GradCache(engine, model.loss, encode=[model.query, model.document], chunk=3)
+    return model, engine, GradientCache(engine, model.loss, encode=[model.query, model.document], chunk=3)
 
 
 # -- messages
@@ -163,11 +163,11 @@ def rows(n: int, seed: int = 0, features: int = 4) -> Tensor:
     return torch.randn(n, features, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def alone(model: nn.Module, loss: nn.Module | None = None, **more: Any) -> tuple[ig.Engine, GradCache]:
+def alone(model: nn.Module, loss: nn.Module | None = None, **more: Any) -> tuple[ig.Engine, GradientCache]:
     """In a world of one."""
     mesh = Mesh("dp1")
     engine = ig.Engine(model, mesh, sgd)
-    return engine, GradCache(engine, loss or InfoNCE(mesh), encode=model, **{"chunk": 2, **more})
+    return engine, GradientCache(engine, loss or InfoNCE(mesh), encode=model, **{"chunk": 2, **more})
 
 
 def test_dropout_of_the_replay_is_that_of_the_first_pass_and_the_next_draws_go_on_from_there() -> None:
@@ -349,7 +349,7 @@ def half(kind: str) -> tuple[dict[str, Tensor], list[bool]]:
     model = model.half() if kind == "fp16" else model
     scale = ig.LossScale(2.0**60 if kind == "overflow" else 2.0**10) if kind != "bf16" else None
     engine = ig.Engine(model, mesh, sgd, loss_scale=scale)
-    cache = GradCache(engine, InfoNCE(mesh, 5.0), encode=model, chunk=2)
+    cache = GradientCache(engine, InfoNCE(mesh, 5.0), encode=model, chunk=2)
     n = (5, 2)[mesh.index("dp")]
     x, y = (rows(n, seed + 10 * mesh.index("dp")).to(model[0].weight.dtype) for seed in (0, 1))
     skipped = []
@@ -399,7 +399,7 @@ def beside(layout: str) -> Found:
     mesh = Mesh(layout)
     model = Reader(mesh)
     engine = ig.Engine(model, mesh, sgd)
-    cache = GradCache(engine, model.towers.loss, encode=model.towers.query, chunk=3)
+    cache = GradientCache(engine, model.towers.loss, encode=model.towers.query, chunk=3)
     mine = batch(mesh.index("dp"), 0, "empty")
     parts = [(tokens, samples) for tokens, samples in zip(*(t.tensor_split(2) for t in mine.towers[0]), strict=True)]
     second = AuxiliaryLoss([(lambda p=p: model.masked(*p), len(p[0])) for p in parts], share=0.3)
@@ -443,7 +443,7 @@ def test_two_cached_batches_in_a_step_are_two_batches_and_a_frozen_tower_gets_no
     model = Towers(InfoNCE(mesh, 7.0, learn_scale=True), mesh, tied=False)
     model.document.requires_grad_(False)
     engine = ig.Engine(model, mesh, sgd)
-    cache = GradCache(engine, model.loss, encode=[model.query, model.document], chunk=2)
+    cache = GradientCache(engine, model.loss, encode=[model.query, model.document], chunk=2)
     plain = Towers(InfoNCE(mesh, 7.0, learn_scale=True), mesh, tied=False)
     total = torch.zeros((), dtype=torch.float64)
     for rank in (0, 2):
@@ -491,7 +491,8 @@ def test_what_could_not_be_exact_is_refused_by_name() -> None:
     assert code(lambda: alone(Dropping(), keep_mb=-1.0)) == "IG973"
     for wrong in (math.nan, "5", None):
         assert code(lambda wrong=wrong: alone(Dropping(), keep_mb=wrong)) == "IG973"
-    assert code(lambda: GradCache(ig.Engine(Dropping(), Mesh("dp1 zero3"), sgd), InfoNCE(mesh), keep_mb=1.0)) == "IG973"
+    cut = ig.Engine(Dropping(), Mesh("dp1 zero3"), sgd)
+    assert code(lambda: GradientCache(cut, InfoNCE(mesh), keep_mb=1.0)) == "IG973"
     _, cache = alone(Dropping())
     assert code(lambda: cache.backward(rows(5), rows(4))) == "IG960"
     assert code(lambda: cache.backward(rows(5))) == "IG960"

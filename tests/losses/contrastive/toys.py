@@ -185,7 +185,7 @@ def cached(
     model = Towers(make(mesh), mesh, **more)  # type: ignore[arg-type]
     engine = ig.Engine(model, mesh, sgd, bucket_mb=0.001)
     encoders = [model.query, model.document, model.document][: 2 + bool(negatives)]
-    cache = ig.contrastive.GradCache(engine, model.loss, encode=encoders, chunk=chunk, keep_mb=keep_mb)
+    cache = ig.contrastive.GradientCache(engine, model.loss, encode=encoders, chunk=chunk, keep_mb=keep_mb)
     mine = batch(mesh.index("dp"), negatives, rows)
     given = {"ids": mine.ids} if "ids" in masks else {}
     if "guides" in masks:

@@ -88,9 +88,10 @@ def trainer_callback(directory: str | Path, steps: int | str = 3, layout: str = 
     """For `Trainer(callbacks=[...])` of transformers: watches the first steps of its training, and tells at the end."""
     from transformers import TrainerCallback
 
-    class Watching(TrainerCallback):  # type: ignore[misc, unused-ignore]
-        def __init__(self) -> None:
-            self.watching = watching(directory, steps, layout)
+    watched = watching(directory, steps, layout)
+
+    class TransformersCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
+        watching = watched
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             self.watching.start()
@@ -98,7 +99,7 @@ def trainer_callback(directory: str | Path, steps: int | str = 3, layout: str = 
         def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             self.watching.stop()
 
-    return Watching()
+    return TransformersCallback()
 
 
 def lightning_callback(directory: str | Path, steps: int | str = 3, layout: str = "") -> Callback:
@@ -108,9 +109,10 @@ def lightning_callback(directory: str | Path, steps: int | str = 3, layout: str 
     except ImportError:
         from pytorch_lightning.callbacks import Callback  # the older name of the package
 
-    class Watching(Callback):  # type: ignore[misc, unused-ignore]
-        def __init__(self) -> None:
-            self.watching = watching(directory, steps, layout)
+    watched = watching(directory, steps, layout)
+
+    class LightningCallback(Callback):  # type: ignore[misc, unused-ignore]
+        watching = watched
 
         def on_fit_start(self, trainer: Any, module: Any) -> None:
             self.watching.start()
@@ -118,4 +120,4 @@ def lightning_callback(directory: str | Path, steps: int | str = 3, layout: str 
         def on_fit_end(self, trainer: Any, module: Any) -> None:
             self.watching.stop()
 
-    return Watching()
+    return LightningCallback()

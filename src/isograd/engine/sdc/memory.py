@@ -19,13 +19,14 @@ What is restored has the fingerprint of before, or it counts as lost.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from isograd.comm import raw
 from isograd.comm.consensus import all_gather_object
-from isograd.comm.fingerprint import fingerprint
+from isograd.comm.fingerprint import fingerprints
 from isograd.engine.engine import Engine
 from isograd.engine.plan import slot_of
 from isograd.engine.state import _saved_buffers, _state, _stepped
@@ -37,24 +38,34 @@ SHOWN = 6
 class MemoryChecksum:
     """Of one engine."""
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine, self.mesh = engine, engine.mesh
-        self._prints: dict[str, int] = {}
+    def __init__(self, engine: Engine, *, optimizer: bool = True) -> None:
+        """`optimizer`: its state, too; else parameters and their fp32 rows alone."""
+        self.engine, self.mesh, self._optimizer = engine, engine.mesh, optimizer
+        self._prints: dict[torch.device, _Prints] = {}
         self._changed: list[list[str]] = []  # by rank, what the last check found
 
     def set(self) -> None:
-        """What this rank holds now is what the next check expects. No message."""
-        self._prints = _fingerprints(tensors(self.engine))
+        """What this rank holds now is what the next check expects. No message, and no wait for a device."""
+        self._prints = _fingerprints(self._tensors())
 
     def check(self) -> None:
         """Before the optimizer, on all ranks, which have all called `set`: raise when something has changed on any."""
-        mine = self._broken(self._prints)
-        world = self.mesh.group("world")
-        anywhere = raw.all_max(torch.tensor([float(bool(mine))], device=self.mesh.device), world)
-        if not bool(anywhere):
+        now, mine = _fingerprints(self._tensors()), torch.zeros(1, device=self.mesh.device)
+        for device, before in self._prints.items():
+            same = device in now and now[device].keys == before.keys
+            changed = (now[device].values != before.values).any().to(mine) if same else torch.ones_like(mine)
+            mine = torch.maximum(mine, changed)
+        if not bool(raw.all_max(mine, self.mesh.group("world"))):
             return
-        self._changed = all_gather_object(mine, self.mesh)
+        self._changed = all_gather_object(self._broken(self._expected()), self.mesh)
         raise EngineError("IG583", seen=_spelled(self._changed), where=self.mesh.describe_rank())
+
+    def _tensors(self) -> dict[str, Tensor]:
+        held = tensors(self.engine)
+        return held if self._optimizer else {key: t for key, t in held.items() if not key.startswith("optimizer/")}
+
+    def _expected(self) -> dict[str, int]:
+        return {key: value for each in self._prints.values() for key, value in each.by_key().items()}
 
     @torch.no_grad()
     def restore(self, from_copy: Callable[[Iterable[str]], None] | None = None) -> str:
@@ -90,18 +101,27 @@ class MemoryChecksum:
             raw.send_start([held[key].contiguous()], group, group.ranks.index(to)).wait()
 
     def _broken(self, keys: Iterable[str]) -> list[str]:
-        held = tensors(self.engine)
-        now = _fingerprints({key: held[key] for key in keys if key in held})
-        return [key for key in keys if now.get(key) != self._prints[key]]
+        held, expected = tensors(self.engine), self._expected()
+        found = _fingerprints({key: held[key] for key in keys if key in held})
+        now = {key: value for each in found.values() for key, value in each.by_key().items()}
+        return [key for key in keys if now.get(key) != expected[key]]
 
 
-def _fingerprints(tensors: dict[str, Tensor]) -> dict[str, int]:
-    """One wait for each device, not for each tensor."""
-    found: dict[str, int] = {}
-    for device in {tensor.device for tensor in tensors.values()}:
-        here = {key: fingerprint(tensor) for key, tensor in tensors.items() if tensor.device == device}
-        found |= dict(zip(here, torch.stack(list(here.values())).tolist(), strict=True))
-    return found
+class _Prints(NamedTuple):
+    """Of tensors on one device, where they stay until somebody asks."""
+
+    keys: list[str]
+    values: Tensor
+
+    def by_key(self) -> dict[str, int]:
+        return dict(zip(self.keys, self.values.tolist(), strict=True))
+
+
+def _fingerprints(tensors: dict[str, Tensor]) -> dict[torch.device, _Prints]:
+    by_device: dict[torch.device, list[str]] = {}
+    for key, tensor in tensors.items():
+        by_device.setdefault(tensor.device, []).append(key)
+    return {device: _Prints(keys, fingerprints([tensors[key] for key in keys])) for device, keys in by_device.items()}
 
 
 def _spelled(changed: list[list[str]]) -> str:

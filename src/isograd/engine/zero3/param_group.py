@@ -453,7 +453,7 @@ def _groups(model: nn.Module, blocks: Sequence[nn.Module], params: dict[int, Sha
     """The root first, with what no block holds; a parameter that several hold belongs to each of them."""
     names = {id(module): name for name, module in model.named_modules()}
     inner = [block for block in dict.fromkeys(blocks) if block is not model]
-    outside = (p for m in _outside(model, inner) for p in m.parameters(recurse=False))
+    outside = (p for m in _without_blocks(model, inner) for p in m.parameters(recurse=False))
     members = [(model, outside), *((block, block.parameters()) for block in inner)]
     own = homes(blocks)
     return [
@@ -471,16 +471,16 @@ def _groups(model: nn.Module, blocks: Sequence[nn.Module], params: dict[int, Sha
 def _holders_of_root(groups: list[ParamGroup]) -> list[nn.Module]:
     """The modules that hold the root's parameters: called without the whole model, each gathers them."""
     model, *blocks = (group.module for group in groups)
-    return [m for m in dict.fromkeys(_outside(model, blocks)) if m is not model and _has_parameters(m)]
+    return [m for m in dict.fromkeys(_without_blocks(model, blocks)) if m is not model and _has_parameters(m)]
 
 
 def _has_parameters(module: nn.Module) -> bool:
     return any(True for _ in module.parameters(recurse=False))
 
 
-def _outside(module: nn.Module, blocks: Sequence[nn.Module]) -> Iterator[nn.Module]:
+def _without_blocks(module: nn.Module, blocks: Sequence[nn.Module]) -> Iterator[nn.Module]:
     """A module and its children, but for blocks."""
     yield module
     for child in module.children():
         if not any(child is block for block in blocks):
-            yield from _outside(child, blocks)
+            yield from _without_blocks(child, blocks)

@@ -2,7 +2,7 @@
 
     folder = DcpFolder("outputs/checkpoint/step-100")
     folder.shapes["layers.0.attention.wq.weight"]        # of each tensor, whole
-    folder.whole("layers.0.attention.wq.weight")         # put together from the pieces of all ranks
+    folder.full("layers.0.attention.wq.weight")          # put together from the pieces of all ranks
 
 A folder is a file `.metadata`, a pickle, and files of pieces, each a zip that holds a pickle again. Both are read as
 data (opcodes.py): nothing in them is executed. Every number is checked before it is used: pieces lie inside their
@@ -98,7 +98,7 @@ class DcpFolder:
             ) from error  # fmt: skip
         self.shapes = {name: held.shape for name, held in self.tensors.items()}
 
-    def whole(self, name: str) -> Tensor:
+    def full(self, name: str) -> Tensor:
         """A tensor, put together."""
         held = self.tensors[name]
         if held.dtype not in STORAGES.values():
@@ -116,11 +116,11 @@ class DcpFolder:
 
     def look(self, name: str, take: Callable[[Tensor], Tensor]) -> Tensor:
         """A copy of what `take` picks from a tensor."""
-        return take(self.whole(name)).clone(memory_format=torch.contiguous_format)
+        return take(self.full(name)).clone(memory_format=torch.contiguous_format)
 
     def _sized(self, name: str, held: DcpTensor, piece: DcpChunk) -> None:
         """Refuse a piece whose file does not have its bytes, or whose bytes cannot hold its elements."""
-        with self._told(name, held, piece), open_to_read(self.place / piece.file) as file:
+        with self._checked(name, held, piece), open_to_read(self.place / piece.file) as file:
             there = max(0, min(os.fstat(file.fileno()).st_size - piece.at, piece.length))
             if there < piece.length:
                 raise RefusedOpcode(f"{there} of {piece.length} bytes")
@@ -128,14 +128,14 @@ class DcpFolder:
                 raise RefusedOpcode(f"{piece.length} bytes, which are too few")
 
     def _read(self, name: str, held: DcpTensor, piece: DcpChunk) -> Tensor:
-        with self._told(name, held, piece):
+        with self._checked(name, held, piece):
             with open_to_read(self.place / piece.file) as file:
                 file.seek(piece.at)
                 data = file.read(piece.length)
             return _tensor(data, held.dtype, piece.sizes)
 
     @contextmanager
-    def _told(self, name: str, held: DcpTensor, piece: DcpChunk) -> Iterator[None]:
+    def _checked(self, name: str, held: DcpTensor, piece: DcpChunk) -> Iterator[None]:
         """What is wrong with a piece, as one error."""
         try:
             yield
@@ -164,7 +164,7 @@ def _tensors(described: Any) -> dict[str, DcpTensor]:
     found, count = {}, 0
     for name, value in entries.items():
         if isinstance(value, PickledObject) and value.name == f"{META}.TensorStorageMetadata":
-            held = _held(_text(name), _made(value, value.name), where)
+            held = _dcp_tensor(_text(name), _made(value, value.name), where)
             count += len(held.pieces)
             if count > MOST_PIECES:
                 raise RefusedOpcode(f"more than {MOST_PIECES:,} pieces")
@@ -172,7 +172,7 @@ def _tensors(described: Any) -> dict[str, DcpTensor]:
     return found
 
 
-def _held(
+def _dcp_tensor(
     name: str, value: dict[Any, Any], where: dict[tuple[str, tuple[int, ...]], tuple[str, int, int]]
 ) -> DcpTensor:
     shape, chunks, said = _numbers(value.get("size")), value.get("chunks"), repr(name[:80])

@@ -98,7 +98,7 @@ class ForeignCheckpoint:
             if head in self.names:
                 alike = all(len(shape) == 2 for shape in map(self.shape, (embedding, head)))
                 one, other = (
-                    (self.folder.whole(self.names[name])[:vocab] for name in (embedding, head))
+                    (self.folder.full(self.names[name])[:vocab] for name in (embedding, head))
                     if alike
                     else (None, None)
                 )
@@ -141,7 +141,7 @@ class ForeignCheckpoint:
                 expected=", ".join(map(str, FLOATS)),
                 fix="a checkpoint of the weights alone, before they were quantised",
             )  # fmt: skip
-        return SourceTensor(tuple(made.shape), lambda: change(self.folder.whole(self.names[name])), dtype)
+        return SourceTensor(tuple(made.shape), lambda: change(self.folder.full(self.names[name])), dtype)
 
 
 def _kind(folder: DcpFolder, wanted: str | None) -> tuple[str, str, str, list[str]]:

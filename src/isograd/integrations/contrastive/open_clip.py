@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from isograd.comm import ops, raw
 from isograd.errors import ContrastiveError
 from isograd.integrations.contrastive.world import count_pairs, world_group
+from isograd.losses.contrastive.chunks import upcast
 from isograd.losses.contrastive.columns import Columns
 from isograd.losses.contrastive.tiles import pair_losses
 
@@ -75,7 +76,7 @@ class ClipLoss(nn.Module):
         rows = count_pairs([image_features, text_features], self.group)
         losses = torch.zeros((), dtype=torch.float64, device=image_features.device)
         with torch.autocast(image_features.device.type, enabled=False):
-            images, texts = _wide(image_features), _wide(text_features)
+            images, texts = upcast(image_features), upcast(text_features)
             for mine, columns in ((images, texts), (texts, images)):
                 where = Columns(self.group, rows.counts[0], ring=False)
                 losses = losses + pair_losses(mine * logit_scale, columns, where).sum()
@@ -98,7 +99,7 @@ class ClipLoss(nn.Module):
         """The logits of images and of texts: [my rows, all rows] with local_loss, else [all rows, all rows]."""
         rows = count_pairs([image_features, text_features], self.group).counts[0]
         with torch.autocast(image_features.device.type, enabled=False):
-            images, texts = _wide(image_features), _wide(text_features)
+            images, texts = upcast(image_features), upcast(text_features)
             every_image, every_text = (ops.all_gather(t, self.group, 0, rows) for t in (images, texts))
             if self.local_loss:
                 logits = logit_scale * images @ every_text.T, logit_scale * texts @ every_image.T
@@ -144,7 +145,3 @@ class DistillClipLoss(ClipLoss):
         """The mean over rows of the cross-entropy of the student's distribution under the teacher's."""
         losses = -(teacher_logits.softmax(1) * student_logits.log_softmax(1)).sum(1)
         return losses.sum() / max(1, len(losses))
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()

@@ -34,7 +34,7 @@ from isograd.engine import Engine
 from isograd.integrations.contrastive.grad_cache import ChunkReplay, no_sync
 from isograd.integrations.contrastive.ranking import Scoring, option
 from isograd.integrations.contrastive.world import count_pairs, world_group
-from isograd.losses.contrastive.chunks import cut, rows_of
+from isograd.losses.contrastive.chunks import cut, rows_of, upcast
 from isograd.losses.contrastive.tiles import pair_losses
 
 
@@ -100,7 +100,7 @@ class CachedInfoNCE(nn.Module):
         """Columns: anchors, positives, negatives, ... `labels` are ignored: row i's positive is positive i."""
         learns = torch.is_grad_enabled()
         towers = [self._represent(features) for features in sentence_features]
-        vectors = [[_wide(replay.made[0]).detach().requires_grad_(learns) for replay in tower] for tower in towers]
+        vectors = [[upcast(replay.made[0]).detach().requires_grad_(learns) for replay in tower] for tower in towers]
         loss = self.calculate_loss(vectors, labels, with_backward=learns)
         if not learns:
             return loss
@@ -114,7 +114,7 @@ class CachedInfoNCE(nn.Module):
         """The loss of each column's chunks of vectors; with_backward: also their `.grad`. MatryoshkaLoss wraps it."""
         del labels
         with torch.autocast(reps[0][0].device.type, enabled=False):
-            loss = self._loss([torch.cat([_wide(t) for t in column]) for column in reps])
+            loss = self._loss([torch.cat([upcast(t) for t in column]) for column in reps])
             if with_backward:  # to the vectors, not to the model; other ranks' losses reach mine with their weights
                 (loss if self.engine is None else loss * _rows(reps)).backward()
         return loss.detach() if with_backward else loss
@@ -141,7 +141,7 @@ class CachedInfoNCE(nn.Module):
                 )
         parts = [_trimmed(part) for part in _cut(features, self._sizes(features))]
         device = next(v.device for v in features.values() if isinstance(v, Tensor))
-        return [ChunkReplay(lambda part=part: self._encode(part), device) for part in self._shown(parts)]  # type: ignore[misc]
+        return [ChunkReplay(lambda part=part: self._encode(part), device) for part in self._with_progress(parts)]  # type: ignore[misc]
 
     def _sizes(self, features: dict[str, Any]) -> list[int]:
         """The number of rows of each chunk."""
@@ -157,7 +157,7 @@ class CachedInfoNCE(nn.Module):
             sizes[-1], tokens = sizes[-1] + 1, tokens + length
         return sizes
 
-    def _shown(self, parts: list[Any]) -> Iterable[Any]:
+    def _with_progress(self, parts: list[Any]) -> Iterable[Any]:
         """The chunks, with a progress bar if it was asked for."""
         if not self.show_progress_bar:
             return parts
@@ -210,10 +210,6 @@ class CachedInfoNCE(nn.Module):
 def _rows(vectors: list[list[Tensor]]) -> int:
     """This rank's number of queries."""
     return sum(len(chunk) for chunk in vectors[0])
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
 
 
 def _cut(features: dict[str, Any], sizes: list[int]) -> list[dict[str, Any]]:

@@ -29,22 +29,22 @@ def convert(values: object, ranks: int | None) -> tuple[dict[str, Any], list[Key
     """The fields of a run's config, and every key of the file with its fate. ranks: that the run will have."""
     keys, zero, stage = opened(values)
     zero.rest()
-    cut = keys.inside("tensor_parallel")
-    tp = cut.whole("autotp_size", "layout", 1)
+    cut = keys.section("tensor_parallel")
+    tp = cut.positive_int("autotp_size", "layout", 1)
     cut.rest()
-    cp = keys.whole("sequence_parallel_size", "layout: cp ulysses", 1)
+    cp = keys.positive_int("sequence_parallel_size", "layout: cp ulysses", 1)
     batch, micro, ranks = batch_of(keys, ranks, tp * cp)
     cuts = (f" cp{cp} ulysses" if cp > 1 else "") + (f" tp{tp}" if tp > 1 else "")
     layout = Layout.parse(f"dp{ranks // (tp * cp)}{cuts} zero{stage}")
     dtype = dtype_of(keys)
     optimizer, steps = _optimizer(keys)
     clip = keys.number("gradient_clipping", "optimizer.clip", 0.0)
-    log = {"every": keys.whole("steps_per_print", "log.every", 10)}
-    board = keys.inside("tensorboard")
+    log = {"every": keys.positive_int("steps_per_print", "log.every", 10)}
+    board = keys.section("tensorboard")
     if board.flag("enabled", "log.tensorboard"):
         log["tensorboard"] = True
     board.rest()
-    wandb = keys.inside("wandb")
+    wandb = keys.section("wandb")
     if wandb.flag("enabled", "log.wandb"):
         log["wandb"] = wandb.take("project", "text", lambda v: isinstance(v, str) and bool(v), "deepspeed", "log.wandb")
     wandb.values.pop("project", None)
@@ -67,9 +67,9 @@ def convert(values: object, ranks: int | None) -> tuple[dict[str, Any], list[Key
 def batch_of(keys: Keys, ranks: int | None, tp: int) -> tuple[int, int, int]:
     """(rows of a step, micro-batches, ranks): DeepSpeed's three numbers, of which any may be left out. tp: how many
     ranks share their rows."""
-    whole = keys.whole("train_batch_size", "batch")
-    each = keys.whole("train_micro_batch_size_per_gpu", "batch, micro_batches")
-    steps = keys.whole("gradient_accumulation_steps", "micro_batches")
+    whole = keys.positive_int("train_batch_size", "batch")
+    each = keys.positive_int("train_micro_batch_size_per_gpu", "batch, micro_batches")
+    steps = keys.positive_int("gradient_accumulation_steps", "micro_batches")
     if ranks is None and whole and each and whole % (each * (steps or 1)) == 0:
         ranks = whole // (each * (steps or 1)) * tp
     ranks = ranks or tp
@@ -96,11 +96,11 @@ def dtype_of(keys: Keys) -> str:
     if "bf16" in keys.values and "bfloat16" in keys.values:  # DeepSpeed reads the first of its two spellings
         keys.row("bfloat16", keys.values.pop("bfloat16"), "meaningless", "bf16 is said")
     for name in ("bf16", "bfloat16"):
-        bf16 = keys.inside(name)
+        bf16 = keys.section(name)
         if bf16.flag("enabled", "model.dtype"):
             dtype = "bf16"
         bf16.rest()
-    fp16 = keys.inside("fp16")
+    fp16 = keys.section("fp16")
     if fp16.values.get("enabled") in (False, None):
         reason = ("meaningless", "is off")
     elif fp16.values["enabled"] == "auto":
@@ -109,7 +109,7 @@ def dtype_of(keys: Keys) -> str:
         reason = ("refused", "a run has no loss scale: bf16 is supported")
     for name, value in fp16.values.items():
         fp16.row(name, value, *reason)
-    kinds = keys.inside("data_types")
+    kinds = keys.section("data_types")
     kinds.word("grad_accum_dtype", "nothing: sums are fp32", ("fp32",))
     kinds.rest()
     return dtype
@@ -119,9 +119,9 @@ def _optimizer(keys: Keys) -> tuple[dict[str, Any], int | None]:
     """`optimizer` of a run, and its steps, if the schedule says them."""
     if "optimizer" not in keys.values:
         keys.row("optimizer", None, "open", "set optimizer, which the program has made")
-    given = keys.inside("optimizer")
+    given = keys.section("optimizer")
     given.word("type", "optimizer.name: adamw", ("Adam", "AdamW"))
-    params = given.inside("params")
+    params = given.section("params")
     lr = params.number("lr", "optimizer.lr", 1e-3)
     eps = params.number("eps", "optimizer.eps", 1e-8)
     decay = params.number("weight_decay", "optimizer.weight_decay", 0.0)
@@ -139,14 +139,14 @@ def _optimizer(keys: Keys) -> tuple[dict[str, Any], int | None]:
             params.row(name, value, "taken" if on else "refused", "AdamW" if on else why)
     params.rest()
     given.rest()
-    plan = keys.inside("scheduler")
+    plan = keys.section("scheduler")
     kinds = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
     kind = plan.word("type", "optimizer.schedule", tuple(kinds))
-    rest = plan.inside("params")
+    rest = plan.section("params")
     warmup, steps, low = 0, None, 0.0
     if kind is not None:
-        steps = rest.whole("total_num_steps", "steps")
-        warmup = rest.whole("warmup_num_steps", "optimizer.warmup", 1000)
+        steps = rest.positive_int("total_num_steps", "steps")
+        warmup = rest.positive_int("warmup_num_steps", "optimizer.warmup", 1000)
         shape = rest.values.pop("warmup_type", "log")
         fate = ("taken", "optimizer.warmup") if shape == "linear" else ("refused", "a warmup here is linear: say so")
         rest.row("warmup_type", shape, *fate)

@@ -112,7 +112,7 @@ class Keys:
             return value
         return default
 
-    def whole(self, name: str, sets: str, default: int | None = None) -> Any:
+    def positive_int(self, name: str, sets: str, default: int | None = None) -> Any:
         """A whole number from 1."""
         return self.take(name, "a whole number from 1", lambda v: type(v) is int and 0 < v < 1 << 40, default, sets)
 
@@ -132,7 +132,7 @@ class Keys:
         """True or false."""
         return self.take(name, "true or false", lambda v: type(v) is bool, default, sets)
 
-    def inside(self, name: str) -> Keys:
+    def section(self, name: str) -> Keys:
         """A mapping inside this one, as keys of its own."""
         self.asked.append(name)
         value = self.values.pop(name, {})
@@ -176,6 +176,6 @@ def opened(values: object) -> tuple[Keys, Keys, int]:
             "IG863", "this is no DeepSpeed config", seen=type(values).__name__, expected="a mapping of keys"
         )
     keys = Keys(dict(values), [])
-    zero = keys.inside("zero_optimization")
+    zero = keys.section("zero_optimization")
     stage = zero.take("stage", "0, 1, 2 or 3", lambda v: type(v) is int and 0 <= v <= 3, 0, "layout")
     return keys, zero, stage

@@ -49,7 +49,7 @@ class Settings:
 def read(values: object, ranks: int, cp: int = 1) -> Settings:
     """The settings, or IG863, IG864, or IG865 with all keys that would train otherwise. cp: of mpu or mesh_param."""
     keys, zero, stage = opened(values)
-    offload = [_offloads(zero.inside(name)) for name in ("offload_optimizer", "offload_param")]
+    offload = [_offloads(zero.section(name)) for name in ("offload_optimizer", "offload_param")]
     zero.rest()
     bf16 = dtype_of(keys) == "bf16"
     clip = float(keys.number("gradient_clipping", "clip", 0.0))
@@ -57,8 +57,8 @@ def read(values: object, ranks: int, cp: int = 1) -> Settings:
     drop_last = keys.flag("dataloader_drop_last", "the loader")
     untested = keys.flag("zero_allow_untested_optimizer", "Engine(elementwise=True)")
     unused = tuple(name for name in MONITORS if _enabled(keys.values.pop(name, None)))
-    optimizer, schedule = _optimizer(keys.inside("optimizer")), _schedule(keys.inside("scheduler"))
-    size = keys.whole("sequence_parallel_size", "layout", cp)
+    optimizer, schedule = _optimizer(keys.section("optimizer")), _schedule(keys.section("scheduler"))
+    size = keys.positive_int("sequence_parallel_size", "layout", cp)
     if cp not in (1, size):
         keys.row("sequence_parallel_size", size, "refused", f"is not the {cp} of mpu or mesh_param")
     batch, steps, _ = batch_of(keys, ranks, size)
@@ -96,7 +96,7 @@ def _optimizer(keys: Keys) -> Callable[[Any], torch.optim.Optimizer] | None:
     if not keys.values:
         return None
     name = keys.word("type", "optimizer", tuple(OPTIMIZERS))
-    params = keys.inside("params")
+    params = keys.section("params")
     options = {"lr": params.number("lr", "optimizer", 1e-3)}
     kind = OPTIMIZERS.get(name, torch.optim.AdamW)
     if name in ("Adam", "AdamW"):
@@ -126,8 +126,8 @@ def _schedule(keys: Keys) -> Callable[[torch.optim.Optimizer], LambdaLR] | None:
     if not keys.values:
         return None
     name = keys.word("type", "the schedule", ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR"))
-    params, cosine = keys.inside("params"), name == "WarmupCosineLR"
-    warmup = max(2, params.whole("warmup_num_steps", "the schedule", 1000))
+    params, cosine = keys.section("params"), name == "WarmupCosineLR"
+    warmup = max(2, params.positive_int("warmup_num_steps", "the schedule", 1000))
     rises_by_log = params.word("warmup_type", "the schedule", ("log", "linear"), "log") == "log"
     params.values.pop("last_batch_iteration", None)
     low = params.number("warmup_min_ratio" if cosine else "warmup_min_lr", "the schedule", 0.0)
@@ -135,7 +135,7 @@ def _schedule(keys: Keys) -> Callable[[torch.optim.Optimizer], LambdaLR] | None:
     high = None if cosine else params.number("warmup_max_lr", "the schedule", None if name == "WarmupLR" else 1e-3)
     if name != "WarmupLR" and "total_num_steps" not in params.values:
         params.row("total_num_steps", None, "refused", "is not there")
-    total = 0 if name == "WarmupLR" else params.whole("total_num_steps", "the schedule", 1)
+    total = 0 if name == "WarmupLR" else params.positive_int("total_num_steps", "the schedule", 1)
     params.rest()
     keys.rest()
 

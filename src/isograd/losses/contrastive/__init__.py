@@ -1,7 +1,7 @@
-"""Contrastive training at any batch size: losses over all ranks' rows, and GradCache, in the memory of one chunk."""
+"""Contrastive training at any batch size: losses over all ranks' rows, and GradientCache in the memory of a chunk."""
 
 from isograd.losses.contrastive.grad_cache import AuxiliaryLoss as AuxiliaryLoss
-from isograd.losses.contrastive.grad_cache import GradCache as GradCache
+from isograd.losses.contrastive.grad_cache import GradientCache as GradientCache
 from isograd.losses.contrastive.losses import FullBatchLoss as FullBatchLoss
 from isograd.losses.contrastive.losses import InfoNCE as InfoNCE
 from isograd.losses.contrastive.losses import NegativesScope as NegativesScope

@@ -1,5 +1,5 @@
-"""Chunks of a tower's rows for GradCache: cutting the inputs, encoding a chunk twice with the same random draws, and
-keeping the graphs of as many chunks as fit into a budget of memory."""
+"""Chunks of a tower's rows for GradientCache: cutting the inputs, encoding a chunk twice with the same random draws,
+and keeping the graphs of as many chunks as fit into a budget of memory."""
 
 from __future__ import annotations
 
@@ -149,3 +149,8 @@ def one_kernel() -> Iterator[None]:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(before)
+
+
+def upcast(x: Tensor) -> Tensor:
+    """Losses are computed in fp32, or in fp64 for fp64 vectors."""
+    return x if x.dtype == torch.float64 else x.float()

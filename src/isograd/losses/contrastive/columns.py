@@ -45,7 +45,7 @@ class Columns:
         mine = [t.contiguous() for t in mine]
         return mine if self.ring else [raw.all_gather(t, self.group, self.counts) for t in mine]
 
-    def mine(self, vectors: Tensor) -> Tensor:
+    def own(self, vectors: Tensor) -> Tensor:
         """My own columns among those that `bring` returned."""
         return vectors if self.ring else vectors[self.first : self.first + self.counts[self.group.index]]
 

@@ -1,4 +1,4 @@
-"""After GradCache's first pass, all data ranks continue to the loss, or all raise.
+"""After GradientCache's first pass, all data ranks continue to the loss, or all raise.
 
 The loss is made of the vectors of all ranks. A rank whose encoder has raised would leave the others waiting there, and
 the next message that it sends, of another step, would be taken for its vectors. Not at ZeRO 3 and under ep, where each

@@ -1,6 +1,6 @@
-"""GradCache: contrastive training at any batch size, in the memory of one chunk, with the full batch's gradient.
+"""GradientCache: contrastive training at any batch size, in the memory of one chunk, with the full batch's gradient.
 
-    cache = ig.contrastive.GradCache(engine, loss, encode=model.encode, chunk=64)
+    cache = ig.contrastive.GradientCache(engine, loss, encode=model.encode, chunk=64)
     cache.backward(queries, documents, negatives)      # this rank's rows: dicts, tuples or tensors, any number of them
     stats = engine.step()
 
@@ -63,6 +63,7 @@ from isograd.losses.contrastive.chunks import (
     row_count_error,
     rows_of,
     set_random_state,
+    upcast,
 )
 from isograd.losses.contrastive.first_pass import join_first_pass
 from isograd.losses.contrastive.losses import NegativesScope, PairLoss, pairing_error
@@ -102,7 +103,7 @@ class _Tower:
     kept: dict[int, Tensor] = field(default_factory=dict)  # vectors of chunks, with their graphs
 
 
-class GradCache:
+class GradientCache:
     """The contrastive gradient of all data ranks' rows in the memory of one chunk; see the head of this file."""
 
     def __init__(
@@ -299,12 +300,12 @@ class GradCache:
                 x[a : a + sizes[index]] for x, a, sizes in zip(per_tower, starts, self._cp_sizes(work), strict=True)
             ]
 
-        leaves = [_wide(x).detach().requires_grad_() for x in share([t.vectors for t in work])]
+        leaves = [upcast(x).detach().requires_grad_() for x in share([t.vectors for t in work])]
         more: dict[str, Any] = {}
         if ids is not None:
             more["ids"] = share(ids)
         if guides is not None:
-            more["guides"] = [_wide(g) for g in share(guides)]
+            more["guides"] = [upcast(g) for g in share(guides)]
         for tower in work:  # the loss decides how long their memory is needed
             tower.vectors = torch.empty(0)
         with torch.autocast(self.engine.mesh.device.type, enabled=False):
@@ -369,7 +370,7 @@ class GradCache:
         if not amount or (self.keep_mb and self._alike):
             raise ContrastiveError(
                 "IG973",
-                "GradCache cannot keep graphs of chunks in this amount of memory or under this layout",
+                "GradientCache cannot keep graphs of chunks in this amount of memory or under this layout",
                 seen=f"keep_mb={self.keep_mb!r} under {str(self.engine.mesh.layout)!r}",
                 expected="a number of MiB, 0 or more; 0 at ZeRO 3 and under ep, where each forward is a collective",
                 where=self.engine.mesh.describe_rank(),
@@ -380,7 +381,7 @@ class GradCache:
     def _drew_differently(self, module: str | None, watched: bool, number: int) -> ContrastiveError:
         who = f"module {module!r} drew other random numbers" if module else "the difference is in no single module"
         seen = f"chunk {number}: {who if watched else 'its modules were not recorded'}"
-        fix = None if watched else "GradCache(..., record_modules=True) names the module"
+        fix = None if watched else "GradientCache(..., record_modules=True) names the module"
         return ContrastiveError("IG965", seen=seen, fix=fix, where=self.engine.mesh.describe_rank())
 
 
@@ -391,11 +392,6 @@ def _first_missing(tower: _Tower) -> int:
 
 def _my_rows(across: NegativesScope) -> int:
     return across.counts[0][across.group.index]
-
-
-def _wide(x: Tensor) -> Tensor:
-    """Losses are computed in fp32, or in fp64 for fp64 vectors."""
-    return x if x.dtype == torch.float64 else x.float()
 
 
 def _refuse_batch_norm(model: nn.Module) -> None:
@@ -413,7 +409,7 @@ def _refuse_balance(engine: Engine) -> None:
     if losing:
         raise ContrastiveError(
             "IG971",
-            f"GradCache would leave out the balance loss of experts: {', '.join(losing[:6])}",
+            f"GradientCache would leave out the balance loss of experts: {', '.join(losing[:6])}",
             seen=f"{len(losing)} layers of experts with a balance loss or a z-loss",
             expected="experts whose load a loss does not even: the encoder of a chunk returns vectors alone",
             fix="balance 'none' and z_weight 0; choice_bias evens the load without a loss",

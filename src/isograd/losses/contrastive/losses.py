@@ -2,7 +2,7 @@
 
 A loss is called with each tower's representations of this rank's rows. It returns the mean over *this rank's* rows; its
 weight for the engine is their number. Queries come first, then documents (row i's positive is document i), then any
-number of towers of hard negatives, each of any length. GradCache calls it, and you can call it yourself:
+number of towers of hard negatives, each of any length. GradientCache calls it, and you can call it yourself:
 
     loss = ig.contrastive.InfoNCE(mesh, scale=20.0, learn_scale=True)
     engine.backward(loss([q, d, negatives]), weight=len(q))

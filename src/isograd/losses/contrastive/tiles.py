@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from isograd.comm import ops
-from isograd.comm.first_order import once
+from isograd.comm.first_order import first_order_only
 from isograd.losses.contrastive.columns import Columns
 
 TILE = 1024
@@ -94,14 +94,14 @@ class _PairLosses(torch.autograd.Function):
         with no_autocast(rows):
             across.visit(brought, work)
         ctx.save_for_backward(rows, total, *brought)
-        return total - (rows * across.mine(brought[0])[: len(rows)]).sum(1)
+        return total - (rows * across.own(brought[0])[: len(rows)]).sum(1)
 
     @staticmethod
-    @once
+    @first_order_only
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         rows, total, *brought = ctx.saved_tensors
         across, sigmoid, hide, tile = ctx.rest
-        drows = across.mine(brought[0])[: len(rows)] * -gradient[:, None]
+        drows = across.own(brought[0])[: len(rows)] * -gradient[:, None]
 
         def work(first: int, block: Sequence[Tensor], dcolumns: Tensor) -> None:
             for here, there, logits in _tiles(rows, first, block, across, hide, tile):

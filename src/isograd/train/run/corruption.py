@@ -26,7 +26,7 @@ class CorruptionChecks:
         """`tell(text, step)`: where a step that was refused goes into the log."""
         self._safety, self._micro_batches, self._engine, self._tell = config.safety, config.micro_batches, engine, tell
         self._replay = ReplayCheck(engine) if config.safety.replay_every else None
-        self._seal, self._sealed = MemoryChecksum(engine), False
+        self._seal, self._sealed = MemoryChecksum(engine, optimizer=config.safety.state == "all"), False
         self.from_copy: Callable[[Iterable[str]], None] | None = None  # brings back rows of this rank from a copy
 
     def step(self, step: int, batch: Any, gather: Callable[[], None]) -> Stats:

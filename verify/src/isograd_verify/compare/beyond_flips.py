@@ -58,5 +58,5 @@ def _finding(
         f"{max(rests):.1%} of a tensor is left, which {flipped} flipped choices may explain, as they do not the factor"
     )
     bars = (("reference", 1.0), ("here", value))
-    axis = " or ".join(of) or axis_over(analysis.recording, analysis.everyone)
+    axis = " or ".join(of) or axis_over(analysis.recording, analysis.all_ranks)
     return finding(BUG, bug, sentence, tensors=tuple(sorted(names)), axis=axis, coefficients=bars)

@@ -23,7 +23,7 @@ def bisect(candidates: list[Path], judge: Callable[[Path], Subject]) -> Subject:
 
     last = len(candidates) - 1
     if verdict(last) != BUG:
-        return _told(judged[last], f"the last recording, {candidates[last].name}, is not wrong: nothing to look for")
+        return _noted(judged[last], f"the last recording, {candidates[last].name}, is not wrong: nothing to look for")
     right, wrong = -1, last
     if verdict(0) != BUG:
         right = 0 if verdict(0) == PASS else -1
@@ -40,10 +40,10 @@ def bisect(candidates: list[Path], judge: Callable[[Path], Subject]) -> Subject:
     sentence = f"{candidates[wrong].name} is the first wrong recording of {len(candidates)}; {before}"
     if open_:
         sentence += f"; of {', '.join(open_)} in between nothing can be told, so it may be one of them"
-    return _told(judged[wrong], f"{sentence} ({len(judged)} compared)", inconclusive=bool(open_))
+    return _noted(judged[wrong], f"{sentence} ({len(judged)} compared)", inconclusive=bool(open_))
 
 
-def _told(subject: Subject, sentence: str, inconclusive: bool = False) -> Subject:
+def _noted(subject: Subject, sentence: str, inconclusive: bool = False) -> Subject:
     said: Finding = finding(INCONCLUSIVE if inconclusive else NOTE, "", sentence)
     subject.findings = [said, *subject.findings]
     return subject

@@ -20,7 +20,7 @@ from isograd_verify.errors import VerifyError
 from isograd_verify.record.events import (
     Backward,
     Collective,
-    Given,
+    ForwardInputs,
     LabelWeight,
     Parameter,
     Step,
@@ -37,7 +37,7 @@ def distinct(candidate: Recording) -> list[int]:
     """Ranks with data of their own: of several that were given the same, the first."""
     seen: dict[tuple[str, ...], int] = {}
     for record in candidate.ranks:
-        given = [f"{e.micro} {name} {t.hash}" for e in record.of(Given, 1) for name, t in e.tensors.items()]
+        given = [f"{e.micro} {name} {t.hash}" for e in record.of(ForwardInputs, 1) for name, t in e.tensors.items()]
         labels = [f"{e.micro} {e.labels}" for e in record.of(LabelWeight, 1)]
         seen.setdefault((*given, *labels) or (str(record.rank),), record.rank)
     return list(seen.values())
@@ -108,7 +108,7 @@ def _write(alone: Recording, again: list[Again], factors: list[float], path: Pat
             tensors[f"choice/{number}/{choice.partition('/')[2]}"] = value
         for event in one.record.of(Backward, one.step):
             writer.event(replace(event, step=1, micro=number))
-        for given in one.record.of(Given, one.step):
+        for given in one.record.of(ForwardInputs, one.step):
             writer.event(replace(given, step=1, micro=number, forward=number))
         for weight in one.record.of(LabelWeight, one.step):
             writer.event(replace(weight, step=1, micro=number, low=share * weight.low, high=share * weight.high))
@@ -183,7 +183,7 @@ def same_beginnings(candidate: Recording, again: list[Again]) -> None:
         theirs = _begun(candidate.ranks[one.rank], 1, one.micro)
         ours = _begun(one.record, one.step, 0)
         limit = _limit(one)
-        equal = [_apart(a, b) <= max(limit, tolerances.SAME) for a, b in zip(theirs, ours, strict=False)]
+        equal = [_direction_error(a, b) <= max(limit, tolerances.SAME) for a, b in zip(theirs, ours, strict=False)]
         if not equal or not all(equal) or len(theirs) != len(ours):
             at = next((e.site for e in candidate.ranks[one.rank].of(Backward, 1) if e.micro == one.micro), "")
             raise Mixed(
@@ -233,7 +233,7 @@ def same_losses(candidate: Recording, again: list[Again]) -> None:
             )
 
 
-def _apart(a: Tensor, b: Tensor) -> float:
+def _direction_error(a: Tensor, b: Tensor) -> float:
     """How far apart two vectors point; 0 where both are zero."""
     return float((a / max(float(a.norm()), 1e-300) - b / max(float(b.norm()), 1e-300)).norm())
 

@@ -147,13 +147,13 @@ def _finding(
         bug = "reduced-twice"
     axis, said = _said(analysis, symptom, words)
     if TWICE in of:
-        axis = axis_over(analysis.recording, analysis.everyone)
+        axis = axis_over(analysis.recording, analysis.all_ranks)
         said += f" ({of[TWICE]})"
     elif of:
         axis = " or ".join(of)
         said += f" ({' or '.join(of.values())})"
     elif symptom.kind == patterns.SCALED and bug:
-        axis = axis_over(analysis.recording, analysis.everyone)
+        axis = axis_over(analysis.recording, analysis.all_ranks)
     if symptom.kind == WRONG_SHARDS:
         bug = "wrong-group"
     bars = labelled(values)
@@ -168,8 +168,8 @@ def _finding(
 
 def _said(analysis: Analysis, symptom: Symptom, words: str) -> tuple[str, str]:
     """(axis, what is said of it)."""
-    missing = axis_over(analysis.recording, symptom.missing or analysis.everyone, symptom.own)
-    together = axis_over(analysis.recording, analysis.everyone)
+    missing = axis_over(analysis.recording, symptom.missing or analysis.all_ranks, symptom.own)
+    together = axis_over(analysis.recording, analysis.all_ranks)
     scaled = f"{symptom.value:.4g} times what they should be"
     if f"{symptom.value:.4g}" == "1":
         scaled = "almost what they should be"
@@ -196,7 +196,7 @@ def _said(analysis: Analysis, symptom: Symptom, words: str) -> tuple[str, str]:
         ),
         patterns.CLIPPED: (together, "each rank clips by a norm of its own before the sum"),
         WRONG_SHARDS: (missing, f"summed over {missing}, whose members hold other shards of it"),
-        patterns.MIXED: (spell(analysis.everyone), "contributions count unequally"),
+        patterns.MIXED: (spell(analysis.all_ranks), "contributions count unequally"),
     }
     return said.get(symptom.kind, ("", words))
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 
 from isograd_verify.errors import VerifyError
-from isograd_verify.record.events import Given, LabelWeight, Pipeline
+from isograd_verify.record.events import ForwardInputs, LabelWeight, PipelineActions
 from isograd_verify.record.recording import Recording
 from isograd_verify.record.sketch import content_hash
 from isograd_verify.tell.findings import BUG, NOTE, Finding, listed
@@ -53,7 +53,7 @@ def contents(recording: Recording, reached: bool = False) -> dict[str, Content]:
     that a backward has reached."""
     found: dict[str, Content] = {}
     for record in recording.ranks:
-        for event in record.of(Given, 1):
+        for event in record.of(ForwardInputs, 1):
             for name, one in event.tensors.items() if event.reached or not reached else ():
                 if one.shape:
                     size = math.prod(one.shape)
@@ -131,7 +131,7 @@ def _agreed(
 
 def _copies(recording: Recording) -> int:
     """How often a run may see a sample: once on each rank, and there once for each stage of a pipeline."""
-    pipelines = [event for rank in recording.ranks for event in rank.of(Pipeline, 1)]
+    pipelines = [event for rank in recording.ranks for event in rank.of(PipelineActions, 1)]
     stages = [len({stage for _, stage, *_ in event.actions}) for event in pipelines]
     return recording.world * max(stages, default=1)
 

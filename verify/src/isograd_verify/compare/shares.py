@@ -17,7 +17,8 @@ import torch
 
 from isograd_verify import tolerances
 from isograd_verify.judge.analysis import Analysis
-from isograd_verify.record.events import LabelWeight, Loss, Mean, Step, Term
+from isograd_verify.judge.contributions import same_factor
+from isograd_verify.record.events import LabelWeight, Loss, LossTerm, MeanWeight, Step
 from isograd_verify.record.recording import RankRecord, Recording
 
 SEVERAL = (
@@ -65,12 +66,12 @@ class Call:
     average: bool  # an operator took the mean: the divisor is the count by no chance
 
     @property
-    def whole(self) -> float:
+    def total(self) -> float:
         """What its labels weigh together."""
         return self.count * self.weight
 
 
-Terms = dict[str, list[Call]]  # a place in the program -> the calls there
+TermTracker = dict[str, list[Call]]  # a place in the program -> the calls there
 
 
 def shares(alone: Recording, again: list[Again], scale: dict[str, float]) -> list[float]:
@@ -90,9 +91,9 @@ def shares(alone: Recording, again: list[Again], scale: dict[str, float]) -> lis
         first, counted = error, False
     if not counted:
         found = _by_terms(*means, factor, scale)
-    elif _uneven(means[1]) and not all(map(_near, found, _by_terms(*means, factor, {}))):
+    elif _uneven(means[1]) and not all(map(same_factor, found, _by_terms(*means, factor, {}))):
         raise NoReference(SEVERAL, SAME_DATA)
-    if not all(_near(found[0], share) for share in found):  # else terms that nobody counts have equal parts, too
+    if not all(same_factor(found[0], share) for share in found):  # else terms that nobody counts have equal parts, too
         for one in again:
             if counted:
                 _is_all_of_the_loss(one)
@@ -103,11 +104,11 @@ def shares(alone: Recording, again: list[Again], scale: dict[str, float]) -> lis
 
 def _one_mean(one: Again) -> bool:
     """Whether one mean, or one sum that is divided, is all of the loss: then nothing else is scaled by its numbers."""
-    terms, root = one.record.of(Term, one.step), float(one.record.tensors(one.step)["loss"])
-    return len(terms) == 1 and _near(root, terms[0].value * terms[0].weights[0])
+    terms, root = one.record.of(LossTerm, one.step), float(one.record.tensors(one.step)["loss"])
+    return len(terms) == 1 and same_factor(root, terms[0].value * terms[0].weights[0])
 
 
-def _uneven(again: list[Terms]) -> bool:
+def _uneven(again: list[TermTracker]) -> bool:
     """Whether some term's numbers of elements differ between backwards."""
     counts = [{term: [call.count for call in calls] for term, calls in terms.items()} for terms in again]
     return any(one != counts[0] for one in counts)
@@ -118,12 +119,8 @@ def _is_all_of_the_loss(one: Again) -> None:
     root = float(one.record.tensors(one.step)["loss"])
     weights = [call.weight for calls in _labels(one.record, one.step).values() for call in calls]
     counted = sum(event.count * event.value for event in one.record.of(Loss, one.step)) * weights[0]
-    if not _near(root, counted):
+    if not same_factor(root, counted):
         raise NoReference(SEVERAL, SAME_DATA)
-
-
-def _near(a: float, b: float) -> bool:
-    return abs(a - b) <= tolerances.FACTOR * max(abs(a), abs(b))
 
 
 def own_factor(alone: Recording) -> float:
@@ -147,19 +144,19 @@ def own_factor(alone: Recording) -> float:
     return factor
 
 
-def _labels(record: RankRecord, step: int) -> Terms:
-    found: Terms = defaultdict(list)
+def _labels(record: RankRecord, step: int) -> TermTracker:
+    found: TermTracker = defaultdict(list)
     for event in record.of(LabelWeight, step):
         if event.count and abs(event.high - event.low) <= tolerances.FACTOR * abs(event.high):
             found[event.site].append(Call(event.micro, event.count, event.low, event.average))
     return dict(found)
 
 
-def _means(record: RankRecord, step: int) -> Terms:
+def _means(record: RankRecord, step: int) -> TermTracker:
     """A sum that is divided by another number than its own of elements (that of the whole step, say) is no mean."""
-    found: Terms = defaultdict(list)
-    sums = {(e.micro, e.site): e for e in record.of(Mean, step) if e.divided}
-    for event in record.of(Mean, step):
+    found: TermTracker = defaultdict(list)
+    sums = {(e.micro, e.site): e for e in record.of(MeanWeight, step) if e.divided}
+    for event in record.of(MeanWeight, step):
         if not event.weight or event.divided:
             continue
         added = sums.get((event.micro, event.site))
@@ -170,15 +167,15 @@ def _means(record: RankRecord, step: int) -> Terms:
     return dict(found)
 
 
-def _by_terms(alone: Terms, again: list[Terms], factor: float, scale: dict[str, float]) -> list[float]:
+def _by_terms(alone: TermTracker, again: list[TermTracker], factor: float, scale: dict[str, float]) -> list[float]:
     if not alone or not all(again):
         raise NoReference("the labels of the loss cannot be counted", WEIGH)
     pairs = {site: (alone.get(site, []), [t.get(site, []) for t in again]) for site in _sites(again)}
     if any(_means_of_their_own(*pair, factor) for pair in pairs.values()):
         factor /= len({call.micro for calls in alone.values() for call in calls})
-    sure = any(_one(sum(c.whole for c in own) * factor) and all(c.average for c in own) for own, _ in pairs.values())
+    sure = any(_one(sum(c.total for c in own) * factor) and all(c.average for c in own) for own, _ in pairs.values())
     wanted = {
-        site: _wanted(site, own, [call for calls in theirs for call in calls], factor, sure, scale)
+        site: _expected_weight(site, own, [call for calls in theirs for call in calls], factor, sure, scale)
         for site, (own, theirs) in pairs.items()
     }
     shares = []
@@ -190,7 +187,7 @@ def _by_terms(alone: Terms, again: list[Terms], factor: float, scale: dict[str, 
     return shares
 
 
-def _sites(again: list[Terms]) -> Iterator[str]:
+def _sites(again: list[TermTracker]) -> Iterator[str]:
     return iter(dict.fromkeys(site for terms in again for site in terms))
 
 
@@ -209,13 +206,13 @@ def _means_of_their_own(alone: list[Call], again: list[list[Call]], factor: floa
     for call in alone:
         by_micro[call.micro].append(call)
     micros = [*by_micro.values(), *again]
-    if not alone or not all(_one(sum(call.whole for call in calls) * factor) for calls in micros):
+    if not alone or not all(_one(sum(call.total for call in calls) * factor) for calls in micros):
         return False
     counts = [sum(call.count for call in calls) for calls in micros]
     return not _equal(counts) or all(call.average for calls in micros for call in calls)
 
 
-def _wanted(
+def _expected_weight(
     site: str, alone: list[Call], replayed: list[Call], factor: float, sure: bool, scale: dict[str, float]
 ) -> float:
     """The weight that a label of the whole step has in the gradient of one device. `sure`: another term is surely a
@@ -224,7 +221,7 @@ def _wanted(
         raise NoReference(f"the loss at {site} has no part in the first step on one device", WEIGH)
     calls = [*alone, *replayed]
     weights, counts = [call.weight for call in calls], [call.count for call in calls]
-    whole = sum(call.whole for call in alone) * factor  # of all labels of a step together
+    whole = sum(call.total for call in alone) * factor  # of all labels of a step together
     per_label = whole / sum(call.count for call in replayed)
     if _one(whole) or (sure and all(call.average for call in calls)):
         return per_label
@@ -233,7 +230,7 @@ def _wanted(
     scale[site] = whole
     if _equal(weights) and not _equal(counts):
         return weights[0] * factor  # divided by a number of the program's own
-    if not _equal(counts) and _equal([call.whole for call in replayed]):
+    if not _equal(counts) and _equal([call.total for call in replayed]):
         return per_label
     if all(call.average for call in calls) and len({call.micro for call in alone}) == 1:
         return per_label

@@ -24,7 +24,7 @@ from isograd_verify.tell.wording import finding
 
 
 @dataclass(frozen=True)
-class Apart:
+class Distance:
     """How far two tensors are from each other, relative to the second: of sketches an estimate, and its bounds."""
 
     error: float
@@ -91,26 +91,27 @@ def _by_limits(least: float, most: float, kinds: Iterable[str]) -> str:
     return PASS if most <= low else BUG if not least <= high else INCONCLUSIVE
 
 
-def block_error(found: Value, expected: Value, whole: float, dtype: str = "") -> Apart:
+def block_error(found: Value, expected: Value, whole: float, dtype: str = "") -> Distance:
     """The worst relative error over the tensor and its blocks; NaN when there is one. `dtype`: of what was found."""
     dtype = dtype_name(found) if isinstance(found, Tensor) else dtype
     floor = tolerances.FLOORS.get(dtype, tolerances.FLOOR) * whole
     if isinstance(found, Tensor) and isinstance(expected, Tensor):
         pairs = zip(blocks(found.double()), blocks(expected.double()), strict=True)
-        error = _largest([_apart(mine, theirs, floor) for mine, theirs in pairs])
-        return Apart(error, error, error)
+        error = _largest([_relative_error(mine, theirs, floor) for mine, theirs in pairs])
+        return Distance(error, error, error)
     ours, theirs = projected(found), projected(expected)
     errors, doubts = [0.0], [1.0]
     for d in ours.along.keys() & theirs.along.keys():
         pieces = min(8, ours.along[d].numel() // tolerances.ESTIMATE_LEAST)
         cut = [(one.along[d], *(one.along[d].tensor_split(pieces, 1) if pieces > 1 else ())) for one in (ours, theirs)]
-        errors += [_apart(mine, reference, floor * COUNT**0.5) for mine, reference in zip(*cut, strict=True)]
+        errors += [_relative_error(mine, reference, floor * COUNT**0.5) for mine, reference in zip(*cut, strict=True)]
         doubts += [1 + tolerances.ESTIMATE * max(sums.numel(), 1) ** -0.5 for sums in cut[0]]
     bounds = zip(errors, doubts, strict=True)
-    return Apart(_largest(errors), *map(_largest, zip(*((e / doubt, e * doubt) for e, doubt in bounds), strict=True)))
+    least, most = zip(*((e / doubt, e * doubt) for e, doubt in bounds), strict=True)
+    return Distance(_largest(errors), _largest(least), _largest(most))
 
 
-def _apart(mine: Tensor, theirs: Tensor, floor: float) -> float:
+def _relative_error(mine: Tensor, theirs: Tensor, floor: float) -> float:
     return float((mine - theirs).norm()) / max(float(theirs.norm()), floor, 1e-300)
 
 

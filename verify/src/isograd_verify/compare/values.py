@@ -22,7 +22,7 @@ from isograd_verify.record.projection import COUNT, Projected, project, project_
 from isograd_verify.record.sketch import sketch
 
 
-def held(tensors: Mapping[str, Tensor], kind: str, name: str) -> Value | None:
+def recorded_value(tensors: Mapping[str, Tensor], kind: str, name: str) -> Value | None:
     """What a step's file has of a parameter ('parameter', 'after') or its gradient ('final'), whole or by sketches."""
     if f"{kind}/{name}" in tensors:
         return tensors[f"{kind}/{name}"]
@@ -33,7 +33,7 @@ def held(tensors: Mapping[str, Tensor], kind: str, name: str) -> Value | None:
 
 def of_rank(analysis: Analysis, rank: int, kind: str, name: str) -> Value | None:
     """The same, of one rank in the step that is looked at."""
-    return held(analysis.recording.ranks[rank].tensors(analysis.step), kind, name)
+    return recorded_value(analysis.recording.ranks[rank].tensors(analysis.step), kind, name)
 
 
 def whole_values(analysis: Analysis, kind: str) -> dict[str, Value]:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from isograd_verify import tolerances
 from isograd_verify.judge.contributions import Fit, fit
-from isograd_verify.record.events import Collective, Given, Key, LabelWeight, Parameter, Step, micro_of
+from isograd_verify.record.events import Collective, ForwardInputs, Key, LabelWeight, Parameter, Step, micro_of
 from isograd_verify.record.recording import Recording
 from isograd_verify.tell.wording import meanings, spread
 
@@ -99,7 +99,7 @@ class Analysis:
     def made_equal(self, name: str, ranks: tuple[int, ...]) -> bool:
         """Whether copies are equal when the program has had its chance to make them so: before the next step. Behind
         the last watched one they are taken to be if the program made them so behind the step before."""
-        later, earlier = self._told(self.step + 1), self._told(self.step - 1)
+        later, earlier = self._parameters_at(self.step + 1), self._parameters_at(self.step - 1)
         if all(name in later[rank] for rank in ranks):
             return len({later[rank][name].before for rank in ranks}) == 1
         apart = len({earlier[rank][name].hash for rank in ranks if name in earlier[rank]}) > 1
@@ -108,10 +108,10 @@ class Analysis:
 
     def last(self, name: str, ranks: tuple[int, ...]) -> bool:
         """Whether nothing tells what became of copies behind this step."""
-        later = self._told(self.step + 1)
+        later = self._parameters_at(self.step + 1)
         return not all(name in later[rank] for rank in ranks)
 
-    def _told(self, step: int) -> list[dict[str, Parameter]]:
+    def _parameters_at(self, step: int) -> list[dict[str, Parameter]]:
         """By rank: what was told of the parameters at a step, where they were looked at before it."""
         if step not in self._steps_told:
             events = [next(iter(record.of(Step, step)), None) for record in self.recording.ranks]
@@ -275,7 +275,7 @@ class Analysis:
         }
 
     @property
-    def everyone(self) -> tuple[int, ...]:
+    def all_ranks(self) -> tuple[int, ...]:
         """All ranks."""
         return tuple(range(self.world))
 
@@ -395,7 +395,7 @@ class Analysis:
         """What each rank was given in each micro-batch, as a hash of its contents."""
         found: dict[Key, str] = defaultdict(str)
         for record in self.recording.ranks:
-            for event in record.of(Given, self.step):
+            for event in record.of(ForwardInputs, self.step):
                 # Forward comes before the backward that gives a micro-batch its number.
                 hashes = (f"{name} {one.hash}" for name, one in event.tensors.items())
                 found[record.rank, event.forward] += ",".join(hashes)

@@ -39,7 +39,7 @@ class Fit:
         found: list[float] = []
         for i, (first, total) in enumerate(self.coefficients.items()):
             possible = [total / k for k in range(1, len(self.classes[first]) + 1) if len(self.classes[first]) % k == 0]
-            found = possible if i == 0 else [x for x in found if any(_near(x, y) for y in possible)]
+            found = possible if i == 0 else [x for x in found if any(same_factor(x, y) for y in possible)]
         return tuple(found)
 
     @property
@@ -111,5 +111,6 @@ def _tidy(value: float, tolerance: float) -> float:
     return value
 
 
-def _near(a: float, b: float) -> bool:
+def same_factor(a: float, b: float) -> bool:
+    """Whether two factors are one to rounding."""
     return abs(a - b) <= tolerances.FACTOR * max(abs(a), abs(b))

@@ -9,7 +9,7 @@ from collections.abc import Collection
 from isograd_verify import tolerances
 from isograd_verify.judge.analysis import REDUCING, Analysis
 from isograd_verify.judge.contributions import Fit
-from isograd_verify.record.events import Collective, Key, Term
+from isograd_verify.record.events import Collective, Key, LossTerm
 from isograd_verify.tell.wording import meanings, spread
 
 
@@ -84,12 +84,12 @@ def reduced_twice(analysis: Analysis) -> bool:
     return bool(behind) and (inside >= size or max(behind.values()) > 1)
 
 
-def terms(analysis: Analysis) -> dict[str, list[tuple[float, Term]]]:
+def terms(analysis: Analysis) -> dict[str, list[tuple[float, LossTerm]]]:
     """By its place in the program: (how often its micro-batch counts in the gradient, the term)."""
     share = step_shares(analysis)
-    found: dict[str, list[tuple[float, Term]]] = defaultdict(list)
+    found: dict[str, list[tuple[float, LossTerm]]] = defaultdict(list)
     for record in analysis.recording.ranks:
-        for event in record.of(Term, analysis.step):
+        for event in record.of(LossTerm, analysis.step):
             if (record.rank, event.micro) in share:
                 found[event.site].append((share[record.rank, event.micro], event))
     return dict(found)
@@ -110,14 +110,14 @@ def too_often(analysis: Analysis, factor: float) -> tuple[str, str, str]:
     for axis, (size, words) in groups.items():
         if analysis.micros > 1:
             known[f"{axis} x micro-batches"] = (size * analysis.micros, f"{words} x the number of micro-batches")
-    near = {axis: words for axis, (size, words) in known.items() if size > 1 and _near(factor, size)}
+    near = {axis: words for axis, (size, words) in known.items() if size > 1 and _same(factor, size)}
     if near:
         bug = "aux-times-micro" if set(near) == {"micro-batches"} else "aux-times-world"
         words = " or ".join(near.values())
         if "micro-batches" in near and len(near) > 1:
             words += "; that is aux-times-micro or aux-times-world, which equal numbers do not tell apart"
         return bug, " or ".join(near), words
-    below = {axis: f"1 / {words}" for axis, (size, words) in groups.items() if size > 1 and _near(factor * size, 1)}
+    below = {axis: f"1 / {words}" for axis, (size, words) in groups.items() if size > 1 and _same(factor * size, 1)}
     return ("aux-over-dp", " or ".join(below), " or ".join(below.values())) if below else ("", "", "")
 
 
@@ -130,5 +130,5 @@ def _sizes(analysis: Analysis) -> dict[str, tuple[int, str]]:
     return found
 
 
-def _near(a: float, b: float) -> bool:
+def _same(a: float, b: float) -> bool:
     return abs(a - b) <= tolerances.TERM * abs(b)

@@ -166,7 +166,7 @@ class LabelWeight(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mean(Event):
+class MeanWeight(Event):
     """A mean or sum of so many numbers is a part of the loss, and each of them got this weight in backward."""
 
     kind: ClassVar[str] = "mean"
@@ -208,7 +208,7 @@ class Function(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Term(Event):
+class LossTerm(Event):
     """A term of the loss (terms.py): its value, the weights of the numbers from it up to the loss, the term's own
     first, and which of them is the sum in which it meets other terms (-1: it is the only one)."""
 
@@ -288,7 +288,7 @@ class Input(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Given(Event):
+class ForwardInputs(Event):
     """What the outermost module was given, told when a backward reaches what it returned, else at the step's end."""
 
     kind: ClassVar[str] = "given"
@@ -377,7 +377,7 @@ class Lost(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pipeline(Event):
+class PipelineActions(Event):
     """What a pipeline's stage did in a step: (kind, stage, micro-batch, start, end) of each action."""
 
     kind: ClassVar[str] = "pipeline"

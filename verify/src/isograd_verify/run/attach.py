@@ -234,7 +234,7 @@ def _obstacles(recording: Recording) -> Iterator[str]:
         return
     steps = [e for r in recording.ranks for e in r.of(Step)]
     taken = [e for e in steps if not e.note]
-    ended = [r.rank for r in recording.ranks if not r.about.get("finished") or not _whole(r)]
+    ended = [r.rank for r in recording.ranks if not r.about.get("finished") or not _complete(r)]
     if any(r.about.get("functional") for r in recording.ranks):
         yield (
             "the program takes gradients by torch.func, which returns them and calls no backward: they are not "
@@ -253,7 +253,7 @@ def _obstacles(recording: Recording) -> Iterator[str]:
         yield "no parameter of a called module had a gradient at the optimizer's step"
 
 
-def _whole(record: RankRecord) -> bool:
+def _complete(record: RankRecord) -> bool:
     """Whether the last backward of a rank is in a step that was written."""
     return bool(record.of(Step)) or not record.of(Backward)
 
@@ -290,14 +290,14 @@ def _drift(recording: Recording, subject: Subject) -> None:
             for ranks in analysis.replica_sets(name):
                 held = {rank: analysis.sums[rank][name] for rank in ranks if name in analysis.sums[rank]}
                 parts = [p for (rank, _), p in analysis.contributions(name, ranks[0]).items() if rank in ranks]
-                for rank, error in _apart(held, parts).items():
+                for rank, error in _deviations(held, parts).items():
                     row[rank] = error
             known = [v for v in row if v is not None]
             if known:
                 subject.by_rank[name], subject.errors[name] = row, max(known)
 
 
-def _apart(held: dict[int, Tensor], parts: list[Tensor]) -> dict[int, float]:
+def _deviations(held: dict[int, Tensor], parts: list[Tensor]) -> dict[int, float]:
     first = next(iter(held.values()), None)
     if first is None or all(bool((one == first).all()) for one in held.values()):
         return dict.fromkeys(held, 0.0)

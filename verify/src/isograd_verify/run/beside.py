@@ -35,7 +35,7 @@ TOGETHER = (
 MORE_STEPS = "let the program take more steps, or record a run on one device with the same data and compare the two"
 
 
-def alone(command: list[str]) -> list[str]:
+def single_rank(command: list[str]) -> list[str]:
     """The command with one rank, as far as it says how many it starts. Other ranks leave by themselves (watched.py)."""
     words = list(command)
     program = next((i for i, word in enumerate(words) if word.endswith(".py")), len(words))
@@ -54,7 +54,7 @@ def judged(directory: Path, command: list[str], subject: Subject, stall: float, 
     device tokens go to the experts to which the first run sent them."""
     try:
         candidate = Recording(directory)
-        reference = _reference(candidate, alone(command), stall, replay)
+        reference = _reference(candidate, single_rank(command), stall, replay)
         together = bool(reference.about.get("together"))  # then labels may be numbers of rows, and data are known
         beside = compare(reference, candidate, ignore_data=together)
         beside.findings += [Finding(NOTE, "", TOGETHER)] if together else []

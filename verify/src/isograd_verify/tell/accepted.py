@@ -36,7 +36,7 @@ UNNAMED = "unnamed"
 def accept(report: Report, root: Path, programs: Iterable[str] = (), baseline: Path | None = None) -> None:
     """Turns accepted findings of a report into notes. `root`: where pyproject.toml and the sources are."""
     reasons = [_project(root), _comments(root, tuple(programs))]
-    reasons += [_known(baseline)] if baseline is not None else []
+    reasons += [_accepted_before(baseline)] if baseline is not None else []
     for subject in report.subjects:
         subject.findings = [_noted(found, reasons) for found in subject.findings]
 
@@ -80,7 +80,7 @@ def _lines(path: Path) -> list[str]:
         return []
 
 
-def _known(baseline: Path) -> Callable[[Finding], str]:
+def _accepted_before(baseline: Path) -> Callable[[Finding], str]:
     try:
         data: Any = read_json(baseline, CONFIG)
         findings = [f for subject in data["subjects"] for f in subject["findings"]]

@@ -327,10 +327,10 @@ def _ticks(whole: float, unit: float, bottom: int) -> str:
 def _event(y: int, start: float, length: float, unit: float, event: dict[str, Any]) -> str:
     phase = event.get("phase") if event.get("phase") in PHASES else "other"
     place = f'x="{LEFT + start * unit:.2f}" y="{y}" width="{max(length * unit, 1):.2f}" height="{LANE - 6}"'
-    return f'<rect class="{phase}" {place}><title>{_text(_told(event, start, length))}</title></rect>'
+    return f'<rect class="{phase}" {place}><title>{_text(_collective_lines(event, start, length))}</title></rect>'
 
 
-def _told(event: dict[str, Any], start: float, length: float) -> str:
+def _collective_lines(event: dict[str, Any], start: float, length: float) -> str:
     """All that is known of a collective, a line per thing."""
     bytes_ = event.get("bytes")
     size = f"{bytes_:,} bytes" if isinstance(bytes_, int) else ""

@@ -122,7 +122,7 @@ class Calls:
             self.cached = 0
 
     def _keep(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.capture.settle()
+        self.capture.close_step()
         micro = self.capture.micro + 1
         if self.capture.step > 1 or (kind == CACHE and self.last[GRAPH][0] == micro):
             return

@@ -9,11 +9,9 @@ Everything else passes through. DTensors are sent on to their own rule first, so
 
 from __future__ import annotations
 
-import os
-import sys
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,13 +19,13 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from isograd_verify.watch import foreign
 from isograd_verify.watch.flows import OUTPUTS, Flows
-from isograd_verify.watch.foreign import ENGINE
+from isograd_verify.watch.labels import Labels
 from isograd_verify.watch.means import SEEN, Means
-from isograd_verify.watch.terms import Terms
-
-if TYPE_CHECKING:
-    from isograd_verify.watch.labels import Labels
-    from isograd_verify.watch.rewritten import Rewrites
+from isograd_verify.watch.recorder import Recorder
+from isograd_verify.watch.rewritten import Rewrites
+from isograd_verify.watch.routing import Routing
+from isograd_verify.watch.sites import call_site
+from isograd_verify.watch.terms import TermTracker
 
 _NAMESPACES = ("c10d", "_c10d_functional")
 _OPS = {
@@ -45,68 +43,21 @@ _OPS = {
     "send": "send", "recv_": "recv", "recv_any_source_": "recv", "barrier": "barrier",
 }  # fmt: skip
 _DRAWS = ("bernoulli_", "bernoulli", "native_dropout", "rand_like", "rand", "uniform_", "normal_", "randn_like")
-_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_CORPUS = os.path.join(_OURS, "corpus")
-_TORCH = os.path.dirname(os.path.abspath(torch.__file__))
-_WRAPS = "typing_extensions.py"  # stands around functions of torch that are deprecated
 
 
-class Listener(Protocol):
-    """Who is told; capture.Capture."""
-
-    active: bool
-    own_seconds: float
-    base: str
-    labels: Labels
-    rewrites: Rewrites
-
-    def collective(self, op: str, ranks: tuple[int, ...], tensors: list[Tensor], reduce: str) -> int:
-        """A collective is called; returns its number."""
-        ...
-
-    def ended(self, number: int, seconds: float) -> None:
-        """A collective is over."""
-        ...
-
-    def lose(self, sense: str, error: Exception) -> None:
-        """Something is no longer watched."""
-        ...
-
-    def term(self, site: str, value: float, weights: tuple[float, ...], joined: int) -> None:
-        """A backward came to a term of the loss."""
-        ...
-
-    def choice(self, scores: Tensor, indices: Tensor, site: str) -> Tensor | None:
-        """The largest few of each row were chosen; the indices to take instead."""
-        ...
-
-    def logit_shift(self, shift: float, size: float) -> None:
-        """A log_softmax under loss_parallel ran backward."""
-        ...
-
-    def guarded(self, what: Callable[..., Any], sense: str = "") -> Callable[..., Any]:
-        """A hook that never ends the program."""
-        ...
-
-    def drew(self) -> None:
-        """Random numbers were drawn."""
-        ...
-
-
-class Watch(TorchDispatchMode):
+class WatchMode(TorchDispatchMode):
     """Passes every operator on unchanged; tells the listener about those above."""
 
-    def __init__(self, listener: Listener) -> None:
+    def __init__(self, listener: Recorder, labels: Labels, rewrites: Rewrites, routing: Routing) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.listener = listener
+        self.listener, self.labels, self.rewrites, self.routing = listener, labels, rewrites, routing
         self.kinds: dict[Any, Callable[..., Any] | None] = {}
         self.off = False
         self.lost: set[str] = set()  # senses that an error has ended
         self.flows = Flows()
-        self.means = Means(listener.labels.mean, lambda: call_site(listener.base))
-        self.terms = Terms(listener.term)
+        self.means = Means(labels.mean, lambda: call_site(listener.base))
+        self.terms = TermTracker(listener.term)
         self.sites: dict[int, str] = {}  # where a loss was called, by the memory of its total, which backward gets
-        self.reduced = ""  # where many numbers with a graph last became one: the loss, most likely
         self.loopback: Callable[[str, dict[str, Any]], Any] | None = None  # how a world of one sends to itself
         self.open: tuple[int, float] | None = None  # the collective last issued: it ends when the next operator runs
 
@@ -119,23 +70,23 @@ class Watch(TorchDispatchMode):
         for mode in reversed(above):
             _push_mode(mode)
 
-    def aside(self) -> bool:
-        """Out of the way of the listener's own operators, until `back`; whether it was in the way."""
+    def suspend(self) -> bool:
+        """Out of the way of the listener's own operators, until `resume`; whether it was in the way."""
         if _get_current_dispatch_mode() is not self:
             return False
         _pop_mode()
         self.off = True
         return True
 
-    def back(self) -> None:
-        """Return to the top of the stack of dispatch modes, after `aside`."""
+    def resume(self) -> None:
+        """Return to the top of the stack of dispatch modes, after `suspend`."""
         if self.off:
             self.off = False
             _push_mode(self)
 
     def leave(self) -> bool:
         """Whether it could: not while a mode that the program entered later is on top."""
-        self.back()
+        self.resume()
         if _get_current_dispatch_mode() is not self:
             return False
         self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
@@ -156,11 +107,11 @@ class Watch(TorchDispatchMode):
         if self.open is not None:
             self._end()
         if self.means.fresh:
-            self._try("means", self.means.settle, self.listener.guarded)
+            self._try("means", self.means.hook_fresh, self.listener.guarded)
         if self.terms.fresh:
-            self._try("terms", self.terms.settle)
+            self._try("terms", self.terms.note_fresh)
         if handler is None:
-            self._try("changes", self.listener.rewrites.look, func, args)
+            self._try("changes", self.rewrites.look, func, args)
         known = handler is not None and not foreign.imagined(args)
         result = handler(func, args, kwargs) if known else func(*args, **kwargs)  # type: ignore[misc]
         if type(result) is Tensor and result.dim() == 0 and result.is_floating_point():
@@ -173,8 +124,8 @@ class Watch(TorchDispatchMode):
         """An operator made one number."""
         many = any(type(t) is Tensor and t.requires_grad and t.dim() for t in args)
         if many and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
-            self.reduced = call_site(self.listener.base)
-            self.terms.made(result, self.reduced)
+            self.listener.reduced = call_site(self.listener.base)
+            self.terms.made(result, self.listener.reduced)
 
     def _try(self, sense: str, what: Callable[..., Any], *args: Any) -> Any:
         """An error costs this sense, not the program and not the other senses."""
@@ -213,7 +164,7 @@ class Watch(TorchDispatchMode):
     def _collective(self, func: Any, args: Any, kwargs: Any) -> Any:
         began = time.perf_counter()
         named = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | kwargs
-        told = self._try("collectives", self._told, func, named)
+        told = self._try("collectives", self._note_call, func, named)
         if told is None:
             return func(*args, **kwargs)
         call, number = told
@@ -226,9 +177,11 @@ class Watch(TorchDispatchMode):
             self._try("flows", self.flows.begin, number, call.op, named, result, call.ranks)
         return result
 
-    def _told(self, func: Any, named: dict[str, Any]) -> tuple[_Call, int]:
+    def _note_call(self, func: Any, named: dict[str, Any]) -> tuple[_Call, int]:
         call = _Call(func, named)
-        return call, self.listener.collective(call.op, call.ranks, call.tensors, call.reduce)
+        number = self.listener.collective(call.op, call.ranks, call.tensors, call.reduce)
+        self.rewrites.communicated()
+        return call, number
 
     def _loss(self, func: Any, args: Any, kwargs: Any) -> Any:
         result = func(*args, **kwargs)
@@ -240,7 +193,7 @@ class Watch(TorchDispatchMode):
         classes = args[0].shape[1] if args[0].dim() > 1 else 1
         total = float(result[0].detach().double().sum())  # of the mean: itself
         value = total if int(args[3]) == 1 or not counted else total / counted
-        self.listener.labels.token_loss(int(args[3]), counted, classes, value)
+        self.labels.token_loss(int(args[3]), counted, classes, value)
         site = self.sites[result[1].data_ptr()] = call_site(self.listener.base)
         if result[0].dim() == 0:
             self.terms.made(result[0], site)
@@ -252,7 +205,7 @@ class Watch(TorchDispatchMode):
     def _label_weights(self, args: Any) -> None:
         labels = args[2][args[2] != args[5]]
         count, site = float(_counted(args, 2, 5, args[6])), self.sites.get(args[6].data_ptr(), "")
-        self.listener.labels.token_weight(int(args[4]), count, args[0], labels, site)
+        self.labels.token_weight(int(args[4]), count, args[0], labels, site)
 
     def _logit_shift(self, args: Any) -> None:
         """Under torch's loss_parallel, log_softmax has no backward of its own. A softmax does not see a number that is
@@ -276,7 +229,7 @@ class Watch(TorchDispatchMode):
         """Of a choice along another dimension, or of the smallest, `scores` have no rows of the same length."""
         plain = len(args) < 3 or args[2] in (-1, args[0].dim() - 1)
         scores = args[0] if plain and (len(args) < 4 or args[3]) else indices
-        return self.listener.choice(scores, indices, call_site(self.listener.base))
+        return self.routing.chosen(scores, indices, call_site(self.listener.base))
 
     def _draw(self, func: Any, args: Any, kwargs: Any) -> Any:
         self.listener.drew()
@@ -289,7 +242,9 @@ class _Call:
     def __init__(self, func: Any, named: dict[str, Any]) -> None:
         self.op = _OPS[func._schema.name.partition("::")[2]]
         self.ranks = foreign.members(named.get("process_group", named.get("group_name")))
-        self.tensors = _flat([v for k, v in named.items() if k not in OUTPUTS]) or _flat(list(named.values()))
+        self.tensors = foreign.tensors_in([v for k, v in named.items() if k not in OUTPUTS]) or foreign.tensors_in(
+            list(named.values())
+        )
         self.cuts = torch.is_grad_enabled() and any(t.requires_grad for t in self.tensors)
         self.reduce = named["reduce_op"] if isinstance(named.get("reduce_op"), str) else ""
 
@@ -297,24 +252,3 @@ class _Call:
 def _counted(args: Any, target: int, ignore: int, total: Tensor) -> Tensor:
     """How many labels count: torch's own total, which it leaves at zero for unreduced losses."""
     return total if float(total) else (args[target] != args[ignore]).sum()
-
-
-def _flat(values: Any) -> list[Tensor]:
-    if isinstance(values, Tensor):
-        return [values]
-    if isinstance(values, (list, tuple)):
-        return [t for value in values for t in _flat(value)]
-    return []
-
-
-def call_site(base: str) -> str:
-    """'train.py:33 in step': the nearest frame that is neither torch's nor isograd's."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        mine = (file.startswith(_OURS) and not file.startswith(_CORPUS)) or ENGINE.search(file)
-        if not (mine or file.startswith((_TORCH, "<")) or "contextlib" in file or file.endswith(_WRAPS)):
-            shown = os.path.relpath(file, base) if file.startswith(base) else os.path.basename(file)
-            return f"{shown}:{frame.f_lineno} in {frame.f_code.co_name}"
-        frame = frame.f_back  # type: ignore[assignment]
-    return ""

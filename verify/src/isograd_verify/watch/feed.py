@@ -24,7 +24,7 @@ from isograd_verify.io.untrusted import CONFIG, read_json
 from isograd_verify.record.recording import load
 from isograd_verify.watch import foreign
 from isograd_verify.watch.calls import CACHE, GRAPH, file_of, found, joined, outermost, set_generators, total
-from isograd_verify.watch.collectives import call_site
+from isograd_verify.watch.sites import call_site
 from isograd_verify.watch.steps import Steps
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ class Feed:
     def _replace(self, module: nn.Module, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Gives the tensors of a call, and of the variables around it, the contents that they had in the other run.
         Behind a call without a graph variables hold what was computed from it, and arguments alone are data."""
-        self.capture.settle()
+        self.capture.close_step()
         if foreign.world()[1] != 1:
             raise RuntimeError(f"the program started {foreign.world()[1]} ranks where one was asked for")
         if not self.capture.optimizers:  # what a program that steps by hand does to its weights is taken back
@@ -160,7 +160,7 @@ class Feed:
         owned = list(dict.fromkeys(p for o in c.optimizers for g in o.param_groups for p in g["params"]))
         c.before_step(owned, [None] * len(owned))
         c.after_step()
-        c.settle()
+        c.close_step()
         for parameter in (*owned, *c.learn_names().values()):
             if parameter.grad is not None:
                 parameter.grad.detach().zero_()  # not None: a program may look at it

@@ -31,7 +31,7 @@ Box = tuple[tuple[int, int], ...]  # [start, stop] along each dimension
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
+class FlatPiece:
     """What this rank holds of a parameter that FSDP1 keeps in a flat one: some of its elements in a row, or none."""
 
     owner: Tensor  # what the optimizer was given: the flat parameter, or one that FSDP made for this piece
@@ -47,7 +47,7 @@ class Piece:
         return self.owner.requires_grad
 
 
-Held = Tensor | Piece
+Held = Tensor | FlatPiece
 
 
 def joined() -> bool:
@@ -116,7 +116,7 @@ def flat(parameter: Tensor) -> bool:
     return bool(getattr(parameter, "_is_flat_param", False))
 
 
-def pieces(module: FullyShardedDataParallel) -> dict[str, Piece]:
+def pieces(module: FullyShardedDataParallel) -> dict[str, FlatPiece]:
     """By name: what this rank holds of each parameter of one flat parameter."""
     handle: Any = module._handle
     flat_one = handle.flat_param
@@ -142,7 +142,7 @@ def pieces(module: FullyShardedDataParallel) -> dict[str, Piece]:
         if not sharded:
             local, gradient = local.view(shape), gradient.view(shape) if gradient is not None else None
         box = ((start, start + size),) if sharded else None
-        found[plain_name(name)] = Piece(owner, local, gradient, held, tuple(shape), box)
+        found[plain_name(name)] = FlatPiece(owner, local, gradient, held, tuple(shape), box)
     return found
 
 
@@ -159,13 +159,13 @@ def views(module: FullyShardedDataParallel) -> dict[str, Tensor]:
 
 def holds_gradient(parameter: Held) -> bool:
     """Whether what backwards have added so far is still there."""
-    gradient = parameter.held if isinstance(parameter, Piece) else parameter.grad
+    gradient = parameter.held if isinstance(parameter, FlatPiece) else parameter.grad
     return gradient is not None and bool(local(gradient).any())
 
 
 def whole_shape(parameter: Held) -> tuple[int, ...]:
     """A parameter's shape before it was cut, as far as it says so itself."""
-    if isinstance(parameter, Piece):
+    if isinstance(parameter, FlatPiece):
         return parameter.whole
     shape = list(parameter.shape)  # of a DTensor: the global one
     if (cut := _cut_by_megatron(parameter)) is not None:
@@ -188,7 +188,7 @@ def _cut_by_megatron(parameter: Tensor) -> tuple[int, int, int] | None:
 
 def box_of(parameter: Held) -> tuple[tuple[int, int], ...] | None:
     """[start, stop] along each dimension of the global tensor, for what this rank holds; None when nothing says so."""
-    if isinstance(parameter, Piece):
+    if isinstance(parameter, FlatPiece):
         return parameter.box
     if isinstance(parameter, DTensor):
         if any(isinstance(p, Partial) for p in parameter.placements):
@@ -241,7 +241,7 @@ def plain_name(name: str) -> str:
 
 def owner(parameter: Held) -> Tensor:
     """What an optimizer was given for it."""
-    return parameter.owner if isinstance(parameter, Piece) else parameter
+    return parameter.owner if isinstance(parameter, FlatPiece) else parameter
 
 
 def misplaced(parameter: Held, gradient: Tensor) -> bool:
@@ -263,7 +263,7 @@ def placed_like(parameter: Held, gradient: Tensor) -> Tensor:
 def local(tensor: Held) -> Tensor:
     """This rank's part of a DTensor, without communication, and a sparse gradient as a dense one; anything else as it
     is."""
-    if isinstance(tensor, Piece):
+    if isinstance(tensor, FlatPiece):
         return tensor.local
     tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return tensor.to_dense() if tensor.is_sparse else tensor
@@ -272,7 +272,7 @@ def local(tensor: Held) -> Tensor:
 def offset(parameter: Held, part: Tensor, whole: tuple[int, ...] | None, whole_box: Box | None) -> int:
     """Where a shard starts in the flat tensor to which this rank contributed, else 0. `whole`: the shape of that, and
     `whole_box` where it stands itself if it is a part (FSDP2 over tensor parallel)."""
-    if isinstance(parameter, Piece):
+    if isinstance(parameter, FlatPiece):
         return parameter.box[0][0] if parameter.box is not None else 0
     box = box_of(parameter)
     if not whole or box is None or math.prod(whole) <= part.numel():
@@ -282,7 +282,7 @@ def offset(parameter: Held, part: Tensor, whole: tuple[int, ...] | None, whole_b
 
 def declares(parameter: Held) -> bool:
     """Whether torch itself says which part of the whole this rank holds."""
-    return isinstance(parameter, DTensor | Piece)
+    return isinstance(parameter, DTensor | FlatPiece)
 
 
 def imagined(values: Any) -> bool:
@@ -301,3 +301,14 @@ def functional() -> bool:
 def rewritten(func: Any) -> bool:
     """Whether an operator on DTensors has been given another meaning, as torch's loss_parallel() does."""
     return func in DTensor._op_dispatcher._custom_op_handlers
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors in a nest of sequences and dicts."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, (list, tuple)):
+        return [t for v in value for t in tensors_in(v)]
+    if isinstance(value, dict):
+        return [t for v in value.values() for t in tensors_in(v)]
+    return []

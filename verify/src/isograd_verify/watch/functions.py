@@ -8,7 +8,7 @@ afterwards (judge/checks/adjoints.py); here both products are taken while the te
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,10 +17,8 @@ from torch.utils.hooks import unserializable_hook
 from isograd_verify.record.events import Function
 from isograd_verify.record.sketch import content_hash, dtype_name, sketch
 from isograd_verify.watch import foreign
-from isograd_verify.watch.collectives import call_site
-
-if TYPE_CHECKING:
-    from isograd_verify.watch.capture import Capture
+from isograd_verify.watch.recorder import Recorder
+from isograd_verify.watch.sites import call_site
 
 MOST_CALLS = 64  # in a step
 LIMIT = 1 << 26  # bytes of one call's tensors
@@ -29,7 +27,7 @@ LIMIT = 1 << 26  # bytes of one call's tensors
 class Functions:
     """Told of every outermost call of an autograd Function."""
 
-    def __init__(self, capture: Capture) -> None:
+    def __init__(self, capture: Recorder) -> None:
         self.capture = capture
         self.step = self.count = 0
 
@@ -56,7 +54,7 @@ class _Call:
     """One call, until its backward is over."""
 
     def __init__(
-        self, c: Capture, kind: type, given: list[tuple[int, Tensor]], made: list[Tensor], node: Any, before: int,
+        self, c: Recorder, kind: type, given: list[tuple[int, Tensor]], made: list[Tensor], node: Any, before: int,
         number: int,
     ) -> None:  # fmt: skip
         self.c, self.name, self.number, self.began = c, kind.__qualname__, number, c.now

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,17 +25,15 @@ from isograd_verify import tolerances
 from isograd_verify.record.events import LabelWeight, Loss, Uncounted
 from isograd_verify.record.sketch import content_hash, dtype_name
 from isograd_verify.watch import foreign
-from isograd_verify.watch.collectives import call_site
 from isograd_verify.watch.functions import Functions
-
-if TYPE_CHECKING:
-    from isograd_verify.watch.capture import Capture
+from isograd_verify.watch.recorder import Recorder
+from isograd_verify.watch.sites import call_site
 
 ROWS = 16  # that are looked at
 
 
 @dataclass
-class Given:
+class LossArgs:
     """What may be a cross-entropy's arguments, with a few of its rows as they are before the call."""
 
     place: int  # of the rows among the arguments that are tensors
@@ -57,12 +55,10 @@ class Given:
 
 
 class Fused:
-    """Watches calls of autograd Functions; `inside`: how many are under way."""
+    """Watches calls of autograd Functions."""
 
-    def __init__(self, capture: Capture) -> None:
+    def __init__(self, capture: Recorder) -> None:
         self.capture = capture
-        self.inside = 0
-        self.inner: list[LabelWeight] = []
         self.functions = Functions(capture)
 
     def wrapper(self) -> tuple[Any, Any]:
@@ -71,7 +67,7 @@ class Fused:
 
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
             call = functools.partial(original.__func__, cls)
-            idle = self.inside or not self.capture.active or not torch.is_grad_enabled()
+            idle = self.capture.in_function or not self.capture.active or not torch.is_grad_enabled()
             if idle or torch._C._current_graph_task_id() != -1:
                 return call(*args, **kwargs)
             return self._watched(call, args, kwargs)
@@ -81,24 +77,24 @@ class Fused:
 
     def _watched(self, call: functools.partial[Any], args: Any, kwargs: Any) -> Any:
         c = self.capture
-        found: list[Given] = []
-        c.guarded(lambda: found.extend(_given(args)), "labels")()
-        self.inside, self.inner, before = self.inside + 1, [], c.numbers
+        found: list[LossArgs] = []
+        c.guarded(lambda: found.extend(_readings(args)), "labels")()
+        c.in_function, c.inner_weights, before = c.in_function + 1, [], c.numbers
         try:
             result = call(*args, **kwargs)
         finally:
-            self.inside -= 1
+            c.in_function -= 1
         c.guarded(self._made, "labels")(args, result, found)
         c.guarded(self.functions.called, "functions")(call.args[0], args, result, before)
         return result
 
-    def _made(self, args: Any, result: Any, found: list[Given]) -> None:
+    def _made(self, args: Any, result: Any, found: list[LossArgs]) -> None:
         loss = result[0] if isinstance(result, tuple) and result else result
         many = any(isinstance(t, Tensor) and t.requires_grad and t.dim() for t in args)
         if type(loss) is not Tensor or loss.dim() or not loss.requires_grad or loss.grad_fn is None or not many:
             return
-        c, inner, value = self.capture, self.inner, float(loss.detach())
-        site = c.watch.reduced = call_site(c.base)
+        c, inner, value = self.capture, self.capture.inner_weights, float(loss.detach())
+        site = c.reduced = call_site(c.base)
 
         def judged(rows: tuple[Tensor | None, ...], gradients: tuple[Tensor | None, ...]) -> None:
             if not gradients or gradients[0] is None:
@@ -112,7 +108,7 @@ class Fused:
 
         loss.grad_fn.register_hook(unserializable_hook(c.guarded(judged, "labels")))
 
-    def _proven(self, given: Given, rows: Any, factor: float, value: float, site: str) -> bool:
+    def _proven(self, given: LossArgs, rows: Any, factor: float, value: float, site: str) -> bool:
         whole = rows[given.place] if given.place < len(rows) else None
         if whole is None:
             return False
@@ -137,7 +133,7 @@ class Fused:
         return True
 
 
-def _given(args: Any) -> list[Given]:
+def _readings(args: Any) -> list[LossArgs]:
     """Each way to read a Function's arguments as those of a cross-entropy."""
     tensors = [t for t in args if isinstance(t, Tensor)]
     if any(type(t) is not Tensor and isinstance(t, foreign.DTensor) for t in tensors) or foreign.imagined(tensors):
@@ -155,7 +151,7 @@ def _given(args: Any) -> list[Given]:
     return found
 
 
-def _picked(place: int, rows: Tensor, labels: Tensor, weight: Tensor | None, tensors: list[Tensor]) -> Given | None:
+def _picked(place: int, rows: Tensor, labels: Tensor, weight: Tensor | None, tensors: list[Tensor]) -> LossArgs | None:
     classes = rows.shape[-1] if weight is None else len(weight)
     usable = ((labels >= 0) & (labels < classes)).nonzero()[:, 0]
     if not len(usable):
@@ -163,4 +159,4 @@ def _picked(place: int, rows: Tensor, labels: Tensor, weight: Tensor | None, ten
     picked = usable[:: max(1, len(usable) // ROWS)][:ROWS]
     biases = [t for t in tensors if t.dim() == 1 and t.is_floating_point() and t.requires_grad and len(t) == classes]
     kept = rows.detach().reshape(-1, rows.shape[-1])[picked].double().clone()
-    return Given(place, labels.clone(), picked, kept, weight, biases[0] if weight is not None and biases else None)
+    return LossArgs(place, labels.clone(), picked, kept, weight, biases[0] if weight is not None and biases else None)

@@ -9,18 +9,16 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import unserializable_hook
 
-from isograd_verify.record.events import Given, GivenTensor
+from isograd_verify.record.events import ForwardInputs, GivenTensor
 from isograd_verify.record.sketch import content_hash, dtype_name, element_hashes, sketch
 from isograd_verify.watch import foreign
-
-if TYPE_CHECKING:
-    from isograd_verify.watch.capture import Capture
+from isograd_verify.watch.recorder import Recorder
 
 MOST_FILLERS = 8
 MOST_OUTPUTS = 16  # of a model that are asked whether a backward reaches them
@@ -75,13 +73,13 @@ def described(tensors: dict[str, Tensor]) -> dict[str, GivenTensor]:
     return about
 
 
-def tell(c: Capture, tensors: dict[str, Tensor], outputs: list[Tensor]) -> None:
+def tell(c: Recorder, tensors: dict[str, Tensor], outputs: list[Tensor]) -> None:
     """Notes what the outermost module was given, when a backward reaches one of its outputs. At the end of the step the
     others are told: rows without a label, an evaluation, or a pipeline that learned its stages' shapes."""
     about = described(tensors)
     reached = [t for t in outputs if t.requires_grad][:MOST_OUTPUTS]
     if not reached:
-        c.event(Given(*c.now, forward=c.micro + 1, tensors=about))
+        c.event(ForwardInputs(*c.now, forward=c.micro + 1, tensors=about))
         return
     c.calls += 1
     mark = c.calls
@@ -93,7 +91,7 @@ def tell(c: Capture, tensors: dict[str, Tensor], outputs: list[Tensor]) -> None:
             if c.beside:
                 c.tensors[f"begun/{c.micro}/{mark}"] = sketch(foreign.local(gradient))
                 c.tensors[f"made/{c.micro}/{mark}"] = made
-            c.event(Given(*c.now, forward=c.micro, tensors=about))
+            c.event(ForwardInputs(*c.now, forward=c.micro, tensors=about))
 
     for output in reached:
         part = foreign.local(output.detach())

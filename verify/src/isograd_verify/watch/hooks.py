@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,26 +29,26 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from isograd_verify.record.events import Average, Draw, Input, Reached
 from isograd_verify.record.sketch import digest
 from isograd_verify.watch import foreign
-from isograd_verify.watch.collectives import call_site
+from isograd_verify.watch.collectives import WatchMode
 from isograd_verify.watch.flows import strided
+from isograd_verify.watch.fused import Fused
 from isograd_verify.watch.given import named, tell
-
-if TYPE_CHECKING:
-    from isograd_verify.watch.capture import Capture
+from isograd_verify.watch.recorder import Recorder
+from isograd_verify.watch.routing import Routing
+from isograd_verify.watch.sites import call_site
 
 
 class Hooks:
     """All hooks that a capture puts into a program; see the head of this file."""
 
-    def __init__(self, capture: Capture) -> None:
-        self.capture = capture
+    def __init__(self, capture: Recorder, watch: WatchMode, fused: Fused, routing: Routing) -> None:
+        self.capture, self.watch, self.fused, self.routing = capture, watch, fused, routing
         self.handles: list[RemovableHandle] = []
         self.after: RemovableHandle | None = None
         self.on_parameters: list[RemovableHandle] = []
         self.seen = WeakTensorKeyDictionary()  # not a mark on the parameter: parameters are copied and pickled
         self.wrapped: list[tuple[Any, str, Any]] = []
         self.calls: dict[str, int] = {}
-        self.inside_engine = 0
 
     def install(self) -> None:
         """Puts every hook in place."""
@@ -68,8 +68,8 @@ class Hooks:
         if self.after is None:  # else it watches again, called from this very hook
             self.after = register_optimizer_step_post_hook(after_step)
         self.wrap(torch.autograd, "backward", self._backward)
-        self.wrap(Optimizer, "add_param_group", self._given)
-        original, watched = self.capture.fused.wrapper()
+        self.wrap(Optimizer, "add_param_group", self._add_param_group)
+        original, watched = self.fused.wrapper()
         self.wrapped.append((torch.autograd.Function, "apply", original))
         torch.autograd.Function.apply = watched  # type: ignore[method-assign]
         for home in (torch.nn.utils, torch.nn.utils.clip_grad):
@@ -128,7 +128,7 @@ class Hooks:
     def _enter(self, module: nn.Module, args: Any) -> None:
         """Before a module's own hooks: the outermost one tells the names and the data."""
         c = self.capture
-        c.routing.called(args)
+        self.routing.called(args)
         if torch._C._current_graph_task_id() != -1:  # checkpointing computes it once more, inside backward
             return
         if foreign.functional():  # its gradients are returned, and reach no parameter
@@ -140,7 +140,7 @@ class Hooks:
         if type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None:
             c.compiled = True
         if not c.stack:
-            c.settle()
+            c.close_step()
             if not c.active:
                 return
             c.root(module)
@@ -182,12 +182,12 @@ class Hooks:
         name = c.stack.pop()
         drew = c.drawn.pop()
         if not c.stack and c.modules.get(module) is not None and torch.is_grad_enabled():
-            c.guarded(tell, "data")(c, named(module, args, kwargs), _tensors(output))
+            c.guarded(tell, "data")(c, named(module, args, kwargs), foreign.tensors_in(output))
         for leaf, parameter in module._parameters.items():
             if parameter is not None:
                 self._on_parameter(f"{name}.{leaf}" if name else leaf, parameter)
-        first = next((t for t in _tensors(output)), None)
-        given = next((t for t in _tensors(args)), None)
+        first = next((t for t in foreign.tensors_in(output)), None)
+        given = next((t for t in foreign.tensors_in(args)), None)
         if drew and first is not None and given is not None:
             into, out = digest(foreign.local(given)), digest(foreign.local(first))
             graph = torch.is_grad_enabled()
@@ -255,12 +255,12 @@ class Hooks:
     # -- backward and step ---------------------------------------------------------------------------------------
 
     def _backward(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        roots = _tensors(args[0] if args else kwargs.get("tensors"))
-        inside = torch._C._current_graph_task_id() != -1 or self.capture.fused.inside or self.capture.backing
+        roots = foreign.tensors_in(args[0] if args else kwargs.get("tensors"))
+        inside = torch._C._current_graph_task_id() != -1 or self.capture.in_function or self.capture.backing
         if not inside:  # recomputation calls backward inside backward, a Function in its forward: it is the same one
             self.capture.guarded(self.capture.backward_begins)(roots)
             self.capture.guarded(self.capture.look_at_buffers, "buffers")("forward")
-            self.capture.guarded(self.capture.watch.means.settle, "means")(self.capture.guarded)
+            self.capture.guarded(self.watch.means.hook_fresh, "means")(self.capture.guarded)
             self.capture.guarded(self._terms, "terms")(roots)
             self.capture.guarded(self._reached, "flows")(roots)
         self.capture.backing += 1
@@ -272,17 +272,17 @@ class Hooks:
                 self.capture.guarded(self.capture.look_at_buffers, "buffers")("backward")
 
     def _terms(self, roots: list[Tensor]) -> None:
-        terms = self.capture.watch.terms
-        terms.settle()
+        terms = self.watch.terms
+        terms.note_fresh()
         terms.begin(roots, self.capture.guarded)
 
     def _reached(self, roots: list[Tensor]) -> None:
         """Collectives without a backward that have a say in what backward begins with."""
-        calls = self.capture.watch.flows.of(strided(roots))
+        calls = self.watch.flows.of(strided(roots))
         if calls:
             self.capture.event(Reached(*self.capture.now, calls=tuple(calls.items())))
 
-    def _given(self, original: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+    def _add_param_group(self, original: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         result = original(optimizer, *args, **kwargs)
         self.capture.guarded(self.capture.entrusted)(optimizer, _owned(optimizer))
         return result
@@ -303,14 +303,14 @@ class Hooks:
         guarded = self.capture.guarded
         guarded(self.capture.snapshot)()
         result = original(*args, **kwargs)
-        guarded(self._told, "norms")(result)
+        guarded(self._note_norm, "norms")(result)
         return result
 
     def _clip_values(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         self.capture.guarded(self.capture.snapshot)()
         return original(*args, **kwargs)
 
-    def _told(self, norm: Any) -> None:
+    def _note_norm(self, norm: Any) -> None:
         if isinstance(norm, Tensor) and not isinstance(norm, foreign.DTensor):
             self.capture.norm(float(norm), call_site(self.capture.base))
 
@@ -318,7 +318,7 @@ class Hooks:
         """Clipping by a norm that the program computed itself: it tells the norm."""
         guarded = self.capture.guarded
         guarded(self.capture.snapshot)()
-        guarded(self._told, "norms")(total_norm)
+        guarded(self._note_norm, "norms")(total_norm)
         return original(parameters, max_norm, total_norm, *a, **k)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
@@ -336,7 +336,7 @@ class Hooks:
         if torch._C._current_graph_task_id() != -1:
             raise RuntimeError("an optimizer steps inside backward, parameter by parameter, which is not understood")
         c.stepping += 1
-        if c.stepping == 1 and not self.inside_engine and closure is None:
+        if c.stepping == 1 and not self.capture.inside_engine and closure is None:
             c.before_step(_owned(optimizer), _rates(optimizer))
 
     def _closure(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
@@ -364,7 +364,7 @@ class Hooks:
     def _step_ends(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         c = self.capture
         c.stepping -= 1
-        if c.stepping == 0 and not self.inside_engine:
+        if c.stepping == 0 and not self.capture.inside_engine:
             c.after_step()
 
     def _isograd_step(self, original: Any, engine: Any, *args: Any, **kwargs: Any) -> Any:
@@ -385,7 +385,7 @@ class Hooks:
 
     def _isograd_choice(self, original: Any, scores: Tensor, options: Any, bias: Tensor | None = None) -> Any:
         """Its experts: by a stable sort, and of groups that are chosen first."""
-        routing = self.capture.routing
+        routing = self.routing
         routing.inside = True
         try:
             indices = original(scores, options, bias)
@@ -395,7 +395,7 @@ class Hooks:
         instead: list[Tensor | None] = []
 
         def note() -> None:
-            instead.append(self.capture.choice(ranked, indices, call_site(self.capture.base)))
+            instead.append(self.routing.chosen(ranked, indices, call_site(self.capture.base)))
 
         self.capture.guarded(note, "choices")()
         return indices if not instead or instead[0] is None else instead[0]
@@ -421,11 +421,11 @@ class Hooks:
 
     def _within(self, original: Any, engine: Any, *args: Any, whole: Any = nullcontext, **kwargs: Any) -> Any:
         """`whole`: makes parameters readable that are kept as shards."""
-        self.inside_engine += 1
+        self.capture.inside_engine += 1
         try:
             result = original(engine, *args, **kwargs)
         finally:
-            self.inside_engine -= 1
+            self.capture.inside_engine -= 1
         norm = getattr(result, "grad_norm", None)
         if norm is not None:
             self.capture.norm(float(norm), call_site(self.capture.base))
@@ -450,13 +450,3 @@ def _mask(given: Tensor, made: Tensor) -> str:
         return ""
     dropped = made == 0
     return digest(dropped) if bool(dropped.any()) and not bool(dropped.all()) else ""
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, (list, tuple)):
-        return [t for v in value for t in _tensors(v)]
-    if isinstance(value, dict):
-        return [t for v in value.values() for t in _tensors(v)]
-    return []

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 from torch.utils.hooks import unserializable_hook
 
-from isograd_verify.record.events import LabelWeight, Loss, Mean
+from isograd_verify.record.events import LabelWeight, Loss, MeanWeight
 from isograd_verify.record.sketch import content_hash
-from isograd_verify.watch.collectives import call_site
 from isograd_verify.watch.means import Number
-
-if TYPE_CHECKING:
-    from isograd_verify.watch.capture import Capture
+from isograd_verify.watch.recorder import Recorder
+from isograd_verify.watch.sites import call_site
 
 
 class Labels:
     """What is told of losses: by torch's cross-entropy, by means and sums, and by the program itself."""
 
-    def __init__(self, capture: Capture) -> None:
+    def __init__(self, capture: Recorder) -> None:
         self.capture = capture
 
     def token_loss(self, reduction: int, counted: float, classes: int, value: float) -> None:
@@ -40,8 +36,8 @@ class Labels:
         weight = LabelWeight(
             *c.now, count=count, low=low * scale, high=high * scale, labels=hashed, site=site, average=reduction == 1
         )
-        if c.fused.inside:
-            c.fused.inner.append(weight)
+        if c.in_function:
+            c.inner_weights.append(weight)
         else:
             c.event(weight)
 
@@ -69,7 +65,7 @@ class Labels:
         c = self.capture
         if number.count:
             weight = float(gradient) / (number.count if number.mean else 1.0)
-            about = Mean(
+            about = MeanWeight(
                 *c.now, term=number.term, site=number.site, count=number.count, weight=weight,
                 nonzero=number.nonzero, divided=number.divided, average=number.average,
             )  # fmt: skip

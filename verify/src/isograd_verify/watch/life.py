@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -26,9 +26,6 @@ from isograd_verify.watch.steps import Steps
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-    from isograd_verify.watch.collectives import Watch
-    from isograd_verify.watch.hooks import Hooks
 
 NOT_THE_PROGRAM = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "<")
 UNWATCHED = 12  # steps timed after the watched ones
@@ -44,11 +41,28 @@ def _forked() -> None:
 os.register_at_fork(after_in_child=_forked)
 
 
+class Mode(Protocol):
+    """The dispatch mode of a capture; collectives.Watch."""
+
+    def enter_below(self) -> None: ...
+    def leave(self) -> bool: ...
+    def suspend(self) -> bool: ...
+    def resume(self) -> None: ...
+
+
+class Installed(Protocol):
+    """What a capture puts into a program; hooks.Hooks."""
+
+    def install(self) -> None: ...
+    def remove(self) -> None: ...
+    def close(self) -> None: ...
+
+
 class Life:
     """`lenient`: an error of the capture's own ends the watching, and is told, instead of ending the program."""
 
-    watch: Watch
-    hooks: Hooks
+    watch: Mode
+    hooks: Installed
     steps: Steps
 
     def __init__(self, directory: Path, lenient: bool) -> None:
@@ -72,7 +86,7 @@ class Life:
         self.clock: weakref.ref[Any] | None = None  # the optimizer whose steps are timed and counted
         self.ticks = 0  # its steps
 
-    def settle(self) -> None:
+    def close_step(self) -> None:
         """Finish a step that was waiting for more optimizers."""
 
     def leftover(self) -> None:
@@ -161,7 +175,7 @@ class Life:
         if os.getpid() != self.pid:
             return
         if self.active:
-            self.guarded(self.settle)()
+            self.guarded(self.close_step)()
         died = getattr(sys, "last_value", None)
         dying = died is not None
         if self.active and self.micro >= 0 and self.step == 1 and not dying:
@@ -211,14 +225,14 @@ class Life:
             if not self.active or sense in self.blinded:
                 return
             began = time.perf_counter()
-            aside = self.watch.aside()
+            aside = self.watch.suspend()
             try:
                 what(*args)
             except Exception as error:  # whatever a foreign program's tensors may do to us
                 self.lose(sense, error) if sense else self.fail(error)
             finally:
                 if aside:
-                    self.watch.back()
+                    self.watch.resume()
             self.own_seconds += time.perf_counter() - began
 
         return call

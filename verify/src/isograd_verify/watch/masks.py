@@ -30,7 +30,7 @@ def added(summed: Tensor) -> tuple[int, bool]:
         mask = _mask(node, kind)
         if mask is not None and mask.numel() and size % mask.numel() == 0:
             return int(mask.sum()) * (size // mask.numel()), True
-        if kind not in _PASSES or (kind == "Div" and not _number(_kept(node, "other"))):
+        if kind not in _PASSES or (kind == "Div" and not _number(_saved_tensor(node, "other"))):
             break
         if kind == "Sum":
             size = math.prod(node._saved_self_sym_sizes)
@@ -44,20 +44,20 @@ def added(summed: Tensor) -> tuple[int, bool]:
 def _mask(node: Any, kind: str) -> Tensor | None:
     """Which numbers this operator lets through, as zeros and ones; None when it is no mask."""
     if kind == "Mul":
-        for kept in (_kept(node, "other"), _kept(node, "self")):
+        for kept in (_saved_tensor(node, "other"), _saved_tensor(node, "self")):
             if kept is not None and kept.dim() and not kept.requires_grad and bool(((kept == 0) | (kept == 1)).all()):
                 return kept
     if kind == "MaskedFill":
-        kept = _kept(node, "mask")
+        kept = _saved_tensor(node, "mask")
         return None if kept is None else ~kept
     if kind == "Where":
-        kept = _kept(node, "condition")
+        kept = _saved_tensor(node, "condition")
         learns = [edge is not None for edge, _ in node.next_functions]
         return None if kept is None or sum(learns) != 1 else kept if learns[0] else ~kept
     return None
 
 
-def _kept(node: Any, name: str) -> Tensor | None:
+def _saved_tensor(node: Any, name: str) -> Tensor | None:
     """A tensor that autograd has kept for a backward, where no hook stands in between."""
     saved = getattr(node, f"_raw_saved_{name}", None)
     data = getattr(saved, "data", None) if getattr(saved, "unpack_hook", None) is None else None

@@ -110,7 +110,7 @@ class Means:
         """The sum that a tensor is, or minus that, or in another precision."""
         return next((number for known, number in reversed(self.sums) if known() is tensor), None)
 
-    def settle(self, guarded: Callable[..., Callable[..., None]]) -> None:
+    def hook_fresh(self, guarded: Callable[..., Callable[..., None]]) -> None:
         """One operator later: what is in the graph by now tells its gradient when backward comes to it."""
         fresh, self.fresh = self.fresh, []
         for tensor, number in fresh:

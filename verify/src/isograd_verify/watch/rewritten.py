@@ -10,7 +10,7 @@ gradients then may be its result.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,10 +18,8 @@ from torch import Tensor
 from isograd_verify.record.events import Rewritten
 from isograd_verify.record.sketch import sketch
 from isograd_verify.watch import foreign
-from isograd_verify.watch.collectives import call_site
-
-if TYPE_CHECKING:
-    from isograd_verify.watch.capture import Capture
+from isograd_verify.watch.recorder import Recorder
+from isograd_verify.watch.sites import call_site
 
 SCALING = ("mul_", "div_", "_foreach_mul_", "_foreach_div_", "zero_", "_foreach_zero_")
 
@@ -29,7 +27,7 @@ SCALING = ("mul_", "div_", "_foreach_mul_", "_foreach_div_", "zero_", "_foreach_
 class Rewrites:
     """Told of operators that write, and of collectives, in the order in which they run."""
 
-    def __init__(self, capture: Capture) -> None:
+    def __init__(self, capture: Recorder) -> None:
         self.capture = capture
         self.by_hand, self.weights = False, (-1, dict[int, str]())  # stepped so; backwards, parameters not yet written
         self.begin()
@@ -70,7 +68,7 @@ class Rewrites:
         """A program without an optimizer writes into parameters that have a gradient, for the first time since the last
         backward: that is its step. It may reduce and step one after another, so each gradient is that of its turn."""
         c = self.capture
-        busy = c.stack or c.backing or c.stepping or c.micro < 0 or c.hooks.inside_engine or c.flats
+        busy = c.stack or c.backing or c.stepping or c.micro < 0 or c.inside_engine or c.flats
         busy = busy or foreign.imagined(written) or torch._C._current_graph_task_id() != -1
         if busy or (c.last_step_at == c.backwards and not c.unsettled):
             return
@@ -90,7 +88,7 @@ class Rewrites:
                 c.gradient(name, parameter, parameter.grad)
                 c.tensors[f"clipped/{name}"] = c.tensors[f"sum/{name}"].clone()
 
-    def settle(self) -> None:
+    def write_early(self) -> None:
         """The step's gradients have been looked at: writes what they were before."""
         c = self.capture
         for name, (parameter, part) in self.kept.items():

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,15 +23,13 @@ from isograd_verify.record.events import Choice
 from isograd_verify.record.recording import Recording
 from isograd_verify.record.sketch import digest
 from isograd_verify.watch import foreign
-
-if TYPE_CHECKING:
-    from isograd_verify.watch.capture import Capture
+from isograd_verify.watch.recorder import Recorder
 
 
 class Routing:
     """`replay`: a recording whose choices are taken."""
 
-    def __init__(self, capture: Capture, replay: Path | None) -> None:
+    def __init__(self, capture: Recorder, replay: Path | None) -> None:
         self.capture, self.keeps = capture, capture.parameters
         self.recording = None if replay is None else Recording(replay)
         self.known: dict[tuple[str, tuple[int, int]], Choices] = {}

@@ -7,8 +7,6 @@ of a step would not fit into a rank's file.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
@@ -16,51 +14,48 @@ from isograd_verify.record.projection import SMALL, Projected, project, project_
 from isograd_verify.record.sketch import sketch
 from isograd_verify.watch import foreign
 
-if TYPE_CHECKING:
-    from isograd_verify.watch.capture import Capture
-
 MOST_CUT = 16  # ranks over which a tensor is cut whose shards are too small to be recorded by sketches
 
 
 class Sketching:
     """`beyond`: elements of a tensor that is recorded by sketches alone; None: only where whole ones do not fit."""
 
-    def __init__(self, capture: Capture, beyond: int | None = None) -> None:
-        self.capture, self.asked = capture, beyond is not None
+    def __init__(self, limit: int, boxes: dict[str, tuple[foreign.Box, tuple[int, ...]]], beyond: int | None) -> None:
+        self.limit, self.boxes, self.asked = limit, boxes, beyond is not None
         self.small = SMALL if beyond is None else beyond
         self.on = self.asked
 
     def reserve(self, size: int) -> None:
         """Before a step's first forward: so many bytes of whole gradients and parameters would be written."""
-        self.on = self.asked or size > self.capture.limit
+        self.on = self.asked or size > self.limit
 
-    def instead(self, path: str, value: Tensor, of: foreign.Held) -> bool:
-        """Whether a tensor was kept by sketches instead of as a whole."""
+    def instead(self, path: str, value: Tensor, of: foreign.Held) -> dict[str, Tensor]:
+        """The sketches to keep instead of a whole tensor, by path; none: the tensor is kept as a whole."""
         kind, _, name = path.partition("/")
-        box, whole = self.capture.boxes.get(name) or (foreign.box_of(of), foreign.whole_shape(of))
+        box, whole = self.boxes.get(name) or (foreign.box_of(of), foreign.whole_shape(of))
         in_a_row = box is not None and len(box) == 1 != len(whole)
         shape = whole if in_a_row else tuple(value.shape)
         if not self.on or not value.is_floating_point() or not worthwhile(shape, value.numel(), self.small):
-            return False
+            return {}
         if in_a_row and box is not None:
             sums = project_row(value, whole, box[0][0])
         else:
             own = box is not None and tuple(b - a for a, b in box) == shape
             sums = project(value, tuple(a for a, _ in box) if box is not None and own else ())
-        self._put(kind, name, sums, torch.float64 if value.dtype == torch.float64 else torch.float32)
-        return True
+        return _paths(kind, name, sums, torch.float64 if value.dtype == torch.float64 else torch.float32)
 
-    def contribution(self, number: int, name: str, value: Tensor) -> None:
+    def contribution(self, number: int, name: str, value: Tensor) -> dict[str, Tensor]:
         """What a backward added on this rank: a shard's is explained by these where its place is not known yet."""
         least = self.small // MOST_CUT  # of a large tensor's shard
-        if self.on and self.capture.whole and worthwhile(tuple(value.shape), value.numel(), least):
-            sums = project(value)
-            small = {d: torch.stack([sketch(row) for row in along]) for d, along in sums.along.items()}
-            self._put(str(number), name, Projected(sums.shape, small), torch.float64)
+        if not self.on or not worthwhile(tuple(value.shape), value.numel(), least):
+            return {}
+        sums = project(value)
+        small = {d: torch.stack([sketch(row) for row in along]) for d, along in sums.along.items()}
+        return _paths(str(number), name, Projected(sums.shape, small), torch.float64)
 
-    def _put(self, kind: str, name: str, sums: Projected, dtype: torch.dtype) -> None:
-        for dim, along in sums.along.items():
-            self.capture.tensors[f"along/{kind}/{dim}/{name}"] = along.to(dtype)
+
+def _paths(kind: str, name: str, sums: Projected, dtype: torch.dtype) -> dict[str, Tensor]:
+    return {f"along/{kind}/{dim}/{name}": along.to(dtype) for dim, along in sums.along.items()}
 
 
 _DEPTH = {

@@ -32,7 +32,7 @@ class Leaf:
     path: tuple[Edge, ...]
 
 
-class Terms:
+class TermTracker:
     """The numbers of a forward that may be terms, until backward begins."""
 
     def __init__(self, tell: Tell) -> None:
@@ -43,7 +43,7 @@ class Terms:
         """An operator made one number of many."""
         self.fresh.append((number, site))
 
-    def settle(self) -> None:
+    def note_fresh(self) -> None:
         """One operator later: the node that made a number keeps its value and its place."""
         fresh, self.fresh = self.fresh, []
         for number, site in fresh:

@@ -71,10 +71,10 @@ def _parts(analysis: Analysis, rank: int, call: Function) -> dict[str, Tensor]:
 
 
 def _alike(sketches: list[Tensor]) -> bool:
-    return all(_near(one, sketches[0]) for one in sketches[1:])
+    return all(_close(one, sketches[0]) for one in sketches[1:])
 
 
-def _near(one: Tensor, other: Tensor) -> bool:
+def _close(one: Tensor, other: Tensor) -> bool:
     return float((one - other).norm()) <= tolerances.FIT["float32"] * float(other.norm())
 
 
@@ -90,4 +90,4 @@ def _linear(calls: Calls, parts: dict[int, dict[str, Tensor]]) -> bool:
     inputs, outputs = ([p[what] for p in parts.values()] for what in ("in", "out"))
     total = sum(inputs[1:], inputs[0])
     factor = float(outputs[0] @ total) / max(float(total @ total), 1e-300)
-    return factor != 0 and all(_near(one, factor * total) for one in outputs)
+    return factor != 0 and all(_close(one, factor * total) for one in outputs)

@@ -15,7 +15,7 @@ from torch import Tensor
 from isograd_verify import tolerances
 from isograd_verify.judge.analysis import Analysis
 from isograd_verify.judge.naming import class_of
-from isograd_verify.record.events import Term, micro_of
+from isograd_verify.record.events import LossTerm, micro_of
 from isograd_verify.tell.findings import BUG, Finding, listed
 from isograd_verify.tell.wording import finding, spread
 
@@ -52,7 +52,7 @@ def _one_loss(analysis: Analysis) -> bool:
     """Whether every micro-batch of a rank has the same losses, although the model was given other rows."""
     for record in analysis.recording.ranks:
         losses: dict[int, dict[str, float]] = defaultdict(dict)
-        for event in record.of(Term, analysis.step):
+        for event in record.of(LossTerm, analysis.step):
             losses[micro_of(event.micro)][event.site] = event.value
         first, *others = losses.values() or [{}]
         if len(losses) != analysis.micros or not others or any(one.keys() != first.keys() for one in others):

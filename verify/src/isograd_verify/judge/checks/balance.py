@@ -12,7 +12,7 @@ from itertools import pairwise
 from isograd_verify import tolerances
 from isograd_verify.judge.analysis import Analysis
 from isograd_verify.judge.terms import step_shares, terms, too_often
-from isograd_verify.record.events import Coefficient, Term
+from isograd_verify.record.events import Coefficient, LossTerm
 from isograd_verify.tell.findings import BUG, INCONCLUSIVE, Finding
 from isograd_verify.tell.wording import finding
 
@@ -45,7 +45,7 @@ def balance_counts(analysis: Analysis) -> Iterator[Finding]:
         return
 
 
-def _scale(term: Term, coefficient: float, experts: float) -> float:
+def _scale(term: LossTerm, coefficient: float, experts: float) -> float:
     """The number of experts where the term is multiplied by it on its way to the other terms, else 1; 0 where it is not
     multiplied by the coefficient, and is another term."""
     way = term.weights[: term.joined + 1] if term.joined > 0 else ()

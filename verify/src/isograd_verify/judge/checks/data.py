@@ -10,7 +10,7 @@ from torch import Tensor
 from isograd_verify import tolerances
 from isograd_verify.judge.analysis import Analysis
 from isograd_verify.judge.checks.traffic import reductions
-from isograd_verify.record.events import Collective, Draw, Given
+from isograd_verify.record.events import Collective, Draw, ForwardInputs
 from isograd_verify.record.recording import RankRecord
 from isograd_verify.tell.findings import BUG, INCONCLUSIVE, Finding
 from isograd_verify.tell.wording import axis_over, finding, spell
@@ -45,7 +45,7 @@ def own_data(analysis: Analysis) -> Iterator[Finding]:
 def _seen(record: RankRecord, steps: list[int]) -> list[str]:
     """What a rank was given, call by call, in all steps that were seen whole; empty when some of it is not known."""
     found = []
-    for event in record.of(Given):
+    for event in record.of(ForwardInputs):
         if event.step in steps:
             if not event.tensors:
                 return []

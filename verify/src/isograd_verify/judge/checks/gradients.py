@@ -48,7 +48,7 @@ def coefficients(analysis: Analysis) -> Iterator[Finding]:
     read = _read(analysis)
     yield from _patterned(analysis, read)
     if not read.patterned:
-        apart = _apart(analysis, read)
+        apart = _uneven(analysis, read)
         if apart:
             yield _per_rank(analysis, read.scales, apart)
         for name in read.undetermined:  # else other tensors of the same run tell which pattern it is
@@ -64,7 +64,7 @@ def coefficients(analysis: Analysis) -> Iterator[Finding]:
 def scales(analysis: Analysis) -> Iterator[Finding]:
     """No class of tensors counts more often than the others."""
     read = _read(analysis)
-    if not read.patterned and not _apart(analysis, read):
+    if not read.patterned and not _uneven(analysis, read):
         yield from _per_class(analysis, read)
 
 
@@ -111,7 +111,7 @@ def _whom(analysis: Analysis, names: Collection[str]) -> str:
     return f"step {analysis.step}: {f'all {len(names)} gradients' if whole else listed(tuple(names))}"
 
 
-def _apart(analysis: Analysis, read: _Read) -> list[str]:
+def _uneven(analysis: Analysis, read: _Read) -> list[str]:
     """Tensors that count differently on different ranks."""
     return [
         n for n, by_rank in read.scales.items() if spread(by_rank.values()) > tolerances.LOOSE * analysis.tolerance(n)
@@ -264,7 +264,7 @@ def _axis(analysis: Analysis, kind: str, ranks: tuple[int, ...]) -> str:
     if kind == patterns.PER_TOKEN:
         return "ranks and micro-batches"
     if kind in (patterns.USE_LOST, patterns.CLIPPED):
-        return axis_over(analysis.recording, analysis.everyone)
+        return axis_over(analysis.recording, analysis.all_ranks)
     return axis_over(analysis.recording, ranks, ranks[0]) if ranks else "micro-batches"
 
 
@@ -337,7 +337,7 @@ def _per_class(analysis: Analysis, read: _Read) -> Iterator[Finding]:
             "other tensors count once"
         )
         bars = (("most tensors", usual), *((n, scales[n]) for n in names[:8]))
-        yield finding(BUG, bug, sentence, tensors=tuple(names), axis=spell(analysis.everyone), coefficients=bars)
+        yield finding(BUG, bug, sentence, tensors=tuple(names), axis=spell(analysis.all_ranks), coefficients=bars)
     if unclear:
         names = list(unclear)
         low, high = min(unclear.values()), max(unclear.values())

@@ -145,6 +145,6 @@ def logit_gradients(analysis: Analysis) -> Iterator[Finding]:
                 "than cross-entropy uses log_softmax there"
             )
             names = tuple(n for n in analysis.names if analysis.info(n).gradient)
-            axis = axis_over(analysis.recording, analysis.everyone)
+            axis = axis_over(analysis.recording, analysis.all_ranks)
             yield finding(BUG, "log-softmax-uncorrected", sentence, tensors=names, axis=axis)
             return

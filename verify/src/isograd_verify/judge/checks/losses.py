@@ -14,7 +14,7 @@ from typing import Any
 from isograd_verify import tolerances
 from isograd_verify.judge.analysis import Analysis, Weighed
 from isograd_verify.judge.terms import factor_from, reduced_twice, reference_tensor, shares, step_shares
-from isograd_verify.record.events import Backward, Key, LabelWeight, Loss, Mean, Reached, Uncounted
+from isograd_verify.record.events import Backward, Key, LabelWeight, Loss, MeanWeight, Reached, Uncounted
 from isograd_verify.tell.findings import BUG, INCONCLUSIVE, NOTE, Finding
 from isograd_verify.tell.wording import finding, labelled, meanings, narrowed, spread
 
@@ -37,7 +37,7 @@ def token_weights(analysis: Analysis) -> Iterator[Finding]:
             yield told
             return
         if number == 0:
-            yield from _whole(analysis, calls, share)
+            yield from _means_over_all(analysis, calls, share)
 
 
 def counted(analysis: Analysis) -> Iterator[Finding]:
@@ -46,7 +46,7 @@ def counted(analysis: Analysis) -> Iterator[Finding]:
     if step != analysis.recording.steps[0] or any(r.of(LabelWeight) for r in ranks):
         return
     unknown = [event.site for record in ranks for event in record.of(Uncounted, step)]
-    if any(r.of(Mean) for r in ranks) and not unknown:
+    if any(r.of(MeanWeight) for r in ranks) and not unknown:
         return
     backwards = [event for record in ranks for event in record.of(Backward, step)]
     places = [f"after {site}" for site in unknown] or [
@@ -142,7 +142,7 @@ def own_counts(weights: dict[Key, float], counts: dict[Key, float], tolerance: f
     return ""
 
 
-def _whole(analysis: Analysis, calls: dict[Key, list[Weighed]], share: dict[Key, float]) -> Iterator[Finding]:
+def _means_over_all(analysis: Analysis, calls: dict[Key, list[Weighed]], share: dict[Key, float]) -> Iterator[Finding]:
     """The gradient is a multiple of the mean over all labels, and there are as many micro-batches, or ranks."""
     if _summed(analysis) or any(event.calls for r in analysis.recording.ranks for event in r.of(Reached)):
         return  # sums, or a loss that looks at other ranks' rows: its labels are counted on several ranks

@@ -10,7 +10,7 @@ from isograd_verify import tolerances
 from isograd_verify.judge.analysis import Analysis
 from isograd_verify.judge.checks.losses import own_counts
 from isograd_verify.judge.terms import reference_tensor, shares
-from isograd_verify.record.events import Key, Mean
+from isograd_verify.record.events import Key, MeanWeight
 from isograd_verify.tell.findings import BUG, Finding
 from isograd_verify.tell.wording import finding, labelled, spread
 
@@ -52,19 +52,19 @@ def mean_weights(analysis: Analysis) -> Iterator[Finding]:
             break
 
 
-def _terms(analysis: Analysis, tolerance: float) -> Iterator[tuple[str, dict[Key, Mean]]]:
+def _terms(analysis: Analysis, tolerance: float) -> Iterator[tuple[str, dict[Key, MeanWeight]]]:
     """(call site, the mean by rank and micro-batch) of each mean in the loss. One that is computed several times in a
     micro-batch with one weight (a loss in chunks) is one; with several weights (row by row, say) it is a mean of means
     on purpose, and no term."""
-    terms: dict[str, dict[Key, list[Mean]]] = defaultdict(lambda: defaultdict(list))
+    terms: dict[str, dict[Key, list[MeanWeight]]] = defaultdict(lambda: defaultdict(list))
     for record in analysis.recording.ranks:
-        for event in record.of(Mean, analysis.step):
+        for event in record.of(MeanWeight, analysis.step):
             terms[event.term][record.rank, event.micro].append(event)
     for means in terms.values():
         if all(spread(one.weight for one in found) <= tolerance for found in means.values()):
             yield next(iter(means.values()))[0].site, {key: _one(found) for key, found in means.items()}
 
 
-def _one(found: list[Mean]) -> Mean:
+def _one(found: list[MeanWeight]) -> MeanWeight:
     count, nonzero = sum(one.count for one in found), sum(one.nonzero for one in found)
     return replace(found[0], count=count, nonzero=nonzero)

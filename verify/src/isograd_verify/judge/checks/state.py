@@ -130,7 +130,7 @@ def missing(analysis: Analysis) -> Iterator[Finding]:
     lost = tuple(n for n in trainable if analysis.contributions(n) and not any(i.gradient for i in infos[n]))
     stepped = any(not e.note for r in analysis.recording.ranks for e in r.of(Step, analysis.step))
     if lost and stepped:  # else a program may have thrown them away after a step of its own
-        axis = axis_over(analysis.recording, analysis.everyone)
+        axis = axis_over(analysis.recording, analysis.all_ranks)
         whom = f"all {len(lost)} gradients" if len(lost) == len(trainable) else listed(lost)
         sentence = f"step {analysis.step}: {whom}: backward made them, but none has reached .grad: nothing was reduced"
         yield finding(BUG, "nosync-missing", sentence, tensors=lost, axis=axis)

@@ -1,0 +1,310 @@
+"""What a capture has gathered: its state, and what is told to it by hooks and by the dispatch mode.
+
+Senses (collectives.py, functions.py, fused.py, labels.py, rewritten.py, routing.py, hooks.py) know this class and not
+the capture that owns them. What a step begins and ends with is in capture.py.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from collections import Counter
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from isograd_verify.record.events import (
+    Changed,
+    Coefficient,
+    Collective,
+    End,
+    GivenTensor,
+    LabelWeight,
+    Logits,
+    LossTerm,
+    Norm,
+    key,
+)
+from isograd_verify.record.sketch import digest, dtype_name, sketch, squares
+from isograd_verify.watch import foreign
+from isograd_verify.watch.life import Life
+from isograd_verify.watch.sites import call_site
+from isograd_verify.watch.sketching import Sketching
+from isograd_verify.watch.steps import Steps
+
+KINDS = {
+    "final": "gradients", "whole": "gradients", "parameter": "parameters", "after": "parameters", "choice": "choices",
+}  # fmt: skip
+MOST_ELEMENTS = 1 << 12  # of a buffer that is looked at: a number for each expert
+
+
+class Recorder(Life):
+    """Its fields are those of the step now under way, unless a comment says how long they last."""
+
+    def __init__(
+        self,
+        directory: Path,
+        lenient: bool,
+        steps: int | str,
+        activations: bool,
+        limit: int,
+        parameters: bool,
+        beyond: int | None,
+    ) -> None:
+        super().__init__(directory, lenient)
+        self.steps = Steps.of(steps)
+        self.activations, self.limit, self.parameters = activations, limit, parameters
+        self.whole = parameters  # gradients are kept as a whole; feed.py keeps them where it keeps no parameters
+        self.base = os.getcwd()
+        self.numbers = self.arrivals = self.calls = 0
+        self.groups: list[tuple[int, ...]] = []  # of the collectives so far
+        self.names: dict[int, str] = {}  # id of a parameter -> its name
+        self.inside: dict[int, list[str]] = {}  # id of a flat parameter (FSDP1) -> the names of what is in it
+        self.flats: list[tuple[str, weakref.ref[foreign.FullyShardedDataParallel]]] = []
+        self.roots: list[tuple[str, weakref.ref[nn.Module]]] = []
+        self.modules: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+        self.owned: set[str] = set()  # by the optimizers that stepped in this step
+        self.rates: dict[str, float | None] = {}  # learning rates in this step
+        self.nameless: dict[int, int] = {}  # id -> elements of an optimizer's parameters that no called module has
+        self.waiting: set[str] = set()  # parameters of an optimizer that did not
+        self.held: list[nn.Module | None] = []  # models that may never be stepped: kept until they are
+        self.before: dict[str, dict[str, Any]] = {}  # each parameter before the step: its hash, and is it constant
+        self.gradients: dict[str, dict[str, Any]] = {}  # of each, before clip: its hash, dtype and squares
+        self.boxes: dict[str, tuple[foreign.Box, tuple[int, ...]]] = {}  # (box, whole shape), told by an engine
+        self.part_shapes: dict[str, tuple[int, ...]] = {}
+        self.part_boxes: dict[str, foreign.Box | None] = {}
+        self.storages: dict[int, set[str]] = {}  # memory of a gradient -> names
+        self.tensors: dict[str, Tensor] = {}
+        self.written = 0
+        self.reserved = 0  # bytes of this step's gradients and parameters, which go before activations
+        self.left_out: Counter[str] = Counter()  # tensors beyond the limit, by their kind
+        self.stack: list[str] = []  # modules under way, outermost first
+        self.drawn: list[bool] = []
+        self.buffers: dict[str, str] = {}  # the hash of each small buffer when it was last looked at
+        self.unreached: dict[int, tuple[int, dict[str, GivenTensor]]] = {}  # given to calls, reached by no backward
+        self.backing = 0  # calls of autograd.backward under way
+        self.behind = ""  # the module whose backward is under way
+        self.snapped = False
+        self.cleared = 0  # the first micro-batch since the program threw gradients away without a step
+        self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()  # as they were made
+        self.belongs = WeakTensorKeyDictionary()  # parameters that some optimizer was given
+        self.beside = False  # another run is to be compared with this one, call by call (calls.py, feed.py)
+        self.unsettled = False  # an optimizer has stepped, and another one may before the next forward
+        self.inside_engine = 0  # steps of engines under way
+        self.in_function = 0  # forwards of autograd Functions under way
+        self.inner_weights: list[LabelWeight] = []  # what labels weigh inside the Function that was called last
+        self.reduced = ""  # where many numbers with a graph last became one: the loss, most likely
+        self.sketching = Sketching(limit, self.boxes, beyond)
+
+    def backward_begins(self, roots: list[Tensor]) -> None:
+        """A call of autograd.backward begins."""
+
+    def snapshot(self, gradients: dict[str, Tensor] | None = None, talk: bool = True) -> None:
+        """Gradients are about to be clipped, or stepped."""
+
+    def before_step(self, owned: list[Tensor], rates: list[float | None]) -> None:
+        """An optimizer is about to step these parameters."""
+
+    def after_step(self) -> None:
+        """An optimizer has stepped."""
+
+    # -- what collectives.Watch tells ----------------------------------------------------------------------------
+
+    def phase(self) -> str:
+        """Where the program is: in a backward, an optimizer's step, a model's forward, or elsewhere."""
+        if torch._C._current_graph_task_id() != -1:
+            return "backward"
+        return "step" if self.stepping else "forward" if self.stack else "other"
+
+    def collective(self, op: str, ranks: tuple[int, ...], tensors: list[Tensor], reduce: str) -> int:
+        """Notes a collective, and returns its number."""
+        self.numbers += 1
+        self.groups.append(ranks)
+        phase = self.phase()
+        local = [foreign.local(t) for t in tensors]
+        covers: set[str] = set()
+        if op in ("all_reduce", "reduce_scatter", "reduce"):
+            for t in local:
+                covers |= self.storages.get(t.untyped_storage().data_ptr(), set())
+        between = self.snapped and phase == "other" and not self.inside_engine
+        if between and self._sums_gradients(op, covers, local):
+            self.snapped = False  # the clip came before the sum: gradients are what the sum leaves
+        module = self.behind if phase == "backward" else self.stack[-1] if self.stack else ""
+        call = Collective(
+            *self.now,
+            n=self.numbers,
+            op=op,
+            group=ranks,
+            dtype=dtype_name(local[0]) if local else "",
+            numel=sum(t.numel() for t in local),
+            bytes=sum(t.numel() * t.element_size() for t in local),
+            start=time.time() - self.began,
+            phase=phase,
+            module=module,
+            site=call_site(self.base),
+            covers=tuple(sorted(covers)),
+            passed=self.backwards,
+            reduce=reduce,
+        )
+        self.event(call)
+        return self.numbers
+
+    def _sums_gradients(self, op: str, covers: set[str], given: list[Tensor]) -> bool:
+        """Whether a collective reduces gradients, where they are or all of them in one buffer."""
+        if op not in ("all_reduce", "reduce_scatter", "reduce"):
+            return False
+        size = sum(foreign.local(p.grad).numel() for p in self.learn_names().values() if p.grad is not None)
+        return bool(covers) or 1 < size <= sum(t.numel() for t in given)
+
+    def ended(self, number: int, seconds: float) -> None:
+        """Notes how long a collective took."""
+        if self.writer is not None:
+            self.writer.event(End(*self.now, n=number, seconds=seconds))
+
+    def term(self, site: str, value: float, weights: tuple[float, ...], joined: int) -> None:
+        """Notes a term of the loss, when backward has come to it."""
+        self.event(LossTerm(*self.now, site=site, value=value, weights=weights, joined=joined))
+
+    def look_at_buffers(self, during: str) -> None:
+        """Notes which small buffers have changed since the last look."""
+        now: dict[str, str] = {}
+        for prefix, reference in self.roots:
+            root = reference()
+            for name, buffer in root.named_buffers() if root is not None else ():
+                if buffer.numel() <= MOST_ELEMENTS and not foreign.imagined(buffer):
+                    now[prefix + foreign.plain_name(name)] = digest(foreign.local(buffer))
+        changed = tuple(name for name, hashed in now.items() if self.buffers.get(name, hashed) != hashed)
+        self.buffers = now
+        if changed and self.micro >= 0:  # else between two steps, where buffers are changed as parameters are
+            self.event(Changed(*self.now, during=during, names=changed))
+
+    def logit_shift(self, shift: float, size: float) -> None:
+        """Notes a rank's part of a sum that must be zero."""
+        self.event(Logits(*self.now, shift=shift, size=size))
+
+    def drew(self) -> None:
+        """The module under way has drawn random numbers."""
+        if self.drawn:
+            self.drawn[-1] = True
+
+    # -- what hooks.Hooks tells ----------------------------------------------------------------------------------
+
+    def root(self, module: nn.Module) -> None:
+        """A module was called from outside any other, or is no part of the one that calls it: learn its parameters'
+        names."""
+        if module in self.modules or not any(True for _ in module.parameters()):
+            return
+        inner = module
+        while foreign.shell(inner):
+            inner = next(iter(inner.children()))
+        prefix = f"{type(inner).__name__}." if self.roots else ""
+        if prefix and prefix in {taken for taken, _ in self.roots}:
+            prefix = f"{type(inner).__name__}{len(self.roots)}."
+        self.roots.append((prefix, weakref.ref(inner)))
+        for name, value in foreign.coefficients(inner).items():
+            self.event(Coefficient(*self.now, name=name, value=value))
+        for name, child in inner.named_modules():
+            self.modules.setdefault(child, (prefix + foreign.plain_name(name)).rstrip("."))
+        for name, child in foreign.flat_modules(module):
+            self.flats.append((prefix + (f"{name}." if name else ""), weakref.ref(child)))
+        self.modules.setdefault(module, prefix.rstrip("."))
+        self.learn_names()
+
+    def learn_names(self) -> dict[str, foreign.Held]:
+        """Every parameter by name, once; parameters change identity when FSDP shards them, so this is asked again."""
+        found: dict[str, foreign.Held] = {}
+        taken: set[int] = set()
+        for prefix, flat in self.flats:
+            wrapper = flat()
+            for name, piece in foreign.pieces(wrapper).items() if wrapper is not None else ():
+                found[prefix + name] = piece
+                if prefix + name not in self.inside.setdefault(id(piece.owner), []):
+                    self.inside[id(piece.owner)].append(prefix + name)
+        for prefix, reference in self.roots:
+            root = reference()
+            for name, parameter in root.named_parameters() if root is not None else ():
+                in_pieces = foreign.flat(parameter) or prefix + foreign.plain_name(name) in found
+                if id(parameter) not in taken and not in_pieces:
+                    taken.add(id(parameter))
+                    known = self.names.setdefault(id(parameter), prefix + foreign.plain_name(name))
+                    found[known] = parameter
+        return found
+
+    def contribution(self, name: str, gradient: Tensor, box: foreign.Box | None = None) -> None:
+        """What this backward adds to a parameter on this rank, before communication. `box`: of a DTensor's part."""
+        local = foreign.local(gradient)
+        micro = self.micro + (1 if self.in_function else 0)  # in a Function's forward: before its backward
+        # Checkpointed modules arrive once per use: later arrivals in one backward are contributions of their own.
+        use = next(i for i in count() if f"part/{key(micro, i)}/{name}" not in self.tensors)
+        self.tensors[f"part/{key(micro, use)}/{name}"] = sketch(local)
+        if self.whole:
+            self.tensors |= self.sketching.contribution(key(micro, use), name, local)
+        same = box is not None and tuple(b - a for a, b in box) == tuple(local.shape)  # else it is a part of a sum
+        self.part_shapes[name], self.part_boxes[name] = tuple(local.shape), box if same else None
+
+    def accumulated(self, name: str, parameter: Tensor) -> None:
+        """Notes where in memory a parameter's gradient lies, so that a collective on it is recognised."""
+        if parameter.grad is not None:
+            storage = foreign.local(parameter.grad).untyped_storage().data_ptr()
+            self.storages.setdefault(storage, set()).add(name)
+
+    def keep_activation(self, kind: str, label: str, value: Tensor) -> None:
+        """Numbered in the order of their coming, which a file of tensors does not keep."""
+        self.arrivals += 1
+        micro, _, module = label.partition("/")
+        self.keep(f"{kind}/{micro}/{self.arrivals:06d}/{module}", value)
+
+    def keep(self, key: str, value: Tensor, of: foreign.Held | None = None) -> bool:
+        """Hold a full tensor for the step's file, within the limit; or its sketches, if it is `of` a parameter."""
+        sketches = {} if of is None else self.sketching.instead(key, value, of)
+        self.tensors |= sketches
+        if sketches:
+            return True
+        kind = KINDS.get(key.partition("/")[0], "activations")
+        size = value.numel() * value.element_size()
+        if self.written + size > self.limit - (self.reserved if kind in ("activations", "choices") else 0):
+            self.left_out[kind] += 1
+            return False
+        self.written += size
+        self.tensors[key] = value.detach().clone()
+        return True
+
+    def reserve(self) -> None:
+        """Before the first activation of a call: gradients come last and are what everything else is compared for."""
+        self.reserved = 0
+        for parameter in self.learn_names().values():
+            copies = int(parameter.requires_grad and self.whole) + 2 * int(self.parameters)
+            part = foreign.local(parameter)
+            self.reserved += copies * part.numel() * part.element_size()
+        self.sketching.reserve(self.reserved)
+
+    def gradient(self, name: str, parameter: foreign.Held, gradient: Tensor) -> None:
+        """Keeps a gradient as it is now."""
+        self.active, was = False, self.active  # bringing a DTensor into its parameter's place may communicate
+        part = foreign.placed_like(parameter, gradient)
+        self.active = was
+        self.tensors[f"sum/{name}"] = sketch(part, self.offset(name, parameter, part))
+        self.gradients[name] = {
+            "gradient_hash": digest(part), "gradient_dtype": dtype_name(part), "squares": squares(part),
+        }  # fmt: skip
+        if self.whole:
+            self.keep(f"final/{name}", part, parameter)
+
+    def offset(self, name: str, parameter: foreign.Held, part: Tensor) -> int:
+        """Where a shard starts in the flat tensor to which this rank contributed as a whole (FSDP), else 0."""
+        return foreign.offset(parameter, part, self.part_shapes.get(name), self.part_boxes.get(name))
+
+    def norm(self, value: float, site: str) -> None:
+        """Notes a gradient norm that the program has computed."""
+        self.event(Norm(*self.now, value=value, site=site))
+
+    def entrusted(self, optimizer: Any, parameters: list[Tensor]) -> None:
+        """An optimizer was made, or got more parameters."""
+        self.optimizers.add(optimizer)
+        for parameter in parameters:
+            self.belongs[parameter] = True
