@@ -244,7 +244,7 @@ def compared(found: dict[str, Tensor], true: dict[str, Tensor]) -> tuple[str, st
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--markdown", action="store_true", help="print the table of docs/contrastive.md")
+    parser.add_argument("--markdown", action="store_true", help="print it as Markdown")
     options = parser.parse_args()
     lines, world = [], World(RANKS)
     for name in MODES:

@@ -40,7 +40,7 @@ SOURCES = (SOURCE.parent, VERIFIER.parent)
 PAGES = sorted(p for p in (DOCS / "how-to").glob("*.md") if p.stem != "index")
 PAGES += [ROOT / "verify" / "docs" / "verify.md", DOCS / "prove-your-own.md"]
 # Pages that start worlds of their own or programs: each command is a process. The others run in this one.
-SLOW = {"export", "install", "pretrain", "prove-your-own", "resume", "verify", "watch"}
+SLOW = {"export", "install", "pretrain", "prove-your-own", "resume", "verify"}
 
 BLOCK = re.compile(r"<!-- (file|run)(?:: (.+?))? -->\n```\w*\n(.*?)\n```", re.DOTALL)
 NUMBER = r"(?:\d*\.\d+(?:e[-+]?\d+)?|\d+e[-+]?\d+)"

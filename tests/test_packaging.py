@@ -7,6 +7,7 @@ import json
 import os
 import re
 import resource
+import shlex
 import subprocess
 import sys
 import sysconfig
@@ -108,8 +109,8 @@ def test_help_answers_at_once_within_80_columns_and_without_torch(words: list[st
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)  # builds, trains on four ranks and proves a layout
-def test_from_an_empty_folder_with_only_the_wheel_a_model_trains_and_is_proven(tmp_path: Path) -> None:
+@pytest.mark.timeout(1800)  # builds, trains on four ranks, proves layouts, watches a program
+def test_from_an_empty_folder_with_only_the_wheel_every_command_of_the_readme_runs(tmp_path: Path) -> None:
     """The first hour of issue 15: build, install, new, train, verify. Other packages are those of this environment."""
     env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
     sources = tmp_path / "sources"
@@ -135,7 +136,7 @@ def test_from_an_empty_folder_with_only_the_wheel_a_model_trains_and_is_proven(t
     assert set(wanted) <= inside
 
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], env=env, check=True)
-    python, tool = tmp_path / "venv/bin/python", tmp_path / "venv/bin/isograd"
+    python = tmp_path / "venv/bin/python"
     library = next((tmp_path / "venv/lib").glob("python*")) / "site-packages"
     (library / "shared.pth").write_text(sysconfig.get_path("purelib"))
     install = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", "--no-index"]
@@ -143,13 +144,6 @@ def test_from_an_empty_folder_with_only_the_wheel_a_model_trains_and_is_proven(t
 
     empty = tmp_path / "empty"
     empty.mkdir()
-
-    def run(*words: str) -> str:
-        done = subprocess.run(
-            [tool, *words], cwd=empty, env=env, capture_output=True, text=True, timeout=500, check=False
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
 
     home = subprocess.run(
         [python, "-c", "import isograd; print(isograd.__file__)"],
@@ -163,9 +157,59 @@ def test_from_an_empty_folder_with_only_the_wheel_a_model_trains_and_is_proven(t
     proof = "from isograd_verify.command import registered; print(registered().ABOUT)"
     found = subprocess.run([python, "-c", proof], cwd=empty, env=env, capture_output=True, text=True, check=True)
     assert found.stdout.startswith("Prove")
-    run("new", "quickstart")
-    assert "step    60/60" in run("train", "quickstart.yaml")
-    assert "PASS" in run("verify", "quickstart.yaml")
+    (empty / "train.py").write_text(RIGHT)  # stands for a program of the reader's
+    (empty / "my_case.py").write_text(block("docs/prove-your-own.md", "my_case.py"))
+    (python.parent / "torchrun").write_text(f"#!{python}\nfrom torch.distributed.run import main\nmain()\n")
+    (python.parent / "torchrun").chmod(0o755)
+    env |= {"PATH": f"{python.parent}{os.pathsep}{env['PATH']}", "OMP_NUM_THREADS": "1"}
+    said = {}
+    for command in readme_commands():
+        done = subprocess.run(
+            shlex.split(command), cwd=empty, env=env, capture_output=True, text=True, timeout=500, check=False
+        )
+        assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+        said[command] = done.stdout
+    assert "step    60/60" in said["isograd train quickstart.yaml"]
+    assert "PASS" in said["isograd verify quickstart.yaml"]
+    assert len(said) >= 10
+
+
+RIGHT = """
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 10)))
+optimizer = torch.optim.AdamW(model.parameters())
+own = torch.Generator().manual_seed(dist.get_rank())
+for _ in range(3):
+    rows, labels = torch.randn(6, 8, generator=own), torch.randint(10, (6,), generator=own)
+    nn.functional.cross_entropy(model(rows), labels).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+dist.destroy_process_group()
+"""
+
+
+def readme_commands() -> list[str]:
+    """The commands of isograd that README.md shows, in its order, each once."""
+    blocks = re.findall(r"^```\w*\n(.*?)^```$", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+    lines = [re.split(r"\s+#", line.removeprefix("$ "))[0] for text in blocks for line in text.splitlines()]
+    return list(dict.fromkeys(line for line in lines if line.startswith(("isograd ", "isograd-verify "))))
+
+
+def block(page: str, name: str) -> str:
+    (found,) = re.findall(rf"<!-- file: {name} -->\n```\w+\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+    return str(found)
+
+
+def test_the_readme_shows_commands_of_both_distributions() -> None:
+    found = readme_commands()
+    assert found[:3] == ["isograd new quickstart", "isograd train quickstart.yaml", "isograd verify quickstart.yaml"]
+    assert {"isograd", "isograd-verify"} == {command.split()[0] for command in found}
 
 
 # -- where isograd comes from: FAILURES E13 --------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """What other libraries' losses divide by, run: by how much a token of an uneven micro-batch counts too much.
 
-docs/how-to/losses.md has the table. Two ranks with two micro-batches each; one completion has no token that counts. A
+notes/from-docs.md has the table. Two ranks with two micro-batches each; one completion has no token that counts. A
 library's loss is compared with the step's own mean: the gradient of one micro-batch is that mean's times a factor.
 """
 
