@@ -187,7 +187,7 @@ def flip(step: int, job: LanguageTask, *, at: int) -> None:
 
 @pytest.mark.parametrize("layout", ["dp2", "dp2 zero1", "tp2", "tp2 zero3"])
 def test_a_copy_that_drifts_is_named(worlds, text: Path, tmp_path: Path, layout: str) -> None:
-    config = config_of(tmp_path, text, layout=layout, safety={"replicas_every": 1})
+    config = config_of(tmp_path, text, layout=layout, safety={"replicas_every": 1, "state_every": 0})
     with pytest.raises(LaunchError, match="IG984") as caught:
         worlds(2).run(loop.run, config, replace(QUIET, before_step=partial(flip, at=2)))
     assert "copies of parameters are no longer equal in step 3" in str(caught.value)

@@ -27,7 +27,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 
 import torch
@@ -42,7 +42,7 @@ from isograd.engine.grad_placeholder import GradPlaceholder, changed_by_hand
 from isograd.engine.plan import Bucket, Plan, Slot
 from isograd.engine.precision import LossScale
 from isograd.engine.reducer import Reducer, zeros_of
-from isograd.engine.term_weights import TermWeights, number_on, weighted
+from isograd.engine.term_weights import LossSums, TermWeights, number_on, weighted
 from isograd.engine.tree import Tree
 from isograd.engine.zero3.param_group import Zero3Hooks
 from isograd.errors import EngineError, headline
@@ -65,18 +65,6 @@ class ReduceWhen(Enum):
     GRAD_READY = "with their last gradient, in the order of the plan"
     BLOCK_DONE = "when backward has left their block, and at its end"
     STEP = "at the step, or with the next backward that lets them"
-
-
-@dataclass
-class LossSums:
-    """The losses of a step on this rank."""
-
-    weight: Tensor | float = 0.0
-    losses: list[Tensor] = field(default_factory=list)  # weighted, one per backward
-
-    def add_weight(self, weight: Tensor | float) -> None:
-        """Of a backward."""
-        self.weight = self.weight + weight
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 
 import torch
@@ -230,6 +230,18 @@ class TermWeights:
                 if bool((rows != rows[0]).any()):
                     seen = f"{', '.join(names)}: {rows.tolist()} on ranks {list(peers)}"
                     raise EngineError("IG516", seen=seen, where=self.mesh.describe_rank(), axes=axis, things="weights")
+
+
+@dataclass
+class LossSums:
+    """The losses of a step on this rank."""
+
+    weight: Tensor | float = 0.0
+    losses: list[Tensor] = field(default_factory=list)  # weighted, one per backward
+
+    def add_weight(self, weight: Tensor | float) -> None:
+        """Of a backward."""
+        self.weight = self.weight + weight
 
 
 # -- numbers

@@ -267,9 +267,7 @@ class Logging(Section):
 class Safety(Section):
     """`safety`: what a run does about NaN, silent ranks and flipped bits."""
 
-    not_finite: Literal["stop", "skip"] = Field(
-        default="stop", description="what a NaN or Inf gradient does to the run"
-    )
+    not_finite: Literal["stop", "skip"] = Field(default="stop", description="what a NaN or Inf gradient does")
     stall_s: Rate = Field(
         default=600.0,
         description="without progress for this long the run ends and names the rank; ten times that for the first step",
@@ -284,9 +282,7 @@ class Safety(Section):
         default=1,
         description="steps between checks that nothing a rank keeps has changed since the step before; 0: never",
     )
-    state: Literal["weights", "all"] = Field(
-        default="weights", description="what state_every looks at; all: the optimizer's state, too"
-    )
+    state: Literal["weights", "all"] = Field(default="weights", description="what state_every looks at")
     replay_every: Annotated[int, Field(ge=0)] = Field(
         default=0, description="steps between checks in which another data rank computes a micro-batch again; 0: never"
     )
