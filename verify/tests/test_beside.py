@@ -53,12 +53,12 @@ def judged(worlds: Worlds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> C
     """What --beside-one says of a program: its two runs are calls in worlds that are there already."""
     count = 0
 
-    def judge(program: Callable[..., None], *args: Any) -> Subject:
+    def judge(program: Callable[..., None], *args: Any, ranks: int = 2) -> Subject:
         nonlocal count
         count += 1
         home = tmp_path / str(count)
         home.mkdir()
-        worlds(2).run(partial(first_run, program, str(home), *args))
+        worlds(ranks).run(partial(first_run, program, str(home), *args))
 
         def begin(command: list[str], place: Path, stall: float, more: dict[str, str], about: Any) -> tuple[None, int]:
             worlds(1).run(partial(second_run, program, str(place), more["ISOGRAD_VERIFY_FEED"], *args))
@@ -90,7 +90,7 @@ def test_a_right_loop_passes_beside_one_device_whatever_its_loss_divides_by(judg
     ):
         subject = judged(loops.ddp, *args)
         assert (subject.verdict, said(subject)) == (PASS, []), subject.findings
-        assert subject.facts["gradients"] == "9 compared by name, step 1 last"
+        assert subject.facts["gradients"] == "9 compared by name, step 2 last"
         assert max(subject.errors.values()) < 1e-9
 
 
@@ -129,14 +129,14 @@ def test_uneven_means_of_micro_batches_are_told_with_the_factor_that_all_share(j
 def test_a_wrong_adjoint_is_found_beside_a_first_step_of_one_device_on_the_same_data(judged: Any, wrong: bool) -> None:
     subject = judged(loops.cut_in_two, wrong)
     assert subject.verdict == (BUG if wrong else PASS), subject.findings
-    assert subject.facts["gradients"] == "9 compared by name, step 1 last"
+    assert subject.facts["gradients"] == f"9 compared by name, step {1 if wrong else 2} last"
 
 
 @pytest.mark.parametrize(("flat", "even"), [(False, True), (True, True), (False, False), (True, False)])
 def test_fsdp1_is_compared_whole_and_its_mean_of_means_is_named(judged: Any, flat: bool, even: bool) -> None:
     subject = judged(loops.fsdp1, flat, even)
     assert said(subject) == ([] if even else [(BUG, "mean-of-means")]), subject.findings
-    assert subject.facts["gradients"] == "9 compared by name, step 1 last"
+    assert subject.facts["gradients"] == f"9 compared by name, step {2 if even else 1} last"
     if even:
         assert max(subject.errors.values()) < 1e-5
     else:  # labels on rank 0: 9 and 12, on rank 1: 21 and 24

@@ -54,7 +54,7 @@ def test_right_loops_pass_beside_one_device(judged: Any) -> None:
     for program, count in ((people.everything_at_once, 8), (people.scaled, 9), (people.teacher, 4)):
         subject = judged(program)
         assert (subject.verdict, said(subject)) == (PASS, []), (program, subject.findings)
-        assert subject.facts["gradients"] == f"{count} compared by name, step 1 last"
+        assert subject.facts["gradients"] == f"{count} compared by name, step 2 last"
 
 
 def test_wrong_loops_are_named_with_their_tensors(watched: Any) -> None:

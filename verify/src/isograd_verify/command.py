@@ -192,6 +192,7 @@ def _merge_options(parser: argparse.ArgumentParser) -> None:
 def _bugs_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("names", nargs="*", help="ids (default: all)")
     parser.add_argument("--seeds", type=int, default=1, metavar="N", help="weights and data to try (default 1)")
+    parser.add_argument("--log", metavar="FILE", help="keep each outcome here; those it has are not run again")
     parser.add_argument("--list", action="store_true", help="print the ids")
 
 
@@ -343,4 +344,5 @@ def _bugs(options: argparse.Namespace) -> int:
     if options.list:
         print("\n".join([*PROGRAMS, *FRAMEWORKS]))
         return 0
-    return table(every_name(options.names), max(1, options.seeds), _say)
+    log = Path(options.log) if options.log else None
+    return table(every_name(options.names), max(1, options.seeds), _say, log)

@@ -85,6 +85,9 @@ NOISE = (3.0, 8.0)
 # right layouts one in 400 lies above the first and one in 80,000 above the second (Student's t of ten values); at 3 it
 # would be one in 75. Measured: at most 3.8 in 90 right layouts of twelve layers; 1 % too much in bf16 comes to 4.03.
 ALL_TOGETHER = (4.0, 8.0)
+# What rounding leaves of a sum whose terms cancel, in eps of the largest gradient. Measured: up to 2 (a convolution's
+# bias before a batch norm, 2048 terms a channel); it grows with the root of their number. Chosen.
+CANCELLED = 100.0
 NOISE_FLOOR = 1e-3  # of the whole gradient, times eps: the least noise of a tensor of all of its elements
 # One factor of a kind of parameter in half precision, in units of its noise (compare/classes.py): in a proof, and
 # between two recordings. Measured by `python -m benchmarks.verify_kinds`: right kinds come to 2.5 and 4.1.

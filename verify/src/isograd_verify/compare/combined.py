@@ -8,7 +8,6 @@ be known, the comparison is refused (NoReference).
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -16,29 +15,32 @@ from torch import Tensor
 from isograd_verify import tolerances
 from isograd_verify.compare.same_data import contents, same_data
 from isograd_verify.compare.shares import SAME_DATA, Again, Mixed, NoReference, own_factor, shares
+from isograd_verify.compare.values import whole_values
 from isograd_verify.errors import VerifyError
+from isograd_verify.judge.analysis import Analysis
 from isograd_verify.record.events import (
     Backward,
     Collective,
     ForwardInputs,
     LabelWeight,
+    LossTerm,
     Parameter,
     Step,
     key,
     micro_of,
     use_of,
 )
-from isograd_verify.record.recording import RankRecord, RankWriter, Recording
+from isograd_verify.record.recording import WEIGHTS, RankRecord, RankWriter, Recording, load
 from isograd_verify.record.sketch import dtype_name
 from isograd_verify.tell.findings import listed
 
 
-def distinct(candidate: Recording) -> list[int]:
-    """Ranks with data of their own: of several that were given the same, the first."""
+def distinct(candidate: Recording, step: int = 1) -> list[int]:
+    """Ranks with data of their own in a step: of several that were given the same, the first."""
     seen: dict[tuple[str, ...], int] = {}
     for record in candidate.ranks:
-        given = [f"{e.micro} {name} {t.hash}" for e in record.of(ForwardInputs, 1) for name, t in e.tensors.items()]
-        labels = [f"{e.micro} {e.labels}" for e in record.of(LabelWeight, 1)]
+        given = [f"{e.micro} {name} {t.hash}" for e in record.of(ForwardInputs, step) for name, t in e.tensors.items()]
+        labels = [f"{e.micro} {e.labels}" for e in record.of(LabelWeight, step)]
         seen.setdefault((*given, *labels) or (str(record.rank),), record.rank)
     return list(seen.values())
 
@@ -72,33 +74,56 @@ def saw_the_same(one: Recording, candidate: Recording) -> bool:
 
 
 def combine(
-    candidate: Recording, alone: Recording, again: list[Again], path: Path, together: bool = False
-) -> dict[str, float]:
-    """Writes a recording of one step of one device. `alone`: the program's own first step there. `together`: each of
-    `again` was given the rows of all ranks, so it counts as it does in that step. Returns what `shares` says of the
-    scale."""
+    candidate: Recording, alone: Recording, again: list[Again], writer: RankWriter, scale: dict[str, float],
+    together: bool,
+) -> list[float]:  # fmt: skip
+    """Writes one step of one device, and returns the factor of each backward. `alone`: the program's own first step
+    there. `together`: each of `again` was given the rows of all ranks, so it counts as it does in that step. `scale`
+    gets what `shares` says of it."""
     weights_stayed(candidate, alone, again)
     if together:
         same_losses(candidate, again)
-        _write(alone, again, [own_factor(alone)] * len(again), path)
-        return {}
-    same_outputs(candidate, again)
-    same_beginnings(candidate, again)
-    scale: dict[str, float] = {}
-    _write(alone, again, shares(alone, again, scale), path)
-    return scale
+        factors = [own_factor(alone)] * len(again)
+    else:
+        same_outputs(candidate, again)
+        same_beginnings(candidate, again)
+        factors = shares(alone, again, scale)
+    _write(candidate, alone, again, factors, writer)
+    return factors
 
 
-def _write(alone: Recording, again: list[Again], factors: list[float], path: Path) -> None:
-    own = alone.ranks[0]
+def weights_before(candidate: Recording, step: int) -> dict[str, Tensor]:
+    """All weights, whole, with which a step began; refused where a part of them is not known, or where it belongs."""
+    analysis = Analysis(candidate, step)
+    held = whole_values(analysis, "parameter")
+    for name in analysis.names:
+        declared = all(analysis.about[rank][name].box is not None for rank in analysis.holders(name))
+        if not isinstance(held.get(name), Tensor) or not (declared or len(analysis.replica_sets(name)) == 1):
+            raise NoReference(f"of {name} it is not known which part each rank held before step {step}", SAME_DATA)
+    return {name: value.contiguous() for name, value in held.items() if isinstance(value, Tensor)}
+
+
+def copy(own: RankRecord, writer: RankWriter) -> None:
+    """Writes the first step of one device as the program took it there by itself."""
+    for event in own.events:
+        if event.step <= 1:
+            writer.event(event)
+    writer.tensors(1, own.tensors(1))
+
+
+def _write(
+    candidate: Recording, alone: Recording, again: list[Again], factors: list[float], writer: RankWriter
+) -> None:
+    own, step = alone.ranks[0], again[0].of
     names = list(dict.fromkeys(name for one in again for name in one.record.group(one.step, "sum")))
     tensors = {name: t for name, t in own.tensors(1).items() if name.startswith(("parameter/", "along/parameter/"))}
+    if step > 1:
+        tensors = {f"parameter/{name}": t for name, t in load(candidate.path / WEIGHTS.format(step)).items()}
     sums = list(dict.fromkeys(p for one in again for p in one.record.tensors(one.step) if p.startswith("along/final/")))
     for kept in (*(f"{kind}/{name}" for kind in ("sum", "final") for name in names), *sums):
         total = _total([(one, share, kept) for one, share in zip(again, factors, strict=True)])
         if total is not None:
             tensors[kept] = total
-    writer = RankWriter(path, 0, 1)
     for number, (one, share) in enumerate(zip(again, factors, strict=True)):
         for part, value in one.record.group(one.step, "part").items():
             micro, _, name = part.partition("/")
@@ -107,14 +132,17 @@ def _write(alone: Recording, again: list[Again], factors: list[float], path: Pat
         for choice, value in one.record.group(one.step, "choice").items():
             tensors[f"choice/{number}/{choice.partition('/')[2]}"] = value
         for event in one.record.of(Backward, one.step):
-            writer.event(replace(event, step=1, micro=number))
+            writer.event(replace(event, step=step, micro=number))
         for given in one.record.of(ForwardInputs, one.step):
-            writer.event(replace(given, step=1, micro=number, forward=number))
+            writer.event(replace(given, step=step, micro=number, forward=number))
         for weight in one.record.of(LabelWeight, one.step):
-            writer.event(replace(weight, step=1, micro=number, low=share * weight.low, high=share * weight.high))
-    writer.event(replace(own.of(Step, 1)[0], parameters=_parameters(own, tensors), backwards=len(again), left_out={}))
-    writer.tensors(1, tensors)
-    writer.close()
+            writer.event(replace(weight, step=step, micro=number, low=share * weight.low, high=share * weight.high))
+        for term in one.record.of(LossTerm, one.step):
+            weights = tuple(share * weight for weight in term.weights)
+            writer.event(replace(term, step=step, micro=number, weights=weights))
+    about = replace(own.of(Step, 1)[0], parameters=_parameters(own, tensors), backwards=len(again), left_out={})
+    writer.event(replace(about, step=step))
+    writer.tensors(step, tensors)
 
 
 def _parameters(own: RankRecord, tensors: dict[str, Tensor]) -> dict[str, Parameter]:
@@ -148,8 +176,9 @@ def _total(terms: list[tuple[Again, float, str]]) -> Tensor | None:
 def weights_stayed(candidate: Recording, alone: Recording, again: list[Again]) -> None:
     """Every backward was done with the weights of the first step, and to the same parameters. What does not learn may
     follow the others (an average): where that matters, a backward begins otherwise."""
-    began = alone.ranks[0].of(Step, 1)[0].parameters
-    frozen = {n for n, about in candidate.ranks[0].of(Step, 1)[0].parameters.items() if not about.trainable}
+    step = again[0].of
+    began = (alone.ranks[0].of(Step, 1)[0] if step == 1 else again[0].about).parameters
+    frozen = {n for n, about in candidate.ranks[0].of(Step, step)[0].parameters.items() if not about.trainable}
     for one in again:
         now = one.about.parameters
         added = {path.partition("/")[2] for path in one.record.group(one.step, "part")}
@@ -180,12 +209,12 @@ def same_beginnings(candidate: Recording, again: list[Again]) -> None:
     """What comes back to the model's output is the same on one device, but for a factor: so are targets that nobody
     hashes, and the loss does not mix what several ranks have computed."""
     for one in again:
-        theirs = _begun(candidate.ranks[one.rank], 1, one.micro)
+        theirs = _begun(candidate.ranks[one.rank], one.of, one.micro)
         ours = _begun(one.record, one.step, 0)
         limit = _limit(one)
         equal = [_direction_error(a, b) <= max(limit, tolerances.SAME) for a, b in zip(theirs, ours, strict=False)]
         if not equal or not all(equal) or len(theirs) != len(ours):
-            at = next((e.site for e in candidate.ranks[one.rank].of(Backward, 1) if e.micro == one.micro), "")
+            at = next((e.site for e in candidate.ranks[one.rank].of(Backward, one.of) if e.micro == one.micro), "")
             raise Mixed(
                 f"backward at {at} begins otherwise on one device with the data of rank {one.rank}, micro-batch "
                 f"{one.micro}: its loss sees what other ranks computed, or labels that are made after the model was "
@@ -198,12 +227,12 @@ def same_beginnings(candidate: Recording, again: list[Again]) -> None:
 def same_outputs(candidate: Recording, again: list[Again]) -> None:
     """A model whose ranks exchange something on the way gives each the outputs that one device gives for its rows: else
     it joins the rows of several ranks (a loss inside the model, statistics of a batch)."""
-    own = {rank: n for n, rank in enumerate(distinct(candidate))}
-    exchanged = [e for r in candidate.ranks for e in r.of(Collective, 1) if e.phase == "forward"]
+    own = {rank: n for n, rank in enumerate(distinct(candidate, again[0].of))}
+    exchanged = [e for r in candidate.ranks for e in r.of(Collective, again[0].of) if e.phase == "forward"]
     if not any(len(own.keys() & set(e.group)) > 1 for e in exchanged):
         return
     for one in again:
-        theirs = _begun(candidate.ranks[one.rank], 1, one.micro, "made")
+        theirs = _begun(candidate.ranks[one.rank], one.of, one.micro, "made")
         ours = _begun(one.record, one.step, 0, "made")
         every = one.about.parameters.values()
         limit = max((tolerances.LIMITS.get(a.dtype, (0.0, 0.0))[1] for a in every), default=0.0)
@@ -219,10 +248,10 @@ def same_outputs(candidate: Recording, again: list[Again]) -> None:
 def same_losses(candidate: Recording, again: list[Again]) -> None:
     """One device, given the rows of all ranks together, computes the loss that the ranks have computed: the mean over
     them, their sum, or the mean times their number, as where each rank's backward is of its own rows."""
-    ranks = distinct(candidate)
+    ranks = distinct(candidate, again[0].of)
     for one in again:
         ours = float(one.record.tensors(one.step)["loss"])
-        theirs = [float(candidate.ranks[rank].tensors(1)[f"root/{one.micro}"]) for rank in ranks]
+        theirs = [float(candidate.ranks[rank].tensors(one.of)[f"root/{one.micro}"]) for rank in ranks]
         size = max(map(abs, (ours, *theirs)))
         limit = _limit(one)
         if min(abs(sum(theirs) / len(ranks) ** power - ours) for power in (0, 1, 2)) > limit * size:

@@ -22,12 +22,7 @@ from isograd_verify.compare.numerics import Noise
 from isograd_verify.compare.placement import Place, Value, place
 from isograd_verify.compare.routing import ADVICE, without_flips
 from isograd_verify.compare.same_data import same_data
-from isograd_verify.compare.tensorwise import (
-    Tensorwise,
-    common_factor,
-    compare_tensor,
-    limit_of,
-)  # fmt: skip
+from isograd_verify.compare.tensorwise import Tensorwise, cancels, common_factor, compare_tensor, limit_of
 from isograd_verify.compare.values import difference, norm, nothing, of_rank, sides, whole_values
 from isograd_verify.errors import VerifyError
 from isograd_verify.judge.analysis import INSIDE, Analysis
@@ -38,7 +33,7 @@ from isograd_verify.judge.consequences import DRIFT, row, spoilt, without_conseq
 from isograd_verify.judge.naming import class_of
 from isograd_verify.record.events import Norm, Result
 from isograd_verify.record.recording import Recording
-from isograd_verify.tell.findings import BUG, INCONCLUSIVE, NOTE, Finding, Subject, listed
+from isograd_verify.tell.findings import BUG, INCONCLUSIVE, NOTE, PASS, Finding, Subject, listed
 from isograd_verify.tell.report import timeline
 from isograd_verify.tell.wording import axis_over, finding, left_out
 
@@ -71,7 +66,8 @@ def compare(
     free = check(candidate, leave_out=(scales, counted, undivided))
     explained = [f for f in data if f.verdict == BUG]
     narrow = noise is not None or limit_of(Analysis(candidate, steps[0])) > tolerances.NARROW
-    for step in steps[:1] if narrow else steps:  # later weights differ by rounding already
+    again = "again" in reference.about  # each step began with the candidate's own weights
+    for step in steps[:1] if narrow and not again else steps:  # later weights differ by rounding already
         found = _step(reference, candidate, step, rename or {}, subject, noise)
         explained += [f for f in found if f not in explained]
         if any(f.verdict == BUG or f.sentence.endswith(ADVICE) for f in found):
@@ -163,6 +159,7 @@ def _step(
         if not worst <= subject.errors.get(one.name, -1.0):
             subject.errors[one.name] = worst
             subject.by_rank[one.name] = [one.errors.get(r) for r in range(analysis.world)]
+    found += _cancelled(analysis, theirs, names, compared)
     wrong = [t for t in compared if t.verdict == BUG]
     if noise is not None and not wrong:
         found += common_factor(analysis, noise, names, places)
@@ -199,6 +196,16 @@ def _step(
     return without_flips(
         reference, candidate, step, found, subject, partial(_fitted, analysis, expected, names, places)
     )
+
+
+def _cancelled(analysis: Analysis, one: Analysis, names: dict[str, str], compared: list[Tensorwise]) -> list[Finding]:
+    """Gradients that are zero but for rounding pass, each run with rounding of its own."""
+    fed = [tuple(of) for of in one.recording.about.get("again", {}).get(str(analysis.step), [])]
+    null = [t for t in compared if t.verdict != PASS and cancels(analysis, one, t.name, names[t.name], fed)]
+    for tensor in null:
+        tensor.verdict = PASS
+    sentence = f"{listed([t.name for t in null])}: the gradient is zero but for rounding"
+    return [finding(NOTE, "", sentence)] if null else []
 
 
 def _fitted(

@@ -49,6 +49,7 @@ class Again:
     micro: int
     record: RankRecord
     step: int
+    of: int = 1  # the step of the other run
 
     @property
     def about(self) -> Step:
@@ -100,6 +101,21 @@ def shares(alone: Recording, again: list[Again], scale: dict[str, float]) -> lis
             elif not _one_mean(one):
                 raise NoReference(f"{first.why}, and its means are over different numbers of elements", WEIGH)
     return found
+
+
+def steady(candidate: Recording, step: int) -> bool:
+    """Whether each term weighs in a step what it weighs in the first one, in all or each of its numbers: no coefficient
+    moves with the steps, by a schedule or with what the program keeps."""
+    for terms_of in (_labels, _means):
+        for own in candidate.ranks:
+            if terms_of(own, step).keys() - terms_of(own, 1).keys():
+                return False
+        for site in _sites([terms_of(own, step) for own in candidate.ranks]):
+            first, now = ([c for own in candidate.ranks for c in terms_of(own, n).get(site, [])] for n in (1, step))
+            same = _equal([call.weight for call in (*first, *now)])
+            if not same and not same_factor(sum(call.total for call in first), sum(call.total for call in now)):
+                return False
+    return True
 
 
 def _one_mean(one: Again) -> bool:

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from isograd_verify import tolerances
@@ -139,6 +140,25 @@ def common_factor(
     sentence = f"all gradients together are {factor:.8g} times the reference's; rounding leaves {noise.factor:.1e}"
     bars = (("reference", 1.0), ("here", factor))
     return [finding(verdict, "", sentence, tensors=tuple(names), coefficients=bars)]
+
+
+def cancels(analysis: Analysis, reference: Analysis, name: str, theirs: str, fed: list[tuple[int, int, float]]) -> bool:
+    """Whether a gradient is what rounding leaves of terms that cancel (a bias before a batch norm): small in both, and
+    no farther from the reference's than the two runs' backwards are from each other, on the same rows, before anything
+    is reduced. `fed`: the rank, the micro-batch and the factor of each backward of the reference."""
+    seen, truth = analysis.observed(name), reference.sums[0].get(theirs)
+    if truth is None or not seen:
+        return False
+    eps = max(torch.finfo(getattr(torch, analysis.about[r][name].dtype)).eps for r in analysis.holders(name))
+    parts, again = analysis.contributions(name, seen[0].own), reference.parts[theirs]
+    doubt = 0.0
+    for number, (rank, micro, factor) in enumerate(fed):
+        mine, other = parts.get((rank, micro)), again.get((0, number))
+        if mine is not None and other is not None:
+            doubt += float((factor * mine - other).norm()) + 4 * eps * float(other.norm())
+    largest = tolerances.CANCELLED * eps * reference.largest
+    small = all(float(t.norm()) <= largest for t in (truth, *(one.sketch for one in seen)))
+    return small and all(float((one.sketch - truth).norm()) <= 2 * doubt for one in seen)
 
 
 def limit_of(analysis: Analysis) -> float:

@@ -1,6 +1,6 @@
 """The corpus: one small program per bug, in plain torch.distributed, right or wrong by one argument.
 
-Each module tells its story in the docstring and has
+Each module, or each `program` of one with several, tells its story in the docstring and has
 
     WORLD, LAYOUT     how many ranks, and what the layout's axes are called
     AXIS, TENSORS     what the diagnosis must name: the axis (or "ranks", "micro-batches"), and a pattern of tensors
@@ -12,6 +12,7 @@ Each module tells its story in the docstring and has
 
 from __future__ import annotations
 
+SEVERAL = ("data_parallel", "around_the_step", "contrastive", "cut_models", "experts_sequence")  # modules
 PROGRAMS = (
     "mean-of-means", "norm-unreduced", "accum-overwritten", "wrong-group",
     "nosync-missing", "qknorm-unreduced", "kv-replica-unreduced", "accum-rereduced", "accum-undivided", "bias-n-times",

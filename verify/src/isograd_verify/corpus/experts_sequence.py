@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from isograd_verify.corpus.mixture import Model, gather_rows, routed, take_seat
-from isograd_verify.corpus.plain import batch, cross_entropy, seeded, valid
+from isograd_verify.corpus.mixture import EXPERTS, Mixture, Model, Seat, gather_rows, routed, take_seat
+from isograd_verify.corpus.plain import batch, cross_entropy, program, seeded, steps, valid
+from isograd_verify.corpus.sharded import copied, summed
 
 WORLD, LAYOUT = 2, "tp2 sp ep2"
 BUGS = {
@@ -41,3 +43,35 @@ def train(bug: str, seed: int) -> None:
                 dist.all_reduce(parameter.grad)
         optimizer.step()
         optimizer.zero_grad()
+
+
+class Everywhere(Mixture):
+    """Experts whose tokens are on all ranks: nothing is gathered, outputs are summed."""
+
+    partial = False
+
+    def routed(self, x: Tensor, weights: Tensor) -> Tensor:
+        """What this rank's experts add, summed over ranks."""
+        here = EXPERTS // self.seat.ep
+        whole = weights if self.partial else copied(weights)
+        mine = whole[:, self.seat.index * here :][:, :here]
+        return summed(self.experts(copied(x), mine))
+
+
+class TensorParallel(Model):
+    """The model whose experts live on all ranks, with equal tokens on each."""
+
+    mixture = Everywhere
+
+
+@program("tp2 ep2", "tp", r"^embed|^norm|router")
+def score_partial(bug: bool, seed: int) -> None:
+    """A token's weights have a gradient on the rank of each expert, and nobody sums these. transformers #48205,
+    torchtitan #2387. All ranks hold all tokens, each computes its own experts for them. What the loss says of the
+    weight of another rank's expert is known there only, and what passes through the router is a part of the truth."""
+    seat: Seat = take_seat(2)
+    model = seeded(TensorParallel, seed, seat)
+    model.moe.partial = bug
+    for step in steps(model):
+        tokens, labels = batch(seed + step)
+        (cross_entropy(model(tokens), labels) / valid(labels)).backward()

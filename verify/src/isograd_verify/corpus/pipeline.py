@@ -1,4 +1,7 @@
-"""What goes wrong in a pipeline as it does without one.
+"""A model in two pipeline stages for the corpus, with hand-written sends: on one rank it is the whole model.
+
+Ranks are numbered with stages outermost: pp2 dp2 has ranks 0 and 1 on the first stage, 2 and 3 on the last one. Tied,
+the embedding's weight is also the head's: both stages hold it, under one name.
 
 accum-undivided  each micro-batch's loss is a mean, and nobody divides by the number of micro-batches: the last stage
                  starts every backward that many times too large, and all stages inherit it
@@ -7,16 +10,120 @@ clip-per-rank    each stage clips by the norm of its own parameters, so that sta
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from isograd_verify.corpus.piped import Seat, backward, my_micro_batches, sum_gradients, take_seat
-from isograd_verify.corpus.plain import batch, steps, valid
+from isograd_verify.corpus.plain import HIDDEN, VOCAB, batch, cross_entropy, my_rows, seeded, steps, valid
 
 WORLD, LAYOUT = 4, "pp2 dp2"
 BUGS = {"accum-undivided": ("micro-batches", ".*"), "clip-per-rank": ("pp", ".*")}
 MICRO_BATCHES = 3
 CLIP = 0.1  # below every norm here
+
+
+class Piped(nn.Module):
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, HIDDEN)
+        self.first = nn.Linear(HIDDEN, HIDDEN)
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.last = nn.Linear(HIDDEN, HIDDEN)
+        self.tied = tied
+        if not tied:
+            self.head = nn.Linear(HIDDEN, VOCAB, bias=False)
+
+    def keep(self, stage: int) -> None:
+        """Of two stages, this one only."""
+        lost = ["norm", "last"] if stage == 0 else ["first"]
+        if not self.tied:
+            lost += ["head"] if stage == 0 else ["embed"]
+        for name in lost:
+            delattr(self, name)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """From tokens, or from what the first stage passed on; to logits, or to what it passes on."""
+        if hasattr(self, "first"):
+            x = self.embed(x)
+            x = x + torch.tanh(self.first(x))
+        if hasattr(self, "last"):
+            x = x + torch.tanh(self.last(self.norm(x)))
+            x = F.linear(x, self.embed.weight) if self.tied else self.head(x)
+        return x
+
+
+@dataclass
+class Seat:
+    """Where this rank stands, and what it trains."""
+
+    stage: int
+    stages: int
+    data: int
+    datas: int
+    model: Piped
+    data_group: Any
+    tie_group: Any
+
+    @property
+    def first(self) -> bool:
+        return self.stage == 0
+
+    @property
+    def last(self) -> bool:
+        return self.stage == self.stages - 1
+
+
+def take_seat(seed: int, tied: bool = True) -> Seat:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    stages = 2 if world > 1 else 1
+    datas = world // stages
+    stage, data = divmod(rank, datas)
+    data_groups = [dist.new_group([s * datas + d for d in range(datas)]) for s in range(stages)]
+    tie_groups = [dist.new_group([s * datas + d for s in range(stages)]) for d in range(datas)]
+    model = seeded(Piped, seed, tied)
+    if stages > 1:
+        model.keep(stage)
+    return Seat(stage, stages, data, datas, model, data_groups[stage], tie_groups[data])
+
+
+def my_micro_batches(seat: Seat, seed: int, count: int) -> list[tuple[Tensor, Tensor]]:
+    tokens, labels = (my_rows(part, seat.data, seat.datas) for part in batch(seed))
+    return list(zip(tokens.tensor_split(count), labels.tensor_split(count), strict=True))
+
+
+def sum_gradients(seat: Seat) -> None:
+    """Over the data ranks, and of the tied weight over the stages that hold it."""
+    for name, parameter in seat.model.named_parameters():
+        assert parameter.grad is not None
+        dist.all_reduce(parameter.grad, group=seat.data_group)
+        if name == "embed.weight" and seat.model.tied and seat.stages > 1:
+            dist.all_reduce(parameter.grad, group=seat.tie_group)
+
+
+def backward(seat: Seat, tokens: Tensor, labels: Tensor, scales: Sequence[float]) -> None:
+    """One micro-batch, there and back: scales[stage] multiplies what a stage's backward starts from."""
+    rank, model = dist.get_rank(), seat.model
+    x = tokens
+    if not seat.first:
+        x = torch.empty(*tokens.shape, HIDDEN, dtype=torch.float64)
+        dist.recv(x, rank - seat.datas)
+        x.requires_grad_()
+    y = model(x)
+    if seat.last:
+        (cross_entropy(y, labels) * scales[-1]).backward()
+    else:
+        dist.send(y.detach().contiguous(), rank + seat.datas)
+        gradient = torch.empty_like(y)
+        dist.recv(gradient, rank + seat.datas)
+        y.backward(gradient * scales[0])
+    if not seat.first:
+        assert x.grad is not None
+        dist.send(x.grad, rank - seat.datas)
 
 
 def train(bug: str, seed: int) -> None:

@@ -6,7 +6,8 @@ purpose: sequences have different numbers of labels, so ranks and micro-batches 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,6 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 VOCAB, HIDDEN, BATCH, LENGTH = 23, 8, 8, 6
+
+
+def program(layout: str, axis: str, tensors: str = ".*", world: int = 2, alone: bool = False) -> Callable[[Any], Any]:
+    """A function `train` of a file with several programs as what a file with one has: see __init__.py."""
+    more = {"ALONE": True} if alone else {}
+    about = {"WORLD": world, "LAYOUT": layout, "AXIS": axis, "TENSORS": tensors, **more}
+    return lambda train: SimpleNamespace(train=train, __doc__=train.__doc__, **about)
 
 
 def batch(seed: int) -> tuple[Tensor, Tensor]:

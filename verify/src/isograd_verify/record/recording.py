@@ -32,6 +32,8 @@ from isograd_verify.record.events import Collective, End, Event, Parameter, Step
 
 VERSION = 2  # 1 had untyped events
 STEPS = "steps"  # eight bytes: the optimizer steps of a rank that is still under way
+WEIGHTS = "weights-{:04d}.safetensors"  # all weights, whole, with which a step began (run/beside.py)
+BEHIND = "behind-{:04d}.safetensors"  # what modules carry behind a backward that was done again (watch/feed.py)
 MOST_EVENTS = 5_000_000
 LONGEST_LINE = 1 << 24
 LONGEST_JSON = 1 << 28

@@ -4,23 +4,27 @@
 
 The first run keeps what the calls of its model were made with. The second run is the same command with one rank. Where
 its own first step saw the same data, that step is the reference. Else the calls of all ranks are replayed through the
-program's own loop, one after the other (watch/feed.py), and their gradients put together (compare/combined.py). A
-program that is too short for that is started again until all calls are done. All of it is kept beside the recording:
-`alone-0` and so on, and `one`, the reference.
+program's own loop, one after the other (watch/feed.py), and their gradients put together (compare/combined.py). Later
+steps are done so in any case, each from the weights with which the first run began it. A program that is too short is
+started again until all calls are done. All of it is kept beside the recording: `alone-0` and so on, and `one`, the
+reference.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from isograd_verify.compare.combined import combine, distinct, one_model, saw_the_same
+from safetensors.torch import save_file
+
+from isograd_verify.compare.combined import combine, copy, distinct, one_model, saw_the_same, weights_before
 from isograd_verify.compare.compare import compare
-from isograd_verify.compare.shares import SAME_DATA, Again, Mixed, NoReference
+from isograd_verify.compare.shares import SAME_DATA, Again, Mixed, NoReference, steady
+from isograd_verify.compare.states import local, moved, moving
 from isograd_verify.errors import VerifyError
 from isograd_verify.record.events import Backward, Lost, Step
-from isograd_verify.record.recording import VERSION, Recording, write_json
+from isograd_verify.record.recording import VERSION, WEIGHTS, RankWriter, Recording, write_json
 from isograd_verify.run.attach import begin, facts, plain_facts
 from isograd_verify.tell.findings import BUG, INCONCLUSIVE, NOTE, Finding, Subject
 from isograd_verify.watch.calls import CACHE, GRAPH
@@ -54,10 +58,16 @@ def judged(directory: Path, command: list[str], subject: Subject, stall: float, 
     device tokens go to the experts to which the first run sent them."""
     try:
         candidate = Recording(directory)
-        reference = _reference(candidate, single_rank(command), stall, replay)
+        one = WorldOfOne(candidate, single_rank(command), stall, replay)
+        reference, again = _reference(one)
         together = bool(reference.about.get("together"))  # then labels may be numbers of rows, and data are known
         beside = compare(reference, candidate, ignore_data=together)
         beside.findings += [Finding(NOTE, "", TOGETHER)] if together else []
+        if beside.verdict != BUG:
+            beside.findings += _carried(one, again, beside.errors)
+        last, why = max(reference.steps), reference.about.get("why")
+        if why and last < max(candidate.steps):
+            beside.findings.append(Finding(NOTE, "", f"not compared with one device behind step {last}: {why}"))
         for site, times in reference.about.get("scale", {}).items():
             beside.findings = [_open(found, site, times) for found in beside.findings]
     except NoReference as error:
@@ -84,124 +94,189 @@ def _not_compared(subject: Subject, why: str, fix: str) -> Subject:
     return subject
 
 
-def _reference(candidate: Recording, command: list[str], stall: float, replay: bool) -> Recording:
+Fed = tuple[list[int], int, int]  # ranks, whose rows go together; micro-batch; step
+
+
+@dataclass(frozen=True)
+class WorldOfOne:
+    """Starts the program as a world of one and gives it calls of the first run."""
+
+    candidate: Recording
+    command: list[str]
+    stall: float
+    replay: bool
+
+    def again(self, name: str, queue: list[Fed], natural: bool, means: str = "") -> tuple[Recording, list[Again]]:
+        """(the recording, the backwards that were done again). `natural`: its first step is the program's own. `means`:
+        a file of what modules carry, in place of what they carried."""
+        home = self.candidate.path
+        about = {"backwards": queue, "natural": natural, "moving": moving(self.candidate), "means": means}
+        write_json(home / "feed.json", about)
+        one = self._start(home / name)
+        steps = [e.step for e in one.ranks[0].of(Step) if not e.note]
+        if natural and steps[:1] != [1]:
+            raise NoReference("in a world of one no optimizer steps", MORE_STEPS)
+        done = zip(queue, steps[1:] if natural else steps, strict=False)
+        return one, [Again(ranks[0], micro, one.ranks[0], step, of) for (ranks, micro, of), step in done]
+
+    def _start(self, place: Path) -> Recording:
+        place.mkdir()
+        home = self.candidate.path
+        more = {"ISOGRAD_VERIFY_FEED": str((home / "feed.json").resolve()), "ISOGRAD_VERIFY_PARAMETERS": "1"}
+        more |= {"ISOGRAD_VERIFY_REPLAY": str(home.resolve())} if self.replay else {}
+        first = self.candidate.ranks[0].about
+        patience = max(SHORTEST, 4 * float(first.get("watched_seconds") or first.get("seconds") or self.stall))
+        hang, code = begin(self.command, place, min(self.stall, patience), more, {"replay": self.replay})
+        if hang is not None:
+            raise NoReference(
+                f"the program hung in a world of one: {hang.sentence}", "start it with one rank by itself"
+            )
+        try:
+            found = Recording(place)
+        except VerifyError as error:
+            why = f"the program does not train in a world of one (exit code {code}): {error.what}"
+            raise NoReference(why, "see its own output; start it with one rank by itself") from error
+        died = found.ranks[0].about.get("died")
+        if died and not any(not e.note for e in found.ranks[0].of(Step)):
+            raise NoReference(f"the program does not train in a world of one: {died}", SAME_DATA)
+        failed = found.ranks[0].about.get("failed")
+        if failed and not any(not e.note for e in found.ranks[0].of(Step)[1:]):
+            why = re.sub(r"^RuntimeError: | \(feed\.py:\d+\)$", "", str(failed))
+            raise NoReference(why, "see docs/verify.md, beside one device")
+        return found
+
+
+def _reference(alone: WorldOfOne) -> tuple[Recording, list[Again]]:
+    """(one device's steps, the backwards that were done again for them)."""
+    candidate = alone.candidate
     if candidate.world == 1:
         raise NoReference("the run itself is a world of one", "start it with several ranks")
     if not all(e.note == "" for r in candidate.ranks for e in r.of(Step, 1)) or not candidate.steps:
         raise NoReference("no optimizer was seen to step", SAME_DATA)
-    cannot: NoReference | None = None
-    try:
-        queue = _backwards(candidate)
-    except NoReference as error:  # it matters only where a world of one has other data of its own
-        queue, cannot = [], error
+    queue, cannot = _queue(candidate)
     first: Recording | None = None
     again: list[Again] = []
+    natural = False
     for start in range(MOST_STARTS):
-        left = queue[len(again) :]
-        one = _start(candidate.path, f"alone-{start}", command, left, first is None, stall, replay)
-        own = one.ranks[0]
-        steps = [e.step for e in own.of(Step) if not e.note]
-        if first is None:
-            if not steps or steps[0] != 1:
-                raise NoReference("in a world of one no optimizer steps", MORE_STEPS)
-            one_model(one, candidate)
-            if saw_the_same(one, candidate):
-                for path in own.path.glob("step-*"):  # what was fed after the first step is no step of one device
-                    if path.name != "step-0001.safetensors":
-                        path.unlink()
-                return one
-            if cannot is not None:
-                raise cannot
-            first, steps = one, steps[1:]
-        again += [Again(rank, micro, own, step) for ((rank,), micro), step in zip(left, steps, strict=False)]
-        if len(again) == len(queue):
-            return _combined(candidate, first, again, command, stall, replay)
-        if start and not steps:
+        try:
+            one, more = alone.again(f"alone-{start}", queue[len(again) :], first is None)
+        except NoReference as error:
+            if first is None or any(fed[2] == 1 for fed in queue[len(again) :]):
+                raise
+            cannot = error
             break
-    needed = f"{len(queue)} backwards are to be done again, and the program did {len(again)} of them in a world of one"
-    raise NoReference(needed, MORE_STEPS)
+        again += more
+        if first is None:
+            one_model(one, candidate)
+            first, natural = one, saw_the_same(one, candidate)
+            if not natural and not any(step == 1 for *_, step in queue):
+                raise cannot
+        if natural:  # what is left of the first step is known already
+            queue = queue[: len(again)] + [fed for fed in queue[len(again) :] if fed[2] > 1]
+        if len(again) == len(queue) or (start and not more):
+            break
+    assert first is not None
+    return _combined(alone, first, natural, queue, again, cannot.why), again
 
 
 def _combined(
-    candidate: Recording, first: Recording, again: list[Again], command: list[str], stall: float, replay: bool
-) -> Recording:
-    together, scale = False, dict[str, float]()
-    try:
-        scale = combine(candidate, first, again, candidate.path / "one")
-    except Mixed as error:
-        _together(candidate, command, stall, error)
-        together = True
-    about = {"version": VERSION, "layout": "1", "replay": replay, "together": together, "scale": scale}
-    write_json(candidate.path / "one" / "recording.json", about)
-    return Recording(candidate.path / "one")
+    alone: WorldOfOne, first: Recording, natural: bool, queue: list[Fed], again: list[Again], why: str,
+    together: bool = False,
+) -> Recording:  # fmt: skip
+    """The reference: the first step, and each later one up to the first that cannot be had."""
+    home = alone.candidate.path / "one"
+    scale, fed = dict[str, float](), dict[int, list[tuple[int, int, float]]]()
+    writer = RankWriter(home, 0, 1)
+    for step in sorted({1, *(step for *_, step in queue)}):
+        of_step, needed = [one for one in again if one.of == step], sum(fed[2] == step for fed in queue)
+        try:
+            if step == 1 and natural:
+                copy(first.ranks[0], writer)
+                continue
+            if step > 1 and not steady(alone.candidate, step):
+                raise NoReference("coefficients of the loss change from step to step", SAME_DATA)
+            if len(of_step) < needed:
+                short = f"{needed} backwards are to be done again, and the program did {len(of_step)} of them"
+                raise NoReference(why or f"{short} in a world of one", MORE_STEPS)
+            factors = combine(alone.candidate, first, of_step, writer, scale, together)
+            fed[step] = [(one.rank, one.micro, factor) for one, factor in zip(of_step, factors, strict=True)]
+        except NoReference as error:
+            if step > 1:
+                why = error.why
+                break
+            if together or not isinstance(error, Mixed):
+                raise
+            return _together(alone, error, queue)
+    writer.close()
+    about = {
+        "version": VERSION,
+        "layout": "1",
+        "replay": alone.replay,
+        "together": together,
+        "scale": scale,
+        "why": why,
+    }
+    write_json(home / "recording.json", about | {"again": {} if together else fed})
+    return Recording(home)
 
 
-def _together(candidate: Recording, command: list[str], stall: float, why: Mixed) -> None:
+def _together(alone: WorldOfOne, why: Mixed, queue: list[Fed]) -> Recording:
     """The reference of a program whose ranks see one another's rows: one device is given them all in one batch."""
-    ranks, micros = distinct(candidate), [e.micro for e in candidate.ranks[0].of(Backward, 1)]
-    queue = [(ranks, micro) for micro in micros]
+    of = {step: distinct(alone.candidate, step) for *_, step in queue}
+    queue = [(of[step], micro, step) for ranks, micro, step in queue if ranks[0] == of[step][0]]
     try:
-        one = _start(candidate.path, "together", command, queue, True, stall, False)
-        own = one.ranks[0]
-        steps = [e.step for e in own.of(Step) if not e.note][1:]
-        again = [Again(ranks[0], micro, own, step) for micro, step in zip(micros, steps, strict=False)]
-        if len(again) < len(queue):
-            raise NoReference(f"the program did {len(again)} of {len(queue)} backwards", MORE_STEPS)
-        combine(candidate, one, again, candidate.path / "one", together=True)
+        one, again = replace(alone, replay=False).again("together", queue, True)
+        return _combined(alone, one, False, queue, again, why.why, together=True)
     except NoReference as error:
         raise NoReference(f"{why.why}; given the rows of all ranks together: {error.why}", why.fix) from error
 
 
-def _backwards(candidate: Recording) -> list[tuple[list[int], int]]:
-    """([rank], micro-batch) of every backward of the first step whose data are not another rank's, too."""
+def _carried(alone: WorldOfOne, again: list[Again], errors: dict[str, float]) -> list[Finding]:
+    """What each rank makes of its own rows and carries to the next step, where that matters. `errors`: to add to."""
+    step, means = local(alone.candidate, again)
+    own = next((one for one in again if one.of == step), None)
+    if own is None:
+        return []
+    save_file(means, alone.candidate.path / "means.safetensors")
+    try:
+        _, others = alone.again("carried", [([own.rank], own.micro, own.of)], False, "means.safetensors")
+    except NoReference:
+        return []
+    return [told for other in others for told in moved(alone.candidate, means, own, other, errors)]
+
+
+def _queue(candidate: Recording) -> tuple[list[Fed], NoReference]:
+    """(every backward of the watched steps up to one that cannot be done again; why that cannot). Beside the recording
+    stand the weights with which each later step began."""
+    queue: list[Fed] = []
+    for step in [step for number, step in enumerate(candidate.steps, 1) if step == number]:
+        try:
+            found = _backwards(candidate, step)
+            held = weights_before(candidate, step) if step > 1 else {}
+        except NoReference as error:
+            return queue, error
+        if held:
+            save_file(held, candidate.path / WEIGHTS.format(step))
+        queue += found
+    return queue, NoReference("", "")
+
+
+def _backwards(candidate: Recording, step: int) -> list[Fed]:
+    """Every backward of a step whose data are not another rank's, too."""
     found = []
-    for rank in distinct(candidate):
+    for rank in distinct(candidate, step):
         record = candidate.ranks[rank]
         if any(e.sense == "calls" for e in record.of(Lost)):
             raise NoReference(f"the calls of the model on rank {rank} could not be kept", "see the findings below")
-        micros = [e.micro for e in record.of(Backward, 1)]
-        kept = (path for kind in (GRAPH, CACHE) for path in record.path.glob(f"{kind}-*.safetensors"))
-        called = {int(path.name.split("-")[1]) for path in kept}
+        micros = [e.micro for e in record.of(Backward, step)]
+        kept = (path for kind in (GRAPH, CACHE) for path in record.path.glob(f"{kind}-{step:04d}-*.safetensors"))
+        called = {int(path.name.split("-")[2]) for path in kept}
         if not set(micros) <= called:
-            lost = next(e for e in record.of(Backward, 1) if e.micro not in called)
+            lost = next(e for e in record.of(Backward, step) if e.micro not in called)
             raise NoReference(
                 f"rank {rank} calls backward at {lost.site} without a call of the whole model before it (a pipeline, "
                 "or two backwards through one graph)",
                 SAME_DATA,
             )
-        found += [([rank], micro) for micro in micros]
-    return found
-
-
-def _start(
-    home: Path,
-    name: str,
-    command: list[str],
-    backwards: list[tuple[list[int], int]],
-    natural: bool,
-    stall: float,
-    replay: bool,
-) -> Recording:
-    write_json(home / "feed.json", {"backwards": backwards, "natural": natural})
-    place = home / name
-    place.mkdir()
-    more = {"ISOGRAD_VERIFY_FEED": str((home / "feed.json").resolve()), "ISOGRAD_VERIFY_PARAMETERS": "1"}
-    more |= {"ISOGRAD_VERIFY_REPLAY": str(home.resolve())} if replay else {}
-    first = Recording(home).ranks[0].about
-    patience = max(SHORTEST, 4 * float(first.get("watched_seconds") or first.get("seconds") or stall))
-    hang, code = begin(command, place, min(stall, patience), more, {"replay": replay})
-    if hang is not None:
-        raise NoReference(f"the program hung in a world of one: {hang.sentence}", "start it with one rank by itself")
-    try:
-        found = Recording(place)
-    except VerifyError as error:
-        why = f"the program does not train in a world of one (exit code {code}): {error.what}"
-        raise NoReference(why, "see its own output; start it with one rank by itself") from error
-    died = found.ranks[0].about.get("died")
-    if died and not any(not e.note for e in found.ranks[0].of(Step)):
-        raise NoReference(f"the program does not train in a world of one: {died}", SAME_DATA)
-    failed = found.ranks[0].about.get("failed")
-    if failed:
-        why = re.sub(r"^RuntimeError: | \(feed\.py:\d+\)$", "", str(failed))
-        raise NoReference(why, "see docs/verify.md, beside one device")
+        found += [([rank], micro, step) for micro in micros]
     return found

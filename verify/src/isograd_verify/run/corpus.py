@@ -2,10 +2,12 @@
 
 isograd-verify bugs                       every bug once
 isograd-verify bugs --seeds 20 NAME ...   some of them, with many seeds
+isograd-verify bugs --seeds 20 --log FILE what FILE has is not run again: stopped, it goes on
 """
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import sys
@@ -16,7 +18,7 @@ from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 import torch.distributed as dist
 from rich.console import Console
@@ -25,7 +27,7 @@ from rich.table import Table
 from torch.distributed import distributed_c10d
 
 from isograd_verify.compare.compare import compare
-from isograd_verify.corpus import FRAMEWORKS, PROGRAMS
+from isograd_verify.corpus import FRAMEWORKS, PROGRAMS, SEVERAL
 from isograd_verify.errors import VerifyError, did_you_mean
 from isograd_verify.io import tempdir
 from isograd_verify.record.recording import VERSION, Recording, write_json
@@ -41,7 +43,7 @@ class Planted:
 
     name: str  # "norm-unreduced", or "fsdp2/mean-of-means"
     bug: str
-    module: ModuleType
+    module: Any  # or a `program` of one
     axis: str
     tensors: str
 
@@ -73,10 +75,13 @@ class Outcome:
         return self.caught is not None and not self.alarms
 
 
-def module(name: str) -> ModuleType:
+def module(name: str) -> Any:
     """The program of the corpus with this name."""
     assert name in (*PROGRAMS, *FRAMEWORKS), name
-    return import_module(f"isograd_verify.corpus.{name.replace('-', '_')}")
+    own = name.replace("-", "_")
+    several = (import_module(f"isograd_verify.corpus.{one}") for one in SEVERAL if name in PROGRAMS)
+    found = next((getattr(one, own) for one in several if hasattr(one, own)), None)
+    return found or import_module(f"isograd_verify.corpus.{own}")
 
 
 def planted(name: str) -> list[Planted]:
@@ -169,38 +174,38 @@ def names_it(found: Finding, what: Planted, subject: Subject) -> bool:
     return set(found.tensors) == wanted if what.tensors else True
 
 
-def outcomes(chosen: Sequence[Planted], seeds: int = 1) -> Iterator[Outcome]:
-    """The outcome of each planted bug with each seed, one by one."""
+def outcomes(chosen: Sequence[tuple[Planted, int]]) -> Iterator[Outcome]:
+    """The outcome of each planted bug with a seed, one by one."""
     with Bench() as bench:
-        for what in chosen:
-            for seed in range(seeds):
-                yield bench.outcome(what, seed)
+        for what, seed in chosen:
+            yield bench.outcome(what, seed)
 
 
-def table(chosen: Sequence[Planted], seeds: int, say: Callable[[str], None]) -> int:
-    """Print bug -> caught -> sentence; 0 when every bug is named and every clean twin is silent, else 3."""
+def table(chosen: Sequence[Planted], seeds: int, say: Callable[[str], None], log: Path | None = None) -> int:
+    """Print bug -> caught -> sentence; 0 when every bug is named and every clean twin is silent, else 3. `log`: a line
+    for each outcome; those that are in it already are not run again."""
     shown = Table(title=f"the corpus of bugs, {seeds} seed(s) each, and their clean twins", show_lines=True)
     shown.add_column("bug", no_wrap=True)
     shown.add_column("caught")
     shown.add_column("clean twin")
     shown.add_column("what is said")
+    known = [json.loads(line) for line in log.read_text().splitlines()] if log is not None and log.exists() else []
+    rows = {(name, seed): (named, silent, said) for name, seed, named, silent, said in known}
+    left = [(what, seed) for what in chosen for seed in range(seeds) if (what.name, seed) not in rows]
+    for o in outcomes(left):
+        said = o.caught.sentence if o.caught else "; ".join(f.sentence for f in o.others) or "nothing"
+        rows[o.planted.name, o.seed] = o.caught is not None, not o.alarms, said
+        if log is not None:
+            with log.open("a") as file:
+                file.write(json.dumps([o.planted.name, o.seed, *rows[o.planted.name, o.seed]]) + "\n")
+        say(f"{o.planted.name}, seed {o.seed}: {'named' if o.caught else 'NOT NAMED'}{'' if o.ok else ', NOT OK'}")
     good = True
-    rows: dict[str, list[Outcome]] = {}
-    for outcome in outcomes(chosen, seeds):
-        rows.setdefault(outcome.planted.name, []).append(outcome)
-        good &= outcome.ok
-        say(f"{outcome.planted.name}, seed {outcome.seed}: {'named' if outcome.caught else 'NOT NAMED'}")
-    for name, found in rows.items():
-        named, silent = sum(o.caught is not None for o in found), sum(not o.alarms for o in found)
-        said = (
-            found[0].caught.sentence if found[0].caught else "; ".join(f.sentence for f in found[0].others) or "nothing"
-        )
-        colours = ["green" if n == len(found) else "red" for n in (named, silent)]
-        shown.add_row(
-            name,
-            f"[{colours[0]}]{named}/{len(found)}[/]",
-            f"[{colours[1]}]silent {silent}/{len(found)}[/]",
-            escape(said),
-        )
+    for what in chosen:
+        found = [rows[what.name, seed] for seed in range(seeds)]
+        counts = [sum(one[i] for one in found) for i in (0, 1)]
+        good &= counts == [seeds, seeds]
+        colours = ["green" if count == seeds else "red" for count in counts]
+        cells = [f"[{c}]{word}{n}/{seeds}[/]" for c, word, n in zip(colours, ("", "silent "), counts, strict=True)]
+        shown.add_row(what.name, *cells, escape(found[0][2]))
     Console(width=None if sys.stdout.isatty() else 140).print(shown)
     return 0 if good else 3

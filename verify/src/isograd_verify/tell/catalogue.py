@@ -124,6 +124,10 @@ BUGS: dict[str, Bug] = {
         "replicated key and value weights serve different query heads on each rank",
         "the group of ranks that hold the same key/value head: gradients must be summed over it",
     ),
+    "statistic-unreduced": Bug(
+        "a running statistic that the loss uses (a teacher's center, a mean) is made from each rank's own rows",
+        "where it is updated: sum its terms and their number over the ranks first",
+    ),
     "mean-of-means": Bug(
         "each rank or micro-batch divides by its own number of tokens, and the means are averaged",
         "the loss: sum it, sum the token counts over ranks and micro-batches, divide once",

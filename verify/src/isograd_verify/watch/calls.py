@@ -1,9 +1,9 @@
-"""What the calls of a model were made with in the first step, kept so that another run can be given it.
+"""What the calls of a model were made with in the watched steps, kept so that another run can be given it.
 
 A batch is more than what the model is given: labels stand beside it, in variables of the functions that led to the
 call. Kept are the tensors among the model's arguments, those in local variables of the program's functions (in lists
-and dicts, too), and the state of the random generators. `found` walks them in one order, arguments first, so that a
-tensor that several names stand for has the same name in both runs.
+and dicts, too), the state of the random generators, and what modules carry from step to step (`states`). `found` walks
+them in one order, arguments first, so that a tensor that several names stand for has the same name in both runs.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from isograd_verify.record.sketch import digest
 from isograd_verify.watch import foreign
 
 if TYPE_CHECKING:
@@ -35,9 +36,9 @@ MOST_FRAMES = 64
 OURS = (os.path.dirname(os.path.abspath(torch.__file__)), os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 
-def file_of(micro: int, call: int, kind: str = GRAPH) -> str:
-    """The file of one call: which micro-batch of the step, and which call of the model in it, of its kind."""
-    return f"{kind}-{micro:04d}-{call:04d}.safetensors"
+def file_of(step: int, micro: int, call: int, kind: str = GRAPH) -> str:
+    """The file of one call: the step, its micro-batch, and which call of the model in that, of its kind."""
+    return f"{kind}-{step:04d}-{micro:04d}-{call:04d}.safetensors"
 
 
 def outermost(capture: Capture, module: nn.Module) -> str:
@@ -57,9 +58,26 @@ def found(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Tensor | t
         simple = {k: v for k, v in values.items() if isinstance(v, Tensor)}
         for name, value in [*simple.items(), *((k, v) for k, v in values.items() if k not in simple)]:
             for path, tensor in _walk(value, f"{place}/{name}", 0):
-                if id(tensor) not in seen:
+                if id(tensor) not in seen and not isinstance(tensor, nn.Module):
                     seen.add(id(tensor))
                     tensors.setdefault(path, tensor)
+    return tensors
+
+
+def states(module: nn.Module) -> dict[str, Tensor]:
+    """By name, each once: buffers and other tensors of the modules in variables around the call (a loss with a running
+    mean) and of the one that is called, which may move from step to step."""
+    tensors: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for place, values in (*_variables(), ("model", {"": module})):
+        for name, value in values.items():
+            for path, one in _walk(value, f"{place}/{name}", 0):
+                for inner, part in one.named_modules() if isinstance(one, nn.Module) else ():
+                    for key, held in (*part._buffers.items(), *vars(part).items()):
+                        plain = isinstance(held, Tensor) and not isinstance(held, foreign.DTensor)
+                        if plain and held.layout is torch.strided and not held.requires_grad and id(held) not in seen:
+                            seen.add(id(held))
+                            tensors[".".join(filter(None, (path, inner, key)))] = held
     return tensors
 
 
@@ -73,8 +91,9 @@ def _variables() -> Iterator[tuple[str, dict[str, Any]]]:
         frame = frame.f_back  # type: ignore[assignment]
 
 
-def _walk(value: Any, path: str, depth: int) -> Iterator[tuple[str, Tensor | torch.Generator]]:
-    if isinstance(value, torch.Generator):
+def _walk(value: Any, path: str, depth: int) -> Iterator[tuple[str, Any]]:
+    """Tensors, generators and modules."""
+    if isinstance(value, torch.Generator | nn.Module):
         yield path, value
     elif isinstance(value, Tensor):
         plain = value.layout is torch.strided and not value.is_nested and not isinstance(value, foreign.DTensor)
@@ -91,11 +110,12 @@ def _walk(value: Any, path: str, depth: int) -> Iterator[tuple[str, Tensor | tor
 
 
 class Calls:
-    """Writes each call of the first step into a file of its own."""
+    """Writes each call of the watched steps into a file of its own."""
 
     def __init__(self, capture: Capture) -> None:
         self.capture = capture
-        self.last = {GRAPH: (-1, -1), CACHE: (-1, -1)}  # micro-batch and number of the last call of each kind
+        self.last = {GRAPH: (0, -1, -1), CACHE: (0, -1, -1)}  # of each kind the last call: step, micro-batch, number
+        self.began: dict[str, str] = {}  # what modules carry, when it was first seen
         self.cached = 0  # bytes of calls without a graph: together no more than those of one call
         capture.beside = True
         capture.hooks.wrap(nn.Module, "__call__", self._called)
@@ -103,31 +123,30 @@ class Calls:
 
     def _called(self, original: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if kind := outermost(self.capture, module):
-            self.capture.guarded(self._keep, "calls")(kind, args, kwargs)
+            self.capture.guarded(self._keep, "calls")(kind, module, args, kwargs)
         return original(module, *args, **kwargs)
 
     def _backward(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         outermost = torch._C._current_graph_task_id() == -1
         result = original(*args, **kwargs)
-        if outermost and self.capture.step == 1:
+        if outermost:
             self.capture.guarded(self._loss, "calls")(args[0] if args else kwargs.get("tensors"))
         return result
 
     def _loss(self, roots: Any) -> None:
-        micro = self.capture.micro
-        self.capture.tensors[f"root/{micro}"] = total(roots)
-        if self.last[GRAPH][0] == micro == self.last[CACHE][0]:
-            for call in range(self.last[CACHE][1] + 1):
-                (self.capture.out.path / file_of(micro, call, CACHE)).unlink(missing_ok=True)
+        now = self.capture.step, self.capture.micro
+        self.capture.tensors[f"root/{now[1]}"] = total(roots)
+        if self.last[GRAPH][:2] == now == self.last[CACHE][:2]:
+            for call in range(self.last[CACHE][2] + 1):
+                (self.capture.out.path / file_of(*now, call, CACHE)).unlink(missing_ok=True)
             self.cached = 0
 
-    def _keep(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _keep(self, kind: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.capture.close_step()
-        micro = self.capture.micro + 1
-        if self.capture.step > 1 or (kind == CACHE and self.last[GRAPH][0] == micro):
+        now = self.capture.step, self.capture.micro + 1
+        if not self.capture.active or (kind == CACHE and self.last[GRAPH][:2] == now):
             return
-        last, number = self.last[kind]
-        self.last[kind] = micro, number + 1 if last == micro else 0
+        self.last[kind] = *now, self.last[kind][2] + 1 if self.last[kind][:2] == now else 0
         kept, size = generators(), self.cached if kind == CACHE else 0
         for name, value in found(args, kwargs).items():
             tensor = value.get_state() if isinstance(value, torch.Generator) else value
@@ -136,6 +155,10 @@ class Calls:
                 kept[name] = tensor.detach().cpu().clone().contiguous()
             elif name.startswith("argument/") and kind == GRAPH:
                 raise ValueError(f"the tensors of one call of the model are larger than {LIMIT} bytes")
+        for name, tensor in states(module).items():
+            size += tensor.numel() * tensor.element_size()
+            if size <= LIMIT and (hashed := digest(tensor)) != self.began.setdefault(name, hashed):
+                kept[f"state/{name}"] = tensor.detach().cpu().clone().contiguous()
         self.cached = size if kind == CACHE else self.cached
         if kind == GRAPH or size <= LIMIT:
             save_file(kept, self.capture.out.path / file_of(*self.last[kind], kind))
@@ -156,7 +179,7 @@ def joined(kept: list[dict[str, Tensor]]) -> dict[str, Tensor]:
         parts = [one[name] for one in kept if name in one]
         if name.startswith("generator/") or (len(parts) == len(kept) and all(torch.equal(p, first) for p in parts[1:])):
             found[name] = first
-        if name.startswith("generator/") or [len(p) for p in parts] != rows:
+        if name.startswith(("generator/", "state/")) or [len(p) for p in parts] != rows:
             if name.startswith("argument/") and name not in found:
                 raise RuntimeError(f"{name.partition('/')[2]} of several ranks cannot be put together as rows")
             continue

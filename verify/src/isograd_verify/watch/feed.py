@@ -2,8 +2,8 @@
 some rank was made with (calls.py), and each backward is recorded by itself, as an optimizer step of its own.
 
 The program goes through its own loop with its own loss. Its first step is left as it is, to see how much a label weighs
-on one device; then calls are fed. Optimizers find no gradients, so weights stay those of the first step. After the last
-call the process ends: what follows would train on nothing.
+on one device; then calls are fed. Optimizers find no gradients; weights, and what modules carry from step to step, are
+those with which the other run's step began. After the last call the process ends: what follows would train on nothing.
 """
 
 from __future__ import annotations
@@ -12,18 +12,20 @@ import os
 import sys
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from isograd_verify.io.untrusted import CONFIG, read_json
-from isograd_verify.record.recording import load
+from isograd_verify.record.recording import BEHIND, WEIGHTS, load
 from isograd_verify.watch import foreign
-from isograd_verify.watch.calls import CACHE, GRAPH, file_of, found, joined, outermost, set_generators, total
+from isograd_verify.watch.calls import CACHE, GRAPH, file_of, found, joined, outermost, set_generators, states, total
 from isograd_verify.watch.sites import call_site
 from isograd_verify.watch.steps import Steps
 
@@ -75,15 +77,18 @@ class Feed:
         self.capture, self.done = capture, done
         about = read_json(file, CONFIG)
         self.home = file.parent
-        self.queue = [([int(rank) for rank in ranks], int(micro)) for ranks, micro in about["backwards"]]
+        self.queue = [([int(r) for r in ranks], int(micro), int(step)) for ranks, micro, step in about["backwards"]]
         self.natural = bool(about["natural"])  # the first step is the program's own
         self.fed = self.call = 0  # backwards that are over; calls of the model in this one
         self.cached = False  # calls without a graph were fed in this step: what follows from them stands in variables
         self.withheld: list[tuple[Tensor, Tensor]] = []
-        self.start: list[tuple[Tensor, Tensor]] = []  # of a program without an optimizer: each weight as it began
+        self.start: dict[str, Tensor] = {}  # each weight as it began
+        self.began: dict[str, Tensor] = {}  # what modules carry, as it began
+        self.moving = {str(name) for name in about["moving"]}  # of that, what changed in the other run
+        self.means = load(self.home / about["means"]) if about["means"] else {}  # in place of what it was there
+        self.states: Callable[[], dict[str, Tensor]] = dict
         self.loopback = capture.watch.loopback = Loopback(capture.base)
         capture.beside, capture.steps = True, Steps(len(self.queue) + 2)
-        capture.routing.only = 1  # every backward is one of the other run's first step
         capture.hooks.wrap(nn.Module, "__call__", self._called)
         capture.hooks.wrap(torch.autograd, "backward", self._backward)
         capture.hooks.handles.append(register_optimizer_step_pre_hook(self._withhold))
@@ -101,8 +106,8 @@ class Feed:
         """Whether the backward that comes is of a loss that takes the outputs of such calls."""
         if not self.queue:
             return False
-        ranks, micro = self.queue[self.fed]
-        return all((self.home / f"rank-{rank:04d}" / file_of(micro, 0, CACHE)).exists() for rank in ranks)
+        ranks, micro, step = self.queue[self.fed]
+        return all((self.home / f"rank-{rank:04d}" / file_of(step, micro, 0, CACHE)).exists() for rank in ranks)
 
     def _replace(self, module: nn.Module, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Gives the tensors of a call, and of the variables around it, the contents that they had in the other run.
@@ -110,18 +115,22 @@ class Feed:
         self.capture.close_step()
         if foreign.world()[1] != 1:
             raise RuntimeError(f"the program started {foreign.world()[1]} ranks where one was asked for")
-        if not self.capture.optimizers:  # what a program that steps by hand does to its weights is taken back
-            seen = {id(p) for p, _ in self.start}
-            self.start += [(p, p.detach().clone()) for p in module.parameters() if id(p) not in seen]
+        self.capture.root(module)
+        self._remember()
+        self.states = partial(states, module)
+        for name, value in self.states().items():
+            self.began.setdefault(name, value.detach().clone())
         if self.natural and self.capture.step == 1:
             return
-        for parameter, value in () if self.call else self.start:
-            parameter.data.copy_(value)
         self.natural = False
         if not self.queue:
             self.done(self.capture)
-        ranks, micro = self.queue[self.fed]
-        paths = [self.home / f"rank-{rank:04d}" / file_of(micro, self.call, kind) for rank in ranks]
+        ranks, micro, step = self.queue[self.fed]
+        if not self.call:
+            self._leave_states()
+            self._set_weights(step)
+        self.capture.routing.only = step
+        paths = [self.home / f"rank-{rank:04d}" / file_of(step, micro, self.call, kind) for rank in ranks]
         self.call += 1
         for rank, path in zip(ranks, paths, strict=True):
             if not path.exists():
@@ -129,17 +138,48 @@ class Feed:
                     f"the model is called {self.call} times before a backward, and less often on rank {rank}"
                 )
         kept = load(paths[0]) if len(paths) == 1 else joined([load(path) for path in paths])
-        for name, tensor in found(args, kwargs).items():
-            data = (not self.cached or name.startswith("argument/")) and name in kept
-            if data and isinstance(tensor, torch.Generator):
-                tensor.set_state(kept.pop(name))
-            elif data and isinstance(tensor, Tensor) and kept[name].dtype == tensor.dtype:
-                tensor.data = kept.pop(name).to(tensor.device)
+        self._give(kept | self.means, found(args, kwargs))
         self.cached |= kind == CACHE
+
+    def _give(self, kept: dict[str, Tensor], own: dict[str, Tensor | torch.Generator]) -> None:
+        taken = {id(value) for value in own.values()}
+        for name, tensor in self.states().items():
+            value = kept.get(f"state/{name}", self.began[name])
+            if id(tensor) not in taken and value.shape == tensor.shape:
+                tensor.data.copy_(value)
+        for name, held in own.items():
+            data = (not self.cached or name.startswith("argument/")) and name in kept
+            if data and isinstance(held, torch.Generator):
+                held.set_state(kept.pop(name))
+            elif data and isinstance(held, Tensor) and kept[name].dtype == held.dtype:
+                held.data = kept.pop(name).to(held.device)
         left = [name.partition("/")[2] for name in kept if name.startswith("argument/")]
         if left:
             raise RuntimeError(f"the model is called with other arguments on one device: no {', '.join(left[:3])}")
         set_generators(kept)
+
+    def _remember(self) -> None:
+        for name, parameter in self.capture.learn_names().items():
+            if name not in self.start:
+                self.start[name] = foreign.local(parameter).detach().clone()
+
+    def _set_weights(self, step: int) -> None:
+        """All weights, also of a model that follows this one, are those with which the other run's step began."""
+        held = load(self.home / WEIGHTS.format(step)) if step > 1 else self.start
+        for name, parameter in self.capture.learn_names().items():
+            here = foreign.local(parameter).data
+            value = held.get(name, self.start.get(name))
+            if value is not None and value.shape != here.shape:
+                raise RuntimeError(f"{name} has another shape on one device in step {step}")
+            if value is not None:
+                here.copy_(value)
+
+    def _leave_states(self) -> None:
+        """What modules carry behind the last backward."""
+        state = self.states()
+        kept = {name: state[name].detach().cpu().clone() for name in self.moving & state.keys()}
+        if self.fed and kept:
+            save_file(kept, self.capture.out.path / BEHIND.format(self.capture.step - 1))
 
     def _backward(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         self.capture.guarded(self.loopback.check)()
@@ -165,11 +205,13 @@ class Feed:
             if parameter.grad is not None:
                 parameter.grad.detach().zero_()  # not None: a program may look at it
         self.fed, self.call = self.fed + 1, 0
+        self._leave_states()
 
     def _withhold(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Behind the capture's own hook: an optimizer without gradients changes nothing. One that is given a closure
         makes them inside its step."""
         self.cached = False
+        self._remember()
         closure = kwargs.get("closure") if "closure" in kwargs else args[1] if len(args) > 1 else None
         if closure is None:
             self._take(optimizer)

@@ -79,7 +79,7 @@ def tell(c: Recorder, tensors: dict[str, Tensor], outputs: list[Tensor]) -> None
     about = described(tensors)
     reached = [t for t in outputs if t.requires_grad][:MOST_OUTPUTS]
     if not reached:
-        c.event(ForwardInputs(*c.now, forward=c.micro + 1, tensors=about))
+        c.event(ForwardInputs(*c.now, forward=c.micro + 1, tensors=about, reached=False))  # a teacher, say
         return
     c.calls += 1
     mark = c.calls

@@ -1,0 +1,164 @@
+"""Bugs of contrastive losses over the rows of all ranks (pairs.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from isograd_verify.corpus.plain import (
+    Copy,
+    all_reduce_gradients,
+    cross_entropy,
+    gather,
+    my_rows,
+    program,
+    scatter_sum,
+    seeded,
+    steps,
+)
+
+ROWS, FEATURES, SIZE = 6, 5, 4
+
+
+def triples(seed: int) -> tuple[Tensor, ...]:
+    """Queries, documents and hard negatives of the whole step, [ROWS, FEATURES] each."""
+    generator = torch.Generator().manual_seed(2000 + seed)
+    return tuple(torch.randn(3, ROWS, FEATURES, generator=generator, dtype=torch.float64))
+
+
+def mine(seed: int) -> list[Tensor]:
+    return [my_rows(t, dist.get_rank(), dist.get_world_size()) for t in triples(seed)]
+
+
+class GatherRows(torch.autograd.Function):
+    """Forward: all-gather along dim 0. Backward: reduce-scatter, because every rank's rows look at all of them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return gather(x, 0)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return scatter_sum(gradient, 0)
+
+
+def everyones(x: Tensor) -> Tensor:
+    found: Tensor = GatherRows.apply(x)  # type: ignore[no-untyped-call]
+    return found
+
+
+class Scores(nn.Module):
+    """Cosines of queries with candidates, times a scale that is learned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logit_scale = nn.Parameter(torch.tensor(1.5))
+
+    def scale(self) -> Tensor:
+        return self.logit_scale
+
+    def forward(self, queries: Tensor, candidates: Tensor) -> Tensor:
+        return self.scale().exp() * F.normalize(queries, dim=1) @ F.normalize(candidates, dim=1).T
+
+
+class Towers(nn.Module):
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.query = nn.Sequential(nn.Linear(FEATURES, 7), nn.Tanh(), nn.Dropout(dropout), nn.Linear(7, SIZE))
+        self.document = nn.Sequential(nn.Linear(FEATURES, 7), nn.Tanh(), nn.Dropout(dropout), nn.Linear(7, SIZE))
+        self.scores = Scores()
+
+    def forward(self, queries: Tensor, *others: Tensor) -> Tensor:
+        """Logits of my queries over all ranks' documents, then all ranks' hard negatives."""
+        candidates = torch.cat([everyones(self.document(x)) for x in others])
+        logits: Tensor = self.scores(self.query(queries), candidates)
+        return logits
+
+
+def own_documents(rows: int) -> Tensor:
+    """The column of each of my rows' documents, where documents stand in rank order before all negatives."""
+    counts = [torch.zeros((), dtype=torch.int64) for _ in range(dist.get_world_size())]
+    dist.all_gather(counts, torch.tensor(rows))
+    return torch.arange(rows) + int(sum(counts[: dist.get_rank()]))
+
+
+class SummingScores(Scores):
+    """Its scale's gradient is that of all ranks' rows when backward leaves it."""
+
+    def scale(self) -> Tensor:
+        summed: Tensor = Copy.apply(self.logit_scale)  # type: ignore[no-untyped-call]
+        return summed
+
+
+@program("dp2", "dp", r"logit_scale")
+def temperature_scale(bug: bool, seed: int) -> None:
+    """The loss sums the logit scale's gradient over the ranks itself, and then all gradients are summed.
+
+    Inf-CL's ring of similarities ends its backward so; OpenCLIP's accumulation adds the scale's whole gradient once
+    per chunk. Encoders are right, the loss is right, and the temperature moves W times as fast."""
+    model = seeded(Towers, seed)
+    if bug:
+        model.scores = SummingScores().double()
+    for step in steps(model):
+        rows = mine(seed + step)
+        logits = model(*rows)
+        (cross_entropy(logits, own_documents(len(logits))) / ROWS).backward()
+        all_reduce_gradients(model)
+
+
+def chunks(model: Towers, seed: int, step: int) -> Iterator[tuple[nn.Module, Tensor, int]]:
+    """(encoder, one row, the seed of its draws): the same draws on whichever rank the row is."""
+    first = len(triples(0)[0]) * dist.get_rank() // dist.get_world_size()
+    for tower, rows in enumerate(mine(seed + step)):
+        for number, row in enumerate(rows.split(1)):
+            yield model.query if tower == 0 else model.document, row, 1000 * step + 100 * tower + first + number
+
+
+@program("dp2", "", "")
+def cache_rng(bug: bool, seed: int) -> None:
+    """Representations are cached without a graph, and the replay with one drops other elements.
+
+    GradCache, and sentence-transformers #3862: the gradient of a cached representation is handed to another one,
+    because the state of the random generator was not brought back for the replay. Nothing is missing, everything is
+    a little wrong."""
+    model = seeded(Towers, seed, 0.3)
+    for step in steps(model):
+        cached = []
+        for encode, row, draws in chunks(model, seed, step):
+            torch.manual_seed(draws)
+            with torch.no_grad():
+                cached.append(encode(row).requires_grad_())
+        queries, *others = (torch.cat(part) for part in zip(*[iter(cached)] * (len(cached) // 3), strict=True))
+        logits = model.scores(queries, torch.cat([everyones(vectors) for vectors in others]))
+        (cross_entropy(logits, own_documents(len(logits))) / ROWS).backward()
+        for (encode, row, draws), vector in zip(chunks(model, seed, step), cached, strict=True):
+            if not bug:
+                torch.manual_seed(draws)
+            encode(row).backward(vector.grad)
+        all_reduce_gradients(model)
+
+
+class Interleaved(Towers):
+    def forward(self, queries: Tensor, *others: Tensor) -> Tensor:
+        candidates = everyones(torch.cat([self.document(x) for x in others]))
+        logits: Tensor = self.scores(self.query(queries), candidates)
+        return logits
+
+
+@program("dp2", "dp", "")
+def loss_labels_shifted(bug: bool, seed: int) -> None:
+    """Each rank's documents and hard negatives are gathered together, labels count documents alone.
+
+    sentence-transformers #3453: candidates come as documents and negatives of rank 0, then those of rank 1; the
+    label of a row is still its number among all documents. From the second rank on, rows are drawn to other rows'
+    negatives."""
+    model = seeded(Interleaved if bug else Towers, seed)
+    for step in steps(model):
+        logits = model(*mine(seed + step))
+        (cross_entropy(logits, own_documents(len(logits))) / ROWS).backward()
+        all_reduce_gradients(model)

@@ -1,0 +1,448 @@
+"""Bugs of models that are cut over ranks: groups, adjoints, scales, orders, and gradients of what all ranks hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from isograd_verify.corpus.pipeline import Seat, backward, my_micro_batches, take_seat
+from isograd_verify.corpus.plain import (
+    BATCH,
+    HIDDEN,
+    VOCAB,
+    GatherSequence,
+    ScatterSum,
+    all_reduce_gradients,
+    batch,
+    cross_entropy,
+    cut,
+    program,
+    scatter_sum,
+    seeded,
+    steps,
+    valid,
+)
+from isograd_verify.corpus.sharded import INNER, GatheredMlp, GatherFeatures, ShardedMlp, copied, summed
+
+HEADS, SIZE = 4, 4
+
+
+def heads(x: Tensor) -> Tensor:
+    y: Tensor = x.unflatten(-1, (-1, SIZE))  # [batch, sequence, heads, size]
+    return y
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """[batch, sequence, heads, size] each; a single key/value head serves all query heads."""
+    q, k, v = (x.expand_as(q).transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+
+
+class AllToAll(torch.autograd.Function):
+    """x[r] goes to rank r; result[r] came from rank r. Backward is the same exchange: it is its own inverse."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        received = torch.empty_like(x, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(received, x.contiguous())
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        received = torch.empty_like(gradient, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(received, gradient.contiguous())
+        return received
+
+
+def exchange(x: Tensor) -> Tensor:
+    return AllToAll.apply(x)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class ToHeads(nn.Module):
+    """My part of the sequence with all heads -> the whole sequence with my heads."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        to = x.unflatten(2, (dist.get_world_size(), -1)).movedim(2, 0)  # [rank, batch, part, heads / cp, size]
+        return exchange(to).movedim(0, 1).flatten(1, 2)  # [batch, sequence, heads / cp, size]
+
+
+class ToSequence(nn.Module):
+    """The whole sequence with my heads -> my part of the sequence with all heads."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        to = x.unflatten(1, (dist.get_world_size(), -1)).movedim(1, 0)  # [rank, batch, part, heads / cp, size]
+        return self.merge(exchange(to))
+
+    def merge(self, received: Tensor) -> Tensor:
+        return received.movedim(0, 2).flatten(2, 3)  # [batch, part, heads, size]
+
+
+class UlyssesModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, HIDDEN)
+        self.q = nn.Linear(HIDDEN, HEADS * SIZE, bias=False)
+        self.k = nn.Linear(HIDDEN, HEADS * SIZE, bias=False)
+        self.v = nn.Linear(HIDDEN, HEADS * SIZE, bias=False)
+        self.to_heads, self.to_sequence = ToHeads(), ToSequence()
+        self.o = nn.Linear(HEADS * SIZE, HIDDEN)
+        self.head = nn.Linear(HIDDEN, VOCAB)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)  # [batch, part of the sequence, hidden]
+        q, k, v = (self.to_heads(heads(layer(x))) for layer in (self.q, self.k, self.v))
+        logits: Tensor = self.head(x + self.o(self.to_sequence(attend(q, k, v)).flatten(-2)))
+        return logits
+
+
+@program("cp2 ulysses", "cp")
+def ulysses_scale(bug: bool, seed: int) -> None:
+    """Gradients over the sequence-parallel ranks are averaged where they should be summed.
+
+    DeepSpeed #5248; in 0.19.8 they come out as 1, sp or 1 / sp times the right ones, by ZeRO stage and one flag.
+    Here the loss is already divided by the labels of the whole step, so every rank's gradient is a summand."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model = seeded(UlyssesModel, seed)
+    for step in steps(model):
+        whole = batch(seed + step)
+        tokens, labels = (part.chunk(world, 1)[rank] for part in whole)
+        (cross_entropy(model(tokens), labels) / valid(whole[1])).backward()
+        all_reduce_gradients(model)
+        if bug:
+            for parameter in model.parameters():
+                parameter.grad.div_(world)
+
+
+class ReshapedToSequence(ToSequence):
+    def merge(self, received: Tensor) -> Tensor:
+        return received.reshape(BATCH, -1, HEADS, SIZE)  # from [rank, batch, part, heads / cp, size]
+
+
+@program("cp2 ulysses", "cp", "")
+def ulysses_permute(bug: bool, seed: int) -> None:
+    """After the second all-to-all the pieces are reshaped where they should first be transposed.
+
+    DeepSpeed #5664: 0.14.2 to 0.14.4 corrupt half of the output and more, by layout and batch size. The shape is
+    right, the exchange there and back is the identity when the mistake is made twice, and the loss falls."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model = seeded(UlyssesModel, seed)
+    if bug:
+        model.to_sequence = ReshapedToSequence()
+    for step in steps(model):
+        whole = batch(seed + step)
+        tokens, labels = (part.chunk(world, 1)[rank] for part in whole)
+        (cross_entropy(model(tokens), labels) / valid(whole[1])).backward()
+        all_reduce_gradients(model)
+
+
+class GatherAndSum(GatherFeatures):
+    """The forward is right."""
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return scatter_sum(gradient, -1)
+
+
+@program("tp2", "tp", r"^(embed|up)\.")
+def gather_backward_sum(bug: bool, seed: int) -> None:
+    """The backward of an all-gather sums over the ranks, though what follows is the same on each.
+
+    Found in Megatron-Bridge (Megatron-LM #7452). A reduce-scatter is the adjoint of an all-gather whose copies are
+    used differently; of identical uses it sums tp equal gradients. All that lies before the gather gets tp times
+    its gradient."""
+    model = seeded(GatheredMlp, seed)
+    model.shard()
+    model.gather = GatherAndSum.apply if bug else GatherFeatures.apply
+    for step in steps(model):
+        tokens, labels = batch(seed + step)
+        (cross_entropy(model(tokens), labels) / valid(labels)).backward()
+
+
+def gather_without_backward(x: Tensor) -> Tensor:
+    pieces = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(pieces, x.contiguous())
+    return torch.cat(pieces, -1)
+
+
+@program("tp2", "tp", r"^(embed|up)\.")
+def cut_graph(bug: bool, seed: int) -> None:
+    """Dist.all_gather is called in forward on a tensor that needs a gradient, and has no backward.
+
+    pytorch #152127; dist.all_to_all_single does the same. Nothing is raised: what the list receives are constants,
+    so all layers before the gather stay as they were initialised, and the loss still falls."""
+    model = seeded(GatheredMlp, seed)
+    model.shard()
+    model.gather = gather_without_backward if bug else GatherFeatures.apply
+    for step in steps(model):
+        tokens, labels = batch(seed + step)
+        (cross_entropy(model(tokens), labels) / valid(labels)).backward()
+
+
+def shifted(ids: Tensor) -> Tensor:
+    """What each token should predict, the next one; the last has none."""
+    return F.pad(ids[:, 1:], (0, 1), value=-100)
+
+
+@program("cp2 ulysses", "cp", "")
+def border_labels_lost(bug: bool, seed: int) -> None:
+    """Labels are shifted by one after the sequence was cut, inside each rank's part of it.
+
+    A model that shifts its own labels, as those of transformers do, is given its shard: the last token of every
+    shard has no next one there, and its target is lost. No shape tells, the loss is a mean of right losses, and it
+    falls as before."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model = seeded(UlyssesModel, seed)
+    for step in steps(model):
+        tokens, ids = batch(seed + step)
+        tokens = tokens.chunk(world, 1)[rank]
+        labels = shifted(ids.chunk(world, 1)[rank]) if bug else shifted(ids).chunk(world, 1)[rank]
+        count = valid(labels)
+        dist.all_reduce(count)
+        (cross_entropy(model(tokens), labels) / count).backward()
+        all_reduce_gradients(model)
+
+
+class Model(ShardedMlp):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = torch.nn.Dropout(0.25)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.dropout(self.embed(tokens))
+        inner = F.gelu(self.up(copied(self.norm(x))))
+        logits: Tensor = self.head(x + summed(self.down(inner)))
+        return logits
+
+
+@program("tp2", "tp", "")
+def norm_dropout_rng(bug: bool, seed: int) -> None:
+    """Ranks that hold copies of the residual stream drop different elements of it.
+
+    BLOOM found its norms drifting apart over the tensor-parallel ranks: the random states differed where
+    activations are replicated. Each rank's layers work on an input of their own, and the sum of their outputs
+    belongs to none."""
+    model = seeded(Model, seed)
+    model.shard()
+    for step in steps(model):
+        tokens, labels = batch(seed + step)
+        torch.manual_seed(100 * seed + step + (50 * dist.get_rank() if bug else 0))
+        (cross_entropy(model(tokens), labels) / valid(labels)).backward()
+
+
+class Grouped(nn.Module):
+    """Four query heads are cut over the ranks; the one key/value head is on all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, HIDDEN)
+        self.q = nn.Linear(HIDDEN, HEADS * SIZE, bias=False)
+        self.k = nn.Linear(HIDDEN, SIZE, bias=False)
+        self.v = nn.Linear(HIDDEN, SIZE, bias=False)
+        self.o = nn.Linear(HEADS * SIZE, HIDDEN, bias=False)
+        self.head = nn.Linear(HIDDEN, VOCAB)
+
+    def shard(self) -> None:
+        self.q, self.o = cut(self.q, 0), cut(self.o, 1)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        inside = copied(x)
+        q, k, v = (heads(layer(inside)) for layer in (self.q, self.k, self.v))
+        logits: Tensor = self.head(x + summed(self.o(attend(q, k, v).flatten(-2))))
+        return logits
+
+
+@program("tp2", "tp", r"^[kv]\.")
+def kv_replica_unreduced(bug: bool, seed: int) -> None:
+    """There are more tensor-parallel ranks than key/value heads, so ranks hold copies of one head.
+
+    Grouped-query attention beyond the number of its groups. Each copy serves other query heads, its gradient is
+    that part only, and nobody sums over the copies."""
+    model = seeded(Grouped, seed)
+    model.shard()
+    for step in steps(model):
+        tokens, labels = batch(seed + step)
+        (cross_entropy(model(tokens), labels) / valid(labels)).backward()
+        if not bug:
+            dist.all_reduce(model.k.weight.grad)
+            dist.all_reduce(model.v.weight.grad)
+
+
+class HeadNormed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, HIDDEN)
+        self.q = nn.Linear(HIDDEN, HEADS * SIZE, bias=False)
+        self.k = nn.Linear(HIDDEN, HEADS * SIZE, bias=False)
+        self.v = nn.Linear(HIDDEN, HEADS * SIZE, bias=False)
+        self.q_norm, self.k_norm = nn.RMSNorm(SIZE), nn.RMSNorm(SIZE)
+        self.o = nn.Linear(HEADS * SIZE, HIDDEN, bias=False)
+        self.head = nn.Linear(HIDDEN, VOCAB)
+
+    def shard(self) -> None:
+        self.q, self.k, self.v, self.o = cut(self.q, 0), cut(self.k, 0), cut(self.v, 0), cut(self.o, 1)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        inside = copied(x)
+        q, k, v = (heads(layer(inside)) for layer in (self.q, self.k, self.v))  # [batch, sequence, heads / tp, size]
+        mixed = attend(self.q_norm(q), self.k_norm(k), v).flatten(-2)
+        logits: Tensor = self.head(x + summed(self.o(mixed)))
+        return logits
+
+
+@program("tp2", "tp", r"^[qk]_norm\.")
+def qknorm_unreduced(bug: bool, seed: int) -> None:
+    """One weight normalises the queries (keys) of all heads, but each rank knows its own heads only.
+
+    Met wherever q/k norms were added to a tensor-parallel model: without sequence parallelism "norms need no
+    reduction", except for these two. Each rank's copy follows its own heads."""
+    model = seeded(HeadNormed, seed)
+    model.shard()
+    for step in steps(model):
+        tokens, labels = batch(seed + step)
+        (cross_entropy(model(tokens), labels) / valid(labels)).backward()
+        if not bug:
+            dist.all_reduce(model.q_norm.weight.grad)
+            dist.all_reduce(model.k_norm.weight.grad)
+
+
+def scatter(seat: Seat, bug: bool) -> None:
+    """Means over the data ranks, in place, of a buffer of two equal halves."""
+    named = dict(seat.model.named_parameters())
+    tied = named.pop("embed.weight")
+    if not bug:
+        dist.all_reduce(tied.grad, group=seat.tie_group)
+    half = tied.numel()
+    assert tied.grad is not None
+    rest = torch.cat([p.grad.flatten() for p in named.values() if p.grad is not None])
+    rest = F.pad(rest, (0, half - len(rest)))
+    parts = (rest, tied.grad.flatten()) if seat.first else (tied.grad.flatten(), rest)
+    buffer = torch.cat(parts)
+    mine = slice(seat.data * half, (seat.data + 1) * half)
+    mean = buffer.clone()
+    dist.all_reduce(mean, group=seat.data_group)
+    buffer[mine] = mean[mine] / seat.datas
+    front, back = buffer.split(half)
+    tied.grad.copy_((back if seat.first else front).view_as(tied))
+    if bug:
+        dist.all_reduce(tied.grad, group=seat.tie_group)
+    at = 0
+    for parameter in named.values():
+        assert parameter.grad is not None
+        parameter.grad.copy_((front if seat.first else back)[at : at + parameter.numel()].view_as(parameter))
+        at += parameter.numel()
+
+
+@program("pp2 dp2", "pp", r"^embed\.", world=4)
+def tie_after_scatter(bug: bool, seed: int) -> None:
+    """A tied weight is summed over its stages after its gradient was scattered to different owners.
+
+    Megatron-LM #844. The weight lies at the end of the first stage's buffer and at the front of the last one's, so
+    that the reduce-scatter, in place, leaves its sum on another data rank of each. What the sum over the stages
+    then adds on the owner's side is what a rank that owns nothing of it had left: contributions count 1, 0, 1, 2.
+    examples/tied_pipeline.py prints it step by step."""
+    seat = take_seat(seed)
+    for step in steps(seat.model):
+        count = float(valid(batch(seed + step)[1]))
+        for tokens, labels in my_micro_batches(seat, seed + step, 2):
+            backward(seat, tokens, labels, (1.0, seat.datas / count))
+        if seat.stages > 1:
+            scatter(seat, bug)
+            for name, parameter in seat.model.named_parameters():  # from its owner, as a sharded optimizer would step
+                assert parameter.grad is not None
+                owner = int(seat.first == (name == "embed.weight"))
+                dist.broadcast(parameter.grad, seat.stage * seat.datas + owner, group=seat.data_group)
+
+
+class RowLinear(nn.Linear):
+    """Cut over its inputs; the bias is whole on every rank. The outputs are summed here."""
+
+    bias_on_every_rank = False
+
+    def shard(self) -> None:
+        mine = self.weight.detach().chunk(dist.get_world_size(), 1)[dist.get_rank()]
+        self.weight = nn.Parameter(mine.clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.bias_on_every_rank:
+            return summed(F.linear(x, self.weight, self.bias))
+        return summed(F.linear(x, self.weight)) + self.bias
+
+
+class Biased(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, HIDDEN)
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.up = nn.Linear(HIDDEN, INNER)
+        self.down = RowLinear(INNER, HIDDEN)
+        self.head = nn.Linear(HIDDEN, VOCAB)
+
+    def shard(self) -> None:
+        self.up = cut(self.up, 0)
+        self.down.shard()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        logits: Tensor = self.head(x + self.down(F.gelu(self.up(copied(self.norm(x))))))
+        return logits
+
+
+@program("tp2", "tp", "")
+def bias_n_times(bug: bool, seed: int) -> None:
+    """A row-parallel linear adds its bias on every rank, and then the outputs are summed over the ranks.
+
+    torchtitan #2106 and #4245. The model trains with the bias counted tp times; every activation behind it is off."""
+    model = seeded(Biased, seed)
+    model.shard()
+    model.down.bias_on_every_rank = bug
+    for step in steps(model):
+        tokens, labels = batch(seed + step)
+        (cross_entropy(model(tokens), labels) / valid(labels)).backward()
+
+
+class Normed(nn.Module):
+    """Tokens are cut along the sequence outside of the two linear layers, which are cut along their features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, HIDDEN)
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.up = nn.Linear(HIDDEN, 12)
+        self.down = nn.Linear(12, HIDDEN, bias=False)
+        self.head = nn.Linear(HIDDEN, VOCAB)
+
+    def shard(self) -> None:
+        self.up, self.down = cut(self.up, 0), cut(self.down, 1)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)  # [batch, sequence / tp, hidden]
+        whole = GatherSequence.apply(self.norm(x))  # type: ignore[no-untyped-call]  # [batch, sequence, hidden]
+        mine = ScatterSum.apply(self.down(F.gelu(self.up(whole))))  # type: ignore[no-untyped-call]
+        logits: Tensor = self.head(x + mine)
+        return logits
+
+
+@program("tp2 sp", "tp", r"norm\.")
+def norm_unreduced(bug: bool, seed: int) -> None:
+    """Under sequence parallelism a norm sees this rank's tokens only, and nobody sums its gradient.
+
+    GPT-NeoX #1257, Megatron-LM #1446. Each rank's norm weight follows its own part of the sequence; copies drift
+    apart."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model = seeded(Normed, seed)
+    model.shard()
+    for step in steps(model):
+        tokens, labels = batch(seed + step)
+        mine = slice(rank * tokens.shape[1] // world, (rank + 1) * tokens.shape[1] // world)
+        loss = cross_entropy(model(tokens[:, mine]), labels[:, mine]) / valid(labels)
+        loss.backward()
+        for name, parameter in model.named_parameters():
+            cut_over_ranks = name.startswith(("up", "down"))
+            if not cut_over_ranks and not (bug and name.startswith("norm")):
+                dist.all_reduce(parameter.grad)

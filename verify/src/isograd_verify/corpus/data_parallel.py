@@ -1,0 +1,330 @@
+"""Bugs of data parallelism: how a training is set up, what divides, what is summed, and how often."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+from isograd_verify.corpus.pipeline import backward, my_micro_batches, sum_gradients, take_seat
+from isograd_verify.corpus.plain import (
+    HIDDEN,
+    VOCAB,
+    Mlp,
+    all_reduce_gradients,
+    batch,
+    cross_entropy,
+    micro_batches,
+    my_rows,
+    program,
+    seeded,
+    steps,
+    valid,
+)
+
+
+@program("dp2", "ranks")
+def mean_of_means(bug: bool, seed: int) -> None:
+    """Every rank divides by its own number of labels, and the means are averaged.
+
+    transformers' accumulation bug of October 2024, torchtitan #1842, and what DDP does by design. A label on a rank
+    with few of them weighs more than one on a rank with many. The loss curve looks right."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model = seeded(Mlp, seed)
+    for step in steps(model):
+        tokens, labels = (my_rows(part, rank, world) for part in batch(seed + step))
+        if bug:
+            loss = cross_entropy(model(tokens), labels, "mean") / world
+        else:
+            count = valid(labels)
+            dist.all_reduce(count)
+            loss = cross_entropy(model(tokens), labels) / count
+        loss.backward()
+        all_reduce_gradients(model)
+
+
+@program("dp2", "micro-batches")
+def accum_overwritten(bug: bool, seed: int) -> None:
+    """Gradients are set to zero inside the accumulation loop, so that only the last micro-batch counts.
+
+    DeepSpeed #7981, a Megatron-LM fused kernel (PR #7186). The loss is right at every micro-batch."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model = seeded(Mlp, seed)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        count = valid(batch(seed + step)[1])
+        for tokens, labels in micro_batches(rank, world, seed + step, 3):
+            if bug:
+                optimizer.zero_grad()
+            (cross_entropy(model(tokens), labels) / count).backward()
+        all_reduce_gradients(model)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@program("dp2", "micro-batches")
+def accum_rereduced(bug: bool, seed: int) -> None:
+    """`.grad` is all-reduced inside the accumulation loop, so what is already a sum is summed again.
+
+    Megatron-LM #6660. With two ranks and three micro-batches the first counts four times, the second twice, the
+    last once."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model = seeded(Mlp, seed)
+    for step in steps(model):
+        count = valid(batch(seed + step)[1])
+        for tokens, labels in micro_batches(rank, world, seed + step, 3):
+            (cross_entropy(model(tokens), labels) / count).backward()
+            if bug:
+                all_reduce_gradients(model)
+        if not bug:
+            all_reduce_gradients(model)
+
+
+MICRO_BATCHES = 4
+
+
+@program("dp2", "micro-batches")
+def accum_undivided(bug: bool, seed: int) -> None:
+    """Each micro-batch's loss is a mean, and nobody divides by the number of micro-batches.
+
+    DeepSpeed #7773, transformers #35207: a model that takes the token count itself, or seems to, switches the
+    trainer's division off. Adam hides the factor; the clip and the logged norm do not."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model = seeded(Mlp, seed)
+    for step in steps(model):
+        window = my_rows(batch(seed + step)[0], rank, world)  # packed: all tokens have labels, so means may be averaged
+        for rows in window.chunk(MICRO_BATCHES):
+            loss = cross_entropy(model(rows[:, :-1]), rows[:, 1:], "mean") / world
+            (loss if bug else loss / MICRO_BATCHES).backward()
+        all_reduce_gradients(model)
+
+
+@program("dp2", "dp")
+def nosync_missing(bug: bool, seed: int) -> None:
+    """The forward of the last micro-batch runs under no_sync, too, so nothing is ever reduced.
+
+    DeepSpeed #1902, and a line of DDP's documentation that is easy to miss: the forward decides whether its
+    backward reduces. The ranks train on their own data alone, and drift apart."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model = DistributedDataParallel(seeded(Mlp, seed))
+    for step in steps(model):
+        count = valid(batch(seed + step)[1])
+        for i, (tokens, labels) in enumerate(micro_batches(rank, world, seed + step, 3)):
+            last = i == 2
+            with nullcontext() if last and not bug else model.no_sync():
+                logits = model(tokens)
+            (cross_entropy(logits, labels) / count * world).backward()  # DDP divides by the world
+
+
+OF_STAGES = 3
+
+
+@program("pp2 dp2", "micro-batches", r"^(embed|first)\.", world=4)
+def pp_scale(bug: bool, seed: int) -> None:
+    """Every pipeline stage divides by the number of micro-batches, instead of the last one alone.
+
+    DeepSpeed #8152: what a stage sends back is divided already, and the stage before it divides again. Gradients
+    are too small by that number once for every stage behind theirs."""
+    seat = take_seat(seed, tied=False)
+    for step in steps(seat.model):
+        count = float(valid(batch(seed + step)[1]))
+        for tokens, labels in my_micro_batches(seat, seed + step, OF_STAGES):
+            backward(seat, tokens, labels, (1 / OF_STAGES if bug else 1.0, 1 / count))
+        sum_gradients(seat)
+
+
+@program("dp2", "dp|ranks", "", alone=True)
+def same_data(bug: bool, seed: int) -> None:
+    """Every DDP rank reads the whole data set from its beginning, because the loader has no DistributedSampler.
+
+    All ranks compute the same gradient, and their mean is that gradient. The loss falls, every check of sums
+    agrees, and the run is as good as one on one rank, at the price of all. No run on one device is at fault, so
+    none is compared: what one rank alone is given is what each of these ranks is given."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    data = TensorDataset(*(torch.cat(parts) for parts in zip(batch(seed), batch(seed + 1), strict=True)))
+    sampler: DistributedSampler[tuple[torch.Tensor, ...]] | None = None
+    if not bug:
+        sampler = DistributedSampler(data, world, rank, shuffle=False)
+    model = DistributedDataParallel(seeded(Mlp, seed))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step, (tokens, labels) in enumerate(DataLoader(data, batch_size=8 // world, sampler=sampler)):
+        if step == 2:
+            break
+        count = valid(labels)
+        dist.all_reduce(count)
+        (cross_entropy(model(tokens), labels) * world / count).backward()  # DDP divides by world
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@program("dp2", "", r"^(embed|up|down|head)\.weight$", alone=True)
+def dead_model(bug: bool, seed: int) -> None:
+    """The weights were never loaded, all are zero, and the run goes on.
+
+    A model that was made without memory (the meta device) gets memory, the names in the file do not fit, and
+    loading leaves out what does not fit. Every matrix times zero is zero, and so is its gradient: whatever the
+    layout, gradients are equal, so a comparison of two such runs passes. The loss is ln V and falls a little, by
+    the bias of the head alone."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    stored = seeded(Mlp, seed).state_dict()
+    if bug:
+        stored = {f"model.{name}": weight for name, weight in stored.items()}
+    model = Mlp().double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()  # what memory without contents often holds
+    model.load_state_dict(stored, strict=False)
+    wrapped = DistributedDataParallel(model)
+    for step in steps(model):
+        tokens, labels = (my_rows(part, rank, world) for part in batch(seed + step))
+        count = valid(labels)
+        dist.all_reduce(count)
+        (cross_entropy(wrapped(tokens), labels) * world / count).backward()  # DDP divides by world
+
+
+class Body(Mlp):
+    """A model that gives what its head was given as well."""
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """(logits, hidden states)."""
+        x = self.body(tokens)
+        return self.head(x), x
+
+
+@program("dp2", "dp|ranks", r"^Linear\.", alone=True)
+def copies_begin_apart(bug: bool, seed: int) -> None:
+    """A value head is made beside a wrapped model, on each rank from a random state of its own.
+
+    DDP broadcasts what it wraps, so the body is one model. The head is not in it: each rank trains a head of its
+    own, by its own data, and rank 0's is saved. Nothing is averaged that should not be, every rank's gradient is
+    its own loss's."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    body = DistributedDataParallel(seeded(Body, seed))
+    torch.manual_seed(seed + (100 * rank if bug else 0))
+    value: nn.Module = nn.Linear(HIDDEN, 1).double()
+    if not bug:
+        value = DistributedDataParallel(value)
+    optimizer = torch.optim.SGD([*body.parameters(), *value.parameters()], lr=0.1)
+    for step in range(2):
+        tokens, labels = (my_rows(part, rank, world) for part in batch(seed + step))
+        count = valid(labels)
+        dist.all_reduce(count)
+        logits, x = body(tokens)
+        right = (logits.argmax(-1) == labels).double()
+        mine = (value(x.detach())[..., 0] - right).square() * (labels != -100)
+        loss = cross_entropy(logits, labels) + mine.sum()
+        (loss * world / count).backward()  # DDP divides by world
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class Adapted(nn.Module):
+    """A linear layer whose weight stands still, and a product of two small ones that learns."""
+
+    def __init__(self, base: nn.Linear, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.base = base
+        self.lora_a = nn.Linear(base.in_features, 3, bias=False, dtype=base.weight.dtype)
+        self.lora_b = nn.Linear(3, HIDDEN, bias=False, dtype=base.weight.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., HIDDEN]."""
+        return self.base(x) + self.lora_b(self.lora_a(x))  # type: ignore[no-any-return]
+
+
+@program("dp2", "dp|ranks", r"lora_")
+def adapter_unreduced(bug: bool, seed: int) -> None:
+    """Adapters are put into a model that DDP already wraps, and DDP never hears of their gradients.
+
+    DDP hooks the parameters that a model has when it is wrapped. What comes later (LoRA, a new head) computes, gets
+    gradients and is stepped, each rank's by its own data alone: copies drift apart, and one rank's are saved."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model = seeded(Mlp, seed)
+    model.embed.requires_grad_(False)
+    model.down.requires_grad_(False)
+    if not bug:
+        model.down = Adapted(model.down, seed)
+    wrapped = DistributedDataParallel(model)
+    if bug:
+        model.down = Adapted(model.down, seed)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    for step in range(2):
+        tokens, labels = (my_rows(part, rank, world) for part in batch(seed + step))
+        count = valid(labels)
+        dist.all_reduce(count)
+        (cross_entropy(wrapped(tokens), labels) * world / count).backward()  # DDP divides by world
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class Over(torch.autograd.Function):
+    """Sum over a group in forward or in backward, and nothing the other way round."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group, forward: bool) -> Tensor:  # type: ignore[no-untyped-def]
+        ctx.group, ctx.backward_sums = group, not forward
+        return _sum(x, group) if forward else x
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):  # type: ignore[no-untyped-def]
+        return _sum(gradient, ctx.group) if ctx.backward_sums else gradient, None, None
+
+
+def over(x: Tensor, group, forward: bool) -> Tensor:  # type: ignore[no-untyped-def]
+    result: Tensor = Over.apply(x, group, forward)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _sum(x: Tensor, group) -> Tensor:  # type: ignore[no-untyped-def]
+    total = x.contiguous().clone()
+    dist.all_reduce(total, group=group)
+    return total
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, HIDDEN)
+        self.up = nn.Linear(HIDDEN, 12, bias=False)
+        self.down = nn.Linear(12, HIDDEN, bias=False)
+        self.head = nn.Linear(HIDDEN, VOCAB)
+
+    def shard(self, index: int, of: int, group) -> None:  # type: ignore[no-untyped-def]
+        self.group = group
+        self.up.weight = nn.Parameter(self.up.weight.detach().chunk(of, 0)[index].clone())
+        self.down.weight = nn.Parameter(self.down.weight.detach().chunk(of, 1)[index].clone())
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        inner = self.down(F.gelu(self.up(over(x, self.group, forward=False))))
+        logits: Tensor = self.head(x + over(inner, self.group, forward=True))
+        return logits
+
+
+@program("dp2 tp2", "tp", r"^(up|down)\.", world=4)
+def wrong_group(bug: bool, seed: int) -> None:
+    """Gradients of tensor-parallel shards are summed over the world instead of over the data ranks.
+
+    Megatron-LM #7452 found five cases. Every rank adds the gradient of somebody else's rows to its own."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    tp = 2 if world == 4 else 1
+    model_groups = [dist.new_group(list(range(i, i + tp))) for i in range(0, world, tp)]
+    data_groups = [dist.new_group(list(range(i, world, tp))) for i in range(tp)]
+    model = seeded(Model, seed)
+    model.shard(rank % tp, tp, model_groups[rank // tp])
+    for step in steps(model):
+        tokens, labels = batch(seed + step)
+        count = valid(labels)
+        mine = (my_rows(part, rank // tp, world // tp) for part in (tokens, labels))
+        logits, targets = (model(part) if i == 0 else part for i, part in enumerate(mine))
+        (cross_entropy(logits, targets) / count).backward()
+        for name, parameter in model.named_parameters():
+            wrong = bug and name.startswith(("up", "down"))
+            dist.all_reduce(parameter.grad, group=None if wrong else data_groups[rank % tp])

@@ -1,0 +1,172 @@
+"""Programs whose bugs begin with step 2 or in one term of the loss, and gradients that are zero but for rounding: each
+right and wrong. test_later.py says what the verifier must say of them beside one device."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+class DinoLoss(nn.Module):
+    """The student's cross-entropy with a teacher's outputs, which are centred by a running mean of them. `wrong`: the
+    mean is of this rank's rows."""
+
+    center: Tensor
+
+    def __init__(self, wrong: bool) -> None:
+        super().__init__()
+        self.wrong = wrong
+        self.register_buffer("center", torch.zeros(1, 7))
+
+    def forward(self, student: Tensor, teacher: Tensor) -> Tensor:
+        target = F.softmax((teacher - self.center) / 0.04, -1)
+        return -(target * F.log_softmax(student / 0.1, -1)).sum(-1).mean()
+
+    @torch.no_grad()
+    def update(self, teacher: Tensor) -> None:
+        total, count = teacher.sum(0, keepdim=True), len(teacher)
+        if not self.wrong:
+            dist.all_reduce(total)
+            count *= dist.get_world_size()
+        self.center = 0.9 * self.center + 0.1 * total / count
+
+
+class Wrapped(nn.Module):
+    """A student whose output is normalised by a running size of outputs: a buffer inside the wrapped model, which DDP
+    makes that of rank 0 everywhere. `wrong`: the size is of this rank's rows."""
+
+    size: Tensor
+
+    def __init__(self, wrong: bool) -> None:
+        super().__init__()
+        self.wrong, self.body = wrong, nn.Linear(5, 7)
+        self.register_buffer("size", torch.ones(7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.body(x)
+        out = y / self.size.clone()
+        with torch.no_grad():
+            square = y.square().mean(0)
+            if not self.wrong:
+                dist.all_reduce(square)
+                square /= dist.get_world_size()
+            self.size.mul_(0.9).add_(0.1 * square)
+        return out
+
+
+def own_rows(count: int, size: int, own: torch.Generator) -> Tensor:
+    return torch.randn(count, size, generator=own) + dist.get_rank()
+
+
+def dino(wrong: bool, inside: bool = False, steps: int = 16) -> None:
+    """Self-distillation: a teacher that follows the student. `inside`: the center moves before backward."""
+    torch.manual_seed(0)
+    student = nn.Sequential(nn.Linear(5, 6), nn.GELU(), nn.Linear(6, 7))
+    teacher = copy.deepcopy(student).requires_grad_(False)
+    wrapped, loss_of = DistributedDataParallel(student), DinoLoss(wrong)
+    optimizer = torch.optim.AdamW(student.parameters(), lr=1e-2)
+    own = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(steps):
+        x = own_rows(4, 5, own)
+        noisy = x + 0.1 * torch.randn(4, 5, generator=own)
+        wanted = teacher(noisy)
+        loss = loss_of(wrapped(x), wanted)
+        if inside:
+            loss_of.update(wanted)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if not inside:
+            loss_of.update(wanted)
+        with torch.no_grad():
+            for theirs, ours in zip(teacher.parameters(), student.parameters(), strict=True):
+                theirs.mul_(0.9).add_(ours, alpha=0.1)
+
+
+def normalised(wrong: bool, steps: int = 16) -> None:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Wrapped(wrong))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    own = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(steps):
+        x, y = own_rows(4, 5, own), torch.randn(4, 7, generator=own)
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def weighed(scheduled: bool, steps: int = 16) -> None:
+    """Right: the loss's coefficient changes with the steps, by a schedule or by a running size of the loss."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Linear(5, 7))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    own, size = torch.Generator().manual_seed(dist.get_rank()), torch.ones(1)
+    for step in range(steps):
+        x, y = own_rows(4, 5, own), torch.randint(7, (4,), generator=own)
+        loss = F.cross_entropy(model(x), y)
+        (loss * (step + 1) / 8 if scheduled else loss / size[0]).backward()
+        now = loss.detach().clone()
+        dist.all_reduce(now)
+        size.mul_(0.5).add_(0.5 * now / dist.get_world_size())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.router, self.head = nn.Embedding(20, 8), nn.Linear(8, 4, bias=False), nn.Linear(8, 20)
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.embed(tokens).flatten(0, 1)
+        scores = self.router(x).softmax(-1)
+        top, chosen = scores.topk(2, -1)
+        y = x
+        for i, expert in enumerate(self.experts):
+            y = y + (top * (chosen == i)).sum(-1, keepdim=True) * expert(x)
+        load = F.one_hot(chosen, 4).float().sum(1).mean(0)
+        return self.head(y), 4 * (load * scores.mean(0)).sum()
+
+
+def balanced(wrong: bool, steps: int = 16) -> None:
+    """Wrong: the balance loss, a mean on each rank, counts as often as there are ranks."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Experts())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    own = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(steps):
+        text = torch.randint(20, (5, 7), generator=own)
+        logits, balance = model(text[:, :-1])
+        times = dist.get_world_size() if wrong else 1
+        (F.cross_entropy(logits, text[:, 1:].flatten()) + 0.05 * times * balance).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def convolutions(wrong: str = "", steps: int = 16) -> None:
+    """Biases of convolutions before batch norms, whose true gradient is zero, and one without a batch norm. Wrong:
+    "scaled", that one's gradient is multiplied; "apart", the first bias gets another gradient on each rank."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8),
+        nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5),
+    )  # fmt: skip
+    wrapped: Any = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    own = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(steps):
+        x, y = torch.randn(8, 3, 12, 12, generator=own), torch.randint(5, (8,), generator=own)
+        optimizer.zero_grad()
+        F.cross_entropy(wrapped(x), y).backward()
+        if wrong == "scaled":
+            model[6].bias.grad.mul_(2)
+        if wrong == "apart":
+            model[0].bias.grad.add_(0.01 * dist.get_rank())
+        optimizer.step()

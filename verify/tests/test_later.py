@@ -1,0 +1,69 @@
+"""Beside one device all watched steps are compared, and what modules carry from one to the next."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from isograd_verify.tell.findings import BUG, PASS
+
+from . import later
+from .test_beside import judged, said
+from .test_people import watched
+
+__all__ = ["judged", "watched"]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_center_of_each_rank_s_own_rows_is_named_and_its_twin_is_silent(
+    judged: Any, ranks: int, inside: bool
+) -> None:
+    right = judged(later.dino, False, inside, ranks=ranks)
+    assert (right.verdict, said(right)) == (PASS, []), right.findings
+    assert right.facts["gradients"] == "4 compared by name, step 2 last"
+    wrong = judged(later.dino, True, inside, ranks=ranks)
+    assert said(wrong) == [(BUG, "statistic-unreduced")], wrong.findings
+    (found,) = [f for f in wrong.findings if f.verdict == BUG]
+    assert found.sentence.startswith("step 2: loss_of.center changes from step to step")
+    assert len(found.tensors) == 4 and max(wrong.errors.values()) > 1e-3
+
+
+def test_a_buffer_that_the_wrapper_takes_from_rank_0_is_named(judged: Any) -> None:
+    right, wrong = judged(later.normalised, False), judged(later.normalised, True)
+    assert (right.verdict, said(right)) == (PASS, []), right.findings
+    assert said(wrong) == [(BUG, "statistic-unreduced")], wrong.findings
+    (found,) = [f for f in wrong.findings if f.verdict == BUG]
+    assert "size changes from step to step" in found.sentence and "the rows of one rank" in found.sentence
+
+
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_a_coefficient_that_changes_with_the_steps_is_no_bug(judged: Any, scheduled: bool) -> None:
+    subject = judged(later.weighed, scheduled)
+    assert [f for f in subject.findings if f.verdict == BUG] == [], subject.findings
+    told = [f.sentence for f in subject.findings if "behind step 1" in f.sentence or "not compared" in f.sentence]
+    assert told and "step 1" in subject.facts["gradients"] + told[0]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_balance_loss_that_counts_once_per_rank_is_named(judged: Any, ranks: int) -> None:
+    right, wrong = judged(later.balanced, False, ranks=ranks), judged(later.balanced, True, ranks=ranks)
+    assert (right.verdict, said(right)) == (PASS, []), right.findings
+    assert said(wrong) == [(BUG, "aux-times-world")], wrong.findings
+    (found,) = [f for f in wrong.findings if f.verdict == BUG]
+    assert f"counts {ranks} times what it should" in found.sentence and "later.py" in found.sentence
+
+
+def test_right_programs_of_these_kinds_pass_alone(watched: Any) -> None:
+    for program in (later.dino, later.normalised, later.balanced, later.convolutions):
+        subject = watched(program, *((False,) if program is not later.convolutions else ()))
+        assert (subject.verdict, said(subject)) == (PASS, []), (program, subject.findings)
+
+
+def test_biases_before_a_batch_norm_pass_and_others_do_not(judged: Any) -> None:
+    right = judged(later.convolutions)
+    assert (right.verdict, said(right)) == (PASS, []), right.findings
+    for wrong, name in (("scaled", "6.bias"), ("apart", "0.bias")):
+        subject = judged(later.convolutions, wrong)
+        assert [f.tensors for f in subject.findings if f.verdict == BUG] == [(name,)], subject.findings
