@@ -25,7 +25,7 @@ _PART = {"dp cp": "dp", "edp": "dp"}  # of a step: the others are called as thei
 OPERATORS = (
     34  # that the host starts for the forward of a block of isograd's Transformer, as counted; views start nothing
 )
-ROUTING = 80  # in a block with experts, without their products
+ROUTING = 93  # in a block with experts, without their products
 SENDING = 3  # for each message: its parts are put together, sent, and awaited
 SCORES = {"F": 5, "B": 8}  # how often attention that is not fused reads or writes a matrix of scores
 # isograd's attention by blocks, where no kernel fits: how often it reads or writes a block's scores, which are wide,
