@@ -60,7 +60,7 @@ VERIFIER = {
 }  # fmt: skip
 
 LIMITS = {
-    "isograd, lines": 47_423,
+    "isograd, lines": 47_424,
     "isograd-verify, lines": 17_597,
     "comm + engine, lines": 8_783,
     "arrows between packages": 130,

@@ -99,8 +99,8 @@ class Copies:
         """
         self.engine, self.mesh, mesh = engine, engine.mesh, engine.mesh
         world = str(all_gather_object(secrets.token_hex(8), mesh)[0])
-        head = {"layout": str(mesh.layout), "model": describe_model(engine.model), "extra": dict(extra)}
-        self.extra: dict[str, Any] = head["extra"]  # the same on all ranks, also when they change it
+        self.extra = dict(extra)  # the same on all ranks, also when they change it
+        head = {"layout": str(mesh.layout), "model": describe_model(engine.model), "extra": self.extra}
         self._mine = StateCopies(run, world, mesh.layout.world_size, head)
         _state_copies.append(self._mine)
         self._replicas, self._partner = Replicas(engine), partner

@@ -185,7 +185,7 @@ def activations(work: Work, layout: Layout, index: int) -> float:
     if not last or layout.vpp > 1:  # what a stage passes on stays until its gradient is back
         head += tokens * entry * max(1, most_in_flight(layout, work.micro_batches, index))
     if work.runs_again:
-        mean = (plain * kept[0] + having * kept[1]) / max(1, plain + having)
+        mean: float = (plain * kept[0] + having * kept[1]) / max(1, plain + having)
         return tokens * layers * mean + 2 * (tokens * (block - mean + entry) + masks) + head
     return (layers + 1) * (tokens * block + masks) + head  # one more: the gradients of the block in backward
 
