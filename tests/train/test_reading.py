@@ -152,7 +152,8 @@ def test_a_mistake_on_the_command_line_is_not_blamed_on_the_file(tmp_path: Path,
 def test_fields_of_the_file_that_contradict_each_other_are_blamed_on_the_file(tmp_path: Path) -> None:
     file = write(tmp_path, SMALL.replace("batch: 4", "batch: 3"))
     [found] = problems(file, "--steps", "6")
-    assert found.strip().startswith(f"{file}: batch 3 over dp 2")
+    line = file.read_text().splitlines().index("batch: 3") + 1  # of the first of the fields that is in the file
+    assert found.strip().startswith(f"{file}:{line}: batch 3 over dp 2")
 
 
 def test_the_layout_of_one_rank_may_be_the_number_that_yaml_reads(tmp_path: Path) -> None:

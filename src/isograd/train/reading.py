@@ -229,7 +229,8 @@ def _blamed(
     of_options = [known for known in inside if origins[known] == COMMAND_LINE]
     tops = [next(top for top in _above(known) if origins.get(top) == COMMAND_LINE) for known in of_options]
     options = [dotted(top) for top in dict.fromkeys(tops)]
-    above = next((place[:n] for n in range(len(place), 0, -1) if place[:n] in origins), ())
+    given = [one for one in places if one in origins] or places
+    above = next((one[:n] for one in given for n in range(len(one), 0, -1) if one[:n] in origins), ())
     if not options and origins.get(above) == COMMAND_LINE:
         options = [dotted(next(top for top in _above(above) if origins.get(top) == COMMAND_LINE))]
     if options:
