@@ -83,7 +83,7 @@ def test_metadata_says_what_a_package_page_needs() -> None:
 
 
 VERBS = {
-    "data": ("build", "inspect", "verify"),
+    "data": ("build", "show", "tokenizer", "verify"),
     "ckpt": ("inspect", "verify", "diff", "convert"),
     "config": ("show", "schema"),
     "verify": ("run", "compare", "bisect", "merge", "bugs"),

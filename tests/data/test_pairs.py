@@ -27,7 +27,7 @@ def test_an_epoch_has_every_pair_once_and_each_epoch_its_order(tmp_path: Path) -
     assert len(set(first)) == size
     assert set(first) == set(second)
     assert first != second
-    assert not set(first) & set(pairs.held(range(pairs.held_out)))
+    assert not set(first) & set(pairs.held_out_pairs(range(pairs.held_out)))
     assert all(a.removeprefix("question") == b.removeprefix("answer") for a, b in stream)
 
 
@@ -35,12 +35,12 @@ def test_ranks_share_a_step_as_they_like_and_added_lines_hold_out_the_same(tmp_p
     file = write(tmp_path)
     pairs = Pairs(file, keys=("a", "b"), batch=8, seed=3)
     assert pairs.rows(7, range(3)) + pairs.rows(7, range(3, 8)) == pairs.rows(7, range(8))
-    held = set(pairs.held(range(pairs.held_out)))
+    held = set(pairs.held_out_pairs(range(pairs.held_out)))
     other = Pairs(file, keys=("a", "b"), batch=8, seed=4)
     assert other.fingerprint != pairs.fingerprint
     assert other.rows(0, range(8)) != pairs.rows(0, range(8))
     more = Pairs(write(tmp_path, 60), keys=("a", "b"), batch=8, seed=3)
-    assert held <= set(more.held(range(more.held_out)))
+    assert held <= set(more.held_out_pairs(range(more.held_out)))
     assert more.fingerprint != pairs.fingerprint
 
 

@@ -48,7 +48,7 @@ def wait(process: subprocess.Popen[bytes], directory: Path, stall: float) -> Fin
             if now != before or not (watching(directory) or _stuck(now)):  # it computes, compiles or loads
                 quiet_since, before = time.monotonic(), None
                 continue
-            hang = describe(directory, stall, now) if watching(directory) else silent(directory, stall, now)
+            hang = describe(directory, stall, now) if watching(directory) else silent(stall, now)
             stop(process, directory)
             return hang
 
@@ -129,7 +129,7 @@ def describe(directory: Path, stall: float, where: dict[Path, str]) -> Finding:
     return finding(BUG, "order", sentence, axis=spell(group))
 
 
-def silent(directory: Path, stall: float, where: dict[Path, str]) -> Finding:
+def silent(stall: float, where: dict[Path, str]) -> Finding:
     """Of a hang after the watched steps: where each rank is, and after how many steps."""
     said = []
     for home, stack in sorted(where.items()):

@@ -7,7 +7,6 @@ afterwards (judge/checks/adjoints.py); here both products are taken while the te
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
@@ -62,7 +61,6 @@ class _Call:
         self.given = [(i, foreign.local(t.detach()), foreign.local(t.detach())._version) for i, t in given]
         self.made = [foreign.local(t.detach()) for t in made]
         self.entered = 0
-        self.node = weakref.ref(node)
         node.register_prehook(unserializable_hook(c.guarded(self._enters, "functions")))
         node.register_hook(unserializable_hook(c.guarded(self._leaves, "functions")))
 

@@ -41,7 +41,7 @@ def _forked() -> None:
 os.register_at_fork(after_in_child=_forked)
 
 
-class Mode(Protocol):
+class _Mode(Protocol):
     """The dispatch mode of a capture; collectives.Watch."""
 
     def enter_below(self) -> None: ...
@@ -50,7 +50,7 @@ class Mode(Protocol):
     def resume(self) -> None: ...
 
 
-class Installed(Protocol):
+class _Installed(Protocol):
     """What a capture puts into a program; hooks.Hooks."""
 
     def install(self) -> None: ...
@@ -61,8 +61,8 @@ class Installed(Protocol):
 class Life:
     """`lenient`: an error of the capture's own ends the watching, and is told, instead of ending the program."""
 
-    watch: Mode
-    hooks: Installed
+    watch: _Mode
+    hooks: _Installed
     steps: Steps
 
     def __init__(self, directory: Path, lenient: bool) -> None:

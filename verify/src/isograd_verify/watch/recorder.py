@@ -259,20 +259,19 @@ class Recorder(Life):
         micro, _, module = label.partition("/")
         self.keep(f"{kind}/{micro}/{self.arrivals:06d}/{module}", value)
 
-    def keep(self, key: str, value: Tensor, of: foreign.Held | None = None) -> bool:
+    def keep(self, key: str, value: Tensor, of: foreign.Held | None = None) -> None:
         """Hold a full tensor for the step's file, within the limit; or its sketches, if it is `of` a parameter."""
         sketches = {} if of is None else self.sketching.instead(key, value, of)
         self.tensors |= sketches
         if sketches:
-            return True
+            return
         kind = KINDS.get(key.partition("/")[0], "activations")
         size = value.numel() * value.element_size()
         if self.written + size > self.limit - (self.reserved if kind in ("activations", "choices") else 0):
             self.left_out[kind] += 1
-            return False
+            return
         self.written += size
         self.tensors[key] = value.detach().clone()
-        return True
 
     def reserve(self) -> None:
         """Before the first activation of a call: gradients come last and are what everything else is compared for."""
