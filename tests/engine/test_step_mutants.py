@@ -45,12 +45,12 @@ def stays_open(self: StepState) -> None:
 
 
 def keeps_some(original: Callable[[StepState], None]) -> Callable[[StepState], None]:
-    def clear(self: StepState) -> None:
+    def abandon(self: StepState) -> None:
         local = dict(self.local)
         original(self)
         self.local = local
 
-    return clear
+    return abandon
 
 
 def keeps_rows(original: Callable[[StepState], None]) -> Callable[[StepState], None]:
@@ -111,7 +111,7 @@ def settles_again(original: Callable[..., None]) -> Callable[..., None]:
 MUTANTS: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
     "a failure leaves the step open": (StepState, "fail", lambda f: after(f, stays_open)),
     "a failed step takes a further backward": (StepState, "must_be", lambda f: lambda self, *states: None),
-    "clear keeps gradients": (StepState, "clear", keeps_some),
+    "a step that is dropped keeps gradients": (StepState, "abandon", keeps_some),
     "clear keeps reduced rows": (StepState, "clear", keeps_rows),
     "clear keeps the weight": (StepState, "clear", keeps_weight),
     "a gradient that leaves stays as well": (StepState, "_taken", taken_and_kept),
