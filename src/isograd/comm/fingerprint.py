@@ -11,8 +11,8 @@ from torch.nn import functional as F
 from isograd.comm import raw
 from isograd.comm.raw import Group
 
-_LINE = 4096  # words of 8 bytes
-_BLOCK = 8 * 8 * _LINE  # bytes that a CPU reads at a time, twice: small enough for its cache
+_LINE = 1024  # words of 8 bytes
+_BLOCK = 32 * 8 * _LINE  # bytes that a CPU reads at a time, twice: small enough for its cache
 _MIX = 0x9E3779B97F4A7C1  # odd
 
 
@@ -24,7 +24,7 @@ def fingerprint(tensor: Tensor) -> Tensor:
 def fingerprints(tensors: Sequence[Tensor]) -> Tensor:
     """An int64 of each, on the device on which all of them are, with as few calls for many as for one.
 
-    A tensor's bytes are lines of 4,096 words of 8 bytes. What is added up is every line and every column; each sum is
+    A tensor's bytes are lines of 1,024 words of 8 bytes. What is added up is every line and every column; each sum is
     mixed with its place, so that a change of a sum, and sums that change places, are found but for one case in 2^60 or
     so. A tensor of one line is mixed word by word. A change that leaves each line's and each column's sum as it was is
     not seen: no single word and no pair of words is of that kind.
