@@ -91,5 +91,9 @@ def _memory(t: Tensor) -> int:
 
 def strided(values: Any) -> list[Tensor]:
     """The plain tensors in a nest of lists; results that are waited for later stand for themselves."""
-    local = (foreign.local(getattr(t, "elem", t)) for t in foreign.tensors_in(values))
-    return [t for t in local if t.layout is torch.strided]
+    if isinstance(values, Tensor):
+        t = foreign.local(getattr(values, "elem", values))
+        return [t] if t.layout is torch.strided else []
+    if isinstance(values, (list, tuple)):
+        return [t for value in values for t in strided(value)]
+    return []
