@@ -81,7 +81,7 @@ def load() -> Any:
     assert spec is not None and spec.loader is not None
     lib = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(lib)
-    lib.begin([str(HERE / name) for name in ("device.py", "nccl.py", "rank.py")])
+    lib.begin([str(HERE / name) for name in ("device.py", "kernels.py", "nccl.py", "rank.py")])
     _python_side()
     return lib
 
@@ -183,6 +183,9 @@ def _python_side() -> None:
         for name, function in functions.items():
             setattr(home, name, function)
     _storages_and_host_reads(torch)
+    from . import kernels
+
+    kernels.register()
 
 
 def _storages_and_host_reads(torch: Any) -> None:

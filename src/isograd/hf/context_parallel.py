@@ -19,16 +19,16 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from isograd.core.mesh import Mesh
 from isograd.errors import ModelError
 from isograd.hf.probe_cp import NAME, TRIAL, probe_cp, trial_mask
-from isograd.sequence import band
+from isograd.sequence import whole
 from isograd.sequence.attend import attend, heads_here
 from isograd.sequence.same_sequences import refuse_unlike
 from isograd.sequence.token_layout import TokenLayout
@@ -46,6 +46,11 @@ class SequenceCut:
     places: TokenLayout
     starts: Tensor | None  # [b, padded]: start of each token's document; None: one document per row
     given: tuple[Tensor, ...]  # the whole batch, for the comparison of ranks
+
+    @cached_property
+    def bounds(self) -> Tensor | None:
+        """Asked once for all layers."""
+        return whole.document_bounds(self.starts)
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None, window: int | None,
@@ -75,14 +80,9 @@ class SequenceCut:
 
         def full_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-            if window is not None or softcap is not None:
-                y = band.attention(q, k, v, scale=scale, window=window, softcap=softcap, starts=self.starts)
-                return y.transpose(1, 2)
-            seen = None
-            if self.starts is not None:
-                seen = (self.starts[:, :, None] == self.starts[:, None, :]).tril()[:, None]
-            share = q.shape[1] != k.shape[1]
-            y = F.scaled_dot_product_attention(q, k, v, seen, is_causal=seen is None, scale=scale, enable_gqa=share)
+            y = whole.attention(
+                q, k, v, scale=scale, window=window, softcap=softcap, starts=self.starts, bounds=self.bounds
+            )
             return y.transpose(1, 2)
 
         return attend(full_attention, q, k, v, self.mesh, self.places, self.starts, scale, window, softcap)

@@ -52,7 +52,14 @@ from isograd.nn.routing import Remembered
 from isograd.nn.stream import token_ids
 from isograd.pipeline.split import balanced, ranges
 from isograd.pipeline.stages import pieces
-from isograd.sequence import TokenLayout, document_starts, gather_whole, refuse_unlike, token_layout_for
+from isograd.sequence import (
+    TokenLayout,
+    document_bounds,
+    document_starts,
+    gather_whole,
+    refuse_unlike,
+    token_layout_for,
+)
 
 Angles = tuple[Tensor, Tensor] | None
 
@@ -423,6 +430,7 @@ class Transformer(nn.Module):
             key,
             places,
             starts,
+            document_bounds(starts),
         )
 
     def _check(

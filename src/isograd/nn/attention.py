@@ -17,7 +17,6 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from isograd import sequence
@@ -30,7 +29,7 @@ from isograd.nn.linear import ColumnLinear, RowLinear
 from isograd.nn.norm import RMSNorm
 from isograd.nn.rotary import Rotary
 from isograd.nn.stream import Stream, gather_tokens
-from isograd.sequence import band
+from isograd.sequence import whole
 from isograd.sequence.block import accumulation_dtype
 
 
@@ -160,15 +159,10 @@ class Attention(nn.Module):
     def _attend_full(self, q: Tensor, k: Tensor, v: Tensor, stream: Stream) -> Tensor:
         """Attention over whole sequences [b, s, heads, d] of the heads `attending` (without cp: all of the rank's)."""
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        share = q.shape[1] != k.shape[1]
         if self.dropout and stream.key is not None and stream.ids is not None:
             y = self._with_dropout(q, k, v, stream)
-        elif self.window is not None and self.window < q.shape[2]:
-            y = band.attention(q, k, v, window=self.window, starts=stream.starts)
-        elif stream.starts is not None:
-            y = F.scaled_dot_product_attention(q, k, v, attn_mask=_seen(stream.starts), enable_gqa=share)
         else:
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=share)
+            y = whole.attention(q, k, v, window=self.window, starts=stream.starts, bounds=stream.bounds)
         return y.transpose(1, 2)
 
     def _with_dropout(self, q: Tensor, k: Tensor, v: Tensor, stream: Stream) -> Tensor:
@@ -179,7 +173,7 @@ class Attention(nn.Module):
         k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
         scores = q @ k.transpose(-1, -2) * self.head_dim**-0.5
         seen = torch.ones(1, 1, length, length, dtype=torch.bool, device=q.device).tril()
-        seen = seen if stream.starts is None else _seen(stream.starts)
+        seen = seen if stream.starts is None else whole.same_document(stream.starts)
         seen = seen if self.window is None else seen.triu(1 - self.window)
         wide = accumulation_dtype(q.dtype)
         probabilities = scores.masked_fill(~seen, -torch.inf).softmax(-1, dtype=wide).to(q.dtype)
@@ -188,11 +182,6 @@ class Attention(nn.Module):
         keep = rng.keep(self.dropout, stream.key.fold("attention"), ids, places)
         keep = keep.view(stream.batch, length, len(heads), length).transpose(1, 2)  # [b, heads, query, key]
         return torch.where(keep, probabilities * (1.0 / (1.0 - self.dropout)), 0) @ v
-
-
-def _seen(starts: Tensor) -> Tensor:
-    """A mask [b, 1, query, key]: each token sees earlier tokens of its document, which begins at starts [b, s]."""
-    return (starts[:, :, None] == starts[:, None, :]).tril()[:, None]
 
 
 def _kv_shard(kv_heads: int, head_dim: int, tp: int) -> tuple[Shard, tuple[str, ...]]:

@@ -52,6 +52,7 @@ class Stream:
     key: rng.Key | None = None  # None: no dropout
     places: TokenLayout | None = None  # where the sequences' other tokens are; None: all are here
     starts: Tensor | None = None  # [batch, whole length] where each token's document begins; None: one document
+    bounds: Tensor | None = None  # of documents, for kernels on cards (sequence/whole.py)
     remembered: Remembered | None = None  # of one block: what its forward does again when it is run again
 
     def whole_ids(self) -> Tensor | None:

@@ -13,8 +13,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+_cuda = torch.ops.aten._scaled_dot_product_flash_attention
+_cuda_backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -23,8 +25,14 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def flash_takes(q: Tensor) -> bool:
+    """Whether torch's flash kernel for cards takes such queries."""
+    half, even = q.dtype in (torch.bfloat16, torch.float16), q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+    return q.is_cuda and half and even and torch.cuda.get_device_capability(q.device) >= (8, 0)
+
+
 def _fits_kernel(q: Tensor, mask: Tensor | None, softcap: float | None) -> bool:
-    return q.device.type == "cpu" and mask is None and softcap is None
+    return mask is None and softcap is None and (q.device.type == "cpu" or flash_takes(q))
 
 
 def forward(
@@ -33,7 +41,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(out, log_sum), both in `wide`. mask [b, n, m]: True where attended; a row without any key gets 0 and -inf."""
     if _fits_kernel(q, mask, softcap):
-        out, log_sum = _flash(q, k, v, 0.0, causal, scale=scale)
+        out, log_sum, *_ = (_cuda if q.is_cuda else _cpu)(q, k, v, 0.0, causal, scale=scale)
         return out.to(accumulation_dtype(q.dtype)), log_sum
     scores, _ = _scores(q, k, scale, causal, mask, softcap)
     log_sum = scores.logsumexp(-1)
@@ -56,8 +64,10 @@ def backward(
     """This block's summands of dq, dk and dv; `out` and `log_sum` are those over ALL keys."""
     if _fits_kernel(q, mask, softcap):
         gradient = gradient if gradient.stride(-1) == 1 else gradient.contiguous()
-        dq, dk, dv = _flash_backward(gradient, q, k, v, out, log_sum, 0.0, causal, scale=scale)
-        return dq, dk, dv
+        if q.is_cuda:  # no lengths of sequences, no seeds of dropout
+            given = (None, None, q.shape[2], k.shape[2], 0.0, causal, *q.new_empty((2, 0), dtype=torch.uint64))
+            return _cuda_backward(gradient, q, k, v, out, log_sum, *given, scale=scale)  # type: ignore[no-any-return]
+        return _cpu_backward(gradient, q, k, v, out, log_sum, 0.0, causal, scale=scale)  # type: ignore[no-any-return]
     share = q.shape[1] // k.shape[1]
     scores, slope = _scores(q, k, scale, causal, mask, softcap)
     probabilities = (scores - log_sum.unflatten(1, (-1, share))[..., None]).exp()

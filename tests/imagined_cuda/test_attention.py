@@ -1,0 +1,79 @@
+"""Attention by torch's flash kernels for cards (imagined: kernels.py) is its definition, also around a ring.
+
+Output and gradients against the definition in fp64 of the same bf16 numbers, by the norm of what is true.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.nn.test_grouped_products import error
+
+from . import run
+
+DIM, LENGTH, HEADS, KEY_HEADS = 8, 24, 4, 2  # a length without padding, whose rows are nobody's
+LIMIT = 6 * 2.0**-9  # of bf16's roundings, at most six lie behind each other: of blocks, their sums, the result
+
+
+def inputs() -> tuple[list[Tensor], Tensor]:
+    """q, k, v and the cotangent of the output, and documents."""
+    generator = torch.Generator().manual_seed(3)
+    made = [
+        torch.randn(2, LENGTH, heads, DIM, generator=generator).bfloat16()
+        for heads in (HEADS, KEY_HEADS, KEY_HEADS, HEADS)
+    ]
+    documents = torch.zeros(2, LENGTH, dtype=torch.long)
+    documents[0, 5:], documents[0, 6:], documents[0, 17:], documents[1, 11:] = 4, 1, 2, 3
+    return made, documents
+
+
+def on_cards(layout: str, window: int | None, packed: bool) -> tuple[list[float], dict[str, int]]:
+    """The errors of the output, dq, dk and dv of this rank's tokens, and how often each kernel was called."""
+    from isograd.core.mesh import Mesh
+    from isograd.sequence import attend, document_bounds, document_starts, naive, token_layout_for, whole
+
+    from . import kernels
+
+    mesh = Mesh(layout)
+    (*qkv, seed), documents = inputs()
+    places, rank = token_layout_for(LENGTH, 2, mesh), mesh.index("cp")
+    starts = document_starts(places.pad(documents, -1)).to(mesh.device) if packed else None
+    bounds = document_bounds(starts)
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        return whole.attention(q, k, v, window=window, starts=starts, bounds=bounds).transpose(1, 2)
+
+    mine = [places.shard(t, rank).to(mesh.device).requires_grad_() for t in qkv]
+    cut = mesh.size("cp") > 1
+    y = attend(attention, *mine, mesh, places, starts, window=window) if cut else attention(*mine)
+    y.backward(places.shard(seed, rank).to(mesh.device))
+    leaves = [t.double().requires_grad_() for t in qkv]
+    true = naive.attention(*leaves, documents if packed else None, window=window)
+    true.backward(seed.double())
+    pairs = zip((y, *(t.grad for t in mine)), (true, *(t.grad for t in leaves)), strict=True)
+    errors = [error(found.detach().cpu().double(), places.shard(value.detach(), rank)) for found, value in pairs]
+    return errors, dict(kernels.used)
+
+
+@pytest.mark.parametrize(
+    ("layout", "window", "packed", "kernel"),
+    [
+        ("1", 6, False, "varlen"),
+        ("1", None, True, "varlen"),
+        ("1", 6, True, "varlen"),
+        ("cp2 ulysses", 6, True, "varlen"),
+        ("cp2 ring", None, False, "dense"),
+        ("cp3 ring", None, False, "dense"),
+        ("cp2 ring", 6, True, ""),
+    ],
+)
+def test_attention_on_cards_is_its_definition(layout: str, window: int | None, packed: bool, kernel: str) -> None:
+    for result in run(on_cards, 3 if "3" in layout else 2 if "2" in layout else 1, layout, window, packed, join=False):
+        assert not result.error, result.error
+        assert not result.faults, "\n".join(map(str, result.faults))
+        errors, used = result.value
+        assert max(errors) < LIMIT, errors
+        assert set(used) == ({kernel} if kernel else set())
