@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from isograd_verify.record.events import (
@@ -32,6 +33,7 @@ from isograd_verify.record.events import (
 )
 from isograd_verify.record.sketch import digest, dtype_name, sketch, squares
 from isograd_verify.watch import foreign
+from isograd_verify.watch.flows import memory
 from isograd_verify.watch.life import Life
 from isograd_verify.watch.sites import call_site
 from isograd_verify.watch.sketching import Sketching
@@ -78,7 +80,7 @@ class Recorder(Life):
         self.boxes: dict[str, tuple[foreign.Box, tuple[int, ...]]] = {}  # (box, whole shape), told by an engine
         self.part_shapes: dict[str, tuple[int, ...]] = {}
         self.part_boxes: dict[str, foreign.Box | None] = {}
-        self.storages: dict[int, set[str]] = {}  # memory of a gradient -> names
+        self.storages: dict[int, tuple[StorageWeakRef, set[str]]] = {}  # memory of a gradient -> names
         self.tensors: dict[str, Tensor] = {}
         self.written = 0
         self.reserved = 0  # bytes of this step's gradients and parameters, which go before activations
@@ -130,7 +132,7 @@ class Recorder(Life):
         covers: set[str] = set()
         if op in ("all_reduce", "reduce_scatter", "reduce"):
             for t in local:
-                covers |= self.storages.get(t.untyped_storage().data_ptr(), set())
+                covers |= self.storages.get(memory(t), (None, set[str]()))[1]
         between = self.snapped and phase == "other" and not self.inside_engine
         if between and self._sums_gradients(op, covers, local):
             self.snapped = False  # the clip came before the sum: gradients are what the sum leaves
@@ -250,8 +252,8 @@ class Recorder(Life):
     def accumulated(self, name: str, parameter: Tensor) -> None:
         """Notes where in memory a parameter's gradient lies, so that a collective on it is recognised."""
         if parameter.grad is not None:
-            storage = foreign.local(parameter.grad).untyped_storage().data_ptr()
-            self.storages.setdefault(storage, set()).add(name)
+            part = foreign.local(parameter.grad)
+            self.storages.setdefault(memory(part), (StorageWeakRef(part.untyped_storage()), set()))[1].add(name)
 
     def keep_activation(self, kind: str, label: str, value: Tensor) -> None:
         """Numbered in the order of their coming, which a file of tensors does not keep."""
