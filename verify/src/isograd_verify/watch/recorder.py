@@ -65,8 +65,9 @@ class Recorder(Life):
         self.base = os.getcwd()
         self.numbers = self.arrivals = self.calls = 0
         self.groups: list[tuple[int, ...]] = []  # of the collectives so far
-        self.names: dict[int, str] = {}  # id of a parameter -> its name
-        self.inside: dict[int, list[str]] = {}  # id of a flat parameter (FSDP1) -> the names of what is in it
+        # By the parameter itself: the id of one that is gone is soon another one's.
+        self.names = WeakTensorKeyDictionary()  # -> a parameter's name
+        self.inside = WeakTensorKeyDictionary()  # -> the names of what is in a flat parameter (FSDP1)
         self.flats: list[tuple[str, weakref.ref[foreign.FullyShardedDataParallel]]] = []
         self.roots: list[tuple[str, weakref.ref[nn.Module]]] = []
         self.modules: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
@@ -225,15 +226,15 @@ class Recorder(Life):
             wrapper = flat()
             for name, piece in foreign.pieces(wrapper).items() if wrapper is not None else ():
                 found[prefix + name] = piece
-                if prefix + name not in self.inside.setdefault(id(piece.owner), []):
-                    self.inside[id(piece.owner)].append(prefix + name)
+                if prefix + name not in (known := self.inside.setdefault(piece.owner, [])):
+                    known.append(prefix + name)
         for prefix, reference in self.roots:
             root = reference()
             for name, parameter in root.named_parameters() if root is not None else ():
                 in_pieces = foreign.flat(parameter) or prefix + foreign.plain_name(name) in found
                 if id(parameter) not in taken and not in_pieces:
                     taken.add(id(parameter))
-                    known = self.names.setdefault(id(parameter), prefix + foreign.plain_name(name))
+                    known = self.names.setdefault(parameter, prefix + foreign.plain_name(name))
                     found[known] = parameter
         return found
 
