@@ -147,8 +147,7 @@ class Capture(Recorder):
     def _names_of(self, parameter: Tensor) -> list[str]:
         """The names of a parameter: of a flat one's, each."""
         name = self.names.get(parameter)
-        names: list[str] = self.inside.get(parameter, [name] if name else [])
-        return names
+        return list(self.inside.get(parameter, [name] if name else []))
 
     def unnamed(self, owned: list[Tensor]) -> None:
         """Parameters that no module call has named (a loss's temperature, say) get a name by their place."""

@@ -65,8 +65,7 @@ class Recorder(Life):
         self.base = os.getcwd()
         self.numbers = self.arrivals = self.calls = 0
         self.groups: list[tuple[int, ...]] = []  # of the collectives so far
-        # By the parameter itself: the id of one that is gone is soon another one's.
-        self.names = WeakTensorKeyDictionary()  # -> a parameter's name
+        self.names = WeakTensorKeyDictionary()  # a parameter -> its name; the id of one that is gone is soon another's
         self.inside = WeakTensorKeyDictionary()  # -> the names of what is in a flat parameter (FSDP1)
         self.flats: list[tuple[str, weakref.ref[foreign.FullyShardedDataParallel]]] = []
         self.roots: list[tuple[str, weakref.ref[nn.Module]]] = []

@@ -116,18 +116,25 @@ def _unequal(
         first = Analysis(analysis.recording, steps[0])
         if first.losses and not any(f.bug in ("", "mean-of-means") for f in token_weights(first)):
             return carried(analysis, f"a label of the loss{where}", weights, trainable)
-    low, high = min(weights.values()), max(weights.values())
-    over = "ranks" if len({k for k, _ in weights}) > 1 else ""
-    over = " and ".join(filter(None, [over, "micro-batches" if len({m for _, m in weights}) > 1 else ""]))
-    told = ", ".join(f"{counts[k]:g}" for k in sorted(counts))
+    over, times, told, bars = differences(weights, counts)
     sentence = (
-        f"step {analysis.step}: all gradients: a label's weight{where} differs by {high / low if low else 0:.3g}x "
-        f"between {over} ({follows or 'and does not follow the numbers of labels: on purpose, or not'}: {told})"
+        f"step {analysis.step}: all gradients: a label's weight{where} differs by {times:.3g}x between {over} "
+        f"({follows or 'and does not follow the numbers of labels: on purpose, or not'}: {told})"
     )
-    mean = sum(weights[k] * counts[k] for k in weights) / sum(counts.values())
-    bars = labelled({k: v / mean for k, v in weights.items()}) if mean else ()
     verdict = BUG if follows else INCONCLUSIVE
     return finding(verdict, "mean-of-means", sentence, tensors=trainable, axis=over, coefficients=bars)
+
+
+def differences(
+    weights: dict[Key, float], counts: dict[Key, float]
+) -> tuple[str, float, str, tuple[tuple[str, float], ...]]:
+    """(over what weights differ, how many times, the counts in words, each weight beside their mean, for bars)."""
+    several = {"ranks": {k for k, _ in weights}, "micro-batches": {m for _, m in weights}}
+    over = " and ".join(axis for axis, numbers in several.items() if len(numbers) > 1)
+    low, *_, high = sorted(abs(w) for w in weights.values())
+    mean = sum(weights[k] * counts[k] for k in weights) / sum(counts.values())
+    bars = labelled({k: v / mean for k, v in weights.items()}) if mean else ()
+    return over, high / low if low else 0.0, ", ".join(f"{counts[k]:g}" for k in sorted(counts)), bars
 
 
 def own_counts(weights: dict[Key, float], counts: dict[Key, float], tolerance: float) -> str:

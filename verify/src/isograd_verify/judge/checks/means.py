@@ -8,11 +8,11 @@ from dataclasses import replace
 
 from isograd_verify import tolerances
 from isograd_verify.judge.analysis import Analysis
-from isograd_verify.judge.checks.losses import carried, equal_on_ranks, own_counts
+from isograd_verify.judge.checks.losses import carried, differences, equal_on_ranks, own_counts
 from isograd_verify.judge.terms import reference_tensor, shares
 from isograd_verify.record.events import Key, MeanWeight
 from isograd_verify.tell.findings import BUG, Finding
-from isograd_verify.tell.wording import finding, labelled, spread
+from isograd_verify.tell.wording import finding, spread
 
 
 def mean_weights(analysis: Analysis) -> Iterator[Finding]:
@@ -27,17 +27,12 @@ def mean_weights(analysis: Analysis) -> Iterator[Finding]:
             follows = own_counts(weights, counts, tolerance) if len(set(counts.values())) > 1 else ""
             if not follows:
                 continue  # scaled on purpose, or no term of the loss
-            sizes = [abs(w) for w in weights.values()]
-            over = "ranks" if len({k for k, _ in weights}) > 1 else ""
-            over = " and ".join(filter(None, [over, "micro-batches" if len({m for _, m in weights}) > 1 else ""]))
-            numbers = ", ".join(f"{counts[k]:g}" for k in sorted(counts))
+            over, times, numbers, bars = differences(weights, counts)
             sentence = (
-                f"step {analysis.step}: the mean at {site}: an element's weight differs by "
-                f"{max(sizes) / min(sizes):.3g}x between {over} ({follows.replace('labels', 'elements')}: {numbers})"
+                f"step {analysis.step}: the mean at {site}: an element's weight differs by {times:.3g}x between {over} "
+                f"({follows.replace('labels', 'elements')}: {numbers})"
             )
-            usual = sum(weights[k] * counts[k] for k in weights) / sum(counts.values())
-            bars = labelled({k: w / usual for k, w in weights.items()})
-            one = (over, round(max(sizes) / min(sizes), 4))
+            one = (over, round(times, 4))
             if not any(mean.divided for mean in means.values()) or one not in told:
                 told.add(one)
                 yield finding(
