@@ -60,7 +60,7 @@ VERIFIER = {
 }  # fmt: skip
 
 LIMITS = {
-    "isograd, lines": 48_370,
+    "isograd, lines": 48_414,
     "isograd-verify, lines": 17_599,
     "comm + engine, lines": 8_970,
     "arrows between packages": 130,

@@ -236,6 +236,39 @@ def test_a_run_with_adapters_resumes_under_another_layout_and_is_written_for_pef
     assert main(bad) == 2
 
 
+@pytest.mark.medium
+def test_dora_and_rslora_have_the_gradients_of_peft_and_are_exported_merged(worlds, tmp_path: Path) -> None:
+    """Gradients of A, B and the rows' lengths under ZeRO 3 and stages; then peft's folder and the merged model."""
+    from transformers import AutoModelForCausalLM
+
+    from isograd.hf import export_adapters
+
+    base(tmp_path)
+    adapter = {**LORA, "dora": True, "rslora": True, "targets": ["q_proj", "down_proj"]}
+    config = config_of(tmp_path / "run", "chat", adapter=adapter)
+    config.folder.mkdir()
+    texts.prepare(config)
+    export_adapters(make_task(config, Mesh("dp1"), lambda _: None).engine, tmp_path / "start")
+    described = json.loads((tmp_path / "start" / "adapter_config.json").read_text())
+    assert (described["use_dora"], described["use_rslora"]) == (True, True)
+    truth, _ = expected(config, tmp_path / "start")
+    assert sum("lora_magnitude_vector" in name for name in truth[0][1]) == 2 * 2
+    for layout in ("dp2 zero3", "pp2"):
+        both = worlds(2).run(under, [config.model_copy(update={"layout": layout})], timeout=280)
+        stages = [each[0][0] for each in both] if layout == "pp2" else [both[0][0][0]]
+        merged = [
+            (steps[0][0], {n: g for _, part in steps for n, g in part.items()}) for steps in zip(*stages, strict=True)
+        ]
+        is_equal(merged, truth, layout)
+    assert loop.run(config, QUIET).code == 0
+    assert main(["ckpt", "convert", str(config.folder / "checkpoints"), str(tmp_path / "merged")]) == 0
+    whole: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float64)
+    tokens, adapted = torch.arange(20)[None], plain(config, written(config, tmp_path / "peft"))
+    torch.testing.assert_close(whole(tokens).logits, adapted(tokens).logits, rtol=1e-6, atol=1e-6)
+    with pytest.raises(ValueError, match="takes dora without tp"):
+        config_of(tmp_path / "cut", "chat", adapter=adapter, layout="tp2")
+
+
 def dies(step: int, job: Any) -> None:
     """Rank 1 is killed before step 3."""
     if step == 2 and job.mesh.rank == 1:

@@ -53,8 +53,8 @@ class Model(Section):
         default_factory=dict, description="fields of TransformerConfig; alone they are the whole model, else changes"
     )
     seed: Seed = Field(default=0, description="of the first values, which are the same under every layout")
-    dtype: Literal["fp32", "bf16", "fp64"] = Field(
-        default="fp32", description="of the parameters; masters are fp32 or wider"
+    dtype: Literal["fp32", "bf16", "fp16", "fp64"] = Field(
+        default="fp32", description="of the parameters; masters are fp32 or wider; fp16 has a dynamic loss scale"
     )
     recompute: bool | Literal["selective", "offload"] = Field(
         default=False,
@@ -83,6 +83,8 @@ class Adapter(Section):
     rank: Positive = Field(default=8, description="of the matrices")
     alpha: Rate | None = Field(default=None, description="what they give is multiplied by alpha / rank; null: 2 * rank")
     dropout: Share = Field(default=0.0, description="of what enters them; it draws per rank, and is refused under tp")
+    rslora: bool = Field(default=False, description="alpha / sqrt(rank) in place of alpha / rank, for high ranks")
+    dora: bool = Field(default=False, description="the length of each row is trained by itself (DoRA); not under tp")
     targets: Literal["all-linear"] | list[str] = Field(
         default="all-linear",
         description="names of the layers, for example [q_proj, v_proj]; all-linear: all but the head",
@@ -214,6 +216,9 @@ class Optimizer(Section):
         default=0.1, description="of matrices; norms and biases have none"
     )
     clip: Rate | None = Field(default=1.0, description="the largest norm of a gradient; null: no clipping")
+    offload: bool = Field(
+        default=False, description="masters and states lie, and step, in the host's memory; for zero1 to zero3"
+    )
     muon_lr: Rate | None = Field(default=None, description="the learning rate of Muon's matrices; null: lr")
 
 
@@ -390,6 +395,9 @@ class Config(Section):
         if self.safety.replay_every and self.pairs is not None:
             raise _contradiction("safety.replay_every is for language models", "safety.replay_every", "pairs")
         layout = Layout.parse(self.layout)
+        if self.optimizer.offload and not layout.zero:
+            text = f"optimizer.offload needs row shards: zero1, zero2 or zero3, and the layout is {self.layout!r}"
+            raise _contradiction(text, "optimizer.offload", "layout")
         rows, rest = divmod(self.batch, layout.dp)
         if rest or rows < self.micro_batches:
             raise _contradiction(
@@ -451,6 +459,7 @@ class Config(Section):
             (model.compile, "no model.compile, which compiles blocks of isograd's decoder", "model.compile"),
             (self.optimizer.name == "muon", "optimizer.name adamw", "optimizer.name"),
             (self.task == "preference" and layout.pp > 1, "task preference without pp", "layout"),
+            (self.adapter is not None and self.adapter.dora and layout.tp > 1, "dora without tp", "adapter.dora"),
         ):
             if wrong:
                 raise _contradiction(f"{named} takes {what}", "adapter", "model.code", field)

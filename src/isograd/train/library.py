@@ -93,6 +93,8 @@ def _lora(config: Config) -> Any:
         r=adapter.rank,
         lora_alpha=int(alpha) if alpha == int(alpha) else alpha,
         lora_dropout=adapter.dropout,
+        use_rslora=adapter.rslora,
+        use_dora=adapter.dora,
         target_modules=adapter.targets if isinstance(adapter.targets, str) else list(adapter.targets),
         task_type="CAUSAL_LM",
         base_model_name_or_path=config.model.path,

@@ -104,9 +104,9 @@ def dtype_of(keys: Keys) -> str:
     if fp16.values.get("enabled") in (False, None):
         reason = ("meaningless", "is off")
     elif fp16.values["enabled"] == "auto":
-        reason = ("open", "bf16 is supported: model.dtype")
+        reason = ("open", "set model.dtype to fp16 or bf16")
     else:
-        reason = ("refused", "a run has no loss scale: bf16 is supported")
+        reason = ("refused", "take it out of the file, and set model.dtype fp16, with a loss scale of isograd's")
     for name, value in fp16.values.items():
         fp16.row(name, value, *reason)
     kinds = keys.section("data_types")
