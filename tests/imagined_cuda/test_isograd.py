@@ -46,7 +46,7 @@ def train(layout: str, stream: str, offload: bool = False) -> cases.Trained:
                 for micro in micros:
                     loss, count = model(**micro)
                     engine.backward(loss, weight=count)
-            done.gradients.append({name: g.cpu() for name, g in engine.grads()})
+            done.gradients.append({name: g.cpu() for name, g in engine.grads().items()})
             stats = engine.step()
             done.losses.append(stats.loss)
             done.norms.append(stats.grad_norm)

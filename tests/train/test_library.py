@@ -76,7 +76,7 @@ def steps_of(config: Config) -> Iterator[tuple[Any, Step]]:
     for step in range(STEPS):
         schedule.set(step)
         job.accumulate(job.batch(step))
-        found = {name: gradient.clone() for name, gradient in job.engine.grads()}
+        found = {name: gradient.clone() for name, gradient in job.engine.grads().items()}
         yield job, (job.engine.step().loss, found)
 
 

@@ -35,8 +35,9 @@ from isograd.hf.training_rows import (
     running,
     takes_rows,
 )
-from isograd.train.config import Config, Preference
+from isograd.train.config import Config
 from isograd.train.preference_model import PreferenceLoss
+from isograd.train.sections import Preference
 from isograd.train.task import DTYPES
 
 
