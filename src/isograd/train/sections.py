@@ -34,7 +34,7 @@ class Model(Section):
     """`model`: which model is trained, from which weights, in which dtype."""
 
     preset: str | None = Field(default=None, description="a model by name, for example quickstart or tiny-llama")
-    path: str | None = Field(default=None, description="a Hugging Face folder to start from: its config and weights")
+    path: str | None = Field(default=None, description="a Hugging Face folder to start from, or hf://OWNER/NAME")
     weights: bool = Field(default=True, description="whether the weights in `path` are read; false: new ones are made")
     code: Literal["isograd", "transformers"] | None = Field(
         default=None,
