@@ -2,7 +2,7 @@
 
     isograd config from-trainer args.yaml run.yaml --ranks 8
 
-A file holds arguments as people have them, in YAML or JSON. Each becomes a field, is without meaning here, left to$
+A file holds arguments as people have them, in YAML or JSON. Each becomes a field, is without meaning here, left to
 be set by hand, or refused, because leaving it out would train otherwise; then nothing is written. Defaults are the
 Trainer's, so that what the file leaves out stays as it was.
 """
