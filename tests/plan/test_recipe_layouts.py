@@ -1,4 +1,4 @@
-"""The layouts that recipes of known models name are those that `isograd plan` finds, and each recipe's own is rehearsed."""
+"""Recipes of known models name the layouts that `isograd plan` finds, and the own one of each is rehearsed."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ def lines(name: str) -> list[str]:
         if fits:
             one = fits[0]
             recompute = {"none": "false", "full": "true"}.get(one.work.recompute, "selective")
-            what = f"{'dp1' if count == 1 else one.layout}, micro_batches {one.work.micro_batches}, recompute {recompute}: "
-            what += f"{one.memory.total / 1e9:.0f} GB"
+            layout = "dp1" if count == 1 else one.layout
+            what = f"{layout}, micro_batches {one.work.micro_batches}, recompute {recompute}"
+            what += f": {one.memory.total / 1e9:.0f} GB"
         said.append(f"#   {count:>2} H100: {what}")
     return said
 

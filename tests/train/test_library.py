@@ -345,6 +345,27 @@ def test_a_class_that_the_own_decoder_does_not_know_trains_whole(worlds, tmp_pat
         is_equal(each[0][0], truth, "tp2 zero1")
 
 
+@pytest.mark.medium
+@pytest.mark.parametrize("layout", ["dp1", "dp2 zero3"])
+def test_compiled_layers_of_transformers_train_as_eager_ones_do(worlds, tmp_path: Path, layout: str) -> None:
+    """By inductor, in fp32: sums in another order, and nothing else."""
+    from transformers import AutoModelForCausalLM
+
+    from isograd.train.library import _blocks
+
+    base(tmp_path)
+    found = []
+    for compiled in (False, True):
+        model = {"path": str(tmp_path / "base"), "code": "transformers", "compile": compiled}
+        config = config_of(tmp_path / f"run-{compiled}", "chat", adapter=None, model=model, layout=layout)
+        ranks = 2 if "dp2" in layout else 1
+        assert worlds(ranks).run(loop.run, config, QUIET, timeout=280)[0].code == 0
+        found.append([line["loss"] for line in journal.read(config.folder / "metrics.jsonl") if "loss" in line])
+    whole: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    assert list(_blocks(whole, whole.config)) == list(whole.model.layers)  # what is compiled
+    assert found[1] == pytest.approx(found[0], rel=1e-5) and len(found[0]) == STEPS + 1
+
+
 def test_positions_begin_again_with_each_document() -> None:
     found = positions(torch.tensor([[0, 0, 1, 1, 1], [2, 3, 3, 5, 5]]))
     assert found.tolist() == [[0, 1, 0, 1, 2], [0, 0, 1, 0, 1]]
