@@ -372,7 +372,7 @@ class Hooks:
         c = self.capture
         c.root(engine.model)
         gradients = {}
-        for name, whole in engine.grads():
+        for name, whole in engine.grads().items():
             if name not in engine.table.records:  # of another pipeline stage
                 continue
             box = engine.table[name].local(engine.mesh)
