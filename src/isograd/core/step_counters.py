@@ -2,7 +2,7 @@
 
 A StepCounter counts in forwards that belong to a step: in training mode, and when their backward runs. A forward whose
 loss is only looked at, or that an exception ended, counts nothing, nor does one that is recomputed. The engine calls
-`end` on all ranks when the optimizer has stepped, and when a step is skipped, refused or discarded. Counts are int64, so
+`end` on all ranks when the optimizer has stepped, and when a step is skipped, refused or discarded. Counts are int64:
 their sum over ranks and micro-batches has the same bits under every layout.
 
 One that `needs_prepass` must know the counts of the whole step before its first backward: `counting` surrounds a pass
