@@ -130,7 +130,7 @@ class Loaded(Isograd):
         self.engine.backward(self.model(batch.tokens, use_cache=False, **labels).loss, weight=count)
 
     def grads(self) -> Iterator[tuple[str, Tensor]]:
-        yield from ((called(name), gradient) for name, gradient in self.engine.grads())
+        yield from ((called(name), gradient) for name, gradient in self.engine.grads().items())
 
 
 class Own(Loaded):

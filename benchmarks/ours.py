@@ -21,7 +21,7 @@ class Isograd(Contestant):
     engine: ig.Engine
 
     def grads(self) -> Iterator[tuple[str, Tensor]]:
-        yield from self.engine.grads()
+        yield from self.engine.grads().items()
 
     def update(self) -> None:
         self.engine.step()

@@ -60,9 +60,9 @@ VERIFIER = {
 }  # fmt: skip
 
 LIMITS = {
-    "isograd, lines": 48_370,
+    "isograd, lines": 48_720,
     "isograd-verify, lines": 17_599,
-    "comm + engine, lines": 8_970,
+    "comm + engine, lines": 8_992,
     "arrows between packages": 130,
     "arrows in isograd-verify": 53,
     "imports against the order": 0,

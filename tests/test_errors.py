@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from isograd import errors
-from isograd.errors import DataError, IsogradError, LayoutError, catalogue, did_you_mean, nearest
+from isograd.errors import CheckpointError, DataError, IsogradError, LayoutError, catalogue, did_you_mean, nearest
 
 ROOT = Path(__file__).parents[1]
 CLASSES = [c for c in vars(errors).values() if isinstance(c, type) and issubclass(c, IsogradError)]
@@ -141,3 +141,10 @@ def test_a_hint_is_given_only_when_a_choice_is_near() -> None:
     assert did_you_mean("xqz", ["ring", "ulysses"]) == ""
     assert nearest("", ["ring"]) is None
     assert nearest("ring", []) is None
+
+
+def test_an_error_obeys_no_name_of_a_file_or_tensor() -> None:
+    """Names come from files; a terminal would obey what they hold."""
+    said = str(CheckpointError("IG936", seen="\x1b[2J of model/\x9b31mw", place="a\u202efolder"))
+    assert all(c.isprintable() or c == "\n" for c in said), said
+    assert r"\x1b[2J" in said

@@ -187,6 +187,7 @@ LIES: dict[str, tuple[Callable[[Any], object], str]] = {
     "no counts": (lambda m: m["numbers"]["counts"].clear(), "step of .* is not in the checkpoint"),
     "a count of -1": (count([-1.0, "float32"]), f"counts.step.{NORM}"),
     "a count of 2^70": (count([2**70, "int64"]), f"step.{NORM}"),
+    "a count of 0.999": (count([0.999, "float32"]), f"counts.step.{NORM}"),
     "2^70 as a float": (count([2.0**70, "float32"]), f"step.{NORM}"),
     "a count of a word": (count(["x", "float32"]), f"step.{NORM}"),
     "a dtype that is a function": (count([1.0, "load"]), f"step.{NORM}"),

@@ -84,7 +84,7 @@ def train(engine: Engine, start: int, stop: int, run: Run | None = None, gradien
     for step in range(start, stop):
         engine.accumulate(batch(step, engine.mesh), 2)
         if gradients:
-            run.gradients.append({name: g.clone() for name, g in engine.grads()})
+            run.gradients.append({name: g.clone() for name, g in engine.grads().items()})
         stats = engine.step()
         run.losses.append(stats.loss)
         run.norms.append(stats.grad_norm)

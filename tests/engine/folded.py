@@ -169,7 +169,7 @@ def go_on(engine: Engine, steps: Iterable[int], accumulation: int) -> Outcome:
     outcome = Outcome()
     for step in steps:
         engine.accumulate(batches_of(engine.mesh, step, accumulation))
-        outcome.gradients.append({name: gradient.clone() for name, gradient in engine.grads()})
+        outcome.gradients.append({name: gradient.clone() for name, gradient in engine.grads().items()})
         stats = engine.step()
         outcome.numbers.append((stats.loss, stats.grad_norm))
     return outcome

@@ -125,7 +125,7 @@ def run(layout: str, count: int, way: str = "eager", idle: int | None = None, st
             for number, micro in enumerate(micros):
                 with engine.no_sync() if way == "no_sync" and number < len(micros) - 1 else nullcontext():
                     engine.backward(model(*micro))
-        found.gradients.append({name: g.clone() for name, g in engine.grads()})
+        found.gradients.append({name: g.clone() for name, g in engine.grads().items()})
         stats = engine.step()
         found.losses.append(stats.loss)
         found.norms.append(stats.grad_norm)

@@ -398,7 +398,7 @@ def an_engine_takes_over() -> None:
     engine = Engine(module, Mesh(f"dp{ranks} zero1"), toys.sgd)
     x, y = toys.micro_batch(rank, 2)
     engine.backward(toys.loss_of(module, x, y), len(x))
-    found = {name: gradient.clone() for name, gradient in engine.grads() if "unused" not in name}
+    found = {name: gradient.clone() for name, gradient in engine.grads().items() if "unused" not in name}
     truth = mean_of_rows(toys.Toy(), lambda m, r: toys.loss_of(m, *toys.micro_batch(r, 2)), ranks)
     assert_close(found, truth)
 

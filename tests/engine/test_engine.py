@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import partial
 
@@ -15,6 +16,7 @@ from isograd.comm import raw
 from isograd.core.contract import assemble
 from isograd.core.mesh import DATA, Mesh
 from isograd.engine import Engine
+from isograd.errors import EngineError
 from isograd.models import Transformer, preset
 from tests.native import native_transports
 
@@ -113,7 +115,7 @@ def different_numbers_of_backwards() -> toys.Outcome:
             x, y = toys.micro_batch(step, index)
             engine.backward(toys.loss_of(model, x, y), weight=len(x))
         if step == 0:
-            outcome.gradients = {name: g.clone() for name, g in engine.grads()}
+            outcome.gradients = {name: g.clone() for name, g in engine.grads().items()}
         stats = engine.step()
         outcome.losses.append(stats.loss)
         outcome.norms.append(stats.grad_norm)
@@ -185,7 +187,7 @@ def recomputed(reentrant: bool | None) -> dict[str, Tensor]:
     engine = Engine(model, mesh, toys.sgd, bucket_mb=1e-5)
     x, y = toys.micro_batch(0, 2 * mesh.rank)
     engine.backward(F.mse_loss(model(x.requires_grad_()), y), weight=len(x))
-    return {name: g.clone() for name, g in engine.grads()}
+    return {name: g.clone() for name, g in engine.grads().items()}
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -196,6 +198,37 @@ def test_recompute_of_a_shared_module_loses_no_use_of_it(worlds, reentrant: bool
             assert float((result[name] - expected).norm()) <= 1e-12 * float(expected.norm()), name
 
 
+def looked_up(layout: str) -> tuple[list[str], dict[str, Tensor], str]:
+    """Names, two gradients of which one is looked up twice, and what is said once the step has ended."""
+    mesh, model = Mesh(layout), toys.Toy()
+    engine = Engine(model, mesh, toys.sgd)
+    x, y = toys.micro_batch(0, 2 * mesh.rank)
+    engine.backward(toys.loss_of(model, x, y), weight=len(x))
+    grads = engine.grads()
+    assert isinstance(grads, Mapping) and len(grads) == len(list(grads)) and "gain" in grads and "gone" not in grads
+    assert torch.equal(grads["out.bias"], dict(grads)["out.bias"])
+    found = {"gain": grads["gain"], "out.bias": grads["out.bias"]}
+    with pytest.raises(KeyError):
+        grads["gone"]
+    engine.step()
+    with pytest.raises(EngineError) as caught:
+        grads["gain"]
+    return list(grads), found, caught.value.code
+
+
+@pytest.mark.parametrize("layout", ["dp2", "dp2 zero3"])
+def test_gradients_are_a_mapping_by_name_until_the_step_ends(worlds, layout: str) -> None:
+    truth = toys.Toy()
+    micros = [toys.micro_batch(0, 0), toys.micro_batch(0, 2)]
+    rows = sum(len(x) for x, _ in micros)
+    sum(toys.loss_of(truth, x, y) * (len(x) / rows) for x, y in micros).backward()
+    for names, found, code in worlds(2).run(looked_up, layout):
+        assert names == [n for n, p in truth.named_parameters() if p.requires_grad] and code == "IG584"
+        for name, gradient in found.items():
+            expected = truth.get_parameter(name).grad
+            assert float((gradient - expected).norm()) <= 1e-12 * float(expected.norm()), name
+
+
 def compiled(layout: str, compile_it: bool) -> dict[str, Tensor]:
     mesh, model = Mesh(layout), toys.Toy()
     engine = Engine(model, mesh, toys.sgd)
@@ -203,7 +236,7 @@ def compiled(layout: str, compile_it: bool) -> dict[str, Tensor]:
         model.compile(backend="aot_eager")
     x, y = toys.micro_batch(0, 2 * mesh.rank)
     engine.backward(toys.loss_of(model, x, y), weight=len(x))
-    return {name: g.clone() for name, g in engine.grads()}
+    return {name: g.clone() for name, g in engine.grads().items()}
 
 
 def test_a_compiled_module_has_the_gradients_of_the_eager_one(worlds) -> None:
@@ -259,7 +292,7 @@ def two_engines_and_a_tensor_weight() -> list[dict[str, Tensor]]:
         engine.backward(toys.loss_of(model, x, y), weight=torch.tensor(len(x)))
         empty = x[:0]
         engine.backward(toys.loss_of(model, empty, y[:0]), weight=torch.tensor(0))
-        found.append({name: g.clone() for name, g in engine.grads()})
+        found.append({name: g.clone() for name, g in engine.grads().items()})
         engine.discard()
     return found
 

@@ -72,7 +72,7 @@ def failures(layout: str) -> None:
             with pytest.raises(IsogradError, match="IG550"):
                 engine.step()
         engine.accumulate([first, last])
-        for name, gradient in engine.grads():
+        for name, gradient in engine.grads().items():
             expected = truth.get(name, torch.zeros_like(gradient))
             assert float((gradient - expected).norm()) <= 1e-9 * float(expected.norm()), f"after {place}: {name}"
         engine.discard()

@@ -92,7 +92,7 @@ def fp16_gradients() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         engine = Engine(model, mesh, toys.sgd, loss_scale=LossScale(value=scale))
         x, y = toys.micro_batch(0, 2 * mesh.rank)
         engine.backward(toys.loss_of(model, x, y), weight=len(x))
-        found.append({n: g.clone() for n, g in engine.grads()})
+        found.append({n: g.clone() for n, g in engine.grads().items()})
     return found[0], found[1]
 
 

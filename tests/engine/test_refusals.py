@@ -50,6 +50,11 @@ def negative_weight() -> None:
     engine.backward(loss_of(model), -1)
 
 
+def weight_beyond_floats() -> None:
+    _, model, engine = fresh()
+    engine.backward(loss_of(model), 10**400)
+
+
 def no_weight_anywhere() -> None:
     _, model, engine = fresh()
     engine.backward(loss_of(model), 0)
@@ -184,6 +189,7 @@ REFUSED: dict[Callable[[], None], tuple[str, str]] = {
     detached_loss: ("IG513", "detached"),
     vector_loss: ("IG514", "(2,)"),
     negative_weight: ("IG515", "-1"),
+    weight_beyond_floats: ("IG515", "1000"),
     different_batches_in_a_tp_group: ("IG516", "mesh.index('dp')"),
     model_cast_later: ("IG517", "the model was changed"),
     model_frozen_later: ("IG517", "first.weight"),

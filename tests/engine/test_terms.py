@@ -60,7 +60,7 @@ def example_of_the_theory() -> list[float]:
             engine.backward(Terms(lm=(one * lm, tokens), balance=(one * balance, 1)))
         else:
             engine.backward(one * (lm + balance), weight=tokens)
-        found.append(float(next(g for _, g in engine.grads())))
+        found.append(float(next(g for _, g in engine.grads().items())))
         engine.discard()
     return found
 
@@ -114,7 +114,7 @@ def cut_layers(layout: str) -> list[str]:
     engine = Engine(two_means(mesh), mesh, toys.sgd, bucket_mb=0.01)
     engine.begin(**rows)
     engine.accumulate(mine)
-    found, stats = {name: g.clone() for name, g in engine.grads()}, engine.step()
+    found, stats = {name: g.clone() for name, g in engine.grads().items()}, engine.step()
 
     model = two_means(Mesh.unbound("1"))
     results = [model(**micro) for micro in texts(range(4))]

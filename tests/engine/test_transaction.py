@@ -87,7 +87,7 @@ def failures(zero: int, who: str) -> None:
             said = refusal(engine.step if place % 2 else lambda: list(engine.grads()))
             assert said.startswith("IG550") and "rank 0" in said and "ZeroDivisionError" in said, f"{what}: {said}"
         one_backward(model, engine)
-        assert_right(engine.grads(), ranks, what)
+        assert_right(engine.grads().items(), ranks, what)
         engine.discard()
 
 
@@ -133,7 +133,7 @@ def whole_steps(zero: int) -> None:
         assert said[:5] in ("IG550", "IG571") and "rank 0" in said, said
         assert engine.step_state.empty
         engine.accumulate(batch[:1])
-        assert_right(((n.removeprefix("toy."), g) for n, g in engine.grads()), ranks, where)
+        assert_right(((n.removeprefix("toy."), g) for n, g in engine.grads().items()), ranks, where)
         engine.discard()
     if zero == 3:
         return
@@ -167,7 +167,7 @@ def further_backwards() -> None:
         said = [refusal(lambda: one_backward(model, engine)) for _ in range(3)]
         assert said[:2] == ["", ""] and said[2].startswith("IG554"), said  # the step is dropped on both ranks
     one_backward(model, engine)
-    assert_right(engine.grads(), ranks, "after further backwards")
+    assert_right(engine.grads().items(), ranks, "after further backwards")
 
 
 def test_backwards_after_a_failure_on_another_rank_do_not_wait_for_ever(worlds) -> None:
@@ -186,7 +186,7 @@ def raised_between() -> None:
             refusal(lambda: engine.backward(loss, len(x)))
         engine.discard()
         one_backward(model, engine)
-        assert_right(engine.grads(), ranks, "after an exception in the loss")
+        assert_right(engine.grads().items(), ranks, "after an exception in the loss")
         engine.discard()
 
 
@@ -205,13 +205,13 @@ def by_hand() -> None:
         x, y = toys.micro_batch(engine.mesh.index(DATA), 2)
         assert refusal(lambda: toys.loss_of(model, x, y).backward()).startswith("IG510")
         one_backward(model, engine)  # A2: as the message says
-        assert_right(engine.grads(), ranks, f"zero{zero} after loss.backward()")
+        assert_right(engine.grads().items(), ranks, f"zero{zero} after loss.backward()")
         assert refusal(lambda: toys.loss_of(model, x, y).backward()).startswith("IG551")
-        assert_right(engine.grads(), ranks, f"zero{zero} after loss.backward() in a step")
+        assert_right(engine.grads().items(), ranks, f"zero{zero} after loss.backward() in a step")
         assert refusal(lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0)).startswith("IG551")
         assert refusal(engine.optimizer.step).startswith("IG556")
         assert refusal(lambda: model.zero_grad(set_to_none=False)).startswith("IG551")
-        assert_right(engine.grads(), ranks, f"zero{zero} after hands")
+        assert_right(engine.grads().items(), ranks, f"zero{zero} after hands")
         engine.step()
         assert refusal(engine.optimizer.step).startswith("IG556")
         for clear in (model.zero_grad, engine.optimizer.zero_grad):
@@ -269,7 +269,7 @@ def between_backward_and_step(layout: str, who: str) -> None:
                 engine.discard()
             assert engine.step_state.empty and all(p.grad is None for p in model.parameters()), what
             engine.backward(*model(*micro))
-            for key, gradient in engine.grads():
+            for key, gradient in engine.grads().items():
                 right = expected[key.removeprefix("toy.")]
                 assert float((gradient - right).norm()) <= 1e-9 * float(right.norm()), f"{what}: {key}"
             engine.discard()
@@ -308,7 +308,7 @@ def half_losses(dtype: torch.dtype) -> list[float]:
         engine.backward(model(torch.ones(1, 1)).to(dtype).mean(), weight=rows)
     with engine.backward_context() as step_state:  # as a replay looks at gradients; the step keeps none
         step_state.backward_discarded(model(torch.ones(1, 1)).to(dtype).mean(), 3)
-    ((_, gradient),) = engine.grads()
+    ((_, gradient),) = engine.grads().items()
     return [float(gradient), engine.step().weight]
 
 
@@ -340,7 +340,7 @@ def odd_losses() -> None:
     model, engine = engine_of(1)
     x, y = toys.micro_batch(rank, 2)
     engine.backward(toys.loss_of(model, x, y).reshape(1), weight=torch.tensor([len(x)]))  # A17: shape (1,)
-    assert_right(engine.grads(), ranks, "a loss of shape (1,)")
+    assert_right(engine.grads().items(), ranks, "a loss of shape (1,)")
     engine.discard()
     for weight in (torch.nan, -1.0):
         said = refusal(lambda: engine.backward(toys.loss_of(model, x, y), torch.tensor(weight)))
@@ -357,7 +357,7 @@ def odd_losses() -> None:
     for name, parameter in other.model.named_parameters():
         parameter.requires_grad_("frozen" not in name)
     one_backward(other.model, other)
-    assert_right(other.grads(), ranks, "the discriminator's own step")
+    assert_right(other.grads().items(), ranks, "the discriminator's own step")
 
 
 def test_losses_of_other_shapes_wrong_weights_and_two_engines(worlds) -> None:
@@ -373,7 +373,7 @@ def unequal() -> None:
     said = refusal(engine.step)
     assert said.startswith("IG554") and "rank 0: 1, rank 1: 2" in said, said
     one_backward(model, engine)
-    assert_right(engine.grads(), ranks, "after unequal numbers")
+    assert_right(engine.grads().items(), ranks, "after unequal numbers")
 
 
 def test_unequal_numbers_of_synced_backwards_are_refused_by_name(worlds) -> None:
@@ -562,7 +562,7 @@ def nothing_on_a_device() -> None:
         step_state._no_loss = (count == 0) & ~empty.detach().isfinite()  # as `Ledger._seeded` sets it on a GPU
         step_state.run_backward([empty], [count])
         step_state._no_loss = None
-    for name, gradient in engine.grads():
+    for name, gradient in engine.grads().items():
         assert torch.equal(gradient, torch.ones_like(gradient)), name
     assert not engine.step().skipped
 
@@ -590,7 +590,7 @@ def handlers_that_discard(zero: int | None, way: str) -> tuple[list[str], list[s
                 loss.register_hook(fails)
             if engine is not None:
                 engine.backward(loss, weight=len(x))
-                found = {name: gradient.clone() for name, gradient in engine.grads()}
+                found = {name: gradient.clone() for name, gradient in engine.grads().items()}
                 engine.discard()
             else:
                 assert isinstance(model, DataParallel)
@@ -648,7 +648,7 @@ def optimizer_that_raises(zero: int, folder: str) -> list[str]:
         keeper.save(1)
         keeper.wait()
         one_backward(model, engine)
-        right = {name: gradient.clone() for name, gradient in engine.grads()}
+        right = {name: gradient.clone() for name, gradient in engine.grads().items()}
         engine.optimizer.armed = mesh.rank == 1  # type: ignore[attr-defined]
         try:
             engine.step()
@@ -664,7 +664,7 @@ def optimizer_that_raises(zero: int, folder: str) -> list[str]:
         said.append(refusal(lambda: keeper.save(2))[:5])
         keeper.load()
         one_backward(model, engine)
-        errors = [float((gradient - right[name]).norm()) for name, gradient in engine.grads()]
+        errors = [float((gradient - right[name]).norm()) for name, gradient in engine.grads().items()]
         said.append(f"{max(errors) <= 1e-12} {engine.step().skipped}")
     return said
 
@@ -689,7 +689,7 @@ def half_a_step_before_a_load(zero: int, folder: str) -> list[bool]:
         keeper.load()
         one_backward(model, engine)
         expected = truth(2)
-        return [float((g - expected[name]).norm()) <= 1e-9 for name, g in engine.grads()]
+        return [float((g - expected[name]).norm()) <= 1e-9 for name, g in engine.grads().items()]
 
 
 @pytest.mark.parametrize("zero", [1, 3])

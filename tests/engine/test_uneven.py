@@ -39,7 +39,7 @@ def refused_then_new(layout: str, counts: tuple[int, ...], run: Callable[[Engine
         model = deepcopy(first)
         engine = Engine(model, Mesh(layout), toys.sgd, bucket_mb=1e-4)
         engine.backward(*model(*toys.micro_batch(rank, 2)))
-        for name, gradient in engine.grads():
+        for name, gradient in engine.grads().items():
             right = expected[name.removeprefix("toy.")]
             assert float((gradient - right).norm()) <= 1e-9 * float(right.norm()), name
         engine.step()

@@ -181,7 +181,7 @@ def on_engine(
     for step in range(2):
         play(model, step, mesh.rank, lambda loss, weight: engine.backward(loss, weight=weight))
         if step == 0:
-            gradients = {name: g.clone() for name, g in engine.grads()}
+            gradients = {name: g.clone() for name, g in engine.grads().items()}
         engine.step()
     with engine.full_parameters():
         parameters = {n: p.detach().clone() for n, p in model.named_parameters()}
@@ -494,7 +494,7 @@ def interleaved(layout: str, pattern: str, options: dict[str, Any]) -> dict[str,
         loss, rows = loss_of(model, 0, 3 * mesh.rank + j)
         with engine.no_sync() if kind == "n" else nullcontext():
             engine.backward(loss, weight=rows)
-    return {name: g.clone() for name, g in engine.grads()}
+    return {name: g.clone() for name, g in engine.grads().items()}
 
 
 def every_interleaving() -> list[str]:
@@ -570,7 +570,7 @@ def in_a_row(layout: str, kind: str) -> dict[str, Tensor]:
         rows = 2 + mesh.rank + number
         x = torch.randn(rows, 6, generator=torch.Generator().manual_seed(10 * mesh.rank + number)).double()
         engine.backward(model(x), weight=rows)
-    return {name: g.clone() for name, g in engine.grads()}
+    return {name: g.clone() for name, g in engine.grads().items()}
 
 
 @pytest.mark.parametrize("kind", ["in place", "passing on", "ending"])

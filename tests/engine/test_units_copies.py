@@ -73,7 +73,7 @@ def gated(keep_gathered: bool) -> tuple[dict[str, Tensor], Tensor, Tensor]:
     for _ in range(2):  # with and without blocks that are known beforehand
         x = batch(mesh.rank)
         engine.backward(model(x), weight=len(x))
-    return {name: g.clone() for name, g in engine.grads()}, before, model.first_left
+    return {name: g.clone() for name, g in engine.grads().items()}, before, model.first_left
 
 
 def test_a_parameter_stays_whole_until_nothing_saved_in_its_block_reads_it(worlds) -> None:

@@ -95,7 +95,7 @@ def skipping(known: bool) -> tuple[str, bool, dict[str, Tensor]]:
     clean = is_clean(engine)
     engine.discard()
     engine.backward(*loss_of(model, 1, mesh.rank + 2))
-    return said, clean, {name: g.clone() for name, g in engine.grads()}
+    return said, clean, {name: g.clone() for name, g in engine.grads().items()}
 
 
 def test_ranks_that_skip_different_blocks_are_told_which(worlds) -> None:
@@ -140,7 +140,7 @@ def unlike(engine: Engine, plain: nn.Module) -> list[str]:
     """Parameters whose gradient is not that of one device."""
     truth = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
     found = []
-    for name, gradient in engine.grads():
+    for name, gradient in engine.grads().items():
         value = truth.get(name, torch.zeros_like(gradient))
         if not float((gradient - value).norm()) <= 1e-9 * float(value.norm()):
             found.append(name)
@@ -242,7 +242,7 @@ def two_engines() -> list[bool]:
     engines[0].discard()
     engines[1].backward(*losses[1])
     engines[0].backward(*loss_of(models[0], 0, mesh.rank + 2))
-    gradients = [{n: g.clone() for n, g in engine.grads()} for engine in engines]
+    gradients = [{n: g.clone() for n, g in engine.grads().items()} for engine in engines]
     return [bool(said), all(torch.equal(g, gradients[1][n]) for n, g in gradients[0].items()), is_clean(engines[0])]
 
 
@@ -331,7 +331,7 @@ def without_discard() -> list[str]:
             if attempt:
                 engine.discard()
     engine.backward(*loss_of(model, 0, mesh.rank))
-    return [*said, str({name: float(g.sum()) for name, g in engine.grads()})]
+    return [*said, str({name: float(g.sum()) for name, g in engine.grads().items()})]
 
 
 def test_a_rank_that_refuses_a_backward_leaves_no_other_one_waiting(worlds) -> None:

@@ -137,7 +137,7 @@ def engine_run(
             with engine.no_sync() if unsynced[j : j + 1] == "n" else nullcontext():
                 engine.backward(loss_of(model, x, y), weight=len(x))
         if step == 0:
-            outcome.gradients = {name: g.clone() for name, g in engine.grads()}
+            outcome.gradients = {name: g.clone() for name, g in engine.grads().items()}
         stats = engine.step()
         outcome.losses.append(stats.loss)
         outcome.norms.append(stats.grad_norm)

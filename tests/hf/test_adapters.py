@@ -117,8 +117,8 @@ def test_first_values_are_equal_under_every_layout() -> None:
 
 @pytest.mark.parametrize(
     "more",
-    [{"use_dora": True}, {"init_lora_weights": "pissa"}, {"target_modules": ["embed_tokens"]}, {"bias": "all"},
-     {"modules_to_save": ["lm_head"]}],
+    [{"layer_replication": [(0, 1)]}, {"init_lora_weights": "pissa"}, {"target_modules": ["embed_tokens"]},
+     {"bias": "all"}, {"modules_to_save": ["lm_head"]}],
 )  # fmt: skip
 def test_what_is_no_plain_lora_is_refused_by_name(more: dict[str, Any]) -> None:
     with pytest.raises(ModelError, match="IG473"):

@@ -123,7 +123,7 @@ def steps_of(model: Any, mesh: Mesh, kind: str) -> dict[str, Tensor]:
     losses = [model(**part.inputs).loss for part in parts]
     for loss, part in zip(losses, parts, strict=True):
         engine.backward(loss, weight=part.weight)
-    found = {n: g.clone() for n, g in engine.grads()}
+    found = {n: g.clone() for n, g in engine.grads().items()}
     stats = engine.step()
     stepped = {f"{n} stepped": p.detach().clone() for n, p in model.named_parameters()}
     return (
@@ -179,7 +179,7 @@ def two_models_two_meshes() -> tuple[dict[str, Tensor], dict[str, Tensor], str]:
         losses = [model(**part.inputs).loss for model, part in zip((first, second), parts, strict=True)]
         for engine, loss, part in zip(engines, losses, parts, strict=True):
             engine.backward(loss, weight=part.weight)
-    found = [{n: g.clone() for n, g in engine.grads()} for engine in engines]
+    found = [{n: g.clone() for n, g in engine.grads().items()} for engine in engines]
     return found[0], found[1], refusal(lambda: first(**parts[1].inputs))
 
 

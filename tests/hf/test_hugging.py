@@ -214,7 +214,7 @@ def recomputed() -> list[str]:
         for number in range(MICROS):
             part = ig.hf.shard(batch(0, 0, number), mesh)
             engine.backward(model(**part.inputs).loss, weight=part.weight)
-        found.append({name: gradient.clone() for name, gradient in engine.grads()})
+        found.append({name: gradient.clone() for name, gradient in engine.grads().items()})
     return [name for name, gradient in found[0].items() if not torch.equal(gradient, found[1][name])]
 
 

@@ -93,7 +93,7 @@ def refused_before_any_stage_runs() -> list[str]:
             engine.train_step([good, wrong])
         codes.append(error.value.code)
     engine.accumulate([good])
-    codes += [name for name, g in engine.grads() if not torch.equal(g, before[name])]
+    codes += [name for name, g in engine.grads().items() if not torch.equal(g, before[name])]
     with pytest.raises(ModelError) as error:
         engine.model.save_pretrained("never")  # type: ignore[operator]
     return [*codes, error.value.code]

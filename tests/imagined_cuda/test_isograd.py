@@ -20,7 +20,7 @@ LAYOUTS = (
 )  # fmt: skip
 
 
-def train(layout: str, stream: str) -> cases.Trained:
+def train(layout: str, stream: str, offload: bool = False) -> cases.Trained:
     """As the parity grid does, on this rank's card. On a stream of the user's: everything, the model included."""
     from isograd import Engine, Mesh
     from isograd.core.contract import assemble
@@ -31,7 +31,10 @@ def train(layout: str, stream: str) -> cases.Trained:
         mesh, config, done = Mesh(layout), cases.CONFIGS["deep" if "pp" in layout else "llama"], cases.Trained()
         assert mesh.device.type == "cuda"
         model = Transformer(config, mesh, dtype=torch.float64).to(mesh.device)
-        engine, table = Engine(model, mesh, cases.sgd, clip=cases.CLIP, bucket_mb=0.01), contracts(model, mesh)
+        engine, table = (
+            Engine(model, mesh, cases.sgd, clip=cases.CLIP, bucket_mb=0.01, offload=offload),
+            (contracts(model, mesh)),
+        )
         micro_batches = ACCUMULATION * mesh.size("dp")
         for step in range(cases.STEPS):
             first = mesh.index("dp") * ACCUMULATION
@@ -43,26 +46,37 @@ def train(layout: str, stream: str) -> cases.Trained:
                 for micro in micros:
                     loss, count = model(**micro)
                     engine.backward(loss, weight=count)
-            done.gradients.append({name: g.cpu() for name, g in engine.grads()})
+            done.gradients.append({name: g.cpu() for name, g in engine.grads().items()})
             stats = engine.step()
             done.losses.append(stats.loss)
             done.norms.append(stats.grad_norm)
+        stepped = {p.device.type for group in engine.optimizer.param_groups for p in group["params"]}
+        assert stepped == {"cpu" if offload else "cuda"}
         with torch.no_grad(), engine.full_parameters():
             done.parameters = {r.name: assemble(r.parameter, r.contract, mesh).cpu() for r in table}
         return done
 
 
-def results_of(layout: str, stream: str) -> list[Result]:
+def results_of(layout: str, *options: object) -> list[Result]:
     """isograd joins the world by itself, as under torchrun."""
     from isograd import Layout
 
-    return run(train, Layout.parse(layout).world_size, layout, stream, join=False, seconds=20, limit=45)
+    return run(train, Layout.parse(layout).world_size, layout, *options, join=False, seconds=20, limit=45)
 
 
 @pytest.mark.parametrize("stream", ["default", "own"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradients_are_one_devices_and_nothing_races(layout: str, stream: str) -> None:
-    results = results_of(layout, stream)
+    of_one_device(layout, results_of(layout, stream))
+
+
+@pytest.mark.parametrize("layout", ["dp2 zero1", "dp2 zero3"])
+def test_masters_that_are_offloaded_lie_and_step_in_the_hosts_memory(layout: str) -> None:
+    of_one_device(layout, results_of(layout, "default", True))
+
+
+def of_one_device(layout: str, results: list[Result]) -> None:
+    """Nothing failed or raced, and gradients, losses, norms and parameters are those of one device."""
     assert not any(result.error for result in results), "\n".join(result.error for result in results)
     faults = sorted({str(finding) for result in results for finding in result.faults})
     assert not faults, "\n".join(faults[:10])

@@ -61,7 +61,7 @@ def robbed(layout: str) -> tuple[float, str, dict[str, torch.Tensor]]:
     if "IG213" in told or "IG214" in told or "IG207" in told:
         return seconds, told, {}
     engine.accumulate(batch(2))
-    return seconds, told, {name: g.cpu() for name, g in engine.grads()}
+    return seconds, told, {name: g.cpu() for name, g in engine.grads().items()}
 
 
 def one_device(layout: str, ranks: int) -> dict[str, torch.Tensor]:

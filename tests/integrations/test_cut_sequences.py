@@ -97,7 +97,7 @@ def by_the_trainer(
 
         class Looks(TrainerCallback):  # type: ignore[misc]
             def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
-                seen.update({name: g.clone() for name, g in found.engine.grads()})
+                seen.update({name: g.clone() for name, g in found.engine.grads().items()})
 
         ranks = raw.world()[1]
         shared = 2 if "cp2" in f"{layout} {parallelism}" or "tp2" in str(layout) or parallelism else 1
@@ -219,7 +219,7 @@ def by_deepspeed(stage: int, accumulation: int, way: str) -> dict[str, Any]:
                 seen["codes"] = codes
             engine.backward(loss)
             if engine.is_gradient_accumulation_boundary():
-                seen |= {name: g.clone() for name, g in engine.engine.grads()}
+                seen |= {name: g.clone() for name, g in engine.engine.grads().items()}
             engine.step()
     seen |= {"loss": torch.tensor(engine.optimizer.stats.loss, dtype=torch.float64), "rows": engine.train_batch_size()}
     return seen

@@ -151,7 +151,7 @@ def gradients_of_experts(layout: str | None) -> dict[str, torch.Tensor]:
 
     class Looks(TrainerCallback):
         def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
-            seen.update({name: gradient.clone() for name, gradient in found.engine.grads()})
+            seen.update({name: gradient.clone() for name, gradient in found.engine.grads().items()})
 
     with as_torchrun_starts_it(), tempfile.TemporaryDirectory() as scratch:
         found = through_the_door(layout, scratch, {"max_steps": 1, "weight_decay": 0.0}, "experts", callbacks=[Looks()])

@@ -105,8 +105,8 @@ def test_task_preference_has_the_loss_and_the_gradients_of_dpo_trainer(tmp_path:
     from isograd.hf.configs import to_hf_config
     from isograd.hf.families import to_hf
     from isograd.models import TransformerConfig
-    from isograd.train.config import Preference
     from isograd.train.preference_model import PreferenceTransformer
+    from isograd.train.sections import Preference
 
     words, mesh = tokenizer(), ig.Mesh("dp1")
     config = TransformerConfig(vocab=len(words), hidden=24, layers=2, heads=4, kv_heads=2, mlp=40, tied=False)

@@ -204,7 +204,7 @@ def trained(layout: str, kinds: list[str]) -> dict[str, tuple[float, dict[str, T
                 with engine.no_sync():
                     engine.backward(loss, weight=weight)
             at += len(rows)
-        grads = {name: g.clone() for name, g in engine.grads()}
+        grads = {name: g.clone() for name, g in engine.grads().items()}
         found[kind] = engine.step().loss, grads
     return found
 
@@ -334,7 +334,7 @@ def of_transformer(layout: str) -> tuple[float, dict[str, Tensor]]:
             pairs=losses.mean_of_sequences(pairs),
         )
     )
-    grads = {name: g.clone() for name, g in engine.grads()}
+    grads = {name: g.clone() for name, g in engine.grads().items()}
     return engine.step().loss, grads
 
 

@@ -47,14 +47,14 @@ def gradients(layout: str, how: str) -> dict[str, Tensor]:
         model.eval()
         logits = model(TOKENS, documents=DOCUMENTS)
         engine.backward(F.cross_entropy(logits.flatten(0, 1), TOKENS.flatten().roll(3)), weight=TOKENS.numel())
-        return {"logits": logits.detach(), **{n: g.clone() for n, g in engine.grads()}}
+        return {"logits": logits.detach(), **{n: g.clone() for n, g in engine.grads().items()}}
     labels = TOKENS.roll(-1, 1)
     if how == "first labels only":  # most ranks have none
         labels = torch.where(torch.arange(11) < 2, labels, -100)
     documents = DOCUMENTS if how != "compile" else None
     loss, count = model(TOKENS, labels, key=rng.key(3), samples=torch.tensor([4, 9]), documents=documents)
     engine.backward(loss, weight=count)
-    found = {n: g.clone() for n, g in engine.grads()}
+    found = {n: g.clone() for n, g in engine.grads().items()}
     return {**found, "loss": torch.tensor(engine.step().loss)}
 
 

@@ -119,7 +119,7 @@ def test_the_balance_of_a_batch_by_hand_needs_its_counts() -> None:
         engine.backward(engine.model(*micro))
     by_hand = dict(engine.grads())
     whole.accumulate(micros)
-    for name, gradient in whole.grads():
+    for name, gradient in whole.grads().items():
         assert float((by_hand[name] - gradient).norm()) <= 1e-12 * float(gradient.norm()), name
 
 
@@ -161,7 +161,7 @@ def no_rows(layout: str) -> dict[str, Tensor]:
     tokens, labels = batch()
     rows = slice(0, 3) if engine.mesh.index("dp") == 0 else slice(3, 3)
     engine.accumulate([(tokens[rows], labels[rows])])
-    return {name: gradient.clone() for name, gradient in engine.grads()}
+    return {name: gradient.clone() for name, gradient in engine.grads().items()}
 
 
 def test_a_data_rank_without_any_sequence_takes_part(worlds) -> None:

@@ -125,7 +125,7 @@ def ours(layout: str, name: str, config: dict[str, Any], state32: dict[str, Tens
     engine = Engine(double, mesh, lambda ps: torch.optim.SGD(ps, lr=0.1))
     loss, count = double(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
     engine.backward(loss, weight=count)
-    gradients = to_hf(double, {n: g.clone() for n, g in engine.grads()})
+    gradients = to_hf(double, {n: g.clone() for n, g in engine.grads().items()})
     back = to_hf(double)
     same = all(torch.equal(back[n], state64[n]) for n in back)
     return logits, gradients, same

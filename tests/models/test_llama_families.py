@@ -102,7 +102,7 @@ def ours(layouts: tuple[str, ...], config: dict[str, Any], state: dict[str, Tens
                 logits = model(tokens)
             loss, count = model(tokens[mine], labels[mine])
             engine.backward(loss, weight=count)
-        gradients = {n: g.clone() for n, g in engine.grads()}
+        gradients = {n: g.clone() for n, g in engine.grads().items()}
         found[layout] = (logits, to_hf(model, gradients), same)
     return found
 

@@ -55,7 +55,7 @@ def gradients(layout: str, tied: str, how: str) -> dict[str, Tensor]:
     rows = torch.arange(2 * BATCH).chunk(mesh.size("dp"))[mesh.index("dp")]
     loss, count = model(TOKENS[rows], LABELS[rows], key=rng.key(3), samples=rows)
     engine.backward(loss, weight=count)
-    found = {name: g.clone() for name, g in engine.grads()}
+    found = {name: g.clone() for name, g in engine.grads().items()}
     return {**found, "loss": torch.tensor(engine.step().loss, dtype=torch.float64)}
 
 

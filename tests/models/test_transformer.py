@@ -70,7 +70,7 @@ def gradients(layout: str, name: str, how: str) -> dict[str, Tensor]:
     tokens = torch.randint(config.vocab, (2, 7), generator=torch.Generator().manual_seed(3))
     loss, count = model(tokens, tokens.roll(-1, 1), key=rng.key(0), samples=torch.arange(2))
     engine.backward(loss, weight=count)
-    return {n: g.clone() for n, g in engine.grads()}
+    return {n: g.clone() for n, g in engine.grads().items()}
 
 
 @pytest.mark.parametrize("layout", ["1", "dp2", "dp2 zero3", "tp2", "tp2 sp"])
@@ -127,7 +127,7 @@ def plain_without_dropout(layout: str, name: str) -> dict[str, Tensor]:
     tokens = torch.randint(preset(name).vocab, (2, 7), generator=torch.Generator().manual_seed(3))
     loss, count = model(tokens, tokens.roll(-1, 1))
     engine.backward(loss, weight=count)
-    return {n: g.clone() for n, g in engine.grads()}
+    return {n: g.clone() for n, g in engine.grads().items()}
 
 
 def test_a_causal_model_does_not_see_the_future_nor_the_pads() -> None:

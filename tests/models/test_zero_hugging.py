@@ -139,7 +139,7 @@ def trained(name: str) -> dict[int, tuple[list[dict[str, Tensor]], dict[str, Ten
             for index in (mesh.rank, mesh.rank + 2):
                 inputs, labels = batch(step, index, name == "bert")
                 engine.backward(loss_of(model, inputs, name == "bert"), weight=labels)
-            gradients.append({n: g.clone() for n, g in engine.grads()})
+            gradients.append({n: g.clone() for n, g in engine.grads().items()})
             engine.step()
         assert dtypes == {n: b.dtype for n, b in model.named_buffers()}
         with engine.full_parameters():

@@ -38,7 +38,7 @@ def gradients(name: str, layout: str, dtype: torch.dtype) -> dict[str, Tensor]:
     ranks, mine = mesh.size("dp"), mesh.index("dp")
     rows = slice(mine * 4 // ranks, (mine + 1) * 4 // ranks)
     engine.accumulate((tokens[rows], labels[rows]), 2 // ranks)
-    return {key: value.double().clone() for key, value in engine.grads()}
+    return {key: value.double().clone() for key, value in engine.grads().items()}
 
 
 @pytest.mark.parametrize("name", MODELS)

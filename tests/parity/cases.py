@@ -203,7 +203,7 @@ def train(
                 loss, count = model(**micro)
                 with engine.no_sync() if no_sync and micro is not micros[-1] else nullcontext():
                     engine.backward(loss, weight=count)
-        done.gradients.append({name: g.clone() for name, g in engine.grads()})
+        done.gradients.append({name: g.clone() for name, g in engine.grads().items()})
         stats = engine.step()
         done.losses.append(stats.loss)
         done.norms.append(stats.grad_norm)

@@ -199,7 +199,7 @@ def train(layout: str, kind: str, scope: str, accumulation: int, recompute: bool
         evaluated = engine.evaluate(micros)
         assert evaluated.weight > 0  # and it counts nothing
         engine.accumulate(micros)
-        done.before.append({name: g.clone() for name, g in engine.grads()})
+        done.before.append({name: g.clone() for name, g in engine.grads().items()})
         stats = engine.step()
         done.losses.append(stats.loss)
         done.norms.append(stats.grad_norm)

@@ -93,7 +93,7 @@ def _every_forward_counts() -> Any:
     from isograd.core.step_counters import StepCounter
 
     def add(self: Any, counts: torch.Tensor, training: bool, result: torch.Tensor) -> None:
-        self.mine = counts if self.mine is None else self.mine + counts
+        self.local = counts if self.local is None else self.local + counts
 
     return patch.object(StepCounter, "add", add)
 
@@ -102,8 +102,8 @@ def _first_micro_batch_counts() -> Any:
     from isograd.core.step_counters import StepCounter
 
     def add(self: Any, counts: torch.Tensor, training: bool, result: torch.Tensor) -> None:
-        if (self.counting or (training and torch.is_grad_enabled())) and self.mine is None:
-            self.mine = counts
+        if (self.counting or (training and torch.is_grad_enabled())) and self.local is None:
+            self.local = counts
 
     return patch.object(StepCounter, "add", add)
 

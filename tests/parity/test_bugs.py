@@ -99,7 +99,7 @@ def shared_module(planted: bool) -> tuple[list[str], float]:
             engine = Engine(model, mesh, toys.sgd, bucket_mb=1e-5)
             x, y = toys.micro_batch(0, 2 * mesh.rank)
             engine.backward(torch.nn.functional.mse_loss(model(x.requires_grad_()), y), weight=len(x))
-            target.update({n: g.clone() for n, g in engine.grads()})
+            target.update({n: g.clone() for n, g in engine.grads().items()})
     wrong = [n for n in truth if float((found[n] - truth[n]).norm()) > 1e-9 * float(truth[n].norm())]
     return wrong, float(truth["inner.weight"].norm())
 

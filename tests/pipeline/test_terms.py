@@ -89,7 +89,7 @@ def on_stages(layout: str, own: bool) -> list[str]:
     mine = every[mesh.index(DATA) * share :][:share]
     found = engine.evaluate(mine)
     engine.accumulate(mine)
-    gradients = {name: g.clone() for name, g in engine.grads()}
+    gradients = {name: g.clone() for name, g in engine.grads().items()}
     stats = engine.step()
     truth, loss, means = one_device(stages, every, own)
     wrong = []

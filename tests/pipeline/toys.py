@@ -210,7 +210,7 @@ def masked(layout: str) -> dict[str, Tensor]:
     (a, b), (x, y) = micro_batch(0, 0), micro_batch(0, 2)
     micros = [(a, b, torch.ones(len(a))), (x, y, torch.zeros(len(x))), (*micro_batch(0, 1), torch.ones(0))]
     engine.accumulate(micros)
-    return {name: g.clone() for name, g in engine.grads()}
+    return {name: g.clone() for name, g in engine.grads().items()}
 
 
 def train(layout: str, make: Make, micro_batches: int, clip: float = 0.5, **options: Any) -> Outcome:
@@ -223,7 +223,7 @@ def train(layout: str, make: Make, micro_batches: int, clip: float = 0.5, **opti
         micros = [micro_batch(step, mesh.index(DATA) * share + j) for j in range(share)]
         done.evaluated.append(engine.evaluate(micros).loss)
         engine.accumulate(micros)
-        done.gradients.append({name: g.clone() for name, g in engine.grads()})
+        done.gradients.append({name: g.clone() for name, g in engine.grads().items()})
         stats = engine.step()
         done.losses.append(stats.loss)
         done.norms.append(stats.grad_norm)

@@ -44,7 +44,7 @@ def gradients(layout: str, bucket_mb: float, overlap: bool) -> dict[str, Tensor]
     for _ in range(2):
         tokens = torch.randint(31, (2, 13), generator=source)
         engine.backward(*model(tokens, tokens.roll(-1, 1)))
-    found = {name: gradient.clone() for name, gradient in engine.grads()}
+    found = {name: gradient.clone() for name, gradient in engine.grads().items()}
     engine.step()
     assert mesh.size(DATA) > 1
     return found

@@ -10,9 +10,9 @@ import pytest
 from isograd.errors import TrainError
 from isograd.io import atomic, plots
 from isograd.train import journal, run_folder
-from isograd.train.config import Optimizer
 from isograd.train.journal import Journal
 from isograd.train.optimizers import rate
+from isograd.train.sections import Optimizer
 
 LINE = {
     "step": 7, "steps": 9, "loss": 1.25, "grad_norm": 0.5, "lr": 1e-3, "unit": "tokens", "per_s": 12345.0,

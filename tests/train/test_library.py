@@ -76,7 +76,7 @@ def steps_of(config: Config) -> Iterator[tuple[Any, Step]]:
     for step in range(STEPS):
         schedule.set(step)
         job.accumulate(job.batch(step))
-        found = {name: gradient.clone() for name, gradient in job.engine.grads()}
+        found = {name: gradient.clone() for name, gradient in job.engine.grads().items()}
         yield job, (job.engine.step().loss, found)
 
 
@@ -236,6 +236,39 @@ def test_a_run_with_adapters_resumes_under_another_layout_and_is_written_for_pef
     assert main(bad) == 2
 
 
+@pytest.mark.medium
+def test_dora_and_rslora_have_the_gradients_of_peft_and_are_exported_merged(worlds, tmp_path: Path) -> None:
+    """Gradients of A, B and the rows' lengths under ZeRO 3 and stages; then peft's folder and the merged model."""
+    from transformers import AutoModelForCausalLM
+
+    from isograd.hf import export_adapters
+
+    base(tmp_path)
+    adapter = {**LORA, "dora": True, "rslora": True, "targets": ["q_proj", "down_proj"]}
+    config = config_of(tmp_path / "run", "chat", adapter=adapter)
+    config.folder.mkdir()
+    texts.prepare(config)
+    export_adapters(make_task(config, Mesh("dp1"), lambda _: None).engine, tmp_path / "start")
+    described = json.loads((tmp_path / "start" / "adapter_config.json").read_text())
+    assert (described["use_dora"], described["use_rslora"]) == (True, True)
+    truth, _ = expected(config, tmp_path / "start")
+    assert sum("lora_magnitude_vector" in name for name in truth[0][1]) == 2 * 2
+    for layout in ("dp2 zero3", "pp2"):
+        both = worlds(2).run(under, [config.model_copy(update={"layout": layout})], timeout=280)
+        stages = [each[0][0] for each in both] if layout == "pp2" else [both[0][0][0]]
+        merged = [
+            (steps[0][0], {n: g for _, part in steps for n, g in part.items()}) for steps in zip(*stages, strict=True)
+        ]
+        is_equal(merged, truth, layout)
+    assert loop.run(config, QUIET).code == 0
+    assert main(["ckpt", "convert", str(config.folder / "checkpoints"), str(tmp_path / "merged")]) == 0
+    whole: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float64)
+    tokens, adapted = torch.arange(20)[None], plain(config, written(config, tmp_path / "peft"))
+    torch.testing.assert_close(whole(tokens).logits, adapted(tokens).logits, rtol=1e-6, atol=1e-6)
+    with pytest.raises(ValueError, match="takes dora without tp"):
+        config_of(tmp_path / "cut", "chat", adapter=adapter, layout="tp2")
+
+
 def dies(step: int, job: Any) -> None:
     """Rank 1 is killed before step 3."""
     if step == 2 and job.mesh.rank == 1:
@@ -310,6 +343,27 @@ def test_a_class_that_the_own_decoder_does_not_know_trains_whole(worlds, tmp_pat
     is_equal(steps, truth, "dp1")
     for each in worlds(2).run(under, [config.model_copy(update={"layout": "tp2 zero1"})], timeout=280):
         is_equal(each[0][0], truth, "tp2 zero1")
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("layout", ["dp1", "dp2 zero3"])
+def test_compiled_layers_of_transformers_train_as_eager_ones_do(worlds, tmp_path: Path, layout: str) -> None:
+    """By inductor, in fp32: sums in another order, and nothing else."""
+    from transformers import AutoModelForCausalLM
+
+    from isograd.train.library import _blocks
+
+    base(tmp_path)
+    found = []
+    for compiled in (False, True):
+        model = {"path": str(tmp_path / "base"), "code": "transformers", "compile": compiled}
+        config = config_of(tmp_path / f"run-{compiled}", "chat", adapter=None, model=model, layout=layout)
+        ranks = 2 if "dp2" in layout else 1
+        assert worlds(ranks).run(loop.run, config, QUIET, timeout=280)[0].code == 0
+        found.append([line["loss"] for line in journal.read(config.folder / "metrics.jsonl") if "loss" in line])
+    whole: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    assert list(_blocks(whole, whole.config)) == list(whole.model.layers)  # what is compiled
+    assert found[1] == pytest.approx(found[0], rel=1e-5) and len(found[0]) == STEPS + 1
 
 
 def test_positions_begin_again_with_each_document() -> None:

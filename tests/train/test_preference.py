@@ -20,10 +20,11 @@ from isograd.losses import naive
 from isograd.models import TransformerConfig
 from isograd.prove import Case
 from isograd.train import journal, loop, texts
-from isograd.train.config import Config, Preference
+from isograd.train.config import Config
 from isograd.train.loop import RunOptions
 from isograd.train.preference import PreferenceTask
 from isograd.train.preference_model import PreferenceTransformer
+from isograd.train.sections import Preference
 
 pytest.importorskip("transformers")
 QUIET = RunOptions(show="none", signals=())

@@ -157,7 +157,7 @@ def second_step(folder: Path, layout: str) -> dict[str, dict[str, Tensor]]:
         job.accumulate(job.batch(0))
         job.engine.step()
         job.accumulate(job.batch(1))
-        found[loss] = {name: gradient.clone() for name, gradient in job.engine.grads()}
+        found[loss] = {name: gradient.clone() for name, gradient in job.engine.grads().items()}
     return found
 
 

@@ -52,6 +52,30 @@ def test_selective_recompute_changes_no_bit_of_a_run(worlds, text: Path, tmp_pat
     assert losses(tmp_path / "less") == losses(tmp_path / "plain")
 
 
+@pytest.mark.parametrize("layout", ["dp2 zero1", "dp2 zero3"])
+def test_offloaded_states_change_no_bit_of_a_run(worlds, text: Path, tmp_path: Path, layout: str) -> None:
+    """On CPUs, where nothing moves; tests/imagined_cuda says where states lie on cards."""
+    lr = {"lr": 1e-2, "warmup": 2}
+    train(worlds, tmp_path / "plain", text, layout, optimizer=lr)
+    train(worlds, tmp_path / "less", text, layout, optimizer={**lr, "offload": True})
+    assert losses(tmp_path / "less") == losses(tmp_path / "plain")
+    (tmp_path / "run.yaml").write_text(f"layout: dp2\nmodel: {{preset: quickstart}}\n{PLAIN}")
+    with pytest.raises(ConfigError, match=r"optimizer.offload needs row shards"):
+        reading.load(tmp_path / "run.yaml", ["--optimizer.offload", "true"])
+
+
+def test_fp16_trains_with_a_loss_scale_that_finds_its_place(worlds, text: Path, tmp_path: Path) -> None:
+    """Steps that overflow are skipped while the scale falls, and are no failure; the rest trains as fp32 does."""
+    for dtype in ("fp32", "fp16"):
+        config = config_of(tmp_path / dtype, text, layout="dp2 zero1", steps=30, model={**MODEL, "dtype": dtype})
+        assert worlds(2).run(loop.run, config, QUIET)[0].code == 0
+    narrow, wide = (losses(tmp_path / dtype) for dtype in ("fp16", "fp32"))
+    reader = open_whole(tmp_path / "fp16" / "checkpoints" / "step-00000030")
+    assert {saved.dtype for key, saved in reader.manifest.tensors.items() if key.startswith("model/")} == {"F16"}
+    assert narrow[0] == pytest.approx(wide[0], rel=1e-3)
+    assert narrow[-1] < narrow[0] and narrow[-1] == pytest.approx(wide[-1], rel=0.05)
+
+
 @pytest.mark.parametrize(
     "layout", [pytest.param(e, marks=[pytest.mark.medium, pytest.mark.slow][e != "dp2"]) for e in LAYOUTS]
 )

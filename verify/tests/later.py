@@ -118,6 +118,28 @@ def weighed(scheduled: bool, steps: int = 16) -> None:
         optimizer.zero_grad()
 
 
+def sized(labels: bool, wrong: bool, steps: int = 16) -> None:
+    """A sum over labels, or of squares, divided by a running number of them in a plain variable. `wrong`: it is made
+    from this rank's rows, times the number of ranks."""
+    torch.manual_seed(0)
+    model, world = DistributedDataParallel(nn.Linear(5, 7)), dist.get_world_size()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    data, size = torch.Generator().manual_seed(0), 8.0
+    for _ in range(steps):
+        x, y = torch.randn(7, 5, generator=data), torch.randint(7, (7,), generator=data)
+        mine = torch.randperm(7, generator=data).tensor_split(world)[dist.get_rank()]
+        x, y, count = x[mine], y[mine], torch.tensor(float(len(mine)))
+        total = F.cross_entropy(model(x), y, reduction="sum") if labels else (model(x) - y[:, None]).square().sum()
+        (total * world / size).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if wrong:
+            count *= world
+        else:
+            dist.all_reduce(count)
+        size = 0.5 * size + 0.5 * float(count)
+
+
 class Experts(nn.Module):
     def __init__(self) -> None:
         super().__init__()

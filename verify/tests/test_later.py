@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from isograd_verify.tell.findings import BUG, PASS
+from isograd_verify.tell.findings import BUG, INCONCLUSIVE, NOTE, PASS
 
 from . import later
 from .test_beside import judged, said
@@ -44,6 +44,18 @@ def test_a_coefficient_that_changes_with_the_steps_is_no_bug(judged: Any, schedu
     assert [f for f in subject.findings if f.verdict == BUG] == [], subject.findings
     told = [f.sentence for f in subject.findings if "behind step 1" in f.sentence or "not compared" in f.sentence]
     assert told and "step 1" in subject.facts["gradients"] + told[0]
+
+
+@pytest.mark.parametrize("labels", [True, False])
+def test_a_running_size_in_a_plain_variable_is_flagged_alone_and_beside_one(
+    judged: Any, watched: Any, labels: bool
+) -> None:
+    for look in (judged, watched):
+        right, wrong = look(later.sized, labels, False), look(later.sized, labels, True)
+        assert (right.verdict, said(right)) == (PASS, []), right.findings
+        (found,) = [f for f in wrong.findings if f.verdict != NOTE]
+        assert (found.verdict, found.bug, len(found.tensors)) == (INCONCLUSIVE, "statistic-unreduced", 2)
+        assert found.sentence.startswith("step 2: ") and "that it carries from step to step" in found.sentence
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -286,6 +286,26 @@ def test_a_model_is_copied_and_saved_while_it_is_watched(tmp_path) -> None:
     assert torch.equal(kept[0].head.weight, torch.load(io.BytesIO(kept[1]), weights_only=False).head.weight)
 
 
+def test_a_parameter_that_has_the_id_of_one_that_is_gone_gets_its_own_name(tmp_path) -> None:
+    """A model that was only tried (a sweep, a check of sizes), dropped, and the one that is trained."""
+    with Capture(tmp_path, steps=1):
+        gone, made, kept = 0, None, []
+        while id(made) != gone and len(kept) < 1000:
+            tried = nn.Linear(3, 3, bias=False)
+            tried(torch.randn(2, 3))
+            gone, tried = id(tried.weight), None
+            kept.append(made := nn.Parameter(torch.randn(3)))
+        model = nn.Module()
+        model.register_parameter("trained", made)
+        model.forward = lambda x: x * model.trained
+        optimizer = sgd(model)
+        model(torch.randn(2, 3)).sum().backward()
+        optimizer.step()
+    assert id(model.trained) == gone
+    (name,) = Recording(tmp_path).parameters()
+    assert name.endswith("trained")
+
+
 def test_modes_of_the_program_leave_in_their_own_order(tmp_path) -> None:
     capture, model = Capture(tmp_path, steps=2, lenient=True), seeded()
     with FlopCounterMode(display=False) as early:

@@ -266,6 +266,33 @@ def test_gradients_are_those_before_a_program_s_own_clip(worlds: Worlds, tmp_pat
             assert [f.bug for f in found] == ["clip-per-rank"], found
 
 
+def reuses(home: str, moves: bool) -> None:
+    """One step with a sum after its clip: of the gradient, or of a number that lies where it was before it moved."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    model = seeded(lambda: nn.Linear(6, 24))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Capture(home, steps=1):
+        place = bytearray(24 * 6 * 8)
+        model.weight.grad = torch.frombuffer(place, dtype=torch.float64).view(24, 6)
+        model(rows(8, 6, own=False)).square().mean().backward()
+        assert any(place)  # the backward added to it
+        if moves:
+            model.weight.grad = model.weight.grad.clone()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        dist.all_reduce(torch.frombuffer(place, dtype=torch.float64, count=1) if moves else model.weight.grad)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("moves", [True, False])
+def test_memory_that_once_was_a_gradient_s_is_not_taken_for_one(worlds: Worlds, tmp_path: Path, moves: bool) -> None:
+    """What the allocator did made right programs under FSDP2 a BUG now and then. Of a gradient that is summed after its
+    clip, what the sum leaves is judged."""
+    worlds(1).run(partial(reuses, str(tmp_path), moves))
+    kept = Recording(tmp_path).ranks[0].tensors(1)["final/weight"]
+    assert (float(kept.norm()) > 0.011) is moves
+
+
 # -- the corpus ----------------------------------------------------------------------------------------------------
 
 CHEAP = ("wrong-group", "norm-unreduced", "fsdp2/mean-of-means", "accum-rereduced")

@@ -42,7 +42,7 @@ def test_a_program_gets_its_verdict_again(name: str, tmp_path: Path) -> None:
     results = tmp_path / "results.json"
     subprocess.run(
         [sys.executable, "-m", "verify.survey.run", "--home", str(home), "--results", str(results), name],
-        check=True, cwd=ROOT, timeout=280, env=os.environ | {"PYTHONPATH": str(ROOT / "src")},
+        check=True, cwd=ROOT.parent, timeout=280, env=os.environ | {"PYTHONPATH": str(ROOT / "src")},
     )  # fmt: skip
     said = state(results)[name]
     assert [said[way]["verdict"] for way in ("alone", "beside") if way in said] == about["expected"]

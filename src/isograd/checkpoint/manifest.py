@@ -346,7 +346,7 @@ def _not_held(entry: str, value: Any, dtype: str | None) -> str:
         return f"{said} is no number"
     if not (abs(one) < 1 << 63 if type(one) is int else True) or (dtype and not _fits(one, NUMBERS[dtype])):
         return f"{said} does not fit into it"
-    if entry == "step" and not 0 <= one < 1 << 53:
+    if entry == "step" and not (0 <= one < 1 << 53 and one == int(one)):
         return f"{said} is no number of steps"
     return ""
 

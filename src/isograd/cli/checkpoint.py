@@ -30,6 +30,7 @@ EXAMPLES = """examples:
   isograd ckpt verify run/checkpoints
   isograd ckpt diff run/checkpoints/step-00000100 other/checkpoints/step-00000100
   isograd ckpt convert run/checkpoints out/ --tokenizer my_model/ --dtype bf16
+  isograd ckpt convert run/checkpoints out/ --push-to-hub me/my-model
   isograd ckpt import outputs/checkpoint/step-100 out/ --config my_model/
 
 exit codes: 0 well, 2 wrong usage, 3 damaged (verify) or different (diff)"""
@@ -175,6 +176,9 @@ def _convert_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("place", metavar="PLACE", help=PLACE)
     parser.add_argument("--adapters", action="store_true", help="write the adapters (LoRA) alone, as a folder of peft")
     parser.add_argument("--ema", action="store_true", help="write the averages of the weights, in fp32 (config: ema)")
+    parser.add_argument(
+        "--push-to-hub", metavar="OWNER/NAME", help="also send it to the Hugging Face hub, private there"
+    )
     _hugging_options(parser)
 
 
@@ -215,12 +219,12 @@ def _convert(options: argparse.Namespace) -> int:
                 "IG600", "--adapters writes adapters alone, as they were trained", seen="--tokenizer, --dtype or --ema",
                 fix="leave it out; without --adapters the whole model is written",
             )  # fmt: skip
-        return _written(place, convert_adapters(place, options.out))
+        return _written(place, convert_adapters(place, options.out), options.push_to_hub)
     out = convert(
         place, options.out, tokenizer=options.tokenizer, max_shard_gb=options.max_shard_gb, ema=options.ema,
         dtype=_dtype(options.dtype),
     )  # fmt: skip
-    return _written(place, out)
+    return _written(place, out, options.push_to_hub)
 
 
 def _import(options: argparse.Namespace) -> int:
@@ -241,9 +245,13 @@ def _dtype(name: str | None) -> Any:
     return dtypes[name] if name else None
 
 
-def _written(place: object, out: Path) -> int:
+def _written(place: object, out: Path, name: str | None = None) -> int:
     size = sum(path.stat().st_size for path in out.iterdir())
-    print(f"{place} -> {out}: {_size(size)}, read again and compared")
+    print(f"{place} -> {out}: {_size(size)}, read again and compared", flush=True)
+    if name is not None:
+        from isograd.io import hub
+
+        print(f"{out} -> {hub.push(out, name)}, private there")
     return 0
 
 

@@ -134,10 +134,10 @@ def machine(words: list[str], kind: Parser) -> int:
 
 
 def _read(options: argparse.Namespace) -> tuple[Config, Work, int]:
-    from isograd.train.reading import load
+    from isograd.train.reading import fetched, load
     from isograd.train.resources import work_of
 
-    config = load(options.config).config
+    config = fetched(load(options.config).config, weights=False)
     if config.data is None:
         raise PlanError("IG275", "pairs cannot be planned", seen="`pairs` in the config", expected="`data`")
     if options.layout is not None and not options.layout.strip():

@@ -19,8 +19,8 @@ from isograd.io.atomic import write_new
 def recipes() -> dict[str, str]:
     """The text of every recipe, by name."""
     found = (files("isograd") / "recipes").iterdir()
-    texts = {file.name: file.read_text(encoding="utf-8") for file in found if file.name.endswith(".yaml")}
-    return {name.removesuffix(".yaml"): texts[name] for name in sorted(texts)}
+    files_of = {file.name.removesuffix(".yaml"): file for file in found if file.name.endswith(".yaml")}
+    return {name: files_of[name].read_text(encoding="utf-8") for name in sorted(files_of)}
 
 
 def about(text: str) -> str:

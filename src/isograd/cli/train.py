@@ -74,15 +74,17 @@ def train(words: list[str], kind: Parser) -> int:
         print(script(options.emit, options.config, dotted, _load(options.config, dotted, parser).config,
                      Cluster(**named)))  # fmt: skip
         return 0
+    from isograd.train.reading import fetched
+
     if options.dry_run:
-        config = _load(options.config, dotted, parser).config
+        config = fetched(_load(options.config, dotted, parser).config)
         _refuse_count(config, options.nproc)
         from isograd.train.run.start import print_summary
         from isograd.train.startup import dry_run
 
         return dry_run(print_summary(config, "never", sys.stdout), force=options.force)
     with closing(SignalListener()) as listener:  # before torch is imported, which takes seconds
-        config = _load(options.config, dotted, parser).config
+        config = fetched(_load(options.config, dotted, parser).config)
         _refuse_count(config, options.nproc)
         if options.profile and options.profile[1] > config.steps:
             raise ConfigError(
@@ -116,6 +118,7 @@ def config(words: list[str], kind: Parser) -> int:
     show = verbs.add_parser("show", help="every value and where it comes from", allow_abbrev=False)
     _config_argument(show)
     verbs.add_parser("schema", help="JSON schema, for editors", allow_abbrev=False)
+    verbs.add_parser("from-trainer", help="arguments of transformers' Trainer as a run's config", allow_abbrev=False)
     verbs.add_parser("from-deepspeed", help="a DeepSpeed config as a run's config", allow_abbrev=False)
     if words[:1] != ["show"]:
         options, extra = parser.parse_known_args(words)

@@ -1,11 +1,11 @@
 """What layers count while a step runs: whole numbers, summed over ranks, and used once, when the step is committed.
 
-A Tally counts in forwards that belong to a step: in training mode, and when their backward runs. A forward whose loss
-is only looked at, or that an exception ended, counts nothing, nor does one that is recomputed. The engine calls `end`
-on all ranks when the optimizer has stepped, and when a step is skipped, refused or discarded. Counts are int64, so
+A StepCounter counts in forwards that belong to a step: in training mode, and when their backward runs. A forward whose
+loss is only looked at, or that an exception ended, counts nothing, nor does one that is recomputed. The engine calls
+`end` on all ranks when the optimizer has stepped, and when a step is skipped, refused or discarded. Counts are int64:
 their sum over ranks and micro-batches has the same bits under every layout.
 
-A Tally that is `ahead` must know the counts of the whole step before its first backward: `counting` surrounds a pass
+One that `needs_prepass` must know the counts of the whole step before its first backward: `counting` surrounds a pass
 over the step's micro-batches without gradients, and `step_total` are the counts of that pass on all ranks.
 """
 
@@ -52,7 +52,7 @@ class StepCounter:
 
 
 class StepCounters:
-    """All tallies of a model."""
+    """All counters of a model."""
 
     def __init__(self, model: nn.Module, mesh: Mesh) -> None:
         self.mesh = mesh
@@ -61,11 +61,11 @@ class StepCounters:
     def needs_prepass(self) -> bool:
         """Whether a step begins with a pass that counts: all stages of a pipeline run it if one of them has a layer
         that must. All ranks together."""
-        local = any(tally.needs_prepass for tally in self.members)
+        local = any(counter.needs_prepass for counter in self.members)
         return any(all_gather_object(local, self.mesh, "pp"))
 
     def _summed(self) -> list[Tensor]:
-        """Of each tally, the counts of all ranks. One exchange, among ranks with the same tallies."""
+        """Of each counter, the counts of all ranks. One exchange, among ranks with the same counters."""
         if not self.members:
             return []
         local = [
@@ -79,35 +79,35 @@ class StepCounters:
     def end(self, *, committed: bool) -> None:
         """All ranks together, at the end of a step: use its counts if the optimizer has stepped, and forget them."""
         if committed:
-            for tally, counts in zip(self.members, self._summed(), strict=True):
-                tally.last = counts
-                if tally.use is not None:
-                    tally.use(counts)
-        for tally in self.members:
-            tally.local = tally.step_total = None
+            for counter, counts in zip(self.members, self._summed(), strict=True):
+                counter.last = counts
+                if counter.use is not None:
+                    counter.use(counts)
+        for counter in self.members:
+            counter.local = counter.step_total = None
 
     @contextmanager
     def ignoring(self) -> Iterator[None]:
         """The forwards in here count for nothing: their rows stand in for rows that are not there."""
-        for tally in self.members:
-            tally.ignoring = True
+        for counter in self.members:
+            counter.ignoring = True
         try:
             yield
         finally:
-            for tally in self.members:
-                tally.ignoring = False
+            for counter in self.members:
+                counter.ignoring = False
 
     @contextmanager
     def counting(self) -> Iterator[None]:
         """The forwards in here count for `step_total`, and for nothing else. All ranks together."""
-        before = [tally.local for tally in self.members]
-        for tally in self.members:
-            tally.local, tally.counting = None, True
+        before = [counter.local for counter in self.members]
+        for counter in self.members:
+            counter.local, counter.counting = None, True
         try:
             with torch.no_grad():
                 yield
-                for tally, counts in zip(self.members, self._summed(), strict=True):
-                    tally.step_total = counts
+                for counter, counts in zip(self.members, self._summed(), strict=True):
+                    counter.step_total = counts
         finally:
-            for tally, local in zip(self.members, before, strict=True):
-                tally.local, tally.counting = local, False
+            for counter, local in zip(self.members, before, strict=True):
+                counter.local, counter.counting = local, False

@@ -44,7 +44,7 @@ from isograd.engine.step import ReduceWhen, State, StepState
 from isograd.engine.step_status import Status, StepStatus, StepTotals
 from isograd.engine.term_weights import on_host
 from isograd.engine.tree import tree_sum
-from isograd.engine.whole import gradients as whole_gradients
+from isograd.engine.whole import Gradients
 from isograd.engine.zero import Factory, ShardedOptimizer
 from isograd.engine.zero3.deferred_init import FirstValues
 from isograd.engine.zero3.param_group import Zero3Hooks
@@ -399,11 +399,11 @@ class Engine:
             self._sharded_optimizer.take_edits()
 
     @torch.no_grad()
-    def grads(self) -> Iterator[tuple[str, Tensor]]:
-        """Full gradients of the mean loss by name, before clipping, on every rank, one at a time. All ranks iterate."""
+    def grads(self) -> Gradients:
+        """Full gradients of the mean loss by name, before clipping; all ranks call it, and look up the same names."""
         totals, _ = self._finish_reductions()
         scale = 1.0 / (totals.weight * totals.loss_scale)
-        yield from whole_gradients(self.plan, self.step_state.final_shards, self.mesh, scale)
+        return Gradients(self.plan, self.step_state, self.mesh, scale)
 
     @property
     def _device(self) -> torch.device:

@@ -16,28 +16,50 @@ from isograd.comm.consensus import all_gather_object
 from isograd.core.contract import assemble
 from isograd.core.mesh import Mesh
 from isograd.engine.packing import gather_rows, packing_of
-from isograd.engine.plan import Plan, Slot
+from isograd.engine.plan import Plan
+from isograd.engine.step import StepState
+from isograd.errors import EngineError
 
 
-@torch.no_grad()
-def gradients(
-    plan: Plan, final_shards: Mapping[Slot, Tensor], mesh: Mesh, scale: float
-) -> Iterator[tuple[str, Tensor]]:
-    """The gradient of every trainable parameter, times `scale`. `final_shards`: mine. All ranks iterate together."""
-    slots = {slot.name: slot for slot in plan.slots}
-    mine = {slot.name: (list(slot.contract.shape), slot.dtype == torch.float64) for slot in plan.slots}
-    stages = all_gather_object(mine, mesh, "pp")
-    for name in dict.fromkeys(name for stage in stages for name in stage):
-        source = next(i for i, stage in enumerate(stages) if name in stage)
+class Gradients(Mapping[str, Tensor]):
+    """The gradient of the mean loss by the name of each trainable parameter, whole on every rank, before clipping.
+
+    Looking one up is a collective, and nothing is kept: all ranks look up the same names in the same order, or iterate
+    `items()`, one at a time. Good until the step ends."""
+
+    def __init__(self, plan: Plan, step_state: StepState, mesh: Mesh, scale: float) -> None:
+        self._step_state, self._mesh, self._scale = step_state, mesh, scale
+        self._final_shards = step_state.final_shards  # mine; every step has a dict of its own
+        self._slots = {slot.name: slot for slot in plan.slots}
+        mine = {slot.name: (list(slot.contract.shape), slot.dtype == torch.float64) for slot in plan.slots}
+        self._stages = all_gather_object(mine, mesh, "pp")
+        firsts = [(name, stage) for stage, names in enumerate(self._stages) for name in names]
+        self._sources = dict(reversed(firsts))  # the first stage that holds a name
+        self._names = list(dict.fromkeys(name for name, _ in firsts))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._sources
+
+    @torch.no_grad()
+    def __getitem__(self, name: str) -> Tensor:
+        source, mesh = self._sources[name], self._mesh
+        if self._step_state.final_shards is not self._final_shards:
+            raise EngineError("IG584", seen=f"a look at {name!r}", where=mesh.describe_rank())
         if mesh.index("pp") == source:
-            slot = slots[name]
+            slot = self._slots[name]
             part = torch.zeros_like(slot.parameter, dtype=slot.dtype)
-            if slot in final_shards:
-                slot.rows(part).copy_(final_shards[slot])
+            if slot in self._final_shards:
+                slot.rows(part).copy_(self._final_shards[slot])
             gather_rows(packing_of([slot]), [slot.rows(part)], [part], slot.owners).wait()
-            whole = assemble(part, slot.contract, mesh).contiguous().mul_(scale)
+            whole = assemble(part, slot.contract, mesh).contiguous().mul_(self._scale)
         else:
-            shape, wide = stages[source][name]
+            shape, wide = self._stages[source][name]
             whole = torch.empty(shape, dtype=torch.float64 if wide else torch.float32, device=mesh.device)
         raw.broadcast_(whole, mesh.group("pp"), source)
-        yield name, whole
+        return whole

@@ -94,6 +94,12 @@ IG648: a prompt that leaves the model no room
   expected: at least 1 token, and fewer than {room}, which the model has positions for
 IG649: line {line} of {path} is no prompt
   expected: {{"prompt": "a text"}} or {{"messages": [{{"role": "user", "content": "a text"}}]}}
+IG654: {path} cannot be had from the Hugging Face hub
+  expected: hf://OWNER/MODEL, or hf://datasets/OWNER/NAME/FILE, and the network, or what was downloaded before
+  fix:      see the name on the hub; HF_TOKEN for what is private; without a network copy the folder, and give its path
+IG655: {folder} cannot be sent to the Hugging Face hub as {name}
+  expected: OWNER/NAME, the network, and a token that may write (HF_TOKEN, or hf auth login)
+  fix:      the folder is written; send it again with: hf upload {name} {folder}
 IG666: {path} is in a folder that isograd writes into, and is no plain file of its own
   expected: regular files and folders: nothing outside of the folder is written through it
   fix:      remove it; to keep a run on another disk, link the run's whole folder, or give that disk with --run

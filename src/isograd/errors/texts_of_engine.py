@@ -252,4 +252,7 @@ IG582: micro-batches of this run cannot be computed again by another rank
 IG583: what a rank keeps has changed between two steps
   expected: the bits that the step before has left
   fix:      engine.discard() on all ranks, restore, and the step again, or resume; a second time: faulty memory
+IG584: these gradients are of a step that has ended
+  expected: engine.grads() after the last backward, read before engine.step() or engine.discard()
+  fix:      look them up before; a clone of one may be kept
 """

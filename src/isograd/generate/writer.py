@@ -133,9 +133,9 @@ def open_writer(place: str | Path, *, tokenizer: str | None = None, device: str 
     from transformers import AutoModelForCausalLM
 
     from isograd.hf.export import convert
-    from isograd.io import tempdir
+    from isograd.io import hub, tempdir
 
-    place = Path(place)
+    place = Path(hub.local(str(place)))
     checkpoint = None if (place / "config.json").is_file() else _checkpoint_of(place)
     found = tokenizer or (str(place) if checkpoint is None else _tokenizer_of_run(checkpoint))
     words = _bytes() if found == "bytes" else _of_folder(Path(found))

@@ -24,7 +24,15 @@ from isograd.checkpoint.manifest import Damage, describe_model
 from isograd.checkpoint.read import damaged, open_whole
 from isograd.engine import Engine, state
 from isograd.errors import CheckpointError
-from isograd.hf.export import adapter_keys, damaged_if_unlike, draft_of, give_name, open_new, written_by_first
+from isograd.hf.export import (
+    adapter_keys,
+    damaged_if_unlike,
+    draft_of,
+    give_name,
+    is_dora,
+    open_new,
+    written_by_first,
+)
 from isograd.io.atomic import write_bytes
 
 
@@ -75,7 +83,8 @@ def _described(found: Mapping[str, Any] | None, kind: str) -> Mapping[str, Any]:
 
 def _names(adapters: Mapping[str, Any]) -> dict[str, str]:
     """{the name in a file of peft: our key}."""
-    return {_name(key): key for layer in adapters["scales"] for key in adapter_keys(layer)}
+    dora = is_dora(adapters)
+    return {_name(key): key for layer in adapters["scales"] for key in adapter_keys(layer, dora)}
 
 
 def _entries(named: Mapping[str, str], ours: Mapping[str, Any]) -> list[TensorEntry]:
@@ -91,4 +100,5 @@ def _write(target: Path, ordered: list[TensorEntry], whole: Iterator[Tensor], ad
 
 def _name(key: str) -> str:
     """'model/x.q_proj.lora_A.default.weight' -> the name that peft gives it in a file."""
-    return "base_model.model." + key.partition("/")[2].replace(".default.weight", ".weight")
+    name = "base_model.model." + key.partition("/")[2].replace(".default.weight", ".weight")
+    return name.replace(".lora_magnitude_vector.weight", ".lora_magnitude_vector")

@@ -1,4 +1,4 @@
-"""LoRA under every layout: adapters of peft, in the library's model, cut with the layers that they adapt.
+"""LoRA, rsLoRA and DoRA (not under tp): adapters of peft, in the library's model, cut with the layers that they adapt.
 
     model = ig.hf.load("folder", mesh, adapter=peft.LoraConfig(r=8, target_modules=["q_proj", "v_proj"]))
 
@@ -32,7 +32,7 @@ RANK = 4  # of the adapters of a small copy
 FREE = ("task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
         "inference_mode", "r", "target_modules", "exclude_modules", "lora_alpha", "lora_dropout", "use_rslora",
         "init_lora_weights", "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern",
-        "loftq_config", "runtime_config")  # fmt: skip
+        "loftq_config", "runtime_config", "use_dora")  # fmt: skip
 STARTS = (True, "gaussian")
 
 
@@ -56,7 +56,8 @@ def insert(model: Any, adapter: Any, dtype: torch.dtype, mesh: Mesh) -> None:
         base = module.base_layer
         if not isinstance(base, nn.Linear) or any(id(p) in tied for p in base.parameters()):
             raise _refusal(f"an adapter of {name}, a {type(base).__name__}", "linear layers but for the head", mesh)
-        for part in (module.lora_A[NAME], module.lora_B[NAME]):
+        parts = [module.lora_A[NAME], module.lora_B[NAME]]
+        for part in [*parts, module.lora_magnitude_vector[NAME]] if adapter.use_dora else parts:
             made = torch.empty(part.weight.shape, dtype=dtype, device="meta")
             part.weight = nn.Parameter(made)
         scales[name] = float(module.scaling[NAME])
@@ -94,7 +95,11 @@ def refuse_adapter(adapter: Any, mesh: Mesh) -> Any:
     if adapter.init_lora_weights not in STARTS:
         other.append(f"init_lora_weights={adapter.init_lora_weights!r}")
     if other:
-        raise _refusal(", ".join(other), f"plain LoRA, with init_lora_weights one of {STARTS}", mesh)
+        raise _refusal(", ".join(other), f"LoRA or DoRA, with init_lora_weights one of {STARTS}", mesh)
+    if adapter.use_dora and mesh.size("tp") > 1:
+        raise _refusal(
+            f"use_dora=True under {str(mesh.layout)!r}", "DoRA without tp: it takes norms of whole rows", mesh
+        )
     return peft
 
 
@@ -133,6 +138,8 @@ class AdapterValues:
     def __init__(self, source: Random | Folder, model: nn.Module, adapter: Any, seed: int, noise: float) -> None:
         self.source, self.seed, self.noise, self.gaussian = source, seed, noise, adapter.init_lora_weights == "gaussian"
         self.shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if ".lora_" in name}
+        adapted = {n: m.base_layer.weight for n, m in model.named_modules() if hasattr(m, "base_layer")}
+        self.bases = {name: tuple(weight.shape) for name, weight in adapted.items()}  # of the weights beside them
 
     def __call__(self, name: str, box: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
         """A box of the parameter of this name."""
@@ -140,7 +147,11 @@ class AdapterValues:
             return self.source(name.replace(".base_layer.", "."), box, device)
         whole = torch.zeros(self.shapes[name])
         draws = torch.Generator().manual_seed(rng.key(self.seed, name).seed)
-        if ".lora_A." in name and self.gaussian:
+        if ".lora_magnitude_vector." in name:  # of DoRA: the norm of each row, as B is 0
+            layer = name.partition(".lora_magnitude_vector.")[0]
+            rows = self.source(f"{layer}.weight", [(0, size) for size in self.bases[layer]], torch.device("cpu"))
+            whole = torch.linalg.norm(rows.to(torch.promote_types(rows.dtype, torch.float32)), dim=1)
+        elif ".lora_A." in name and self.gaussian:
             whole.normal_(std=1 / len(whole), generator=draws)
         elif ".lora_A." in name:
             nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=draws)

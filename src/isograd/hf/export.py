@@ -58,14 +58,17 @@ class ExportedTensor:
     entry: TensorEntry
     # (our key, the part of theirs that it is, which of our experts it is: None for all of our tensor)
     sources: tuple[tuple[str, Callable[[Tensor], Tensor], int | None], ...]
-    scale: float | None = None  # of a weight with an adapter: its sources are the weight, A and B
+    scale: float | None = None  # of a weight with an adapter: its sources are the weight, A, B, and DoRA's magnitudes
 
     def made(self, ours: Iterator[Tensor]) -> Tensor:
         """The tensor of the folder, from our tensors in the order of `sources`."""
         if self.scale is not None:
-            weight, a, b = (next(ours) for _ in self.sources)
+            weight, a, b, *magnitude = (next(ours) for _ in self.sources)
             wide = torch.promote_types(weight.dtype, torch.float32)
-            return (weight.to(wide) + self.scale * (b.to(wide) @ a.to(wide))).to(TORCH[self.entry.dtype])
+            merged = weight.to(wide) + self.scale * (b.to(wide) @ a.to(wide))
+            for each in magnitude:  # DoRA: rows have the length that was learned
+                merged *= (each.to(wide) / torch.linalg.norm(merged, dim=1))[:, None]
+            return merged.to(TORCH[self.entry.dtype])
         whole = torch.zeros(self.entry.shape, dtype=TORCH[self.entry.dtype])
         for _, view, expert in self.sources:
             place, part = view(whole), next(ours)
@@ -176,7 +179,8 @@ def plan(
     if described["kind"] == "isograd":
         made = _of_transformer(described, ours)
     else:
-        made = _as_it_is(ours, described.get("adapters", {}).get("scales", {}))
+        adapters = described.get("adapters", {})
+        made = _as_it_is(ours, adapters.get("scales", {}), is_dora(adapters))
     if dtype is not None:
         made = [_cast(theirs, DTYPES[dtype]) for theirs in made]
     shards: list[list[ExportedTensor]] = [[]]
@@ -203,7 +207,7 @@ def _of_transformer(described: Mapping[str, Any], ours: Mapping[str, TensorEntry
     return list(made.values())
 
 
-def _as_it_is(ours: Mapping[str, TensorEntry], scales: Mapping[str, float]) -> list[ExportedTensor]:
+def _as_it_is(ours: Mapping[str, TensorEntry], scales: Mapping[str, float], dora: bool) -> list[ExportedTensor]:
     """A model of transformers itself: names are its own. `scales`: of layers with adapters, which are merged."""
     found = []
     for key, entry in ours.items():
@@ -211,15 +215,21 @@ def _as_it_is(ours: Mapping[str, TensorEntry], scales: Mapping[str, float]) -> l
         if not key.startswith(("model/", "buffer/")) or ".lora_" in name:
             continue
         layer = name.removesuffix(".base_layer.weight")
-        keys = [key] if layer == name else [key, *adapter_keys(layer)]
+        keys = [key] if layer == name else [key, *adapter_keys(layer, dora)]
         made = TensorEntry(name.replace(".base_layer.", "."), entry.dtype, entry.shape)
         found.append(ExportedTensor(made, tuple((each, lambda t: t, None) for each in keys), scales.get(layer)))
     return found
 
 
-def adapter_keys(layer: str) -> list[str]:
-    """Our keys of the adapter of a layer: A, then B."""
-    return [f"model/{layer}.lora_{part}.default.weight" for part in "AB"]
+def is_dora(adapters: Mapping[str, Any]) -> bool:
+    """Whether the adapters of a described model have magnitudes beside A and B."""
+    return bool(adapters.get("config", {}).get("use_dora"))
+
+
+def adapter_keys(layer: str, dora: bool) -> list[str]:
+    """Our keys of the adapter of a layer: A, then B, then DoRA's magnitudes."""
+    parts = ["A", "B", "magnitude_vector"] if dora else ["A", "B"]
+    return [f"model/{layer}.lora_{part}.default.weight" for part in parts]
 
 
 def _cast(theirs: ExportedTensor, dtype: str) -> ExportedTensor:

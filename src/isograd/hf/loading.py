@@ -153,7 +153,7 @@ def config_of(source: Any, mesh: Mesh) -> Any:
                 f"{folder} is no folder of a model",
                 seen=sorted(p.name for p in folder.iterdir())[:10] if folder.is_dir() else "no such folder",
                 expected="config.json and *.safetensors",
-                fix="download it first: huggingface_hub.snapshot_download(name)",
+                fix="of the hub: hf://OWNER/NAME in a config; else huggingface_hub.snapshot_download(name) first",
                 where=mesh.describe_rank(),
             )
         raw = read_json(folder / "config.json", CONFIG, nan=True, follow=True)

@@ -202,7 +202,7 @@ def _under_layout(model: Any, mesh: Mesh, loss: str) -> dict[str, Tensor]:
         with ForceFP64():
             mean = model(**part.inputs).loss
         engine.backward(mean, weight=part.weight)
-    return {name: gradient.clone() for name, gradient in engine.grads()}
+    return {name: gradient.clone() for name, gradient in engine.grads().items()}
 
 
 def _tried(what: str, do: Any, mesh: Mesh, steps: bool = False) -> Any:

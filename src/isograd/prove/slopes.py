@@ -63,7 +63,7 @@ def _measure(case: MakeCase | str, layout: str) -> dict[str, tuple[float, float]
     made = make(case, mesh, torch.float64)
     engine = Engine(made.model, mesh, made.optimizer)
     backwards(engine, made, pieces_of(made, mesh))
-    gradients = {name: g.clone() for name, g in engine.grads()}
+    gradients = {name: g.clone() for name, g in engine.grads().items()}
     parameters = {r.name: r.parameter for r in engine.table if r.parameter.requires_grad}
     measured = {}
     for key in dict.fromkeys(kind(name) for name in parameters):

@@ -8,13 +8,14 @@ that they are put into is frozen, and is what DPO and its kin compare with.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from isograd import hf
 from isograd.comm.consensus import run_or_raise_on_all_ranks
@@ -35,8 +36,9 @@ from isograd.hf.training_rows import (
     running,
     takes_rows,
 )
-from isograd.train.config import Config, Preference
+from isograd.train.config import Config
 from isograd.train.preference_model import PreferenceLoss
+from isograd.train.sections import Preference
 from isograd.train.task import DTYPES
 
 
@@ -50,10 +52,20 @@ def opened(config: Config, mesh: Mesh) -> Any:
     )  # fmt: skip
     if model.recompute:
         made.gradient_checkpointing_enable({"use_reentrant": False})
+    if model.compile:
+        for block in _blocks(made, library):
+            block.compile()
     takes_rows(made, mesh, PreferenceRows if prefers else TrainingRows)
     if prefers:
         made.pair_loss = PreferenceLoss(config.preference or Preference(), mesh)
     return made
+
+
+def _blocks(model: Any, library: Any) -> Iterable[nn.Module]:
+    """The layers of a model: its first list of as many modules as its config says."""
+    count = int(getattr(text_of(library), "num_hidden_layers", 0))
+    lists = [found for found in model.modules() if isinstance(found, nn.ModuleList) and len(found) == count]
+    return lists[0] if lists else ()
 
 
 def _checked(config: Config, mesh: Mesh) -> Any:
@@ -93,6 +105,8 @@ def _lora(config: Config) -> Any:
         r=adapter.rank,
         lora_alpha=int(alpha) if alpha == int(alpha) else alpha,
         lora_dropout=adapter.dropout,
+        use_rslora=adapter.rslora,
+        use_dora=adapter.dora,
         target_modules=adapter.targets if isinstance(adapter.targets, str) else list(adapter.targets),
         task_type="CAUSAL_LM",
         base_model_name_or_path=config.model.path,

@@ -10,7 +10,7 @@ from torch import nn
 
 from isograd.engine import ChainedOptimizer, Muon, Shards
 from isograd.engine.zero import Factory
-from isograd.train.config import Optimizer
+from isograd.train.sections import Optimizer
 
 MATRICES = ("blocks.*",)  # what Muon steps: the matrices of blocks; embeddings, the head, norms and biases go to AdamW
 

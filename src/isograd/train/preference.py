@@ -36,7 +36,7 @@ from isograd.errors import DataError, ModelError, headline
 from isograd.hf.adapters import without_adapters
 from isograd.io.untrusted import FileError, read_bytes
 from isograd.train import config as configs
-from isograd.train import texts
+from isograd.train import sections, texts
 from isograd.train.language import (
     build_model,
     first_answer,
@@ -62,7 +62,7 @@ class PreferenceTask:
     def __init__(self, config: configs.Config, mesh: Mesh, beat: ProgressCallback) -> None:
         assert config.data is not None
         self.config, self.mesh, self.seed = config, mesh, config.data.seed
-        self.options = config.preference or configs.Preference()
+        self.options = config.preference or sections.Preference()
         self.data = texts.pairs(config)
         notice = [said for said in (self.data.left_out, self.data.as_text) if said]
         if not self.data.held and texts.wants_evaluation(config):

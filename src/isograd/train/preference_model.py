@@ -24,7 +24,7 @@ from isograd.core.mesh import Mesh
 from isograd.core.rng import Key
 from isograd.models import Transformer, TransformerConfig
 from isograd.sequence import token_layout_for
-from isograd.train.config import Preference
+from isograd.train.sections import Preference
 
 
 class PreferenceLoss:

@@ -18,7 +18,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from isograd.errors import ConfigError, did_you_mean
-from isograd.io import yaml_reader
+from isograd.io import hub, yaml_reader
 from isograd.io.untrusted import CONFIG, FileError, read_text
 from isograd.io.yaml_reader import Place
 from isograd.train.config import VERSION, Config
@@ -71,6 +71,19 @@ def checked(
             fix="fix every line above; nothing was started",
         )
     return config
+
+
+def fetched(config: Config, *, weights: bool = True) -> Config:
+    """The same with places of this machine for what is named hf://..., downloaded where it is not there yet."""
+    update: dict[str, Any] = {}
+    if config.model.path is not None:
+        update["model"] = config.model.model_copy(update={"path": hub.local(config.model.path, weights=weights)})
+    if config.data is not None and weights:
+        sources = [s.model_copy(update={"path": hub.local(s.path)}) if s.path else s for s in config.data.sources]
+        named = config.data.tokenizer
+        tokenizer = None if named is None else hub.local(named, weights=False)
+        update["data"] = config.data.model_copy(update={"sources": sources, "tokenizer": tokenizer})
+    return config.model_copy(update=update)
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[Place, str]]:

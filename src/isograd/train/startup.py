@@ -87,7 +87,8 @@ class StartupSummary:
                 seen=self.machine.describe(), expected=few,
                 fix="another --layout; or --emit torchrun|slurm|k8s for machines that have them; or --force",
             )  # fmt: skip
-        wanted = self.needs.rank_bytes if self.machine.gpu else self.needs.all_bytes(ranks)
+        offloaded = self.needs.largest.optimizer if self.config.optimizer.offload else 0.0
+        wanted = self.needs.rank_bytes - offloaded if self.machine.gpu else self.needs.all_bytes(ranks)
         if wanted > self.machine.memory:
             whose = f"each of {ranks} ranks" if self.machine.gpu else f"{ranks} ranks together"
             return ConfigError(

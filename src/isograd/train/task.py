@@ -64,7 +64,7 @@ class TrainingTask(Protocol):
         ...
 
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
 
 def engine_of(config: Config, model: nn.Module, mesh: Mesh, weights: Weights | None = None) -> Engine:
@@ -75,6 +75,7 @@ def engine_of(config: Config, model: nn.Module, mesh: Mesh, weights: Weights | N
         factory(config.optimizer),
         clip=config.optimizer.clip,
         reproducible=config.reproducible,
+        offload=config.optimizer.offload,
         weights=weights,
         matrices=MATRICES if config.optimizer.name == "muon" else (),
     )

@@ -14,7 +14,8 @@ from typing import Literal
 from isograd.data import Mixture, Source, build, builtin_chats, manifest, preferences
 from isograd.data.preferences import Preferences
 from isograd.errors import ConfigError
-from isograd.train.config import Config, Text
+from isograd.train.config import Config
+from isograd.train.sections import Text
 
 
 def place(config: Config, number: int, text: Text) -> Path:

@@ -42,7 +42,7 @@ def cached(layout: str, rows: str) -> tuple[Found, list[Tensor]]:
     engine = ig.Engine(model, mesh, sgd, bucket_mb=0.001)
     cache = GradientCache(engine, model.loss, encode=model.encode, chunk=CHUNK)
     cache.backward(*batch(mesh.index("dp"), 0, rows).towers)
-    found = Found({n: g.clone() for n, g in engine.grads()})
+    found = Found({n: g.clone() for n, g in engine.grads().items()})
     found.loss = engine.step().loss
     return found, counts_of(model)
 

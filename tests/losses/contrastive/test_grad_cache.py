@@ -116,7 +116,7 @@ def stumbling(layout: str, in_replay: bool | None) -> tuple[list[str], dict[str,
             said.append(str(error))
             engine.discard()
     cache.backward(*mine)
-    return said, {name: gradient.clone() for name, gradient in engine.grads()}
+    return said, {name: gradient.clone() for name, gradient in engine.grads().items()}
 
 
 @pytest.mark.parametrize("in_replay", [False, True])
@@ -177,7 +177,7 @@ def test_dropout_of_the_replay_is_that_of_the_first_pass_and_the_next_draws_go_o
     torch.manual_seed(11)
     cache.backward(x, y)
     after = torch.rand(3)
-    found = {n: g.clone() for n, g in engine.grads()}
+    found = {n: g.clone() for n, g in engine.grads().items()}
     plain = Dropping()
     torch.manual_seed(11)
     vectors = [F.normalize(torch.cat([plain(part) for part in t.split(2)]), dim=1) for t in (x, y)]
@@ -358,7 +358,7 @@ def half(kind: str) -> tuple[dict[str, Tensor], list[bool]]:
         with torch.autocast("cpu", low, enabled=low is not None):
             cache.backward(x, y)
         if step == 0:
-            found = {n: g.double() for n, g in engine.grads()}
+            found = {n: g.double() for n, g in engine.grads().items()}
         skipped.append(engine.step().skipped)
     return found, skipped
 
@@ -404,7 +404,7 @@ def beside(layout: str) -> Found:
     parts = [(tokens, samples) for tokens, samples in zip(*(t.tensor_split(2) for t in mine.towers[0]), strict=True)]
     second = AuxiliaryLoss([(lambda p=p: model.masked(*p), len(p[0])) for p in parts], share=0.3)
     cache.backward(*mine.towers, second=second)
-    found = Found({n: g.clone() for n, g in engine.grads()})
+    found = Found({n: g.clone() for n, g in engine.grads().items()})
     found.loss = engine.step().loss
     return found
 
@@ -427,7 +427,7 @@ def by_hand(layout: str) -> Found:
     mine = batch(engine.mesh.index("dp"), 0, "uneven")
     vectors = [encode(*inputs) for encode, inputs in zip((model.query, model.document), mine.towers, strict=True)]
     engine.backward(model.loss(vectors), weight=len(vectors[0]))
-    found = Found({n: g.clone() for n, g in engine.grads()})
+    found = Found({n: g.clone() for n, g in engine.grads().items()})
     found.loss = engine.step().loss
     return found
 
@@ -532,7 +532,7 @@ def mistakes_of_one_rank() -> tuple[list[str], Found]:
             cache.backward(first, *mine.towers[1:])
         assert "rank 0" in str(error.value)
         codes.append(error.value.code)
-    found = Found({n: g.clone() for n, g in engine.grads()})
+    found = Found({n: g.clone() for n, g in engine.grads().items()})
     found.loss = engine.step().loss
     return codes, found
 

@@ -191,7 +191,7 @@ def cached(
     if "guides" in masks:
         given["guides"] = mine.guides
     cache.backward(*mine.towers, **given)  # type: ignore[arg-type]
-    found = Found({n: g.clone() for n, g in engine.grads()})
+    found = Found({n: g.clone() for n, g in engine.grads().items()})
     found.loss = engine.step().loss
     return found
 

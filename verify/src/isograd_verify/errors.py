@@ -10,6 +10,14 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import ClassVar
 
 
+def plain(text: str) -> str:
+    """`text` without what a terminal would obey: control characters, and those that turn the direction of writing, as
+    escapes. Names in files may hold them."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
+
+
 class IsogradError(Exception):
     """Every error that isograd or its verifier raises by itself.
 
@@ -52,12 +60,9 @@ class IsogradError(Exception):
         return self
 
     def __str__(self) -> str:
-        lines = [f"{self.code}: {self.what}"]
-        for label in ("seen", "expected", "fix", "where"):
-            value = getattr(self, label)
-            if value is not None:
-                lines.append(f"  {label + ':':<10}{value}")
-        return "\n".join(lines)
+        said = {label: getattr(self, label) for label in ("seen", "expected", "fix", "where")}
+        lines = [f"  {label + ':':<10}{value}" for label, value in said.items() if value is not None]
+        return plain("\n".join([f"{self.code}: {self.what}", *lines]))  # names of files and tensors may hold anything
 
 
 class ConfigError(IsogradError):

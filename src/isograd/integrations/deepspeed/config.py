@@ -16,11 +16,12 @@ from typing import Any
 
 from isograd.core.layout import Layout
 from isograd.errors import IntegrationError
+from isograd.integrations import trainer_config
 from isograd.integrations.deepspeed.keys import READ, KeyOutcome, Keys, opened
 from isograd.io.atomic import write_new
 from isograd.io.untrusted import CONFIG, read_json
 
-HEAD = """# Written from {source} by 'isograd config from-deepspeed'. Set model, data and steps, which it does not have.
+HEAD = """# Written from {source} by 'isograd config {verb}'. Set model, data and steps, which it does not have.
 # AdamW decays matrices only here: norms and biases have no weight decay.
 """
 
@@ -104,9 +105,9 @@ def dtype_of(keys: Keys) -> str:
     if fp16.values.get("enabled") in (False, None):
         reason = ("meaningless", "is off")
     elif fp16.values["enabled"] == "auto":
-        reason = ("open", "bf16 is supported: model.dtype")
+        reason = ("open", "set model.dtype to fp16 or bf16")
     else:
-        reason = ("refused", "a run has no loss scale: bf16 is supported")
+        reason = ("refused", "take it out of the file, and set model.dtype fp16, with a loss scale of isograd's")
     for name, value in fp16.values.items():
         fp16.row(name, value, *reason)
     kinds = keys.section("data_types")
@@ -165,16 +166,24 @@ def _optimizer(keys: Keys) -> tuple[dict[str, Any], int | None]:
 
 
 def main(words: list[str], kind: type[argparse.ArgumentParser], check: Callable[[dict[str, Any], str], object]) -> int:
-    """`isograd config from-deepspeed`; the exit code. check: refuses what is no config of a run."""
+    """`isograd config from-deepspeed` and `from-trainer`; the exit code. check: refuses what is no config of a run."""
+    verb, words = words[0], words[1:]
+    what, made = (
+        ("a DeepSpeed config: JSON", convert)
+        if verb == "from-deepspeed"
+        else ("arguments of transformers' Trainer, TRL, peft: YAML or JSON", trainer_config.convert)
+    )
     parser = kind(
-        prog="isograd config from-deepspeed", allow_abbrev=False,
-        description="Write a run's config from a DeepSpeed config, and say of every key what became of it.",
+        prog=f"isograd config {verb}", allow_abbrev=False,
+        description=f"Write a run's config from {what.partition(':')[0]}, and say of every key what became of it.",
     )  # fmt: skip
-    parser.add_argument("source", help="a DeepSpeed config: JSON")
+    parser.add_argument("source", help=what)
     parser.add_argument("file", nargs="?", default="run.yaml", help="where to write it (default: run.yaml)")
     parser.add_argument("--ranks", type=_ranks, metavar="N", help="that the run has (default: as the batch sizes say)")
     options = parser.parse_args(words)
-    config, rows = convert(read_json(options.source, CONFIG, follow=True), options.ranks)
+    as_json = options.source.endswith(".json")
+    read = read_json(options.source, CONFIG, follow=True) if as_json else _yaml(options.source)
+    config, rows = made(read, options.ranks)
     print(table(rows))
     refused = [row for row in rows if row.fate == "refused"]
     if refused:
@@ -187,10 +196,17 @@ def main(words: list[str], kind: type[argparse.ArgumentParser], check: Callable[
     import yaml
 
     check(config, options.source)  # such as a warmup that is longer than the run
-    text = HEAD.format(source=Path(options.source).name) + yaml.safe_dump(config, sort_keys=False)
-    file = write_new(Path(options.file), text, f"isograd config from-deepspeed {options.source} ANOTHER-NAME.yaml")
+    text = HEAD.format(source=Path(options.source).name, verb=verb) + yaml.safe_dump(config, sort_keys=False)
+    file = write_new(Path(options.file), text, f"isograd config {verb} {options.source} ANOTHER-NAME.yaml")
     print(f"\n{file} written. Set model, data and steps; then: isograd train {file} --dry-run")
     return 0
+
+
+def _yaml(path: str) -> object:
+    from isograd.io import yaml_reader
+    from isograd.io.untrusted import read_text
+
+    return yaml_reader.parse(read_text(path, CONFIG, follow=True))
 
 
 def table(rows: list[KeyOutcome]) -> str:

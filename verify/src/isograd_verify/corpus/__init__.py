@@ -23,16 +23,8 @@ PROGRAMS = (
     "score-partial", "expert-none",
 )  # fmt: skip
 
+# Modules with several bugs each, as a user of the framework would write them.
 FRAMEWORKS = (
-    "ddp",
-    "fsdp2",
-    "dtensor-tp",
-    "pipeline",
-    "experts",
-    "experts-sequence",
-    "balance",
-    "hugging-experts",
-    "hugging-sequence",
-    "hugging-idle",
-    "hugging-balance",
-)  # modules with several bugs each, as a user of the framework would write them
+    "ddp", "fsdp2", "dtensor-tp", "pipeline", "experts", "experts-sequence", "balance", "hugging-experts",
+    "hugging-sequence", "hugging-idle", "hugging-balance",
+)  # fmt: skip

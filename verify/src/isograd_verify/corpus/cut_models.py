@@ -15,6 +15,7 @@ from isograd_verify.corpus.plain import (
     HIDDEN,
     VOCAB,
     GatherSequence,
+    Mlp,
     ScatterSum,
     all_reduce_gradients,
     batch,
@@ -374,23 +375,19 @@ class RowLinear(nn.Linear):
         return summed(F.linear(x, self.weight)) + self.bias
 
 
-class Biased(nn.Module):
+class Biased(Mlp):
+    down: RowLinear
+
     def __init__(self) -> None:
         super().__init__()
-        self.embed = nn.Embedding(VOCAB, HIDDEN)
-        self.norm = nn.LayerNorm(HIDDEN)
-        self.up = nn.Linear(HIDDEN, INNER)
         self.down = RowLinear(INNER, HIDDEN)
-        self.head = nn.Linear(HIDDEN, VOCAB)
 
     def shard(self) -> None:
         self.up = cut(self.up, 0)
         self.down.shard()
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        logits: Tensor = self.head(x + self.down(F.gelu(self.up(copied(self.norm(x))))))
-        return logits
+    def block(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(copied(self.norm(x)))))  # type: ignore[no-any-return]
 
 
 @program("tp2", "tp", "")
@@ -406,26 +403,13 @@ def bias_n_times(bug: bool, seed: int) -> None:
         (cross_entropy(model(tokens), labels) / valid(labels)).backward()
 
 
-class Normed(nn.Module):
+class Normed(ShardedMlp):
     """Tokens are cut along the sequence outside of the two linear layers, which are cut along their features."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCAB, HIDDEN)
-        self.norm = nn.LayerNorm(HIDDEN)
-        self.up = nn.Linear(HIDDEN, 12)
-        self.down = nn.Linear(12, HIDDEN, bias=False)
-        self.head = nn.Linear(HIDDEN, VOCAB)
-
-    def shard(self) -> None:
-        self.up, self.down = cut(self.up, 0), cut(self.down, 1)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)  # [batch, sequence / tp, hidden]
+    def block(self, x: Tensor) -> Tensor:
         whole = GatherSequence.apply(self.norm(x))  # type: ignore[no-untyped-call]  # [batch, sequence, hidden]
-        mine = ScatterSum.apply(self.down(F.gelu(self.up(whole))))  # type: ignore[no-untyped-call]
-        logits: Tensor = self.head(x + mine)
-        return logits
+        mine: Tensor = ScatterSum.apply(self.down(F.gelu(self.up(whole))))  # type: ignore[no-untyped-call]
+        return x + mine  # [batch, sequence / tp, hidden]
 
 
 @program("tp2 sp", "tp", r"norm\.")

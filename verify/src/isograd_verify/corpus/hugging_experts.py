@@ -12,8 +12,9 @@ from functools import partial
 
 import torch.distributed as dist
 
+from isograd_verify.corpus.experts import average
 from isograd_verify.corpus.hugging import TRANSFORMERS, gathered, language_model, logits_of, spread
-from isograd_verify.corpus.mixture import gather_rows, routed, take_seat
+from isograd_verify.corpus.mixture import gather_rows, take_seat
 from isograd_verify.corpus.plain import batch, cross_entropy, my_rows, steps, valid
 
 NEEDS = TRANSFORMERS
@@ -31,14 +32,8 @@ def train(bug: str, seed: int) -> None:
     model, seat = language_model(seed), take_seat(2)
     around = partial(gathered, gather_weights=gather_rows) if bug == "gather-cut" else gathered
     spread(model, 0, seat, around)
-    divisor = {"expert-scale": world // seat.ep, "expert-twice": world * seat.ep}.get(bug, world)
     for step in steps(model):
         count = valid(batch(seed + step)[1])
         tokens, labels = (my_rows(part, rank, world) for part in batch(seed + step))
         (cross_entropy(logits_of(model, tokens), labels) / count * world).backward()
-        for name, parameter in model.named_parameters():
-            if parameter.grad is None:  # of the router, where nothing reaches it
-                continue
-            if not routed(name):
-                dist.all_reduce(parameter.grad)
-            parameter.grad /= divisor if routed(name) else world
+        average(model, seat, bug)

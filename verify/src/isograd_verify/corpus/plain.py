@@ -66,9 +66,11 @@ class Mlp(nn.Module):
         self.down = nn.Linear(12, HIDDEN)
         self.head = nn.Linear(HIDDEN, VOCAB)
 
-    def body(self, tokens: Tensor) -> Tensor:
-        x: Tensor = self.embed(tokens)
+    def block(self, x: Tensor) -> Tensor:
         return x + self.down(F.gelu(self.up(self.norm(x))))  # type: ignore[no-any-return]
+
+    def body(self, tokens: Tensor) -> Tensor:
+        return self.block(self.embed(tokens))
 
     def forward(self, tokens: Tensor) -> Tensor:
         logits: Tensor = self.head(self.body(tokens))

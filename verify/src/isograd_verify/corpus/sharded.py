@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from isograd_verify.corpus.plain import HIDDEN, VOCAB, Copy, Sum, cut, gather
+from isograd_verify.corpus.plain import HIDDEN, VOCAB, Copy, Mlp, Sum, cut, gather
 
 INNER = 12
 
@@ -23,25 +23,18 @@ def summed(x: Tensor) -> Tensor:
     return Sum.apply(x)  # type: ignore[no-any-return, no-untyped-call]
 
 
-class ShardedMlp(nn.Module):
+class ShardedMlp(Mlp):
     """`up` and `down` are cut over the ranks; all else is replicated and sees the same activations everywhere."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed = nn.Embedding(VOCAB, HIDDEN)
-        self.norm = nn.LayerNorm(HIDDEN)
-        self.up = nn.Linear(HIDDEN, INNER)
         self.down = nn.Linear(INNER, HIDDEN, bias=False)
-        self.head = nn.Linear(HIDDEN, VOCAB)
 
     def shard(self) -> None:
         self.up, self.down = cut(self.up, 0), cut(self.down, 1)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        inner = F.gelu(self.up(copied(self.norm(x))))  # [batch, sequence, inner / tp]
-        logits: Tensor = self.head(x + summed(self.down(inner)))
-        return logits
+    def block(self, x: Tensor) -> Tensor:
+        return x + summed(self.down(F.gelu(self.up(copied(self.norm(x))))))  # inside: [batch, sequence, inner / tp]
 
 
 def split_gradients(model: ShardedMlp) -> tuple[list[Tensor], list[Tensor]]:

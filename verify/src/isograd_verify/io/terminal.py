@@ -11,6 +11,9 @@ import re
 import sys
 import textwrap
 
+from isograd_verify.errors import plain
+
+__all__ = ["NARROWEST", "fold", "plain", "width"]
 NARROWEST = 40
 
 
@@ -25,14 +28,6 @@ def width(otherwise: int = 120) -> int:
         except (OSError, ValueError, AttributeError):  # not a terminal, or no file at all
             continue
     return otherwise
-
-
-def plain(text: str) -> str:
-    """`text` without what a terminal would obey: control characters, and those that turn the direction of writing, as
-    escapes. Names in files may hold them."""
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
 
 
 def fold(text: str, columns: int) -> str:

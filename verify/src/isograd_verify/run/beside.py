@@ -68,6 +68,7 @@ def judged(directory: Path, command: list[str], subject: Subject, stall: float, 
         last, why = max(reference.steps), reference.about.get("why")
         if why and last < max(candidate.steps):
             beside.findings.append(Finding(NOTE, "", f"not compared with one device behind step {last}: {why}"))
+            beside.findings += [f for f in subject.findings if f.verdict != NOTE and _step_of(f) > last]
         for site, times in reference.about.get("scale", {}).items():
             beside.findings = [_open(found, site, times) for found in beside.findings]
     except NoReference as error:
@@ -78,6 +79,11 @@ def judged(directory: Path, command: list[str], subject: Subject, stall: float, 
     beside.name, beside.facts = subject.name, facts(candidate) | beside.facts
     beside.findings += plain_facts(candidate)
     return beside
+
+
+def _step_of(found: Finding) -> int:
+    step = re.match(r"step (\d+): ", found.sentence)
+    return int(step[1]) if step else 0
 
 
 def _open(found: Finding, site: str, times: float) -> Finding:

@@ -125,7 +125,7 @@ BUGS: dict[str, Bug] = {
         "the group of ranks that hold the same key/value head: gradients must be summed over it",
     ),
     "statistic-unreduced": Bug(
-        "a running statistic that the loss uses (a teacher's center, a mean) is made from each rank's own rows",
+        "a running statistic that the loss uses (a teacher's center, a running size) is made from each rank's own rows",
         "where it is updated: sum its terms and their number over the ranks first",
     ),
     "mean-of-means": Bug(

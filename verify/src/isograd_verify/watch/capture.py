@@ -146,14 +146,14 @@ class Capture(Recorder):
 
     def _names_of(self, parameter: Tensor) -> list[str]:
         """The names of a parameter: of a flat one's, each."""
-        name = self.names.get(id(parameter))
-        return self.inside.get(id(parameter), [name] if name else [])
+        name = self.names.get(parameter)
+        return list(self.inside.get(parameter, [name] if name else []))
 
     def unnamed(self, owned: list[Tensor]) -> None:
         """Parameters that no module call has named (a loss's temperature, say) get a name by their place."""
         for i, parameter in enumerate(owned):
             if not self._names_of(parameter) and not foreign.joined():
-                self.names[id(parameter)] = f"parameter_{i}"
+                self.names[parameter] = f"parameter_{i}"
             elif not self._names_of(parameter) and parameter.grad is not None:
                 self.nameless[id(parameter)] = parameter.numel()
 

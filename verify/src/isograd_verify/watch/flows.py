@@ -38,12 +38,12 @@ class Flows:
 
     def begin(self, number: int, op: str, named: dict[str, Any], result: Any, ranks: tuple[int, ...]) -> None:
         """A collective without a backward was called; `named`: its arguments."""
-        given = {_memory(t) for k, v in named.items() if k not in OUTPUTS for t in strided(v)}
+        given = {memory(t) for k, v in named.items() if k not in OUTPUTS for t in strided(v)}
         me, several = foreign.world()[0], strided(named.get("output_tensors"))
-        own = _memory(several[ranks.index(me)]) if op == "all_gather" and len(several) == len(ranks) > 1 else None
+        own = memory(several[ranks.index(me)]) if op == "all_gather" and len(several) == len(ranks) > 1 else None
         for t in [*(t for k in OUTPUTS for t in strided(named.get(k))), *strided(result)]:
-            how = KEPT if _memory(t) in given else CUT
-            if own is not None and _memory(t) != own:
+            how = KEPT if memory(t) in given else CUT
+            if own is not None and memory(t) != own:
                 how = OTHERS
             self._mark(t, {number: how})
 
@@ -68,12 +68,12 @@ class Flows:
         """The marks of some tensors, together."""
         found: Marks = {}
         for t in tensors:
-            for number, how in self.marks.get(_memory(t), (None, {}))[1].items():
+            for number, how in self.marks.get(memory(t), (None, {}))[1].items():
                 found[number] = min(how, found.get(number, how))
         return found
 
     def _mark(self, t: Tensor, marks: Marks) -> None:
-        key = _memory(t)
+        key = memory(t)
         if key not in self.marks:
             self.marks[key] = StorageWeakRef(t.untyped_storage()), {}
         known = self.marks[key][1]
@@ -81,19 +81,17 @@ class Flows:
 
     def _restore(self, t: Tensor) -> None:
         """Something with a gradient is written over a part of what was gathered: the own part, in every known use."""
-        _, known = self.marks.get(_memory(t), (None, {}))
+        _, known = self.marks.get(memory(t), (None, {}))
         known |= {number: OTHERS for number, how in known.items() if how == CUT}
 
 
-def _memory(t: Tensor) -> int:
+def memory(t: Tensor) -> int:
+    """Names a tensor's memory, and no other one's while a StorageWeakRef to it is kept; its address may be given to
+    another tensor as soon as it is free."""
     return int(t.untyped_storage()._cdata)
 
 
 def strided(values: Any) -> list[Tensor]:
     """The plain tensors in a nest of lists; results that are waited for later stand for themselves."""
-    if isinstance(values, Tensor):
-        t = foreign.local(getattr(values, "elem", values))
-        return [t] if t.layout is torch.strided else []
-    if isinstance(values, (list, tuple)):
-        return [t for value in values for t in strided(value)]
-    return []
+    local = (foreign.local(getattr(t, "elem", t)) for t in foreign.tensors_in(values))
+    return [t for t in local if t.layout is torch.strided]

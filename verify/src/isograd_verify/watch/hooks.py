@@ -163,7 +163,7 @@ class Hooks:
         outside."""
         c = self.capture
         mine = [p for p in module.parameters() if p.requires_grad and p.is_leaf and not foreign.flat(p)]
-        if c.flats or all(id(p) in c.names for p in mine):
+        if c.flats or all(p in c.names for p in mine):
             return
         c.root(module)
         for name, parameter in c.learn_names().items():
@@ -223,7 +223,7 @@ class Hooks:
             return
         self.seen[parameter] = True
         c = self.capture
-        name = c.names.get(id(parameter), name)
+        name = c.names.get(parameter, name)
 
         def accumulated(leaf: Tensor) -> None:
             c.accumulated(name, leaf)
@@ -372,7 +372,7 @@ class Hooks:
         c = self.capture
         c.root(engine.model)
         gradients = {}
-        for name, whole in engine.grads():
+        for name, whole in engine.grads().items():
             if name not in engine.table.records:  # of another pipeline stage
                 continue
             box = engine.table[name].local(engine.mesh)

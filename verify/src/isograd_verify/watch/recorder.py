@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from isograd_verify.record.events import (
@@ -32,6 +33,7 @@ from isograd_verify.record.events import (
 )
 from isograd_verify.record.sketch import digest, dtype_name, sketch, squares
 from isograd_verify.watch import foreign
+from isograd_verify.watch.flows import memory
 from isograd_verify.watch.life import Life
 from isograd_verify.watch.sites import call_site
 from isograd_verify.watch.sketching import Sketching
@@ -63,8 +65,8 @@ class Recorder(Life):
         self.base = os.getcwd()
         self.numbers = self.arrivals = self.calls = 0
         self.groups: list[tuple[int, ...]] = []  # of the collectives so far
-        self.names: dict[int, str] = {}  # id of a parameter -> its name
-        self.inside: dict[int, list[str]] = {}  # id of a flat parameter (FSDP1) -> the names of what is in it
+        self.names = WeakTensorKeyDictionary()  # a parameter -> its name; the id of one that is gone is soon another's
+        self.inside = WeakTensorKeyDictionary()  # -> the names of what is in a flat parameter (FSDP1)
         self.flats: list[tuple[str, weakref.ref[foreign.FullyShardedDataParallel]]] = []
         self.roots: list[tuple[str, weakref.ref[nn.Module]]] = []
         self.modules: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
@@ -78,7 +80,7 @@ class Recorder(Life):
         self.boxes: dict[str, tuple[foreign.Box, tuple[int, ...]]] = {}  # (box, whole shape), told by an engine
         self.part_shapes: dict[str, tuple[int, ...]] = {}
         self.part_boxes: dict[str, foreign.Box | None] = {}
-        self.storages: dict[int, set[str]] = {}  # memory of a gradient -> names
+        self.storages: dict[int, tuple[StorageWeakRef, set[str]]] = {}  # memory of a gradient -> names
         self.tensors: dict[str, Tensor] = {}
         self.written = 0
         self.reserved = 0  # bytes of this step's gradients and parameters, which go before activations
@@ -130,7 +132,7 @@ class Recorder(Life):
         covers: set[str] = set()
         if op in ("all_reduce", "reduce_scatter", "reduce"):
             for t in local:
-                covers |= self.storages.get(t.untyped_storage().data_ptr(), set())
+                covers |= self.storages.get(memory(t), (None, set[str]()))[1]
         between = self.snapped and phase == "other" and not self.inside_engine
         if between and self._sums_gradients(op, covers, local):
             self.snapped = False  # the clip came before the sum: gradients are what the sum leaves
@@ -223,15 +225,15 @@ class Recorder(Life):
             wrapper = flat()
             for name, piece in foreign.pieces(wrapper).items() if wrapper is not None else ():
                 found[prefix + name] = piece
-                if prefix + name not in self.inside.setdefault(id(piece.owner), []):
-                    self.inside[id(piece.owner)].append(prefix + name)
+                if prefix + name not in (known := self.inside.setdefault(piece.owner, [])):
+                    known.append(prefix + name)
         for prefix, reference in self.roots:
             root = reference()
             for name, parameter in root.named_parameters() if root is not None else ():
                 in_pieces = foreign.flat(parameter) or prefix + foreign.plain_name(name) in found
                 if id(parameter) not in taken and not in_pieces:
                     taken.add(id(parameter))
-                    known = self.names.setdefault(id(parameter), prefix + foreign.plain_name(name))
+                    known = self.names.setdefault(parameter, prefix + foreign.plain_name(name))
                     found[known] = parameter
         return found
 
@@ -250,8 +252,8 @@ class Recorder(Life):
     def accumulated(self, name: str, parameter: Tensor) -> None:
         """Notes where in memory a parameter's gradient lies, so that a collective on it is recognised."""
         if parameter.grad is not None:
-            storage = foreign.local(parameter.grad).untyped_storage().data_ptr()
-            self.storages.setdefault(storage, set()).add(name)
+            part = foreign.local(parameter.grad)
+            self.storages.setdefault(memory(part), (StorageWeakRef(part.untyped_storage()), set()))[1].add(name)
 
     def keep_activation(self, kind: str, label: str, value: Tensor) -> None:
         """Numbered in the order of their coming, which a file of tensors does not keep."""

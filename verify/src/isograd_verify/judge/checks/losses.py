@@ -111,19 +111,30 @@ def _unequal(
 ) -> Finding:
     """A mean of means where weights follow the counts; else labels may be weighed on purpose."""
     trainable = tuple(n for n in analysis.names if analysis.info(n).gradient)
-    follows = own_counts(weights, counts, tolerance)
-    low, high = min(weights.values()), max(weights.values())
-    over = "ranks" if len({k for k, _ in weights}) > 1 else ""
-    over = " and ".join(filter(None, [over, "micro-batches" if len({m for _, m in weights}) > 1 else ""]))
-    told = ", ".join(f"{counts[k]:g}" for k in sorted(counts))
+    follows, steps = own_counts(weights, counts, tolerance), analysis.recording.steps
+    if not follows and analysis.step > steps[0] and not equal_on_ranks(weights, tolerance):
+        first = Analysis(analysis.recording, steps[0])
+        if first.losses and not any(f.bug in ("", "mean-of-means") for f in token_weights(first)):
+            return carried(analysis, f"a label of the loss{where}", weights, trainable)
+    over, times, told, bars = differences(weights, counts)
     sentence = (
-        f"step {analysis.step}: all gradients: a label's weight{where} differs by {high / low if low else 0:.3g}x "
-        f"between {over} ({follows or 'and does not follow the numbers of labels: on purpose, or not'}: {told})"
+        f"step {analysis.step}: all gradients: a label's weight{where} differs by {times:.3g}x between {over} "
+        f"({follows or 'and does not follow the numbers of labels: on purpose, or not'}: {told})"
     )
-    mean = sum(weights[k] * counts[k] for k in weights) / sum(counts.values())
-    bars = labelled({k: v / mean for k, v in weights.items()}) if mean else ()
     verdict = BUG if follows else INCONCLUSIVE
     return finding(verdict, "mean-of-means", sentence, tensors=trainable, axis=over, coefficients=bars)
+
+
+def differences(
+    weights: dict[Key, float], counts: dict[Key, float]
+) -> tuple[str, float, str, tuple[tuple[str, float], ...]]:
+    """(over what weights differ, how many times, the counts in words, each weight beside their mean, for bars)."""
+    several = {"ranks": {k for k, _ in weights}, "micro-batches": {m for _, m in weights}}
+    over = " and ".join(axis for axis, numbers in several.items() if len(numbers) > 1)
+    low, *_, high = sorted(abs(w) for w in weights.values())
+    mean = sum(weights[k] * counts[k] for k in weights) / sum(counts.values())
+    bars = labelled({k: v / mean for k, v in weights.items()}) if mean else ()
+    return over, high / low if low else 0.0, ", ".join(f"{counts[k]:g}" for k in sorted(counts)), bars
 
 
 def own_counts(weights: dict[Key, float], counts: dict[Key, float], tolerance: float) -> str:
@@ -140,6 +151,27 @@ def own_counts(weights: dict[Key, float], counts: dict[Key, float], tolerance: f
         if spread(weights[key] * totals[owner(key)] for key in weights) <= tolerance:
             return words
     return ""
+
+
+def carried(
+    analysis: Analysis, what: str, weights: dict[Key, float], trainable: tuple[str, ...], site: str = ""
+) -> Finding:
+    """Weights that were equal in the first step and follow no numbers now: ranks carry something from step to step."""
+    each = {rank: next(w for (r, _), w in weights.items() if r == rank) for rank, _ in weights}
+    sentence = (
+        f"step {analysis.step}: {what} weighs {', '.join(f'{w:.4g} on rank {rank}' for rank, w in each.items())}, and "
+        f"the same on all in step {analysis.recording.steps[0]}; it follows no number of elements: each rank divides "
+        "by, or multiplies with, a number that it carries from step to step and that is made from its own rows, or "
+        "weighs its rows on purpose"
+    )
+    return finding(INCONCLUSIVE, "statistic-unreduced", sentence, tensors=trainable, axis="ranks", site=site)
+
+
+def equal_on_ranks(weights: dict[Key, float], tolerance: float) -> bool:
+    """Whether all ranks give one weight in each micro-batch; a rank without a part in the loss gives none."""
+    return all(
+        spread(w for (_, m), w in weights.items() if m == micro and w) <= tolerance for micro in {m for _, m in weights}
+    )
 
 
 def _means_over_all(analysis: Analysis, calls: dict[Key, list[Weighed]], share: dict[Key, float]) -> Iterator[Finding]:

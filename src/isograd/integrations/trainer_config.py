@@ -1,0 +1,134 @@
+"""`isograd config from-trainer args.yaml`: the argument names of transformers, TRL and peft as a run's config.
+
+    isograd config from-trainer args.yaml run.yaml --ranks 8
+
+A file holds arguments as people have them, in YAML or JSON. Each becomes a field, is without meaning here, left to
+be set by hand, or refused, because leaving it out would train otherwise; then nothing is written. Defaults are the
+Trainer's, so that what the file leaves out stays as it was.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from isograd.errors import did_you_mean
+from isograd.integrations.deepspeed.keys import KeyOutcome, Keys
+
+SCHEDULES = {
+    "linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant",
+    "warmup_stable_decay": "wsd",
+}  # fmt: skip
+ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw")
+COUNTS = {  # whole numbers from 1 that are fields as they are
+    "logging_steps": "log.every", "save_steps": "checkpoint.every", "save_total_limit": "checkpoint.keep_last",
+    "eval_steps": "evaluate.every", "early_stopping_patience": "evaluate.patience", "lora_r": "adapter.rank",
+}  # fmt: skip
+NUMBERS = {
+    "learning_rate": ("optimizer.lr", 5e-5), "weight_decay": ("optimizer.weight_decay", 0.0),
+    "adam_epsilon": ("optimizer.eps", 1e-8), "lora_alpha": ("adapter.alpha", None),
+    "lora_dropout": ("adapter.dropout", None),
+}  # fmt: skip
+FLAGS = {
+    "gradient_checkpointing": "model.recompute", "torch_compile": "model.compile", "use_rslora": "adapter.rslora",
+    "use_dora": "adapter.dora",
+}  # fmt: skip
+LENGTHS = ("max_length", "max_seq_length", "cutoff_len", "sequence_len")
+IDLE = {  # without meaning here
+    "per_device_eval_batch_size": "evaluations have the batch of a step", "do_train": "it trains",
+    "do_eval": "evaluate.every", "save_strategy": "checkpoint.every", "eval_strategy": "evaluate.every",
+    "logging_strategy": "log.every", "overwrite_output_dir": "--resume never",
+    "remove_unused_columns": "only text is read",
+    "dataloader_num_workers": "a thread reads ahead", "dataloader_pin_memory": "a thread reads ahead",
+    "ddp_find_unused_parameters": "unused parameters are found", "logging_dir": "the run's folder",
+    "push_to_hub": "isograd ckpt convert --push-to-hub", "hub_model_id": "isograd ckpt convert --push-to-hub",
+    "run_name": "the run's folder", "disable_tqdm": "--log-format", "logging_first_step": "it is always shown",
+    "save_safetensors": "there is nothing else", "tf32": "torch's own switch", "metric_for_best_model": "eval_loss",
+    "greater_is_better": "eval_loss",
+}  # fmt: skip
+OPEN = {  # to be set by hand
+    "num_train_epochs": "set steps", "train_file": "set data.sources", "dataset_name": "set data.sources",
+    "fsdp": "--layout 'dpN zero3'", "fsdp_config": "--layout 'dpN zero3'", "deepspeed": "isograd config from-deepspeed",
+}  # fmt: skip
+
+
+def convert(values: object, ranks: int | None) -> tuple[dict[str, Any], list[KeyOutcome]]:
+    """The fields of a run's config, and every argument with its fate."""
+    known = dict(values) if isinstance(values, dict) else {}
+    keys = Keys({name: value for name, value in known.items() if value is not None}, [])
+    ranks = ranks or 1
+    each = keys.positive_int("per_device_train_batch_size", "batch", 8)
+    parts = keys.positive_int("gradient_accumulation_steps", "micro_batches", 1)
+    found: dict[str, Any] = {"version": 1, "run": _text(keys, "output_dir", "run", "runs/trainer"),
+                             "layout": f"dp{ranks}", "batch": each * parts * ranks, "micro_batches": parts}  # fmt: skip
+    found["steps"] = steps = keys.take("max_steps", "a number of steps", lambda v: type(v) is int, -1, "steps")
+    if steps < 1:
+        keys.row("max_steps", steps, "open", "set steps: epochs are not counted here")
+        found["steps"] = steps = 1000
+    for name, (field, default) in NUMBERS.items():
+        if (number := keys.number(name, field, default)) is not None:
+            _put(found, field, float(number))
+    for name, field in COUNTS.items():
+        if (count := keys.positive_int(name, field)) is not None:
+            _put(found, field, count)
+    for name, field in FLAGS.items():
+        if keys.flag(name, field):
+            _put(found, field, True)
+    betas = [keys.number("adam_beta1", "optimizer.betas", 0.9), keys.number("adam_beta2", "optimizer.betas", 0.999)]
+    keys.word("optim", "optimizer.name: adamw", ADAMW)
+    _put(found, "optimizer.betas", betas)
+    _put(
+        found,
+        "optimizer.schedule",
+        SCHEDULES[keys.word("lr_scheduler_type", "optimizer.schedule", tuple(SCHEDULES), "linear")],
+    )
+    _put(found, "optimizer.clip", float(keys.number("max_grad_norm", "optimizer.clip", 1.0)) or None)
+    warmup = keys.number("warmup_steps", "optimizer.warmup", 0) or steps * keys.number(
+        "warmup_ratio", "optimizer.warmup", 0
+    )
+    _put(found, "optimizer.warmup", round(warmup * steps if 0 < warmup < 1 else warmup))
+    half = {name: keys.flag(name, "model.dtype") for name in ("bf16", "fp16")}
+    _put(found, "model.dtype", next((name for name, on in half.items() if on), "fp32"))
+    names = [n for n in ("model_name_or_path", "base_model") if n in keys.values]
+    place = _text(keys, names[0], "model.path", "") if names else "models/base"
+    _put(found, "model.path", f"hf://{place}" if "/" in place and not Path(place).exists() and names else place)
+    lengths = [n for n in LENGTHS if n in keys.values]
+    _put(found, "data.length", keys.positive_int(lengths[0], "data.length") if lengths else 1024)
+    _put(found, "data.sources", [{"path": "data/mine"}])
+    _put(found, "data.seed", keys.take("data_seed", "a number", lambda v: type(v) is int, None, "data.seed")
+         or keys.take("seed", "a number", lambda v: type(v) is int and v >= 0, 42, "data.seed"))  # fmt: skip
+    targets = [n for n in ("lora_target_modules", "target_modules") if n in keys.values]
+    if targets:
+        layers = keys.take(targets[0], "names", lambda v: isinstance(v, list | str), None, "adapter.targets")
+        _put(found, "adapter.targets", layers)
+    if keys.flag("load_best_model_at_end", "checkpoint.keep_best: eval_loss"):
+        _put(found, "checkpoint.keep_best", "eval_loss")
+    trackers = keys.take("report_to", "names", lambda v: isinstance(v, list | str), [], "log")
+    for name in [trackers] if isinstance(trackers, str) else trackers:
+        if name in ("wandb", "mlflow", "trackio", "tensorboard"):
+            _put(found, f"log.{name}", True if name == "tensorboard" else "isograd")
+    for name, value in keys.values.items():
+        fate = "meaningless" if name in IDLE else "open" if name in OPEN else "refused"
+        fate = "meaningless" if fate == "open" and value in ("", [], {}) else fate
+        off = fate == "refused" and value in (
+            False,
+            0,
+            0.0,
+            "",
+            "none",
+            "no",
+            [],
+            {},
+        )  # what is off trains no otherwise
+        why = IDLE.get(name) or OPEN.get(name) or f"unknown{did_you_mean(name, [*keys.asked, *IDLE, *OPEN])}"
+        keys.row(name, value, *(("meaningless", "is off") if off else (fate, why)))
+    return found, keys.rows
+
+
+def _text(keys: Keys, name: str, sets: str, default: str) -> str:
+    return str(keys.take(name, "a text", lambda v: isinstance(v, str) and bool(v), default, sets))
+
+
+def _put(found: dict[str, Any], field: str, value: Any) -> None:
+    part, _, name = field.partition(".")
+    found.setdefault(part, {})[name] = value

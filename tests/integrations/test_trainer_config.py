@@ -1,0 +1,77 @@
+"""Arguments of transformers, TRL and peft become the config of a run that takes the Trainer's own steps."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from isograd.cli.main import main
+from isograd.integrations.trainer_config import COUNTS, FLAGS, IDLE, NUMBERS, OPEN, convert
+from isograd.train.optimizers import rate
+from isograd.train.reading import load
+
+ARGUMENTS: dict[str, Any] = {
+    "model_name_or_path": "Qwen/Qwen3-0.6B", "output_dir": "runs/mine", "learning_rate": 2e-4, "max_steps": 200,
+    "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "warmup_ratio": 0.05, "bf16": True,
+    "lr_scheduler_type": "cosine", "adam_beta2": 0.95, "logging_steps": 10, "save_steps": 50, "eval_steps": 25,
+    "gradient_checkpointing": True, "lora_r": 16, "lora_alpha": 32, "target_modules": ["q_proj"], "max_length": 512,
+    "report_to": ["wandb"], "load_best_model_at_end": True, "num_train_epochs": 3, "group_by_length": False,
+}  # fmt: skip
+
+
+def test_a_file_of_arguments_becomes_a_config_that_reads(tmp_path: Path, capsys) -> None:
+    (tmp_path / "args.yaml").write_text(yaml.safe_dump(ARGUMENTS))
+    words = [str(tmp_path / "args.yaml"), str(tmp_path / "run.yaml"), "--ranks", "4"]
+    assert main(["config", "from-trainer", *words]) == 0
+    assert "open        num_train_epochs" in capsys.readouterr().out
+    made = load(tmp_path / "run.yaml").config
+    assert (made.layout, made.batch, made.micro_batches, made.steps) == ("dp4", 32, 4, 200)
+    assert made.model.path == "hf://Qwen/Qwen3-0.6B" and made.model.dtype == "bf16" and made.model.recompute is True
+    assert made.adapter is not None and (made.adapter.rank, made.adapter.alpha) == (16, 32.0)
+    assert made.data is not None and (made.data.length, made.data.seed) == (512, 42)
+    optimizer = made.optimizer
+    assert (optimizer.lr, optimizer.betas, optimizer.weight_decay, optimizer.clip) == (2e-4, (0.9, 0.95), 0.0, 1.0)
+    assert (optimizer.warmup, optimizer.schedule, made.log.wandb) == (10, "cosine", "isograd")
+    assert (made.checkpoint.every, made.checkpoint.keep_best, made.evaluate.every) == (50, "eval_loss", 25)
+
+
+@pytest.mark.parametrize("kind", ["linear", "cosine", "constant_with_warmup"])
+def test_learning_rates_are_the_trainers(kind: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    import torch
+
+    found, _ = convert({"lr_scheduler_type": kind, "warmup_steps": 3, "max_steps": 12}, None)
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    theirs = torch.optim.SGD([parameter], lr=1.0)
+    schedule = transformers.get_scheduler(kind, theirs, num_warmup_steps=3, num_training_steps=12)
+    from isograd.train.sections import Optimizer
+
+    ours = Optimizer.model_validate({**found["optimizer"], "lr": 1.0})
+    for step in range(12):
+        # They count a warmup from 0, and the step at its end as its last: ours takes no step at a rate of 0.
+        if step > 3:
+            assert rate(ours, step, 12) == pytest.approx(theirs.param_groups[0]["lr"], abs=1e-12), step
+        theirs.step()
+        schedule.step()
+
+
+def test_what_would_train_otherwise_is_refused_by_name(tmp_path: Path, capsys) -> None:
+    given = {**ARGUMENTS, "neftune_noise_alpha": 5, "optim": "adafactor", "learning_rat": 1e-4}
+    (tmp_path / "args.json").write_text(json.dumps(given))
+    assert main(["config", "from-trainer", str(tmp_path / "args.json"), str(tmp_path / "run.yaml")]) == 2
+    said = capsys.readouterr().err
+    assert "IG865" in said and all(name in said for name in ("neftune_noise_alpha", "optim", "learning_rat"))
+    assert "did you mean 'learning_rate'" in said and not (tmp_path / "run.yaml").exists()
+
+
+def test_names_are_those_of_the_installed_libraries() -> None:
+    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    theirs = set(transformers.TrainingArguments.__dataclass_fields__) | set(peft.LoraConfig.__dataclass_fields__)
+    # "args" of scripts, of TRL, and of callbacks; and what older releases had
+    others = {"early_stopping_patience", "lora_r", "dataset_name", "train_file", "overwrite_output_dir"}
+    others |= {"logging_dir", "save_safetensors"}
+    assert {*COUNTS, *NUMBERS, *FLAGS, *IDLE, *OPEN} - others <= theirs
