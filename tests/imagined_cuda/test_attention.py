@@ -32,7 +32,7 @@ def inputs() -> tuple[list[Tensor], Tensor]:
 def on_cards(layout: str, window: int | None, packed: bool) -> tuple[list[float], dict[str, int]]:
     """The errors of the output, dq, dk and dv of this rank's tokens, and how often each kernel was called."""
     from isograd.core.mesh import Mesh
-    from isograd.sequence import attend, document_bounds, document_starts, naive, token_layout_for, whole
+    from isograd.sequence import attend, document_starts, naive, token_layout_for, whole
 
     from . import kernels
 
@@ -40,7 +40,7 @@ def on_cards(layout: str, window: int | None, packed: bool) -> tuple[list[float]
     (*qkv, seed), documents = inputs()
     places, rank = token_layout_for(LENGTH, 2, mesh), mesh.index("cp")
     starts = document_starts(places.pad(documents, -1)).to(mesh.device) if packed else None
-    bounds = document_bounds(starts)
+    bounds = whole.document_bounds(starts)
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))

@@ -52,14 +52,8 @@ from isograd.nn.routing import Remembered
 from isograd.nn.stream import token_ids
 from isograd.pipeline.split import balanced, ranges
 from isograd.pipeline.stages import pieces
-from isograd.sequence import (
-    TokenLayout,
-    document_bounds,
-    document_starts,
-    gather_whole,
-    refuse_unlike,
-    token_layout_for,
-)
+from isograd.sequence import TokenLayout, document_starts, gather_whole, refuse_unlike, token_layout_for
+from isograd.sequence.whole import document_bounds
 
 Angles = tuple[Tensor, Tensor] | None
 
@@ -422,16 +416,9 @@ class Transformer(nn.Module):
         if self.config.positions == "learned":  # padding may lie beyond the last learned position
             positions = positions.clamp(max=self.config.max_positions - 1)
         ids = None if samples is None else token_ids(samples, places.padded).view(len(tokens), -1)
-        return Stream(
-            len(tokens),
-            places.local,
-            places.shard(positions, part).reshape(-1),
-            None if ids is None else places.shard(ids, part).reshape(-1),
-            key,
-            places,
-            starts,
-            document_bounds(starts),
-        )
+        positions = places.shard(positions, part).reshape(-1)
+        ids = None if ids is None else places.shard(ids, part).reshape(-1)
+        return Stream(len(tokens), places.local, positions, ids, key, places, starts, document_bounds(starts))
 
     def _check(
         self,

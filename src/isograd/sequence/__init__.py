@@ -3,12 +3,10 @@
 from isograd.sequence.attend import attend, heads_here, token_layout_for
 from isograd.sequence.same_sequences import gather_whole, refuse_unlike
 from isograd.sequence.token_layout import TokenLayout, document_starts, lay_out_tokens
-from isograd.sequence.whole import document_bounds
 
 __all__ = [
     "TokenLayout",
     "attend",
-    "document_bounds",
     "document_starts",
     "gather_whole",
     "heads_here",
