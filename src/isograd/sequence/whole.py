@@ -14,7 +14,6 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
 
 from isograd.sequence import band
 from isograd.sequence.block import flash_takes
@@ -69,6 +68,8 @@ def _packed(
     bounds: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """All sequences as documents in a row. That none is longer than a sequence is known without waiting."""
+    from torch.nn.attention.varlen import varlen_attn  # with torch's compiler: seconds of import
+
     batch, length = q.shape[0], q.shape[2]
     bounds = document_bounds(starts) if bounds is None else bounds
     if bounds is None:
