@@ -206,7 +206,7 @@ def is_weight(weight: object, waits: bool = False) -> bool:
     if isinstance(weight, Tensor):
         looks = waits or weight.device.type == "cpu"
         return weight.numel() == 1 and (not looks or 0 <= float(weight) < math.inf)
-    return isinstance(weight, Real) and bool(0 <= weight <= torch.finfo(torch.float64).max)
+    return isinstance(weight, Real) and bool(0 <= weight <= torch.finfo(torch.float64).max)  # type: ignore[operator]
 
 
 def bad_weight(name: str, seen: object, mesh: Mesh) -> EngineError:

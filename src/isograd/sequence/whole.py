@@ -80,4 +80,5 @@ def _packed(
         q, k, v, bounds, bounds, length, length, scale=scale, window_size=reach, enable_gqa=q.shape[1] != k.shape[1]
     )
     assert isinstance(y, Tensor)
-    return y.unflatten(0, (batch, length)).transpose(1, 2)
+    whole: Tensor = y.unflatten(0, (batch, length)).transpose(1, 2)
+    return whole
