@@ -36,12 +36,10 @@ def attention(
     `document_bounds(starts)` says, asked once for all layers.
     """
     window = None if window is None or window >= q.shape[2] else window
-    if softcap is not None:
-        return band.attention(q, k, v, scale=scale, window=window, softcap=softcap, starts=starts)
-    if (window is not None or starts is not None) and flash_takes(q):
+    if softcap is None and (window is not None or starts is not None) and flash_takes(q):
         return _packed(q, k, v, scale, window, starts, bounds)
-    if window is not None:
-        return band.attention(q, k, v, scale=scale, window=window, starts=starts)
+    if softcap is not None or window is not None:
+        return band.attention(q, k, v, scale=scale, window=window, softcap=softcap, starts=starts)
     seen = None if starts is None else same_document(starts)
     share = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(q, k, v, seen, is_causal=seen is None, scale=scale, enable_gqa=share)
