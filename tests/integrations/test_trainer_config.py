@@ -39,6 +39,22 @@ def test_a_file_of_arguments_becomes_a_config_that_reads(tmp_path: Path, capsys)
     assert (made.checkpoint.every, made.checkpoint.keep_best, made.evaluate.every) == (50, "eval_loss", 25)
 
 
+@pytest.mark.parametrize(
+    ("given", "warmup", "seed"),
+    [
+        ({"warmup_ratio": 0.05}, 1, 42),
+        ({"warmup_steps": 0.3}, 3, 42),
+        ({"warmup_steps": 4, "warmup_ratio": 0.5}, 4, 42),
+        ({"seed": 3, "data_seed": 0}, 0, 0),
+        ({"seed": 3}, 0, 3),
+    ],
+)
+def test_a_warmup_below_one_is_a_share_of_the_steps_and_a_seed_of_0_is_a_seed(given, warmup: int, seed: int) -> None:
+    found, rows = convert({"max_steps": 10, **given}, None)
+    assert (found["optimizer"]["warmup"], found["data"]["seed"]) == (warmup, seed)
+    assert {row.fate for row in rows} == {"taken"}
+
+
 @pytest.mark.parametrize("kind", ["linear", "cosine", "constant_with_warmup"])
 def test_learning_rates_are_the_trainers(kind: str) -> None:
     transformers = pytest.importorskip("transformers")

@@ -9,6 +9,7 @@ Trainer's, so that what the file leaves out stays as it was.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,8 @@ FLAGS = {
     "gradient_checkpointing": "model.recompute", "torch_compile": "model.compile", "use_rslora": "adapter.rslora",
     "use_dora": "adapter.dora",
 }  # fmt: skip
+SEEDS = ("data_seed", "seed")  # the first that is there
+OFF: tuple[Any, ...] = (False, 0, "", "none", "no", [], {})  # what is off trains no otherwise
 LENGTHS = ("max_length", "max_seq_length", "cutoff_len", "sequence_len")
 IDLE = {  # without meaning here
     "per_device_eval_batch_size": "evaluations have the batch of a step", "do_train": "it trains",
@@ -83,10 +86,9 @@ def convert(values: object, ranks: int | None) -> tuple[dict[str, Any], list[Key
         SCHEDULES[keys.word("lr_scheduler_type", "optimizer.schedule", tuple(SCHEDULES), "linear")],
     )
     _put(found, "optimizer.clip", float(keys.number("max_grad_norm", "optimizer.clip", 1.0)) or None)
-    warmup = keys.number("warmup_steps", "optimizer.warmup", 0) or steps * keys.number(
-        "warmup_ratio", "optimizer.warmup", 0
-    )
-    _put(found, "optimizer.warmup", round(warmup * steps if 0 < warmup < 1 else warmup))
+    warmup, ratio = (keys.number(name, "optimizer.warmup", 0) for name in ("warmup_steps", "warmup_ratio"))
+    share = warmup if 0 < warmup < 1 else 0 if warmup else ratio  # below 1 it is a share of the steps
+    _put(found, "optimizer.warmup", math.ceil(steps * share) if share else int(warmup))
     half = {name: keys.flag(name, "model.dtype") for name in ("bf16", "fp16")}
     _put(found, "model.dtype", next((name for name, on in half.items() if on), "fp32"))
     names = [n for n in ("model_name_or_path", "base_model") if n in keys.values]
@@ -95,8 +97,8 @@ def convert(values: object, ranks: int | None) -> tuple[dict[str, Any], list[Key
     lengths = [n for n in LENGTHS if n in keys.values]
     _put(found, "data.length", keys.positive_int(lengths[0], "data.length") if lengths else 1024)
     _put(found, "data.sources", [{"path": "data/mine"}])
-    _put(found, "data.seed", keys.take("data_seed", "a number", lambda v: type(v) is int, None, "data.seed")
-         or keys.take("seed", "a number", lambda v: type(v) is int and v >= 0, 42, "data.seed"))  # fmt: skip
+    seeds = [keys.take(n, "a number", lambda v: type(v) is int and v >= 0, None, "data.seed") for n in SEEDS]
+    _put(found, "data.seed", next((seed for seed in seeds if seed is not None), 42))
     targets = [n for n in ("lora_target_modules", "target_modules") if n in keys.values]
     if targets:
         layers = keys.take(targets[0], "names", lambda v: isinstance(v, list | str), None, "adapter.targets")
@@ -107,22 +109,21 @@ def convert(values: object, ranks: int | None) -> tuple[dict[str, Any], list[Key
     for name in [trackers] if isinstance(trackers, str) else trackers:
         if name in ("wandb", "mlflow", "trackio", "tensorboard"):
             _put(found, f"log.{name}", True if name == "tensorboard" else "isograd")
-    for name, value in keys.values.items():
-        fate = "meaningless" if name in IDLE else "open" if name in OPEN else "refused"
-        fate = "meaningless" if fate == "open" and value in ("", [], {}) else fate
-        off = fate == "refused" and value in (
-            False,
-            0,
-            0.0,
-            "",
-            "none",
-            "no",
-            [],
-            {},
-        )  # what is off trains no otherwise
-        why = IDLE.get(name) or OPEN.get(name) or f"unknown{did_you_mean(name, [*keys.asked, *IDLE, *OPEN])}"
-        keys.row(name, value, *(("meaningless", "is off") if off else (fate, why)))
+    _rest(keys)
     return found, keys.rows
+
+
+def _rest(keys: Keys) -> None:
+    """The fate of every argument that sets no field."""
+    for name, value in keys.values.items():
+        if name in IDLE:
+            keys.row(name, value, "meaningless", IDLE[name])
+        elif value in OFF:
+            keys.row(name, value, "meaningless", "is off")
+        elif name in OPEN:
+            keys.row(name, value, "open", OPEN[name])
+        else:
+            keys.row(name, value, "refused", f"unknown{did_you_mean(name, [*keys.asked, *IDLE, *OPEN])}")
 
 
 def _text(keys: Keys, name: str, sets: str, default: str) -> str:

@@ -168,10 +168,10 @@ def _optimizer(keys: Keys) -> tuple[dict[str, Any], int | None]:
 def main(words: list[str], kind: type[argparse.ArgumentParser], check: Callable[[dict[str, Any], str], object]) -> int:
     """`isograd config from-deepspeed` and `from-trainer`; the exit code. check: refuses what is no config of a run."""
     verb, words = words[0], words[1:]
-    what, made = (
-        ("a DeepSpeed config: JSON", convert)
+    what, made, as_json = (
+        ("a DeepSpeed config: JSON", convert, True)
         if verb == "from-deepspeed"
-        else ("arguments of transformers' Trainer, TRL, peft: YAML or JSON", trainer_config.convert)
+        else ("arguments of transformers' Trainer, TRL, peft: YAML or JSON", trainer_config.convert, False)
     )
     parser = kind(
         prog=f"isograd config {verb}", allow_abbrev=False,
@@ -181,7 +181,7 @@ def main(words: list[str], kind: type[argparse.ArgumentParser], check: Callable[
     parser.add_argument("file", nargs="?", default="run.yaml", help="where to write it (default: run.yaml)")
     parser.add_argument("--ranks", type=_ranks, metavar="N", help="that the run has (default: as the batch sizes say)")
     options = parser.parse_args(words)
-    as_json = options.source.endswith(".json")
+    as_json = as_json or options.source.endswith(".json")
     read = read_json(options.source, CONFIG, follow=True) if as_json else _yaml(options.source)
     config, rows = made(read, options.ranks)
     print(table(rows))
