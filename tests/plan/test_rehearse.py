@@ -206,3 +206,11 @@ def test_replicas_that_both_write_are_named(monkeypatch) -> None:
         state, "_part", lambda key, slot, tensor, mesh: replace(part(key, slot, tensor, mesh), writes=(0, len(tensor)))
     )
     assert any("are written by several ranks: [0, 1]" in f.what for f in wrong("dp2 zero1"))
+
+
+def test_as_many_rehearsals_as_one_likes_are_held_at_once() -> None:
+    held = []
+    for _ in range(40):  # a process has addresses for 31 ranges
+        with shapes(large=100) as rehearsal:
+            held.append((rehearsal, torch.empty(1000) + 1))
+    assert len({tensor.data_ptr() for _, tensor in held}) == 40

@@ -18,6 +18,7 @@ import math
 import mmap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -51,7 +52,7 @@ def shapes(large: int = LARGE) -> Iterator[Shapes]:
 
 
 class _Range:
-    """The addresses of fake tensors, given away one after the other."""
+    """The addresses of fake tensors, given away one after the other: one range a process, which has room for 31."""
 
     def __init__(self) -> None:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
@@ -75,6 +76,11 @@ class _Range:
         memory = self._bytes[self._next : self._next + size]
         self._next += -(-size // 64) * 64
         return torch.frombuffer(memory, dtype=dtype).as_strided(shape, strides), memory
+
+
+@cache
+def _addresses() -> _Range:
+    return _Range()
 
 
 class _About(NamedTuple):
@@ -121,14 +127,14 @@ class Shapes(TorchDispatchMode):
         self.large = large
         self.normed: list[Segments] = []
         self.allocations: Allocations | None = None  # is told of memory that is taken
-        self._range = _Range()
+        self._range = _addresses()
         self._results: dict[Any, tuple[tuple[Form | None, ...], Any]] = {}
         self._abouts: dict[int, _About] = {}
 
     def another(self) -> Shapes:
-        """One for another program, which shares addresses and what is known of operations."""
+        """One for another program, which shares what is known of operations."""
         other = Shapes(self.large)
-        other._range, other._results, other._abouts = self._range, self._results, self._abouts
+        other._results, other._abouts = self._results, self._abouts
         return other
 
     @classmethod
