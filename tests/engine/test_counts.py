@@ -7,6 +7,7 @@ The ranks are simulated, so the numbers are the same on every machine. A change 
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -16,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import isograd as ig
 from isograd.comm import raw
+from isograd.comm.fake import FakeWorld
 from isograd.core.mesh import Mesh
 from isograd.engine.packing import Packing
 from isograd.nn import ExpertOptions
@@ -33,6 +35,9 @@ TABLE: dict[str, tuple[int, int, int, int, int]] = {
     "dp2 tp4 sp zero1": (241, 2507056, 2973, 58, 105),
     "dp2 cp2 ring zero1": (72, 4863728, 3303, 157, 208),
     "cp4 ulysses": (120, 4732656, 3049, 259, 296),
+    "pp2": (5, 65640, 994, 15, 32),
+    "pp4 zb": (11, 65848, 614, 29, 24),
+    "dp2 pp2 tp2 sp zero1": (56, 1347144, 1464, 41, 62),
     "dp4 ep4 zero1": (117, 3805488, 3674, 197, 142),
 }
 
@@ -49,25 +54,40 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def cost(layout: str) -> tuple[int, int, int, int, int]:
-    """Of the second step: in the first one, plans and optimizer states are made."""
-    mesh = Mesh.imagine(layout)
+BATCH = {"tokens": torch.arange(4 * 32).reshape(4, 32) % 256, "labels": torch.arange(4 * 32).reshape(4, 32) % 256}
+
+
+def first_step(mesh: Mesh) -> ig.Engine:
+    """An engine whose plans and optimizer states are made."""
     experts = ExpertOptions(number=4, per_token=2, width=64, balance="none") if mesh.layout.ep > 1 else None
     config = ig.models.TransformerConfig(vocab=256, hidden=128, layers=4, heads=4, mlp=256, experts=experts)
     model = ig.models.Transformer(config, mesh, seed=1)
     engine = ig.Engine(model, mesh, lambda ps: torch.optim.AdamW(ps, lr=1e-3, fused=True), clip=1.0, bucket_mb=1.0)
-    tokens = torch.arange(4 * 32).reshape(4, 32) % 256
-    batch = {"tokens": tokens, "labels": tokens}
-    engine.train_step(batch, 2)
-    with raw.recording() as record, Operators() as operators, patch.object(Packing, "__init__") as planned:
-        engine.train_step(batch, 2)
-    assert not planned.called, "packings have a loop over parameters: they are planned before"
+    engine.train_step(BATCH, 2)
+    return engine
+
+
+def next_step(engine: ig.Engine) -> tuple[int, int, int, int, int]:
+    """What a step costs."""
+    with raw.recording() as record, Operators() as operators:
+        engine.train_step(BATCH, 2)
     sent = [message for entry in record.entries for messages in entry.sent for message in messages]
     counts = operators.counts
     return (
         len(sent), sum(message.bytes for message in sent), counts.total(),
         sum(counts[name] for name in ALLOCATES), sum(counts[name] for name in COPIES),
     )  # fmt: skip
+
+
+def cost(layout: str) -> tuple[int, int, int, int, int]:
+    """Of rank 0, beside which the first rank of every other pipeline stage runs: it waits for their words."""
+    world, parsed = FakeWorld(), ig.Layout.parse(layout)
+    ranks = range(0, parsed.world_size, parsed.world_size // parsed.pp)
+    engines = world.run({rank: partial(first_step, Mesh.imagine(layout, rank, world)) for rank in ranks})
+    with patch.object(Packing, "__init__") as planned:
+        costs = world.run({rank: partial(next_step, engine) for rank, engine in engines.items()})
+    assert not planned.called, "packings have a loop over parameters: they are planned before"
+    return costs[0]
 
 
 @pytest.mark.parametrize("layout", TABLE)
