@@ -38,7 +38,7 @@ def fates(values: dict[str, Any], ranks: int | None = None) -> dict[str, str]:
 def test_a_usual_config_becomes_one_that_a_run_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, file = tmp_path / "ds.json", tmp_path / "run.yaml"
     source.write_text(json.dumps(USUAL))
-    assert main(["config", "from-deepspeed", str(source), str(file)]) == 0
+    assert main(["config", "from", str(source), str(file)]) == 0
     config = load(file).config
     assert (config.layout, config.batch, config.micro_batches, config.steps) == ("dp8 zero3", 64, 2, 2000)
     assert (config.model.dtype, config.log.wandb) == ("bf16", "mine")
@@ -48,7 +48,7 @@ def test_a_usual_config_becomes_one_that_a_run_reads(tmp_path: Path, capsys: pyt
     shown = capsys.readouterr().out
     leaves = [key for part in USUAL.values() if isinstance(part, dict) for key in part if key != "params"]
     assert all(name in shown for name in [*leaves, "weight_decay", "open"])
-    assert main(["config", "from-deepspeed", str(source), str(file)]) == 2  # never overwritten
+    assert main(["config", "from", str(source), str(file)]) == 2  # never overwritten
 
 
 def test_what_the_file_leaves_out_is_as_deepspeed_has_it() -> None:
@@ -85,7 +85,7 @@ def test_what_would_train_otherwise_is_refused_and_nothing_is_written(change: di
     assert "refused" in fates(change, 1).values()
     source, file = tmp_path / "ds.json", tmp_path / "run.yaml"
     source.write_text(json.dumps(change))
-    assert main(["config", "from-deepspeed", str(source), str(file), "--ranks", "1"]) == 2
+    assert main(["config", "from", str(source), str(file), "--ranks", "1"]) == 2
     assert not file.exists()
 
 
@@ -122,7 +122,7 @@ def test_what_a_run_would_refuse_is_not_written(
 ) -> None:
     source, file = tmp_path / "ds.json", tmp_path / "run.yaml"
     source.write_text(json.dumps({"train_batch_size": 8, **change}))
-    assert main(["config", "from-deepspeed", str(source), str(file)]) == 2
+    assert main(["config", "from", str(source), str(file)]) == 2
     found = capsys.readouterr().err
     assert "IG630" in found and says in found and not file.exists()
 

@@ -26,7 +26,7 @@ ARGUMENTS: dict[str, Any] = {
 def test_a_file_of_arguments_becomes_a_config_that_reads(tmp_path: Path, capsys) -> None:
     (tmp_path / "args.yaml").write_text(yaml.safe_dump(ARGUMENTS))
     words = [str(tmp_path / "args.yaml"), str(tmp_path / "run.yaml"), "--ranks", "4"]
-    assert main(["config", "from-trainer", *words]) == 0
+    assert main(["config", "from", *words]) == 0
     assert "open        num_train_epochs" in capsys.readouterr().out
     made = load(tmp_path / "run.yaml").config
     assert (made.layout, made.batch, made.micro_batches, made.steps) == ("dp4", 32, 4, 200)
@@ -78,7 +78,7 @@ def test_learning_rates_are_the_trainers(kind: str) -> None:
 def test_what_would_train_otherwise_is_refused_by_name(tmp_path: Path, capsys) -> None:
     given = {**ARGUMENTS, "neftune_noise_alpha": 5, "optim": "adafactor", "learning_rat": 1e-4}
     (tmp_path / "args.json").write_text(json.dumps(given))
-    assert main(["config", "from-trainer", str(tmp_path / "args.json"), str(tmp_path / "run.yaml")]) == 2
+    assert main(["config", "from", str(tmp_path / "args.json"), str(tmp_path / "run.yaml")]) == 2
     said = capsys.readouterr().err
     assert "IG865" in said and all(name in said for name in ("neftune_noise_alpha", "optim", "learning_rat"))
     assert "did you mean 'learning_rate'" in said and not (tmp_path / "run.yaml").exists()

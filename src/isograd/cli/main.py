@@ -46,11 +46,11 @@ def _run(words: list[str]) -> int:
 
         print("\n".join(candidates(words[2:], main)))
         return 0
-    if words[:2] in (["config", "from-deepspeed"], ["config", "from-trainer"]):
-        from isograd.integrations.deepspeed.config import main as from_deepspeed
+    if words[:2] == ["config", "from"]:
+        from isograd.integrations.config_from import main as config_from
         from isograd.train.reading import checked
 
-        return from_deepspeed(words[1:], Parser, checked)
+        return config_from(words[2:], Parser, checked)
     room = _command_of(words[:1])
     if room is not None:
         return room(words[1:], Parser)

@@ -118,8 +118,7 @@ def config(words: list[str], kind: Parser) -> int:
     show = verbs.add_parser("show", help="every value and where it comes from", allow_abbrev=False)
     _config_argument(show)
     verbs.add_parser("schema", help="JSON schema, for editors", allow_abbrev=False)
-    verbs.add_parser("from-trainer", help="arguments of transformers' Trainer as a run's config", allow_abbrev=False)
-    verbs.add_parser("from-deepspeed", help="a DeepSpeed config as a run's config", allow_abbrev=False)
+    verbs.add_parser("from", help="a config of DeepSpeed, Megatron, NeoX, accelerate, Trainer", allow_abbrev=False)
     if words[:1] != ["show"]:
         options, extra = parser.parse_known_args(words)
         if extra:

@@ -1,6 +1,4 @@
-"""`isograd config from-trainer args.yaml`: the argument names of transformers, TRL and peft as a run's config.
-
-    isograd config from-trainer args.yaml run.yaml --ranks 8
+"""The argument names of transformers, TRL and peft as a run's config (`isograd config from args.yaml`).
 
 A file holds arguments as people have them, in YAML or JSON. Each becomes a field, is without meaning here, left to
 be set by hand, or refused, because leaving it out would train otherwise; then nothing is written. Defaults are the
@@ -13,7 +11,6 @@ import math
 from pathlib import Path
 from typing import Any
 
-from isograd.errors import did_you_mean
 from isograd.integrations.deepspeed.keys import KeyOutcome, Keys
 
 SCHEDULES = {
@@ -35,7 +32,6 @@ FLAGS = {
     "use_dora": "adapter.dora",
 }  # fmt: skip
 SEEDS = ("data_seed", "seed")  # the first that is there
-OFF: tuple[Any, ...] = (False, 0, "", "none", "no", [], {})  # what is off trains no otherwise
 LENGTHS = ("max_length", "max_seq_length", "cutoff_len", "sequence_len")
 IDLE = {  # without meaning here
     "per_device_eval_batch_size": "evaluations have the batch of a step", "do_train": "it trains",
@@ -51,7 +47,7 @@ IDLE = {  # without meaning here
 }  # fmt: skip
 OPEN = {  # to be set by hand
     "num_train_epochs": "set steps", "train_file": "set data.sources", "dataset_name": "set data.sources",
-    "fsdp": "--layout 'dpN zero3'", "fsdp_config": "--layout 'dpN zero3'", "deepspeed": "isograd config from-deepspeed",
+    "fsdp": "--layout 'dpN zero3'", "fsdp_config": "--layout 'dpN zero3'", "deepspeed": "isograd config from FILE",
 }  # fmt: skip
 
 
@@ -109,21 +105,8 @@ def convert(values: object, ranks: int | None) -> tuple[dict[str, Any], list[Key
     for name in [trackers] if isinstance(trackers, str) else trackers:
         if name in ("wandb", "mlflow", "trackio", "tensorboard"):
             _put(found, f"log.{name}", True if name == "tensorboard" else "isograd")
-    _rest(keys)
+    keys.leave(IDLE, OPEN)
     return found, keys.rows
-
-
-def _rest(keys: Keys) -> None:
-    """The fate of every argument that sets no field."""
-    for name, value in keys.values.items():
-        if name in IDLE:
-            keys.row(name, value, "meaningless", IDLE[name])
-        elif value in OFF:
-            keys.row(name, value, "meaningless", "is off")
-        elif name in OPEN:
-            keys.row(name, value, "open", OPEN[name])
-        else:
-            keys.row(name, value, "refused", f"unknown{did_you_mean(name, [*keys.asked, *IDLE, *OPEN])}")
 
 
 def _text(keys: Keys, name: str, sets: str, default: str) -> str:

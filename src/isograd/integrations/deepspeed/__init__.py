@@ -8,7 +8,7 @@ config.py      a config as the config of `isograd train`
 settings.py    a config as the settings of a loop, with its three schedules with a warmup
 loop.py        the engine that `initialize` returns
 
-Names are loaded when first used: `isograd config from-deepspeed` needs no torch.
+Names are loaded when first used: `isograd config from` needs no torch.
 """
 
 from __future__ import annotations

@@ -1,29 +1,15 @@
-"""`isograd config from-deepspeed ds_config.json`: a DeepSpeed config as a run's config, with the fate of every key.
+"""A DeepSpeed config as a run's config (`isograd config from ds_config.json`), with the fate of every key.
 
-    isograd config from-deepspeed ds_config.json run.yaml --ranks 8
-
-A key is *taken*, and the field that it sets is named; *meaningless*, because it tunes what isograd does otherwise with
-the same gradients; *open*, when its value is "auto"; or *refused*, because leaving it out would train otherwise. When
-one is refused nothing is written. The defaults are DeepSpeed's, so that what the file leaves out stays as it was.
+Defaults are DeepSpeed's, so that what the file leaves out stays as it was.
 """
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from isograd.core.layout import Layout
 from isograd.errors import IntegrationError
-from isograd.integrations import trainer_config
 from isograd.integrations.deepspeed.keys import READ, KeyOutcome, Keys, opened
-from isograd.io.atomic import write_new
-from isograd.io.untrusted import CONFIG, read_json
-
-HEAD = """# Written from {source} by 'isograd config {verb}'. Set model, data and steps, which it does not have.
-# AdamW decays matrices only here: norms and biases have no weight decay.
-"""
 
 
 def convert(values: object, ranks: int | None) -> tuple[dict[str, Any], list[KeyOutcome]]:
@@ -163,65 +149,3 @@ def _optimizer(keys: Keys) -> tuple[dict[str, Any], int | None]:
     made = {"name": "adamw", "lr": float(lr), "min_lr": float(low), "warmup": warmup}
     made |= {"schedule": kinds.get(kind, "constant"), "betas": [float(beta) for beta in betas], "eps": float(eps)}
     return made | {"weight_decay": float(decay)}, steps
-
-
-def main(words: list[str], kind: type[argparse.ArgumentParser], check: Callable[[dict[str, Any], str], object]) -> int:
-    """`isograd config from-deepspeed` and `from-trainer`; the exit code. check: refuses what is no config of a run."""
-    verb, words = words[0], words[1:]
-    what, made, as_json = (
-        ("a DeepSpeed config: JSON", convert, True)
-        if verb == "from-deepspeed"
-        else ("arguments of transformers' Trainer, TRL, peft: YAML or JSON", trainer_config.convert, False)
-    )
-    parser = kind(
-        prog=f"isograd config {verb}", allow_abbrev=False,
-        description=f"Write a run's config from {what.partition(':')[0]}, and say of every key what became of it.",
-    )  # fmt: skip
-    parser.add_argument("source", help=what)
-    parser.add_argument("file", nargs="?", default="run.yaml", help="where to write it (default: run.yaml)")
-    parser.add_argument("--ranks", type=_ranks, metavar="N", help="that the run has (default: as the batch sizes say)")
-    options = parser.parse_args(words)
-    as_json = as_json or options.source.endswith(".json")
-    read = read_json(options.source, CONFIG, follow=True) if as_json else _yaml(options.source)
-    config, rows = made(read, options.ranks)
-    print(table(rows))
-    refused = [row for row in rows if row.fate == "refused"]
-    if refused:
-        raise IntegrationError(
-            "IG865",
-            f"{len(refused)} of {len(rows)} keys would train otherwise here than there; nothing was written",
-            seen="; ".join(f"{row.key} {row.why}" for row in refused[:8]),
-            fix="change or remove them in the file",
-        )
-    import yaml
-
-    check(config, options.source)  # such as a warmup that is longer than the run
-    text = HEAD.format(source=Path(options.source).name, verb=verb) + yaml.safe_dump(config, sort_keys=False)
-    file = write_new(Path(options.file), text, f"isograd config {verb} {options.source} ANOTHER-NAME.yaml")
-    print(f"\n{file} written. Set model, data and steps; then: isograd train {file} --dry-run")
-    return 0
-
-
-def _yaml(path: str) -> object:
-    from isograd.io import yaml_reader
-    from isograd.io.untrusted import read_text
-
-    return yaml_reader.parse(read_text(path, CONFIG, follow=True))
-
-
-def table(rows: list[KeyOutcome]) -> str:
-    """A line for each key: its fate, its name, its value and where it went, or why not."""
-    order = ("refused", "open", "taken", "meaningless")
-    wide = max((len(row.key) for row in rows), default=0)
-    lines = []
-    for row in sorted(rows, key=lambda row: order.index(row.fate)):
-        shown = repr(row.value) if len(repr(row.value)) <= 24 else f"{repr(row.value)[:21]}..."
-        arrow = "->" if row.fate == "taken" else "  "
-        lines.append(f"{row.fate:<12}{row.key:<{wide}}  {shown:<24} {arrow} {row.why}")
-    return "\n".join(lines)
-
-
-def _ranks(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text[:9]) <= 1 << 20:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of ranks")
-    return int(text)

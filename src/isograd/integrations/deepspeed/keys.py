@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -98,12 +98,13 @@ class Keys:
         self.rows.append(KeyOutcome(key if key.isprintable() and name else repr(key), value, fate, why))
 
     def take(self, name: str, what: str, fits: Callable[[Any], bool], default: Any, sets: str) -> Any:
-        """The value of a key; `sets`: the field that it becomes. "auto" leaves it open."""
+        """The value of a key; `sets`: the field that it becomes. "auto" leaves it open, and so
+        does a shell variable that a script does not set."""
         self.asked.append(name)
         if name not in self.values:
             return default
         value = self.values.pop(name)
-        if value == "auto":
+        if value == "auto" or (isinstance(value, str) and value.startswith("$")):
             self.row(name, value, "open", f"set {sets}")
         elif not fits(value):
             self.row(name, value, "refused", f"is not {what}")
@@ -143,6 +144,23 @@ class Keys:
             self.row(name, value, "refused", "is not a mapping")
             value = {}
         return Keys(dict(value), self.rows, f"{self.place}{name}.")
+
+    def leave(self, idle: Mapping[str, str], open_: Mapping[str, str]) -> None:
+        """The fate of all keys that are left. A name of a table that ends in _ stands for all that begin so."""
+
+        def said(table: Mapping[str, str], name: str) -> str | None:
+            return table.get(name) or next((v for k, v in table.items() if k[-1:] == "_" and name.startswith(k)), None)
+
+        for name, value in self.values.items():
+            if why := said(idle, name):
+                self.row(name, value, "meaningless", why)
+            elif value in (False, 0, "", "none", "no", "NO", [], {}):
+                self.row(name, value, "meaningless", "is off")
+            elif why := said(open_, name):
+                self.row(name, value, "open", why)
+            else:
+                self.row(name, value, "refused", f"unknown{did_you_mean(name, [*self.asked, *idle, *open_])}")
+        self.values = {}
 
     def rest(self, also: tuple[str, ...] = ()) -> None:
         """What nobody asked for: meaningless, off, or refused."""

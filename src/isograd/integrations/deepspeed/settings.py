@@ -72,7 +72,7 @@ def read(values: object, ranks: int, cp: int = 1) -> Settings:
             f"{len(wrong)} keys of the DeepSpeed config cannot be kept",
             seen="; ".join(f"{row.key} {row.why}" for row in wrong[:8]),
             expected="keys that isograd keeps, or that have no meaning here; no 'auto'",
-            fix="change or remove them: 'isograd config from-deepspeed FILE' lists every key",
+            fix="change or remove them: 'isograd config from FILE' lists every key",
         )
     micro = batch // (ranks // size * steps)
     own = optimizer, schedule, drop_last, untested, unused
