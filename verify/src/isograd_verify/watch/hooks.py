@@ -371,13 +371,15 @@ class Hooks:
         """Its gradients are sums until the step divides; `grads()` gives them whole and divided, on every rank."""
         c = self.capture
         c.root(engine.model)
+        c.learn_names()
+        named = {name: c.names.get(parameter, name) for name, parameter in engine.model.named_parameters()}
         gradients = {}
         for name, whole in engine.grads().items():
             if name not in engine.table.records:  # of another pipeline stage
                 continue
-            box = engine.table[name].local(engine.mesh)
-            c.boxes[name] = tuple((a, b) for a, b in box), tuple(whole.shape)
-            gradients[name] = whole[tuple(slice(*span) for span in box)]
+            box, known = engine.table[name].local(engine.mesh), named.get(name, name)
+            c.boxes[known] = tuple((a, b) for a, b in box), tuple(whole.shape)
+            gradients[known] = whole[tuple(slice(*span) for span in box)]
         with engine.full_parameters():
             self._ask(gradients)
         c.owned |= set(c.learn_names())
