@@ -43,7 +43,8 @@ ARROWS = {
     "train": {"generate", "elastic", "checkpoint", "hf", "models", "losses", "losses.contrastive", "data", "engine",
               "plan", "nn", "sequence", "pipeline", "comm", "core"},
     "prove": {"engine", "models", "train", "nn", "pipeline", "comm", "core"},
-    "integrations": {"train", "hf", "models", "losses", "losses.contrastive", "checkpoint", "engine", "comm", "core"},
+    "integrations": {"train", "hf", "models", "losses", "losses.contrastive", "checkpoint", "engine", "sequence",
+                     "comm", "core"},
 }  # fmt: skip
 EVERYTHING = {"cli", "__init__", "__main__"}
 ON_THE_VERIFIER = {"errors", "io", "prove", "cli"}  # what of isograd may import isograd_verify
@@ -60,10 +61,10 @@ VERIFIER = {
 }  # fmt: skip
 
 LIMITS = {
-    "isograd, lines": 49_385,
-    "isograd-verify, lines": 17_599,
-    "comm + engine, lines": 8_992,
-    "arrows between packages": 130,
+    "isograd, lines": 49_601,
+    "isograd-verify, lines": 17_601,
+    "comm + engine, lines": 9_005,
+    "arrows between packages": 131,
     "arrows in isograd-verify": 53,
     "imports against the order": 0,
     "files in circles": 0,

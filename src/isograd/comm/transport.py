@@ -18,6 +18,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from isograd.comm.group import Group
+
 # torch 2.13 renamed both and warns at the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -123,6 +125,17 @@ def of_torch(process_group: Any, ranks: tuple[int, ...], index: int) -> Transpor
     """The transport of one of torch's process groups, by its backend."""
     kind = Nccl if "nccl" in dist.get_backend(process_group) else Transport
     return kind(process_group, ranks, index)
+
+
+def is_of_torch(group: Any) -> bool:
+    """Whether it is one of torch's process groups."""
+    return isinstance(group, dist.ProcessGroup)
+
+
+def group_of_torch(process_group: Any, axes: str) -> Group:
+    """One of torch's process groups as one of ours."""
+    ranks, index = tuple(dist.get_process_group_ranks(process_group)), dist.get_rank(process_group)
+    return Group(axes, ranks, index, of_torch(process_group, ranks, index))
 
 
 def memory_store() -> Any:
