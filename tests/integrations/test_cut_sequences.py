@@ -260,7 +260,7 @@ def by_accelerate(
             for batch in loader:
                 with accelerator.accumulate(prepared):
                     loss = prepared(**batch).loss
-                    if accelerator._shares_rows:
+                    if accelerator._cut_models.shares_rows:
                         try:
                             accelerator.backward(loss, weight=3)
                         except IsogradError as error:

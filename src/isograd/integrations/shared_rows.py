@@ -14,13 +14,16 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from isograd.comm import raw
-from isograd.core.contract import contract_of
+from isograd.core.contract import assemble, contract_of
 from isograd.core.mesh import Mesh
-from isograd.hf import attach, shard
+from isograd.errors import IntegrationError
+from isograd.hf import BatchPart, attach, shard
+from isograd.integrations.world import refuse
 
 
 class RowParts:
-    """A forward that is called with whole rows and computes this rank's part of them."""
+    """A forward that is called with whole rows and computes this rank's part of them. Without gradients, as in a
+    validation, its loss is the mean over the labels of all parts, and its logits are of all tokens."""
 
     def __init__(self, forward: Callable[..., Any], mesh: Mesh) -> None:
         self.whole_rows, self._mesh = forward, mesh
@@ -30,8 +33,64 @@ class RowParts:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         part = shard(dict(zip(("input_ids", "attention_mask"), args, strict=False)) | kwargs, self._mesh)
         output = self.whole_rows(**part.inputs)
+        if not torch.is_grad_enabled():
+            return _of_all_parts(output, part, self._mesh)
         self.loss, self.weight = output.get("loss"), part.weight
         return output
+
+
+class CutModels:
+    """The models that one loop trains, cut in place for its mesh, and what their losses weigh."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self.shares_rows = mesh.size("cp") * mesh.size("tp") > 1
+        self._parts: list[RowParts] = []
+        self._replaced = WeakIdKeyDictionary()
+
+    def cut(self, module: nn.Module) -> nn.Module:
+        """A model of transformers, or the one that stands in a module of the script's: it is cut under tp and ep,
+        attached under cp, and its forward is given whole rows. Returns it, or the module."""
+        model: nn.Module = next((part for part in module.modules() if hasattr(part, "set_attn_implementation")), module)
+        if isinstance(model.forward, RowParts):  # by another loop
+            model.forward = model.forward.whole_rows
+        if not self.shares_rows and not cuts_model(self.mesh):
+            return model
+        own = {id(parameter) for parameter in model.parameters()}
+        others = [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in own]
+        refuse(
+            {f"trained parameters outside of {type(model).__name__}: {others[:4]}": others},
+            "ranks that share their rows train one model of transformers",
+            f"{others[0] if others else ''}.requires_grad_(False); or a layout of dp and zero0 to zero3",
+            self.mesh,
+        )
+        self._replaced.update(cut_whole_model(model, self.mesh))
+        if self.mesh.size("cp") > 1:
+            attach(model, self.mesh)
+        if self.shares_rows:
+            self._parts.append(RowParts(model.forward, self.mesh))
+            model.forward = self._parts[-1]
+        return model
+
+    def follow(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer that was made for whole models gets the parts that have taken their place."""
+        follow_cut(optimizer, self._replaced)
+
+    def weight_of(self, loss: object, weight: object, line: str) -> Tensor:
+        """How many labels of this rank's part the loss of a model's last forward is the mean of. line: that is right
+        where this loss, or a weight, is refused."""
+        made = [part for part in self._parts if part.loss is loss]
+        if weight is not None or len(made) != 1:
+            raise IntegrationError(
+                "IG861",
+                "under cp or tp, a backward of something else than the loss of a prepared model",
+                seen=f"weight={weight}" if made else "a loss that no prepared model has returned last",
+                expected="the mean over the labels of this rank's part, undivided, which it weighs by itself",
+                fix=line,
+                where=self.mesh.describe_rank(),
+            )
+        made[0].loss = None
+        return made[0].weight
 
 
 def prepare_data_loader(accelerator: Any, loader: Any, mesh: Mesh, device_placement: bool | None) -> Any:
@@ -92,15 +151,46 @@ def reasons_of_shared_rows(trainer: Any, classes: Sequence[type]) -> dict[str, A
 
 
 @torch.no_grad()
+def whole_state(state: Mapping[str, Any], model: nn.Module, mesh: Mesh) -> dict[str, Any]:
+    """A state dict of this rank's parts with whole parameters, on every rank."""
+    parts = dict(model.named_parameters(remove_duplicate=False)) if cuts_model(mesh) else {}
+    contracts = {name: contract for name, p in parts.items() if (contract := contract_of(p)) is not None}
+    return {
+        name: assemble(value.detach(), contracts[name], mesh) if name in contracts else value
+        for name, value in state.items()
+    }
+
+
+def part_of_state(state: Mapping[str, Any], model: nn.Module, mesh: Mesh) -> dict[str, Any]:
+    """A state dict of whole parameters with those parts of them that this rank has."""
+    parts = dict(state)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        contract = contract_of(parameter)
+        if contract is not None and name in parts and parts[name].shape == contract.shape:
+            parts[name] = parts[name][tuple(slice(*span) for span in contract.local(mesh))]
+    return parts
+
+
+@torch.no_grad()
+def _of_all_parts(output: Any, part: BatchPart, mesh: Mesh) -> Any:
+    """A model's output whose loss is the mean over the labels of all parts, and whose logits are of all tokens."""
+    if output.get("loss") is not None:
+        sums = torch.stack((output["loss"].double() * part.weight, part.weight.double()))
+        total, labels = raw.all_reduce(sums, mesh.group("cp"))
+        output["loss"] = (total / labels.clamp(min=1)).to(output["loss"].dtype)
+    if output.get("logits") is not None:
+        output["logits"] = part.gather_sequence(output["logits"])
+    return output
+
+
+@torch.no_grad()
 def evaluated(
     model: nn.Module, batch: Mapping[str, Any], mesh: Mesh, *, logits: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """(the mean over the labels of all parts, the logits of all tokens) of whole rows."""
     part = shard(batch, mesh)
     output = model(**part.inputs)
-    loss = None
-    if "labels" in part.inputs:
-        sums = torch.stack((output.loss.double() * part.weight, part.weight.double()))
-        total, labels = raw.all_reduce(sums, mesh.group("cp"))
-        loss = total / labels.clamp(min=1)
-    return loss, part.gather_sequence(output.logits) if logits else None
+    if not logits:
+        output["logits"] = None
+    whole = _of_all_parts(output, part, mesh)
+    return whole.get("loss") if "labels" in part.inputs else None, whole["logits"]

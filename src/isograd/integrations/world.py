@@ -1,7 +1,7 @@
 """The mesh of a script that another library started: from a layout given in code, or by `--isograd` beside its options.
 
-A model that another library has built is whole. Every integration has dp and the ZeRO stages; those that cut the batch
-of a model of transformers have cp, too.
+A model that another library has built is whole. Every integration has dp and the ZeRO stages; those that cut a model of
+transformers and its batch have cp, tp and ep, too (shared_rows.py).
 """
 
 from __future__ import annotations

@@ -193,7 +193,7 @@ class LoopEngine(nn.Module):
                 f"backward(retain_graph={retain_graph}, scale_wrt_gas={scale_wrt_gas})",
                 "the mean loss of a micro-batch, undivided, once", self.mesh,
             )  # fmt: skip
-        if self.mesh.size("cp") > 1 and not (weight is None and self._label_counter.made(loss)):
+        if self.mesh.size("cp") > 1 and not (weight is None and self._label_counter.labels_of(loss) is not None):
             _refuse(
                 "a weight, or a loss that is not the model's own" if weight is None else f"weight={weight}",
                 "engine.backward(output.loss): undivided, the mean over the labels of this rank's part",
