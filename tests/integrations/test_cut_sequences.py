@@ -100,7 +100,7 @@ def by_the_trainer(
                 seen.update({name: g.clone() for name, g in found.engine.grads().items()})
 
         ranks = raw.world()[1]
-        shared = 2 if "cp2" in f"{layout} {parallelism}" or "tp2" in str(layout) or parallelism else 1
+        shared = 2 if parallelism or any(axis in str(layout) for axis in ("cp2", "tp2", "pp2")) else 1
         data = ranks // shared if ranks > 1 else 1
         given = model() if source is None else ig.hf.load(source, ig.Mesh(layout), prove=False, dtype=torch.float64)
         given.config._experts_implementation = "eager"
@@ -153,6 +153,30 @@ def test_the_trainers_loop_has_the_gradients_of_one_device_under_tp(
 
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float64)
     assert all(p.shape == q.shape for p, q in zip(saved.parameters(), model().parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout", "accumulation"),
+    [
+        (2, "pp2 1f1b", 3),
+        (2, "pp2 zb zero1", 1),
+        pytest.param(4, "dp2 pp2 1f1b zero2", 3, marks=pytest.mark.slow),
+        pytest.param(4, "tp2 sp pp2 1f1b", 3, marks=pytest.mark.slow),
+    ],
+)
+def test_the_trainers_loop_has_the_gradients_of_one_device_under_pp(
+    worlds, tmp_path: Path, ranks: int, layout: str, accumulation: int
+) -> None:
+    model().save_pretrained(tmp_path)
+    for source in (None, str(tmp_path)):
+        found = worlds(ranks).run(by_the_trainer, layout, accumulation, None, source)
+        rows = found[0]["rows"]
+        assert rows == (2 if "dp2" in layout else 1) * accumulation
+        whole = {name: value for each in found for name, value in each.items()}  # each has those of its stage
+        whole["loss"] = one_device(rows)["loss"]
+        same(whole, rows)
+        if "dp2" not in layout:
+            assert whole["evaluated"] == pytest.approx(float(one_device(4)["loss"]), rel=1e-2)  # behind a step
 
 
 @pytest.mark.parametrize(

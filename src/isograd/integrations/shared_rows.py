@@ -1,6 +1,6 @@
-"""Ranks of a cp or tp group, which work on the same rows: the rows they get, and what their loop must not do.
+"""Ranks of a cp, tp or pp group, which work on the same rows: the rows they get, and what their loop must not do.
 
-The model is one of transformers: attached under cp, cut in place under tp and ep (`ig.hf.attach`), or made by
+The model is one of transformers: attached under cp, cut in place under tp, ep and pp (`ig.hf.attach`), or made by
 `ig.hf.load`. Each rank gets its part of a batch by `ig.hf.shard`.
 """
 
@@ -114,28 +114,31 @@ def prepare_data_loader(accelerator: Any, loader: Any, mesh: Mesh, device_placem
 
 def cuts_model(mesh: Mesh) -> bool:
     """Whether a rank has a part of the model alone, beside what ZeRO shards."""
-    return mesh.size("tp") * mesh.size("ep") > 1
+    return mesh.size("tp") * mesh.size("ep") * mesh.size("pp") > 1
 
 
 def cut_whole_model(model: nn.Module, mesh: Mesh) -> WeakIdKeyDictionary:
-    """Under tp and ep each rank gets its part of a model that is whole. Returns {parameter before: after}."""
+    """Under tp, ep and pp each rank gets its part of a whole model. Returns {parameter before: after}, with None
+    after one that is in another stage."""
     contracts = [contract_of(parameter) for parameter in model.parameters()]
     cut = {shard.axis for contract in contracts if contract is not None for shard in contract.shards}
+    cut |= {"pp"} if hasattr(model, "chunks") else set()
     before: dict[str, nn.Parameter] = dict(model.named_parameters(remove_duplicate=False))
-    if any(mesh.size(axis) > 1 and axis not in cut for axis in ("tp", "ep")):
+    if any(mesh.size(axis) > 1 and axis not in cut for axis in ("tp", "ep", "pp")):
         attach(model, mesh)
     after = dict(model.named_parameters(remove_duplicate=False))
-    return WeakIdKeyDictionary({p: after[name] for name, p in before.items() if after[name] is not p})
+    return WeakIdKeyDictionary({p: after.get(name) for name, p in before.items() if after.get(name) is not p})
 
 
 def follow_cut(optimizer: torch.optim.Optimizer, replaced: WeakIdKeyDictionary) -> None:
     """An optimizer that was made for the whole model gets the parts that have taken its place."""
     for group in optimizer.param_groups:
-        group["params"][:] = [replaced.get(p, p) if not optimizer.state.get(p) else p for p in group["params"]]
+        parts = [p if optimizer.state.get(p) else replaced.get(p, p) for p in group["params"]]
+        group["params"][:] = [part for part in parts if part is not None]
 
 
 def reasons_of_shared_rows(trainer: Any, classes: Sequence[type]) -> dict[str, Any]:
-    """What a Trainer refuses under cp and tp, and whether it is so: what shifts labels of a part again, and more."""
+    """What a Trainer refuses under cp, tp and pp, and whether it is so: what shifts labels again, and more."""
     args, mesh = trainer.args, trainer.mesh
     loss = next((kind for kind in classes if "compute_loss" in vars(kind)), object)
     own = not loss.__module__.startswith("transformers.")
@@ -147,7 +150,11 @@ def reasons_of_shared_rows(trainer: Any, classes: Sequence[type]) -> dict[str, A
         "compute_metrics: evaluate without it, or in a Trainer of dp alone": trainer.compute_metrics,
         "dispatch_batches: set it to False in accelerator_config": trainer.accelerator.dispatch_batches,
     }
-    return {f"{'cp' if mesh.size('cp') > 1 else 'tp'} with {what}": is_set for what, is_set in found.items()}
+    if mesh.size("pp") > 1:
+        routed = bool(getattr(trainer.model.config, "output_router_logits", False))
+        found |= {"a balance loss of experts: set output_router_logits to False in the model's config": routed}
+    axis = next(axis for axis in ("cp", "tp", "pp") if mesh.size(axis) > 1)
+    return {f"{axis} with {what}": is_set for what, is_set in found.items()}
 
 
 @torch.no_grad()
