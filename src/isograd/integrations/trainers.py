@@ -64,6 +64,7 @@ class EngineTrainerMixin(_Base):  # type: ignore[misc]
     model_axes = "dp cp tp ep pp"  # of a layout
     args: Any
     optimizer: Any
+    _signature_columns: list[str]
     loss_is_scaled_for_ga = True  # "do not divide by accumulation steps"
     divides_by_step = True  # whether a loss that says this of itself divides by counts of the whole step
 
